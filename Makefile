@@ -1,0 +1,27 @@
+# Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
+VENV := .venv/bin
+
+.PHONY: demo test lint bench sanitize clean
+
+demo:
+	@scripts/setup demo
+	@$(VENV)/kvxfer demo
+
+test:
+	@scripts/setup test
+	@scripts/test
+
+lint:
+	@scripts/setup lint
+	@scripts/lint
+
+bench:
+	@scripts/setup demo
+	@$(VENV)/kvxfer bench
+
+sanitize:
+	@scripts/setup native
+	@scripts/sanitize
+
+clean:
+	rm -rf build dist .venv
