@@ -1,0 +1,30 @@
+"""The `kvxfer` command: one module per subcommand, errors shown as one line."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from kvxfer.cli import bench, demo, doctor, serve, worker
+from kvxfer.cli.output import show_error
+from kvxfer.errors import KvxferError
+
+app = typer.Typer(
+    name="kvxfer",
+    help="KV cache transfer service for disaggregated LLM inference.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for module in (serve, worker, demo, bench, doctor):
+    module.register(app)
+
+
+def main() -> None:
+    """Entry point: a KvxferError becomes one line on stderr and exit code 1, never a traceback."""
+    try:
+        app()
+    except KvxferError as error:
+        show_error(error, as_json="--json" in sys.argv)
+        sys.exit(1)

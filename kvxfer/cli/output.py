@@ -1,0 +1,28 @@
+"""What every subcommand prints with: the console, one-line errors, JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from kvxfer.errors import KvxferError
+
+# Results go to stdout, progress and errors to stderr, so that `--json` can be piped.
+out = Console()
+err = Console(stderr=True)
+
+
+def show_error(error: KvxferError, *, as_json: bool) -> None:
+    if as_json:
+        show_json({"error": {"code": error.code, "message": str(error)}})
+    else:
+        err.print(Text.assemble(("error ", "bold red"), (f"[{error.code}] ", "red"), str(error)))
+
+
+def show_json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=2)
+    sys.stdout.write("\n")

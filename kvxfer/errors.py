@@ -1,0 +1,255 @@
+"""Every error kvxfer raises, as one hierarchy.
+
+`code` is the stable machine name: the same word appears in native completions, REST problem
+details, metrics labels and `--json` output. The message says what failed, with whom, and what
+to do about it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KvxferError(Exception):
+    """Base of all kvxfer errors."""
+
+    code: ClassVar[str] = "error"
+
+
+class InvalidArgument(KvxferError, ValueError):
+    """The caller passed something that cannot be meant."""
+
+    code = "invalid-argument"
+
+
+class NotBuilt(KvxferError, ImportError):
+    """A part that has to be compiled or installed first is missing."""
+
+    code = "not-built"
+
+
+# --- engine ----------------------------------------------------------------------------------
+
+
+class EngineError(KvxferError):
+    """An operation of the transfer engine failed."""
+
+    code = "engine-error"
+
+
+class EngineClosed(EngineError):
+    code = "engine-closed"
+
+
+class AddressInUse(EngineError):
+    """The port the engine (or a server) should listen on is taken."""
+
+    code = "address-in-use"
+
+
+class OutOfMemory(EngineError):
+    code = "out-of-memory"
+
+
+class UnknownRegion(EngineError):
+    """The memory region key is not registered at the receiver: foreign, stale or mistyped."""
+
+    code = "unknown-region"
+
+
+class OutOfBounds(EngineError):
+    """A page, offset or length leaves its memory region."""
+
+    code = "out-of-bounds"
+
+
+class StaleCounter(EngineError):
+    """The immediate names a counter (slot and generation) that is not live at the receiver."""
+
+    code = "stale-counter"
+
+
+class Cancelled(EngineError):
+    """The operation was cancelled by its caller."""
+
+    code = "cancelled"
+
+
+class DeadlineExceeded(EngineError, TimeoutError):
+    """A wait reached its deadline."""
+
+    code = "deadline-exceeded"
+
+
+class Backpressure(EngineError):
+    """Too much is already queued for this peer."""
+
+    code = "backpressure"
+
+
+class MessageTooLarge(EngineError):
+    code = "message-too-large"
+
+
+class PermissionDenied(EngineError):
+    """The operating system refuses what the fabric needs."""
+
+    code = "permission-denied"
+
+
+class PeerError(EngineError):
+    """The peer cannot be talked to."""
+
+    code = "peer-error"
+
+
+class UnknownPeer(PeerError):
+    code = "unknown-peer"
+
+
+class ConnectFailed(PeerError):
+    """Nobody answers at the address, or not with this protocol."""
+
+    code = "connect-failed"
+
+
+class AuthenticationFailed(PeerError):
+    """The peer does not know the cluster key."""
+
+    code = "authentication-failed"
+
+
+class PeerRestarted(PeerError):
+    """Another engine (a new epoch) answers at the address of the one that was meant."""
+
+    code = "peer-restarted"
+
+
+class PeerLost(PeerError):
+    """The connection to the peer is gone: it exited, crashed or disconnected."""
+
+    code = "peer-lost"
+
+
+class PeerTimeout(PeerLost):
+    """The peer's heartbeats stopped: it is frozen, or its host is cut off."""
+
+    code = "peer-timeout"
+
+
+# --- KV transfers ----------------------------------------------------------------------------
+
+
+class TransferError(KvxferError):
+    """A KV transfer failed."""
+
+    code = "transfer-error"
+
+
+class LayoutMismatch(TransferError):
+    """The two KV layouts cannot be mapped onto each other."""
+
+    code = "layout-mismatch"
+
+    def __init__(self, field: str, prefill: object, decode: object) -> None:
+        self.field, self.prefill, self.decode = field, prefill, decode
+        super().__init__(
+            f"KV layouts cannot be mapped: {field} is {prefill!r} at prefill and {decode!r} at "
+            f"decode; start both instances with the same {field}"
+        )
+
+
+class TicketInvalid(TransferError):
+    """The ticket is forged, damaged, or names another pair, epoch or transfer."""
+
+    code = "ticket-invalid"
+
+
+class TicketExpired(TicketInvalid):
+    code = "ticket-expired"
+
+
+class LeaseExpired(TransferError, TimeoutError):
+    """A lease ran out before the other side did its part."""
+
+    code = "lease-expired"
+
+
+class TransferCancelled(TransferError):
+    """The other side, or the caller, gave the transfer up."""
+
+    code = "transfer-cancelled"
+
+
+class TransferRefused(TransferError):
+    """The other side does not accept the transfer."""
+
+    code = "transfer-refused"
+
+
+class BlockPoolExhausted(TransferError):
+    """Not enough free KV blocks."""
+
+    code = "block-pool-exhausted"
+
+
+class BlockStateError(TransferError):
+    """A KV block was used in a way that its state does not allow."""
+
+    code = "block-state"
+
+
+class PromptTooLong(TransferError, ValueError):
+    """The prompt does not fit the KV cache or the model's context."""
+
+    code = "prompt-too-long"
+
+
+# --- control plane ---------------------------------------------------------------------------
+
+
+class ControlPlaneError(KvxferError):
+    """The control plane refused or failed a request."""
+
+    code = "control-plane-error"
+
+
+class ControlPlaneUnavailable(ControlPlaneError):
+    code = "control-plane-unavailable"
+
+
+class InstanceExists(ControlPlaneError):
+    """Another live instance holds this id."""
+
+    code = "instance-exists"
+
+
+class UnknownInstance(ControlPlaneError):
+    code = "unknown-instance"
+
+
+class StaleEpoch(ControlPlaneError):
+    """The instance's lease expired or a newer registration took its place."""
+
+    code = "stale-epoch"
+
+
+class NoCapacity(ControlPlaneError):
+    """No ready prefill/decode pair can take the request now."""
+
+    code = "no-capacity"
+
+
+class UnknownTransfer(ControlPlaneError):
+    code = "unknown-transfer"
+
+
+def by_code(code: str) -> type[KvxferError]:
+    """The error class of a code; `KvxferError` where the code is unknown."""
+    pending: list[type[KvxferError]] = [KvxferError]
+    while pending:
+        candidate = pending.pop()
+        if candidate.code == code:
+            return candidate
+        pending.extend(candidate.__subclasses__())
+    return KvxferError
