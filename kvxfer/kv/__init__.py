@@ -1,0 +1,1 @@
+"""KV cache transfer: layouts, plans, the block pool, and sessions between two workers."""

@@ -1,0 +1,146 @@
+"""How a KV cache lies in memory: what two instances compare before they move a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, get_args
+
+from kvxfer.errors import InvalidArgument
+
+Part: TypeAlias = Literal["K", "V", "KV"]
+HeadOrder: TypeAlias = Literal["NHD", "HND"]
+KvArrangement: TypeAlias = Literal["separate", "interleaved"]
+
+ITEM_BYTES: Final[dict[str, int]] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The KV cache of one rank of one instance.
+
+    A *block* holds `block_size` tokens of one layer. A rank keeps the blocks of a layer in planes:
+
+    - `kv="separate"`: two, K and V, each `[num_blocks, block_size, heads, head_size]`
+    - `kv="interleaved"`: one, `[num_blocks, 2, block_size, heads, head_size]`
+    - `mla=True`: one, `[num_blocks, block_size, head_size]`, whatever `kv` says: K and V are one
+      latent vector per token, whole on every TP rank
+
+    with `heads` and `block_size` swapped where `order="HND"`. Every field describes the whole model
+    except `tp_rank` and `pp_rank`. Raises InvalidArgument that names the field, its value and
+    the remedy.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    block_size: int
+    tp_size: int = 1
+    tp_rank: int = 0
+    pp_size: int = 1
+    pp_rank: int = 0
+    order: HeadOrder = "NHD"
+    kv: KvArrangement = "separate"
+    mla: bool = False
+
+    def __post_init__(self) -> None:
+        for field in (
+            "num_layers",
+            "num_kv_heads",
+            "head_size",
+            "block_size",
+            "tp_size",
+            "pp_size",
+        ):
+            self._require_int(field, minimum=1)
+        for field in ("tp_rank", "pp_rank"):
+            self._require_int(field, minimum=0)
+        self._require_one_of("dtype", tuple(ITEM_BYTES))
+        self._require_one_of("order", get_args(HeadOrder))
+        self._require_one_of("kv", get_args(KvArrangement))
+        if not isinstance(self.mla, bool):
+            raise InvalidArgument(f"KvLayout.mla is {self.mla!r}; pass True or False")
+        if self.mla and self.num_kv_heads != 1:
+            raise InvalidArgument(
+                f"KvLayout.num_kv_heads is {self.num_kv_heads} with mla=True; "
+                "an MLA cache has one latent head: pass 1"
+            )
+        for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
+            if getattr(self, rank) >= getattr(self, size):
+                raise InvalidArgument(
+                    f"KvLayout.{rank} is {getattr(self, rank)} of {size} {getattr(self, size)}; "
+                    f"ranks count from 0 to {size} - 1"
+                )
+        if self.num_kv_heads % self.tp_size and self.tp_size % self.num_kv_heads:
+            raise InvalidArgument(
+                f"KvLayout.tp_size is {self.tp_size} for {self.num_kv_heads} KV heads; "
+                "choose one that divides the number of heads, or is a multiple of it"
+            )
+        if self.num_layers % self.pp_size:
+            raise InvalidArgument(
+                f"KvLayout.pp_size is {self.pp_size} for {self.num_layers} layers; "
+                "choose one that divides the number of layers"
+            )
+
+    def _require_int(self, field: str, *, minimum: int) -> None:
+        value = getattr(self, field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise InvalidArgument(f"KvLayout.{field} is {value!r}; pass an integer >= {minimum}")
+
+    def _require_one_of(self, field: str, allowed: tuple[str, ...]) -> None:
+        value = getattr(self, field)
+        if value not in allowed:
+            raise InvalidArgument(f"KvLayout.{field} is {value!r}; use one of {', '.join(allowed)}")
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def heads_per_rank(self) -> int:
+        """KV heads that lie on this rank; more ranks than heads means each head is repeated."""
+        return max(1, self.num_kv_heads // self.tp_size)
+
+    @property
+    def layers_per_rank(self) -> int:
+        """Layers that lie on this pipeline stage."""
+        return self.num_layers // self.pp_size
+
+    @property
+    def first_layer(self) -> int:
+        """Whole-model index of this pipeline stage's first layer."""
+        return self.pp_rank * self.layers_per_rank
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The planes of a layer."""
+        return ("KV",) if self.mla or self.kv == "interleaved" else ("K", "V")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer on this rank, K and V together."""
+        vectors = 1 if self.mla else 2
+        return vectors * self.heads_per_rank * self.head_size * self.item_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in one layer on this rank, K and V together."""
+        return self.block_size * self.token_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one block in one plane of a layer."""
+        return self.block_bytes // len(self.parts)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that `tokens` tokens need."""
+        return -(-tokens // self.block_size)
