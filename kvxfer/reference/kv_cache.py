@@ -1,0 +1,66 @@
+"""The paged KV cache as torch sees it: K and V planes over memory that somebody else may own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.reference.config import LlamaConfig
+
+ITEM_SIZE = 4  # float32
+
+
+def cache_bytes(config: LlamaConfig, num_blocks: int, block_size: int) -> int:
+    """Size of the memory `PagedKvCache` needs."""
+    token = config.num_kv_heads * config.head_size * ITEM_SIZE
+    return config.num_layers * 2 * num_blocks * block_size * token
+
+
+class PagedKvCache:
+    """K and V of all layers in blocks of `block_size` tokens, float32.
+
+    `memory` is anything with a writable buffer of `cache_bytes(...)` bytes: the memory of a
+    transfer engine, or None for torch's own. It is laid out as
+    [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_size], so that each plane
+    of each layer is contiguous. The cache does not know which blocks are free; its caller does.
+
+    One thread at a time may write a given block; different blocks are independent.
+    """
+
+    def __init__(
+        self, config: LlamaConfig, num_blocks: int, block_size: int, memory: object | None = None
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise InvalidArgument(
+                f"a KV cache of {num_blocks} blocks of {block_size} tokens holds nothing"
+            )
+        self.num_blocks, self.block_size = num_blocks, block_size
+        slots = num_blocks * block_size
+        shape = (config.num_layers, 2, slots, config.num_kv_heads, config.head_size)
+        if memory is None:
+            self._planes = torch.zeros(shape)
+        else:
+            self._planes = torch.frombuffer(memory, dtype=torch.float32).view(shape)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def slots(self, blocks: Tensor, start: int, stop: int) -> Tensor:
+        """int64 [stop - start]: where positions start..stop of a sequence lie in the planes, for
+        its int64 block table."""
+        positions = torch.arange(start, stop)
+        return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores `keys` and `values` [tokens, num_kv_heads, head_size] at int64 [tokens] slots."""
+        planes = self._planes[layer]
+        planes[0].index_copy_(0, slots, keys)
+        planes[1].index_copy_(0, slots, values)
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values at int64 [tokens] slots, each
+        [tokens, num_kv_heads, head_size]."""
+        planes = self._planes[layer]
+        return planes[0].index_select(0, slots), planes[1].index_select(0, slots)

@@ -1,0 +1,68 @@
+"""The weights of a model by their Hugging Face names: which there are, and seeded random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvxfer.reference.config import LlamaConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+
+
+def layer_prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
+
+
+def weight_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every tensor of the model; linear layers are [outputs, inputs]."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size = config.num_heads * config.head_size
+    kv_size = config.num_kv_heads * config.head_size
+    yield EMBEDDING, (config.vocab_size, hidden)
+    for layer in range(config.num_layers):
+        prefix = layer_prefix(layer)
+        yield prefix + "input_layernorm.weight", (hidden,)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        linears = (
+            ("self_attn.q_proj", q_size, hidden, config.attention_bias),
+            ("self_attn.k_proj", kv_size, hidden, config.attention_bias),
+            ("self_attn.v_proj", kv_size, hidden, config.attention_bias),
+            ("self_attn.o_proj", hidden, q_size, config.attention_bias),
+            ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+            ("mlp.up_proj", inner, hidden, config.mlp_bias),
+            ("mlp.down_proj", hidden, inner, config.mlp_bias),
+        )
+        for name, outputs, inputs, bias in linears:
+            yield f"{prefix}{name}.weight", (outputs, inputs)
+            if bias:
+                yield f"{prefix}{name}.bias", (outputs,)
+    yield FINAL_NORM, (hidden,)
+    if not config.tie_embeddings:
+        yield LM_HEAD, (config.vocab_size, hidden)
+
+
+# Standard deviation relative to one that keeps the variance of a projection's input. Large Q and K
+# make attention pick out few positions instead of averaging all of them, and a large output
+# projection lets that count: the next token depends on which keys and values are where, so a
+# single lost block changes greedy output (with 1.0 everywhere it hardly ever does).
+_GAINS = {"q_proj": 3.0, "k_proj": 3.0, "o_proj": 2.0}
+
+
+def seeded_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
+    """Random float32 weights that depend on `config` and `seed` only."""
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+    for name, shape in weight_shapes(config):
+        if len(shape) == 1:
+            fill = torch.zeros if name.endswith(".bias") else torch.ones
+            weights[name] = fill(shape)
+            continue
+        gain = _GAINS.get(name.split(".")[-2], 1.0)
+        std = 1.0 if name == EMBEDDING else gain * shape[1] ** -0.5
+        weights[name] = torch.randn(shape, generator=generator) * std
+    return weights

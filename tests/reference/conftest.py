@@ -1,0 +1,38 @@
+"""A small model that every test of the reference engine can afford."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvxfer.reference.config import LlamaConfig
+from kvxfer.reference.kv_cache import PagedKvCache
+from kvxfer.reference.model import LlamaModel
+from kvxfer.reference.runner import ModelRunner
+from kvxfer.reference.tokens import ByteTokenizer
+from kvxfer.reference.weights import seeded_weights
+
+TINY = LlamaConfig(
+    name="tiny",
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    max_position=256,
+)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tiny_runner() -> ModelRunner:
+    """The tiny model with seeded weights, byte tokens and 32 blocks of 4 tokens."""
+    return ModelRunner(
+        LlamaModel(TINY, seeded_weights(TINY, seed=1)), ByteTokenizer(), PagedKvCache(TINY, 32, 4)
+    )
