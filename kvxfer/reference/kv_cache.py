@@ -59,8 +59,15 @@ class PagedKvCache:
         planes[0].index_copy_(0, slots, keys)
         planes[1].index_copy_(0, slots, values)
 
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values at int64 [tokens] slots, each
-        [tokens, num_kv_heads, head_size]."""
+    def read(self, layer: int, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values of positions 0..length of a sequence, for its int64
+        block table, each [length, num_kv_heads, head_size]."""
+        used = blocks[: -(-length // self.block_size)]
         planes = self._planes[layer]
-        return planes[0].index_select(0, slots), planes[1].index_select(0, slots)
+        # As a matrix with a row per block, gathering is a memcpy per block; as rows of tokens, or
+        # with more dimensions, torch takes a path that is five times slower.
+        keys, values = (
+            plane.view(self.num_blocks, -1).index_select(0, used).view(-1, *plane.shape[1:])
+            for plane in (planes[0], planes[1])
+        )
+        return keys[:length], values[:length]

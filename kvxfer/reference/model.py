@@ -103,14 +103,14 @@ class LlamaModel:
         Returns:
             float32 [vocab_size], the logits of the token after it.
         """
-        slots = cache.slots(blocks, 0, position + 1)
+        slots = cache.slots(blocks, position, position + 1)
         cos, sin = rotation(self._frequencies, torch.tensor([position]))
         x = F.embedding(torch.tensor([token]), self._embedding)
         for index, layer in enumerate(self._layers):
             normed = self._norm(x, layer.input_norm)
-            cache.write(index, slots[-1:], *self._keys_values(layer, normed, cos, sin))
+            cache.write(index, slots, *self._keys_values(layer, normed, cos, sin))
             queries = self._queries(layer, normed, cos, sin)
-            attended = self._attend_one(queries, *cache.read(index, slots))
+            attended = self._attend_one(queries, *cache.read(index, blocks, position + 1))
             x = self._feed_forward(layer, x + layer.output(attended))
         return self._logits(x)
 
