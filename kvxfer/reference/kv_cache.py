@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.reference.config import LlamaConfig
 
-ITEM_SIZE = 4  # float32
-
-
-def cache_bytes(config: LlamaConfig, num_blocks: int, block_size: int) -> int:
-    """Size of the memory `PagedKvCache` needs."""
-    token = config.num_kv_heads * config.head_size * ITEM_SIZE
-    return config.num_layers * 2 * num_blocks * block_size * token
-
 
 class PagedKvCache:
     """K and V of all layers in blocks of `block_size` tokens, float32.
 
-    `memory` is anything with a writable buffer of `cache_bytes(...)` bytes: the memory of a
-    transfer engine, or None for torch's own. It is laid out as
-    [num_layers, 2 (K, V), num_blocks, block_size, num_kv_heads, head_size], so that each plane
-    of each layer is contiguous. The cache does not know which blocks are free; its caller does.
+    A layer has two planes, K and V, each contiguous
+    [num_blocks, block_size, num_kv_heads, head_size]. `buffers[layer]` is the memory of both as
+    writable buffers, such as `kvxfer.kv.cache.KvCache.buffer` gives out; without it torch
+    allocates the planes. The cache does not know which blocks are free; its caller does.
 
     One thread at a time may write a given block; different blocks are independent.
     """
 
     def __init__(
-        self, config: LlamaConfig, num_blocks: int, block_size: int, memory: object | None = None
+        self,
+        config: LlamaConfig,
+        num_blocks: int,
+        block_size: int,
+        buffers: Sequence[tuple[memoryview, memoryview]] | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise InvalidArgument(
                 f"a KV cache of {num_blocks} blocks of {block_size} tokens holds nothing"
             )
         self.num_blocks, self.block_size = num_blocks, block_size
-        slots = num_blocks * block_size
-        shape = (config.num_layers, 2, slots, config.num_kv_heads, config.head_size)
-        if memory is None:
-            self._planes = torch.zeros(shape)
+        shape = (num_blocks * block_size, config.num_kv_heads, config.head_size)
+        if buffers is None:
+            self._planes = [
+                (torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)
+            ]
         else:
-            self._planes = torch.frombuffer(memory, dtype=torch.float32).view(shape)
+            self._planes = [
+                (
+                    torch.frombuffer(keys, dtype=torch.float32).view(shape),
+                    torch.frombuffer(values, dtype=torch.float32).view(shape),
+                )
+                for keys, values in buffers
+            ]
 
     @property
     def num_tokens(self) -> int:
@@ -55,19 +60,18 @@ class PagedKvCache:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores `keys` and `values` [tokens, num_kv_heads, head_size] at int64 [tokens] slots."""
-        planes = self._planes[layer]
-        planes[0].index_copy_(0, slots, keys)
-        planes[1].index_copy_(0, slots, values)
+        key_plane, value_plane = self._planes[layer]
+        key_plane.index_copy_(0, slots, keys)
+        value_plane.index_copy_(0, slots, values)
 
     def read(self, layer: int, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values of positions 0..length of a sequence, for its int64
         block table, each [length, num_kv_heads, head_size]."""
         used = blocks[: -(-length // self.block_size)]
-        planes = self._planes[layer]
         # As a matrix with a row per block, gathering is a memcpy per block; as rows of tokens, or
         # with more dimensions, torch takes a path that is five times slower.
         keys, values = (
             plane.view(self.num_blocks, -1).index_select(0, used).view(-1, *plane.shape[1:])
-            for plane in (planes[0], planes[1])
+            for plane in self._planes[layer]
         )
         return keys[:length], values[:length]

@@ -36,3 +36,17 @@ def tiny_runner() -> ModelRunner:
     return ModelRunner(
         LlamaModel(TINY, seeded_weights(TINY, seed=1)), ByteTokenizer(), PagedKvCache(TINY, 32, 4)
     )
+
+
+def plane_buffers(
+    config: LlamaConfig, num_blocks: int, block_size: int, offset: int = 0
+) -> list[tuple[memoryview, memoryview]]:
+    """Zeroed memory for the planes of each layer that starts `offset` bytes late."""
+    nbytes = num_blocks * block_size * config.num_kv_heads * config.head_size * 4
+    return [
+        (
+            memoryview(bytearray(nbytes + offset))[offset:],
+            memoryview(bytearray(nbytes + offset))[offset:],
+        )
+        for _ in range(config.num_layers)
+    ]

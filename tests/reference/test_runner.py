@@ -8,13 +8,13 @@ import torch
 
 from kvxfer.errors import InvalidArgument, PromptTooLong
 from kvxfer.reference.config import DEMO_CONFIG
-from kvxfer.reference.kv_cache import PagedKvCache, cache_bytes
+from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.model import LlamaModel
 from kvxfer.reference.runner import ModelRunner, load_model
 from kvxfer.reference.tokens import ByteTokenizer
 from kvxfer.reference.weights import seeded_weights
 
-from .conftest import TINY
+from .conftest import TINY, plane_buffers
 
 
 def test_prefill_and_decode_steps_give_what_the_single_run_gives(tiny_runner: ModelRunner) -> None:
@@ -73,11 +73,11 @@ def test_empty_and_foreign_prompts_are_refused(tiny_runner: ModelRunner) -> None
 
 
 def test_a_cache_over_foreign_memory_gives_the_same_tokens(tiny_runner: ModelRunner) -> None:
-    memory = bytearray(cache_bytes(TINY, 32, 4))
-    cache = PagedKvCache(TINY, 32, 4, memory)
+    buffers = plane_buffers(TINY, 32, 4)
+    cache = PagedKvCache(TINY, 32, 4, buffers)
     runner = ModelRunner(tiny_runner.model, ByteTokenizer(), cache)
     assert runner.generate("shared", 8) == tiny_runner.generate("shared", 8)
-    assert any(memory)
+    assert all(any(plane) for layer in buffers for plane in layer)
 
 
 def test_an_empty_cache_is_refused() -> None:

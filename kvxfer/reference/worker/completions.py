@@ -1,0 +1,106 @@
+"""The bodies of a worker's HTTP API: OpenAI's completions, with what a KV transfer adds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvxfer.instances import Role
+
+
+class KvTransferParams(BaseModel):
+    """What the control plane said about the transfer; a router gives both sides the same."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ticket: str
+    prefill_engine_address: str = Field(description="Whom the decode worker offers its blocks to.")
+
+
+class CompletionRequest(BaseModel):
+    """Greedy completion of one prompt. What this engine cannot do is refused, not ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = Field(None, description="Where given, it has to be the worker's model.")
+    prompt: str | list[int] = Field(description="Text, or token ids.")
+    max_tokens: int = Field(16, ge=1)
+    ignore_eos: bool = False
+    temperature: Literal[0] = 0
+    n: Literal[1] = 1
+    stream: Literal[False] = False
+    kv_transfer_params: KvTransferParams
+
+
+class Choice(BaseModel):
+    index: int = 0
+    text: str
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length"]
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TransferStats(BaseModel):
+    """The KV cache that moved for a request."""
+
+    fabric: str
+    bytes: int
+    pages: int = Field(description="KV blocks, counted per layer and per plane (K, V).")
+    writes: int = Field(description="One-sided writes they took; neighbouring pages share one.")
+
+
+class PrefillTimings(BaseModel):
+    """Seconds."""
+
+    prefill: float = Field(description="Computing the prompt, until the first token is known.")
+    send: float = Field(description="From there until every byte was delivered to decode.")
+
+
+class DecodeTimings(BaseModel):
+    """Seconds. `visible_transfer` compares the clocks of two workers."""
+
+    prefill: float = Field(description="As the prefill worker measured it.")
+    visible_transfer: float = Field(
+        description="From the end of prefill's computation until the cache was complete here."
+    )
+    first_token: float = Field(description="From the arrival of the request to the first token.")
+    decode: float = Field(description="Every token after the first.")
+
+
+class Completion(BaseModel):
+    id: str = Field(description="The request id of the transfer.")
+    object: Literal["text_completion"] = "text_completion"
+    created: int = Field(description="Seconds since the Unix epoch.")
+    model: str
+    choices: list[Choice]
+    usage: Usage
+
+
+class PrefillCompletion(Completion):
+    """One token: the first, which also goes to the decode worker."""
+
+    transfer: TransferStats
+    timings: PrefillTimings
+
+
+class DecodeCompletion(Completion):
+    """All tokens, with the first."""
+
+    timings: DecodeTimings
+
+
+class Health(BaseModel):
+    """The answer of a worker that is well."""
+
+    status: Literal["ok"] = "ok"
+    role: Role
+    model: str
+    blocks: int = Field(description="KV blocks in all.")
+    free_blocks: int
+    running: int = Field(description="Requests that are being worked on.")

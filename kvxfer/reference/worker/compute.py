@@ -1,0 +1,76 @@
+"""The one thread in which a worker's model runs."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Abandoned(Exception):  # noqa: N818 (it ends work that nobody wants any more)
+    """Raised inside a computation whose caller was cancelled."""
+
+
+class Abandon:
+    """Tells a running computation that nobody waits for it any more. Any thread."""
+
+    def __init__(self) -> None:
+        self._flag = threading.Event()
+
+    def set(self) -> None:
+        self._flag.set()
+
+    def check(self) -> None:
+        """Raises `Abandoned` once set() was called."""
+        if self._flag.is_set():
+            raise Abandoned
+
+
+class ComputeThread:
+    """Runs computations one after another, first come first served.
+
+    One thread, because every computation already uses all the cores it may. A request with many
+    steps queues each of them by itself, so running requests take turns. run() belongs to the
+    event loop.
+    """
+
+    def __init__(self) -> None:
+        self._executor = concurrent.futures.ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="kvxfer-compute"
+        )
+
+    async def run(self, computation: Callable[[], T], abandon: Abandon | None = None) -> T:
+        """The result of `computation`.
+
+        When the waiting task is cancelled, the computation is taken out of the queue, or told by
+        `abandon` and waited for: once this has raised CancelledError nothing of it runs, so the
+        blocks it wrote to can be given away.
+        """
+        job = self._executor.submit(computation)
+        try:
+            return await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            # Cancelling the wrapper has cancelled the job where it had not begun.
+            if abandon is not None:
+                abandon.set()
+            await _ended(job)
+            raise
+
+    def close(self) -> None:
+        """Waits for what runs; drops what is queued."""
+        self._executor.shutdown(cancel_futures=True)
+
+
+async def _ended(job: concurrent.futures.Future[T]) -> None:
+    """Returns when `job` does not run any more, however often the task is cancelled meanwhile."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    job.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set_result, None))
+    while not ended.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(ended)

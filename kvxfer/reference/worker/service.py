@@ -1,0 +1,198 @@
+"""What a worker does with a request: prefill sends the KV cache it computes, decode goes on from
+the one it receives.
+
+Blocks are owned by `with` statements throughout: whatever ends a request, an answer, an error or
+its cancellation, gives every block back, and never before computation and transfer let go of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.instances import Load, Role
+from kvxfer.kv.block_pool import BlockPool
+from kvxfer.kv.cache import KvCache
+from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.prefill_session import PrefillSession
+from kvxfer.reference.runner import ModelRunner
+from kvxfer.reference.worker.completions import (
+    Choice,
+    Completion,
+    CompletionRequest,
+    DecodeCompletion,
+    DecodeTimings,
+    Health,
+    PrefillCompletion,
+    PrefillTimings,
+    TransferStats,
+    Usage,
+)
+from kvxfer.reference.worker.compute import Abandon, ComputeThread
+from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail, prompt_digest
+
+
+class WorkerService:
+    """One worker's model, blocks and transfers. Loop only; the model runs in `compute`."""
+
+    def __init__(
+        self,
+        role: Role,
+        runner: ModelRunner,
+        cache: KvCache,
+        pool: BlockPool,
+        endpoint: KvEndpoint,
+        compute: ComputeThread,
+    ) -> None:
+        self.role, self.runner = role, runner
+        self._pool = pool
+        self._layout = cache.layout
+        self._endpoint = endpoint
+        self._compute = compute
+        self._requests = 0
+
+    def load(self) -> Load:
+        """What the control plane hears of this worker."""
+        return Load(running=self._requests, free_blocks=self._pool.num_free)
+
+    def health(self) -> Health:
+        return Health(
+            role=self.role,
+            model=self.runner.config.name,
+            blocks=self._pool.num_blocks,
+            free_blocks=self._pool.num_free,
+            running=self._requests,
+        )
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        """Answers a request with this worker's side of it.
+
+        Raises InvalidArgument, PromptTooLong, BlockPoolExhausted, and everything that
+        `KvEndpoint` and its sessions raise.
+        """
+        model = self.runner.config.name
+        if request.model not in (None, model):
+            raise InvalidArgument(f"this worker runs the model {model!r}, not {request.model!r}")
+        self._requests += 1
+        try:
+            if self.role is Role.PREFILL:
+                return await self._prefill(request)
+            return await self._decode(request)
+        finally:
+            self._requests -= 1
+
+    async def _prefill(self, request: CompletionRequest) -> PrefillCompletion:
+        tokens = self.runner.encode(request.prompt)
+        num_blocks = self.runner.blocks_for(len(tokens), max_tokens=1)
+        ticket = request.kv_transfer_params.ticket
+        with self._pool.hold(num_blocks) as hold:
+            async with await self._endpoint.prefill_session(ticket, hold) as session:
+                abandon = Abandon()
+                tail = await self._compute.run(
+                    lambda: self._compute_prompt(tokens, hold.ids.tolist(), session, abandon),
+                    abandon,
+                )
+                await session.finish(encode_tail(tail))
+                sent_at = time.time()
+        output = [tail.first_token]
+        return PrefillCompletion(
+            id=session.request_id,
+            created=int(sent_at),
+            model=self.runner.config.name,
+            choices=[self._choice(output, request)],
+            usage=_usage(tokens, output),
+            transfer=TransferStats(
+                fabric=session.fabric or "",
+                bytes=session.nbytes,
+                pages=num_blocks * self._layout.layers_per_rank * len(self._layout.parts),
+                writes=session.writes,
+            ),
+            timings=PrefillTimings(
+                prefill=tail.prefill_seconds, send=max(sent_at - tail.computed_at, 0.0)
+            ),
+        )
+
+    def _compute_prompt(
+        self, tokens: list[int], blocks: list[int], session: PrefillSession, abandon: Abandon
+    ) -> Tail:
+        """Runs in the compute thread: each layer is on its way before the next is computed."""
+
+        def on_layer(layer: int) -> None:
+            abandon.check()
+            session.write_layer(layer)
+
+        abandon.check()
+        started = time.perf_counter()
+        first_token = self.runner.prefill(tokens, blocks, on_layer)
+        return Tail(
+            model=self.runner.config.name,
+            prompt_digest=prompt_digest(tokens),
+            first_token=first_token,
+            prefill_seconds=time.perf_counter() - started,
+            computed_at=time.time(),
+        )
+
+    async def _decode(self, request: CompletionRequest) -> DecodeCompletion:
+        arrived = time.perf_counter()
+        tokens = self.runner.encode(request.prompt)
+        all_blocks = self.runner.blocks_for(len(tokens), request.max_tokens)
+        prompt_blocks = self._layout.blocks_for(len(tokens))
+        params = request.kv_transfer_params
+        with contextlib.ExitStack() as blocks:
+            table: list[int] = []
+            if all_blocks > prompt_blocks:
+                # Taken first: a request that has begun never runs out of blocks half-way.
+                output_blocks = blocks.enter_context(self._pool.hold(all_blocks - prompt_blocks))
+                table = output_blocks.ids.tolist()
+            async with await self._endpoint.decode_session(
+                params.ticket, params.prefill_engine_address, prompt_blocks
+            ) as session:
+                data = await session.wait()
+                complete_at, first_token_at = time.time(), time.perf_counter()
+                received = blocks.enter_context(session.take())
+            tail = decode_tail(data, model=self.runner.config.name, tokens=tokens)
+            output = await self._generate(
+                tail.first_token, len(tokens), received.ids.tolist() + table, request
+            )
+        return DecodeCompletion(
+            id=session.request_id,
+            created=int(complete_at),
+            model=self.runner.config.name,
+            choices=[self._choice(output, request)],
+            usage=_usage(tokens, output),
+            timings=DecodeTimings(
+                prefill=tail.prefill_seconds,
+                visible_transfer=max(complete_at - tail.computed_at, 0.0),
+                first_token=first_token_at - arrived,
+                decode=time.perf_counter() - first_token_at,
+            ),
+        )
+
+    async def _generate(
+        self, token: int, prompt_length: int, blocks: list[int], request: CompletionRequest
+    ) -> list[int]:
+        output = [token]
+        steps = self.runner.decode(token, prompt_length, blocks, request.max_tokens)
+        while request.ignore_eos or not self.runner.ends(output[-1]):
+            following = await self._compute.run(lambda: next(steps, None))
+            if following is None:
+                break
+            output.append(following)
+        return output
+
+    def _choice(self, output: list[int], request: CompletionRequest) -> Choice:
+        ended = self.runner.ends(output[-1]) and not request.ignore_eos
+        return Choice(
+            text=self.runner.tokenizer.decode(output),
+            token_ids=output,
+            finish_reason="stop" if ended else "length",
+        )
+
+
+def _usage(tokens: list[int], output: list[int]) -> Usage:
+    return Usage(
+        prompt_tokens=len(tokens),
+        completion_tokens=len(output),
+        total_tokens=len(tokens) + len(output),
+    )
