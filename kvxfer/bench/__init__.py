@@ -1,0 +1,1 @@
+"""`kvxfer bench`: what the engine moves between two processes, beside what the host allows."""

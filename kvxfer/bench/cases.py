@@ -1,0 +1,72 @@
+"""What is measured, against which limit, and how close it has to come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvxfer.errors import InvalidArgument
+
+
+class Limit(StrEnum):
+    """What the host gives without an engine."""
+
+    RAW_TCP = "raw-tcp"
+    MEMCPY = "memcpy"
+    READV = "process-vm-readv"
+
+
+LIMIT_TITLES = {
+    Limit.RAW_TCP: "raw TCP, 1 MiB buffers",
+    Limit.MEMCPY: "memcpy of the same pages",
+    Limit.READV: "process_vm_readv, 1,024 pages a call",
+}
+
+
+class SourceMemory(StrEnum):
+    """Where the sender's pages lie."""
+
+    ALLOCATED = "allocated"  # by the engine: shareable with a peer on this host
+    REGISTERED = "registered"  # by somebody else, registered with the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way through the engine. `targets` are (smallest page size in bytes, least ratio of the
+    engine's throughput to the limit's), ascending."""
+
+    name: str
+    fabric: str
+    memory: SourceMemory
+    limit: Limit
+    targets: tuple[tuple[int, float], ...]
+
+    def target(self, page_bytes: int) -> float:
+        """The ratio that pages of this size have to reach."""
+        return max((size, ratio) for size, ratio in self.targets if size <= page_bytes)[1]
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(
+            "tcp",
+            "tcp",
+            SourceMemory.ALLOCATED,
+            Limit.RAW_TCP,
+            ((0, 0.50), (4 << 10, 0.70), (16 << 10, 0.85)),
+        ),
+        Case("local", "local", SourceMemory.ALLOCATED, Limit.MEMCPY, ((0, 0.80), (16 << 10, 0.85))),
+        Case("local-cma", "local", SourceMemory.REGISTERED, Limit.READV, ((0, 0.90),)),
+    )
+}
+
+
+def cases_by_name(names: list[str]) -> tuple[Case, ...]:
+    """The named cases in the order given. Raises InvalidArgument for a name that is none."""
+    unknown = [name for name in names if name not in CASES]
+    if unknown or not names:
+        raise InvalidArgument(
+            f"no such fabric: {', '.join(unknown) or 'none given'}; choose from {', '.join(CASES)}"
+        )
+    return tuple(CASES[name] for name in dict.fromkeys(names))

@@ -1,0 +1,80 @@
+"""The receiver's engine and the pool that it receives into."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from kvxfer.bench import pattern
+from kvxfer.bench.errors import BenchError
+from kvxfer.bench.pages import PageDraw
+from kvxfer.bench.pool import anonymous_pool
+from kvxfer.engine import Counter, Engine
+from kvxfer.errors import EngineError
+
+# The sender's operation is complete before it asks: what is still missing then stays missing.
+_ARRIVAL_TIMEOUT = 10.0
+
+
+class Destination:
+    """One pool for the life of the process, one engine at a time. Used on the event loop."""
+
+    def __init__(self, pool_bytes: int) -> None:
+        self.pool = anonymous_pool(pool_bytes)
+        self._engine: Engine | None = None
+        self._open = AsyncExitStack()
+        self._counters: list[Counter] = []
+
+    async def open_engine(self, fabrics: tuple[str, ...], cluster_key: bytes) -> tuple[str, bytes]:
+        """Starts an engine and registers the pool; returns address and region descriptor."""
+        engine = Engine(cluster_key=cluster_key, name="bench receiver", fabrics=fabrics)
+        await self._open.enter_async_context(engine)
+        region = engine.register(self.pool)
+        self._open.callback(region.close)
+        self._engine = engine
+        return engine.address, region.descriptor
+
+    async def close_engine(self) -> None:
+        self._engine = None
+        await self._open.aclose()
+
+    def new_counters(self, count: int) -> list[int]:
+        """Takes `count` counters; returns their immediates."""
+        if self._engine is None:
+            raise BenchError("no engine is open")
+        self._counters = [self._engine.counter() for _ in range(count)]
+        return [counter.imm for counter in self._counters]
+
+    async def arrivals(self) -> list[int]:
+        """Waits until each counter shows one write; returns when each did, in
+        `time.monotonic_ns()`, and releases them."""
+        at_ns = []
+        for counter in self._counters:
+            await counter.wait(1, timeout=_ARRIVAL_TIMEOUT)
+            if counter.completed_at_ns is None:
+                raise BenchError("the engine does not say when a counter was complete")
+            at_ns.append(counter.completed_at_ns)
+            counter.release()
+        return at_ns
+
+    async def check_writes(self, draw: PageDraw, writes: int) -> None:
+        """Checks count and bytes of what the sender's operations delivered, then wipes them.
+
+        Raises BenchError where the one counter does not show exactly `writes`, WrongBytes where
+        the pool does not hold exactly the draw's pages.
+        """
+        (counter,) = self._counters
+        try:
+            await counter.wait(writes, timeout=_ARRIVAL_TIMEOUT)
+        except EngineError as error:
+            raise BenchError(f"{counter.value} of {writes} writes were counted: {error}") from error
+        if counter.value != writes:
+            raise BenchError(f"{counter.value} writes were counted where {writes} were sent")
+        counter.release()
+        self.check_pages(draw)
+
+    def check_pages(self, draw: PageDraw) -> None:
+        """Checks that the pool holds the draw's pages and nothing else, and wipes it."""
+        for pages in draw.draw():
+            pattern.verify(self.pool, pages)
+            pattern.wipe(self.pool, pages)
+        pattern.verify_blank(self.pool)

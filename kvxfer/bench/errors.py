@@ -1,0 +1,23 @@
+"""What can go wrong in a benchmark besides the engine."""
+
+from __future__ import annotations
+
+from kvxfer.errors import KvxferError
+
+
+class BenchError(KvxferError):
+    """The benchmark could not be carried out."""
+
+    code = "bench-failed"
+
+
+class WrongBytes(BenchError):
+    """A destination pool does not hold what was sent."""
+
+    code = "wrong-bytes"
+
+
+class NotAvailableHere(BenchError):
+    """This host does not permit what a case needs; the other cases are measured."""
+
+    code = "not-available-here"

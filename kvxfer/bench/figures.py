@@ -1,0 +1,184 @@
+"""What a run found out. Every figure keeps its samples, so that `--json` loses nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvxfer.bench.cases import Case, Limit
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputFigure:
+    """One page size of one case. Times are nanoseconds per request, one a round; ratios are the
+    engine's throughput over the limit's of the same round."""
+
+    page_bytes: int
+    request_bytes: int
+    engine_ns: list[int]
+    limit_ns: list[int]
+    gb_per_s: float
+    pages_per_s: float
+    limit_gb_per_s: float
+    limit_pages_per_s: float
+    ratio: float
+    target: float
+    met: bool
+
+
+def throughput_figure(
+    case: Case, page_bytes: int, request_bytes: int, engine_ns: list[int], limit_ns: list[int]
+) -> ThroughputFigure:
+    """Medians over the rounds; the ratio is the median of the rounds' ratios."""
+    ratio = float(np.median(np.divide(limit_ns, engine_ns)))
+    engine, limit = float(np.median(engine_ns)), float(np.median(limit_ns))
+    target = case.target(page_bytes)
+    return ThroughputFigure(
+        page_bytes=page_bytes,
+        request_bytes=request_bytes,
+        engine_ns=engine_ns,
+        limit_ns=limit_ns,
+        gb_per_s=request_bytes / engine,
+        pages_per_s=request_bytes / page_bytes / engine * 1e9,
+        limit_gb_per_s=request_bytes / limit,
+        limit_pages_per_s=request_bytes / page_bytes / limit * 1e9,
+        ratio=ratio,
+        target=target,
+        met=ratio >= target,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyFigure:
+    """One-way latency of a single write in nanoseconds, from submit until the receiver's counter
+    shows it. `gap_ns` is the pause between writes: 0 is back to back, both sides awake. The ratio
+    is the median over the rounds of the engine's p50 over the limit's."""
+
+    message_bytes: int
+    gap_ns: int
+    engine_p50_ns: float
+    engine_p99_ns: float
+    limit_p50_ns: float
+    limit_p99_ns: float
+    ratio: float
+    engine_ns: list[list[int]]
+    limit_ns: list[list[int]]
+
+
+def latency_figure(
+    message_bytes: int, gap_ns: int, engine_ns: list[list[int]], limit_ns: list[list[int]]
+) -> LatencyFigure:
+    """Percentiles over all samples; the inner lists are the rounds."""
+    engine_p50, engine_p99 = np.percentile(np.concatenate(engine_ns), (50, 99))
+    limit_p50, limit_p99 = np.percentile(np.concatenate(limit_ns), (50, 99))
+    ratios = [
+        np.median(engine) / np.median(limit)
+        for engine, limit in zip(engine_ns, limit_ns, strict=True)
+    ]
+    return LatencyFigure(
+        message_bytes=message_bytes,
+        gap_ns=gap_ns,
+        engine_p50_ns=float(engine_p50),
+        engine_p99_ns=float(engine_p99),
+        limit_p50_ns=float(limit_p50),
+        limit_p99_ns=float(limit_p99),
+        ratio=float(np.median(ratios)),
+        engine_ns=engine_ns,
+        limit_ns=limit_ns,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CpuFigure:
+    """User and system time per 10^9 bytes moved, all threads of a side."""
+
+    page_bytes: int
+    nbytes: int
+    sender_s_per_gb: float
+    receiver_s_per_gb: float
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectFigure:
+    """Nanoseconds from connect to a new peer until its first byte is delivered."""
+
+    fabric: str
+    engine_ns: list[int]
+    limit_ns: list[int]
+    p50_ns: float
+    p99_ns: float
+    limit_p50_ns: float
+    limit_p99_ns: float
+
+
+def connect_figure(fabric: str, engine_ns: list[int], limit_ns: list[int]) -> ConnectFigure:
+    engine_p50, engine_p99 = np.percentile(engine_ns, (50, 99))
+    limit_p50, limit_p99 = np.percentile(limit_ns, (50, 99))
+    return ConnectFigure(
+        fabric=fabric,
+        engine_ns=engine_ns,
+        limit_ns=limit_ns,
+        p50_ns=float(engine_p50),
+        p99_ns=float(engine_p99),
+        limit_p50_ns=float(limit_p50),
+        limit_p99_ns=float(limit_p99),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationFigure:
+    """Nanoseconds, medians. `alloc_ns` ends when the engine's memory may be used, `touched_ns`
+    when each of its pages was written once; `anonymous_touched_ns` is the same for plain
+    anonymous memory. `register_ns` is for memory that is present already."""
+
+    nbytes: int
+    alloc_ns: float
+    touched_ns: float
+    anonymous_touched_ns: float
+    register_ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class IdleFigure:
+    """CPU of one engine with one connected, idle peer, in percent of a core."""
+
+    fabric: str
+    seconds: float
+    sender_percent: float
+    receiver_percent: float
+
+
+@dataclass(frozen=True, slots=True)
+class CaseFigures:
+    """All about one case; `skipped` says why there is nothing."""
+
+    name: str
+    limit: Limit
+    skipped: str | None = None
+    throughput: list[ThroughputFigure] = field(default_factory=list)
+    latency: list[LatencyFigure] = field(default_factory=list)
+    cpu: list[CpuFigure] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    cpu: str
+    cores: int
+    kernel: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One run. `started_at` is ISO 8601 in UTC."""
+
+    started_at: str
+    machine: Machine
+    seed: int
+    rounds: int
+    request_bytes: int
+    pool_bytes: int
+    cases: list[CaseFigures] = field(default_factory=list)
+    connect: list[ConnectFigure] = field(default_factory=list)
+    registration: RegistrationFigure | None = None
+    idle: list[IdleFigure] = field(default_factory=list)

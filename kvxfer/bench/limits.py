@@ -1,0 +1,102 @@
+"""The sending ends of the probes: what the host gives without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+
+import numpy as np
+
+from kvxfer import _probes
+from kvxfer.bench import messages as m
+from kvxfer.bench.cases import Limit
+from kvxfer.bench.errors import BenchError
+from kvxfer.bench.pages import PageDraw
+from kvxfer.bench.receiver_process import ReceiverProcess
+
+TCP_BUFFER_BYTES = 1 << 20
+MESSAGE_BYTES = 4096
+
+
+class Limits:
+    """Measures limits together with one receiver process. Used on the event loop, one
+    measurement at a time."""
+
+    def __init__(self, receiver: ReceiverProcess, port: int) -> None:
+        self._channel, self._mailbox = receiver.channel, receiver.mailbox
+        self._port = port
+        self._connection: socket.socket | None = None
+        _probes.allow_reader(receiver.pid)
+
+    @classmethod
+    async def open(cls, receiver: ReceiverProcess) -> Limits:
+        port = (await receiver.channel.call(m.TcpListen(), m.TcpPort)).port
+        limits = cls(receiver, port)
+        await limits.connect()
+        return limits
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    async def connect(self) -> int:
+        """Opens a new raw connection and closes a former one. Returns the nanoseconds until its
+        first byte was acknowledged."""
+        self.close()
+        accepted = asyncio.create_task(self._channel.call(m.TcpAccept(), m.Done))
+        start = time.monotonic_ns()
+        self._connection = socket.create_connection(("127.0.0.1", self._port))
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected = time.monotonic_ns() - start
+        await accepted
+        return connected + await self._tcp_send(1)
+
+    async def transfer(self, limit: Limit, draw: PageDraw, source_address: int) -> int:
+        """Moves one request of the draw's size past the engine, checked byte for byte where it
+        moves the draw's pages. `source_address` is the sender's pool. Returns nanoseconds."""
+        match limit:
+            case Limit.RAW_TCP:
+                return await self._tcp_send(draw.request_bytes)
+            case Limit.MEMCPY:
+                return (await self._channel.call(m.CopyPages(draw), m.Elapsed)).nanoseconds
+            case Limit.READV:
+                request = m.ReadPages(draw, os.getpid(), source_address)
+                return (await self._channel.call(request, m.Elapsed)).nanoseconds
+
+    async def latencies(self, limit: Limit, count: int, gap_ns: int) -> list[int]:
+        """One-way latencies in nanoseconds of `count` messages of 4 KiB, each `gap_ns` after the
+        former was acknowledged. Both sides spin where there is no gap and sleep where there is
+        one, as an engine does."""
+        spin = gap_ns == 0
+        if limit is Limit.RAW_TCP:
+            fd = self._socket.fileno()
+            sent, arrived = await asyncio.gather(
+                asyncio.to_thread(_probes.tcp_ping, fd, MESSAGE_BYTES, count, gap_ns, spin),
+                self._channel.call(m.TcpPong(MESSAGE_BYTES, count, spin), m.Times),
+            )
+        else:
+            remote = None
+            if limit is Limit.READV:
+                page = np.frombuffer(self._mailbox, np.uint8)[_probes.MAIL_PAGE_OFFSET :]
+                remote = (os.getpid(), page.ctypes.data)
+            sent, arrived = await asyncio.gather(
+                asyncio.to_thread(_probes.mailbox_post, self._mailbox, count, gap_ns, spin),
+                self._channel.call(m.MailboxTake(count, spin, remote), m.Times),
+            )
+        return [there - here for here, there in zip(sent, arrived.at_ns, strict=True)]
+
+    @property
+    def _socket(self) -> socket.socket:
+        if self._connection is None:
+            raise BenchError("no raw connection is open")
+        return self._connection
+
+    async def _tcp_send(self, nbytes: int) -> int:
+        fd = self._socket.fileno()
+        elapsed, _ = await asyncio.gather(
+            asyncio.to_thread(_probes.tcp_send, fd, nbytes, TCP_BUFFER_BYTES),
+            self._channel.call(m.TcpReceive(nbytes, TCP_BUFFER_BYTES), m.Done),
+        )
+        return elapsed

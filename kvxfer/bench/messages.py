@@ -1,0 +1,158 @@
+"""What the sender asks of the receiver process, and what it answers.
+
+Every request is answered by one message: the one its comment names, or `Failed`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxfer.bench.pages import PageDraw
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of both directions."""
+
+
+# --- requests --------------------------------------------------------------------------------
+
+
+class OpenEngine(Message, frozen=True):
+    """Starts an engine with the destination pool registered. -> EngineOpened"""
+
+    fabrics: tuple[str, ...]
+    cluster_key: bytes
+
+
+class CloseEngine(Message, frozen=True):
+    """-> Done"""
+
+
+class NewCounters(Message, frozen=True):
+    """-> Counters"""
+
+    count: int
+
+
+class AwaitArrivals(Message, frozen=True):
+    """Waits until each of the new counters shows one write, and releases them. -> Times"""
+
+
+class CheckWrites(Message, frozen=True):
+    """Waits until the one new counter shows `writes`, checks that it shows no more, that the
+    destination pool holds the draw's pages and nothing else, and wipes it. -> Done"""
+
+    draw: PageDraw
+    writes: int
+
+
+class ReadCpuSeconds(Message, frozen=True):
+    """-> CpuSeconds"""
+
+
+class CopyPages(Message, frozen=True):
+    """memcpy of the pages from a source pool of the receiver's own, checked like an engine's
+    write. -> Elapsed"""
+
+    draw: PageDraw
+
+
+class ReadPages(Message, frozen=True):
+    """process_vm_readv of the pages from the sender's source pool, checked alike. -> Elapsed"""
+
+    draw: PageDraw
+    pid: int
+    address: int
+
+
+class TcpListen(Message, frozen=True):
+    """Listens for raw TCP connections. -> TcpPort"""
+
+
+class TcpAccept(Message, frozen=True):
+    """Accepts the sender's raw TCP connection; a former one is closed. -> Done"""
+
+
+class TcpReceive(Message, frozen=True):
+    """The receiving side of `_probes.tcp_send`. -> Done"""
+
+    nbytes: int
+    buffer_bytes: int
+
+
+class TcpPong(Message, frozen=True):
+    """The receiving side of `_probes.tcp_ping`. -> Times"""
+
+    message_bytes: int
+    count: int
+    spin: bool
+
+
+class MailboxTake(Message, frozen=True):
+    """The receiving side of `_probes.mailbox_post`. -> Times"""
+
+    count: int
+    spin: bool
+    remote: tuple[int, int] | None
+
+
+Request = (
+    OpenEngine
+    | CloseEngine
+    | NewCounters
+    | AwaitArrivals
+    | CheckWrites
+    | ReadCpuSeconds
+    | CopyPages
+    | ReadPages
+    | TcpListen
+    | TcpAccept
+    | TcpReceive
+    | TcpPong
+    | MailboxTake
+)
+
+# --- answers ---------------------------------------------------------------------------------
+
+
+class Done(Message, frozen=True):
+    pass
+
+
+class Failed(Message, frozen=True):
+    """`code` is that of `kvxfer.errors`."""
+
+    code: str
+    message: str
+
+
+class EngineOpened(Message, frozen=True):
+    address: str
+    descriptor: bytes
+
+
+class Counters(Message, frozen=True):
+    imms: list[int]
+
+
+class Times(Message, frozen=True):
+    """Nanoseconds of `time.monotonic_ns()`."""
+
+    at_ns: list[int]
+
+
+class CpuSeconds(Message, frozen=True):
+    """User and system time of the receiver process so far."""
+
+    seconds: float
+
+
+class Elapsed(Message, frozen=True):
+    nanoseconds: int
+
+
+class TcpPort(Message, frozen=True):
+    port: int
+
+
+Answer = Done | Failed | EngineOpened | Counters | Times | CpuSeconds | Elapsed | TcpPort

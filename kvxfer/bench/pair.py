@@ -1,0 +1,140 @@
+"""The sender's engine, connected to the receiver's, with a filled source pool."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvxfer.bench import messages as m
+from kvxfer.bench import pattern
+from kvxfer.bench.cases import Case, SourceMemory
+from kvxfer.bench.channel import Channel
+from kvxfer.bench.errors import NotAvailableHere
+from kvxfer.bench.pages import PageDraw, PageLists
+from kvxfer.bench.pool import anonymous_pool
+from kvxfer.engine import Engine, MemoryRegion, Peer
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverEngine:
+    """What a sender needs to connect and write."""
+
+    address: str
+    descriptor: bytes
+    fabrics: tuple[str, ...]
+    cluster_key: bytes
+
+    def sender(self) -> Engine:
+        """A new engine, not yet entered, that may connect."""
+        return Engine(cluster_key=self.cluster_key, name="bench sender", fabrics=self.fabrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One connected pair of engines under test. Used on the event loop."""
+
+    channel: Channel
+    receiver: ReceiverEngine
+    peer: Peer
+    region: MemoryRegion
+    pool_bytes: int
+
+    async def prepare(self, draw: PageDraw) -> Transfer:
+        """Draws the pages and takes the receiver's counter for them."""
+        imm = (await self.channel.call(m.NewCounters(1), m.Counters)).imms[0]
+        return Transfer(self, draw, draw.draw(), imm)
+
+    async def transfer(self, draw: PageDraw) -> int:
+        """Moves the draw's requests and checks them. Returns the nanoseconds it took to move
+        them."""
+        transfer = await self.prepare(draw)
+        elapsed = await transfer.run()
+        await transfer.check()
+        return elapsed
+
+
+class Transfer:
+    """The requests of one draw, all counted by one counter."""
+
+    def __init__(self, pair: Pair, draw: PageDraw, requests: list[PageLists], imm: int) -> None:
+        self._pair, self._draw, self._requests, self._imm = pair, draw, requests, imm
+        self._writes = 0
+
+    async def run(self) -> int:
+        """Moves the requests one after the other. Returns the nanoseconds from the first submit
+        until the last was delivered."""
+        start = time.monotonic_ns()
+        for pages in self._requests:
+            operation = self._pair.peer.write_pages(
+                self._pair.region,
+                self._pair.receiver.descriptor,
+                page_length=pages.page_bytes,
+                src_pages=pages.src,
+                dst_pages=pages.dst,
+                src_stride=pages.page_bytes,
+                dst_stride=pages.page_bytes,
+                imm=self._imm,
+            )
+            await operation
+            self._writes += operation.writes
+        return time.monotonic_ns() - start
+
+    async def check(self) -> None:
+        """Has the receiver check every byte and the count. Raises WrongBytes or BenchError."""
+        await self._pair.channel.call(m.CheckWrites(self._draw, self._writes), m.Done)
+
+
+@contextmanager
+def source_memory(engine: Engine, memory: SourceMemory, nbytes: int) -> Iterator[MemoryRegion]:
+    """A source pool of this engine, filled with the pattern."""
+    match memory:
+        case SourceMemory.REGISTERED:
+            pool = anonymous_pool(nbytes)
+            pattern.fill(pool)
+            region = engine.register(pool)
+            try:
+                yield region
+            finally:
+                region.close()
+        case SourceMemory.ALLOCATED:
+            allocated = engine.alloc(nbytes)
+            try:
+                pattern.fill(np.frombuffer(allocated, np.uint8))
+                yield allocated.region
+            finally:
+                allocated.close()
+
+
+@asynccontextmanager
+async def receiver_engine(
+    channel: Channel, fabrics: tuple[str, ...]
+) -> AsyncIterator[ReceiverEngine]:
+    """The receiver process's engine, with its pool registered."""
+    cluster_key = secrets.token_bytes(32)
+    opened = await channel.call(m.OpenEngine(fabrics, cluster_key), m.EngineOpened)
+    try:
+        yield ReceiverEngine(opened.address, opened.descriptor, fabrics, cluster_key)
+    finally:
+        await channel.call(m.CloseEngine(), m.Done)
+
+
+@asynccontextmanager
+async def open_pair(channel: Channel, case: Case, pool_bytes: int) -> AsyncIterator[Pair]:
+    """Both engines of a case. Raises NotAvailableHere where they talk another fabric."""
+    async with (
+        receiver_engine(channel, (case.fabric,)) as receiver,
+        receiver.sender() as engine,
+    ):
+        with source_memory(engine, case.memory, pool_bytes) as region:
+            peer = await engine.connect(receiver.address)
+            if peer.fabric != case.fabric:
+                raise NotAvailableHere(
+                    f"the engines talk {peer.fabric}, not {case.fabric}: `kvxfer doctor` says what "
+                    "is missing on this host"
+                )
+            yield Pair(channel, receiver, peer, region, pool_bytes)

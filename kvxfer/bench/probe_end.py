@@ -1,0 +1,77 @@
+"""The receiving ends of the probes: what the host gives without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import socket
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer import _probes
+from kvxfer.bench import pattern
+from kvxfer.bench.errors import BenchError
+from kvxfer.bench.pages import PageLists
+from kvxfer.bench.pool import anonymous_pool
+
+
+class ProbeEnd:
+    """Raw TCP connection, shared mailbox, and a source pool of this process's own."""
+
+    def __init__(self, pool: NDArray[np.uint8], mailbox: mmap.mmap) -> None:
+        self._pool = pool
+        self._mailbox = mailbox
+        self._source: NDArray[np.uint8] | None = None
+        self._listener: socket.socket | None = None
+        self._connection: socket.socket | None = None
+
+    def close(self) -> None:
+        for end in (self._listener, self._connection):
+            if end is not None:
+                end.close()
+
+    def copy_pages(self, pages: PageLists) -> int:
+        """memcpy of the pages within this process. Returns nanoseconds."""
+        if self._source is None:
+            self._source = anonymous_pool(len(self._pool))
+            pattern.fill(self._source)
+        return _probes.copy_pages(self._source, pages.src, self._pool, pages.dst, pages.page_bytes)
+
+    def read_pages(self, pages: PageLists, pid: int, address: int) -> int:
+        """process_vm_readv of the pages out of the sender's pool. Returns nanoseconds."""
+        return _probes.read_pages(
+            pid, address, len(self._pool), pages.src, self._pool, pages.dst, pages.page_bytes
+        )
+
+    def listen(self) -> int:
+        """Listens for the sender's raw connections; returns the port."""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        return int(self._listener.getsockname()[1])
+
+    async def accept(self) -> None:
+        """Accepts the sender's raw connection and closes a former one."""
+        if self._listener is None:
+            raise BenchError("nothing listens for raw connections")
+        if self._connection is not None:
+            self._connection.close()
+        connection, _ = await asyncio.to_thread(self._listener.accept)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+
+    async def tcp_receive(self, nbytes: int, buffer_bytes: int) -> None:
+        await asyncio.to_thread(_probes.tcp_receive, self._fd, nbytes, buffer_bytes)
+
+    async def tcp_pong(self, message_bytes: int, count: int, spin: bool) -> list[int]:
+        return await asyncio.to_thread(_probes.tcp_pong, self._fd, message_bytes, count, spin)
+
+    async def mailbox_take(
+        self, count: int, spin: bool, remote: tuple[int, int] | None
+    ) -> list[int]:
+        return await asyncio.to_thread(_probes.mailbox_take, self._mailbox, count, spin, remote)
+
+    @property
+    def _fd(self) -> int:
+        if self._connection is None:
+            raise BenchError("no raw connection is open")
+        return self._connection.fileno()

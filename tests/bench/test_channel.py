@@ -1,0 +1,55 @@
+import asyncio
+import socket
+
+import pytest
+
+from kvxfer.bench import messages as m
+from kvxfer.bench.channel import Channel
+from kvxfer.bench.errors import BenchError, WrongBytes
+from kvxfer.bench.pages import PageDraw
+
+
+@pytest.fixture
+async def ends() -> tuple[Channel, Channel]:
+    ours, theirs = socket.socketpair()
+    return await Channel.over(ours), await Channel.over(theirs)
+
+
+async def answer_once(end: Channel, answer: m.Answer) -> m.Request | None:
+    request = await end.next_request()
+    await end.answer(answer)
+    return request
+
+
+async def test_a_request_arrives_as_it_was_sent_and_so_does_its_answer(
+    ends: tuple[Channel, Channel],
+) -> None:
+    sender, receiver = ends
+    request = m.CheckWrites(PageDraw(1, 4096, 8192, 1 << 20), writes=2)
+    answer, received = await asyncio.gather(
+        sender.call(request, m.Elapsed), answer_once(receiver, m.Elapsed(5))
+    )
+    assert (answer, received) == (m.Elapsed(5), request)
+
+
+async def test_a_failure_is_raised_as_the_error_of_its_code(ends: tuple[Channel, Channel]) -> None:
+    sender, receiver = ends
+    served = asyncio.create_task(answer_once(receiver, m.Failed("wrong-bytes", "byte 3")))
+    with pytest.raises(WrongBytes, match="byte 3"):
+        await sender.call(m.TcpListen(), m.TcpPort)
+    await served
+
+
+async def test_a_receiver_that_ends_is_reported_with_what_it_was_doing(
+    ends: tuple[Channel, Channel],
+) -> None:
+    sender, receiver = ends
+    receiver.close()
+    with pytest.raises(BenchError, match="ended during TcpListen"):
+        await sender.call(m.TcpListen(), m.TcpPort)
+
+
+async def test_a_sender_that_ends_is_the_end_of_requests(ends: tuple[Channel, Channel]) -> None:
+    sender, receiver = ends
+    sender.close()
+    assert await receiver.next_request() is None
