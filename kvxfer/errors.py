@@ -125,6 +125,12 @@ class PeerRestarted(PeerError):
     code = "peer-restarted"
 
 
+class ProtocolError(PeerError):
+    """The peer said something that the protocol does not allow: another version, or a defect."""
+
+    code = "protocol-error"
+
+
 class PeerLost(PeerError):
     """The connection to the peer is gone: it exited, crashed or disconnected."""
 
@@ -209,9 +215,17 @@ class PromptTooLong(TransferError, ValueError):
 
 
 class ControlPlaneError(KvxferError):
-    """The control plane refused or failed a request."""
+    """The control plane refused or failed a request.
+
+    `details` are further facts by name, such as the `reasons` of NoCapacity; over REST they are
+    the extension members of the problem document.
+    """
 
     code = "control-plane-error"
+
+    def __init__(self, message: str, **details: object) -> None:
+        super().__init__(message)
+        self.details = details
 
 
 class ControlPlaneUnavailable(ControlPlaneError):

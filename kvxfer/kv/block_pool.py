@@ -1,0 +1,352 @@
+"""The block pool: the only place that gives KV blocks out or takes them back.
+
+Blocks leave the pool inside an owner, a BlockLease (decode: offered to a prefill worker, which
+may write to them) or a BlockHold (an engine computes with them), and come back only through it.
+Every class here may be used from any thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+
+from kvxfer.errors import BlockPoolExhausted, BlockStateError, InvalidArgument
+
+if TYPE_CHECKING:
+    from typing import Self
+
+BlockIds: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+class BlockState(enum.IntEnum):
+    """What a block is used for; only `offered` and `receiving` blocks may be written by a peer."""
+
+    FREE = 0
+    OFFERED = 1
+    RECEIVING = 2
+    COMPLETE = 3
+    HELD = 4
+
+
+TRANSITIONS: Final[Mapping[BlockState, frozenset[BlockState]]] = {
+    BlockState.FREE: frozenset({BlockState.OFFERED, BlockState.HELD}),
+    BlockState.OFFERED: frozenset({BlockState.RECEIVING, BlockState.FREE}),
+    BlockState.RECEIVING: frozenset({BlockState.COMPLETE, BlockState.FREE}),
+    BlockState.COMPLETE: frozenset({BlockState.HELD, BlockState.FREE}),
+    BlockState.HELD: frozenset({BlockState.FREE}),
+}
+
+_REMEDY: Final[Mapping[BlockState, str]] = {
+    BlockState.FREE: "take blocks out of the pool with offer() or hold() first",
+    BlockState.OFFERED: "wait until prefill accepts the offer, or release() the lease",
+    BlockState.RECEIVING: "wait until every write has arrived, or release() the lease",
+    BlockState.COMPLETE: "take() the blocks, or release() the lease",
+    BlockState.HELD: "release() the hold first",
+}
+
+# _ALLOWED[from, to], so that one lookup checks any number of blocks.
+_ALLOWED: Final = np.array(
+    [[to in TRANSITIONS[state] for to in BlockState] for state in BlockState], dtype=np.bool_
+)
+
+
+class BlockPool:
+    """The states of `num_blocks` KV blocks, numbered from 0."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise InvalidArgument(f"BlockPool of {num_blocks} blocks; give it at least 1")
+        self._lock = threading.RLock()
+        self._state = np.full(num_blocks, BlockState.FREE, dtype=np.uint8)
+        # A stack with block 0 on top: a fresh pool gives out ascending runs, which coalesce.
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._num_free = num_blocks
+        self._owners: set[BlockLease | BlockHold] = set()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._state)
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def counts(self) -> dict[BlockState, int]:
+        """How many blocks are in each state."""
+        with self._lock:
+            counts = np.bincount(self._state, minlength=len(BlockState))
+        return {state: int(counts[state]) for state in BlockState}
+
+    def state(self, block: int) -> BlockState:
+        """The state of one block. Raises InvalidArgument for an id outside the pool."""
+        if not 0 <= block < self.num_blocks:
+            raise InvalidArgument(
+                f"block {block} is outside the pool; its blocks are 0 to {self.num_blocks - 1}"
+            )
+        return BlockState(int(self._state[block]))
+
+    def offer(self, count: int) -> BlockLease:
+        """Takes `count` free blocks to offer them to a prefill worker.
+
+        Raises BlockPoolExhausted.
+        """
+        with self._lock:
+            lease = BlockLease(self, self._pop(count, BlockState.OFFERED))
+            self._owners.add(lease)
+            return lease
+
+    def hold(self, count: int) -> BlockHold:
+        """Takes `count` free blocks to compute with them. Raises BlockPoolExhausted."""
+        with self._lock:
+            hold = BlockHold(self, self._pop(count, BlockState.HELD))
+            self._owners.add(hold)
+            return hold
+
+    def check(self) -> None:
+        """Raises BlockStateError unless every block is free or has exactly one owner."""
+        with self._lock:
+            owned = [owner.block_ids() for owner in self._owners]
+            everywhere = np.concatenate([self._free[: self._num_free], *owned])
+            times = np.bincount(everywhere, minlength=self.num_blocks)
+            if len(times) != self.num_blocks or (times != 1).any():
+                block = int(np.flatnonzero(times != 1)[0])
+                raise BlockStateError(
+                    f"block {block} is in {int(times[block])} places, not one; "
+                    "blocks may only go back through their own lease or hold"
+                )
+            for ids, state in [
+                (self._free[: self._num_free], BlockState.FREE),
+                *((owner.block_ids(), owner.block_state()) for owner in self._owners),
+            ]:
+                self._require(ids, state)
+
+    def _pop(self, count: int, to: BlockState) -> BlockIds:
+        if count < 1:
+            raise InvalidArgument(f"{count} blocks asked for; ask for at least 1")
+        if count > self._num_free:
+            counts = self.counts()
+            used = ", ".join(f"{counts[s]} {s.name.lower()}" for s in BlockState if s)
+            raise BlockPoolExhausted(
+                f"{count} blocks asked for, {self._num_free} of {self.num_blocks} are free "
+                f"({used}); release blocks, or give the pool more"
+            )
+        top = self._num_free
+        ids = self._free[top - count : top][::-1].copy()
+        self._move(ids, to)
+        self._num_free = top - count
+        return ids
+
+    def _push(self, ids: BlockIds) -> None:
+        self._move(ids, BlockState.FREE)
+        top = self._num_free
+        self._free[top : top + len(ids)] = ids[::-1]
+        self._num_free = top + len(ids)
+
+    def _move(self, ids: BlockIds, to: BlockState) -> None:
+        refused = np.flatnonzero(~_ALLOWED[self._state[ids], to])
+        if len(refused):
+            block = int(ids[refused[0]])
+            state = BlockState(int(self._state[block]))
+            raise BlockStateError(
+                f"block {block} is {state.name.lower()} and cannot become {to.name.lower()}; "
+                f"{_REMEDY[state]}"
+            )
+        self._state[ids] = to
+
+    def _require(self, ids: BlockIds, state: BlockState) -> None:
+        wrong = np.flatnonzero(self._state[ids] != state)
+        if len(wrong):
+            block = int(ids[wrong[0]])
+            actual = BlockState(int(self._state[block]))
+            raise BlockStateError(
+                f"block {block} is {actual.name.lower()}, its owner says {state.name.lower()}; "
+                f"{_REMEDY[actual]}"
+            )
+
+
+class _Owner(ABC):
+    """Blocks outside the pool. Leaving the `with` block, or release(), gives them back once."""
+
+    def __init__(self, pool: BlockPool, ids: BlockIds) -> None:
+        ids.setflags(write=False)
+        self._pool = pool
+        self._ids = ids
+        self._ended = False
+
+    @property
+    def ids(self) -> BlockIds:
+        """Block ids, read-only int32. Raises BlockStateError once they are given away."""
+        with self._pool._lock:
+            self._require_live()
+            return self._ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    @abstractmethod
+    def release(self) -> None:
+        """Gives the blocks back."""
+
+    def block_ids(self) -> BlockIds:
+        """The ids, whether or not the owner was released."""
+        return self._ids
+
+    def _require_live(self) -> None:
+        if self._ended:
+            block = int(self._ids[0])
+            state = self._pool.state(block)
+            raise BlockStateError(
+                f"block {block} is no longer owned here (it is {state.name.lower()} now); "
+                f"{_REMEDY[BlockState.FREE]}"
+            )
+
+
+class BlockLease(_Owner):
+    """Blocks that a prefill worker was offered: offered → receiving → complete → held."""
+
+    def __init__(self, pool: BlockPool, ids: BlockIds) -> None:
+        super().__init__(pool, ids)
+        self._state = BlockState.OFFERED
+
+    def block_state(self) -> BlockState:
+        return self._state
+
+    def receive(self) -> None:
+        """offered → receiving: prefill has accepted the offer."""
+        self._advance(BlockState.RECEIVING)
+
+    def complete(self) -> None:
+        """receiving → complete: every write has arrived."""
+        self._advance(BlockState.COMPLETE)
+
+    def take(self) -> BlockHold:
+        """complete → held: hands the blocks over to the returned hold."""
+        with self._pool._lock:
+            self._advance(BlockState.HELD)
+            hold = BlockHold(self._pool, self._ids)
+            self._pool._owners.add(hold)
+            self._end()
+            return hold
+
+    def release(self) -> None:
+        """Gives the blocks back, from any state. The caller has made sure that no write can come.
+
+        Does nothing after the first time, or after take().
+        """
+        with self._pool._lock:
+            if not self._ended:
+                self._pool._push(self._ids)
+                self._end()
+
+    def _advance(self, to: BlockState) -> None:
+        with self._pool._lock:
+            self._require_live()
+            self._pool._move(self._ids, to)
+            self._state = to
+
+    def _end(self) -> None:
+        self._ended = True
+        self._pool._owners.discard(self)
+
+
+class BlockHold(_Owner):
+    """Blocks that an engine computes with.
+
+    A session that still reads them pins them: then release() takes effect when the last pin is
+    gone, so that no page is reused while bytes of it are under way.
+    """
+
+    def __init__(self, pool: BlockPool, ids: BlockIds) -> None:
+        super().__init__(pool, ids)
+        self._pins: set[BlockPin] = set()
+
+    def block_state(self) -> BlockState:
+        return BlockState.HELD
+
+    def extend(self, count: int) -> BlockIds:
+        """Takes `count` more free blocks into this hold and returns their ids.
+
+        Raises BlockPoolExhausted.
+        """
+        with self._pool._lock:
+            self._require_live()
+            more = self._pool._pop(count, BlockState.HELD)
+            ids: BlockIds = np.concatenate([self._ids, more])
+            ids.setflags(write=False)
+            self._ids = ids
+            return more
+
+    def pin(self, reader: str) -> BlockPin:
+        """Keeps the blocks from being reused until the pin is released; `reader` names who reads.
+
+        Raises BlockStateError where the hold was released.
+        """
+        with self._pool._lock:
+            self._require_live()
+            pin = BlockPin(self, reader)
+            self._pins.add(pin)
+            return pin
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Who pins the blocks."""
+        with self._pool._lock:
+            return tuple(pin.reader for pin in self._pins)
+
+    def release(self) -> None:
+        """Gives the blocks back, now or when the last pin is gone; then does nothing."""
+        with self._pool._lock:
+            if not self._ended:
+                self._ended = True
+                self._return_unpinned()
+
+    def _unpin(self, pin: BlockPin) -> None:
+        with self._pool._lock:
+            if pin in self._pins:
+                self._pins.remove(pin)
+                if self._ended:
+                    self._return_unpinned()
+
+    def _return_unpinned(self) -> None:
+        if not self._pins:
+            self._pool._push(self._ids)
+            self._pool._owners.discard(self)
+
+
+class BlockPin:
+    """A reader's claim on a hold; a context manager. release() more than once does nothing."""
+
+    def __init__(self, hold: BlockHold, reader: str) -> None:
+        self._hold = hold
+        self.reader = reader
+
+    def release(self) -> None:
+        self._hold._unpin(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()

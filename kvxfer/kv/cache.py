@@ -1,0 +1,165 @@
+"""The KV cache of a worker: its layout, and where every plane of it lies in registered memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.kv.layout import KvLayout, Part
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from kvxfer.engine import Engine, Memory, MemoryRegion
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlane:
+    """One plane (K, V or KV) of one layer: block `b` lies at `offset + b * block_stride` bytes."""
+
+    region: MemoryRegion
+    offset: int
+    block_stride: int
+
+
+class KvCache:
+    """`num_blocks` blocks of a layout in registered memory. Any thread; it only holds data.
+
+    `planes[layer][i]` is the plane of `layout.parts[i]`, layers counted from 0 on this rank.
+    Raises InvalidArgument where a plane is missing or leaves its memory region.
+    """
+
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, planes: Sequence[Sequence[KvPlane]]
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.planes = tuple(tuple(layer) for layer in planes)
+        self._memory: Memory | None = None
+        self._registered: tuple[MemoryRegion, ...] = ()
+        if num_blocks < 1:
+            raise InvalidArgument(f"KvCache of {num_blocks} blocks; give it at least 1")
+        if len(self.planes) != layout.layers_per_rank:
+            raise InvalidArgument(
+                f"KvCache has planes for {len(self.planes)} layers, its layout has "
+                f"{layout.layers_per_rank} on this rank; pass the planes of every layer"
+            )
+        for index, layer in enumerate(self.planes):
+            if len(layer) != len(layout.parts):
+                raise InvalidArgument(
+                    f"layer {index} of the KvCache has {len(layer)} planes, its layout has "
+                    f"{len(layout.parts)} ({', '.join(layout.parts)})"
+                )
+            for part, plane in zip(layout.parts, layer, strict=True):
+                self._check_plane(index, part, plane)
+
+    def _check_plane(self, layer: int, part: Part, plane: KvPlane) -> None:
+        if plane.offset < 0 or plane.block_stride < self.layout.part_bytes:
+            raise InvalidArgument(
+                f"plane {part} of layer {layer}: offset {plane.offset}, block stride "
+                f"{plane.block_stride}; the offset is >= 0 and a block of this layout takes "
+                f"{self.layout.part_bytes} bytes"
+            )
+        end = plane.offset + (self.num_blocks - 1) * plane.block_stride + self.layout.part_bytes
+        if end > plane.region.nbytes:
+            raise InvalidArgument(
+                f"plane {part} of layer {layer} ends at byte {end} of a memory region of "
+                f"{plane.region.nbytes} bytes; register at least that much, or use fewer blocks"
+            )
+
+    @classmethod
+    def allocate(cls, engine: Engine, layout: KvLayout, num_blocks: int) -> KvCache:
+        """A cache in new shareable memory of the engine, plane after plane, layer after layer.
+
+        The cache owns the memory; `buffer()` gives access to it.
+        """
+        plane_bytes = num_blocks * layout.part_bytes
+        num_planes = layout.layers_per_rank * len(layout.parts)
+        memory = engine.alloc(num_planes * plane_bytes)
+        try:
+            cache = cls(
+                layout,
+                num_blocks,
+                [
+                    [
+                        KvPlane(
+                            memory.region,
+                            (layer * len(layout.parts) + part) * plane_bytes,
+                            layout.part_bytes,
+                        )
+                        for part in range(len(layout.parts))
+                    ]
+                    for layer in range(layout.layers_per_rank)
+                ],
+            )
+        except BaseException:
+            memory.close()
+            raise
+        cache._memory = memory
+        return cache
+
+    @classmethod
+    def register(
+        cls, engine: Engine, layout: KvLayout, num_blocks: int, arrays: Sequence[Sequence[Any]]
+    ) -> KvCache:
+        """A cache in memory that the caller has: `arrays[layer][i]` for `layout.parts[i]`.
+
+        Each array (numpy array, torch tensor or writable buffer) is contiguous with the block as
+        its first dimension. The cache owns the registrations, the caller keeps the memory.
+        """
+        regions: list[MemoryRegion] = []
+        try:
+            planes = []
+            for layer in arrays:
+                registered = [engine.register(array) for array in layer]
+                regions += registered
+                planes.append(
+                    [KvPlane(region, 0, region.nbytes // num_blocks) for region in registered]
+                )
+            cache = cls(layout, num_blocks, planes)
+        except BaseException:
+            for region in regions:
+                region.close()
+            raise
+        cache._registered = tuple(regions)
+        return cache
+
+    def plane(self, layer: int, part: Part) -> KvPlane:
+        """The plane of a part in a layer of this rank."""
+        return self.planes[layer][self.layout.parts.index(part)]
+
+    def buffer(self, layer: int, part: Part) -> memoryview:
+        """The bytes of a plane of an allocated cache, `num_blocks * part_bytes`, writable.
+
+        Raises InvalidArgument where the cache lies in the caller's own memory.
+        """
+        if self._memory is None:
+            raise InvalidArgument(
+                "this KvCache lies in memory that its engine registered; use those arrays"
+            )
+        plane = self.plane(layer, part)
+        nbytes = self.num_blocks * self.layout.part_bytes
+        return memoryview(self._memory)[plane.offset : plane.offset + nbytes]
+
+    def close(self) -> None:
+        """Gives back what the cache owns: afterwards no peer can write into it."""
+        for region in self._registered:
+            region.close()
+        self._registered = ()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

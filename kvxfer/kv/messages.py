@@ -1,0 +1,141 @@
+"""What two KV endpoints say to each other: frozen typed values as tagged msgpack.
+
+Order per peer is the engine's; every message about a transfer names it. Writes are *not* ordered
+with messages: DONE carries the total, and the count decides.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvxfer.errors import InvalidArgument, ProtocolError
+from kvxfer.kv.block_pool import BlockIds
+from kvxfer.kv.layout import KvLayout
+
+PROTOCOL_VERSION: Final = 1
+# A message of the engine is at most 1 MiB; this leaves room for the rest of DONE.
+MAX_TAIL_BYTES: Final = (1 << 20) - 1024
+
+
+class PlaneAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where a plane of the sender's cache lies: an index into Hello.regions, and bytes."""
+
+    region: int
+    offset: int
+    block_stride: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Both ways when two engines meet, and again when the sender has a new epoch."""
+
+    version: int
+    instance_id: str
+    epoch: int
+    layout: KvLayout
+    num_blocks: int
+    regions: tuple[bytes, ...]
+    planes: tuple[tuple[PlaneAddress, ...], ...]
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer"):
+    """decode → prefill: write into these blocks, with this immediate, within this time."""
+
+    transfer_id: str
+    ticket: str
+    blocks: bytes
+    imm: int
+    lease_seconds: float
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """prefill → decode: the offer and a prefill request have met; writes follow."""
+
+    transfer_id: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """prefill → decode: no write was or will be made; `code` is one of kvxfer.errors."""
+
+    transfer_id: str
+    code: str
+    reason: str
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """prefill → decode: `total` writes were posted; the cache is complete when all have arrived."""
+
+    transfer_id: str
+    total: int
+    tail: bytes
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Either way: the sender gives the transfer up.
+
+    From prefill it is sent when nothing is under way any more; decode's is answered by Cancelled.
+    """
+
+    transfer_id: str
+    reason: str
+
+
+class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
+    """prefill → decode: nothing is under way any more; `total` writes were delivered."""
+
+    transfer_id: str
+    total: int
+
+
+Message: TypeAlias = Hello | Offer | Accepted | Refused | Done | Cancel | Cancelled
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Raises ProtocolError for anything that is not one of the messages above."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(
+            f"a message of {len(data)} bytes is not of the KV protocol ({error}); "
+            "run the same version of kvxfer on both sides"
+        ) from None
+
+
+def pack_block_table(ids: BlockIds) -> bytes:
+    """A block table as it goes over the wire: little-endian int32."""
+    return ids.astype("<i4", copy=False).tobytes()
+
+
+def unpack_block_table(table: bytes, num_blocks: int) -> BlockIds:
+    """The block ids of a table of a pool of `num_blocks`.
+
+    Raises InvalidArgument for an empty or ragged table, an id outside the pool, or one that is
+    there twice.
+    """
+    if not table or len(table) % 4:
+        raise InvalidArgument(
+            f"a block table of {len(table)} bytes; send 4 bytes for each of at least one block"
+        )
+    ids = np.frombuffer(table, dtype="<i4").astype(np.int32, copy=False)
+    outside = np.flatnonzero((ids < 0) | (ids >= num_blocks))
+    if len(outside):
+        raise InvalidArgument(
+            f"block {int(ids[outside[0]])} of the block table is outside the pool; "
+            f"its blocks are 0 to {num_blocks - 1}"
+        )
+    unique, times = np.unique(ids, return_counts=True)
+    if len(unique) != len(ids):
+        raise InvalidArgument(
+            f"block {int(unique[times > 1][0])} is in the block table {int(times.max())} times; "
+            "a block receives one part of the cache only"
+        )
+    return ids

@@ -1,0 +1,362 @@
+"""The prefill side of one transfer: writes each layer out of blocks that it keeps until then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvxfer.errors import (
+    EngineError,
+    InvalidArgument,
+    KvxferError,
+    LeaseExpired,
+    MessageTooLarge,
+    StaleCounter,
+    TransferCancelled,
+)
+from kvxfer.kv.lease import Lease
+from kvxfer.kv.messages import (
+    MAX_TAIL_BYTES,
+    Accepted,
+    Cancel,
+    Cancelled,
+    Done,
+    Offer,
+)
+from kvxfer.kv.session_state import (
+    PREFILL_TRANSITIONS,
+    PrefillEvent,
+    PrefillState,
+    StateMachine,
+)
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from kvxfer.engine import Operation
+    from kvxfer.kv.block_pool import BlockHold, BlockIds
+    from kvxfer.kv.pair import KvPair, PlaneWrite
+    from kvxfer.ticket import Ticket
+
+logger = logging.getLogger(__name__)
+
+# How long a refused write waits for the CANCEL that explains it and may still be under way.
+_REASON_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where the accepted OFFER says the layers go."""
+
+    pair: KvPair
+    writes: tuple[tuple[PlaneWrite, ...], ...]
+    blocks: BlockIds
+    imm: int
+
+
+class PrefillSession:
+    """Blocks of one request on their way to one decode worker.
+
+    write_layer(): any thread. Everything else: the endpoint's loop. An async context manager:
+    leaving it before finish() has returned cancels the transfer. Made by
+    KvEndpoint.prefill_session(). The blocks stay pinned until nothing of them is under way.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        blocks: BlockHold,
+        num_layers: int,
+        lease_seconds: float,
+        ended: Callable[[PrefillSession], None],
+    ) -> None:
+        self.transfer_id = ticket.transfer_id
+        self.request_id = ticket.request_id
+        self._peer_name = f"decode worker {ticket.decode_id!r}"
+        self._num_layers = num_layers
+        self._loop = asyncio.get_running_loop()
+        # Guards everything below against write_layer() in other threads.
+        self._lock = threading.Lock()
+        self._machine = StateMachine(
+            f"transfer {ticket.transfer_id} with {self._peer_name}",
+            PREFILL_TRANSITIONS,
+            PrefillState.WAITING,
+        )
+        self._target: _Target | None = None
+        self._layers: list[int] = []
+        self._operations: list[Operation] = []
+        self._tail: bytes | None = None
+        self._error: KvxferError | None = None
+        self._reason = ""
+        # Set when decode has given the transfer up, or is lost.
+        self._last_word = asyncio.Event()
+        self._last_word_event: PrefillEvent | None = None
+        self._settling: asyncio.Task[None] | None = None
+        self._on_end = ended
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        # A failure that nobody waits for is no unhandled error.
+        self._ended.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self._lease = Lease(lease_seconds, self._lease_over)
+        try:
+            self._pin = blocks.pin(f"transfer {ticket.transfer_id}")
+            self._blocks = blocks.ids
+        except BaseException:
+            self._lease.end()
+            raise
+
+    @property
+    def state(self) -> PrefillState:
+        return self._machine.state
+
+    @property
+    def error(self) -> KvxferError | None:
+        """Why the transfer has failed, if it has."""
+        return self._error
+
+    @property
+    def pair(self) -> KvPair | None:
+        """The decode worker's connection; None until the OFFER has come."""
+        return self._target.pair if self._target else None
+
+    @property
+    def fabric(self) -> str | None:
+        """Which fabric the blocks go over; None until the OFFER has come."""
+        return self._target.pair.peer.fabric if self._target else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes posted so far."""
+        with self._lock:
+            return sum(operation.nbytes for operation in self._operations)
+
+    @property
+    def writes(self) -> int:
+        """Writes posted so far, after coalescing: what the receiver's counter grows by."""
+        with self._lock:
+            return sum(operation.writes for operation in self._operations)
+
+    def write_layer(self, layer: int) -> None:
+        """Sends a layer whose K and V are computed; kept until the OFFER comes if it has not.
+
+        Returns when the writes are posted. Raises InvalidArgument for a layer that does not exist
+        or was written before, and the transfer's error if it has failed.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if not 0 <= layer < self._num_layers:
+                raise InvalidArgument(
+                    f"layer {layer} does not exist; this rank has 0 to {self._num_layers - 1}"
+                )
+            if layer in self._layers:
+                raise InvalidArgument(
+                    f"layer {layer} was written before; write each layer once, when it is computed"
+                )
+            self._layers.append(layer)
+            if self._target is None:
+                return
+            try:
+                self._post(self._target, layer)
+            except EngineError as error:
+                self._loop.call_soon_threadsafe(self._give_up, PrefillEvent.ABORT, error)
+                raise
+
+    async def finish(self, tail: bytes = b"") -> None:
+        """Announces the end, and waits until every write is delivered.
+
+        `tail` goes to the decode worker with it: the first token and the like, at most
+        MAX_TAIL_BYTES. When this returns the blocks may be reused. Raises InvalidArgument where a
+        layer was not written, MessageTooLarge, and as the transfer's error TransferCancelled,
+        LeaseExpired, PeerLost or PeerTimeout. Cancelling the task that waits leaves the transfer
+        as it is.
+        """
+        if len(tail) > MAX_TAIL_BYTES:
+            raise MessageTooLarge(
+                f"transfer {self.transfer_id}: a tail of {len(tail)} bytes; "
+                f"send at most {MAX_TAIL_BYTES}"
+            )
+        try:
+            with self._lock:
+                if self._error is None and self._tail is None:
+                    missing = sorted(set(range(self._num_layers)).difference(self._layers))
+                    if missing:
+                        raise InvalidArgument(
+                            f"transfer {self.transfer_id}: finish() before layer "
+                            f"{', '.join(map(str, missing))}; write_layer() every layer first"
+                        )
+                    self._tail = tail
+                    if self._target is not None:
+                        self._announce(self._target, tail)
+        except EngineError as error:
+            self._give_up(PrefillEvent.ABORT, error)
+        await asyncio.shield(self._ended)
+
+    async def cancel(self, reason: str) -> None:
+        """Gives the transfer up; nothing of it is under way when this returns. Any number of times.
+
+        Does nothing after finish() has returned.
+        """
+        error = TransferCancelled(self._says(f"cancelled here: {reason}"))
+        self._give_up(PrefillEvent.ABORT, error, reason)
+        with contextlib.suppress(KvxferError):
+            await asyncio.shield(self._ended)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.cancel("its session was left" if error is None else repr(error))
+
+    # What the endpoint hears from decode.
+
+    def accept(
+        self,
+        pair: KvPair,
+        offer: Offer,
+        blocks: BlockIds,
+        lease_seconds: float,
+    ) -> None:
+        """Takes the OFFER up and sends what is written already.
+
+        The transfer now has the time that decode gives it. Raises InvalidArgument where the block
+        tables differ in length; nothing was sent then.
+        """
+        if len(blocks) != len(self._blocks):
+            raise InvalidArgument(
+                f"transfer {self.transfer_id}: {self._peer_name} offers {len(blocks)} blocks for "
+                f"the {len(self._blocks)} blocks of prefill; both sides take as many blocks as "
+                "the prompt needs"
+            )
+        target = _Target(pair, pair.writes, blocks, offer.imm)
+        self._lease.renew(lease_seconds)
+        with self._lock:
+            self._machine.advance(PrefillEvent.OFFER)
+            self._target = target
+        pair.prefills[self.transfer_id] = self
+        try:
+            with self._lock:
+                pair.send(Accepted(self.transfer_id))
+                for layer in self._layers:
+                    self._post(target, layer)
+                if self._tail is not None:
+                    self._announce(target, self._tail)
+        except EngineError as error:
+            self._give_up(PrefillEvent.ABORT, error)
+
+    def cancelled_by_peer(self, reason: str) -> None:
+        error = TransferCancelled(self._says(f"cancelled by {self._peer_name}: {reason}"))
+        self._peer_left(PrefillEvent.PEER_CANCEL, error)
+
+    def peer_lost(self, error: KvxferError) -> None:
+        self._peer_left(PrefillEvent.PEER_LOST, error)
+
+    def fail(self, error: KvxferError) -> None:
+        self._give_up(PrefillEvent.ABORT, error)
+
+    def _post(self, target: _Target, layer: int) -> None:
+        for write in target.writes[layer]:
+            self._operations.append(
+                target.pair.peer.write_pages(
+                    write.src,
+                    write.dst,
+                    page_length=write.page_length,
+                    src_pages=self._blocks,
+                    dst_pages=target.blocks,
+                    src_stride=write.src_stride,
+                    dst_stride=write.dst_stride,
+                    src_offset=write.src_offset,
+                    dst_offset=write.dst_offset,
+                    imm=target.imm,
+                    timeout=self._lease.remaining(),
+                )
+            )
+
+    def _announce(self, target: _Target, tail: bytes) -> None:
+        self._machine.advance(PrefillEvent.FINISH)
+        total = sum(operation.writes for operation in self._operations)
+        target.pair.send(Done(self.transfer_id, total, tail))
+        self._settling = self._loop.create_task(self._settle())
+
+    def _lease_over(self) -> None:
+        if self._target is None:
+            what = f"{self._peer_name} made no offer"
+        elif self._tail is None:
+            what = "the engine did not write every layer"
+        else:
+            what = f"{self._peer_name} did not take every write"
+        what = f"{what} within {self._lease.seconds:g} s"
+        self._give_up(PrefillEvent.LEASE_OVER, LeaseExpired(self._says(what)), what)
+
+    def _give_up(self, event: PrefillEvent, error: KvxferError, reason: str = "") -> None:
+        """Ends the transfer with an error. Does nothing where the state does not allow the event.
+
+        `reason` is what decode is told, the error itself where it is empty.
+        """
+        with self._lock:
+            if not self._machine.allows(event):
+                return
+            before, after = self._machine.state, self._machine.advance(event)
+            if after is before:
+                return
+            self._error, self._reason = error, reason or str(error)
+            logger.info("%s", error)
+            for operation in self._operations:
+                operation.cancel()
+            if self._settling is None:
+                self._settling = self._loop.create_task(self._settle())
+
+    def _peer_left(self, event: PrefillEvent, error: KvxferError) -> None:
+        self._last_word_event = event
+        self._give_up(event, error)
+        self._last_word.set()
+
+    async def _settle(self) -> None:
+        """Waits until nothing is under way, then ends the transfer. Runs once per session."""
+        delivered = 0
+        for operation in self._operations:
+            try:
+                await operation
+                delivered += operation.writes
+            except EngineError as error:
+                if isinstance(error, StaleCounter):
+                    # Decode says why right after it revokes; its word may come second.
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._last_word.wait(), _REASON_SECONDS)
+                self._give_up(PrefillEvent.ABORT, error)
+        with self._lock:
+            error = self._error
+            self._machine.advance(PrefillEvent.DRAINED if error else PrefillEvent.DELIVERED)
+        self._pin.release()
+        self._lease.end()
+        if error is not None:
+            self._say_last_word(delivered)
+        self._on_end(self)
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+    def _say_last_word(self, delivered: int) -> None:
+        """Tells decode that nothing is under way any more."""
+        if self._target is None or self._last_word_event is PrefillEvent.PEER_LOST:
+            return
+        with contextlib.suppress(EngineError):
+            self._target.pair.send(
+                Cancelled(self.transfer_id, delivered)
+                if self._last_word_event is PrefillEvent.PEER_CANCEL
+                else Cancel(self.transfer_id, self._reason)
+            )
+
+    def _says(self, what: str) -> str:
+        return f"transfer {self.transfer_id}: {what}"

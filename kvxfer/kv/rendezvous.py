@@ -1,0 +1,165 @@
+"""Brings the OFFER and the prefill request of each transfer together, whichever comes first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Final
+
+from kvxfer.errors import (
+    EngineError,
+    InvalidArgument,
+    KvxferError,
+    LeaseExpired,
+    TransferCancelled,
+)
+from kvxfer.kv.early_offers import EarlyOffer, EarlyOffers
+from kvxfer.kv.messages import Cancelled, Offer, Refused, unpack_block_table
+from kvxfer.kv.prefill_session import PrefillSession
+
+if TYPE_CHECKING:
+    from kvxfer.kv.block_pool import BlockHold
+    from kvxfer.kv.pair import KvPair
+    from kvxfer.kv.transfer_ledger import TransferLedger
+    from kvxfer.ticket import Ticket
+
+logger = logging.getLogger(__name__)
+
+_MAX_IMM: Final = 2**32 - 1
+
+
+class Rendezvous:
+    """The prefill side of an endpoint: sessions that wait, and offers that wait. Loop only.
+
+    A transfer that fails on one side before the other has come is remembered in the ledger, so
+    that the other is told at once.
+    """
+
+    def __init__(
+        self,
+        instance_id: str,
+        num_layers: int,
+        ledger: TransferLedger,
+        *,
+        max_early_offers_per_peer: int,
+    ) -> None:
+        self._instance_id = instance_id
+        self._num_layers = num_layers
+        self._ledger = ledger
+        self._sessions: dict[str, PrefillSession] = {}
+        self._early = EarlyOffers(max_early_offers_per_peer)
+
+    async def request(
+        self, claims: Ticket, blocks: BlockHold, lease_seconds: float
+    ) -> PrefillSession:
+        """A session for a prefill request whose ticket is verified.
+
+        Raises TicketInvalid for a second one, and what has ended the transfer already.
+        """
+        transfer_id = claims.transfer_id
+        self._ledger.claim(claims, "prefill session")
+        failure = self._ledger.failure(transfer_id)
+        if failure is not None:
+            raise failure
+        early = self._early.take(transfer_id)
+        try:
+            session = PrefillSession(claims, blocks, self._num_layers, lease_seconds, self._ended)
+        except KvxferError as error:
+            self._abandon(transfer_id, error, early)
+            raise
+        self._sessions[transfer_id] = session
+        if early is not None:
+            early.lease.end()
+            try:
+                session.accept(early.pair, early.offer, early.blocks, early.lease.remaining())
+            except KvxferError as error:
+                self._refuse(early.pair, transfer_id, error)
+                await session.cancel(str(error))
+                raise
+        return session
+
+    def offer(self, pair: KvPair, offer: Offer, claims: Ticket) -> None:
+        """Takes an OFFER whose ticket is verified; refuses it by a message where it cannot be met.
+
+        Raises TicketInvalid where the ticket was used for an offer before.
+        """
+        self._ledger.claim(claims, "offer")
+        session = self._sessions.get(claims.transfer_id)
+        try:
+            failure = session.error if session else self._ledger.failure(claims.transfer_id)
+            if failure is not None:
+                raise failure
+            # Raises LayoutMismatch, before any byte moves.
+            _ = pair.writes
+            blocks = unpack_block_table(offer.blocks, pair.hello.num_blocks)
+            if not 0 <= offer.imm <= _MAX_IMM:
+                raise InvalidArgument(f"immediate {offer.imm} has more than 32 bits")
+            if session is None:
+                self._early.keep(pair, offer, blocks, self._expired)
+            else:
+                session.accept(pair, offer, blocks, offer.lease_seconds)
+        except KvxferError as error:
+            self._refuse(pair, claims.transfer_id, error)
+            if session is None:
+                self._ledger.fail(claims.transfer_id, error)
+            else:
+                session.fail(error)
+
+    def cancel(self, pair: KvPair, transfer_id: str, reason: str) -> None:
+        """Decode gives a transfer up."""
+        session = pair.prefills.get(transfer_id)
+        if session is not None:
+            session.cancelled_by_peer(reason)
+            return
+        early = self._early.take(transfer_id)
+        if early is not None:
+            early.lease.end()
+            error = TransferCancelled(
+                f"transfer {transfer_id}: cancelled by decode worker "
+                f"{pair.hello.instance_id!r}: {reason}"
+            )
+            self._ledger.fail(transfer_id, error)
+        with contextlib.suppress(EngineError):
+            pair.send(Cancelled(transfer_id, 0))
+
+    def drop(self, pair: KvPair, error: KvxferError) -> None:
+        """The decode worker is gone."""
+        for early in self._early.take_all(pair):
+            early.lease.end()
+            self._ledger.fail(early.offer.transfer_id, error)
+        for session in list(pair.prefills.values()):
+            session.peer_lost(error)
+
+    async def close(self, reason: str) -> None:
+        """Cancels every session and offer; nothing of them is under way when this returns."""
+        for early in self._early.take_all():
+            self._abandon(early.offer.transfer_id, TransferCancelled(reason), early)
+        await asyncio.gather(*(session.cancel(reason) for session in self._sessions.values()))
+
+    def _expired(self, early: EarlyOffer) -> None:
+        transfer_id = early.offer.transfer_id
+        error = LeaseExpired(
+            f"transfer {transfer_id}: no request came to prefill worker "
+            f"{self._instance_id!r} within {early.lease.seconds:g} s"
+        )
+        self._abandon(transfer_id, error, early)
+
+    def _abandon(self, transfer_id: str, error: KvxferError, early: EarlyOffer | None) -> None:
+        """Ends a transfer that has no session here."""
+        self._ledger.fail(transfer_id, error)
+        if early is not None:
+            early.lease.end()
+            self._refuse(early.pair, transfer_id, error)
+
+    def _refuse(self, pair: KvPair, transfer_id: str, error: KvxferError) -> None:
+        logger.info("offer refused: %s", error)
+        with contextlib.suppress(EngineError):
+            pair.send(Refused(transfer_id, error.code, str(error)))
+
+    def _ended(self, session: PrefillSession) -> None:
+        del self._sessions[session.transfer_id]
+        if session.pair is not None:
+            session.pair.prefills.pop(session.transfer_id, None)
+        if session.error is not None:
+            self._ledger.fail(session.transfer_id, session.error)

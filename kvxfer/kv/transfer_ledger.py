@@ -1,0 +1,57 @@
+"""Which tickets were used here, and why their transfers failed: a ticket is good once."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from typing import Literal, TypeAlias
+
+from kvxfer.errors import KvxferError, TicketInvalid
+from kvxfer.ticket import Ticket
+
+Use: TypeAlias = Literal["offer", "prefill session", "decode session"]
+
+
+class TransferLedger:
+    """Remembers each transfer until its ticket expires; after that the ticket is refused anyway.
+
+    Loop only.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[str, set[Use]] = {}
+        self._failures: dict[str, KvxferError] = {}
+        self._expiries: list[tuple[float, str]] = []
+
+    def claim(self, ticket: Ticket, use: Use) -> None:
+        """Uses the ticket once for `use`. Raises TicketInvalid the second time."""
+        self._forget_expired()
+        uses = self._used.get(ticket.transfer_id)
+        if uses is None:
+            uses = self._used[ticket.transfer_id] = set()
+            heapq.heappush(self._expiries, (ticket.expires_at, ticket.transfer_id))
+        if use in uses:
+            raise TicketInvalid(
+                f"the ticket of transfer {ticket.transfer_id} was already used for its {use}; "
+                "ask the control plane for a new one"
+            )
+        uses.add(use)
+
+    def fail(self, transfer_id: str, error: KvxferError) -> None:
+        """Records why the transfer ended, for whoever comes for it later."""
+        if transfer_id in self._used:
+            self._failures.setdefault(transfer_id, error)
+
+    def failure(self, transfer_id: str) -> KvxferError | None:
+        """Why the transfer has ended, if it has failed."""
+        return self._failures.get(transfer_id)
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def _forget_expired(self) -> None:
+        now = time.time()
+        while self._expiries and self._expiries[0][0] <= now:
+            _, transfer_id = heapq.heappop(self._expiries)
+            self._used.pop(transfer_id, None)
+            self._failures.pop(transfer_id, None)

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+import pytest
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.kv.lease import Lease
+
+
+async def test_a_lease_expires_once_after_its_seconds() -> None:
+    expired: asyncio.Queue[float] = asyncio.Queue()
+    start = time.monotonic()
+    lease = Lease(0.05, lambda: expired.put_nowait(time.monotonic()))
+    assert 0 < lease.remaining() <= 0.05
+    end = await asyncio.wait_for(expired.get(), 5)
+    assert end - start >= 0.045
+    assert lease.remaining() == 0.001
+    assert expired.empty()
+
+
+async def test_a_renewed_lease_ends_later_and_an_ended_one_never() -> None:
+    expired: list[str] = []
+    renewed = Lease(0.02, lambda: expired.append("renewed"))
+    ended = Lease(0.02, lambda: expired.append("ended"))
+    witness: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    renewed.renew(60)
+    assert renewed.remaining() > 59
+    assert renewed.seconds == 60
+    ended.end()
+    ended.end()
+    witness_lease = Lease(0.04, lambda: witness.set_result(None))
+    await asyncio.wait_for(witness, 5)
+    assert expired == []
+    renewed.end()
+    witness_lease.end()
+
+
+@pytest.mark.parametrize("seconds", [0, -1, math.inf, math.nan])
+async def test_a_lease_needs_a_finite_time(seconds: float) -> None:
+    with pytest.raises(InvalidArgument, match="a lease of"):
+        Lease(seconds, lambda: None)

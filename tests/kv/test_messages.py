@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.errors import InvalidArgument, ProtocolError
+from kvxfer.kv.layout import KvLayout
+from kvxfer.kv.messages import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Done,
+    Hello,
+    Message,
+    Offer,
+    PlaneAddress,
+    Refused,
+    decode,
+    encode,
+    pack_block_table,
+    unpack_block_table,
+)
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", block_size=4)
+HELLO = Hello(
+    version=1,
+    instance_id="prefill-0",
+    epoch=7,
+    layout=LAYOUT,
+    num_blocks=32,
+    regions=(b"\x00descriptor\xff",),
+    planes=tuple(tuple(PlaneAddress(0, 64 * part, 256) for part in (0, 1)) for _ in range(2)),
+)
+MESSAGES: list[Message] = [
+    HELLO,
+    Offer(transfer_id="t", ticket="a.b.c", blocks=b"\x01\0\0\0", imm=2**32 - 1, lease_seconds=1.5),
+    Accepted(transfer_id="t"),
+    Refused(transfer_id="t", code="ticket-expired", reason="too late"),
+    Done(transfer_id="t", total=128, tail=bytes(range(256))),
+    Cancel(transfer_id="t", reason="the user left"),
+    Cancelled(transfer_id="t", total=3),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_the_wire(message: Message) -> None:
+    received = decode(encode(message))
+    assert received == message
+    assert type(received) is type(message)
+
+
+def test_messages_are_frozen() -> None:
+    done: Any = decode(encode(MESSAGES[4]))
+    with pytest.raises(AttributeError):
+        done.total = 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode(None),
+        msgspec.msgpack.encode({"type": "unheard-of"}),
+        msgspec.msgpack.encode({"transfer_id": "t"}),
+        msgspec.msgpack.encode({"type": "accepted"}),
+        msgspec.msgpack.encode({"type": "accepted", "transfer_id": 7}),
+        msgspec.msgpack.encode({"type": "done", "transfer_id": "t", "total": "1", "tail": b""}),
+        b"\x82\xa4type\xa8accepted\xabtransfer_id\xa2\xff\xfe",
+        encode(MESSAGES[1])[:-1],
+        encode(MESSAGES[1]) + b"\0",
+        b"\x91" * 100_000,
+    ],
+)
+def test_what_is_no_message_is_refused_by_name(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not of the KV protocol"):
+        decode(data)
+
+
+def test_a_hello_with_an_impossible_layout_is_refused() -> None:
+    fields: dict[str, Any] = msgspec.to_builtins(HELLO)
+    fields["layout"]["dtype"] = "float12"
+    with pytest.raises(ProtocolError, match="float12"):
+        decode(msgspec.msgpack.encode(fields))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300))
+def test_random_bytes_never_raise_anything_else(data: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        decode(data)
+
+
+def test_damaged_messages_never_raise_anything_else(rng: random.Random) -> None:
+    for _ in range(2000):
+        data = bytearray(encode(rng.choice(MESSAGES)))
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        with contextlib.suppress(ProtocolError):
+            decode(bytes(data))
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50, unique=True))
+def test_a_block_table_survives_the_wire(ids: list[int]) -> None:
+    table = pack_block_table(np.array(ids, dtype=np.int32))
+    assert len(table) == 4 * len(ids)
+    assert unpack_block_table(table, 2**31).tolist() == ids
+
+
+def test_a_block_table_is_little_endian() -> None:
+    assert pack_block_table(np.array([1, 258], dtype=np.int32)) == b"\1\0\0\0\2\1\0\0"
+    big = np.array([1, 258], dtype=">i4")
+    assert pack_block_table(big) == b"\1\0\0\0\2\1\0\0"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        (b"", "a block table of 0 bytes"),
+        (b"\1\0\0", "a block table of 3 bytes"),
+        (b"\x08\0\0\0", "block 8 of the block table is outside the pool; its blocks are 0 to 7"),
+        (b"\0\0\0\0\xff\xff\xff\xff", "block -1 of the block table is outside the pool"),
+        (b"\3\0\0\0\1\0\0\0\3\0\0\0", "block 3 is in the block table 2 times"),
+    ],
+)
+def test_a_wrong_block_table_is_named(table: bytes, named: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        unpack_block_table(table, 8)
+    assert named in str(caught.value)
