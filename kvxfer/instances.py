@@ -1,0 +1,126 @@
+"""What the control plane knows of a worker: records that registry, REST API and client share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvxfer.kv.layout import KvLayout
+
+
+class Role(StrEnum):
+    """The side of a transfer that an instance takes."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    def serves(self, side: Role) -> bool:
+        return self is side or self is Role.BOTH
+
+
+class InstanceState(StrEnum):
+    """Where an instance is in its life; it only ever moves forward."""
+
+    JOINING = "joining"  # registered, not yet able to take transfers
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has, gets nothing new
+    GONE = "gone"  # deregistered, or its lease expired
+
+    def advanced_to(self, wanted: InstanceState) -> InstanceState:
+        """The later of the two states."""
+        order = list(InstanceState)
+        return max(self, wanted, key=order.index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a worker says of itself with each heartbeat."""
+
+    running: int = 0
+    """Requests that are being computed."""
+    waiting: int = 0
+    """Requests that are queued."""
+    free_blocks: int | None = None
+    """KV blocks that are free now; None where the worker does not count them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """What open transfers hold of an instance."""
+
+    transfers: int = 0
+    blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSpec:
+    """What a worker registers."""
+
+    instance_id: str
+    role: Role
+    model: str
+    engine_address: str
+    """Where its transfer engine listens, `kvx://HOST:PORT/ENGINE_ID`."""
+    http_address: str
+    """Where its inference API listens, `http://HOST:PORT`."""
+    layout: KvLayout
+    num_blocks: int
+    fabrics: tuple[str, ...] = ("local", "tcp")
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Free words about where it runs (zone, rack, host) for people and for pairing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance(InstanceSpec):
+    """A registered worker. Times are seconds since the Unix epoch."""
+
+    epoch: int
+    """Names this registration; a later one of the same id has a greater epoch."""
+    state: InstanceState
+    registered_at: float
+    heartbeat_at: float
+    load: Load = field(default_factory=Load)
+    reserved: Reserved = field(default_factory=Reserved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The answer to a registration and to each heartbeat."""
+
+    instance_id: str
+    epoch: int
+    state: InstanceState
+    """As the control plane holds it: `draining` tells a worker that it is being drained."""
+    lease_seconds: float
+    """Without a heartbeat for this long the instance is gone."""
+    heartbeat_interval: float
+    """Seconds between the heartbeats that the control plane would like."""
+
+
+class ChangeCause(StrEnum):
+    """Why an instance changed."""
+
+    REGISTERED = "registered"
+    STATE_CHANGED = "state-changed"
+    DEREGISTERED = "deregistered"
+    LEASE_EXPIRED = "lease-expired"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One step of the fleet. Heartbeats that only report load are no change."""
+
+    id: int
+    cause: ChangeCause
+    instance: Instance
+    """The instance after the change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Every live instance at the moment of change `id`; it replaces whatever was known before."""
+
+    id: int
+    instances: tuple[Instance, ...]

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import hmac
+import json
+import random
+import time
+
+import jwt
+import pytest
+
+from kvxfer.errors import InvalidArgument, TicketExpired, TicketInvalid
+from kvxfer.ticket import Ticket, sign_ticket, verify_ticket
+
+KEY = b"a cluster key of enough bytes"
+TICKET = Ticket(
+    transfer_id="t-1",
+    request_id="cmpl-7",
+    prefill_id="prefill-0",
+    prefill_epoch=1795046400000001,
+    decode_id="decode-0",
+    decode_epoch=1795046400000002,
+    expires_at=1000.25,
+)
+
+
+def encode(part: object) -> str:
+    return base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=").decode()
+
+
+def test_verified_ticket_is_the_signed_one():
+    assert verify_ticket(sign_ticket(TICKET, KEY), KEY, now=1000.0) == TICKET
+
+
+def test_key_may_be_text():
+    assert verify_ticket(sign_ticket(TICKET, KEY.decode()), KEY, now=1000.0) == TICKET
+
+
+@pytest.mark.parametrize(("now", "valid"), [(1000.24, True), (1000.25, False), (1001.0, False)])
+def test_ticket_is_valid_until_the_fraction_of_a_second_it_names(now, valid):
+    token = sign_ticket(TICKET, KEY)
+    if valid:
+        assert verify_ticket(token, KEY, now=now) == TICKET
+    else:
+        with pytest.raises(TicketExpired, match="t-1 expired"):
+            verify_ticket(token, KEY, now=now)
+
+
+def test_without_a_time_the_clock_of_the_machine_decides():
+    late = dataclasses.replace(TICKET, expires_at=time.time() - 1)
+    with pytest.raises(TicketExpired):
+        verify_ticket(sign_ticket(late, KEY), KEY)
+    early = dataclasses.replace(TICKET, expires_at=time.time() + 60)
+    assert verify_ticket(sign_ticket(early, KEY), KEY) == early
+
+
+def test_ticket_of_another_cluster_is_refused():
+    with pytest.raises(TicketInvalid, match="same cluster key"):
+        verify_ticket(sign_ticket(TICKET, KEY), b"the key of another cluster", now=0)
+
+
+def sign_claims(claims: dict[str, object], key: bytes) -> str:
+    return jwt.encode(claims, key, algorithm="HS256")
+
+
+CLAIMS = {
+    "iss": "kvxfer",
+    "jti": "t-1",
+    "request_id": "cmpl-7",
+    "prefill": {"id": "prefill-0", "epoch": 1795046400000001},
+    "decode": {"id": "decode-0", "epoch": 1795046400000002},
+    "exp": 1000.25,
+}
+SIGNING_KEY = hmac.new(KEY, b"kvxfer ticket", hashlib.sha256).digest()
+
+
+def test_key_is_derived_from_the_cluster_key_which_itself_signs_nothing():
+    assert verify_ticket(sign_claims(CLAIMS, SIGNING_KEY), KEY, now=1000.0) == TICKET
+    with pytest.raises(TicketInvalid):
+        verify_ticket(sign_claims(CLAIMS, KEY.ljust(32, b".")), KEY.ljust(32, b"."), now=1000.0)
+
+
+def test_every_flipped_character_is_noticed():
+    token = sign_ticket(TICKET, KEY)
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    source = random.Random(seed)
+    alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+    for position, old in enumerate(token):
+        # The last character of a part has bits that encode nothing.
+        if old == "." or token[position + 1 : position + 2] in ("", "."):
+            continue
+        new = source.choice(alphabet.replace(old, ""))
+        with pytest.raises(TicketInvalid):
+            verify_ticket(token[:position] + new + token[position + 1 :], KEY, now=1000.0)
+
+
+@pytest.mark.parametrize("algorithm", ["none", "HS512", "RS256"])
+def test_no_algorithm_but_hs256_is_accepted(algorithm):
+    _, payload, signature = sign_ticket(TICKET, KEY).split(".")
+    header = encode({"alg": algorithm, "typ": "JWT"})
+    for tail in (signature, ""):
+        with pytest.raises(TicketInvalid):
+            verify_ticket(f"{header}.{payload}.{tail}", KEY, now=0)
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "",
+        ".",
+        "..",
+        "not a token",
+        "a.b.c",
+        "\ud800.\ud800.\ud800",
+        "é.é.é",
+        base64.urlsafe_b64encode(b"[" * 3000).decode() + ".e30.e30",
+        "x" * 4097,
+    ],
+    ids=["empty", "dot", "dots", "words", "short", "surrogate", "latin", "nested", "long"],
+)
+def test_damaged_token_is_invalid_and_nothing_worse(token):
+    with pytest.raises(TicketInvalid):
+        verify_ticket(token, KEY)
+
+
+@pytest.mark.parametrize(
+    ("claim", "value"),
+    [
+        ("iss", "somebody"),
+        ("request_id", None),
+        ("prefill", "prefill-0"),
+        ("decode", {"id": "d", "epoch": "1"}),
+        ("exp", "tomorrow"),
+    ],
+)
+def test_signed_token_with_a_claim_of_the_wrong_kind_is_invalid(claim, value):
+    with pytest.raises(TicketInvalid):
+        verify_ticket(sign_claims({**CLAIMS, claim: value}, SIGNING_KEY), KEY, now=0)
+
+
+@pytest.mark.parametrize("claim", sorted(CLAIMS))
+def test_signed_token_without_a_claim_is_invalid(claim):
+    claims = {name: value for name, value in CLAIMS.items() if name != claim}
+    with pytest.raises(TicketInvalid):
+        verify_ticket(sign_claims(claims, SIGNING_KEY), KEY, now=0)
+
+
+def test_short_cluster_key_is_refused_at_both_ends():
+    with pytest.raises(InvalidArgument, match="at least 16"):
+        sign_ticket(TICKET, b"short")
+    with pytest.raises(InvalidArgument, match="at least 16"):
+        verify_ticket(sign_ticket(TICKET, KEY), b"short")
