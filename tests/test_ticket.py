@@ -82,10 +82,9 @@ def test_key_is_derived_from_the_cluster_key_which_itself_signs_nothing():
         verify_ticket(sign_claims(CLAIMS, KEY.ljust(32, b".")), KEY.ljust(32, b"."), now=1000.0)
 
 
-def test_every_flipped_character_is_noticed():
+@pytest.mark.parametrize("seed", [random.randrange(2**32)])
+def test_every_flipped_character_is_noticed(seed):
     token = sign_ticket(TICKET, KEY)
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
     source = random.Random(seed)
     alphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
     for position, old in enumerate(token):

@@ -1,0 +1,152 @@
+"""The registry: the one place that knows which instances live and which transfers are open.
+
+Every implementation passes the same conformance suite (tests/scheduler/test_registry.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.instances import (
+    Change,
+    Instance,
+    InstanceSpec,
+    InstanceState,
+    Lease,
+    Load,
+    Role,
+    Snapshot,
+)
+from kvxfer.transfers import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class LeasePolicy:
+    """How long a registration lives without a heartbeat, in seconds.
+
+    Three heartbeats fit into a lease, so that one lost on the way costs nobody its place.
+    """
+
+    lease_seconds: float = 6.0
+
+    def __post_init__(self) -> None:
+        if not self.lease_seconds > 0:
+            raise InvalidArgument(
+                f"lease_seconds is {self.lease_seconds}; pass a number greater than 0"
+            )
+
+    @property
+    def heartbeat_interval(self) -> float:
+        return self.lease_seconds / 3
+
+
+class TransferEnd(StrEnum):
+    """Why a transfer is no longer open."""
+
+    RELEASED = "released"
+    EXPIRED = "expired"
+    INSTANCE_GONE = "instance-gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Counts over the whole registry: of what is there now, and of events since it began."""
+
+    instances: Mapping[tuple[Role, InstanceState], int]
+    open_transfers: int
+    registrations: int
+    leases_expired: int
+    transfers_opened: int
+    transfers_ended: Mapping[TransferEnd, int]
+
+
+class Registry(ABC):
+    """Instances under leases, and the transfers that are reserved on them.
+
+    Each step is atomic. An instance whose lease has run out is gone for every call that follows,
+    and so are its transfers. Any call raises ControlPlaneUnavailable where the registry cannot be
+    reached.
+    """
+
+    @abstractmethod
+    async def register(
+        self,
+        spec: InstanceSpec,
+        *,
+        state: InstanceState = InstanceState.JOINING,
+        incarnation: str = "",
+    ) -> Lease:
+        """Begins a lease with a new epoch, greater than every one before under this id.
+
+        `incarnation` names the process that asks. A process that still holds the id itself (it did
+        not see the answer to its registration) gets a new epoch; any other raises InstanceExists.
+        """
+
+    @abstractmethod
+    async def heartbeat(
+        self,
+        instance_id: str,
+        epoch: int,
+        *,
+        state: InstanceState | None = None,
+        load: Load | None = None,
+    ) -> Lease:
+        """Renews the lease. A state that lies behind the current one is ignored; None keeps both.
+
+        Raises StaleEpoch where the id does not live under this epoch.
+        """
+
+    @abstractmethod
+    async def deregister(self, instance_id: str, epoch: int) -> None:
+        """Ends the lease. Raises UnknownInstance, or StaleEpoch where a later epoch lives."""
+
+    @abstractmethod
+    async def instance(self, instance_id: str) -> Instance:
+        """The live instance. Raises UnknownInstance."""
+
+    @abstractmethod
+    async def instances(self) -> tuple[Instance, ...]:
+        """Every live instance, ordered by id."""
+
+    @abstractmethod
+    def watch(self, after: int | None = None) -> AsyncIterator[Snapshot | Change]:
+        """The changes after change `after`, without end until the registry closes.
+
+        Begins with a Snapshot where `after` is None or too old to go on from; one also comes in
+        between when the reader was too slow. No change is left out or comes twice.
+        """
+
+    @abstractmethod
+    async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
+        """Counts a transfer against both of its instances for at most `seconds`.
+
+        Raises StaleEpoch where one of them no longer lives under its epoch, and NoCapacity where
+        one is not ready or its blocks are reserved by others.
+        """
+
+    @abstractmethod
+    async def transfer(self, transfer_id: str) -> Transfer:
+        """The open transfer. Raises UnknownTransfer."""
+
+    @abstractmethod
+    async def release(self, transfer_id: str) -> None:
+        """Ends a transfer and gives back what it reserved. Raises UnknownTransfer."""
+
+    @abstractmethod
+    async def sweep(self) -> None:
+        """Ends what has run out, so that watchers hear of it while nobody else calls."""
+
+    @abstractmethod
+    async def statistics(self) -> Statistics: ...
+
+    @abstractmethod
+    async def ping(self) -> None:
+        """Raises ControlPlaneUnavailable where the registry cannot serve."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends all watches and lets go of what the registry holds."""

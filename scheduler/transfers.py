@@ -1,0 +1,45 @@
+"""Opening a transfer: choose a pair, then reserve it, again where somebody else was faster."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Final
+
+from kvxfer.errors import NoCapacity, StaleEpoch
+from kvxfer.scheduler.clock import Clock
+from kvxfer.scheduler.pairing import choose_pair
+from kvxfer.scheduler.registry import Registry
+from kvxfer.transfers import Party, Transfer, TransferRequest
+
+_ATTEMPTS: Final = 8
+
+
+async def open_transfer(
+    registry: Registry, request: TransferRequest, *, seconds: float, clock: Clock
+) -> Transfer:
+    """Reserves the least loaded pair for `seconds`. Raises NoCapacity or PromptTooLong."""
+    transfer_id = uuid.uuid4().hex
+    for _ in range(_ATTEMPTS):
+        pair = choose_pair(await registry.instances(), request)
+        now = clock.unix()
+        transfer = Transfer(
+            transfer_id=transfer_id,
+            request_id=request.request_id or transfer_id,
+            model=pair.prefill.model,
+            prompt_tokens=request.prompt_tokens,
+            prefill=Party.of(pair.prefill),
+            decode=Party.of(pair.decode),
+            prefill_blocks=pair.prefill_blocks,
+            decode_blocks=pair.decode_blocks,
+            created_at=now,
+            expires_at=now + seconds,
+        )
+        try:
+            await registry.reserve(transfer, seconds=seconds)
+        except (StaleEpoch, NoCapacity):
+            continue  # the fleet changed between the look at it and the reservation
+        return transfer
+    raise NoCapacity(
+        "the fleet changes faster than a pair can be reserved; retry",
+        reasons=[f"{_ATTEMPTS} pairs in a row were taken by other requests"],
+    )

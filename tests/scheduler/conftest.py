@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+from control_plane import FakeClock, worker
+
+from kvxfer.instances import InstanceState, Lease, Role
+from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.registry import LeasePolicy, Registry
+
+LEASE = 6.0
+FEED_CAPACITY = 8
+
+
+@dataclass
+class Fleet:
+    """A registry under test, and the means to let time pass in it."""
+
+    registry: Registry
+    clock: FakeClock
+
+    async def pass_time(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    async def join(
+        self,
+        instance_id: str,
+        role: Role | str = Role.PREFILL,
+        *,
+        state: InstanceState = InstanceState.READY,
+        **changes: object,
+    ) -> Lease:
+        return await self.registry.register(worker(instance_id, role, **changes), state=state)
+
+
+@pytest.fixture(params=["embedded"])
+async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
+    """Each implementation of the registry in turn: lease of 6 s, the last 8 changes kept."""
+    clock = FakeClock()
+    registry: Registry
+    match request.param:
+        case "embedded":
+            registry = EmbeddedRegistry(
+                LeasePolicy(LEASE), clock=clock, feed_capacity=FEED_CAPACITY
+            )
+        case other:
+            raise AssertionError(other)
+    yield Fleet(registry, clock)
+    await registry.close()

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from control_plane import worker
+
+from kvxfer.errors import LayoutMismatch, NoCapacity, PromptTooLong
+from kvxfer.instances import Instance, InstanceState, Load, Reserved
+from kvxfer.scheduler.pairing import available_blocks, check_pair, choose_pair, common_fabrics
+from kvxfer.transfers import TransferRequest
+
+
+def instance(
+    instance_id: str,
+    role: str,
+    *,
+    state: str = "ready",
+    load: Load | None = None,
+    transfers: int = 0,
+    blocks: int = 0,
+    **spec: Any,
+) -> Instance:
+    registered = worker(instance_id, role, **spec)
+    return Instance(
+        **{name: getattr(registered, name) for name in registered.__dataclass_fields__},
+        epoch=1,
+        state=InstanceState(state),
+        registered_at=0.0,
+        heartbeat_at=0.0,
+        load=load or Load(),
+        reserved=Reserved(transfers=transfers, blocks=blocks),
+    )
+
+
+def chosen(fleet: list[Instance], **request: Any) -> tuple[str, str]:
+    pair = choose_pair(fleet, TransferRequest(**request))
+    return pair.prefill.instance_id, pair.decode.instance_id
+
+
+P, D = instance("p", "prefill"), instance("d", "decode")
+
+
+@pytest.mark.parametrize(
+    ("fleet", "request_", "expected"),
+    [
+        ([P, D], {}, ("p", "d")),
+        # least loaded: running, waiting and reserved count alike
+        ([instance("p1", "prefill", load=Load(running=1)), P, D], {}, ("p", "d")),
+        ([P, instance("d1", "decode", load=Load(waiting=1)), D], {}, ("p", "d")),
+        ([P, instance("d1", "decode", transfers=1), D], {}, ("p", "d")),
+        (
+            [
+                instance("p1", "prefill", load=Load(running=2)),
+                instance("p2", "prefill", load=Load(running=1), transfers=2),
+                D,
+            ],
+            {},
+            ("p1", "d"),
+        ),
+        # equally many requests: the emptier KV cache, then the first by id
+        ([P, D, instance("c", "decode", load=Load(free_blocks=10))], {}, ("p", "d")),
+        ([P, D, instance("c", "decode", blocks=1)], {}, ("p", "d")),
+        ([P, D, instance("c", "decode")], {}, ("p", "c")),
+        # only ready instances
+        ([P, instance("c", "decode", state="draining"), D], {}, ("p", "d")),
+        ([P, instance("c", "decode", state="joining"), D], {}, ("p", "d")),
+        # only the side that an instance takes; `both` takes either
+        ([instance("a", "both"), D], {}, ("a", "d")),
+        ([P, instance("a", "both")], {}, ("p", "a")),
+        # never one instance with itself
+        ([instance("a", "both"), instance("b", "both", load=Load(running=9))], {}, ("a", "b")),
+        (
+            [instance("a", "both"), instance("b", "prefill", load=Load(running=9)), P],
+            {},
+            ("p", "a"),
+        ),
+        # one model
+        (
+            [P, instance("c", "decode", model="qwen"), D],
+            {},
+            ("p", "d"),
+        ),
+        (
+            [P, D, instance("p2", "prefill", model="qwen"), instance("d2", "decode", model="qwen")],
+            {"model": "qwen"},
+            ("p2", "d2"),
+        ),
+        # layouts that map: the lighter instances do not match each other
+        (
+            [
+                instance("p16", "prefill"),
+                instance("p32", "prefill", load=Load(running=5), block_size=32),
+                instance("d16", "decode", load=Load(running=9)),
+                instance("d32", "decode", block_size=32),
+            ],
+            {},
+            ("p32", "d32"),
+        ),
+        # a fabric in common
+        (
+            [P, instance("c", "decode", fabrics=("verbs",)), D],
+            {},
+            ("p", "d"),
+        ),
+        # blocks for the whole prompt, neither reserved nor in use: 160 tokens are 10 blocks
+        ([P, instance("c", "decode", blocks=55), D], {"prompt_tokens": 160}, ("p", "d")),
+        (
+            [P, instance("c", "decode", load=Load(free_blocks=9)), D],
+            {"prompt_tokens": 160},
+            ("p", "d"),
+        ),
+        (
+            [
+                P,
+                instance("c", "decode", blocks=54),
+                instance("d", "decode", load=Load(running=1)),
+            ],
+            {"prompt_tokens": 160},
+            ("p", "c"),
+        ),
+        # a reserved block may be in use already: 30 used and 30 reserved of 64 leave 34
+        (
+            [P, instance("c", "decode", blocks=30, load=Load(free_blocks=34))],
+            {"prompt_tokens": 34 * 16},
+            ("p", "c"),
+        ),
+    ],
+)
+def test_pair(fleet, request_, expected):
+    assert chosen(fleet, **request_) == expected
+    assert chosen(fleet[::-1], **request_) == expected, "the order of the fleet decides nothing"
+
+
+def test_pair_says_how_many_blocks_each_side_needs():
+    pair = choose_pair([P, D], TransferRequest(prompt_tokens=33))
+    assert (pair.prefill_blocks, pair.decode_blocks) == (3, 3)
+    pair = choose_pair([P, D], TransferRequest())
+    assert (pair.prefill_blocks, pair.decode_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "request_", "reasons"),
+    [
+        ([], {}, ["no instance is registered"]),
+        ([P, D], {"model": "qwen"}, ["no instance of model 'qwen' is registered"]),
+        ([P], {}, ["no decode instance is ready (none registered)"]),
+        (
+            [instance("p", "prefill", state="joining"), instance("d", "decode", state="draining")],
+            {"model": "llama"},
+            [
+                "no prefill instance of model 'llama' is ready (1 joining)",
+                "no decode instance of model 'llama' is ready (1 draining)",
+            ],
+        ),
+        (
+            [P, instance("d", "decode", blocks=60), instance("e", "decode", blocks=61)],
+            {"prompt_tokens": 80},
+            ["no decode instance has the 5 KV blocks free (most: 'd' with 4)"],
+        ),
+        (
+            [P, instance("d", "decode", dtype="bfloat16")],
+            {},
+            ["prefill 'p' and decode 'd' do not match: dtype is 'float32' and 'bfloat16'"],
+        ),
+        (
+            [P, instance("d", "decode", model="qwen")],
+            {},
+            ["prefill 'p' and decode 'd' do not match: model is 'llama' and 'qwen'"],
+        ),
+        (
+            [P, instance("d", "decode", fabrics=("verbs",))],
+            {},
+            ["prefill 'p' and decode 'd' do not match: fabrics is ['local', 'tcp'] and ['verbs']"],
+        ),
+        ([instance("a", "both")], {}, ["only one instance is ready, and a transfer takes two"]),
+    ],
+)
+def test_refusal_says_what_is_missing(fleet, request_, reasons):
+    with pytest.raises(NoCapacity) as refusal:
+        choose_pair(fleet, TransferRequest(**request_))
+    assert refusal.value.details == {"reasons": reasons}
+
+
+def test_many_mismatches_are_counted_not_listed():
+    fleet = [P, *(instance(f"d{n}", "decode", block_size=2**n) for n in (5, 6, 7, 8, 9))]
+    with pytest.raises(NoCapacity) as refusal:
+        choose_pair(fleet, TransferRequest())
+    reasons = refusal.value.details["reasons"]
+    assert isinstance(reasons, list)
+    assert len(reasons) == 4
+    assert reasons[-1] == "and 2 more like this"
+
+
+def test_prompt_that_fits_no_cache_is_too_long_and_not_a_matter_of_waiting():
+    small = instance("d", "decode", num_blocks=32)
+    with pytest.raises(PromptTooLong, match=r"600 tokens takes 38 KV blocks.*decode.*'d', has 32"):
+        choose_pair([P, small], TransferRequest(prompt_tokens=600))
+    with pytest.raises(NoCapacity):
+        choose_pair(
+            [P, replace(small, reserved=Reserved(blocks=32))], TransferRequest(prompt_tokens=16)
+        )
+
+
+@pytest.mark.parametrize("seed", [random.randrange(2**32)])
+def test_choice_is_the_best_of_all_pairs(seed):
+    """Against the slow way: look at every pair."""
+    source = random.Random(seed)
+    served = 0
+    for _ in range(300):
+        fleet = [
+            instance(
+                f"i{number}",
+                source.choice(["prefill", "decode", "both"]),
+                state=source.choice(["ready", "ready", "ready", "draining"]),
+                load=Load(running=source.randrange(4), free_blocks=source.choice([None, 5, 40])),
+                transfers=source.randrange(3),
+                blocks=source.randrange(64),
+                block_size=source.choice([16, 32]),
+                model=source.choice(["llama", "qwen"]),
+            )
+            for number in range(source.randrange(1, 9))
+        ]
+        request = TransferRequest(
+            model=source.choice([None, "llama"]), prompt_tokens=source.choice([None, 16, 200])
+        )
+
+        def weight(pair: tuple[Instance, Instance]) -> tuple[object, ...]:
+            loads = [i.load.running + i.load.waiting + i.reserved.transfers for i in pair]
+            used = [1 - available_blocks(i) / i.num_blocks for i in pair]
+            return sum(loads), sum(used), pair[0].instance_id, pair[1].instance_id
+
+        possible = []
+        for prefill, decode in product(fleet, fleet):
+            sides = (prefill, decode)
+            if (
+                prefill is not decode
+                and prefill.role in ("prefill", "both")
+                and decode.role in ("decode", "both")
+                and all(i.state is InstanceState.READY for i in sides)
+                and prefill.model == decode.model
+                and request.model in (None, prefill.model)
+                and prefill.layout == decode.layout
+                and all(
+                    -(-(request.prompt_tokens or 0) // i.layout.block_size) <= available_blocks(i)
+                    for i in sides
+                )
+            ):
+                possible.append(sides)
+        if not possible:
+            with pytest.raises(NoCapacity):
+                choose_pair(fleet, request)
+            continue
+        served += 1
+        pair = choose_pair(fleet, request)
+        assert weight((pair.prefill, pair.decode)) == min(map(weight, possible))
+    assert served > 20
+
+
+def test_check_pair_names_the_first_thing_that_differs():
+    check_pair(P, D)
+    with pytest.raises(LayoutMismatch) as mismatch:
+        check_pair(P, instance("d", "decode", block_size=32))
+    assert (mismatch.value.field, mismatch.value.prefill, mismatch.value.decode) == (
+        "block_size",
+        16,
+        32,
+    )
+
+
+def test_common_fabrics_come_in_the_order_of_prefill():
+    decode = instance("d", "decode", fabrics=("tcp", "verbs", "local"))
+    assert common_fabrics(P, decode) == ("local", "tcp")
