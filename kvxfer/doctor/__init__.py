@@ -1,0 +1,1 @@
+"""`kvxfer doctor`: what this host has, and what is missing for what."""

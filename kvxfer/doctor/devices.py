@@ -1,0 +1,125 @@
+"""NICs and GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+
+from kvxfer.doctor.finding import Area, Finding, Status
+from kvxfer.doctor.host import Host
+
+_NVIDIA_SMI = (
+    "nvidia-smi",
+    "--query-gpu=name,memory.total,driver_version",
+    "--format=csv,noheader",
+)
+_HOST_MEMORY_ONLY = "this version moves host memory only"
+
+
+def nics(host: Host) -> list[Finding]:
+    """Network interfaces that tcp may go through; the loopback is left out."""
+    found = []
+    for interface in host.entries("sys/class/net"):
+        if interface.name == "lo" or not interface.is_dir():
+            continue
+        place = f"sys/class/net/{interface.name}"
+        facts = [host.text(f"{place}/operstate") or "state unknown"]
+        # The speed of an interface that is down, or virtual, is -1 or cannot be read.
+        speed = host.text(f"{place}/speed")
+        if speed is not None and speed.isdecimal():
+            facts.append(f"{int(speed) / 1000:g} Gbit/s")
+        facts.append(f"MTU {host.text(f'{place}/mtu')}")
+        driver = interface / "device" / "driver"
+        if driver.is_symlink():
+            facts.append(driver.readlink().name)
+        found.append(Finding(Area.NICS, interface.name, Status.OK, ", ".join(facts)))
+    return found or [
+        Finding(
+            Area.NICS,
+            "network",
+            Status.LIMITED,
+            "no interface but the loopback: only peers on this host can be reached",
+            "give this host or container a network interface",
+        )
+    ]
+
+
+def rdma_nics(host: Host) -> list[Finding]:
+    """RDMA devices, whether or not a fabric can use them."""
+    found = []
+    for device in host.entries("sys/class/infiniband"):
+        ports = []
+        for port in host.entries(f"sys/class/infiniband/{device.name}/ports"):
+            place = f"sys/class/infiniband/{device.name}/ports/{port.name}"
+            facts = (host.text(f"{place}/{fact}") for fact in ("link_layer", "state", "rate"))
+            ports.append(f"port {port.name}: " + ", ".join(fact for fact in facts if fact))
+        found.append(
+            Finding(
+                Area.NICS,
+                device.name,
+                Status.INFO,
+                "; ".join(ports or ["no ports"]) + "; RDMA NIC, reached over tcp in this version",
+            )
+        )
+    return found or [
+        Finding(Area.NICS, "RDMA", Status.ABSENT, "no RDMA NIC; this version would not use it")
+    ]
+
+
+def gpus(
+    query: Callable[[], list[str]] | None = None, count: Callable[[], int] | None = None
+) -> list[Finding]:
+    """NVIDIA GPUs. `query` returns nvidia-smi's lines and raises OSError where there is none;
+    `count` asks libcuda and raises OSError likewise."""
+    try:
+        lines = (query or _nvidia_smi)()
+    except OSError:
+        return [_counted(count or _cuda_device_count)]
+    found = []
+    for index, line in enumerate(lines):
+        name, memory, driver = (part.strip() for part in line.split(",", 2))
+        found.append(
+            Finding(
+                Area.GPUS,
+                f"GPU {index}",
+                Status.INFO,
+                f"{name}, {memory}, driver {driver}; {_HOST_MEMORY_ONLY}",
+            )
+        )
+    return found or [_no_gpu("nvidia-smi lists none")]
+
+
+def _counted(count: Callable[[], int]) -> Finding:
+    try:
+        devices = count()
+    except OSError as error:
+        return _no_gpu(f"neither nvidia-smi nor libcuda works ({error})")
+    if devices == 0:
+        return _no_gpu("libcuda finds none")
+    return Finding(
+        Area.GPUS, "GPUs", Status.INFO, f"{devices} found by libcuda; {_HOST_MEMORY_ONLY}"
+    )
+
+
+def _no_gpu(reason: str) -> Finding:
+    return Finding(Area.GPUS, "GPU", Status.ABSENT, f"none: {reason}; {_HOST_MEMORY_ONLY}")
+
+
+def _nvidia_smi() -> list[str]:
+    try:
+        result = subprocess.run(  # noqa: S603
+            _NVIDIA_SMI, capture_output=True, text=True, timeout=10, check=True
+        )
+    except subprocess.SubprocessError as error:
+        raise OSError(f"nvidia-smi: {error}") from error
+    return [line for line in result.stdout.splitlines() if line.strip()]
+
+
+def _cuda_device_count() -> int:
+    cuda = ctypes.CDLL("libcuda.so.1")
+    devices = ctypes.c_int()
+    status = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(devices))
+    if status != 0:
+        raise OSError(f"libcuda answers error {status}")
+    return devices.value

@@ -1,0 +1,51 @@
+"""Which extras are installed."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+from kvxfer.doctor.finding import Area, Finding, Status
+
+# Extra, its packages, and what they are for.
+EXTRAS = (
+    ("server", ("fastapi", "prometheus-client", "uvicorn"), "kvxfer serve"),
+    ("torch", ("safetensors", "torch"), "kvxfer demo and torch tensors"),
+    ("plot", ("matplotlib",), "kvxfer bench --plot"),
+)
+
+
+def interpreter() -> Finding:
+    return Finding(
+        Area.PYTHON,
+        "Python",
+        Status.OK,
+        f"{platform.python_implementation()} {platform.python_version()}",
+    )
+
+
+def extras(installed: Callable[[str], str] = version) -> list[Finding]:
+    """`installed` returns a package's version or raises PackageNotFoundError. Nothing is
+    imported."""
+    findings = []
+    for extra, packages, purpose in EXTRAS:
+        present, missing = [], []
+        for package in packages:
+            try:
+                present.append(f"{package} {installed(package)}")
+            except PackageNotFoundError:
+                missing.append(package)
+        if missing:
+            findings.append(
+                Finding(
+                    Area.PYTHON,
+                    f"kvxfer[{extra}]",
+                    Status.ABSENT,
+                    f"{', '.join(missing)} missing; needed for {purpose}",
+                    f"pip install 'kvxfer[{extra}]'",
+                )
+            )
+        else:
+            findings.append(Finding(Area.PYTHON, f"kvxfer[{extra}]", Status.OK, ", ".join(present)))
+    return findings

@@ -1,0 +1,268 @@
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from resource import RLIM_INFINITY
+
+import pytest
+
+from kvxfer.doctor import devices, engine, fabrics, limits, python_packages, settings
+from kvxfer.doctor.examination import core_works, examine
+from kvxfer.doctor.finding import Area, Finding, Status
+from kvxfer.doctor.host import Host
+
+THP = "sys/kernel/mm/transparent_hugepage"
+
+
+def host(tmp_path: Path, files: dict[str, str] | None = None, **environment: str) -> Host:
+    """A host whose /proc, /sys and libraries are these files."""
+    for name, text in (files or {}).items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return Host(tmp_path, environment)
+
+
+def refuse() -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def permit() -> None:
+    pass
+
+
+# --- the whole -------------------------------------------------------------------------------
+
+
+def test_every_area_is_examined_on_this_host() -> None:
+    assert {finding.area for finding in examine(Host())} == set(Area)
+
+
+def test_whatever_limits_a_host_comes_with_a_remedy(tmp_path: Path) -> None:
+    poor = host(
+        tmp_path,
+        {
+            "proc/sys/kernel/yama/ptrace_scope": "3",
+            f"{THP}/enabled": "always madvise [never]",
+            f"{THP}/shmem_enabled": "always within_size advise [never] deny force",
+            "proc/sys/net/ipv4/tcp_rmem": "4096 131072 212992",
+            "proc/sys/net/ipv4/tcp_wmem": "4096 16384 212992",
+        },
+    )
+    findings = [
+        fabrics.local_shared(refuse),
+        fabrics.local_cma(poor, refuse),
+        fabrics.local_cma(poor, permit),
+        fabrics.pidfd(refuse),
+        limits.huge_pages(poor),
+        limits.shared_huge_pages(poor),
+        *limits.socket_buffers(poor),
+        limits.open_files((1024, 4096)),
+        limits.cores(1),
+        *devices.nics(poor),
+    ]
+    assert [finding.status for finding in findings] == [Status.LIMITED] * len(findings)
+    assert [finding.name for finding in findings if not finding.remedy] == []
+
+
+def test_only_what_the_core_cannot_do_without_is_broken() -> None:
+    broken = [engine.native_module("kvxfer._no_such_module"), fabrics.tcp(refuse)]
+    assert [finding.status for finding in broken] == [Status.BROKEN] * 2
+    assert all(finding.remedy for finding in broken)
+    assert not core_works(broken)
+    assert core_works([fabrics.local_shared(refuse), limits.cores(1)])
+
+
+# --- fabrics ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scope", "status"),
+    [(None, Status.OK), ("0", Status.OK), ("1", Status.OK), ("2", Status.LIMITED)],
+)
+def test_yama_decides_over_registered_memory(
+    tmp_path: Path, scope: str | None, status: Status
+) -> None:
+    files = {} if scope is None else {"proc/sys/kernel/yama/ptrace_scope": scope}
+    assert fabrics.local_cma(host(tmp_path, files), permit).status is status
+
+
+def test_reading_memory_is_really_tried() -> None:
+    assert fabrics.local_cma(Host()).status in (Status.OK, Status.LIMITED)
+
+
+def test_a_library_that_is_there_is_said_to_be_unused(tmp_path: Path) -> None:
+    library = "usr/lib/x86_64-linux-gnu/libibverbs.so.1"
+    verbs, libfabric = fabrics.unbuilt(host(tmp_path, {library: ""}))
+    assert verbs.status is libfabric.status is Status.ABSENT
+    assert f"libibverbs.so.1 is at {tmp_path / library}" in verbs.detail
+    assert "libfabric.so.1 is not installed" in libfabric.detail
+    assert "not built in this version" in verbs.detail
+
+
+def test_libraries_are_looked_for_where_the_environment_says_first(tmp_path: Path) -> None:
+    here = host(
+        tmp_path,
+        {"mine/libfabric.so.1": "", "usr/lib/libfabric.so.1": ""},
+        LD_LIBRARY_PATH=f":{tmp_path / 'mine'}",
+    )
+    assert here.library("libfabric.so.1") == tmp_path / "mine/libfabric.so.1"
+
+
+def test_namespaces_are_named_so_that_two_processes_can_be_compared(tmp_path: Path) -> None:
+    (tmp_path / "proc/self/ns").mkdir(parents=True)
+    (tmp_path / "proc/self/ns/pid").symlink_to("pid:[4026531836]")
+    assert "pid:[4026531836] user:unknown" in fabrics.namespaces(host(tmp_path)).detail
+
+
+# --- devices ---------------------------------------------------------------------------------
+
+
+def test_interfaces_are_listed_with_state_speed_and_mtu_but_not_the_loopback(
+    tmp_path: Path,
+) -> None:
+    found = devices.nics(
+        host(
+            tmp_path,
+            {
+                "sys/class/net/lo/operstate": "unknown",
+                "sys/class/net/eth0/operstate": "up",
+                "sys/class/net/eth0/speed": "25000",
+                "sys/class/net/eth0/mtu": "9000",
+                "sys/class/net/eth1/operstate": "down",
+                "sys/class/net/eth1/speed": "-1",
+                "sys/class/net/eth1/mtu": "1500",
+                "sys/class/net/bonding_masters": "",
+            },
+        )
+    )
+    assert [(finding.name, finding.detail) for finding in found] == [
+        ("eth0", "up, 25 Gbit/s, MTU 9000"),
+        ("eth1", "down, MTU 1500"),
+    ]
+
+
+def test_rdma_devices_are_listed_with_their_ports_and_said_to_be_unused(tmp_path: Path) -> None:
+    port = "sys/class/infiniband/mlx5_0/ports/1"
+    (found,) = devices.rdma_nics(
+        host(
+            tmp_path,
+            {
+                f"{port}/link_layer": "InfiniBand",
+                f"{port}/state": "4: ACTIVE",
+                f"{port}/rate": "400 Gb/sec (4X NDR)",
+            },
+        )
+    )
+    assert found.name == "mlx5_0"
+    assert found.detail.startswith("port 1: InfiniBand, 4: ACTIVE, 400 Gb/sec (4X NDR)")
+    assert "over tcp in this version" in found.detail
+
+
+def no_smi() -> list[str]:
+    raise FileNotFoundError(2, "No such file or directory", "nvidia-smi")
+
+
+def no_cuda() -> int:
+    raise OSError("libcuda.so.1: cannot open shared object file")
+
+
+def test_gpus_are_listed_by_nvidia_smi() -> None:
+    lines = ["NVIDIA H100 80GB HBM3, 81559 MiB, 570.86.15", "NVIDIA L4, 23034 MiB, 570.86.15"]
+    found = devices.gpus(lambda: lines, no_cuda)
+    assert [finding.name for finding in found] == ["GPU 0", "GPU 1"]
+    assert found[0].detail.startswith("NVIDIA H100 80GB HBM3, 81559 MiB, driver 570.86.15;")
+
+
+@pytest.mark.parametrize(
+    ("count", "status", "says"),
+    [(lambda: 2, Status.INFO, "2 found by libcuda"), (lambda: 0, Status.ABSENT, "finds none")],
+)
+def test_gpus_without_nvidia_smi_are_counted_by_libcuda(
+    count: object, status: Status, says: str
+) -> None:
+    (found,) = devices.gpus(no_smi, count)  # type: ignore[arg-type]
+    assert (found.status, says in found.detail) == (status, True)
+
+
+def test_a_host_without_gpus_is_told_so() -> None:
+    (found,) = devices.gpus(no_smi, no_cuda)
+    assert found.status is Status.ABSENT
+    assert "neither nvidia-smi nor libcuda" in found.detail
+
+
+# --- limits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("enabled", "status"),
+    [
+        ("[always] madvise never", Status.OK),
+        ("always [madvise] never", Status.OK),
+        ("always madvise [never]", Status.LIMITED),
+        (None, Status.LIMITED),
+    ],
+)
+def test_huge_pages_of_registered_memory(
+    tmp_path: Path, enabled: str | None, status: Status
+) -> None:
+    files = {} if enabled is None else {f"{THP}/enabled": enabled}
+    assert limits.huge_pages(host(tmp_path, files)).status is status
+
+
+@pytest.mark.parametrize(
+    ("largest", "status"), [(4 << 20, Status.OK), ((4 << 20) - 1, Status.LIMITED)]
+)
+def test_socket_buffers_are_judged_by_what_they_may_grow_to(
+    tmp_path: Path, largest: int, status: Status
+) -> None:
+    files = {f"proc/sys/net/ipv4/{name}": f"4096\t131072\t{largest}" for name in ("tcp_rmem",)}
+    receive, send = limits.socket_buffers(host(tmp_path, files))
+    assert receive.status is status
+    assert (send.status, send.detail) == (Status.INFO, "tcp_wmem cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("soft", "status"), [(RLIM_INFINITY, Status.OK), (4096, Status.OK), (4095, Status.LIMITED)]
+)
+def test_open_files_bound_the_peers(soft: int, status: Status) -> None:
+    assert limits.open_files((soft, RLIM_INFINITY)).status is status
+
+
+def test_locked_memory_is_told_and_not_judged() -> None:
+    assert limits.locked_memory((8 << 20, 8 << 20)).detail.startswith("8192 KiB")
+    assert limits.locked_memory((RLIM_INFINITY, RLIM_INFINITY)).detail.startswith("unlimited")
+
+
+def test_memory_is_told_with_the_bound_of_the_control_group(tmp_path: Path) -> None:
+    meminfo = "MemTotal:       8388608 kB\nMemFree: 1 kB\nMemAvailable:   4194304 kB"
+    bounded = host(tmp_path, {"proc/meminfo": meminfo, "sys/fs/cgroup/memory.max": str(2 << 30)})
+    assert limits.memory(bounded).detail == (
+        "8.0 GiB, 4.0 GiB available, control group allows 2.0 GiB"
+    )
+    unbounded = host(tmp_path, {"sys/fs/cgroup/memory.max": "max"})
+    assert limits.memory(unbounded).detail == "8.0 GiB, 4.0 GiB available"
+
+
+# --- Python and settings ---------------------------------------------------------------------
+
+
+def test_an_extra_that_is_not_installed_comes_with_its_pip_command() -> None:
+    def installed(package: str) -> str:
+        if package == "torch":
+            raise PackageNotFoundError(package)
+        return "1.0"
+
+    found: dict[str, Finding] = {
+        finding.name: finding for finding in python_packages.extras(installed)
+    }
+    assert found["kvxfer[torch]"].status is Status.ABSENT
+    assert found["kvxfer[torch]"].detail.startswith("torch missing")
+    assert found["kvxfer[torch]"].remedy == "pip install 'kvxfer[torch]'"
+    assert found["kvxfer[server]"].status is Status.OK
+    assert "fastapi 1.0" in found["kvxfer[server]"].detail
+
+
+def test_the_cluster_key_is_never_shown(tmp_path: Path) -> None:
+    key, control_plane = settings.variables(host(tmp_path, KVXFER_CLUSTER_KEY="hush" * 8))
+    assert (key.status, key.detail, key.remedy) == (Status.OK, "set", None)
+    assert control_plane.status is Status.INFO
+    assert control_plane.remedy is not None
