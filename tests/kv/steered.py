@@ -1,0 +1,264 @@
+"""Engines without a fabric: nothing is delivered until the test says so, and in its order.
+
+Messages keep their order per direction; writes do not, neither among themselves nor against
+messages. A cancelled operation ends when the writes that are under way have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvxfer.errors import Cancelled, KvxferError, PeerLost, StaleCounter
+
+
+@dataclass(eq=False)
+class Region:
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+    descriptor: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def close(self) -> None:
+        pass
+
+
+class Memory(np.ndarray[Any, np.dtype[np.uint8]]):
+    region: Region
+
+    def close(self) -> None:
+        pass
+
+
+class Counter:
+    def __init__(self, imm: int) -> None:
+        self.imm = imm
+        self.value = 0
+        self.live = True
+        self.changed = asyncio.Event()
+
+    def add(self) -> None:
+        self.value += 1
+        self.changed.set()
+
+    async def wait(self, total: int, timeout: float | None = None) -> None:
+        while self.live and self.value < total:
+            self.changed.clear()
+            await self.changed.wait()
+        if not self.live:
+            raise StaleCounter(f"counter {self.imm} was released")
+
+    def release(self) -> None:
+        self.live = False
+        self.changed.set()
+
+
+@dataclass(eq=False)
+class Write:
+    """One page on its way."""
+
+    operation: Operation
+    source: Region
+    src: int
+    destination: Region
+    dst: int
+    length: int
+    imm: int
+
+
+@dataclass(eq=False)
+class Operation:
+    network: Network
+    pages: list[Write] = field(default_factory=list)
+    writes: int = 0
+    nbytes: int = 0
+    left: int = 0
+    ended: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    error: KvxferError | None = None
+
+    def one_ended(self) -> None:
+        self.left -= 1
+        if not self.left and not self.ended.done():
+            if self.error is None:
+                self.ended.set_result(None)
+            else:
+                self.ended.set_exception(self.error)
+
+    def cancel(self) -> None:
+        self.network.cancel(self, Cancelled("cancelled"))
+
+    def done(self) -> bool:
+        return self.ended.done()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return asyncio.shield(self.ended).__await__()
+
+
+class Peer:
+    _ids = iter(range(1, 1_000_000))
+
+    def __init__(self, network: Network, here: Engine, there: Engine) -> None:
+        self.id = next(self._ids)
+        self.network, self.here, self.there = network, here, there
+        self.engine_id = there.name
+        self.fabric = "steered"
+        self.alive = True
+        self.error: KvxferError | None = None
+
+    def send(self, data: bytes) -> None:
+        if not self.alive:
+            raise PeerLost(f"{self.engine_id} is lost")
+        self.network.messages[self.there.name].append(data)
+
+    def write_pages(
+        self, src: Any, dst: bytes, *, page_length: int, src_pages: Any, dst_pages: Any,
+        src_stride: int, dst_stride: int, src_offset: int, dst_offset: int, imm: int,
+        timeout: float,
+    ) -> Operation:  # fmt: skip
+        if not self.alive:
+            raise PeerLost(f"{self.engine_id} is lost")
+        operation = Operation(self.network)
+        for source_page, target_page in zip(src_pages, dst_pages, strict=True):
+            operation.pages.append(
+                Write(
+                    operation,
+                    src,
+                    src_offset + int(source_page) * src_stride,
+                    self.there.regions[dst],
+                    dst_offset + int(target_page) * dst_stride,
+                    page_length,
+                    imm,
+                )
+            )
+        operation.writes = operation.left = len(operation.pages)
+        operation.nbytes = operation.writes * page_length
+        self.network.writes += operation.pages
+        return operation
+
+    def fence(self) -> None:
+        self.network.cut(self.here, PeerLost("fenced"))
+
+
+class Engine:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.address = f"kvx://{name}"
+        self.handler: Any = None
+        self.regions: dict[bytes, Region] = {}
+        self.counters: dict[int, Counter] = {}
+        self.peer: Peer | None = None
+        self.network: Network | None = None
+
+    @property
+    def peers(self) -> list[Peer]:
+        return []
+
+    def alloc(self, nbytes: int) -> Memory:
+        region = Region(np.zeros(nbytes, np.uint8), f"{self.name}/{len(self.regions)}".encode())
+        self.regions[region.descriptor] = region
+        memory = region.data.view(Memory)
+        memory.region = region
+        return memory
+
+    def counter(self) -> Counter:
+        counter = Counter(len(self.counters) + 1)
+        self.counters[counter.imm] = counter
+        return counter
+
+    async def connect(self, address: str, timeout: float = 2.0) -> Peer:
+        assert self.network is not None
+        self.network.join()
+        assert self.peer is not None
+        return self.peer
+
+
+class Network:
+    """Two engines and everything that is on its way between them.
+
+    `landing` is called with each write just before its bytes are placed, `leaving` just before
+    they are read.
+    """
+
+    def __init__(self, first: Engine, second: Engine) -> None:
+        self.engines = {first.name: first, second.name: second}
+        first.network = second.network = self
+        self.messages: dict[str, deque[bytes]] = {name: deque() for name in self.engines}
+        self.writes: list[Write] = []
+        self.landing: Callable[[Write], None] = lambda write: None
+        self.random = random.Random(0)
+
+    def join(self) -> None:
+        first, second = self.engines.values()
+        if first.peer is None:
+            first.peer, second.peer = Peer(self, first, second), Peer(self, second, first)
+            for engine in (first, second):
+                engine.handler.peer_up(engine.peer)
+
+    def steps(self) -> list[Callable[[], None]]:
+        """What could happen next."""
+        steps: list[Callable[[], None]] = [
+            lambda name=name: self._deliver_message(name)  # type: ignore[misc]
+            for name, queue in self.messages.items()
+            if queue
+        ]
+        if self.writes:
+            steps += [self._deliver_write] * 3
+        return steps
+
+    def _deliver_message(self, name: str) -> None:
+        engine = self.engines[name]
+        data = self.messages[name].popleft()
+        if engine.peer is not None and engine.peer.alive:
+            engine.handler.message(engine.peer, data)
+
+    def _deliver_write(self) -> None:
+        write = self.writes.pop(self.random.randrange(len(self.writes)))
+        receiver = self.engines[write.destination.descriptor.decode().split("/")[0]]
+        counter = receiver.counters[write.imm]
+        if counter.live:
+            self.landing(write)
+            target = write.destination.data[write.dst : write.dst + write.length]
+            target[:] = write.source.data[write.src : write.src + write.length]
+            counter.add()
+        else:
+            write.operation.error = StaleCounter(f"immediate {write.imm} names no live counter")
+        write.operation.one_ended()
+
+    def cancel(self, operation: Operation, error: KvxferError) -> None:
+        """Withdraws what is not under way; some writes may be, and are waited for."""
+        if operation.done() or operation.error is not None:
+            return
+        operation.error = error
+        for write in [write for write in self.writes if write.operation is operation]:
+            if self.random.random() < 0.7:
+                self.writes.remove(write)
+                operation.one_ended()
+
+    def cut(self, by: Engine, error: KvxferError) -> None:
+        """The connection ends: nothing that is on its way lands, both sides hear of it."""
+        for engine in self.engines.values():
+            peer = engine.peer
+            if peer is None or not peer.alive:
+                continue
+            peer.alive, peer.error = False, error
+            self.messages[engine.name].clear()
+            if engine is not by:
+                asyncio.get_running_loop().call_soon(engine.handler.peer_lost, peer, error)
+        writes, self.writes = self.writes, []
+        for write in writes:
+            write.operation.error = error
+            write.operation.one_ended()
+
+    def lose(self, error: KvxferError) -> None:
+        """A cable is pulled."""
+        self.cut(Engine("nobody"), error)
