@@ -1,0 +1,31 @@
+"""What the routes of one application share, and how they get at it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+
+from kvxfer.api.metrics import Metrics
+from kvxfer.api.settings import Settings
+from kvxfer.scheduler.clock import Clock
+from kvxfer.scheduler.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlane:
+    settings: Settings
+    registry: Registry
+    clock: Clock
+    metrics: Metrics
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the server begins to stop: watches end, readiness is refused."""
+
+
+def control_plane(request: Request) -> ControlPlane:
+    return cast(ControlPlane, request.app.state.control_plane)
+
+
+ControlPlaneDep = Annotated[ControlPlane, Depends(control_plane)]

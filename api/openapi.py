@@ -1,0 +1,53 @@
+"""The OpenAPI schema. `python -m kvxfer.api.openapi docs/openapi.json` writes it to a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from kvxfer.api.schemas.instances import Change, Snapshot
+from kvxfer.api.schemas.problem import Problem
+
+# Named by responses that FastAPI does not derive from a return type.
+_FURTHER_MODELS = (Change, Snapshot, Problem)
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The schema of the application, made once."""
+    if app.openapi_schema is None:
+        schema = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        _, further = models_json_schema(
+            [(model, "serialization") for model in _FURTHER_MODELS],
+            ref_template="#/components/schemas/{model}",
+        )
+        components = schema["components"]["schemas"]
+        for name, model in further["$defs"].items():
+            components.setdefault(name, model)
+        schema["components"]["schemas"] = dict(sorted(components.items()))
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def render() -> str:
+    """The schema as the text of docs/openapi.json."""
+    from kvxfer.api.app import create_app
+    from kvxfer.api.settings import Settings
+    from kvxfer.scheduler.embedded import EmbeddedRegistry
+
+    # The key signs nothing here: only the routes are looked at.
+    app = create_app(Settings(cluster_key=bytes(16)), EmbeddedRegistry())
+    return json.dumps(app.openapi(), indent=2, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m kvxfer.api.openapi FILE")
+    Path(sys.argv[1]).write_text(render(), encoding="utf-8")

@@ -1,0 +1,244 @@
+"""Every error as a problem document (RFC 9457), in answers and in the OpenAPI schema."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Final, cast
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from kvxfer.api.context import control_plane
+from kvxfer.errors import (
+    ControlPlaneError,
+    ControlPlaneUnavailable,
+    InstanceExists,
+    InvalidArgument,
+    KvxferError,
+    LayoutMismatch,
+    NoCapacity,
+    PromptTooLong,
+    StaleEpoch,
+    UnknownInstance,
+    UnknownTransfer,
+)
+
+MEDIA_TYPE: Final = "application/problem+json"
+
+_STATUS: Final[dict[type[KvxferError], int]] = {
+    InvalidArgument: 422,
+    PromptTooLong: 422,
+    LayoutMismatch: 409,
+    InstanceExists: 409,
+    StaleEpoch: 409,
+    UnknownInstance: 404,
+    UnknownTransfer: 404,
+    NoCapacity: 503,
+    ControlPlaneUnavailable: 503,
+}
+# Members of an error that documentation can show; answers carry the real ones.
+_EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
+    InvalidArgument: {
+        "detail": "num_blocks: Input should be greater than or equal to 1",
+        "field": "num_blocks",
+        "errors": [
+            {
+                "location": "body",
+                "field": "num_blocks",
+                "message": "Input should be greater than or equal to 1",
+            }
+        ],
+    },
+    PromptTooLong: {
+        "detail": "a prompt of 90000 tokens takes 5625 KV blocks, but the largest ready decode "
+        "instance, 'decode-0', has 4096; shorten the prompt or give the instances more blocks"
+    },
+    LayoutMismatch: {
+        "detail": str(LayoutMismatch("block_size", 16, 32)),
+        "field": "block_size",
+        "prefill": 16,
+        "decode": 32,
+    },
+    InstanceExists: {
+        "detail": "instance 'prefill-0' is alive at http://10.0.0.5:8000 (epoch "
+        "1795046400000001); choose another instance_id, stop that instance, or wait until its "
+        "lease ends, in 4.2 s without a heartbeat",
+        "instance_id": "prefill-0",
+        "epoch": 1795046400000001,
+        "lease_remaining_seconds": 4.2,
+    },
+    StaleEpoch: {
+        "detail": "instance 'prefill-0' has no lease under epoch 1795046400000001; register again",
+        "instance_id": "prefill-0",
+        "epoch": 1795046400000001,
+    },
+    UnknownInstance: {
+        "detail": "no instance 'prefill-0' is registered: it never was, it left, or its lease "
+        "expired",
+        "instance_id": "prefill-0",
+    },
+    UnknownTransfer: {
+        "detail": "no transfer '3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a' is open: it was released, it "
+        "expired, or one of its instances is gone",
+        "transfer_id": "3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a",
+    },
+    NoCapacity: {
+        "detail": "no pair of instances can take the request now; retry, or add what the reasons "
+        "name",
+        "reasons": ["no decode instance of model 'llama-3.2-3b' is ready (1 draining)"],
+    },
+    ControlPlaneUnavailable: {"detail": "the control plane is stopping; retry with another one"},
+}
+
+_log = logging.getLogger("kvxfer.api")
+
+
+def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
+    """Makes every error of the application, which has these routers, a problem document."""
+
+    @app.exception_handler(KvxferError)
+    async def _kvxfer_error(request: Request, error: Exception) -> JSONResponse:
+        return _answer_error(request, cast(KvxferError, error))
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: Exception) -> JSONResponse:
+        return _answer_invalid(request, cast(RequestValidationError, error))
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: Exception) -> JSONResponse:
+        return _answer_http(request, cast(HTTPException, error), routers)
+
+    @app.exception_handler(Exception)
+    async def _internal(request: Request, error: Exception) -> JSONResponse:
+        _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        detail = "the control plane failed at this request; its log says why"
+        return _answer(request, 500, "internal-error", detail)
+
+
+def responses(*errors: type[KvxferError]) -> dict[int | str, dict[str, Any]]:
+    """The `responses=` of a route that can raise these errors, each with an example."""
+    by_status: dict[int, list[type[KvxferError]]] = {}
+    for error in sorted(errors, key=lambda error: (_status(error), error.code)):
+        by_status.setdefault(_status(error), []).append(error)
+    return {status: _response(group) for status, group in by_status.items()}
+
+
+def _response(errors: Sequence[type[KvxferError]]) -> dict[str, Any]:
+    return {
+        "description": " or ".join(error.code for error in errors),
+        "content": {
+            MEDIA_TYPE: {
+                "schema": {"$ref": "#/components/schemas/Problem"},
+                "examples": {error.code: {"value": _example(error)} for error in errors},
+            }
+        },
+    }
+
+
+def _status(error: type[KvxferError]) -> int:
+    return next((_STATUS[base] for base in error.__mro__ if base in _STATUS), 500)
+
+
+def _example(error: type[KvxferError]) -> dict[str, object]:
+    return {**_members(_status(error), error.code, "", "/v1/…"), **_EXAMPLE_MEMBERS[error]}
+
+
+def _members(status: int, code: str, detail: str, instance: str) -> dict[str, object]:
+    return {
+        "type": f"urn:kvxfer:error:{code}",
+        "title": code.replace("-", " ").capitalize(),
+        "status": status,
+        "detail": detail,
+        "code": code,
+        "instance": instance,
+    }
+
+
+def _answer(
+    request: Request,
+    status: int,
+    code: str,
+    detail: str,
+    *,
+    members: Mapping[str, object] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    control_plane(request).metrics.errors.labels(code).inc()
+    body = _members(status, code, detail, request.url.path)
+    # A member of the error never takes the place of one that RFC 9457 defines.
+    body.update({name: value for name, value in (members or {}).items() if name not in body})
+    return JSONResponse(body, status, headers=dict(headers or {}), media_type=MEDIA_TYPE)
+
+
+def _answer_error(request: Request, error: KvxferError) -> JSONResponse:
+    status = _status(type(error))
+    members: dict[str, object] = {}
+    if isinstance(error, ControlPlaneError):
+        members = error.details
+    elif isinstance(error, LayoutMismatch):
+        members = {"field": error.field, "prefill": error.prefill, "decode": error.decode}
+    headers = {}
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers["Retry-After"] = str(control_plane(request).settings.retry_after_seconds)
+    return _answer(request, status, error.code, str(error), members=members, headers=headers)
+
+
+def _answer_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    errors = [_invalid_member(item) for item in error.errors()]
+    first = errors[0]
+    detail = f"{first['field']}: {first['message']}" if first["field"] else first["message"]
+    if len(errors) > 1:
+        detail += f" (and {len(errors) - 1} more, see errors)"
+    return _answer(
+        request,
+        422,
+        InvalidArgument.code,
+        detail,
+        members={"field": first["field"], "errors": errors},
+    )
+
+
+def _invalid_member(item: Mapping[str, Any]) -> dict[str, str]:
+    location, *path = cast(Sequence[str | int], item["loc"])
+    if item["type"] == "json_invalid":
+        cause = item.get("ctx", {}).get("error", "")
+        return {
+            "location": "body",
+            "field": "",
+            "message": f"the body is not JSON: {cause} at character {path[0] if path else 0}",
+        }
+    return {
+        "location": str(location),
+        "field": ".".join(str(part) for part in path),
+        "message": str(item["msg"]).removeprefix("Value error, "),
+    }
+
+
+def _answer_http(
+    request: Request, error: HTTPException, routers: Sequence[APIRouter]
+) -> JSONResponse:
+    status = HTTPStatus(error.status_code)
+    code = status.phrase.lower().replace(" ", "-")
+    detail, headers = str(error.detail), dict(error.headers or {})
+    if status is HTTPStatus.NOT_FOUND:
+        detail = f"there is no {request.url.path} here; /docs lists what there is"
+    elif status is HTTPStatus.METHOD_NOT_ALLOWED:
+        # Starlette names the methods of one route only; a path may have several.
+        allowed = headers["Allow"] = ", ".join(_methods(request.url.path, routers))
+        detail = f"{request.method} is not what {request.url.path} takes; use {allowed}"
+    return _answer(request, status.value, code, detail, headers=headers)
+
+
+def _methods(path: str, routers: Sequence[APIRouter]) -> list[str]:
+    routes = (route for router in routers for route in router.routes)
+    return sorted(
+        method
+        for route in routes
+        if isinstance(route, APIRoute) and route.path_regex.match(path)
+        for method in route.methods or ()
+    )

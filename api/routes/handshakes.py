@@ -1,0 +1,30 @@
+"""Two instances are compared before anything moves."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from kvxfer.api.context import ControlPlaneDep
+from kvxfer.api.problems import responses
+from kvxfer.api.schemas.transfers import Handshake, HandshakeRequest
+from kvxfer.errors import (
+    ControlPlaneUnavailable,
+    InvalidArgument,
+    LayoutMismatch,
+    UnknownInstance,
+)
+from kvxfer.scheduler.handshake import shake_hands
+
+router = APIRouter(prefix="/v1/handshakes", tags=["transfers"])
+
+
+@router.post(
+    "",
+    summary="Compare a pair",
+    responses=responses(InvalidArgument, UnknownInstance, LayoutMismatch, ControlPlaneUnavailable),
+)
+async def handshake(body: HandshakeRequest, app: ControlPlaneDep) -> Handshake:
+    """Says what would move between two instances, or names the field that cannot be mapped."""
+    return Handshake.model_validate(
+        await shake_hands(app.registry, body.prefill_id, body.decode_id)
+    )

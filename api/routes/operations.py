@@ -1,0 +1,52 @@
+"""What an operator's machinery asks: alive, ready, metrics."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse, RedirectResponse
+from pydantic import BaseModel
+
+from kvxfer.api.context import ControlPlaneDep
+from kvxfer.api.metrics import CONTENT_TYPE
+from kvxfer.api.problems import responses
+from kvxfer.errors import ControlPlaneUnavailable
+
+router = APIRouter(tags=["operations"])
+
+
+class Health(BaseModel):
+    status: Literal["ok"] = "ok"
+
+
+@router.get("/healthz", summary="Alive")
+async def healthz() -> Health:
+    """Answers as long as the process can."""
+    return Health()
+
+
+@router.get("/readyz", summary="Ready", responses=responses(ControlPlaneUnavailable))
+async def readyz(app: ControlPlaneDep) -> Health:
+    """Answers 503 while the registry cannot be reached or the process stops."""
+    if app.stopping.is_set():
+        raise ControlPlaneUnavailable("the control plane is stopping; retry with another one")
+    await app.registry.ping()
+    return Health()
+
+
+@router.get(
+    "/metrics",
+    summary="Metrics",
+    response_class=PlainTextResponse,
+    responses=responses(ControlPlaneUnavailable),
+)
+async def metrics(app: ControlPlaneDep) -> Response:
+    """Metrics in the Prometheus text format."""
+    exposition = app.metrics.render(await app.registry.statistics())
+    return Response(exposition, media_type=CONTENT_TYPE)
+
+
+@router.get("/", include_in_schema=False)
+async def landing() -> RedirectResponse:
+    return RedirectResponse("/docs")

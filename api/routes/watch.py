@@ -1,0 +1,101 @@
+"""The fleet as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Header
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+
+from kvxfer.api.context import ControlPlane, ControlPlaneDep
+from kvxfer.api.problems import responses
+from kvxfer.api.schemas.instances import Change, Snapshot
+from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument
+from kvxfer.instances import Snapshot as SnapshotRecord
+
+router = APIRouter(prefix="/v1/instances", tags=["instances"])
+
+_RETRY_MS = 1000
+
+
+@router.get(
+    "/watch",
+    summary="Watch",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": (
+                "Events `snapshot` (data: Snapshot) and `change` (data: Change), each with an id"
+            ),
+            "content": {
+                "text/event-stream": {
+                    "schema": {"type": "string"},
+                    "example": (
+                        "event: snapshot\n"
+                        "id: 1795046400000001\n"
+                        'data: {"id":1795046400000001,"instances":[]}\n\n'
+                    ),
+                }
+            },
+        },
+        **responses(InvalidArgument, ControlPlaneUnavailable),
+    },
+)
+async def watch(
+    app: ControlPlaneDep,
+    last_event_id: Annotated[
+        int | None,
+        Header(ge=0, description="Go on after this event; EventSource sends it by itself."),
+    ] = None,
+) -> StreamingResponse:
+    """Every change of an instance's registration or state, as server-sent events.
+
+    Without Last-Event-ID, or where the changes since are no longer kept, the stream begins with a
+    `snapshot` that replaces all the reader knew. Comments keep an idle stream alive.
+    """
+    await app.registry.ping()
+    return StreamingResponse(
+        _events(app, last_event_id),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _events(app: ControlPlane, after: int | None) -> AsyncIterator[bytes]:
+    changes = aiter(app.registry.watch(after))
+    stopping = asyncio.ensure_future(app.stopping.wait())
+    pending = asyncio.ensure_future(anext(changes, None))
+    app.metrics.watchers.inc()
+    try:
+        yield b"retry: %d\n\n" % _RETRY_MS
+        while True:
+            done, _ = await asyncio.wait(
+                (pending, stopping),
+                timeout=app.settings.keepalive_seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if stopping in done:
+                return
+            if not done:
+                yield b": keep-alive\n\n"
+                continue
+            item = pending.result()
+            if item is None:
+                return
+            if isinstance(item, SnapshotRecord):
+                yield _event("snapshot", item.id, Snapshot.model_validate(item))
+            else:
+                yield _event("change", item.id, Change.model_validate(item))
+            pending = asyncio.ensure_future(anext(changes, None))
+    finally:
+        # Cancelling the pending read also ends the watch behind it.
+        pending.cancel()
+        stopping.cancel()
+        app.metrics.watchers.dec()
+
+
+def _event(name: str, event_id: int, data: BaseModel) -> bytes:
+    return f"event: {name}\nid: {event_id}\ndata: {data.model_dump_json()}\n\n".encode()

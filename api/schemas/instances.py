@@ -1,0 +1,287 @@
+"""Bodies about instances."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic.config import JsonDict
+
+from kvxfer import instances as records
+from kvxfer.kv.layout import HeadOrder, KvArrangement, KvLayout
+
+InstanceId = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$",
+        description="Names the instance: letters, digits and . _ : -, at most 128 characters.",
+        examples=["prefill-0"],
+    ),
+]
+Epoch = Annotated[
+    int,
+    Field(
+        ge=1,
+        description="Names one registration of an instance; a later one has a greater epoch.",
+        examples=[1795046400000001],
+    ),
+]
+# What a client may ask for; an instance that is gone is not held any more.
+LiveState = Literal["joining", "ready", "draining"]
+
+_LAYOUT: JsonDict = {
+    "num_layers": 28,
+    "num_kv_heads": 8,
+    "head_size": 128,
+    "dtype": "bfloat16",
+    "block_size": 16,
+    "tp_size": 1,
+    "tp_rank": 0,
+    "pp_size": 1,
+    "pp_rank": 0,
+    "order": "NHD",
+    "kv": "separate",
+    "mla": False,
+}
+_SPEC: JsonDict = {
+    "instance_id": "prefill-0",
+    "role": "prefill",
+    "model": "llama-3.2-3b",
+    "engine_address": "kvx://10.0.0.5:7400/9f1c2a7be0d44c5e8a3b6d7f01e2c3d4",
+    "http_address": "http://10.0.0.5:8000",
+    "layout": _LAYOUT,
+    "num_blocks": 4096,
+    "fabrics": ["local", "tcp"],
+    "labels": {"zone": "eu-1a", "host": "node-5"},
+}
+_INSTANCE: JsonDict = {
+    **_SPEC,
+    "epoch": 1795046400000001,
+    "state": "ready",
+    "registered_at": 1795046400.0,
+    "heartbeat_at": 1795046460.0,
+    "load": {"running": 3, "waiting": 1, "free_blocks": 3100},
+    "reserved": {"transfers": 1, "blocks": 12},
+}
+
+
+class Layout(BaseModel):
+    """How the KV cache of one rank lies in memory; all but the ranks is of the whole model."""
+
+    model_config = ConfigDict(
+        extra="forbid", from_attributes=True, json_schema_extra={"examples": [_LAYOUT]}
+    )
+
+    num_layers: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1, description="Before tensor parallelism.")
+    head_size: int = Field(ge=1, description="Elements of one head of one token.")
+    dtype: str = Field(description="Element type as torch names it.", examples=["bfloat16"])
+    block_size: int = Field(ge=1, description="Tokens per block.")
+    tp_size: int = Field(1, ge=1)
+    tp_rank: int = Field(0, ge=0)
+    pp_size: int = Field(1, ge=1)
+    pp_rank: int = Field(0, ge=0)
+    order: HeadOrder = Field("NHD", description="Tokens before heads, or heads before tokens.")
+    kv: KvArrangement = Field("separate", description="K and V in two planes, or in one.")
+    mla: bool = Field(False, description="K and V are one latent vector per token.")
+
+    @model_validator(mode="after")
+    def _is_a_layout(self) -> Layout:
+        self.record()
+        return self
+
+    def record(self) -> KvLayout:
+        return KvLayout(**self.model_dump())
+
+
+class Load(BaseModel):
+    """What a worker says of itself with each heartbeat."""
+
+    model_config = ConfigDict(extra="forbid", from_attributes=True)
+
+    running: int = Field(0, ge=0, description="Requests that are being computed.")
+    waiting: int = Field(0, ge=0, description="Requests that are queued.")
+    free_blocks: int | None = Field(
+        None, ge=0, description="KV blocks that are free now; null where they are not counted."
+    )
+
+    def record(self) -> records.Load:
+        return records.Load(**self.model_dump())
+
+
+class Reserved(BaseModel):
+    """What open transfers hold of an instance."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    transfers: int
+    blocks: int
+
+
+class _Spec(BaseModel):
+    instance_id: InstanceId
+    role: records.Role
+    model: str = Field(
+        min_length=1, max_length=256, description="Only instances of one model make a pair."
+    )
+    engine_address: str = Field(
+        pattern=r"^kvx://\S+$", max_length=512, description="Where the transfer engine listens."
+    )
+    http_address: str = Field(
+        pattern=r"^https?://\S+$", max_length=512, description="Where the inference API listens."
+    )
+    layout: Layout
+    num_blocks: int = Field(ge=1, description="KV blocks of one layer in the worker's pool.")
+    fabrics: tuple[Annotated[str, Field(min_length=1, max_length=32)], ...] = Field(
+        ("local", "tcp"),
+        min_length=1,
+        max_length=16,
+        description="What the engine can transfer over, the best one first.",
+    )
+    labels: dict[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=256)]] = (
+        Field(
+            default_factory=dict,
+            max_length=64,
+            description="Where it runs: zone, rack, host, numa.",
+        )
+    )
+
+
+class RegisterInstance(_Spec):
+    """A worker that joins."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{**_SPEC, "state": "joining", "incarnation": "5b8e0c"}]},
+    )
+
+    state: Literal["joining", "ready"] = Field(
+        "joining",
+        description="`ready` for a worker that can take transfers at once.",
+    )
+    incarnation: str = Field(
+        "",
+        max_length=128,
+        description=(
+            "Random per process. A process that registers again while it still holds the id "
+            "itself gets a new epoch instead of instance-exists."
+        ),
+    )
+
+    @field_validator("instance_id")
+    @classmethod
+    def _is_no_route(cls, instance_id: str) -> str:
+        if instance_id == "watch":
+            raise ValueError("'watch' is the name of a route; choose another instance_id")
+        return instance_id
+
+    def record(self) -> records.InstanceSpec:
+        return records.InstanceSpec(
+            instance_id=self.instance_id,
+            role=self.role,
+            model=self.model,
+            engine_address=self.engine_address,
+            http_address=self.http_address,
+            layout=self.layout.record(),
+            num_blocks=self.num_blocks,
+            fabrics=self.fabrics,
+            labels=self.labels,
+        )
+
+
+class Instance(_Spec):
+    """A registered worker. Times are seconds since the Unix epoch."""
+
+    model_config = ConfigDict(from_attributes=True, json_schema_extra={"examples": [_INSTANCE]})
+
+    epoch: Epoch
+    state: records.InstanceState
+    registered_at: float
+    heartbeat_at: float
+    load: Load
+    reserved: Reserved
+
+
+class InstanceList(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"examples": [{"instances": [_INSTANCE]}]})
+
+    instances: list[Instance]
+
+
+class Heartbeat(BaseModel):
+    """A sign of life. What is left out stays as it was."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {
+                    "epoch": 1795046400000001,
+                    "state": "ready",
+                    "load": {"running": 3, "waiting": 1, "free_blocks": 3100},
+                }
+            ]
+        },
+    )
+
+    epoch: Epoch
+    state: LiveState | None = Field(
+        None, description="States only move forward: one behind the current state is ignored."
+    )
+    load: Load | None = None
+
+
+class Lease(BaseModel):
+    """The answer to a registration and to each heartbeat."""
+
+    model_config = ConfigDict(
+        from_attributes=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "instance_id": "prefill-0",
+                    "epoch": 1795046400000001,
+                    "state": "ready",
+                    "lease_seconds": 6.0,
+                    "heartbeat_interval": 2.0,
+                }
+            ]
+        },
+    )
+
+    instance_id: InstanceId
+    epoch: Epoch
+    state: records.InstanceState = Field(
+        description="As the control plane holds it: `draining` tells a worker that it is drained."
+    )
+    lease_seconds: float = Field(
+        description="Without a heartbeat for this long the instance is gone."
+    )
+    heartbeat_interval: float = Field(description="Seconds between heartbeats.")
+
+
+class Change(BaseModel):
+    """The data of a `change` event. Heartbeats that only report load are no change."""
+
+    model_config = ConfigDict(
+        from_attributes=True,
+        json_schema_extra={
+            "examples": [{"id": 1795046400000002, "cause": "state-changed", "instance": _INSTANCE}]
+        },
+    )
+
+    id: int
+    cause: records.ChangeCause
+    instance: Instance = Field(description="The instance after the change.")
+
+
+class Snapshot(BaseModel):
+    """The data of a `snapshot` event: it replaces whatever the reader knew before."""
+
+    model_config = ConfigDict(
+        from_attributes=True,
+        json_schema_extra={"examples": [{"id": 1795046400000001, "instances": [_INSTANCE]}]},
+    )
+
+    id: int
+    instances: list[Instance]

@@ -1,0 +1,34 @@
+"""The body of every error: a problem document (RFC 9457)."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class InvalidMember(BaseModel):
+    """One thing that is wrong with a request."""
+
+    location: str = Field(description="`body`, `query`, `path` or `header`.")
+    field: str = Field(description="Dotted path of the member, for example `layout.block_size`.")
+    message: str
+
+
+class Problem(BaseModel):
+    """What went wrong, with whom, and what to do about it (RFC 9457).
+
+    `code` is the stable name to program against. Members beyond these say more about one code:
+    `field`, `prefill` and `decode` of layout-mismatch; `reasons` of no-capacity; `errors` of
+    invalid-argument; `instance_id`, `epoch` and `lease_remaining_seconds` of instance-exists.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(description="`urn:kvxfer:error:` and the code.")
+    title: str
+    status: int
+    detail: str
+    code: str
+    instance: str = Field(description="Path of the request that failed.")
+    field: str | None = Field(None, description="The member that is at fault, where it is one.")
+    errors: list[InvalidMember] | None = None
+    reasons: list[str] | None = None

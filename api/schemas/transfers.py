@@ -1,0 +1,165 @@
+"""Bodies about pairs and transfers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
+
+from kvxfer import transfers as records
+from kvxfer.api.schemas.instances import Epoch, InstanceId
+
+TransferId = Annotated[str, Field(examples=["3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a"])]
+
+_PREFILL: JsonDict = {
+    "instance_id": "prefill-0",
+    "epoch": 1795046400000001,
+    "engine_address": "kvx://10.0.0.5:7400/9f1c2a7be0d44c5e8a3b6d7f01e2c3d4",
+    "http_address": "http://10.0.0.5:8000",
+}
+_DECODE: JsonDict = {
+    "instance_id": "decode-0",
+    "epoch": 1795046400000002,
+    "engine_address": "kvx://10.0.0.6:7400/0c7be19dd2f84e0b9a51c3f6e8d7b2a4",
+    "http_address": "http://10.0.0.6:8000",
+}
+_TRANSFER: JsonDict = {
+    "transfer_id": "3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a",
+    "request_id": "cmpl-7",
+    "model": "llama-3.2-3b",
+    "prompt_tokens": 1900,
+    "prefill": _PREFILL,
+    "decode": _DECODE,
+    "prefill_blocks": 119,
+    "decode_blocks": 119,
+    "created_at": 1795046460.0,
+    "expires_at": 1795046520.0,
+}
+
+
+class Party(BaseModel):
+    """One side of a pair, and where to reach it."""
+
+    model_config = ConfigDict(from_attributes=True, json_schema_extra={"examples": [_PREFILL]})
+
+    instance_id: InstanceId
+    epoch: Epoch
+    engine_address: str
+    http_address: str
+
+
+class HandshakeRequest(BaseModel):
+    """The pair to compare."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"prefill_id": "prefill-0", "decode_id": "decode-0"}]},
+    )
+
+    prefill_id: InstanceId
+    decode_id: InstanceId
+
+
+class PlanSummary(BaseModel):
+    """What moves per block of a pair."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    layers: int
+    copies_per_block: int = Field(
+        description="Runs of contiguous bytes that one block takes over all layers."
+    )
+    bytes_per_block: int = Field(description="Bytes that one block takes over all layers.")
+    prefill_block_size: int = Field(description="Tokens per block.")
+    decode_block_size: int = Field(description="Tokens per block.")
+
+
+class Handshake(BaseModel):
+    """A pair of instances that can transfer to each other."""
+
+    model_config = ConfigDict(
+        from_attributes=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "prefill": _PREFILL,
+                    "decode": _DECODE,
+                    "fabrics": ["tcp"],
+                    "plan": {
+                        "layers": 28,
+                        "copies_per_block": 56,
+                        "bytes_per_block": 1835008,
+                        "prefill_block_size": 16,
+                        "decode_block_size": 16,
+                    },
+                }
+            ]
+        },
+    )
+
+    prefill: Party
+    decode: Party
+    fabrics: list[str] = Field(
+        description="The fabrics that both have, in the order that prefill prefers."
+    )
+    plan: PlanSummary
+
+
+class TransferRequest(BaseModel):
+    """A request that needs a prefill and a decode instance. Every member may be left out."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [{"request_id": "cmpl-7", "model": "llama-3.2-3b", "prompt_tokens": 1900}]
+        },
+    )
+
+    request_id: str | None = Field(
+        None,
+        min_length=1,
+        max_length=256,
+        description="The router's name for the request; the transfer's id where it is left out.",
+    )
+    model: str | None = Field(None, min_length=1, max_length=256, description="Null: any model.")
+    prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="KV blocks for so many tokens are reserved on both sides; null reserves none.",
+    )
+
+    def record(self) -> records.TransferRequest:
+        return records.TransferRequest(**self.model_dump())
+
+
+class Transfer(BaseModel):
+    """A pair that is reserved for one request. Times are seconds since the Unix epoch."""
+
+    model_config = ConfigDict(from_attributes=True, json_schema_extra={"examples": [_TRANSFER]})
+
+    transfer_id: TransferId
+    request_id: str
+    model: str
+    prompt_tokens: int | None
+    prefill: Party
+    decode: Party
+    prefill_blocks: int = Field(description="KV blocks reserved at prefill.")
+    decode_blocks: int = Field(description="KV blocks reserved at decode.")
+    created_at: float
+    expires_at: float = Field(
+        description="From then on the ticket is void and the reservation is given back."
+    )
+
+
+class OpenedTransfer(Transfer):
+    """A new transfer with the ticket that both workers ask for."""
+
+    model_config = ConfigDict(
+        from_attributes=True,
+        json_schema_extra={"examples": [{**_TRANSFER, "ticket": "eyJhbGciOiJIUzI1NiIs…"}]},
+    )
+
+    ticket: str = Field(
+        description="Signed proof of this transfer. Hand it to both workers, keep it out of logs."
+    )

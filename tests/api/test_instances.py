@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import pytest
+
+from .conftest import LEASE, join, problem, registration
+
+
+async def test_registration_answers_with_the_lease_and_where_the_instance_is(api):
+    answer = await api.post("/v1/instances", json=registration("p", state="joining"))
+    lease = answer.json()
+    assert answer.status_code == 201
+    assert answer.headers["location"] == "/v1/instances/p"
+    assert lease == {
+        "instance_id": "p",
+        "epoch": lease["epoch"],
+        "state": "joining",
+        "lease_seconds": LEASE,
+        "heartbeat_interval": LEASE / 3,
+    }
+
+
+async def test_instance_is_told_as_it_was_registered(api, clock):
+    body = registration("p", labels={"zone": "a"}, fabrics=["tcp"])
+    lease = (await api.post("/v1/instances", json=body)).json()
+    told = (await api.get("/v1/instances/p")).json()
+    del body["incarnation"]
+    assert told == {
+        **body,
+        "epoch": lease["epoch"],
+        "registered_at": clock.unix(),
+        "heartbeat_at": clock.unix(),
+        "load": {"running": 0, "waiting": 0, "free_blocks": None},
+        "reserved": {"transfers": 0, "blocks": 0},
+    }
+
+
+async def test_least_registration_takes_defaults(api):
+    body = registration("p")
+    for name in ("fabrics", "labels", "state", "incarnation"):
+        del body[name]
+    body["layout"] = {
+        name: body["layout"][name]
+        for name in ("num_layers", "num_kv_heads", "head_size", "dtype", "block_size")
+    }
+    assert (await api.post("/v1/instances", json=body)).status_code == 201
+    told = (await api.get("/v1/instances/p")).json()
+    assert (told["state"], told["fabrics"]) == ("joining", ["local", "tcp"])
+    assert told["layout"] == registration("p")["layout"]
+
+
+async def test_duplicate_of_a_live_id_is_refused_with_a_remedy(api, clock):
+    lease = await join(api, "p")
+    clock.advance(2)
+    answer = await api.post("/v1/instances", json=registration("p"))
+    body = problem(answer, 409, "instance-exists")
+    assert "choose another instance_id" in body["detail"]
+    assert (body["instance_id"], body["epoch"]) == ("p", lease["epoch"])
+    assert body["lease_remaining_seconds"] == pytest.approx(LEASE - 2)
+
+
+async def test_id_is_free_with_a_new_epoch_once_the_lease_is_over(api, clock):
+    first = await join(api, "p")
+    clock.advance(LEASE)
+    second = await join(api, "p")
+    assert second["epoch"] > first["epoch"]
+
+
+async def test_same_incarnation_registers_again_with_a_new_epoch(api):
+    first = await join(api, "p", incarnation="abc")
+    second = await join(api, "p", incarnation="abc")
+    assert second["epoch"] > first["epoch"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "words"),
+    [
+        ({"instance_id": ""}, "instance_id", "pattern"),
+        ({"instance_id": "a/b"}, "instance_id", "pattern"),
+        ({"instance_id": "-a"}, "instance_id", "pattern"),
+        ({"instance_id": "x" * 129}, "instance_id", "pattern"),
+        ({"instance_id": "watch"}, "instance_id", "name of a route"),
+        ({"role": "chef"}, "role", "'prefill', 'decode' or 'both'"),
+        ({"model": ""}, "model", "at least 1 character"),
+        ({"engine_address": "tcp://h:1"}, "engine_address", "pattern"),
+        ({"http_address": "h:1"}, "http_address", "pattern"),
+        ({"num_blocks": 0}, "num_blocks", "greater than or equal to 1"),
+        ({"fabrics": []}, "fabrics", "at least 1"),
+        ({"labels": {"a": 1}}, "labels.a", "string"),
+        ({"state": "draining"}, "state", "'joining' or 'ready'"),
+        ({"surprise": 1}, "surprise", "not permitted"),
+    ],
+)
+async def test_registration_that_cannot_be_meant_names_the_member(api, change, field, words):
+    answer = await api.post("/v1/instances", json={**registration("p"), **change})
+    body = problem(answer, 422, "invalid-argument")
+    assert body["field"] == field
+    assert words in body["detail"]
+    assert (await api.get("/v1/instances")).json() == {"instances": []}
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "words"),
+    [
+        ({"block_size": 0}, "layout.block_size", "greater than or equal to 1"),
+        ({"order": "DNH"}, "layout.order", "'NHD' or 'HND'"),
+        ({"dtype": "float7"}, "layout", "KvLayout.dtype is 'float7'"),
+        ({"tp_size": 3}, "layout", "KvLayout.tp_size is 3 for 2 KV heads"),
+        ({"tp_rank": 1}, "layout", "KvLayout.tp_rank is 1 of tp_size 1"),
+        ({"heads": 2}, "layout.heads", "not permitted"),
+    ],
+)
+async def test_layout_that_cannot_be_names_the_member(api, change, field, words):
+    body = registration("p")
+    body["layout"] = {**body["layout"], **change}
+    answer = problem(await api.post("/v1/instances", json=body), 422, "invalid-argument")
+    assert answer["field"] == field
+    assert words in answer["detail"]
+    assert not answer["detail"].startswith("layout: Value error")
+
+
+async def test_list_is_filtered_by_role_model_and_state(api):
+    await join(api, "p1")
+    await join(api, "p2", state="joining")
+    await join(api, "d1", "decode", model="qwen")
+    await join(api, "b1", "both")
+
+    async def listed(**query: str) -> list[str]:
+        answer = await api.get("/v1/instances", params=query)
+        return [instance["instance_id"] for instance in answer.json()["instances"]]
+
+    assert await listed() == ["b1", "d1", "p1", "p2"]
+    assert await listed(role="prefill") == ["b1", "p1", "p2"]
+    assert await listed(role="decode") == ["b1", "d1"]
+    assert await listed(role="both") == ["b1"]
+    assert await listed(model="qwen") == ["d1"]
+    assert await listed(state="joining") == ["p2"]
+    assert await listed(role="prefill", model="llama", state="ready") == ["b1", "p1"]
+    for query in ({"role": "chef"}, {"state": "gone"}):
+        problem(await api.get("/v1/instances", params=query), 422, "invalid-argument")
+
+
+async def test_heartbeat_renews_the_lease_and_takes_state_and_load(api, clock):
+    lease = await join(api, "p", state="joining")
+    clock.advance(LEASE * 0.9)
+    beat = {
+        "epoch": lease["epoch"],
+        "state": "ready",
+        "load": {"running": 3, "waiting": 1, "free_blocks": 9},
+    }
+    answer = await api.put("/v1/instances/p/heartbeat", json=beat)
+    assert answer.status_code == 200
+    assert answer.json() == {**lease, "state": "ready"}
+    clock.advance(LEASE * 0.9)
+    told = (await api.get("/v1/instances/p")).json()
+    assert (told["state"], told["load"]) == ("ready", beat["load"])
+
+
+async def test_heartbeat_tells_a_worker_that_it_is_drained(api):
+    lease = await join(api, "p")
+    beat = {"epoch": lease["epoch"], "state": "draining"}
+    await api.put("/v1/instances/p/heartbeat", json=beat)
+    answer = await api.put("/v1/instances/p/heartbeat", json={**beat, "state": "ready"})
+    assert answer.json()["state"] == "draining"
+
+
+async def test_heartbeat_of_a_lost_lease_is_stale(api, clock):
+    lease = await join(api, "p")
+    clock.advance(LEASE)
+    answer = await api.put("/v1/instances/p/heartbeat", json={"epoch": lease["epoch"]})
+    body = problem(answer, 409, "stale-epoch")
+    assert (body["instance_id"], body["epoch"]) == ("p", lease["epoch"])
+    assert "register again" in body["detail"]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"epoch": 0}, "epoch"),
+        ({"state": "gone"}, "state"),
+        ({"load": {"running": -1}}, "load.running"),
+        ({"load": {"runing": 1}}, "load.runing"),
+    ],
+)
+async def test_heartbeat_that_cannot_be_meant_names_the_member(api, change, field):
+    lease = await join(api, "p")
+    beat = {"epoch": lease["epoch"], **change}
+    answer = await api.put("/v1/instances/p/heartbeat", json=beat)
+    assert problem(answer, 422, "invalid-argument")["field"] == field
+
+
+async def test_deregistered_instance_is_gone(api):
+    lease = await join(api, "p")
+    stale = await api.delete("/v1/instances/p", params={"epoch": lease["epoch"] - 1})
+    problem(stale, 409, "stale-epoch")
+    answer = await api.delete("/v1/instances/p", params={"epoch": lease["epoch"]})
+    assert (answer.status_code, answer.content) == (204, b"")
+    body = problem(await api.get("/v1/instances/p"), 404, "unknown-instance")
+    assert body["instance_id"] == "p"
+    again = await api.delete("/v1/instances/p", params={"epoch": lease["epoch"]})
+    problem(again, 404, "unknown-instance")
+
+
+async def test_deregistration_takes_an_epoch(api):
+    await join(api, "p")
+    body = problem(await api.delete("/v1/instances/p"), 422, "invalid-argument")
+    assert (body["field"], body["errors"][0]["location"]) == ("epoch", "query")

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from .conftest import LEASE, join
+
+DOCS = Path(__file__).parents[2] / "docs" / "api.md"
+
+
+async def scrape(api) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    answer = await api.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+async def test_metrics_follow_the_fleet(api, clock):
+    lease = await join(api, "p")
+    await join(api, "d", "decode")
+    await join(api, "j", "decode", state="joining")
+    await api.put("/v1/instances/p/heartbeat", json={"epoch": lease["epoch"]})
+    kept = (await api.post("/v1/transfers", json={})).json()
+    await api.post("/v1/transfers", json={})
+    await api.delete(f"/v1/transfers/{kept['transfer_id']}")
+
+    now = await scrape(api)
+    assert now["kvxfer_instances", (("role", "prefill"), ("state", "ready"))] == 1
+    assert now["kvxfer_instances", (("role", "decode"), ("state", "joining"))] == 1
+    assert now["kvxfer_registrations_total", ()] == 3
+    assert now["kvxfer_heartbeats_total", ()] == 1
+    assert now["kvxfer_transfers_opened_total", ()] == 2
+    assert now["kvxfer_transfers_open", ()] == 1
+    assert now["kvxfer_transfers_ended_total", (("reason", "released"),)] == 1
+    assert now["kvxfer_transfers_ended_total", (("reason", "instance-gone"),)] == 0
+
+    clock.advance(LEASE)
+    later = await scrape(api)
+    assert later["kvxfer_leases_expired_total", ()] == 3
+    assert later["kvxfer_transfers_ended_total", (("reason", "instance-gone"),)] == 1
+    assert not [name for name, _ in later if name == "kvxfer_instances"]
+
+
+async def test_requests_are_counted_by_route_not_by_path(api):
+    await api.get("/v1/instances/one")
+    await api.get("/v1/instances/two")
+    for name in ("x", "y", "z"):
+        await api.request(name, f"/{name}")
+        await api.request(name, "/healthz")
+    now = await scrape(api)
+    route = ("route", "/v1/instances/{instance_id}")
+    counted = {
+        labels: n for (name, labels), n in now.items() if name == "kvxfer_http_requests_total"
+    }
+    assert counted[("method", "GET"), route, ("status", "404")] == 2
+    assert counted[("method", "other"), ("route", "unmatched"), ("status", "404")] == 3
+    assert counted[("method", "other"), ("route", "/healthz"), ("status", "405")] == 3
+    assert len(counted) == 3
+    assert now["kvxfer_http_request_seconds_count", (("method", "GET"), route)] == 2
+    assert now["kvxfer_http_errors_total", (("code", "unknown-instance"),)] == 2
+
+
+async def test_applications_do_not_share_their_metrics(api):
+    from control_plane import CLUSTER_KEY
+
+    from kvxfer.api.app import create_app
+    from kvxfer.api.settings import Settings
+    from kvxfer.scheduler.embedded import EmbeddedRegistry
+
+    await api.get("/v1/instances")
+    registry = EmbeddedRegistry()
+    other = create_app(Settings(cluster_key=CLUSTER_KEY), registry)
+    rendered = other.state.control_plane.metrics.render(await registry.statistics()).decode()
+    assert "/v1/instances" not in rendered
+
+
+async def test_documented_metrics_are_the_ones_there_are(api):
+    answer = await api.get("/metrics")
+    there = set(re.findall(r"^# TYPE (kvxfer_\w+)", answer.text, re.MULTILINE))
+    # `_created` are the birth times that the exposition format adds to counters.
+    there = {name for name in there if not name.endswith("_created")}
+    documented = set(re.findall(r"`(kvxfer_\w+)`", DOCS.read_text()))
+    assert there == documented

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import httpx
+from control_plane import CLUSTER_KEY
+
+from kvxfer.api.app import create_app
+from kvxfer.api.settings import Settings
+from kvxfer.scheduler.embedded import EmbeddedRegistry
+
+from .conftest import problem
+
+
+async def test_alive_and_ready(api):
+    for path in ("/healthz", "/readyz"):
+        answer = await api.get(path)
+        assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+async def test_alive_but_not_ready_without_a_registry(api, registry):
+    await registry.close()
+    assert (await api.get("/healthz")).status_code == 200
+    problem(await api.get("/readyz"), 503, "control-plane-unavailable")
+
+
+async def test_not_ready_while_stopping():
+    app = create_app(Settings(cluster_key=CLUSTER_KEY), EmbeddedRegistry())
+    app.state.control_plane.stopping.set()
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://kvxfer"
+    ) as api:
+        problem(await api.get("/readyz"), 503, "control-plane-unavailable")
+        assert (await api.get("/v1/instances")).status_code == 200
+
+
+async def test_root_leads_to_the_documentation(api):
+    answer = await api.get("/")
+    assert (answer.status_code, answer.headers["location"]) == (307, "/docs")
+    assert (await api.get("/docs")).status_code == 200

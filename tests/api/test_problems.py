@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvxfer.errors import (
+    ControlPlaneUnavailable,
+    KvxferError,
+    NoCapacity,
+    StaleEpoch,
+    TransferRefused,
+)
+
+from .conftest import problem, registration
+
+
+async def test_path_that_is_not_there(api):
+    body = problem(await api.get("/v2/instances"), 404, "not-found")
+    assert "/v2/instances" in body["detail"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PATCH", "/v1/instances", "GET, POST"),
+        ("POST", "/v1/instances/p", "DELETE, GET"),
+        ("PUT", "/v1/transfers", "POST"),
+        ("DELETE", "/healthz", "GET"),
+        ("BREW", "/healthz", "GET"),
+    ],
+)
+async def test_wrong_method_names_the_right_ones(api, method, path, allowed):
+    answer = await api.request(method, path)
+    body = problem(answer, 405, "method-not-allowed")
+    assert answer.headers["allow"] == allowed
+    assert allowed in body["detail"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b'"x"'])
+async def test_body_that_is_no_object_is_invalid(api, content):
+    headers = {"content-type": "application/json"}
+    answer = await api.post("/v1/instances", content=content, headers=headers)
+    problem(answer, 422, "invalid-argument")
+
+
+async def test_broken_json_says_where(api):
+    headers = {"content-type": "application/json"}
+    answer = await api.post("/v1/transfers", content=b'{"model": }', headers=headers)
+    body = problem(answer, 422, "invalid-argument")
+    assert body["detail"] == "the body is not JSON: Expecting value at character 10"
+
+
+async def test_every_invalid_member_is_listed_and_the_first_is_the_detail(api):
+    body = {**registration("p"), "num_blocks": 0, "role": "chef"}
+    answer = problem(await api.post("/v1/instances", json=body), 422, "invalid-argument")
+    assert [(e["location"], e["field"]) for e in answer["errors"]] == [
+        ("body", "role"),
+        ("body", "num_blocks"),
+    ]
+    assert answer["field"] == "role"
+    assert answer["detail"].startswith("role: Input should be")
+    assert answer["detail"].endswith("(and 1 more, see errors)")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [
+        (ControlPlaneUnavailable("registry away"), 503, "2"),
+        (NoCapacity("full", reasons=["a"]), 503, "2"),
+        (StaleEpoch("old"), 409, None),
+        (TransferRefused("no"), 500, None),
+        (KvxferError("what"), 500, None),
+    ],
+)
+async def test_every_kvxfer_error_keeps_its_code(
+    api, registry, monkeypatch, error, status, retry_after
+):
+    async def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(registry, "ping", fail)
+    answer = await api.get("/readyz")
+    assert problem(answer, status, error.code)["detail"] == str(error)
+    assert answer.headers.get("retry-after") == retry_after
+
+
+async def test_details_of_an_error_never_replace_what_the_standard_defines(
+    api, registry, monkeypatch
+):
+    async def fail() -> None:
+        raise StaleEpoch("old", status=200, code="ok", epoch=3)
+
+    monkeypatch.setattr(registry, "ping", fail)
+    assert problem(await api.get("/readyz"), 409, "stale-epoch")["epoch"] == 3
+
+
+async def test_defect_is_a_problem_too_and_tells_nothing_of_the_inside(
+    api, registry, monkeypatch, caplog
+):
+    async def fail() -> None:
+        raise RuntimeError("secret of the inside")
+
+    monkeypatch.setattr(registry, "ping", fail)
+    with caplog.at_level(logging.ERROR, logger="kvxfer.api"):
+        answer = await api.get("/readyz")
+    problem(answer, 500, "internal-error")
+    assert "secret" not in answer.text
+    assert "GET /readyz failed" in caplog.text

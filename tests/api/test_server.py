@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from kvxfer.api.server import bind, url_of
+from kvxfer.errors import AddressInUse, InvalidArgument
+
+
+def test_port_0_is_a_free_port_that_the_url_names():
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        assert url_of(listener) == f"http://127.0.0.1:{port}"
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+
+
+def test_taken_port_is_named_with_a_remedy():
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(AddressInUse, match=rf"port {port} on 127\.0\.0\.1 is taken; stop"):
+            bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_host_of_another_machine_is_refused(host):
+    with pytest.raises(InvalidArgument, match="no address of this machine"):
+        bind(host, 0)
+
+
+def test_ipv6_address_is_bracketed():
+    try:
+        listener = bind("::1", 0)
+    except InvalidArgument:
+        pytest.skip("this machine has no IPv6")
+    with listener:
+        assert url_of(listener) == f"http://[::1]:{listener.getsockname()[1]}"

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import pytest
+from control_plane import CLUSTER_KEY
+
+from kvxfer.ticket import Ticket, verify_ticket
+
+from .conftest import LEASE, join, problem
+
+
+async def reserved(api, instance_id: str) -> dict[str, int]:
+    return (await api.get(f"/v1/instances/{instance_id}")).json()["reserved"]
+
+
+async def test_transfer_names_the_pair_and_carries_a_ticket_for_exactly_it(api, clock):
+    prefill, decode = await join(api, "p"), await join(api, "d", "decode")
+    answer = await api.post("/v1/transfers", json={"request_id": "cmpl-7", "prompt_tokens": 40})
+    body = answer.json()
+    assert answer.status_code == 201
+    assert answer.headers["location"] == f"/v1/transfers/{body['transfer_id']}"
+    ticket = body.pop("ticket")
+    assert body == {
+        "transfer_id": body["transfer_id"],
+        "request_id": "cmpl-7",
+        "model": "llama",
+        "prompt_tokens": 40,
+        "prefill": {
+            "instance_id": "p",
+            "epoch": prefill["epoch"],
+            "engine_address": "kvx://127.0.0.1:7400/p",
+            "http_address": "http://127.0.0.1:8000",
+        },
+        "decode": {
+            "instance_id": "d",
+            "epoch": decode["epoch"],
+            "engine_address": "kvx://127.0.0.1:7400/d",
+            "http_address": "http://127.0.0.1:8000",
+        },
+        "prefill_blocks": 3,
+        "decode_blocks": 3,
+        "created_at": clock.unix(),
+        "expires_at": clock.unix() + 30,
+    }
+    assert verify_ticket(ticket, CLUSTER_KEY, now=clock.unix()) == Ticket(
+        transfer_id=body["transfer_id"],
+        request_id="cmpl-7",
+        prefill_id="p",
+        prefill_epoch=prefill["epoch"],
+        decode_id="d",
+        decode_epoch=decode["epoch"],
+        expires_at=clock.unix() + 30,
+    )
+    assert (await api.get(f"/v1/transfers/{body['transfer_id']}")).json() == body
+
+
+async def test_empty_request_is_enough(api):
+    await join(api, "p")
+    await join(api, "d", "decode")
+    body = (await api.post("/v1/transfers", json={})).json()
+    assert body["request_id"] == body["transfer_id"]
+    assert (body["prefill_blocks"], body["prompt_tokens"]) == (0, None)
+
+
+async def test_reservation_is_given_back_by_delete(api):
+    await join(api, "p")
+    await join(api, "d", "decode")
+    body = (await api.post("/v1/transfers", json={"prompt_tokens": 40})).json()
+    assert await reserved(api, "d") == {"transfers": 1, "blocks": 3}
+    where = f"/v1/transfers/{body['transfer_id']}"
+    answer = await api.delete(where)
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert await reserved(api, "d") == {"transfers": 0, "blocks": 0}
+    for method in (api.get, api.delete):
+        gone = problem(await method(where), 404, "unknown-transfer")
+        assert gone["transfer_id"] == body["transfer_id"]
+
+
+async def test_reservation_is_given_back_on_expiry(api, clock):
+    leases = {"p": await join(api, "p"), "d": await join(api, "d", "decode")}
+    body = (await api.post("/v1/transfers", json={"prompt_tokens": 40})).json()
+    for _ in range(10):
+        clock.advance(3)
+        for name, lease in leases.items():
+            await api.put(f"/v1/instances/{name}/heartbeat", json={"epoch": lease["epoch"]})
+    problem(await api.get(f"/v1/transfers/{body['transfer_id']}"), 404, "unknown-transfer")
+    assert await reserved(api, "p") == {"transfers": 0, "blocks": 0}
+
+
+async def test_reservation_is_given_back_when_an_instance_dies(api, clock):
+    await join(api, "p")
+    clock.advance(LEASE / 2)
+    await join(api, "d", "decode")
+    body = (await api.post("/v1/transfers", json={"prompt_tokens": 40})).json()
+    clock.advance(LEASE / 2)
+    problem(await api.get("/v1/instances/p"), 404, "unknown-instance")
+    assert await reserved(api, "d") == {"transfers": 0, "blocks": 0}
+    problem(await api.get(f"/v1/transfers/{body['transfer_id']}"), 404, "unknown-transfer")
+
+
+async def test_no_capacity_says_when_to_retry_and_what_is_missing(api):
+    await join(api, "p")
+    answer = await api.post("/v1/transfers", json={"model": "llama"})
+    body = problem(answer, 503, "no-capacity")
+    assert answer.headers["retry-after"] == "2"
+    assert body["reasons"] == ["no decode instance of model 'llama' is ready (none registered)"]
+
+
+async def test_draining_instance_gets_no_new_transfer(api):
+    await join(api, "p")
+    lease = await join(api, "d", "decode")
+    assert (await api.post("/v1/transfers", json={})).status_code == 201
+    beat = {"epoch": lease["epoch"], "state": "draining"}
+    await api.put("/v1/instances/d/heartbeat", json=beat)
+    body = problem(await api.post("/v1/transfers", json={}), 503, "no-capacity")
+    assert body["reasons"] == ["no decode instance is ready (1 draining)"]
+
+
+async def test_prompt_that_fits_no_cache_is_refused_for_good(api):
+    await join(api, "p")
+    await join(api, "d", "decode")
+    answer = await api.post("/v1/transfers", json={"prompt_tokens": 64 * 16 + 1})
+    body = problem(answer, 422, "prompt-too-long")
+    assert "1025 tokens takes 65 KV blocks" in body["detail"]
+    assert "retry-after" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"prompt_tokens": 0}, "prompt_tokens"),
+        ({"prompt_token": 5}, "prompt_token"),
+        ({"model": ""}, "model"),
+        ({"request_id": "x" * 257}, "request_id"),
+    ],
+)
+async def test_request_that_cannot_be_meant_names_the_member(api, body, field):
+    answer = await api.post("/v1/transfers", json=body)
+    assert problem(answer, 422, "invalid-argument")["field"] == field
