@@ -1,0 +1,86 @@
+// The engine's public interface. See docs/architecture.md for the picture.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kvxfer/error.hpp"
+#include "kvxfer/types.hpp"
+
+namespace kvxfer {
+
+class DomainGroup;
+class MemoryRegion;
+struct WireWrite;
+using RegionPtr = std::shared_ptr<MemoryRegion>;
+
+// One-sided writes into the memory of peer engines. Every method may be called from any thread;
+// one engine thread per domain group does the work. Results of asynchronous operations come as
+// Completions: wait for event_fd() to be readable, then drain().
+class TransferEngine {
+ public:
+  static Result<std::unique_ptr<TransferEngine>> create(EngineOptions options);
+  ~TransferEngine();
+  TransferEngine(const TransferEngine&) = delete;
+  TransferEngine& operator=(const TransferEngine&) = delete;
+
+  // Ends every operation with engine-closed and joins the engine thread. Idempotent.
+  void close();
+
+  const EngineAddress& address() const;
+  EngineStats stats() const;
+
+  // --- completions
+  int event_fd() const;
+  std::vector<Completion> drain();
+
+  // --- memory
+  // Zeroed memory that peers on this host can map: the fastest source for the local fabric.
+  Result<RegionPtr> allocate(std::size_t bytes);
+  // Memory that somebody else owns; it must stay valid until deregister() returned.
+  Result<RegionPtr> register_memory(void* address, std::size_t bytes);
+  // Cancels the operations that read the region and waits for them. No write of any peer lands
+  // in it after this returned.
+  void deregister(const RegionPtr& region);
+
+  // --- peers
+  // Completion::Kind::connect with this id follows; peer_up too if the peer was not connected.
+  OperationId connect(const EngineAddress& address, Duration timeout);
+  void disconnect(PeerId peer);
+  // After this returned, no write of the peer lands any more. The peer is lost to this engine.
+  Result<void> fence(PeerId peer);
+  // Ordered among messages to one peer, not among writes. At most kMaxMessageBytes.
+  Result<void> send(PeerId peer, std::string data);
+
+  // --- writes: one Completion::Kind::write with the operation's id follows, when every byte is
+  // delivered or the operation has failed for good and no longer reads its source.
+  Result<Submitted> write(PeerId peer, const RegionPtr& source, const MrDescriptor& destination,
+                          const SingleWrite& write, std::optional<Imm> imm, Duration timeout);
+  Result<Submitted> write_pages(PeerId peer, const RegionPtr& source,
+                                const MrDescriptor& destination, const PagedWrite& pages,
+                                std::optional<Imm> imm, Duration timeout);
+  Result<Submitted> write_imm(PeerId peer, Imm imm, Duration timeout);
+  // Stops posting; what is posted is waited for. The completion says cancelled, or ok if the
+  // operation was faster.
+  void cancel(OperationId operation);
+
+  // --- counters (receiving side)
+  Result<Imm> allocate_counter();
+  std::uint64_t counter_value(Imm imm) const;
+  // Completion::Kind::counter follows once the counter has reached `total`.
+  Result<void> expect(Imm imm, std::uint64_t total);
+  // After this returned, no write that carries the immediate lands or counts.
+  void release_counter(Imm imm);
+
+ private:
+  explicit TransferEngine(std::unique_ptr<DomainGroup> group);
+  Result<Submitted> submit(PeerId peer, const RegionPtr& source, const MrDescriptor* destination,
+                           Result<std::vector<WireWrite>> writes, std::optional<Imm> imm,
+                           Duration timeout);
+  std::unique_ptr<DomainGroup> group_;
+};
+
+}  // namespace kvxfer

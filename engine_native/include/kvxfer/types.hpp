@@ -1,0 +1,117 @@
+// Plain data of the engine's interface.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvxfer/error.hpp"
+
+namespace kvxfer {
+
+using PeerId = std::uint32_t;       // one connection to one peer engine; never reused
+using OperationId = std::uint64_t;  // never reused
+using Imm = std::uint32_t;          // immediate: counter slot and generation
+using Duration = std::chrono::nanoseconds;
+
+inline constexpr std::size_t kMaxMessageBytes = std::size_t{1} << 20;
+inline constexpr std::size_t kMinClusterKeyBytes = 16;
+
+// Names one start of one engine: 16 random bytes, so a restarted engine is a different one.
+struct EngineId {
+  std::array<std::uint8_t, 16> bytes{};
+  bool operator==(const EngineId&) const = default;
+  std::string hex() const;
+  static Result<EngineId> from_hex(std::string_view text);
+};
+
+// Where an engine listens. Text form: kvx://HOST:PORT/ENGINE_ID
+struct EngineAddress {
+  std::string host;
+  std::uint16_t port = 0;
+  EngineId engine;
+  std::string text() const;
+  static Result<EngineAddress> parse(std::string_view text);
+};
+
+struct EngineOptions {
+  std::string cluster_key;          // shared by all engines that may talk; at least 16 bytes
+  std::string name;                 // for error texts; need not be unique
+  std::string host = "127.0.0.1";   // numeric address to listen on
+  std::string advertise;            // address to give to peers; empty: host
+  std::uint16_t port = 0;           // 0: any free port
+  bool local = true;                // use the local fabric with peers on this host
+  bool tcp = true;                  // use the tcp fabric
+  unsigned lanes = 2;               // tcp domains, each with one connection per peer
+  std::size_t window_bytes = std::size_t{16} << 20;  // unacknowledged bytes per peer
+  Duration heartbeat_interval = std::chrono::milliseconds(100);
+  Duration peer_timeout = std::chrono::milliseconds(700);
+  Duration operation_timeout = std::chrono::seconds(30);  // deadline of operations without one
+  Duration spin = std::chrono::microseconds(50);  // busy polling after the last progress
+};
+
+// What a peer needs to write into a region: opaque bytes of fixed size, safe to pass on.
+struct MrDescriptor {
+  EngineId engine;
+  std::uint64_t key = 0;
+  std::uint64_t address = 0;
+  std::uint64_t length = 0;
+
+  static constexpr std::size_t kBytes = 4 + 16 + 3 * 8;
+  std::string encode() const;
+  static Result<MrDescriptor> decode(std::string_view bytes);
+};
+
+// One contiguous write. Offsets are bytes from the start of the source and destination region.
+struct SingleWrite {
+  std::uint64_t source_offset = 0;
+  std::uint64_t destination_offset = 0;
+  std::uint64_t length = 0;
+};
+
+// Page i moves page_length bytes from source_offset + source_pages[i] * source_stride
+// to destination_offset + destination_pages[i] * destination_stride.
+struct PagedWrite {
+  std::uint64_t page_length = 0;
+  std::span<const std::int64_t> source_pages;
+  std::span<const std::int64_t> destination_pages;
+  std::uint64_t source_stride = 0;
+  std::uint64_t destination_stride = 0;
+  std::uint64_t source_offset = 0;
+  std::uint64_t destination_offset = 0;
+};
+
+// What submitting returns: the receiver's counter grows by `writes` in all.
+struct Submitted {
+  OperationId id = 0;
+  std::uint64_t writes = 0;
+  std::uint64_t bytes = 0;
+};
+
+struct Completion {
+  enum class Kind : std::uint8_t { connect, write, counter, peer_up, peer_down, message, notice };
+  Kind kind = Kind::write;
+  std::uint64_t id = 0;  // operation, or immediate for Kind::counter
+  PeerId peer = 0;
+  Errc code = Errc::ok;
+  std::string text;               // of an error or a notice; peer_up: the peer's name
+  std::string data;               // message payload; peer_up: the peer's engine id (hex)
+  std::string fabric;             // peer_up only
+  std::uint64_t timestamp_ns = 0;  // CLOCK_MONOTONIC
+};
+
+struct EngineStats {
+  std::uint64_t bytes_sent = 0;       // delivered payload
+  std::uint64_t bytes_received = 0;   // placed payload
+  std::uint64_t writes_sent = 0;
+  std::uint64_t writes_received = 0;
+  std::uint64_t writes_refused = 0;   // arrived and dropped: no region, bounds or live counter
+  std::uint64_t handshakes_refused = 0;
+  std::uint64_t peers = 0;
+};
+
+}  // namespace kvxfer

@@ -1,0 +1,118 @@
+#include "bootstrap/acceptor.hpp"
+
+#include <sys/socket.h>
+
+#include "clock.hpp"
+#include "net/socket.hpp"
+
+namespace kvxfer {
+namespace {
+
+// Connections whose handshake is under way; more are turned away until some finish or expire.
+constexpr std::size_t kMaxInbound = 512;
+
+}  // namespace
+
+// One connection until it is authenticated.
+class Acceptor::Inbound final : private StreamOwner {
+ public:
+  explicit Inbound(Acceptor& acceptor)
+      : acceptor_(acceptor), handshake_(*acceptor.identity_), started_ns_(now_ns()) {}
+
+  Result<void> open(UniqueFd socket) {
+    auto stream = Stream::open(std::move(socket), *acceptor_.poller_, *this);
+    if (!stream) return stream.error();
+    stream_ = std::move(*stream);
+    return {};
+  }
+
+  bool ended() const { return ended_; }
+  std::uint64_t started_ns() const { return started_ns_; }
+
+ private:
+  void on_input(std::string& in) override {
+    if (ended_ || (!kind_ && in.size() < kHelloBytes)) return;
+    if (!kind_) kind_ = hello_kind(in);
+    switch (*kind_) {
+      case HelloKind::control:
+        return advance(in);
+      case HelloKind::lane:
+        ended_ = true;
+        return acceptor_.events_->on_lane_hello(stream_->release(), in.substr(0, kHelloBytes));
+      case HelloKind::unknown:
+        return refuse();
+    }
+  }
+
+  void advance(std::string& in) {
+    std::string out;
+    const auto done = handshake_.advance(in, out);
+    stream_->write(std::move(out));
+    if (!done) return refuse();
+    if (!*done) return;
+    ended_ = true;
+    acceptor_.events_->on_accepted(std::move(stream_), handshake_.session());
+  }
+
+  void refuse() {
+    ended_ = true;
+    acceptor_.events_->on_handshake_refused();
+  }
+
+  void on_sent(std::size_t) override {}
+  void on_stream_lost(Error) override { ended_ = true; }
+
+  Acceptor& acceptor_;
+  std::unique_ptr<Stream> stream_;
+  ServerHandshake handshake_;
+  std::optional<HelloKind> kind_;
+  std::uint64_t started_ns_;
+  bool ended_ = false;
+};
+
+Result<std::unique_ptr<Acceptor>> Acceptor::listen(const std::string& host, std::uint16_t port) {
+  auto socket = net::listen(host, port);
+  if (!socket) return socket.error();
+  const auto bound = net::local_port(socket->get());
+  if (!bound) return bound.error();
+  return std::unique_ptr<Acceptor>(new Acceptor(std::move(*socket), *bound));
+}
+
+Acceptor::Acceptor(UniqueFd socket, std::uint16_t port)
+    : socket_(std::move(socket)), port_(port) {}
+
+Acceptor::~Acceptor() {
+  if (poller_) poller_->remove(socket_.get(), *this);
+}
+
+Result<void> Acceptor::start(const Identity& identity, Poller& poller, AcceptorEvents& events) {
+  if (auto good = poller.add(socket_.get(), EPOLLIN, *this); !good) return good;
+  identity_ = &identity;
+  poller_ = &poller;
+  events_ = &events;
+  return {};
+}
+
+void Acceptor::expire(std::uint64_t deadline_ns) {
+  std::erase_if(inbound_, [&](const auto& inbound) {
+    return inbound->ended() || inbound->started_ns() < deadline_ns;
+  });
+}
+
+void Acceptor::on_events(std::uint32_t) {
+  while (true) {
+    UniqueFd socket(::accept4(socket_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!socket) return;
+    if (inbound_.size() >= kMaxInbound) {
+      expire(0);
+      if (inbound_.size() >= kMaxInbound) {
+        events_->on_handshake_refused();
+        continue;
+      }
+    }
+    auto inbound = std::make_unique<Inbound>(*this);
+    if (inbound->open(std::move(socket))) inbound_.push_back(std::move(inbound));
+  }
+}
+
+}  // namespace kvxfer

@@ -1,0 +1,73 @@
+#include "bootstrap/dialer.hpp"
+
+#include "net/socket.hpp"
+
+namespace kvxfer {
+
+Result<std::unique_ptr<Dialer>> Dialer::dial(const EngineAddress& address,
+                                             const Identity& identity, std::uint64_t deadline_ns,
+                                             Poller& poller, DialerEvents& events) {
+  auto socket = net::dial(address.host, address.port);
+  if (!socket) return socket.error();
+  std::unique_ptr<Dialer> dialer(new Dialer(address, identity, deadline_ns, events));
+  auto stream = Stream::open(std::move(*socket), poller, *dialer);
+  if (!stream) return stream.error();
+  dialer->stream_ = std::move(*stream);
+  dialer->stream_->write(dialer->handshake_.hello());
+  return dialer;
+}
+
+Dialer::Dialer(const EngineAddress& address, const Identity& identity, std::uint64_t deadline_ns,
+               DialerEvents& events)
+    : address_(address),
+      handshake_(identity, address.engine),
+      deadline_ns_(deadline_ns),
+      events_(events) {}
+
+void Dialer::on_input(std::string& in) {
+  if (ended_) return;
+  std::string out;
+  const auto done = handshake_.advance(in, out);
+  stream_->write(std::move(out));
+  if (!done) return end(done.error());
+  if (*done) end(handshake_.session());
+}
+
+void Dialer::on_stream_lost(Error error) {
+  if (!ended_) end(Error{Errc::connect_failed, std::move(error.text)});
+}
+
+void Dialer::end(Result<Session> result) {
+  ended_ = true;
+  events_.on_dialed(*this, std::move(result));
+}
+
+Result<std::unique_ptr<LaneDialer>> LaneDialer::dial(const EngineAddress& address,
+                                                     const Session& session, unsigned lane,
+                                                     Poller& poller, DialerEvents& events) {
+  auto socket = net::dial(address.host, address.port);
+  if (!socket) return socket.error();
+  std::unique_ptr<LaneDialer> dialer(new LaneDialer(lane, events));
+  auto stream = Stream::open(std::move(*socket), poller, *dialer);
+  if (!stream) return stream.error();
+  dialer->stream_ = std::move(*stream);
+  dialer->stream_->write(LaneHello{.session = session.id, .lane = lane}.encode(session.key));
+  return dialer;
+}
+
+void LaneDialer::on_input(std::string& in) {
+  if (ended_ || in.size() < kLaneAccepted.size()) return;
+  ended_ = true;
+  if (in != kLaneAccepted) {
+    return events_.on_lane_dialed(*this, Error{Errc::protocol_error, "the peer refused a lane"});
+  }
+  events_.on_lane_dialed(*this, stream_->release());
+}
+
+void LaneDialer::on_stream_lost(Error error) {
+  if (ended_) return;
+  ended_ = true;
+  events_.on_lane_dialed(*this, Error{Errc::connect_failed, std::move(error.text)});
+}
+
+}  // namespace kvxfer

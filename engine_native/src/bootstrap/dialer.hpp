@@ -1,0 +1,87 @@
+// The connecting side of the bootstrap. Engine thread only.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bootstrap/handshake.hpp"
+#include "bootstrap/stream.hpp"
+#include "kvxfer/types.hpp"
+#include "poller.hpp"
+
+namespace kvxfer {
+
+class Dialer;
+class LaneDialer;
+
+class DialerEvents {
+ public:
+  // The dialer has ended; with a session, take_stream() needs a new owner before this returns.
+  virtual void on_dialed(Dialer& dialer, Result<Session> session) = 0;
+  virtual void on_lane_dialed(LaneDialer& dialer, Result<UniqueFd> socket) = 0;
+
+ protected:
+  ~DialerEvents() = default;
+};
+
+// Connects to an engine and authenticates both sides.
+class Dialer final : private StreamOwner {
+ public:
+  static Result<std::unique_ptr<Dialer>> dial(const EngineAddress& address,
+                                              const Identity& identity, std::uint64_t deadline_ns,
+                                              Poller& poller, DialerEvents& events);
+
+  const EngineAddress& address() const { return address_; }
+  std::uint64_t deadline_ns() const { return deadline_ns_; }
+  std::unique_ptr<Stream> take_stream() { return std::move(stream_); }
+  bool ended() const { return ended_; }
+  // Nothing is reported any more.
+  void abandon() { ended_ = true; }
+  // Connect operations that wait for this dialer.
+  std::vector<OperationId> waiters;
+
+ private:
+  Dialer(const EngineAddress& address, const Identity& identity, std::uint64_t deadline_ns,
+         DialerEvents& events);
+
+  void on_input(std::string& in) override;
+  void on_sent(std::size_t) override {}
+  void on_stream_lost(Error error) override;
+  void end(Result<Session> result);
+
+  EngineAddress address_;
+  ClientHandshake handshake_;
+  std::uint64_t deadline_ns_;
+  DialerEvents& events_;
+  std::unique_ptr<Stream> stream_;
+  bool ended_ = false;
+};
+
+// Opens one more connection of an authenticated session.
+class LaneDialer final : private StreamOwner {
+ public:
+  static Result<std::unique_ptr<LaneDialer>> dial(const EngineAddress& address,
+                                                  const Session& session, unsigned lane,
+                                                  Poller& poller, DialerEvents& events);
+
+  PeerId peer = 0;  // whose lane it is
+  unsigned lane() const { return lane_; }
+  bool ended() const { return ended_; }
+
+ private:
+  LaneDialer(unsigned lane, DialerEvents& events) : lane_(lane), events_(events) {}
+
+  void on_input(std::string& in) override;
+  void on_sent(std::size_t) override {}
+  void on_stream_lost(Error error) override;
+
+  unsigned lane_;
+  DialerEvents& events_;
+  std::unique_ptr<Stream> stream_;
+  bool ended_ = false;
+};
+
+}  // namespace kvxfer

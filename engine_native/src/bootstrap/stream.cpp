@@ -1,0 +1,109 @@
+#include "bootstrap/stream.hpp"
+
+#include <sys/socket.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "net/socket.hpp"
+
+namespace kvxfer {
+
+Result<std::unique_ptr<Stream>> Stream::open(UniqueFd socket, Poller& poller, StreamOwner& owner) {
+  std::unique_ptr<Stream> stream(new Stream(std::move(socket), poller, owner));
+  if (auto good = poller.add(stream->fd(), EPOLLIN | EPOLLOUT, *stream); !good) {
+    stream->lost_ = true;
+    return good.error();
+  }
+  return stream;
+}
+
+Stream::~Stream() {
+  if (socket_ && !lost_) poller_.remove(fd(), *this);
+}
+
+void Stream::write(std::string bytes) {
+  if (lost_ || bytes.empty()) return;
+  unsent_ += bytes.size();
+  out_.push_back(std::move(bytes));
+  // A failure here shows again as an event, where the owner can be told.
+  if (connected_) (void)flush();
+}
+
+UniqueFd Stream::release() {
+  poller_.remove(fd(), *this);
+  lost_ = true;
+  return std::move(socket_);
+}
+
+void Stream::on_events(std::uint32_t events) {
+  if (lost_) return;
+  if (!connected_) {
+    if (const int error = net::connect_error(fd()); error != 0) {
+      return lose({Errc::connect_failed, std::strerror(error)});
+    }
+    if (!(events & (EPOLLOUT | EPOLLIN))) return;
+    connected_ = true;
+  }
+  if (auto good = flush(); !good) return lose(good.error());
+  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
+    auto good = receive();
+    // An owner may hand the stream on in the middle of the input.
+    for (StreamOwner* reader = nullptr; !lost_ && !in_.empty() && reader != owner_;) {
+      reader = owner_;
+      reader->on_input(in_);
+    }
+    if (!good && !lost_) lose(good.error());
+  }
+}
+
+Result<void> Stream::receive() {
+  std::array<char, 65536> buffer;
+  const ssize_t got = ::recv(fd(), buffer.data(), buffer.size(), MSG_DONTWAIT);
+  if (got > 0) {
+    in_.append(buffer.data(), static_cast<std::size_t>(got));
+    return {};
+  }
+  if (got == 0) return Error{Errc::peer_lost, "the peer closed the connection"};
+  if (errno == EAGAIN || errno == EINTR) return {};
+  return Error{Errc::peer_lost, std::string("receiving failed: ") + std::strerror(errno)};
+}
+
+Result<void> Stream::flush() {
+  bool full = false;
+  while (!out_.empty() && !full) {
+    const std::string& front = out_.front();
+    const ssize_t sent = ::send(fd(), front.data() + front_sent_, front.size() - front_sent_,
+                                MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0) {
+      if (errno == EINTR) continue;
+      if (errno != EAGAIN) {
+        return Error{Errc::peer_lost, std::string("sending failed: ") + std::strerror(errno)};
+      }
+      full = true;
+      continue;
+    }
+    front_sent_ += static_cast<std::size_t>(sent);
+    unsent_ -= static_cast<std::size_t>(sent);
+    if (front_sent_ == front.size()) {
+      const std::size_t size = front.size();
+      out_.pop_front();
+      front_sent_ = 0;
+      owner_->on_sent(size);
+    }
+  }
+  if (full != waiting_for_room_) {
+    waiting_for_room_ = full;
+    poller_.modify(fd(), full ? EPOLLIN | EPOLLOUT : EPOLLIN, *this);
+  }
+  return {};
+}
+
+void Stream::lose(Error error) {
+  lost_ = true;
+  poller_.remove(fd(), *this);
+  owner_->on_stream_lost(std::move(error));
+}
+
+}  // namespace kvxfer

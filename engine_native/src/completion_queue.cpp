@@ -1,0 +1,43 @@
+#include "completion_queue.hpp"
+
+#include <sys/eventfd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "clock.hpp"
+
+namespace kvxfer {
+
+Result<std::unique_ptr<CompletionQueue>> CompletionQueue::create() {
+  UniqueFd event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!event) {
+    return Error{Errc::out_of_memory, std::string("cannot create the completion eventfd: ") +
+                                          std::strerror(errno) + "; raise the open files limit"};
+  }
+  return std::unique_ptr<CompletionQueue>(new CompletionQueue(std::move(event)));
+}
+
+void CompletionQueue::push(Completion completion) {
+  if (completion.timestamp_ns == 0) completion.timestamp_ns = now_ns();
+  bool was_empty = false;
+  {
+    const std::lock_guard lock(mutex_);
+    was_empty = waiting_.empty();
+    waiting_.push_back(std::move(completion));
+  }
+  if (was_empty) {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const auto written = ::write(event_.get(), &one, sizeof one);
+  }
+}
+
+std::vector<Completion> CompletionQueue::drain() {
+  std::uint64_t count = 0;
+  // Before taking: a completion pushed after the take sets the event again.
+  [[maybe_unused]] const auto read = ::read(event_.get(), &count, sizeof count);
+  const std::lock_guard lock(mutex_);
+  return std::exchange(waiting_, {});
+}
+
+}  // namespace kvxfer

@@ -1,0 +1,256 @@
+// The group's thread: commands in, progress, timers. Connections are in domain_group_connect.cpp,
+// operations in domain_group_operations.cpp.
+#include "domain_group.hpp"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <fstream>
+
+#include "clock.hpp"
+#include "random.hpp"
+
+namespace kvxfer {
+namespace {
+
+// With nothing to time the thread still looks around this often.
+constexpr std::uint64_t kIdleTickNs = 10'000'000'000u;
+
+// Equal for engines that share a kernel boot and a network namespace: only those can meet over
+// an abstract unix socket.
+std::string host_identity() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  std::array<char, 64> space{};
+  const ssize_t size = ::readlink("/proc/self/ns/net", space.data(), space.size());
+  return boot + "/" + std::string(space.data(), static_cast<std::size_t>(std::max<ssize_t>(size, 0)));
+}
+
+Result<void> validate(const EngineOptions& options) {
+  const auto bad = [](const std::string& what) { return Error{Errc::invalid_argument, what}; };
+  if (options.cluster_key.size() < kMinClusterKeyBytes) {
+    return bad("cluster_key has " + std::to_string(options.cluster_key.size()) +
+               " bytes; it needs at least 16, e.g. the output of: openssl rand -hex 32");
+  }
+  if (!options.local && !options.tcp) return bad("no fabric is enabled; enable local, tcp or both");
+  if (options.name.size() > 128) return bad("name is longer than 128 bytes");
+  if (options.lanes < 1 || options.lanes > 64) {
+    return bad("lanes is " + std::to_string(options.lanes) + "; use 1 to 64");
+  }
+  if (options.window_bytes < kMaxWriteBytes) {
+    return bad("window_bytes is " + std::to_string(options.window_bytes) +
+               "; it needs at least 1 MiB");
+  }
+  if (options.heartbeat_interval < std::chrono::milliseconds(1) ||
+      options.peer_timeout < 2 * options.heartbeat_interval) {
+    return bad("heartbeat_interval must be at least 1 ms and peer_timeout at least twice that");
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<DomainGroup>> DomainGroup::open(EngineOptions options) {
+  if (auto good = validate(options); !good) return good.error();
+  auto poller = Poller::create();
+  if (!poller) return poller.error();
+  auto completions = CompletionQueue::create();
+  if (!completions) return completions.error();
+  auto acceptor = Acceptor::listen(options.host, options.port);
+  if (!acceptor) return acceptor.error();
+  std::unique_ptr<DomainGroup> group(new DomainGroup(std::move(options), std::move(*poller),
+                                                     std::move(*completions),
+                                                     std::move(*acceptor)));
+  if (auto good = group->start(); !good) return good.error();
+  return group;
+}
+
+DomainGroup::DomainGroup(EngineOptions options, Poller poller,
+                         std::unique_ptr<CompletionQueue> completions,
+                         std::unique_ptr<Acceptor> acceptor)
+    : options_(std::move(options)),
+      completions_(std::move(completions)),
+      counters_(*completions_),
+      poller_(std::move(poller)),
+      acceptor_(std::move(acceptor)) {
+  address_.host = options_.advertise.empty() ? options_.host : options_.advertise;
+  address_.port = acceptor_->port();
+  random_bytes(address_.engine.bytes.data(), address_.engine.bytes.size());
+  identity_ = {.cluster_key = options_.cluster_key,
+               .engine = address_.engine,
+               .introduction = {.name = options_.name,
+                                .host = host_identity(),
+                                .local = options_.local,
+                                .tcp = options_.tcp,
+                                .lanes = static_cast<std::uint16_t>(options_.lanes)}};
+}
+
+Result<void> DomainGroup::start() {
+  const Reception reception{regions_, counters_, stats_};
+  if (options_.local) {
+    auto domain = local::LocalDomain::open(address_.engine, poller_, reception, *this, *this,
+                                           options_.window_bytes);
+    if (!domain) return domain.error();
+    local_ = std::move(*domain);
+  }
+  for (unsigned lane = 0; lane < options_.lanes && options_.tcp; ++lane) {
+    PathEvents& events = *this;
+    const std::size_t window =
+        std::max<std::size_t>(options_.window_bytes / options_.lanes, kMaxWriteBytes);
+    lanes_.push_back(std::make_unique<tcp::TcpDomain>(poller_, reception, events, window));
+  }
+  if (auto good = acceptor_->start(identity_, poller_, *this); !good) return good;
+  thread_ = std::jthread([this] { run(); });
+  ::pthread_setname_np(thread_.native_handle(), "kvxfer");
+  return {};
+}
+
+DomainGroup::~DomainGroup() { close(); }
+
+void DomainGroup::close() {
+  post([this] { stopping_ = true; });
+  if (thread_.joinable()) thread_.join();
+}
+
+// --- commands --------------------------------------------------------------------------------
+
+bool DomainGroup::post(Command command) {
+  {
+    const std::lock_guard lock(commands_mutex_);
+    if (closed_) return false;
+    commands_.push_back(std::move(command));
+  }
+  // Pairs with the store in may_sleep(): either this sees the sleep or that sees the command.
+  if (sleeping_.load(std::memory_order_seq_cst)) poller_.wake();
+  return true;
+}
+
+void DomainGroup::run_on_engine_thread(const Command& command) {
+  std::promise<void> done;
+  auto finished = done.get_future();
+  if (post([&] {
+        command();
+        done.set_value();
+      })) {
+    finished.wait();
+  }
+}
+
+bool DomainGroup::run_commands() {
+  std::vector<Command> commands;
+  {
+    const std::lock_guard lock(commands_mutex_);
+    commands.swap(commands_);
+  }
+  for (const Command& command : commands) command();
+  return !commands.empty();
+}
+
+EngineStats DomainGroup::stats() {
+  EngineStats stats;
+  run_on_engine_thread([&] {
+    stats = stats_;
+    stats.peers = static_cast<std::uint64_t>(std::count_if(
+        peers_.begin(), peers_.end(), [](const auto& entry) { return entry.second->up(); }));
+  });
+  return stats;
+}
+
+// --- the loop --------------------------------------------------------------------------------
+
+void DomainGroup::run() {
+  last_tick_ns_ = now_ns();
+  std::uint64_t last_progress = last_tick_ns_;
+  const auto spin = static_cast<std::uint64_t>(options_.spin.count());
+  while (!stopping_) {
+    if (step(0)) {
+      last_progress = now_ns();
+      continue;
+    }
+    const std::uint64_t now = now_ns();
+    if (now - last_progress < spin) continue;
+    const bool timed = !peers_.empty() || !dialers_.empty() || !acceptor_->idle();
+    const std::uint64_t next_tick =
+        last_tick_ns_ + (timed ? static_cast<std::uint64_t>(options_.heartbeat_interval.count())
+                               : kIdleTickNs);
+    if (next_tick > now && may_sleep()) {
+      if (step(next_tick - now)) last_progress = now_ns();
+    }
+    sleeping_.store(false, std::memory_order_relaxed);
+    if (local_) local_->finish_sleep();
+  }
+  shut_down();
+}
+
+bool DomainGroup::may_sleep() {
+  sleeping_.store(true, std::memory_order_seq_cst);
+  {
+    const std::lock_guard lock(commands_mutex_);
+    if (!commands_.empty()) return false;
+  }
+  return !local_ || local_->prepare_sleep();
+}
+
+bool DomainGroup::step(std::uint64_t timeout_ns) {
+  bool moved = poller_.poll(timeout_ns);
+  moved = run_commands() || moved;
+  if (local_) moved = local_->poll() || moved;
+  for (const auto& [id, peer] : peers_) {
+    if (peer->up() && peer->has_backlog()) moved = peer->pump() || moved;
+  }
+  bury_lost_peers();
+  const std::uint64_t now = now_ns();
+  if (now - last_tick_ns_ >= static_cast<std::uint64_t>(options_.heartbeat_interval.count())) {
+    tick(now);
+    bury_lost_peers();
+  }
+  return moved;
+}
+
+void DomainGroup::tick(std::uint64_t now) {
+  const auto interval = static_cast<std::uint64_t>(options_.heartbeat_interval.count());
+  const bool timed = !peers_.empty();
+  const std::uint64_t elapsed = now - std::exchange(last_tick_ns_, now);
+  const std::uint64_t stalled = timed && elapsed > 3 * interval ? elapsed - interval : 0;
+  for (const auto& [id, peer] : peers_) peer->tick(now, stalled, options_.peer_timeout);
+  for (const auto& dialer : dialers_) {
+    if (!dialer->ended() && now > dialer->deadline_ns()) {
+      on_dialed(*dialer, Error{Errc::connect_failed, "no answer in time"});
+    }
+  }
+  std::erase_if(dialers_, [](const auto& dialer) { return dialer->ended(); });
+  std::erase_if(lane_dialers_, [&](const auto& dialer) {
+    return dialer->ended() || !peers_.contains(dialer->peer);
+  });
+  const std::uint64_t handshake_limit = 2'000'000'000u;
+  acceptor_->expire(now - std::min(now, handshake_limit));
+  if (local_) local_->expire(now - std::min(now, handshake_limit));
+  expire_operations(now);
+}
+
+void DomainGroup::shut_down() {
+  {
+    const std::lock_guard lock(commands_mutex_);
+    closed_ = true;
+  }
+  run_commands();
+  for (const auto& dialer : dialers_) {
+    if (!dialer->ended()) {
+      on_dialed(*dialer, Error{Errc::engine_closed, "this engine is being closed"});
+    }
+  }
+  std::vector<PeerId> ids;
+  for (const auto& [id, peer] : peers_) ids.push_back(id);
+  for (const PeerId id : ids) {
+    peers_.at(id)->say_goodbye();
+    close_peer(id, {Errc::engine_closed, "this engine was closed"});
+  }
+  lane_dialers_.clear();
+  dialers_.clear();
+  local_.reset();
+  acceptor_.reset();
+}
+
+}  // namespace kvxfer

@@ -1,0 +1,303 @@
+// How peers come and go.
+#include <sys/socket.h>
+
+#include <algorithm>
+
+#include "clock.hpp"
+#include "domain_group.hpp"
+#include "net/socket.hpp"
+
+namespace kvxfer {
+namespace {
+
+// For an accepted peer to open its paths.
+constexpr std::uint64_t kOpenNs = 2'000'000'000u;
+
+}  // namespace
+
+std::shared_ptr<PeerHandle> DomainGroup::find_peer(PeerId peer) const {
+  const std::lock_guard lock(handles_mutex_);
+  const auto found = handles_.find(peer);
+  return found == handles_.end() ? nullptr : found->second;
+}
+
+// --- connecting ------------------------------------------------------------------------------
+
+void DomainGroup::connect(OperationId id, EngineAddress address, Duration timeout) {
+  const bool posted =
+      post([this, id, address, timeout] { begin_connect(id, address, timeout); });
+  if (!posted) complete_connect(id, Error{Errc::engine_closed, "this engine was closed"});
+}
+
+void DomainGroup::begin_connect(OperationId id, const EngineAddress& address, Duration timeout) {
+  if (address.engine == address_.engine) {
+    return complete_connect(id, Error{Errc::invalid_argument, "an engine cannot connect to itself"});
+  }
+  for (const auto& [peer_id, peer] : peers_) {
+    if (peer->session().peer != address.engine || peer->state() == Peer::State::lost) continue;
+    if (peer->up()) return complete_connect(id, peer_id);
+    return peer->add_waiter(id);
+  }
+  for (const auto& dialer : dialers_) {
+    if (!dialer->ended() && dialer->address().engine == address.engine) {
+      return dialer->waiters.push_back(id);
+    }
+  }
+  const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(timeout.count());
+  auto dialer = Dialer::dial(address, identity_, deadline, poller_, *this);
+  if (!dialer) return complete_connect(id, dialer.error());
+  (*dialer)->waiters.push_back(id);
+  dialers_.push_back(std::move(*dialer));
+}
+
+void DomainGroup::complete_connect(OperationId id, Result<PeerId> peer) {
+  Completion completion{.kind = Completion::Kind::connect, .id = id};
+  if (peer) {
+    completion.peer = *peer;
+  } else {
+    completion.code = peer.error().code;
+    completion.text = peer.error().text;
+  }
+  completions_->push(std::move(completion));
+}
+
+void DomainGroup::on_dialed(Dialer& dialer, Result<Session> session) {
+  const auto waiters = std::exchange(dialer.waiters, {});
+  if (!session) {
+    const Error error{session.error().code, "connecting to " + dialer.address().text() +
+                                                " failed: " + session.error().text};
+    for (const OperationId id : waiters) complete_connect(id, error);
+    dialer.abandon();
+    return;
+  }
+  Peer& peer = add_peer(dialer.take_stream(), *session, dialer.deadline_ns());
+  peer.address = dialer.address();
+  for (const OperationId id : waiters) peer.add_waiter(id);
+  open_paths(peer);
+}
+
+void DomainGroup::open_paths(Peer& peer) {
+  const Introduction& theirs = peer.session().introduction;
+  if (local_ && theirs.local) {
+    if (theirs.host == identity_.introduction.host) {
+      const auto begun = local_->connect(peer.session());
+      if (begun) return;  // on_local_link() goes on
+      note_fallback(peer, begun.error().text);
+    } else if (lanes_.empty() || !theirs.tcp) {
+      return peer.lose({Errc::connect_failed,
+                        "it runs on another host (or network namespace), where the local fabric "
+                        "does not reach, and tcp is not enabled on both sides"});
+    }
+  }
+  open_lanes(peer);
+}
+
+void DomainGroup::open_lanes(Peer& peer) {
+  const Introduction& theirs = peer.session().introduction;
+  if (lanes_.empty() || !theirs.tcp) {
+    if (!peer.paths().empty()) return peer.announce_paths();
+    return peer.lose({Errc::connect_failed,
+                      "no common fabric: enable tcp (or local, on one host) on both sides"});
+  }
+  // Unequal numbers: the side with fewer lanes serves several connections with one.
+  const unsigned count = std::max<unsigned>(options_.lanes, theirs.lanes);
+  peer.lanes_to_open = count;
+  for (unsigned lane = 0; lane < count; ++lane) {
+    auto dialer = LaneDialer::dial(peer.address, peer.session(), lane, poller_, *this);
+    if (!dialer) return peer.lose(dialer.error());
+    (*dialer)->peer = peer.id();
+    lane_dialers_.push_back(std::move(*dialer));
+  }
+}
+
+void DomainGroup::on_lane_dialed(LaneDialer& dialer, Result<UniqueFd> socket) {
+  const auto found = peers_.find(dialer.peer);
+  if (found == peers_.end() || found->second->state() != Peer::State::opening) return;
+  Peer& peer = *found->second;
+  if (!socket) return peer.lose(socket.error());
+  set_socket_options(socket->get());
+  auto path =
+      lanes_[dialer.lane() % lanes_.size()]->open_path(std::move(*socket), peer.label());
+  if (!path) return peer.lose(path.error());
+  peer.add_path(std::move(*path), dialer.lane());
+  if (--peer.lanes_to_open == 0) peer.announce_paths();
+}
+
+void DomainGroup::note_fallback(const Peer& peer, const std::string& why) {
+  if (told_fallback_) return;
+  told_fallback_ = true;
+  completions_->push({.kind = Completion::Kind::notice,
+                      .peer = peer.id(),
+                      .text = "the local fabric cannot be used in full with peer " + peer.label() +
+                              " on this host, falling back to tcp: " + why});
+}
+
+// --- being connected to ----------------------------------------------------------------------
+
+void DomainGroup::on_accepted(std::unique_ptr<Stream> stream, const Session& session) {
+  add_peer(std::move(stream), session, now_ns() + kOpenNs);
+}
+
+void DomainGroup::on_lane_hello(UniqueFd socket, const std::string& hello) {
+  const LaneHello lane = decode_lane_hello(hello);
+  Peer* peer = find_session_peer(lane.session);
+  const bool valid = peer && peer->state() == Peer::State::opening && !lanes_.empty() &&
+                     lane_hello_valid(hello, peer->session().key) &&
+                     lane.lane < std::max<unsigned>(options_.lanes,
+                                                    peer->session().introduction.lanes) &&
+                     !peer->has_lane(lane.lane);
+  if (!valid) {
+    ++stats_.handshakes_refused;
+    return;
+  }
+  set_socket_options(socket.get());
+  // A fresh socket always takes four bytes.
+  if (::send(socket.get(), kLaneAccepted.data(), kLaneAccepted.size(), MSG_NOSIGNAL) !=
+      static_cast<ssize_t>(kLaneAccepted.size())) {
+    return;
+  }
+  auto path = lanes_[lane.lane % lanes_.size()]->open_path(std::move(socket), peer->label());
+  if (!path) return peer->lose(path.error());
+  peer->add_path(std::move(*path), lane.lane);
+}
+
+// --- both sides ------------------------------------------------------------------------------
+
+const Session* DomainGroup::find_session(const SessionId& session) {
+  Peer* peer = find_session_peer(session);
+  return peer && peer->state() == Peer::State::opening ? &peer->session() : nullptr;
+}
+
+Peer* DomainGroup::find_session_peer(const SessionId& session) {
+  for (const auto& [id, peer] : peers_) {
+    if (peer->session().id == session) return peer.get();
+  }
+  return nullptr;
+}
+
+void DomainGroup::on_local_link(const SessionId& session, Result<local::LocalLink> link) {
+  Peer* peer = find_session_peer(session);
+  if (!peer || peer->state() != Peer::State::opening) return;
+  const bool initiator = peer->address.port != 0;
+  if (!link) {
+    if (!initiator) return;  // the initiator decides what to do without
+    note_fallback(*peer, link.error().text);
+    return open_lanes(*peer);
+  }
+  const bool reads_both_ways = link->peer_reads_us && link->we_read_peer;
+  auto path = local_->open_path(std::move(*link), peer->label());
+  if (!path) return peer->lose(path.error());
+  peer->add_path(std::move(*path), kLocalPathLane);
+  if (!initiator) return;
+  if (reads_both_ways) return peer->announce_paths();
+  note_fallback(*peer,
+                "one process may not read the other's memory (another user, pid namespace or "
+                "ptrace_scope), so only memory from alloc() goes over the local fabric");
+  open_lanes(*peer);
+}
+
+void DomainGroup::set_socket_options(int fd) const {
+  // The heartbeat decides; TCP's own timeout is only the second to.
+  net::set_options(fd, 2 * static_cast<std::uint64_t>(options_.peer_timeout.count()));
+}
+
+Peer& DomainGroup::add_peer(std::unique_ptr<Stream> stream, const Session& session,
+                            std::uint64_t deadline_ns) {
+  const PeerId id = ++last_peer_;
+  set_socket_options(stream->fd());
+  PeerEvents& events = *this;
+  auto peer = std::make_unique<Peer>(id, std::move(stream), session, deadline_ns, events);
+  return *peers_.emplace(id, std::move(peer)).first->second;
+}
+
+void DomainGroup::on_up(Peer& peer) {
+  {
+    const std::lock_guard lock(handles_mutex_);
+    handles_.emplace(peer.id(), peer.handle());
+  }
+  peer.handle()->up = true;
+  completions_->push({.kind = Completion::Kind::peer_up,
+                      .peer = peer.id(),
+                      .text = peer.session().introduction.name,
+                      .data = peer.session().peer.hex(),
+                      .fabric = peer.fabric()});
+  for (const OperationId id : peer.take_waiters()) complete_connect(id, peer.id());
+}
+
+void DomainGroup::on_message(Peer& peer, std::string data) {
+  completions_->push(
+      {.kind = Completion::Kind::message, .peer = peer.id(), .data = std::move(data)});
+}
+
+void DomainGroup::disconnect(PeerId peer) {
+  run_on_engine_thread([this, peer] {
+    const auto found = peers_.find(peer);
+    if (found == peers_.end()) return;
+    found->second->say_goodbye();
+    close_peer(peer, {Errc::peer_lost, "this engine disconnected"});
+  });
+}
+
+bool DomainGroup::fence(PeerId peer) {
+  bool found = false;
+  run_on_engine_thread([&] {
+    found = peers_.contains(peer);
+    if (found) close_peer(peer, {Errc::peer_lost, "this engine fenced the peer off"});
+  });
+  return found;
+}
+
+void DomainGroup::on_peer_lost(Peer& peer, Error error) {
+  lost_.emplace_back(peer.id(), std::move(error));
+}
+
+void DomainGroup::on_lost(Path& path, Error error) {
+  for (const auto& [id, peer] : peers_) {
+    for (const auto& known : peer->paths()) {
+      if (known.get() == &path) return peer->lose(std::move(error));
+    }
+  }
+}
+
+void DomainGroup::bury_lost_peers() {
+  while (!lost_.empty()) {
+    const auto lost = std::exchange(lost_, {});
+    for (const auto& [id, error] : lost) close_peer(id, error);
+  }
+}
+
+void DomainGroup::close_peer(PeerId id, const Error& error) {
+  const auto found = peers_.find(id);
+  if (found == peers_.end()) return;
+  const std::unique_ptr<Peer> peer = std::move(found->second);
+  peers_.erase(found);
+  peer->handle()->up = false;
+  const Error told{error.code, "peer " + peer->label() + ": " + error.text};
+
+  // First the fence, then whoever waits may take memory back.
+  if (local_) {
+    for (const auto& path : peer->paths()) local_->close_path(*path);
+  }
+  peer->close_paths();
+  std::vector<OperationPtr> orphans;
+  for (const auto& [operation_id, operation] : operations_) {
+    if (operation->peer == id) orphans.push_back(operation);
+  }
+  for (const OperationPtr& operation : orphans) {
+    operation->fail(told.code, told.text);
+    operation->finished = operation->posted;
+    end_operation(operation);
+  }
+  for (const OperationId waiter : peer->take_waiters()) complete_connect(waiter, told);
+  if (!peer->was_up()) return;
+  {
+    const std::lock_guard lock(handles_mutex_);
+    handles_.erase(id);
+  }
+  completions_->push({.kind = Completion::Kind::peer_down,
+                      .peer = id,
+                      .code = told.code,
+                      .text = told.text});
+}
+
+}  // namespace kvxfer

@@ -1,0 +1,141 @@
+#include "fabric/local/local_domain.hpp"
+
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "fabric/local/unix_socket.hpp"
+#include "random.hpp"
+
+namespace kvxfer::local {
+namespace {
+
+// Half-open rendezvous that are kept; more are turned away.
+constexpr std::size_t kMaxRendezvous = 256;
+
+}  // namespace
+
+Result<std::unique_ptr<LocalDomain>> LocalDomain::open(const EngineId& engine, Poller& poller,
+                                                       Reception reception,
+                                                       PathEvents& path_events,
+                                                       LocalEvents& events,
+                                                       std::size_t window_bytes) {
+  auto listener = listen_unix(socket_name(engine));
+  if (!listener) return listener.error();
+  UniqueFd wake(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!wake) {
+    return Error{Errc::out_of_memory, std::string("cannot create an eventfd: ") +
+                                          std::strerror(errno) + "; raise the open files limit"};
+  }
+  std::unique_ptr<LocalDomain> domain(new LocalDomain(std::move(*listener), std::move(wake), poller,
+                                                      reception, path_events, events,
+                                                      window_bytes));
+  for (const int fd : {domain->listener_.get(), domain->wake_.get()}) {
+    if (auto good = poller.add(fd, EPOLLIN, *domain); !good) return good.error();
+  }
+  return domain;
+}
+
+LocalDomain::LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller, Reception reception,
+                         PathEvents& path_events, LocalEvents& events, std::size_t window_bytes)
+    : listener_(std::move(listener)),
+      wake_(std::move(wake)),
+      poller_(poller),
+      reception_(reception),
+      path_events_(path_events),
+      events_(events),
+      window_bytes_(window_bytes) {
+  host_.wake_fd = wake_.get();
+  random_bytes(host_.probe.data(), host_.probe.size());
+}
+
+LocalDomain::~LocalDomain() {
+  poller_.remove(listener_.get(), *this);
+  poller_.remove(wake_.get(), *this);
+}
+
+bool LocalDomain::poll() {
+  ended_.clear();
+  bool moved = false;
+  for (LocalPath* path : paths_) moved = path->poll() || moved;
+  return moved;
+}
+
+bool LocalDomain::prepare_sleep() {
+  bool idle = true;
+  for (LocalPath* path : paths_) idle = path->prepare_sleep() && idle;
+  return idle;
+}
+
+void LocalDomain::finish_sleep() {
+  for (LocalPath* path : paths_) path->finish_sleep();
+}
+
+void LocalDomain::forget_source(const MemoryRegion& region) {
+  for (LocalPath* path : paths_) path->forget_source(region);
+}
+
+Result<void> LocalDomain::connect(const Session& session) {
+  auto rendezvous = Rendezvous::start(session, poller_, host_, on_done());
+  if (!rendezvous) return rendezvous.error();
+  rendezvous_.push_back(std::move(*rendezvous));
+  return {};
+}
+
+Result<std::unique_ptr<Path>> LocalDomain::open_path(LocalLink link, std::string peer) {
+  auto path = LocalPath::open(std::move(link), std::move(peer), window_bytes_, poller_, reception_,
+                              path_events_);
+  if (!path) return path.error();
+  paths_.push_back(path->get());
+  return std::unique_ptr<Path>(std::move(*path));
+}
+
+void LocalDomain::close_path(const Path& path) {
+  std::erase_if(paths_, [&](const LocalPath* known) { return known == &path; });
+}
+
+void LocalDomain::expire(std::uint64_t deadline_ns) {
+  const auto expired = std::partition(
+      rendezvous_.begin(), rendezvous_.end(),
+      [&](const auto& rendezvous) { return rendezvous->started_ns() >= deadline_ns; });
+  std::vector<std::unique_ptr<Rendezvous>> late(std::make_move_iterator(expired),
+                                                std::make_move_iterator(rendezvous_.end()));
+  rendezvous_.erase(expired, rendezvous_.end());
+  for (const auto& rendezvous : late) {
+    events_.on_local_link(rendezvous->session(),
+                          Error{Errc::deadline_exceeded, "the local rendezvous did not finish"});
+  }
+}
+
+void LocalDomain::on_events(std::uint32_t) {
+  std::uint64_t count = 0;
+  [[maybe_unused]] const auto read = ::read(wake_.get(), &count, sizeof count);
+  while (true) {
+    UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!socket) return;
+    if (rendezvous_.size() >= kMaxRendezvous) continue;
+    auto rendezvous = Rendezvous::accept(
+        std::move(socket), [this](const SessionId& id) { return events_.find_session(id); },
+        poller_, host_, on_done());
+    if (rendezvous) rendezvous_.push_back(std::move(*rendezvous));
+  }
+}
+
+Rendezvous::Done LocalDomain::on_done() {
+  return [this](Rendezvous& rendezvous, Result<LocalLink> link) {
+    finish(rendezvous, std::move(link));
+  };
+}
+
+void LocalDomain::finish(Rendezvous& rendezvous, Result<LocalLink> link) {
+  const auto found = std::find_if(rendezvous_.begin(), rendezvous_.end(),
+                                  [&](const auto& known) { return known.get() == &rendezvous; });
+  ended_.push_back(std::move(*found));  // it is still running: destroyed with the next poll()
+  rendezvous_.erase(found);
+  events_.on_local_link(rendezvous.session(), std::move(link));
+}
+
+}  // namespace kvxfer::local

@@ -1,0 +1,65 @@
+// Shared memory between engines of one host.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "domain.hpp"
+#include "fabric/local/rendezvous.hpp"
+
+namespace kvxfer::local {
+
+// The owner of sessions and peers, above the fabric.
+class LocalEvents {
+ public:
+  virtual const Session* find_session(const SessionId& session) = 0;
+  // The rendezvous of a session has ended, for initiator and acceptor alike.
+  virtual void on_local_link(const SessionId& session, Result<LocalLink> link) = 0;
+
+ protected:
+  ~LocalEvents() = default;
+};
+
+class LocalDomain final : public Domain, private EventSink {
+ public:
+  static Result<std::unique_ptr<LocalDomain>> open(const EngineId& engine, Poller& poller,
+                                                   Reception reception, PathEvents& path_events,
+                                                   LocalEvents& events, std::size_t window_bytes);
+  ~LocalDomain() override;
+
+  std::string_view fabric() const override { return "local"; }
+  bool poll() override;
+  bool prepare_sleep() override;
+  void finish_sleep() override;
+  void forget_source(const MemoryRegion& region) override;
+
+  // on_local_link() follows, unless this fails at once.
+  Result<void> connect(const Session& session);
+  Result<std::unique_ptr<Path>> open_path(LocalLink link, std::string peer);
+  void close_path(const Path& path);
+  // Gives up on rendezvous that began before `deadline_ns`.
+  void expire(std::uint64_t deadline_ns);
+
+ private:
+  LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller, Reception reception,
+              PathEvents& path_events, LocalEvents& events, std::size_t window_bytes);
+
+  void on_events(std::uint32_t events) override;
+  void finish(Rendezvous& rendezvous, Result<LocalLink> link);
+  Rendezvous::Done on_done();
+
+  UniqueFd listener_;
+  UniqueFd wake_;
+  Poller& poller_;
+  Reception reception_;
+  PathEvents& path_events_;
+  LocalEvents& events_;
+  std::size_t window_bytes_;
+  LocalHost host_;
+  std::vector<LocalPath*> paths_;  // owned by their peers
+  std::vector<std::unique_ptr<Rendezvous>> rendezvous_;
+  std::vector<std::unique_ptr<Rendezvous>> ended_;  // until the next poll()
+};
+
+}  // namespace kvxfer::local

@@ -1,0 +1,277 @@
+#include "fabric/local/local_path.hpp"
+
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "fabric/local/region_message.hpp"
+#include "fabric/local/unix_socket.hpp"
+#include "refusal.hpp"
+
+namespace kvxfer::local {
+namespace {
+
+// Per call of poll(), so that heartbeats and other peers get their turn.
+constexpr std::uint64_t kPollBytes = 4u << 20;
+
+Error malformed(const char* what) {
+  return {Errc::protocol_error, std::string("the peer's descriptor ring is malformed: ") + what};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, std::string peer,
+                                                   std::size_t window_bytes, Poller& poller,
+                                                   Reception reception, PathEvents& events) {
+  std::unique_ptr<LocalPath> path(new LocalPath(std::move(link), std::move(peer), window_bytes,
+                                                poller, reception, events));
+  if (auto good = poller.add(path->socket_.get(), EPOLLIN, *path); !good) {
+    path->lost_ = true;
+    return good.error();
+  }
+  return path;
+}
+
+LocalPath::LocalPath(LocalLink link, std::string peer, std::size_t window_bytes, Poller& poller,
+                     Reception reception, PathEvents& events)
+    : socket_(std::move(link.socket)),
+      out_(std::move(link.out)),
+      in_(std::move(link.in)),
+      wake_peer_(std::move(link.wake_peer)),
+      source_(link.pid, std::move(link.pidfd)),
+      peer_reads_us_(link.peer_reads_us),
+      peer_(std::move(peer)),
+      window_bytes_(window_bytes),
+      poller_(poller),
+      reception_(reception),
+      events_(events) {}
+
+LocalPath::~LocalPath() {
+  // Before any source memory of ours can be used again: see RingMemory::revoked.
+  out_->revoked.store(1, std::memory_order_seq_cst);
+  if (!lost_) poller_.remove(socket_.get(), *this);
+}
+
+// --- sending ---------------------------------------------------------------------------------
+
+bool LocalPath::has_room() const {
+  return !lost_ && unacked_bytes_ < window_bytes_ && kRingSlots - (produced_ - reaped_) >= 2;
+}
+
+bool LocalPath::post(const OperationPtr& operation) {
+  BatchHead head{.key = operation->destination_key,
+                 .imm = operation->imm.value_or(0),
+                 .has_imm = operation->imm.has_value()};
+  const MemoryRegion* source = operation->source.get();
+  std::uint64_t base = 0;  // of an address over here, where the source is not shared
+  if (source && source->shareable()) {
+    const auto number = share(*source);
+    if (!number) return false;
+    head.from_region = 1;
+    head.region = *number;
+  } else if (source) {
+    base = reinterpret_cast<std::uint64_t>(source->data());
+  }
+
+  const auto& writes = operation->writes;
+  const std::size_t room = kRingSlots - (produced_ - reaped_) - 1;
+  const std::size_t limit = std::min<std::size_t>(room, kMaxBatchWrites);
+  const std::size_t first = operation->posted;
+  std::size_t end = first;
+  std::uint64_t bytes = 0;
+  while (end < writes.size() && end - first < limit &&
+         (end == first || bytes + writes[end].length <= kMaxBatchBytes)) {
+    const WireWrite& write = writes[end++];
+    out_.slot(produced_ + (end - first)).write = {base + write.source, write.destination,
+                                                  write.length, 0};
+    bytes += write.length;
+  }
+  head.count = static_cast<std::uint32_t>(end - first);
+  out_.slot(produced_).head = head;
+  const std::uint64_t next = produced_ + 1 + head.count;
+  unacked_.push_back({operation, end - first, bytes, produced_, next});
+  unacked_bytes_ += bytes;
+  produced_ = next;
+  operation->posted = end;
+  out_->produced.store(produced_, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (out_->consumer_sleeps.load(std::memory_order_relaxed) &&
+      out_->consumer_sleeps.exchange(0) != 0) {
+    wake_peer();
+  }
+  return true;
+}
+
+std::optional<std::uint32_t> LocalPath::share(const MemoryRegion& region) {
+  if (const auto known = shared_.find(region.key()); known != shared_.end()) return known->second;
+  const RegionMessage message{
+      .kind = RegionMessage::Kind::share, .number = next_number_, .size = region.size()};
+  const auto sent = send_message(socket_.get(), message.bytes(), {region.memfd()});
+  if (!sent || !*sent) return std::nullopt;  // a broken socket shows as an event
+  shared_.emplace(region.key(), next_number_);
+  return next_number_++;
+}
+
+void LocalPath::forget_source(const MemoryRegion& region) {
+  const auto known = shared_.find(region.key());
+  if (known == shared_.end()) return;
+  const RegionMessage message{
+      .kind = RegionMessage::Kind::forget, .number = known->second, .size = 0};
+  // If the socket is full the peer keeps its mapping until the path ends: no more than memory.
+  (void)send_message(socket_.get(), message.bytes(), {});
+  shared_.erase(known);
+}
+
+bool LocalPath::reap() {
+  if (unacked_.empty()) return false;
+  const std::uint64_t consumed = out_->consumed.load(std::memory_order_acquire);
+  bool moved = false;
+  while (!unacked_.empty() && consumed - unacked_.front().end <= kRingSlots) {
+    const Batch batch = std::move(unacked_.front());
+    unacked_.pop_front();
+    unacked_bytes_ -= batch.bytes;
+    reaped_ = batch.end;
+    const auto status = static_cast<Errc>(out_.slot(batch.head).head.status);
+    if (status == Errc::ok) {
+      reception_.stats.bytes_sent += batch.bytes;
+      reception_.stats.writes_sent += batch.writes;
+    }
+    events_.on_finished(batch.operation, batch.writes,
+                        status == Errc::ok ? Error{} : refusal(status, *batch.operation, peer_));
+    moved = true;
+  }
+  return moved;
+}
+
+// --- receiving -------------------------------------------------------------------------------
+
+bool LocalPath::consume() {
+  const std::uint64_t start = consumed_;
+  const std::uint64_t produced = in_->produced.load(std::memory_order_acquire);
+  if (produced - consumed_ > kRingSlots) {
+    lose(malformed("more entries than slots"));
+    return true;
+  }
+  std::uint64_t budget = kPollBytes;
+  while (consumed_ != produced && budget > 0 && !lost_) {
+    const BatchHead head = in_.slot(consumed_).head;
+    if (head.count == 0 || head.count > kMaxBatchWrites || head.count >= produced - consumed_) {
+      lose(malformed("a batch leaves the ring"));
+      break;
+    }
+    Errc status = Errc::ok;
+    const auto bytes = place(head, status);
+    if (!bytes) {
+      lose(bytes.error());
+      break;
+    }
+    budget -= std::min(budget, *bytes);
+    in_.slot(consumed_).head.status = static_cast<std::uint16_t>(status);
+    consumed_ += 1 + head.count;
+    in_->consumed.store(consumed_, std::memory_order_release);
+  }
+  if (consumed_ == start) return lost_;
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (in_->producer_sleeps.load(std::memory_order_relaxed) &&
+      in_->producer_sleeps.exchange(0) != 0) {
+    wake_peer();
+  }
+  return true;
+}
+
+Result<std::uint64_t> LocalPath::place(const BatchHead& head, Errc& status) {
+  Placement placement(reception_, head.key,
+                      head.has_imm ? std::optional<Imm>(head.imm) : std::nullopt);
+  // The message that shares a region was sent before the batch that uses it.
+  if (head.from_region && !source_.has_region(head.region)) receive_regions();
+  copies_.clear();
+  std::uint64_t bytes = 0;
+  for (std::uint32_t i = 1; i <= head.count; ++i) {
+    const WriteEntry entry = in_.slot(consumed_ + i).write;
+    bytes += entry.length;
+    std::byte* const destination = placement.target(entry.destination, entry.length);
+    if (!destination || entry.length == 0) continue;
+    const std::byte* source = reinterpret_cast<const std::byte*>(entry.source);
+    if (head.from_region) source = source_.in_region(head.region, entry.source, entry.length);
+    if (head.from_region && !source) {
+      placement.refuse(Errc::out_of_bounds);
+      break;
+    }
+    copies_.push_back({source, destination, entry.length});
+  }
+  if (bytes > kMaxBatchBytes) return malformed("an oversized batch");
+  if (placement.status() == Errc::ok && head.from_region) {
+    copy_pages(copies_);
+  } else if (placement.status() == Errc::ok && !copies_.empty()) {
+    const Errc read = source_.read(copies_);
+    if (read == Errc::peer_lost) return Error{read, "the peer process is gone"};
+    placement.refuse(read);
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (in_->revoked.load(std::memory_order_acquire)) {
+    return Error{Errc::peer_lost, "the peer closed the connection"};
+  }
+  placement.finish(head.count, bytes);
+  status = placement.status();
+  return bytes;
+}
+
+void LocalPath::receive_regions() {
+  while (!lost_) {
+    auto message = receive_message(socket_.get());
+    if (!message) return lose(message.error());
+    if (message->bytes.empty()) return;
+    const auto region = RegionMessage::parse(message->bytes);
+    if (region && region->kind == RegionMessage::Kind::forget) {
+      source_.remove_region(region->number);
+    } else if (region && message->descriptors.size() == 1) {
+      auto good =
+          source_.add_region(region->number, std::move(message->descriptors[0]), region->size);
+      if (!good) return lose(good.error());
+    } else {
+      return lose({Errc::protocol_error, "the peer sent a malformed region message"});
+    }
+  }
+}
+
+// --- both ------------------------------------------------------------------------------------
+
+bool LocalPath::poll() {
+  if (lost_) return false;
+  const bool consumed = consume();
+  return reap() || consumed;
+}
+
+bool LocalPath::prepare_sleep() {
+  if (lost_) return true;
+  in_->consumer_sleeps.store(1, std::memory_order_relaxed);
+  out_->producer_sleeps.store(unacked_.empty() ? 0 : 1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return in_->produced.load(std::memory_order_acquire) == consumed_ &&
+         (unacked_.empty() ||
+          out_->consumed.load(std::memory_order_acquire) < unacked_.front().end);
+}
+
+void LocalPath::finish_sleep() {
+  in_->consumer_sleeps.store(0, std::memory_order_relaxed);
+  out_->producer_sleeps.store(0, std::memory_order_relaxed);
+}
+
+void LocalPath::on_events(std::uint32_t) {
+  if (!lost_) receive_regions();
+}
+
+void LocalPath::wake_peer() {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(wake_peer_.get(), &one, sizeof one);
+}
+
+void LocalPath::lose(Error error) {
+  if (lost_) return;
+  lost_ = true;
+  poller_.remove(socket_.get(), *this);
+  events_.on_lost(*this, std::move(error));
+}
+
+}  // namespace kvxfer::local

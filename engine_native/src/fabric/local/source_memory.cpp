@@ -1,0 +1,84 @@
+#include "fabric/local/source_memory.hpp"
+
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include "aligned_mapping.hpp"
+
+namespace kvxfer::local {
+namespace {
+
+constexpr std::size_t kMaxIovecs = 1024;  // the kernel's limit for one call
+
+Errc read_error(int error) {
+  if (error == EPERM || error == ENOSYS) return Errc::permission_denied;
+  return error == ESRCH ? Errc::peer_lost : Errc::out_of_bounds;
+}
+
+}  // namespace
+
+Result<void> SourceMemory::add_region(std::uint32_t number, UniqueFd memfd, std::uint64_t size) {
+  struct stat status {};
+  if (size == 0 || !sealed_against_shrinking(memfd.get()) || ::fstat(memfd.get(), &status) != 0 ||
+      static_cast<std::uint64_t>(status.st_size) < size) {
+    return Error{Errc::protocol_error, "the peer shared a region that is not a sealed memfd"};
+  }
+  const std::byte* data = map_aligned(memfd.get(), size, PROT_READ);
+  if (!data) {
+    return Error{Errc::out_of_memory, "cannot map " + std::to_string(size) +
+                                          " bytes of the peer's memory: " + std::strerror(errno)};
+  }
+  regions_.insert_or_assign(number, Region{{data, Unmap{size}}, size});
+  return {};
+}
+
+const std::byte* SourceMemory::in_region(std::uint32_t number, std::uint64_t offset,
+                                         std::uint32_t length) const {
+  const auto found = regions_.find(number);
+  if (found == regions_.end()) return nullptr;
+  const Region& region = found->second;
+  if (offset > region.size || length > region.size - offset) return nullptr;
+  return region.data.get() + offset;
+}
+
+Errc SourceMemory::read(std::span<const PageCopy> copies) {
+  std::array<iovec, kMaxIovecs> local;
+  std::array<iovec, kMaxIovecs> remote;
+  while (!copies.empty()) {
+    const std::size_t count = std::min(copies.size(), kMaxIovecs);
+    std::size_t bytes = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      local[i] = {copies[i].destination, copies[i].length};
+      remote[i] = {const_cast<std::byte*>(copies[i].source), copies[i].length};
+      bytes += copies[i].length;
+    }
+    const ssize_t got = ::process_vm_readv(pid_, local.data(), count, remote.data(), count, 0);
+    if (got < 0) return read_error(errno);
+    // A short read stops at an address that is not mapped.
+    if (static_cast<std::size_t>(got) != bytes) {
+      return peer_alive() ? Errc::out_of_bounds : Errc::peer_lost;
+    }
+    copies = copies.subspan(count);
+  }
+  // Had the peer died, its process id could by now be somebody else's.
+  return peer_alive() ? Errc::ok : Errc::peer_lost;
+}
+
+bool SourceMemory::peer_alive() const {
+  pollfd exited{.fd = pidfd_.get(), .events = POLLIN, .revents = 0};
+  return ::poll(&exited, 1, 0) == 0;
+}
+
+void SourceMemory::Unmap::operator()(const std::byte* data) const {
+  ::munmap(const_cast<std::byte*>(data), size);
+}
+
+}  // namespace kvxfer::local

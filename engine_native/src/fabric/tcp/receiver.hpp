@@ -1,0 +1,67 @@
+// The receiving half of a lane: reads frames and places payload straight into its pages.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "fabric/tcp/wire.hpp"
+#include "placement.hpp"
+
+namespace kvxfer::tcp {
+
+// What the lane does with what was received.
+class FrameSink {
+ public:
+  virtual void on_batch_done(std::uint64_t sequence, Errc status) = 0;
+  virtual Result<void> on_ack(std::uint64_t sequence, Errc status) = 0;
+
+ protected:
+  ~FrameSink() = default;
+};
+
+class Receiver {
+ public:
+  Receiver(int fd, Reception& reception, FrameSink& sink)
+      : fd_(fd), reception_(reception), sink_(sink) {}
+
+  // Reads what is there, up to a budget that keeps lanes and heartbeats fair.
+  Result<void> pump();
+
+  void revoke_counter(Imm imm);
+  void revoke_region(std::uint64_t key);
+
+ private:
+  // True: go on; false: the socket is empty.
+  Result<bool> read_header();
+  Result<bool> read_descriptors();
+  Result<bool> read_payload();
+  Result<void> begin_batch();
+  void finish_batch();
+  Result<std::size_t> read(void* out, std::size_t size);
+
+  enum class State { header, descriptors, payload };
+
+  int fd_;
+  Reception& reception_;
+  FrameSink& sink_;
+
+  State state_ = State::header;
+  FrameHeader header_{};
+  std::size_t got_ = 0;  // bytes of the header or of the descriptors
+  std::vector<WriteDescriptor> descriptors_;
+  std::uint64_t sequence_ = 0;
+
+  std::optional<Placement> placement_;
+  std::uint64_t batch_bytes_ = 0;
+  std::uint64_t unread_ = 0;         // payload bytes of this batch
+  std::vector<iovec> iovecs_;        // where they go; not used once the batch is refused
+  std::size_t next_iovec_ = 0;
+  std::unique_ptr<std::byte[]> scratch_;  // where refused payload goes
+};
+
+}  // namespace kvxfer::tcp

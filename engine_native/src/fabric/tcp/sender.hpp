@@ -1,0 +1,60 @@
+// The sending half of a lane: batches of writes straight from their pages, and acknowledgements.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "domain.hpp"
+#include "fabric/tcp/wire.hpp"
+#include "refusal.hpp"
+
+namespace kvxfer::tcp {
+
+class Sender {
+ public:
+  Sender(int fd, std::size_t window_bytes) : fd_(fd), window_bytes_(window_bytes) {}
+
+  bool has_room() const { return !sending() && unacked_bytes_ < window_bytes_; }
+  // Whether bytes wait for the socket to become writable.
+  bool blocked() const { return sending() || !acks_.empty(); }
+
+  void post(const OperationPtr& operation);
+  void acknowledge(std::uint64_t sequence, Errc status);
+  // Writes until everything is out or the socket is full.
+  Result<void> flush();
+
+  // The peer finished all batches up to `sequence`; the last one with `status`.
+  Result<void> on_ack(std::uint64_t sequence, Errc status, std::string_view peer,
+                      PathEvents& events, EngineStats& stats);
+
+ private:
+  struct Batch {
+    OperationPtr operation;
+    std::size_t writes;
+    std::uint64_t bytes;
+  };
+
+  bool sending() const { return next_iovec_ < iovecs_.size(); }
+  void load_acks();
+
+  int fd_;
+  std::size_t window_bytes_;
+
+  // The frame, or the run of acks, that is being written.
+  FrameHeader header_{};
+  std::vector<WriteDescriptor> descriptors_;
+  std::vector<FrameHeader> sending_acks_;
+  std::vector<iovec> iovecs_;
+  std::size_t next_iovec_ = 0;
+
+  std::vector<FrameHeader> acks_;   // to be written between two batches
+  std::deque<Batch> unacked_;       // in order of sequence
+  std::uint64_t last_acked_ = 0;    // sequence of the batch before unacked_.front()
+  std::uint64_t unacked_bytes_ = 0;
+};
+
+}  // namespace kvxfer::tcp

@@ -1,0 +1,38 @@
+// One tcp lane of an engine: a stand-in for one NIC. Its paths are driven by the poller.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "domain.hpp"
+#include "fabric/tcp/tcp_path.hpp"
+
+namespace kvxfer::tcp {
+
+class TcpDomain final : public Domain {
+ public:
+  TcpDomain(Poller& poller, Reception reception, PathEvents& events, std::size_t window_bytes)
+      : poller_(poller), reception_(reception), events_(events), window_bytes_(window_bytes) {}
+
+  std::string_view fabric() const override { return "tcp"; }
+  bool poll() override { return false; }
+  bool prepare_sleep() override { return true; }
+  void finish_sleep() override {}
+  void forget_source(const MemoryRegion&) override {}
+
+  // Takes over a connected, authenticated socket.
+  Result<std::unique_ptr<Path>> open_path(UniqueFd socket, std::string peer) {
+    auto path = TcpPath::open(std::move(socket), std::move(peer), window_bytes_, poller_,
+                              reception_, events_);
+    if (!path) return path.error();
+    return std::unique_ptr<Path>(std::move(*path));
+  }
+
+ private:
+  Poller& poller_;
+  Reception reception_;
+  PathEvents& events_;
+  std::size_t window_bytes_;
+};
+
+}  // namespace kvxfer::tcp

@@ -1,0 +1,63 @@
+#include "fabric/tcp/tcp_path.hpp"
+
+namespace kvxfer::tcp {
+
+Result<std::unique_ptr<TcpPath>> TcpPath::open(UniqueFd socket, std::string peer,
+                                               std::size_t window_bytes, Poller& poller,
+                                               Reception reception, PathEvents& events) {
+  std::unique_ptr<TcpPath> path(
+      new TcpPath(std::move(socket), std::move(peer), window_bytes, poller, reception, events));
+  if (auto good = poller.add(path->socket_.get(), EPOLLIN, *path); !good) return good.error();
+  return path;
+}
+
+TcpPath::TcpPath(UniqueFd socket, std::string peer, std::size_t window_bytes, Poller& poller,
+                 Reception reception, PathEvents& events)
+    : socket_(std::move(socket)),
+      peer_(std::move(peer)),
+      poller_(poller),
+      reception_(reception),
+      events_(events),
+      sender_(socket_.get(), window_bytes),
+      receiver_(socket_.get(), reception_, *this) {}
+
+TcpPath::~TcpPath() { poller_.remove(socket_.get(), *this); }
+
+bool TcpPath::post(const OperationPtr& operation) {
+  sender_.post(operation);
+  flush();
+  return true;
+}
+
+void TcpPath::on_events(std::uint32_t events) {
+  if (lost_) return;
+  if (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) {
+    if (auto good = receiver_.pump(); !good) return lose(good.error());
+  }
+  flush();
+}
+
+void TcpPath::on_batch_done(std::uint64_t sequence, Errc status) {
+  sender_.acknowledge(sequence, status);
+}
+
+Result<void> TcpPath::on_ack(std::uint64_t sequence, Errc status) {
+  return sender_.on_ack(sequence, status, peer_, events_, reception_.stats);
+}
+
+void TcpPath::flush() {
+  if (lost_) return;
+  if (auto good = sender_.flush(); !good) return lose(good.error());
+  if (sender_.blocked() != waiting_for_room_) {
+    waiting_for_room_ = sender_.blocked();
+    poller_.modify(socket_.get(), waiting_for_room_ ? EPOLLIN | EPOLLOUT : EPOLLIN, *this);
+  }
+}
+
+void TcpPath::lose(const Error& error) {
+  lost_ = true;
+  poller_.remove(socket_.get(), *this);
+  events_.on_lost(*this, error);
+}
+
+}  // namespace kvxfer::tcp

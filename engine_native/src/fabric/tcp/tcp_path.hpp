@@ -1,0 +1,50 @@
+// One lane: an authenticated TCP connection between two tcp domains.
+#pragma once
+
+#include <string>
+
+#include "domain.hpp"
+#include "fabric/tcp/receiver.hpp"
+#include "fabric/tcp/sender.hpp"
+#include "fd.hpp"
+#include "poller.hpp"
+
+namespace kvxfer::tcp {
+
+class TcpPath final : public Path, private EventSink, private FrameSink {
+ public:
+  // Takes over a connected, authenticated, non-blocking socket.
+  static Result<std::unique_ptr<TcpPath>> open(UniqueFd socket, std::string peer,
+                                               std::size_t window_bytes, Poller& poller,
+                                               Reception reception, PathEvents& events);
+  ~TcpPath() override;
+
+  std::string_view fabric() const override { return "tcp"; }
+  bool reaches(const MemoryRegion*) const override { return true; }
+  bool has_room() const override { return !lost_ && sender_.has_room(); }
+  bool post(const OperationPtr& operation) override;
+  void revoke_counter(Imm imm) override { receiver_.revoke_counter(imm); }
+  void revoke_region(std::uint64_t key) override { receiver_.revoke_region(key); }
+
+ private:
+  TcpPath(UniqueFd socket, std::string peer, std::size_t window_bytes, Poller& poller,
+          Reception reception, PathEvents& events);
+
+  void on_events(std::uint32_t events) override;
+  void on_batch_done(std::uint64_t sequence, Errc status) override;
+  Result<void> on_ack(std::uint64_t sequence, Errc status) override;
+  void flush();
+  void lose(const Error& error);
+
+  UniqueFd socket_;
+  std::string peer_;
+  Poller& poller_;
+  Reception reception_;
+  PathEvents& events_;
+  Sender sender_;
+  Receiver receiver_;
+  bool waiting_for_room_ = false;  // EPOLLOUT is armed
+  bool lost_ = false;
+};
+
+}  // namespace kvxfer::tcp

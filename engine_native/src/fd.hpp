@@ -1,0 +1,32 @@
+// One owner per file descriptor.
+#pragma once
+
+#include <unistd.h>
+
+#include <utility>
+
+namespace kvxfer {
+
+class UniqueFd {
+ public:
+  UniqueFd() = default;
+  explicit UniqueFd(int fd) : fd_(fd) {}
+  UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  UniqueFd& operator=(UniqueFd&& other) noexcept {
+    UniqueFd(std::move(other)).swap(*this);
+    return *this;
+  }
+  ~UniqueFd() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  void reset() { UniqueFd().swap(*this); }
+  void swap(UniqueFd& other) noexcept { std::swap(fd_, other.fd_); }
+
+ private:
+  int fd_ = -1;
+};
+
+}  // namespace kvxfer

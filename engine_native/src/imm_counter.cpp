@@ -1,0 +1,111 @@
+#include "imm_counter.hpp"
+
+#include <string>
+
+#include "clock.hpp"
+
+namespace kvxfer {
+namespace {
+
+Imm make_imm(std::uint16_t generation, std::size_t slot) {
+  return static_cast<Imm>(generation) << 16 | static_cast<Imm>(slot);
+}
+
+Error stale(Imm imm) {
+  return {Errc::stale_counter, "counter " + std::to_string(imm) +
+                                   " is not live at this engine: it was released or never allocated"};
+}
+
+}  // namespace
+
+Result<Imm> ImmCounters::allocate() {
+  const std::lock_guard lock(mutex_);
+  std::size_t index = 0;
+  if (free_.size() > 0 && slots_.size() >= kSlotsBeforeReuse) {
+    index = free_.front();
+    free_.pop_front();
+  } else if (slots_.size() < kMaxSlots) {
+    index = slots_.size();
+    slots_.emplace_back();
+  } else {
+    return Error{Errc::out_of_memory,
+                 "all 65536 counters are in use; release counters of finished transfers"};
+  }
+  Slot& slot = slots_[index];
+  slot.live = true;
+  return make_imm(slot.generation, index);
+}
+
+std::uint64_t ImmCounters::value(Imm imm) const {
+  const std::lock_guard lock(mutex_);
+  const Slot* slot = find(imm);
+  return slot ? slot->count : 0;
+}
+
+bool ImmCounters::live(Imm imm) const {
+  const std::lock_guard lock(mutex_);
+  return find(imm) != nullptr;
+}
+
+Result<void> ImmCounters::expect(Imm imm, std::uint64_t total) {
+  const std::lock_guard lock(mutex_);
+  Slot* slot = find(imm);
+  if (!slot) return stale(imm);
+  slot->total = total;
+  complete_if_reached(imm, *slot);
+  return {};
+}
+
+void ImmCounters::add(Imm imm, std::uint64_t arrived) {
+  const std::lock_guard lock(mutex_);
+  Slot* slot = find(imm);
+  if (!slot) return;
+  slot->count += arrived;
+  slot->last_arrival_ns = now_ns();
+  complete_if_reached(imm, *slot);
+}
+
+void ImmCounters::release(Imm imm) {
+  const std::lock_guard lock(mutex_);
+  Slot* slot = find(imm);
+  if (!slot) return;
+  if (slot->total) {
+    completions_.push({.kind = Completion::Kind::counter,
+                       .id = imm,
+                       .code = Errc::stale_counter,
+                       .text = "counter " + std::to_string(imm) + " was released at " +
+                               std::to_string(slot->count) + " of " +
+                               std::to_string(*slot->total) + " writes"});
+  }
+  std::uint16_t next = static_cast<std::uint16_t>(slot->generation + 1);
+  *slot = Slot{.generation = next == 0 ? std::uint16_t{1} : next};
+  free_.push_back(static_cast<std::uint16_t>(slot - slots_.data()));
+}
+
+const ImmCounters::Slot* ImmCounters::find(Imm imm) const {
+  const std::size_t index = imm & 0xffff;
+  if (index >= slots_.size()) return nullptr;
+  const Slot& slot = slots_[index];
+  return slot.live && slot.generation == imm >> 16 ? &slot : nullptr;
+}
+
+ImmCounters::Slot* ImmCounters::find(Imm imm) {
+  return const_cast<Slot*>(std::as_const(*this).find(imm));
+}
+
+void ImmCounters::complete_if_reached(Imm imm, Slot& slot) {
+  if (!slot.total || slot.count < *slot.total) return;
+  Completion completion{.kind = Completion::Kind::counter,
+                        .id = imm,
+                        .timestamp_ns = slot.last_arrival_ns};
+  if (slot.count > *slot.total) {
+    completion.code = Errc::protocol_error;
+    completion.text = "counter " + std::to_string(imm) + " stands at " +
+                      std::to_string(slot.count) + " writes, but " + std::to_string(*slot.total) +
+                      " were announced";
+  }
+  slot.total.reset();
+  completions_.push(std::move(completion));
+}
+
+}  // namespace kvxfer

@@ -1,0 +1,85 @@
+#include "memory_region.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include "aligned_mapping.hpp"
+#include "random.hpp"
+
+namespace kvxfer {
+namespace {
+
+Error cannot_allocate(std::size_t bytes) {
+  return {Errc::out_of_memory, "cannot allocate " + std::to_string(bytes) +
+                                   " bytes of shareable memory: " + std::strerror(errno) +
+                                   "; free memory or raise the memory and open files limits"};
+}
+
+}  // namespace
+
+Result<RegionPtr> MemoryRegion::allocate(EngineId engine, std::size_t bytes) {
+  if (bytes == 0 || bytes > std::size_t{1} << 46) {
+    return Error{Errc::invalid_argument, "cannot allocate a region of " + std::to_string(bytes) +
+                                             " bytes; ask for 1 byte to 64 TiB"};
+  }
+  const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const std::size_t mapped = (bytes + page - 1) / page * page;
+  UniqueFd memfd(::memfd_create("kvxfer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!memfd || ::ftruncate(memfd.get(), static_cast<off_t>(mapped)) != 0 ||
+      ::fcntl(memfd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    return cannot_allocate(bytes);
+  }
+  std::byte* data = map_aligned(memfd.get(), mapped, PROT_READ | PROT_WRITE);
+  if (!data) return cannot_allocate(bytes);
+  return RegionPtr(new MemoryRegion(engine, data, bytes, std::move(memfd)));
+}
+
+Result<RegionPtr> MemoryRegion::wrap(EngineId engine, void* address, std::size_t bytes) {
+  if (!address || bytes == 0 || reinterpret_cast<std::uintptr_t>(address) + bytes < bytes) {
+    return Error{Errc::invalid_argument,
+                 "cannot register " + std::to_string(bytes) + " bytes at address " +
+                     std::to_string(reinterpret_cast<std::uintptr_t>(address)) +
+                     "; pass memory of at least 1 byte"};
+  }
+  return RegionPtr(new MemoryRegion(engine, static_cast<std::byte*>(address), bytes, UniqueFd()));
+}
+
+MemoryRegion::MemoryRegion(EngineId engine, std::byte* data, std::size_t size, UniqueFd memfd)
+    : engine_(engine), data_(data), size_(size), memfd_(std::move(memfd)) {
+  random_bytes(&key_, sizeof key_);
+}
+
+MemoryRegion::~MemoryRegion() {
+  if (!memfd_) return;
+  const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  ::munmap(data_, (size_ + page - 1) / page * page);
+}
+
+MrDescriptor MemoryRegion::descriptor() const {
+  return {.engine = engine_,
+          .key = key_,
+          .address = reinterpret_cast<std::uint64_t>(data_),
+          .length = size_};
+}
+
+void RegionTable::insert(const RegionPtr& region) {
+  const std::lock_guard lock(mutex_);
+  regions_.emplace(region->key(), region);
+}
+
+bool RegionTable::erase(std::uint64_t key) {
+  const std::lock_guard lock(mutex_);
+  return regions_.erase(key) > 0;
+}
+
+RegionPtr RegionTable::find(std::uint64_t key) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = regions_.find(key);
+  return found == regions_.end() ? nullptr : found->second;
+}
+
+}  // namespace kvxfer

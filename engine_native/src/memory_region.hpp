@@ -1,0 +1,59 @@
+// Registered memory: what this engine sends from and what peers may write into.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "fd.hpp"
+#include "kvxfer/types.hpp"
+
+namespace kvxfer {
+
+// Immutable after creation; shared by its handle, the table and the operations that read it.
+class MemoryRegion {
+ public:
+  // Memory of our own in a sealed memfd, so that a peer on this host can map it safely: it can
+  // neither shrink nor grow under the peer. Huge pages are asked for.
+  static Result<std::shared_ptr<MemoryRegion>> allocate(EngineId engine, std::size_t bytes);
+  static Result<std::shared_ptr<MemoryRegion>> wrap(EngineId engine, void* address,
+                                                    std::size_t bytes);
+  ~MemoryRegion();
+  MemoryRegion(const MemoryRegion&) = delete;
+  MemoryRegion& operator=(const MemoryRegion&) = delete;
+
+  std::byte* data() const { return data_; }
+  std::size_t size() const { return size_; }
+  std::uint64_t key() const { return key_; }
+  bool shareable() const { return static_cast<bool>(memfd_); }
+  int memfd() const { return memfd_.get(); }
+  MrDescriptor descriptor() const;
+
+ private:
+  MemoryRegion(EngineId engine, std::byte* data, std::size_t size, UniqueFd memfd);
+
+  EngineId engine_;
+  std::byte* data_;
+  std::size_t size_;
+  std::uint64_t key_;  // random: knowing it is the permission to write
+  UniqueFd memfd_;     // owns the mapping where set
+};
+
+using RegionPtr = std::shared_ptr<MemoryRegion>;
+
+// The regions that peers may write into, by key. Any thread.
+class RegionTable {
+ public:
+  void insert(const RegionPtr& region);
+  // False if it was not there.
+  bool erase(std::uint64_t key);
+  RegionPtr find(std::uint64_t key) const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<std::uint64_t, RegionPtr> regions_;
+};
+
+}  // namespace kvxfer

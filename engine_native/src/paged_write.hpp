@@ -1,0 +1,19 @@
+// From page lists to writes on the wire: checks every page and joins neighbours. Pure functions.
+#pragma once
+
+#include <vector>
+
+#include "kvxfer/types.hpp"
+#include "operation.hpp"
+
+namespace kvxfer {
+
+// Pages that follow each other on both sides become one write; writes longer than kMaxWriteBytes
+// are split. Fails with out-of-bounds or invalid-argument, naming the first bad page.
+Result<std::vector<WireWrite>> plan_pages(const PagedWrite& pages, std::uint64_t source_size,
+                                          std::uint64_t destination_size);
+
+Result<std::vector<WireWrite>> plan_single(const SingleWrite& write, std::uint64_t source_size,
+                                           std::uint64_t destination_size);
+
+}  // namespace kvxfer

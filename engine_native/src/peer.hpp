@@ -1,0 +1,121 @@
+// One connected peer engine: its control stream, its paths, and the operations queued for it.
+// Engine thread only, except PeerHandle.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bootstrap/handshake.hpp"
+#include "bootstrap/stream.hpp"
+#include "domain.hpp"
+#include "kvxfer/types.hpp"
+#include "operation.hpp"
+
+namespace kvxfer {
+
+class Peer;
+
+// What caller threads need to know of a peer before they queue something for it.
+struct PeerHandle {
+  PeerId id = 0;
+  EngineId engine;
+  std::string label;  // for error texts
+  std::atomic<bool> up = false;
+  std::atomic<std::uint64_t> queued_writes = 0;
+  std::atomic<std::uint64_t> queued_message_bytes = 0;
+};
+
+// On the control stream; part of the protocol.
+enum class ControlFrame : std::uint8_t {
+  heartbeat = 1,
+  message = 2,
+  paths = 3,  // the initiator has opened this many paths
+  ready = 4,  // the acceptor sees them
+  goodbye = 5,
+};
+
+class PeerEvents {
+ public:
+  virtual void on_up(Peer& peer) = 0;
+  virtual void on_message(Peer& peer, std::string data) = 0;
+  // The peer must be closed; called at most once, never from within close().
+  virtual void on_peer_lost(Peer& peer, Error error) = 0;
+
+ protected:
+  ~PeerEvents() = default;
+};
+
+class Peer final : public StreamOwner {
+ public:
+  enum class State { opening, announced, up, lost };
+
+  Peer(PeerId id, std::unique_ptr<Stream> stream, Session session, std::uint64_t deadline_ns,
+       PeerEvents& events);
+
+  PeerId id() const { return handle_->id; }
+  State state() const { return state_; }
+  bool up() const { return state_ == State::up; }
+  bool was_up() const { return was_up_; }
+  const Session& session() const { return session_; }
+  const std::string& label() const { return handle_->label; }
+  const std::shared_ptr<PeerHandle>& handle() const { return handle_; }
+  // The fabric that most writes take.
+  std::string fabric() const;
+
+  // --- set-up. The initiator opens paths, then announces them; the acceptor confirms.
+  void add_path(std::unique_ptr<Path> path, std::uint32_t lane);
+  bool has_lane(std::uint32_t lane) const;
+  const std::vector<std::unique_ptr<Path>>& paths() const { return paths_; }
+  void announce_paths();
+  void add_waiter(OperationId connect) { waiters_.push_back(connect); }
+  std::vector<OperationId> take_waiters() { return std::exchange(waiters_, {}); }
+  unsigned lanes_to_open = 0;  // initiator: dials that have not ended
+  EngineAddress address;       // initiator: where lanes are dialed
+
+  // --- running
+  void queue(OperationPtr operation) { backlog_.push_back(std::move(operation)); }
+  bool has_backlog() const { return !backlog_.empty(); }
+  // Posts as much as the paths take; returns whether anything was posted.
+  bool pump();
+  void send_message(std::string data);
+  // Sends a heartbeat and looks at the peer's. `stalled_ns`: how long this engine itself did not
+  // run, which must not be held against the peer.
+  void tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout);
+
+  // The fence. Afterwards nothing of the peer lands here.
+  void close_paths() { paths_.clear(); }
+  void say_goodbye();
+  void lose(Error error);
+
+ private:
+  void on_input(std::string& in) override;
+  void on_sent(std::size_t bytes) override;
+  void on_stream_lost(Error error) override;
+  void handle_frame(ControlFrame type, std::string payload);
+  void send_frame(ControlFrame type, std::string_view payload);
+  void come_up();
+  Path* path_for(const Operation& operation);
+
+  std::shared_ptr<PeerHandle> handle_;
+  std::unique_ptr<Stream> stream_;
+  Session session_;
+  std::uint64_t deadline_ns_;  // for the set-up
+  PeerEvents& events_;
+  State state_ = State::opening;
+  bool was_up_ = false;  // on_up() was reported
+  std::uint64_t last_heard_ns_;
+  std::vector<std::unique_ptr<Path>> paths_;
+  std::vector<std::uint32_t> lanes_;  // of paths_, in the same order
+  std::size_t next_path_ = 0;         // round robin
+  std::deque<OperationPtr> backlog_;
+  std::vector<OperationId> waiters_;
+};
+
+// The lane number of the local path.
+inline constexpr std::uint32_t kLocalPathLane = 0xffffffff;
+
+}  // namespace kvxfer

@@ -1,0 +1,55 @@
+#include "placement.hpp"
+
+namespace kvxfer {
+
+Placement::Placement(Reception& reception, std::uint64_t key, std::optional<Imm> imm)
+    : reception_(&reception), key_(key), imm_(imm) {
+  if (imm_ && !reception.counters.live(*imm_)) {
+    status_ = Errc::stale_counter;
+    return;
+  }
+  region_ = reception.regions.find(key);
+}
+
+std::byte* Placement::target(std::uint64_t offset, std::uint32_t length) {
+  if (status_ != Errc::ok) return nullptr;
+  if (!region_) {
+    if (length > 0 || !imm_) status_ = Errc::unknown_region;  // an immediate alone needs none
+    return nullptr;
+  }
+  if (offset > region_->size() || length > region_->size() - offset) {
+    status_ = Errc::out_of_bounds;
+    return nullptr;
+  }
+  return region_->data() + offset;
+}
+
+void Placement::finish(std::uint64_t writes, std::uint64_t bytes) {
+  if (status_ != Errc::ok) {
+    reception_->stats.writes_refused += writes;
+    return;
+  }
+  reception_->stats.writes_received += writes;
+  reception_->stats.bytes_received += bytes;
+  if (imm_) reception_->counters.add(*imm_, writes);
+}
+
+void Placement::refuse(Errc status) {
+  if (status_ == Errc::ok) status_ = status;
+}
+
+void Placement::revoke_counter(Imm imm) {
+  if (status_ == Errc::ok && imm_ == imm) {
+    status_ = Errc::stale_counter;
+    region_.reset();
+  }
+}
+
+void Placement::revoke_region(std::uint64_t key) {
+  if (status_ == Errc::ok && region_ && key_ == key) {
+    status_ = Errc::unknown_region;
+    region_.reset();
+  }
+}
+
+}  // namespace kvxfer

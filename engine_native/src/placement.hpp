@@ -1,0 +1,38 @@
+// Whether, and where, an arriving batch may be placed; the same rules on every fabric whose
+// receiver places the bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "domain.hpp"
+
+namespace kvxfer {
+
+// One batch: all its writes go to one region under one immediate. It is placed while it is
+// granted; once it is not, its remaining bytes must be dropped and nothing is counted.
+class Placement {
+ public:
+  Placement(Reception& reception, std::uint64_t key, std::optional<Imm> imm);
+
+  // Where this write goes; null once the batch is refused.
+  std::byte* target(std::uint64_t offset, std::uint32_t length);
+  // Ends the batch: counts its immediates if it is still granted.
+  void finish(std::uint64_t writes, std::uint64_t bytes);
+
+  // The batch cannot be placed for a reason of the fabric's own.
+  void refuse(Errc status);
+  void revoke_counter(Imm imm);
+  void revoke_region(std::uint64_t key);
+  Errc status() const { return status_; }
+
+ private:
+  Reception* reception_;
+  std::uint64_t key_;
+  std::optional<Imm> imm_;
+  RegionPtr region_;
+  Errc status_ = Errc::ok;
+};
+
+}  // namespace kvxfer

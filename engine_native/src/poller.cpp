@@ -1,0 +1,70 @@
+#include "poller.hpp"
+
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace kvxfer {
+
+Result<Poller> Poller::create() {
+  UniqueFd epoll(::epoll_create1(EPOLL_CLOEXEC));
+  UniqueFd wake(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  epoll_event event{.events = EPOLLIN, .data = {.ptr = nullptr}};
+  if (!epoll || !wake || ::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, wake.get(), &event) != 0) {
+    return Error{Errc::out_of_memory, std::string("cannot create the engine's epoll set: ") +
+                                          std::strerror(errno) + "; raise the open files limit"};
+  }
+  return Poller(std::move(epoll), std::move(wake));
+}
+
+Result<void> Poller::add(int fd, std::uint32_t events, EventSink& sink) {
+  epoll_event event{.events = events, .data = {.ptr = &sink}};
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+    return Error{Errc::out_of_memory,
+                 std::string("cannot watch a descriptor: ") + std::strerror(errno)};
+  }
+  return {};
+}
+
+void Poller::modify(int fd, std::uint32_t events, EventSink& sink) {
+  epoll_event event{.events = events, .data = {.ptr = &sink}};
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &event);
+}
+
+void Poller::remove(int fd, EventSink& sink) {
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+  for (int i = 0; i < ready_count_; ++i) {
+    if (ready_[i].data.ptr == &sink) ready_[i].events = 0;
+  }
+}
+
+bool Poller::poll(std::uint64_t timeout_ns) {
+  const timespec timeout{.tv_sec = static_cast<time_t>(timeout_ns / 1'000'000'000u),
+                         .tv_nsec = static_cast<long>(timeout_ns % 1'000'000'000u)};
+  ready_count_ = std::max(
+      0, ::epoll_pwait2(epoll_.get(), ready_.data(), static_cast<int>(ready_.size()), &timeout,
+                        nullptr));
+  bool dispatched = false;
+  for (int i = 0; i < ready_count_; ++i) {
+    const auto event = ready_[i];
+    if (event.events == 0) continue;
+    if (event.data.ptr == nullptr) {
+      std::uint64_t count = 0;
+      [[maybe_unused]] const auto read = ::read(wake_.get(), &count, sizeof count);
+      continue;
+    }
+    static_cast<EventSink*>(event.data.ptr)->on_events(event.events);
+    dispatched = true;
+  }
+  ready_count_ = 0;
+  return dispatched;
+}
+
+void Poller::wake() const {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(wake_.get(), &one, sizeof one);
+}
+
+}  // namespace kvxfer

@@ -1,0 +1,47 @@
+// epoll with owners: every descriptor belongs to one EventSink. Engine thread only, except wake().
+#pragma once
+
+#include <sys/epoll.h>
+
+#include <array>
+#include <cstdint>
+
+#include "fd.hpp"
+#include "kvxfer/error.hpp"
+
+namespace kvxfer {
+
+class EventSink {
+ public:
+  // `events` as epoll reports them (EPOLLIN, EPOLLOUT, EPOLLERR, …).
+  virtual void on_events(std::uint32_t events) = 0;
+
+ protected:
+  ~EventSink() = default;
+};
+
+class Poller {
+ public:
+  static Result<Poller> create();
+
+  Result<void> add(int fd, std::uint32_t events, EventSink& sink);
+  void modify(int fd, std::uint32_t events, EventSink& sink);
+  // After this the sink is not called again, not even for events that are already fetched.
+  void remove(int fd, EventSink& sink);
+
+  // Dispatches what is ready; sleeps up to timeout_ns for it. Returns whether a sink was called.
+  bool poll(std::uint64_t timeout_ns);
+
+  // Ends a sleep of poll(); any thread.
+  void wake() const;
+
+ private:
+  Poller(UniqueFd epoll, UniqueFd wake) : epoll_(std::move(epoll)), wake_(std::move(wake)) {}
+
+  UniqueFd epoll_;
+  UniqueFd wake_;
+  std::array<epoll_event, 64> ready_{};
+  int ready_count_ = 0;
+};
+
+}  // namespace kvxfer

@@ -1,0 +1,27 @@
+#include "refusal.hpp"
+
+#include <string>
+
+namespace kvxfer {
+
+Error refusal(Errc status, const Operation& operation, std::string_view peer) {
+  const std::string at = " at peer " + std::string(peer);
+  switch (status) {
+    case Errc::unknown_region:
+      return {status, "write refused: no memory region with this key is registered" + at +
+                          "; the descriptor is foreign, or the region was deregistered"};
+    case Errc::out_of_bounds:
+      return {status, "write refused: it leaves the destination region" + at +
+                          ", or its source memory is no longer mapped"};
+    case Errc::stale_counter:
+      return {status, "write refused: counter " + std::to_string(operation.imm.value_or(0)) +
+                          " is not live" + at + "; its transfer was cancelled or has ended"};
+    case Errc::permission_denied:
+      return {status, "write failed: the operating system does not let peer " + std::string(peer) +
+                          " read this process's memory"};
+    default:
+      return {status, "write refused with " + std::string(name(status)) + at};
+  }
+}
+
+}  // namespace kvxfer

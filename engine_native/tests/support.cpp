@@ -1,0 +1,89 @@
+#include "support.hpp"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
+
+#include "clock.hpp"
+
+namespace kvxfer::test {
+
+EngineOptions options_for(const std::string& fabric, const std::string& name) {
+  EngineOptions options;
+  options.cluster_key = "a key for the tests only";
+  options.name = name;
+  options.local = fabric == "local";
+  options.tcp = fabric == "tcp";
+  return options;
+}
+
+TestEngine::TestEngine(EngineOptions options)
+    : engine_(good(TransferEngine::create(std::move(options)))) {}
+
+Completion TestEngine::await(const std::function<bool(const Completion&)>& fits) {
+  const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(kDeadline.count());
+  while (true) {
+    for (auto& completion : engine_->drain()) seen_.push_back(std::move(completion));
+    const auto found = std::find_if(seen_.begin(), seen_.end(), fits);
+    if (found != seen_.end()) {
+      Completion completion = std::move(*found);
+      seen_.erase(found);
+      return completion;
+    }
+    const std::uint64_t now = now_ns();
+    REQUIRE_MESSAGE(now < deadline, "no such completion before the deadline");
+    pollfd event{.fd = engine_->event_fd(), .events = POLLIN, .revents = 0};
+    ::poll(&event, 1, static_cast<int>((deadline - now) / 1'000'000 + 1));
+  }
+}
+
+Completion TestEngine::await(Completion::Kind kind, std::uint64_t id) {
+  return await([&](const Completion& c) { return c.kind == kind && c.id == id; });
+}
+
+Completion TestEngine::await(Completion::Kind kind) {
+  return await([&](const Completion& c) { return c.kind == kind; });
+}
+
+PeerId TestEngine::connect_to(TestEngine& other) {
+  const auto id = engine_->connect(other->address(), kDeadline);
+  const Completion completion = await(Completion::Kind::connect, id);
+  REQUIRE_MESSAGE(completion.code == Errc::ok, completion.text);
+  return completion.peer;
+}
+
+Pair::Pair(const std::string& fabric, unsigned lanes)
+    : writer([&] {
+        auto options = options_for(fabric, "writer");
+        options.lanes = lanes;
+        return options;
+      }()),
+      reader(options_for(fabric, "reader")),
+      to_reader(writer.connect_to(reader)),
+      to_writer(reader.await(Completion::Kind::peer_up).peer) {}
+
+Random::Random() {
+  const char* given = std::getenv("KVXFER_TEST_SEED");
+  seed = given ? std::strtoull(given, nullptr, 10) : std::random_device{}();
+  engine.seed(seed);
+}
+
+std::uint64_t Random::below(std::uint64_t end) {
+  return std::uniform_int_distribution<std::uint64_t>(0, end - 1)(engine);
+}
+
+std::vector<std::int64_t> Random::distinct_pages(std::size_t count, std::size_t pool) {
+  std::vector<std::int64_t> pages(pool);
+  std::iota(pages.begin(), pages.end(), 0);
+  std::shuffle(pages.begin(), pages.end(), engine);
+  pages.resize(count);
+  return pages;
+}
+
+void Random::fill(std::byte* data, std::size_t size) {
+  for (std::size_t i = 0; i < size; ++i) data[i] = static_cast<std::byte>(engine());
+}
+
+}  // namespace kvxfer::test

@@ -1,0 +1,71 @@
+// What the engine's tests share: connected engines, waiting for completions, random pages.
+#pragma once
+
+#include <doctest/doctest.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kvxfer/engine.hpp"
+#include "memory_region.hpp"
+
+namespace kvxfer::test {
+
+inline constexpr Duration kDeadline = std::chrono::seconds(20);
+
+EngineOptions options_for(const std::string& fabric, const std::string& name);
+
+// An engine and the completions that nobody has asked for yet.
+class TestEngine {
+ public:
+  explicit TestEngine(EngineOptions options);
+
+  TransferEngine& operator*() { return *engine_; }
+  TransferEngine* operator->() { return engine_.get(); }
+
+  // The first completion that fits; fails the test if none comes.
+  Completion await(const std::function<bool(const Completion&)>& fits);
+  Completion await(Completion::Kind kind, std::uint64_t id);
+  Completion await(Completion::Kind kind);
+  // Connects and returns the peer's id here.
+  PeerId connect_to(TestEngine& other);
+
+ private:
+  std::unique_ptr<TransferEngine> engine_;
+  std::vector<Completion> seen_;
+};
+
+// Two connected engines over one fabric; `writer` was the initiator.
+struct Pair {
+  explicit Pair(const std::string& fabric, unsigned lanes = 2);
+  TestEngine writer;
+  TestEngine reader;
+  PeerId to_reader;
+  PeerId to_writer;
+};
+
+// Prints its seed when a test fails.
+struct Random {
+  Random();
+  std::uint64_t below(std::uint64_t end);
+  std::vector<std::int64_t> distinct_pages(std::size_t count, std::size_t pool);
+  void fill(std::byte* data, std::size_t size);
+  std::uint64_t seed;
+  std::mt19937_64 engine;
+};
+
+template <class T>
+T good(Result<T> result) {
+  if (!result) FAIL(result.error().text);
+  return std::move(*result);
+}
+inline void good(Result<void> result) {
+  if (!result) FAIL(result.error().text);
+}
+
+}  // namespace kvxfer::test

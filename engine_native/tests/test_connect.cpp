@@ -1,0 +1,112 @@
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+using Kind = Completion::Kind;
+
+namespace {
+
+Completion try_connect(TestEngine& engine, const EngineAddress& address,
+                       Duration timeout = std::chrono::milliseconds(500)) {
+  const auto id = engine->connect(address, timeout);
+  return engine.await(Kind::connect, id);
+}
+
+}  // namespace
+
+TEST_CASE("a wrong cluster key is refused by name on both sides") {
+  auto options = options_for("tcp", "stranger");
+  options.cluster_key = "another key, not the cluster's";
+  TestEngine stranger(std::move(options));
+  TestEngine member(options_for("tcp", "member"));
+  CHECK(try_connect(stranger, member->address()).code == Errc::authentication_failed);
+  CHECK(member->stats().peers == 0);
+}
+
+TEST_CASE("a restarted engine is not taken for the old one") {
+  TestEngine client(options_for("tcp", "client"));
+  auto options = options_for("tcp", "server");
+  EngineAddress old_address;
+  {
+    TestEngine before(options);
+    old_address = before->address();
+  }
+  options.port = old_address.port;
+  TestEngine after(options);
+  CHECK(try_connect(client, old_address).code == Errc::peer_restarted);
+  CHECK(try_connect(client, after->address()).code == Errc::ok);
+}
+
+TEST_CASE("connecting to nobody fails by name") {
+  TestEngine client(options_for("tcp", "client"));
+  EngineAddress address = client->address();
+  address.engine.bytes[0] ^= 1;
+  {
+    TestEngine gone(options_for("tcp", "gone"));
+    address.port = gone->address().port;
+  }
+  const auto done = try_connect(client, address);
+  CHECK(done.code == Errc::connect_failed);
+  CHECK(done.text.find(address.text()) != std::string::npos);
+}
+
+TEST_CASE("engines without a common fabric say so") {
+  TestEngine a(options_for("tcp", "a"));
+  TestEngine b(options_for("local", "b"));
+  const auto done = try_connect(a, b->address());
+  CHECK(done.code == Errc::connect_failed);
+  CHECK(done.text.find("fabric") != std::string::npos);
+}
+
+TEST_CASE("one host prefers local, and a second connect gives the same peer") {
+  auto options = options_for("tcp", "a");
+  options.local = true;
+  TestEngine a(options);
+  options.name = "b";
+  TestEngine b(options);
+  const PeerId first = a.connect_to(b);
+  CHECK(a.connect_to(b) == first);
+  CHECK(a.await(Kind::peer_up).fabric == "local");
+  CHECK(b.await(Kind::peer_up).fabric == "local");
+}
+
+TEST_CASE("unequal lane counts connect and carry writes both ways") {
+  auto options = options_for("tcp", "a");
+  options.lanes = 5;
+  TestEngine a(options);
+  options.lanes = 1;
+  options.name = "b";
+  TestEngine b(options);
+  const PeerId to_b = a.connect_to(b);
+  const PeerId to_a = b.await(Kind::peer_up).peer;
+  const auto at_a = good(a->allocate(1 << 20));
+  const auto at_b = good(b->allocate(1 << 20));
+  const auto there =
+      good(a->write(to_b, at_a, at_b->descriptor(), {.length = 1 << 20}, std::nullopt, kDeadline));
+  const auto back =
+      good(b->write(to_a, at_b, at_a->descriptor(), {.length = 1 << 20}, std::nullopt, kDeadline));
+  CHECK(a.await(Kind::write, there.id).code == Errc::ok);
+  CHECK(b.await(Kind::write, back.id).code == Errc::ok);
+}
+
+TEST_CASE("bad options are refused by name") {
+  const auto refused = [](auto change) {
+    auto options = options_for("tcp", "bad");
+    change(options);
+    const auto engine = TransferEngine::create(options);
+    REQUIRE(!engine);
+    return engine.error().code;
+  };
+  CHECK(refused([](auto& o) { o.cluster_key = "short"; }) == Errc::invalid_argument);
+  CHECK(refused([](auto& o) { o.tcp = false; }) == Errc::invalid_argument);
+  CHECK(refused([](auto& o) { o.lanes = 0; }) == Errc::invalid_argument);
+  CHECK(refused([](auto& o) { o.host = "not a host"; }) == Errc::invalid_argument);
+  CHECK(refused([](auto& o) { o.peer_timeout = Duration(1); }) == Errc::invalid_argument);
+  TestEngine taken(options_for("tcp", "taken"));
+  CHECK(refused([&](auto& o) { o.port = taken->address().port; }) == Errc::address_in_use);
+}
+
+TEST_CASE("an engine cannot connect to itself, and says so") {
+  TestEngine alone(options_for("tcp", "alone"));
+  CHECK(try_connect(alone, alone->address()).code == Errc::invalid_argument);
+}

@@ -1,0 +1,98 @@
+// What a survivor sees. Crashed and frozen processes are tested from Python, with real processes.
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+using Kind = Completion::Kind;
+
+TEST_CASE("a peer that closes ends all operations with peer-lost and is then unknown") {
+  for (const char* fabric : {"tcp", "local"}) {
+    CAPTURE(fabric);
+    TestEngine writer(options_for(fabric, "writer"));
+    const auto source = good(writer->allocate(64u << 20));
+    std::vector<OperationId> operations;
+    PeerId peer = 0;
+    {
+      TestEngine reader(options_for(fabric, "reader"));
+      peer = writer.connect_to(reader);
+      const auto destination = good(reader->allocate(64u << 20));
+      for (int i = 0; i < 20; ++i) {
+        operations.push_back(good(writer->write(peer, source, destination->descriptor(),
+                                                {.length = 64u << 20}, std::nullopt, kDeadline))
+                                 .id);
+      }
+    }
+    bool lost = false;
+    for (const auto id : operations) {
+      const auto done = writer.await(Kind::write, id);
+      CHECK((done.code == Errc::ok || done.code == Errc::peer_lost));
+      lost = lost || done.code == Errc::peer_lost;
+    }
+    CHECK(lost);
+    const auto down = writer.await(Kind::peer_down);
+    CHECK(down.peer == peer);
+    CHECK(down.code == Errc::peer_lost);
+    CHECK(down.text.find("'reader'") != std::string::npos);
+    const auto late = writer->write_imm(peer, 1, kDeadline);
+    REQUIRE(!late);
+    CHECK(late.error().code == Errc::unknown_peer);
+    CHECK(writer->stats().peers == 0);
+  }
+}
+
+TEST_CASE("after fence returned nothing of the peer lands") {
+  for (const char* fabric : {"tcp", "local"}) {
+    CAPTURE(fabric);
+    Pair pair(fabric);
+    const auto source = good(pair.writer->allocate(32u << 20));
+    const auto destination = good(pair.reader->allocate(32u << 20));
+    std::fill_n(source->data(), source->size(), std::byte{0x77});
+    const auto submitted =
+        good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
+                                {.length = 32u << 20}, std::nullopt, kDeadline));
+    good(pair.reader->fence(pair.to_writer));
+    std::fill_n(destination->data(), destination->size(), std::byte{0x11});
+    const auto done = pair.writer.await(Kind::write, submitted.id);
+    CHECK((done.code == Errc::peer_lost || done.code == Errc::ok));
+    std::size_t changed = 0;
+    for (std::size_t i = 0; i < destination->size(); ++i) {
+      changed += destination->data()[i] != std::byte{0x11};
+    }
+    CHECK(changed == 0);
+    CHECK(pair.reader.await(Kind::peer_down).code == Errc::peer_lost);
+    CHECK(!pair.reader->fence(pair.to_writer));
+    // Both may meet again.
+    CHECK(pair.writer.await(Kind::peer_down).code == Errc::peer_lost);
+    CHECK(pair.writer.connect_to(pair.reader) != pair.to_reader);
+  }
+}
+
+TEST_CASE("a closed engine ends what it was doing and refuses the rest") {
+  Pair pair("tcp");
+  const auto source = good(pair.writer->allocate(64u << 20));
+  const auto destination = good(pair.reader->allocate(64u << 20));
+  const auto submitted = good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
+                                                 {.length = 64u << 20}, std::nullopt, kDeadline));
+  pair.writer->close();
+  const auto done = pair.writer.await(Kind::write, submitted.id);
+  CHECK((done.code == Errc::engine_closed || done.code == Errc::ok));
+  const auto id = pair.writer->connect(pair.reader->address(), kDeadline);
+  CHECK(pair.writer.await(Kind::connect, id).code == Errc::engine_closed);
+  pair.writer->deregister(source);
+  pair.writer->release_counter(1);
+  pair.writer->close();
+}
+
+TEST_CASE("what is queued for one peer is bounded") {
+  Pair pair("tcp");
+  const auto source = good(pair.writer->allocate(4096));
+  const auto destination = good(pair.reader->allocate(4096));
+  // 4 Mi pages at the same place: more than may be queued at once.
+  std::vector<std::int64_t> pages((4u << 20) + 1, 0);
+  const auto refused = pair.writer->write_pages(
+      pair.to_reader, source, destination->descriptor(),
+      {.page_length = 8, .source_pages = pages, .destination_pages = pages}, std::nullopt,
+      kDeadline);
+  REQUIRE(!refused);
+  CHECK(refused.error().code == Errc::backpressure);
+}

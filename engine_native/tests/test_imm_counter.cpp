@@ -1,0 +1,75 @@
+#include "imm_counter.hpp"
+
+#include <set>
+
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+
+namespace {
+
+struct Counters {
+  std::unique_ptr<CompletionQueue> completions = good(CompletionQueue::create());
+  ImmCounters counters{*completions};
+};
+
+}  // namespace
+
+TEST_CASE("arrivals before expect are kept") {
+  Counters c;
+  const Imm imm = good(c.counters.allocate());
+  c.counters.add(imm, 3);
+  CHECK(c.completions->drain().empty());
+  good(c.counters.expect(imm, 5));
+  c.counters.add(imm, 2);
+  const auto completions = c.completions->drain();
+  REQUIRE(completions.size() == 1);
+  CHECK(completions[0].id == imm);
+  CHECK(completions[0].code == Errc::ok);
+}
+
+TEST_CASE("more arrivals than announced are an error, not a completion") {
+  Counters c;
+  const Imm imm = good(c.counters.allocate());
+  c.counters.add(imm, 6);
+  good(c.counters.expect(imm, 5));
+  const auto completions = c.completions->drain();
+  REQUIRE(completions.size() == 1);
+  CHECK(completions[0].code == Errc::protocol_error);
+}
+
+TEST_CASE("an immediate of a released counter is never counted again") {
+  Counters c;
+  std::set<Imm> used;
+  for (int i = 0; i < 5000; ++i) {
+    const Imm imm = good(c.counters.allocate());
+    CHECK(imm != 0);
+    CHECK(used.insert(imm).second);
+    for (const Imm old : {*used.begin(), *used.rbegin()}) {
+      if (old != imm) c.counters.add(old, 1);
+    }
+    CHECK(c.counters.value(imm) == 0);
+    c.counters.release(imm);
+    CHECK(!c.counters.live(imm));
+    CHECK(!c.counters.expect(imm, 1));
+  }
+}
+
+TEST_CASE("releasing a counter that somebody waits for tells him") {
+  Counters c;
+  const Imm imm = good(c.counters.allocate());
+  good(c.counters.expect(imm, 5));
+  c.counters.release(imm);
+  const auto completions = c.completions->drain();
+  REQUIRE(completions.size() == 1);
+  CHECK(completions[0].code == Errc::stale_counter);
+}
+
+TEST_CASE("when all counters are in use, that is said") {
+  Counters c;
+  for (int i = 0; i < 65536; ++i) good(c.counters.allocate());
+  const auto refused = c.counters.allocate();
+  REQUIRE(!refused);
+  CHECK(refused.error().code == Errc::out_of_memory);
+}

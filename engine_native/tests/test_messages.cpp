@@ -1,0 +1,29 @@
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+using Kind = Completion::Kind;
+
+TEST_CASE("messages arrive whole, in order, both ways") {
+  for (const char* fabric : {"tcp", "local"}) {
+    Pair pair(fabric);
+    std::vector<std::string> sent;
+    for (std::size_t i = 0; i < 200; ++i) sent.emplace_back(i * i * 4, static_cast<char>(i));
+    for (const auto& text : sent) good(pair.writer->send(pair.to_reader, text));
+    for (const auto& text : sent) REQUIRE(pair.reader.await(Kind::message).data == text);
+    good(pair.reader->send(pair.to_writer, "back"));
+    CHECK(pair.writer.await(Kind::message).data == "back");
+  }
+}
+
+TEST_CASE("a message over the limit, or to nobody, is refused by name") {
+  Pair pair("tcp");
+  const auto large = pair.writer->send(pair.to_reader, std::string(kMaxMessageBytes + 1, 'x'));
+  REQUIRE(!large);
+  CHECK(large.error().code == Errc::message_too_large);
+  good(pair.writer->send(pair.to_reader, std::string(kMaxMessageBytes, 'x')));
+  CHECK(pair.reader.await(Kind::message).data.size() == kMaxMessageBytes);
+  const auto nobody = pair.writer->send(pair.to_reader + 100, "x");
+  REQUIRE(!nobody);
+  CHECK(nobody.error().code == Errc::unknown_peer);
+}

@@ -1,0 +1,93 @@
+#include "paged_write.hpp"
+
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+
+namespace {
+
+Result<std::vector<WireWrite>> plan(std::vector<std::int64_t> from, std::vector<std::int64_t> to,
+                                    std::uint64_t page, std::uint64_t stride = 0,
+                                    std::uint64_t size = 1 << 20) {
+  return plan_pages({.page_length = page,
+                     .source_pages = from,
+                     .destination_pages = to,
+                     .source_stride = stride ? stride : page,
+                     .destination_stride = stride ? stride : page},
+                    size, size);
+}
+
+}  // namespace
+
+TEST_CASE("neighbours on both sides become one write") {
+  CHECK(good(plan({3, 4, 5, 9}, {7, 8, 9, 10}, 100)).size() == 2);
+  CHECK(good(plan({3, 4, 5}, {7, 9, 10}, 100)).size() == 2);
+  CHECK(good(plan({3, 4, 5}, {9, 8, 7}, 100)).size() == 3);
+  CHECK(good(plan({3, 4, 5}, {7, 8, 9}, 100, 128)).size() == 3);
+}
+
+TEST_CASE("no write is longer than the limit, and the writes cover the pages exactly") {
+  Random random;
+  CAPTURE(random.seed);
+  for (int round = 0; round < 200; ++round) {
+    const std::uint64_t page = 1 + random.below(3 * kMaxWriteBytes);
+    const std::size_t count = 1 + random.below(20);
+    std::vector<std::int64_t> from(count), to(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      from[i] = i > 0 && random.below(2) ? from[i - 1] + 1 : static_cast<std::int64_t>(random.below(50));
+      to[i] = i > 0 && random.below(2) ? to[i - 1] + 1 : static_cast<std::int64_t>(random.below(50));
+    }
+    const auto writes = good(plan(from, to, page, page, page * 100));
+    std::size_t i = 0;
+    std::uint64_t done = 0;  // of page i
+    for (const WireWrite& write : writes) {
+      CHECK(write.length <= kMaxWriteBytes);
+      for (std::uint64_t at = 0; at < write.length;) {
+        REQUIRE(i < count);
+        CHECK(write.source + at == static_cast<std::uint64_t>(from[i]) * page + done);
+        CHECK(write.destination + at == static_cast<std::uint64_t>(to[i]) * page + done);
+        const std::uint64_t part = std::min<std::uint64_t>(page - done, write.length - at);
+        at += part;
+        done += part;
+        if (done == page) {
+          done = 0;
+          ++i;
+        }
+      }
+    }
+    CHECK(i == count);
+  }
+}
+
+TEST_CASE("a page outside its region is refused and named") {
+  const std::int64_t last = (1 << 20) / 4096 - 1;
+  CHECK(plan({last}, {last}, 4096));
+  for (const auto& [from, to] : {std::pair{last + 1, last}, {last, last + 1}, {-1L, 0L}, {0L, -1L},
+                                 {INT64_MAX, 0L}, {0L, INT64_MIN}}) {
+    const auto refused = plan({0, from}, {0, to}, 4096);
+    REQUIRE(!refused);
+    CHECK(refused.error().code == Errc::out_of_bounds);
+    CHECK(refused.error().text.find("position 1") != std::string::npos);
+  }
+  CHECK(!plan({0}, {0}, (1 << 20) + 1));
+}
+
+TEST_CASE("lists of unequal length, no pages, and no bytes are refused") {
+  CHECK(plan({0, 1}, {0}, 8).error().code == Errc::invalid_argument);
+  CHECK(plan({}, {}, 8).error().code == Errc::invalid_argument);
+  CHECK(plan({0}, {0}, 0, 8).error().code == Errc::invalid_argument);
+}
+
+TEST_CASE("a single write is checked against both regions without overflow") {
+  const auto single = [](std::uint64_t from, std::uint64_t to, std::uint64_t length) {
+    return plan_single(
+        {.source_offset = from, .destination_offset = to, .length = length}, 1000, 1000);
+  };
+  CHECK(single(0, 0, 1000));
+  CHECK(single(1, 0, 1000).error().code == Errc::out_of_bounds);
+  CHECK(single(0, 1, 1000).error().code == Errc::out_of_bounds);
+  CHECK(single(UINT64_MAX, 0, 2).error().code == Errc::out_of_bounds);
+  CHECK(single(0, 2, UINT64_MAX).error().code == Errc::out_of_bounds);
+  CHECK(single(0, 0, 0).error().code == Errc::invalid_argument);
+}

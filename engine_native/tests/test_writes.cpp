@@ -1,0 +1,280 @@
+// Writes between two engines, the same promises on every fabric.
+#include <cstring>
+#include <thread>
+
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+using Kind = Completion::Kind;
+
+namespace {
+
+constexpr std::size_t kPool = 4u << 20;
+
+// How the source memory came to be: its own path on the local fabric.
+enum class Source { allocated, registered };
+
+struct SourcePool {
+  SourcePool(TestEngine& engine, Source kind, std::size_t bytes) : owned(0) {
+    if (kind == Source::allocated) {
+      region = good(engine->allocate(bytes));
+    } else {
+      owned.resize(bytes);
+      region = good(engine->register_memory(owned.data(), bytes));
+    }
+  }
+  std::vector<std::byte> owned;
+  RegionPtr region;
+};
+
+struct Case {
+  const char* fabric;
+  Source source;
+  unsigned lanes;
+};
+
+const Case kCases[] = {{"tcp", Source::allocated, 1},
+                       {"tcp", Source::registered, 3},
+                       {"local", Source::allocated, 2},
+                       {"local", Source::registered, 2}};
+
+void check_pages(Pair& pair, Source kind, std::size_t page, std::size_t count, std::size_t stride,
+                 Random& random) {
+  SourcePool source(pair.writer, kind, kPool);
+  const auto destination = good(pair.reader->allocate(kPool));
+  random.fill(source.region->data(), kPool);
+  std::vector<std::byte> expected(kPool);
+  const std::size_t pool_pages = (kPool - page) / stride;
+  const auto from = random.distinct_pages(count, pool_pages);
+  const auto to = random.distinct_pages(count, pool_pages);
+  for (std::size_t i = 0; i < count; ++i) {
+    std::memcpy(expected.data() + static_cast<std::size_t>(to[i]) * stride,
+                source.region->data() + static_cast<std::size_t>(from[i]) * stride, page);
+  }
+  const Imm imm = good(pair.reader->allocate_counter());
+  const auto submitted = good(pair.writer->write_pages(
+      pair.to_reader, source.region, destination->descriptor(),
+      {.page_length = page,
+       .source_pages = from,
+       .destination_pages = to,
+       .source_stride = stride,
+       .destination_stride = stride},
+      imm, kDeadline));
+  CHECK(submitted.bytes == page * count);
+  good(pair.reader->expect(imm, submitted.writes));
+  CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
+  const auto done = pair.writer.await(Kind::write, submitted.id);
+  CHECK_MESSAGE(done.code == Errc::ok, done.text);
+  CHECK(pair.reader->counter_value(imm) == submitted.writes);
+  CHECK(std::memcmp(destination->data(), expected.data(), kPool) == 0);
+  pair.writer->deregister(source.region);
+  pair.reader->deregister(destination);
+  pair.reader->release_counter(imm);
+}
+
+}  // namespace
+
+TEST_CASE("scattered pages arrive byte for byte and the counter shows the announced total") {
+  Random random;
+  CAPTURE(random.seed);
+  for (const Case& c : kCases) {
+    CAPTURE(c.fabric);
+    CAPTURE(c.lanes);
+    Pair pair(c.fabric, c.lanes);
+    check_pages(pair, c.source, 64, 2000, 128, random);
+    check_pages(pair, c.source, 1024, 1500, 1024, random);
+    check_pages(pair, c.source, 4096, 700, 4096, random);
+    check_pages(pair, c.source, 5000, 300, 5003, random);
+    check_pages(pair, c.source, 65536, 30, 65536, random);
+  }
+}
+
+TEST_CASE("one large write is split and arrives whole") {
+  Random random;
+  CAPTURE(random.seed);
+  for (const Case& c : kCases) {
+    CAPTURE(c.fabric);
+    Pair pair(c.fabric, c.lanes);
+    SourcePool source(pair.writer, c.source, 9u << 20);
+    const auto destination = good(pair.reader->allocate(9u << 20));
+    random.fill(source.region->data(), source.region->size());
+    const Imm imm = good(pair.reader->allocate_counter());
+    const auto submitted = good(pair.writer->write(
+        pair.to_reader, source.region, destination->descriptor(),
+        {.source_offset = 3, .destination_offset = 1, .length = (8u << 20) + 77}, imm, kDeadline));
+    CHECK(submitted.writes == 9);
+    good(pair.reader->expect(imm, submitted.writes));
+    pair.reader.await(Kind::counter, imm);
+    CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+    CHECK(std::memcmp(destination->data() + 1, source.region->data() + 3, (8u << 20) + 77) == 0);
+    CHECK(destination->data()[0] == std::byte{0});
+    CHECK(destination->data()[(8u << 20) + 78] == std::byte{0});
+  }
+}
+
+TEST_CASE("both directions at once, many operations, none lost") {
+  for (const char* fabric : {"tcp", "local"}) {
+    CAPTURE(fabric);
+    Pair pair(fabric);
+    const auto a = good(pair.writer->allocate(kPool));
+    const auto b = good(pair.reader->allocate(kPool));
+    const Imm at_reader = good(pair.reader->allocate_counter());
+    const Imm at_writer = good(pair.writer->allocate_counter());
+    constexpr int kOperations = 300;
+    std::uint64_t to_reader = 0;
+    std::uint64_t to_writer = 0;
+    std::thread other([&] {
+      for (int i = 0; i < kOperations; ++i) {
+        to_writer += good(pair.reader->write(pair.to_writer, b, a->descriptor(),
+                                             {.destination_offset = kPool / 2, .length = 70000},
+                                             at_writer, kDeadline))
+                         .writes;
+      }
+    });
+    for (int i = 0; i < kOperations; ++i) {
+      to_reader += good(pair.writer->write(pair.to_reader, a, b->descriptor(),
+                                           {.destination_offset = kPool / 2, .length = 70000},
+                                           at_reader, kDeadline))
+                       .writes;
+    }
+    other.join();
+    good(pair.reader->expect(at_reader, to_reader));
+    good(pair.writer->expect(at_writer, to_writer));
+    CHECK(pair.reader.await(Kind::counter, at_reader).code == Errc::ok);
+    CHECK(pair.writer.await(Kind::counter, at_writer).code == Errc::ok);
+    for (int i = 0; i < kOperations; ++i) {
+      CHECK(pair.writer.await(Kind::write).code == Errc::ok);
+      CHECK(pair.reader.await(Kind::write).code == Errc::ok);
+    }
+  }
+}
+
+TEST_CASE("an immediate without bytes counts, and counts before anyone waits") {
+  for (const char* fabric : {"tcp", "local"}) {
+    Pair pair(fabric);
+    const Imm imm = good(pair.reader->allocate_counter());
+    const auto submitted = good(pair.writer->write_imm(pair.to_reader, imm, kDeadline));
+    CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+    CHECK(pair.reader->counter_value(imm) == 1);
+    good(pair.reader->expect(imm, 1));
+    CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
+  }
+}
+
+TEST_CASE("a refused write changes no byte, counts nothing and names the cause") {
+  for (const char* fabric : {"tcp", "local"}) {
+    CAPTURE(fabric);
+    Pair pair(fabric);
+    const auto source = good(pair.writer->allocate(kPool));
+    const auto destination = good(pair.reader->allocate(kPool));
+    std::memset(source->data(), 0x5a, kPool);
+    const Imm imm = good(pair.reader->allocate_counter());
+    const auto attempt = [&](MrDescriptor descriptor, std::uint64_t offset, Imm with) {
+      const auto submitted = good(pair.writer->write(
+          pair.to_reader, source, descriptor,
+          {.destination_offset = offset, .length = 300000}, with, kDeadline));
+      return pair.writer.await(Kind::write, submitted.id);
+    };
+
+    MrDescriptor foreign = destination->descriptor();
+    foreign.key ^= 1;
+    CHECK(attempt(foreign, 0, imm).code == Errc::unknown_region);
+
+    MrDescriptor stretched = destination->descriptor();
+    stretched.length *= 2;  // the sender's own check believes it, the receiver does not
+    CHECK(attempt(stretched, kPool - 1000, imm).code == Errc::out_of_bounds);
+    CHECK(attempt(stretched, kPool + 1000, imm).code == Errc::out_of_bounds);
+
+    const Imm released = good(pair.reader->allocate_counter());
+    pair.reader->release_counter(released);
+    const auto stale = attempt(destination->descriptor(), 0, released);
+    CHECK(stale.code == Errc::stale_counter);
+    CHECK(stale.text.find("'reader'") != std::string::npos);
+
+    const auto gone = good(pair.reader->allocate(kPool));
+    pair.reader->deregister(gone);
+    CHECK(attempt(gone->descriptor(), 0, imm).code == Errc::unknown_region);
+
+    MrDescriptor elsewhere = destination->descriptor();
+    elsewhere.engine.bytes[0] ^= 1;
+    const auto refused = pair.writer->write(pair.to_reader, source, elsewhere, {.length = 8}, imm,
+                                            kDeadline);
+    REQUIRE(!refused);
+    CHECK(refused.error().code == Errc::unknown_region);
+
+    CHECK(pair.reader->counter_value(imm) == 0);
+    for (std::size_t i = 0; i < kPool; ++i) REQUIRE(destination->data()[i] == std::byte{0});
+    CHECK(pair.reader->stats().writes_refused > 0);
+
+    // The connection survived all of it.
+    CHECK(attempt(destination->descriptor(), 0, imm).code == Errc::ok);
+    CHECK(pair.reader->counter_value(imm) == 1);
+  }
+}
+
+TEST_CASE("a cancelled operation ends and posts nothing more") {
+  for (const char* fabric : {"tcp", "local"}) {
+    Pair pair(fabric);
+    const auto source = good(pair.writer->allocate(64u << 20));
+    const auto destination = good(pair.reader->allocate(64u << 20));
+    const auto submitted =
+        good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
+                                {.length = 64u << 20}, std::nullopt, kDeadline));
+    pair.writer->cancel(submitted.id);
+    const auto done = pair.writer.await(Kind::write, submitted.id);
+    CHECK((done.code == Errc::cancelled || done.code == Errc::ok));
+    pair.writer->cancel(submitted.id);  // harmless
+    const auto again = good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
+                                               {.length = 100}, std::nullopt, kDeadline));
+    CHECK(pair.writer.await(Kind::write, again.id).code == Errc::ok);
+  }
+}
+
+TEST_CASE("deregistering a source ends the operations that read it") {
+  for (const char* fabric : {"tcp", "local"}) {
+    Pair pair(fabric);
+    const auto source = good(pair.writer->allocate(64u << 20));
+    const auto destination = good(pair.reader->allocate(64u << 20));
+    const auto submitted =
+        good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
+                                {.length = 64u << 20}, std::nullopt, kDeadline));
+    pair.writer->deregister(source);
+    const auto done = pair.writer.await(Kind::write, submitted.id);
+    CHECK((done.code == Errc::cancelled || done.code == Errc::ok));
+    CHECK(source.use_count() == 1);
+  }
+}
+
+TEST_CASE("after release_counter returned, no write with that immediate lands") {
+  Random random;
+  CAPTURE(random.seed);
+  for (const char* fabric : {"tcp", "local"}) {
+    CAPTURE(fabric);
+    Pair pair(fabric);
+    const auto source = good(pair.writer->allocate(kPool));
+    const auto destination = good(pair.reader->allocate(kPool));
+    std::memset(source->data(), 0x77, kPool);
+    const auto pages = random.distinct_pages(4096, 4096);
+    for (int round = 0; round < 30; ++round) {
+      const Imm imm = good(pair.reader->allocate_counter());
+      const auto submitted = good(pair.writer->write_pages(
+          pair.to_reader, source, destination->descriptor(),
+          {.page_length = 1024,
+           .source_pages = pages,
+           .destination_pages = pages,
+           .source_stride = 1024,
+           .destination_stride = 1024},
+          imm, kDeadline));
+      while (pair.reader->counter_value(imm) == 0 && random.below(4) != 0) {
+      }
+      pair.reader->release_counter(imm);
+      std::memset(destination->data(), 0x11, kPool);  // the pages belong to somebody else now
+      const auto done = pair.writer.await(Kind::write, submitted.id);
+      CHECK((done.code == Errc::ok || done.code == Errc::stale_counter));
+      std::size_t changed = 0;
+      for (std::size_t i = 0; i < kPool; ++i) changed += destination->data()[i] != std::byte{0x11};
+      REQUIRE(changed == 0);
+    }
+  }
+}
