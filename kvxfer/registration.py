@@ -1,0 +1,216 @@
+"""A worker's place in the fleet: taken on entry, kept by heartbeats, given up on exit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Final, Self
+
+from kvxfer.client import ControlPlaneClient
+from kvxfer.errors import (
+    ControlPlaneUnavailable,
+    InstanceExists,
+    KvxferError,
+    StaleEpoch,
+)
+from kvxfer.instances import InstanceSpec, InstanceState, Lease, Load
+
+_log = logging.getLogger("kvxfer.registration")
+
+_RETRY_SECONDS: Final = 0.25
+_GOODBYE_SECONDS: Final = 2.0
+
+
+class Registration:
+    """Registers on entry, renews the lease in a task, deregisters on exit. One event loop.
+
+    `load` is called before each heartbeat. `on_epoch` is called with the epoch of each
+    registration: the first one, and each later one after a lease was lost, which happens when this
+    process was frozen for longer than its lease or the control plane forgot it.
+
+    While the control plane is away the worker keeps working, and is back in the fleet within one
+    heartbeat interval of its return.
+
+    Entry raises ControlPlaneUnavailable where nobody answers for `patience` seconds, and
+    InstanceExists where another live process keeps the id. An id whose holder has just crashed is
+    waited for, at most until the lease of the crashed one ends.
+    """
+
+    def __init__(
+        self,
+        client: ControlPlaneClient,
+        spec: InstanceSpec,
+        *,
+        state: InstanceState = InstanceState.READY,
+        load: Callable[[], Load] | None = None,
+        on_epoch: Callable[[int], None] | None = None,
+        patience: float = 10.0,
+    ) -> None:
+        self._client = client
+        self._spec = spec
+        self._state = state
+        self._load = load
+        self._on_epoch = on_epoch
+        self._patience = patience
+        self._incarnation = uuid.uuid4().hex
+        self._lease: Lease | None = None
+        self._epoch = 0
+        self._interval = _RETRY_SECONDS
+        self._step = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._trouble: str | None = None
+
+    @property
+    def instance_id(self) -> str:
+        return self._spec.instance_id
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the latest registration; 0 before the first."""
+        return self._epoch
+
+    @property
+    def registered(self) -> bool:
+        """Whether the latest word of the control plane was that this instance has a lease."""
+        return self._lease is not None
+
+    @property
+    def state(self) -> InstanceState:
+        """The state as last asked for here, or a later one that the control plane set."""
+        return self._state
+
+    async def __aenter__(self) -> Self:
+        await self._join()
+        self._task = asyncio.create_task(self._keep(), name=f"heartbeats of {self.instance_id}")
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        if self._lease is not None:
+            # Best effort: without it the lease ends by itself.
+            with suppress(KvxferError, TimeoutError):
+                async with asyncio.timeout(_GOODBYE_SECONDS):
+                    await self._client.deregister(self.instance_id, self._epoch)
+            self._lease = None
+
+    async def advance(self, state: InstanceState) -> None:
+        """Moves on to `state` (joining → ready → draining) and tells the control plane now."""
+        self._state = self._state.advanced_to(state)
+        await self.heartbeat()
+
+    async def heartbeat(self) -> None:
+        """Renews the lease now, or registers again where it was lost.
+
+        Raises nothing where that fails: the next heartbeat tries again.
+        """
+        async with self._step:
+            try:
+                async with asyncio.timeout(max(self._interval, _RETRY_SECONDS)):
+                    await self._renew()
+            except TimeoutError:
+                self._note_trouble(f"no answer from {self._client.url} in {self._interval} s")
+            except KvxferError as error:
+                self._note_trouble(str(error))
+            else:
+                self._note_trouble(None)
+
+    async def _join(self) -> None:
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + self._patience
+        waited_for_holder = False
+        while True:
+            try:
+                async with self._step:
+                    await self._register()
+                return
+            except ControlPlaneUnavailable as error:
+                if clock() + _RETRY_SECONDS > give_up:
+                    raise
+                self._note_trouble(str(error))
+                await asyncio.sleep(_RETRY_SECONDS)
+            except InstanceExists as error:
+                remaining = error.details.get("lease_remaining_seconds")
+                if waited_for_holder or not isinstance(remaining, int | float):
+                    raise
+                waited_for_holder = True
+                _log.warning(
+                    "instance %s is still held; waiting %.1f s for that lease to end",
+                    self.instance_id,
+                    remaining,
+                )
+                await asyncio.sleep(remaining + _RETRY_SECONDS)
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval)
+            try:
+                await self.heartbeat()
+            except Exception:
+                # What a callback of the worker raises must not cost it its lease.
+                _log.exception("a heartbeat of instance %s failed", self.instance_id)
+
+    async def _renew(self) -> None:
+        if self._lease is not None:
+            try:
+                self._hold(
+                    await self._client.heartbeat(
+                        self.instance_id,
+                        self._epoch,
+                        state=self._state,
+                        load=self._current_load(),
+                    )
+                )
+                return
+            except StaleEpoch as error:
+                _log.warning("%s", error)
+                self._lease = None
+        await self._register()
+
+    async def _register(self) -> None:
+        # A lease begins as joining or ready; what comes after is said by a heartbeat.
+        begin = min(self._state, InstanceState.READY, key=list(InstanceState).index)
+        lease = await self._client.register(self._spec, state=begin, incarnation=self._incarnation)
+        self._epoch = lease.epoch
+        self._hold(lease)
+        if self._on_epoch is not None:
+            self._on_epoch(lease.epoch)
+        if begin is not self._state:
+            self._hold(
+                await self._client.heartbeat(self.instance_id, self._epoch, state=self._state)
+            )
+
+    def _hold(self, lease: Lease) -> None:
+        self._lease = lease
+        self._interval = lease.heartbeat_interval
+        self._state = self._state.advanced_to(lease.state)
+
+    def _current_load(self) -> Load | None:
+        if self._load is None:
+            return None
+        try:
+            return self._load()
+        except Exception:
+            # A worker that cannot count its load is alive all the same.
+            _log.exception("the load of instance %s could not be read", self.instance_id)
+            return None
+
+    def _note_trouble(self, trouble: str | None) -> None:
+        if trouble == self._trouble:
+            return
+        if trouble is None:
+            _log.info("instance %s is registered again", self.instance_id)
+        else:
+            _log.warning("instance %s: %s", self.instance_id, trouble)
+        self._trouble = trouble

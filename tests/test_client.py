@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import httpx
+import pytest
+from control_plane import CLUSTER_KEY, LAYOUT, FakeClock, RunningControlPlane, worker
+
+from kvxfer.client import ControlPlaneClient
+from kvxfer.errors import (
+    ControlPlaneError,
+    ControlPlaneUnavailable,
+    InstanceExists,
+    InvalidArgument,
+    LayoutMismatch,
+    NoCapacity,
+    PromptTooLong,
+    StaleEpoch,
+    UnknownInstance,
+    UnknownTransfer,
+)
+from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role, Snapshot
+from kvxfer.ticket import verify_ticket
+
+READY = InstanceState.READY
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RunningControlPlane(lease_seconds=600, clock=FakeClock()) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server):
+    """A client of a control plane that knows nobody at the end as at the beginning."""
+    async with ControlPlaneClient(server.url) as client:
+        yield client
+        for instance in await client.instances():
+            await client.deregister(instance.instance_id, instance.epoch)
+
+
+def answering(status: int, content: bytes = b"", **headers: str) -> ControlPlaneClient:
+    def handler(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, content=content, headers=headers)
+
+    return ControlPlaneClient("http://proxy:1", transport=httpx.MockTransport(handler))
+
+
+async def next_of(stream):
+    return await asyncio.wait_for(anext(stream), 10)
+
+
+# --- instances -------------------------------------------------------------------------------
+
+
+async def test_registered_instance_comes_back_as_it_was(client):
+    spec = worker("p", labels={"zone": "\u2028"}, fabrics=("tcp",))
+    lease = await client.register(spec, state=READY)
+    instance = await client.instance("p")
+    assert {name: getattr(instance, name) for name in spec.__dataclass_fields__} == {
+        name: getattr(spec, name) for name in spec.__dataclass_fields__
+    }
+    assert (instance.epoch, instance.state, instance.layout) == (lease.epoch, READY, LAYOUT)
+    assert await client.instances() == (instance,)
+
+
+async def test_heartbeat_takes_state_and_load(client):
+    lease = await client.register(worker("p"))
+    answer = await client.heartbeat(
+        "p", lease.epoch, state=READY, load=Load(running=2, free_blocks=5)
+    )
+    assert (answer.epoch, answer.state) == (lease.epoch, READY)
+    assert (await client.instance("p")).load == Load(running=2, free_blocks=5)
+
+
+async def test_instances_are_filtered(client):
+    await client.register(worker("p"), state=READY)
+    await client.register(worker("d", "decode", model="qwen"))
+    for query, ids in (
+        ({"role": Role.DECODE}, ["d"]),
+        ({"model": "llama"}, ["p"]),
+        ({"state": InstanceState.JOINING}, ["d"]),
+        ({}, ["d", "p"]),
+    ):
+        assert [i.instance_id for i in await client.instances(**query)] == ids
+
+
+async def test_errors_come_back_as_their_class_with_their_details(client):
+    lease = await client.register(worker("p"))
+    with pytest.raises(InstanceExists) as exists:
+        await client.register(worker("p"))
+    assert exists.value.details == {
+        "instance_id": "p",
+        "epoch": lease.epoch,
+        "lease_remaining_seconds": pytest.approx(600),
+    }
+    with pytest.raises(StaleEpoch, match="register again"):
+        await client.heartbeat("p", lease.epoch - 1)
+    with pytest.raises(StaleEpoch):
+        await client.deregister("p", lease.epoch - 1)
+    with pytest.raises(UnknownInstance, match="'nobody'"):
+        await client.instance("nobody")
+    with pytest.raises(InvalidArgument, match="num_blocks: Input should be"):
+        await client.register(worker("q", num_blocks=0))
+
+
+@pytest.mark.parametrize("instance_id", ["a/b", "a?b", "..", "a b", "é", ""])
+async def test_strange_id_stays_one_part_of_the_path(client, instance_id):
+    with pytest.raises((InvalidArgument, ControlPlaneError)):
+        await client.deregister(instance_id, 1)
+
+
+# --- transfers -------------------------------------------------------------------------------
+
+
+async def test_transfer_is_opened_read_and_released(client):
+    await client.register(worker("p"), state=READY)
+    await client.register(worker("d", "decode"), state=READY)
+    opened = await client.open_transfer(request_id="cmpl-7", model="llama", prompt_tokens=40)
+    assert (opened.prefill.instance_id, opened.decode.instance_id) == ("p", "d")
+    assert (opened.prefill_blocks, opened.decode_blocks) == (3, 3)
+    ticket = verify_ticket(opened.ticket, CLUSTER_KEY, now=opened.created_at)
+    assert ticket.transfer_id == opened.transfer_id
+    assert ticket.expires_at == opened.expires_at
+    assert (await client.transfer(opened.transfer_id)).request_id == "cmpl-7"
+    await client.release_transfer(opened.transfer_id)
+    for call in (client.transfer, client.release_transfer):
+        with pytest.raises(UnknownTransfer):
+            await call(opened.transfer_id)
+
+
+async def test_refused_transfer_says_why(client):
+    with pytest.raises(NoCapacity) as refusal:
+        await client.open_transfer()
+    assert refusal.value.details["reasons"] == ["no instance is registered"]
+    await client.register(worker("p"), state=READY)
+    await client.register(worker("d", "decode"), state=READY)
+    with pytest.raises(PromptTooLong, match="shorten the prompt"):
+        await client.open_transfer(prompt_tokens=100_000)
+
+
+async def test_handshake_gives_the_plan_or_the_field_that_does_not_map(client):
+    await client.register(worker("p"))
+    await client.register(worker("d", "decode"))
+    await client.register(worker("d32", "decode", block_size=32))
+    hands = await client.shake_hands("p", "d")
+    assert (hands.fabrics, hands.plan.bytes_per_block) == (("local", "tcp"), 4096)
+    with pytest.raises(LayoutMismatch) as mismatch:
+        await client.shake_hands("p", "d32")
+    error = mismatch.value
+    assert (error.field, error.prefill, error.decode) == ("block_size", 16, 32)
+
+
+# --- watch -----------------------------------------------------------------------------------
+
+
+async def test_watch_is_a_snapshot_then_changes(client):
+    lease = await client.register(worker("p"))
+    watch = client.watch()
+    snapshot = await next_of(watch)
+    assert snapshot == Snapshot(id=snapshot.id, instances=await client.instances())
+    await client.heartbeat("p", lease.epoch, state=READY)
+    change = await next_of(watch)
+    assert change == Change(
+        id=change.id, cause=ChangeCause.STATE_CHANGED, instance=await client.instance("p")
+    )
+    await watch.aclose()
+
+
+async def test_watch_goes_on_after_an_id(client):
+    first = await client.register(worker("p1"))
+    await client.register(worker("p2"))
+    watch = client.watch(first.epoch)
+    assert (await next_of(watch)).instance.instance_id == "p2"
+    await watch.aclose()
+
+
+async def test_watch_survives_a_restart_of_the_control_plane(monkeypatch):
+    monkeypatch.setattr("kvxfer.client._WATCH_RETRY", 0.01)
+    with RunningControlPlane() as first:
+        async with ControlPlaneClient(first.url) as client:
+            watch = client.watch()
+            await next_of(watch)
+            await client.register(worker("p"))
+            assert (await next_of(watch)).instance.instance_id == "p"
+            await asyncio.to_thread(first.stop)
+            waiting = asyncio.ensure_future(next_of(watch))
+            with RunningControlPlane(port=first.port):
+                assert await waiting == Snapshot(id=waiting.result().id, instances=())
+                await client.register(worker("q"))
+                assert (await next_of(watch)).instance.instance_id == "q"
+                await watch.aclose()
+
+
+async def test_watch_without_a_control_plane_says_so():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        async with ControlPlaneClient(f"http://127.0.0.1:{unused.getsockname()[1]}") as client:
+            with pytest.raises(ControlPlaneUnavailable):
+                await next_of(client.watch())
+
+
+async def test_watch_that_is_refused_raises_the_error(client):
+    with pytest.raises(InvalidArgument):
+        await next_of(client.watch(-1))
+
+
+# --- the control plane itself ----------------------------------------------------------------
+
+
+async def test_ready_returns_where_the_control_plane_serves(client):
+    await client.ready()
+
+
+async def test_absent_control_plane_is_named_with_a_remedy():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        async with ControlPlaneClient(url) as client:
+            with pytest.raises(ControlPlaneUnavailable) as error:
+                await client.instances()
+    assert url in str(error.value)
+    assert "kvxfer serve" in str(error.value)
+
+
+async def test_control_plane_that_does_not_answer_is_unavailable():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with ControlPlaneClient(url, timeout=0.05) as client:
+            with pytest.raises(ControlPlaneUnavailable, match="ReadTimeout"):
+                await client.ready()
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(500, ControlPlaneError), (404, ControlPlaneError), (502, ControlPlaneUnavailable)],
+)
+async def test_error_of_somebody_else_is_told_by_its_status(status, error):
+    async with answering(status, b"<html>") as client:
+        with pytest.raises(error, match=f"HTTP {status} without a problem document") as raised:
+            await client.instances()
+    assert type(raised.value) is error
+
+
+@pytest.mark.parametrize("content", [b"<html>", b"{}", b'{"instances": 3}', b"\xff"])
+async def test_answer_that_is_none_is_an_error(content):
+    async with answering(200, content) as client:
+        with pytest.raises(ControlPlaneError, match="is it a kvxfer control plane"):
+            await client.instances()
+
+
+async def test_code_of_a_later_control_plane_is_kept_in_the_text():
+    problem = b'{"code": "too-hot", "detail": "cool down", "degrees": 90}'
+    async with answering(409, problem) as client:
+        with pytest.raises(ControlPlaneError, match=r"cool down \[too-hot\]") as error:
+            await client.instances()
+    assert error.value.details == {"degrees": 90}
+
+
+async def test_members_that_a_later_control_plane_adds_are_ignored(client, server):
+    await client.register(worker("p"))
+    raw = (await client._send("GET", "/v1/instances/p")).content
+    async with answering(200, raw[:-1] + b',"weights_version":7}') as later:
+        assert (await later.instance("p")).instance_id == "p"
+
+
+@pytest.mark.parametrize("url", ["localhost:8080", "ftp://h", "http://[::1"])
+def test_url_that_is_none_is_refused(url):
+    with pytest.raises(InvalidArgument, match="write it as http://HOST:PORT"):
+        ControlPlaneClient(url)
+
+
+def test_url_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("KVXFER_CONTROL_PLANE", "http://cp:1/")
+    assert ControlPlaneClient().url == "http://cp:1"
+    monkeypatch.delenv("KVXFER_CONTROL_PLANE")
+    assert ControlPlaneClient().url == "http://127.0.0.1:8080"
