@@ -1,0 +1,188 @@
+"""`kvxfer serve` as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from control_plane import CLUSTER_KEY
+
+KVXFER = (sys.executable, "-m", "kvxfer.cli")
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVXFER_")}
+    return {**kept, **variables}
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs to its end, as one that refuses to start does."""
+    return subprocess.run(
+        (*KVXFER, "serve", *arguments),
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@contextmanager
+def serving(*arguments: str, key: bytes = CLUSTER_KEY) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        (*KVXFER, "serve", *arguments),
+        env=environment(KVXFER_CLUSTER_KEY=key.decode()),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    readable, _, _ = select.select([process.stdout], [], [], 60)
+    assert readable, "nothing was printed"
+    return process.stdout.readline()
+
+
+def test_json_names_the_url_in_one_line_once_connections_are_accepted():
+    with serving("--port", "0", "--json") as process:
+        announced = json.loads(first_line(process))
+        assert list(announced) == ["url"]
+        answer = httpx.get(announced["url"] + "/readyz", trust_env=False)
+        assert answer.status_code == 200
+
+
+def test_people_get_a_sentence():
+    with serving("--port", "0") as process:
+        line = first_line(process)
+    assert line.startswith("kvxfer control plane at http://127.0.0.1:")
+    assert line.endswith("/docs\n")
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_it_gracefully_with_a_watch_open(stop):
+    with serving("--port", "0", "--json") as process:
+        url = json.loads(first_line(process))["url"]
+        with httpx.stream(
+            "GET", url + "/v1/instances/watch", trust_env=False, timeout=20
+        ) as response:
+            lines = response.iter_lines()
+            assert next(lines) == "retry: 1000"
+            process.send_signal(stop)
+            assert list(lines)[-1] == "", "the stream ends with a whole event"
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_lease_and_transfer_times_are_those_asked_for():
+    with serving("--port", "0", "--json", "--lease-seconds", "90") as process:
+        url = json.loads(first_line(process))["url"]
+        body = {
+            "instance_id": "p",
+            "role": "prefill",
+            "model": "m",
+            "engine_address": "kvx://127.0.0.1:1/a",
+            "http_address": "http://127.0.0.1:2",
+            "num_blocks": 8,
+            "layout": {
+                "num_layers": 1,
+                "num_kv_heads": 1,
+                "head_size": 8,
+                "dtype": "float32",
+                "block_size": 16,
+            },
+        }
+        lease = httpx.post(url + "/v1/instances", json=body, trust_env=False).json()
+    assert (lease["lease_seconds"], lease["heartbeat_interval"]) == (90, 30)
+
+
+def test_taken_port_is_one_line_and_exit_1():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = run("--port", str(port), KVXFER_CLUSTER_KEY=CLUSTER_KEY.decode())
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "[address-in-use]" in ended.stderr
+    assert f"port {port}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_taken_port_as_json():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = run("--port", str(port), "--json", KVXFER_CLUSTER_KEY=CLUSTER_KEY.decode())
+    assert ended.returncode == 1
+    assert json.loads(ended.stdout)["error"]["code"] == "address-in-use"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        ((), {}, "no cluster key: set KVXFER_CLUSTER_KEY"),
+        ((), {"KVXFER_CLUSTER_KEY": "short"}, "has 5 bytes; use at least 16"),
+        (("--cluster-key-file", "/nowhere/key"), {}, "/nowhere/key cannot be read"),
+    ],
+)
+def test_missing_key_is_one_clear_error(arguments, variables, words):
+    ended = run("--port", "0", *arguments, **variables)
+    assert ended.returncode == 1
+    assert "[invalid-argument]" in ended.stderr
+    assert words in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--lease-seconds", "0"), ("--transfer-seconds", "-1")]
+)
+def test_time_that_is_none_is_refused_by_name(option, value):
+    ended = run("--port", "0", option, value, KVXFER_CLUSTER_KEY=CLUSTER_KEY.decode())
+    assert ended.returncode == 1
+    assert option.removeprefix("--").replace("-", "_") in ended.stderr
+
+
+def test_key_from_a_file(tmp_path: Path):
+    file = tmp_path / "key"
+    file.write_text("k" * 32 + "\n")
+    with serving("--port", "0", "--json", "--cluster-key-file", str(file), key=b"") as process:
+        assert "url" in json.loads(first_line(process))
+
+
+def test_address_that_others_reach_is_warned_of():
+    with serving("--host", "0.0.0.0", "--port", "0", "--json") as process:
+        assert json.loads(first_line(process))["url"].startswith("http://0.0.0.0:")
+        process.terminate()
+        _, err = process.communicate(timeout=20)
+    assert "does not ask who calls" in " ".join(err.split())
+
+
+def test_missing_server_extra_names_its_install_command():
+    code = (
+        "import sys; sys.modules['uvicorn'] = None; sys.argv[0] = 'kvxfer'\n"
+        "from kvxfer.cli import main; main()"
+    )
+    ended = subprocess.run(
+        (sys.executable, "-c", code, "serve"),
+        env=environment(KVXFER_CLUSTER_KEY=CLUSTER_KEY.decode()),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "[not-built]" in ended.stderr
+    assert "pip install 'kvxfer[server]'" in " ".join(ended.stderr.split())
