@@ -147,25 +147,17 @@ class PrefillSession:
         Returns when the writes are posted. Raises InvalidArgument for a layer that does not exist
         or was written before, and the transfer's error if it has failed.
         """
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            if not 0 <= layer < self._num_layers:
-                raise InvalidArgument(
-                    f"layer {layer} does not exist; this rank has 0 to {self._num_layers - 1}"
-                )
-            if layer in self._layers:
-                raise InvalidArgument(
-                    f"layer {layer} was written before; write each layer once, when it is computed"
-                )
-            self._layers.append(layer)
-            if self._target is None:
-                return
-            try:
-                self._post(self._target, layer)
-            except EngineError as error:
-                self._loop.call_soon_threadsafe(self._give_up, PrefillEvent.ABORT, error)
-                raise
+        try:
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                self._check_layer(layer)
+                self._layers.append(layer)
+                if self._target is not None:
+                    self._post(self._target, layer)
+        except EngineError as error:
+            self._give_up(PrefillEvent.ABORT, error)
+            raise
 
     async def finish(self, tail: bytes = b"") -> None:
         """Announces the end, and waits until every write is delivered.
@@ -264,6 +256,16 @@ class PrefillSession:
     def fail(self, error: KvxferError) -> None:
         self._give_up(PrefillEvent.ABORT, error)
 
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self._num_layers:
+            raise InvalidArgument(
+                f"layer {layer} does not exist; this rank has 0 to {self._num_layers - 1}"
+            )
+        if layer in self._layers:
+            raise InvalidArgument(
+                f"layer {layer} was written before; write each layer once, when it is computed"
+            )
+
     def _post(self, target: _Target, layer: int) -> None:
         for write in target.writes[layer]:
             self._operations.append(
@@ -286,7 +288,7 @@ class PrefillSession:
         self._machine.advance(PrefillEvent.FINISH)
         total = sum(operation.writes for operation in self._operations)
         target.pair.send(Done(self.transfer_id, total, tail))
-        self._settling = self._loop.create_task(self._settle())
+        self._start_settling()
 
     def _lease_over(self) -> None:
         if self._target is None:
@@ -301,7 +303,7 @@ class PrefillSession:
     def _give_up(self, event: PrefillEvent, error: KvxferError, reason: str = "") -> None:
         """Ends the transfer with an error. Does nothing where the state does not allow the event.
 
-        `reason` is what decode is told, the error itself where it is empty.
+        Any thread. `reason` is what decode is told, the error itself where it is empty.
         """
         with self._lock:
             if not self._machine.allows(event):
@@ -313,8 +315,11 @@ class PrefillSession:
             logger.info("%s", error)
             for operation in self._operations:
                 operation.cancel()
-            if self._settling is None:
-                self._settling = self._loop.create_task(self._settle())
+        self._loop.call_soon_threadsafe(self._start_settling)
+
+    def _start_settling(self) -> None:
+        if self._settling is None:
+            self._settling = self._loop.create_task(self._settle())
 
     def _peer_left(self, event: PrefillEvent, error: KvxferError) -> None:
         self._last_word_event = event

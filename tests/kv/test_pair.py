@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvxfer.errors import PeerLost, ProtocolError
+from kvxfer.kv.cache import KvCache, KvPlane
+from kvxfer.kv.layout import KvLayout
+from kvxfer.kv.messages import Hello, PlaneAddress
+from kvxfer.kv.pair import KvPair, PlaneWrite, bind_plan, check_hello, hello_from
+from kvxfer.kv.plan import LayerPlan, StridedCopy, TransferPlan, plan_transfer
+
+from .steered import Engine
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_size=4, dtype="uint8", block_size=2)
+
+
+def allocated(name: str, num_blocks: int, layout: KvLayout = LAYOUT) -> KvCache:
+    engine: Any = Engine(name)
+    return KvCache.allocate(engine, layout, num_blocks)
+
+
+def hello(num_blocks: int = 5, **changes: Any) -> Hello:
+    made = hello_from(allocated("peer", num_blocks), instance_id="peer", epoch=3)
+    return msgspec.structs.replace(made, **changes)
+
+
+def pair_with(cache: KvCache) -> KvPair:
+    peer: Any = Engine("peer")
+    peer.engine_id = "0" * 32
+    return KvPair(peer, cache)
+
+
+def test_a_hello_describes_every_plane_and_names_each_region_once() -> None:
+    made = hello()
+    assert (made.instance_id, made.epoch, made.num_blocks) == ("peer", 3, 5)
+    assert made.regions == (b"peer/0",)
+    assert made.planes == (
+        (PlaneAddress(0, 0, 8), PlaneAddress(0, 40, 8)),
+        (PlaneAddress(0, 80, 8), PlaneAddress(0, 120, 8)),
+    )
+    check_hello(made)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"version": 99}, "protocol version is 99"),
+        ({"num_blocks": 0}, "its pool has 0 blocks"),
+        ({"planes": ()}, "its planes are not those of its layout"),
+        ({"planes": ((PlaneAddress(0, 0, 8),),) * 2}, "its planes are not those of its layout"),
+        ({"planes": ((PlaneAddress(1, 0, 8),) * 2,) * 2}, "outside its memory regions"),
+        ({"planes": ((PlaneAddress(-1, 0, 8),) * 2,) * 2}, "outside its memory regions"),
+        ({"planes": ((PlaneAddress(0, -8, 8),) * 2,) * 2}, "outside its memory regions"),
+        ({"planes": ((PlaneAddress(0, 0, 7),) * 2,) * 2}, "outside its memory regions"),
+    ],
+)
+def test_a_hello_that_cannot_be_used_is_refused_by_name(
+    changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ProtocolError, match=named):
+        check_hello(hello(**changes))
+
+
+def test_a_plan_is_bound_to_the_offsets_and_strides_of_both_caches() -> None:
+    src = allocated("p", 3)
+    region = src.planes[0][0].region
+    padded = KvCache(
+        LAYOUT, 2, [[KvPlane(region, 1 + 2 * part, 16) for part in (0, 1)] for _ in range(2)]
+    )
+    writes = bind_plan(plan_transfer(LAYOUT, LAYOUT), padded, hello())
+    assert writes == tuple(
+        tuple(
+            PlaneWrite(
+                src=region,
+                dst=b"peer/0",
+                page_length=8,
+                src_offset=1 + 2 * part,
+                dst_offset=80 * layer + 40 * part,
+                src_stride=16,
+                dst_stride=8,
+            )
+            for part in (0, 1)
+        )
+        for layer in (0, 1)
+    )
+
+
+def test_a_copy_of_several_runs_becomes_a_write_for_each() -> None:
+    src = allocated("p", 3)
+    copy = StridedCopy("K", "V", 2, count=2, src_offset=1, dst_offset=2, src_stride=4, dst_stride=3)
+    plan = TransferPlan(LAYOUT, LAYOUT, (LayerPlan(1, 0, (copy,)),))
+    [[first, second]] = bind_plan(plan, src, hello())
+    assert (first.src_offset, first.dst_offset) == (48 + 1, 40 + 2)
+    assert (second.src_offset, second.dst_offset) == (48 + 1 + 4, 40 + 2 + 3)
+    assert (first.page_length, first.src_stride, first.dst_stride) == (2, 8, 8)
+    assert plan.bytes_per_block == 4
+
+
+async def test_a_later_hello_may_bring_another_epoch_only() -> None:
+    pair = pair_with(allocated("p", 3))
+    with pytest.raises(ProtocolError, match="before its HELLO"):
+        _ = pair.hello
+    pair.greet(hello())
+    assert (await pair.greeted()).epoch == 3
+    pair.greet(hello(epoch=4))
+    assert pair.hello.epoch == 4
+    other = dataclasses.replace(LAYOUT, dtype="int8")
+    for changes in ({"instance_id": "another"}, {"layout": other}, {"regions": (b"x",)}):
+        with pytest.raises(ProtocolError, match="changed its id or cache"):
+            pair.greet(hello(**changes))
+
+
+async def test_whoever_waits_for_a_hello_hears_that_the_peer_is_lost() -> None:
+    pair = pair_with(allocated("p", 3))
+    pair.lose(PeerLost("gone"))
+    with pytest.raises(PeerLost, match="gone"):
+        await pair.greeted()
+    assert isinstance(pair.error, PeerLost)

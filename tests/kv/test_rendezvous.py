@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+
+import pytest
+
+from kvxfer.errors import (
+    BlockStateError,
+    InvalidArgument,
+    LayoutMismatch,
+    TransferCancelled,
+    TransferRefused,
+)
+from kvxfer.kv.pair import KvPair
+from kvxfer.kv.plan import plan_transfer
+
+from .workers import (
+    LAYERS,
+    LAYOUT,
+    NUM_BLOCKS,
+    Worker,
+    accepted,
+    early_offers,
+    eventually,
+    make_ticket,
+    receive,
+    send,
+    worker,
+)
+
+
+async def test_an_offer_that_comes_early_waits_for_its_request(
+    pair: tuple[Worker, Worker], rng: random.Random
+) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode)
+    receiving = asyncio.create_task(receive(prefill, decode, ticket, 4))
+    await eventually(lambda: early_offers(prefill) == 1)
+    sent = await send(prefill, ticket, 4, rng)
+    assert await receiving == sent
+    assert early_offers(prefill) == 0
+
+
+async def test_a_decode_that_comes_after_prefill_has_given_up_is_told_at_once(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode)
+    with prefill.pool.hold(1) as hold:
+        session = await prefill.endpoint.prefill_session(ticket, hold)
+        await session.cancel("changed my mind")
+    receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
+    with pytest.raises(TransferCancelled, match=r"refused by prefill worker 'p'.*changed my mind"):
+        await asyncio.wait_for(receiver.wait(), 1)
+
+
+async def test_a_prefill_that_comes_after_decode_has_given_up_is_told_at_once(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode)
+    receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
+    await eventually(lambda: early_offers(prefill) == 1)
+    await receiver.cancel("changed my mind")
+    await eventually(lambda: early_offers(prefill) == 0)
+    with (
+        prefill.pool.hold(1) as hold,
+        pytest.raises(TransferCancelled, match="cancelled by decode worker 'd': changed my mind"),
+    ):
+        await prefill.endpoint.prefill_session(ticket, hold)
+
+
+async def test_an_offer_that_is_replayed_changes_nothing(
+    pair: tuple[Worker, Worker], rng: random.Random
+) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode)
+    receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
+    with prefill.pool.hold(2) as hold:
+        prefill.fill(hold.ids.tolist(), rng)
+        async with await prefill.endpoint.prefill_session(ticket, hold) as sender:
+            await accepted(receiver)
+            receiver.offer()
+            for layer in range(LAYERS):
+                sender.write_layer(layer)
+            await sender.finish()
+        await receiver.wait()
+        with receiver.take() as taken:
+            assert decode.contents(taken.ids.tolist()) == prefill.contents(hold.ids.tolist())
+
+
+async def test_prefill_refuses_an_offer_of_another_layout_itself(
+    fabric: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = dataclasses.replace(LAYOUT, head_size=64)
+    async with worker("p", fabric) as prefill, worker("d", fabric, layout=other) as decode:
+        monkeypatch.setattr(KvPair, "inbound_plan", plan_transfer(other, other))
+        ticket = make_ticket(prefill, decode)
+        with prefill.pool.hold(1) as hold:
+            session = await prefill.endpoint.prefill_session(ticket, hold)
+            receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
+            with pytest.raises(TransferRefused, match=r"head_size is 32 .* 64 .*layout-mismatch"):
+                await asyncio.wait_for(receiver.wait(), 1)
+            with pytest.raises(LayoutMismatch):
+                await asyncio.wait_for(session._ended, 1)
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+async def test_block_tables_of_unequal_length_are_an_error_of_both_sides(
+    pair: tuple[Worker, Worker], first: str
+) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode)
+    text = "offers 3 blocks for the 2 blocks of prefill"
+    with prefill.pool.hold(2) as hold:
+        if first == "prefill":
+            session = await prefill.endpoint.prefill_session(ticket, hold)
+            receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 3)
+            with pytest.raises(InvalidArgument, match=text):
+                await asyncio.wait_for(session._ended, 1)
+        else:
+            receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 3)
+            await eventually(lambda: early_offers(prefill) == 1)
+            with pytest.raises(InvalidArgument, match=text):
+                await prefill.endpoint.prefill_session(ticket, hold)
+        with pytest.raises(TransferRefused, match=text):
+            await asyncio.wait_for(receiver.wait(), 1)
+
+
+async def test_a_block_outside_the_pool_is_refused(
+    pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode)
+    monkeypatch.setattr(
+        "kvxfer.kv.decode_session.pack_block_table",
+        lambda ids: NUM_BLOCKS.to_bytes(4, "little") * len(ids),
+    )
+    receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
+    text = f"block {NUM_BLOCKS} of the block table is outside the pool"
+    with pytest.raises(TransferRefused, match=text):
+        await asyncio.wait_for(receiver.wait(), 1)
+    with prefill.pool.hold(1) as hold, pytest.raises(InvalidArgument, match=text):
+        await prefill.endpoint.prefill_session(ticket, hold)
+
+
+async def test_early_offers_are_bounded_per_peer(fabric: str) -> None:
+    async with (
+        worker("p", fabric, max_early_offers_per_peer=2) as prefill,
+        worker("d", fabric) as decode,
+    ):
+        receivers = [
+            await decode.endpoint.decode_session(
+                make_ticket(prefill, decode), prefill.engine.address, 1
+            )
+            for _ in range(3)
+        ]
+        with pytest.raises(TransferRefused, match=r"2 offers .* backpressure|\(backpressure\)"):
+            await asyncio.wait_for(receivers[2].wait(), 1)
+        assert early_offers(prefill) == 2
+        for receiver in receivers:
+            await receiver.cancel("enough")
+
+
+async def test_released_blocks_cannot_be_sent_and_decode_hears_of_it(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode)
+    receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
+    hold = prefill.pool.hold(1)
+    hold.release()
+    with pytest.raises(BlockStateError, match="no longer owned here"):
+        await prefill.endpoint.prefill_session(ticket, hold)
+    with pytest.raises(BlockStateError, match="refused by prefill worker 'p'"):
+        await asyncio.wait_for(receiver.wait(), 1)

@@ -1,0 +1,166 @@
+"""Workers for the tests: an engine, a cache, a pool and an endpoint, all in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from kvxfer.engine import Engine
+from kvxfer.kv.block_pool import BlockPool
+from kvxfer.kv.cache import KvCache
+from kvxfer.kv.decode_session import DecodeSession
+from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.layout import KvLayout
+from kvxfer.kv.session_state import DecodeState
+from kvxfer.ticket import Ticket, sign_ticket
+
+KEY = b"0123456789abcdef0123456789abcdef"
+NUM_BLOCKS = 24
+LAYOUT = KvLayout(num_layers=6, num_kv_heads=2, head_size=32, dtype="float32", block_size=4)
+LAYERS = LAYOUT.num_layers
+
+
+@dataclass
+class Worker:
+    engine: Engine
+    cache: KvCache
+    pool: BlockPool
+    endpoint: KvEndpoint
+
+    def fill(self, ids: Sequence[int], rng: random.Random) -> None:
+        """Random bytes into blocks."""
+        size = self.cache.layout.part_bytes
+        for layer in range(self.cache.layout.layers_per_rank):
+            for part in self.cache.layout.parts:
+                plane = self.cache.buffer(layer, part)
+                for block in ids:
+                    plane[block * size : (block + 1) * size] = rng.randbytes(size)
+
+    def contents(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes of blocks, plane by plane."""
+        size = self.cache.layout.part_bytes
+        return [
+            bytes(self.cache.buffer(layer, part)[block * size : (block + 1) * size])
+            for layer in range(self.cache.layout.layers_per_rank)
+            for part in self.cache.layout.parts
+            for block in ids
+        ]
+
+    def scatter(self, rng: random.Random, count: int) -> contextlib.ExitStack:
+        """Leaves `count` random blocks free, the others held until the returned stack is closed."""
+        stack = contextlib.ExitStack()
+        holds = [self.pool.hold(1) for _ in range(self.pool.num_free)]
+        rng.shuffle(holds)
+        for hold in holds[:count]:
+            hold.release()
+        for hold in holds[count:]:
+            stack.enter_context(hold)
+        return stack
+
+
+@contextlib.asynccontextmanager
+async def worker(
+    name: str,
+    fabric: str,
+    *,
+    layout: KvLayout = LAYOUT,
+    num_blocks: int = NUM_BLOCKS,
+    epoch: int = 1,
+    lease_seconds: float = 20.0,
+    max_early_offers_per_peer: int = 64,
+) -> AsyncIterator[Worker]:
+    """A worker; when it ends in good order all its blocks are free."""
+    async with Engine(cluster_key=KEY, name=name, fabrics=(fabric,)) as engine:
+        with KvCache.allocate(engine, layout, num_blocks) as cache:
+            pool = BlockPool(num_blocks)
+            async with KvEndpoint(
+                engine,
+                cache,
+                pool,
+                instance_id=name,
+                epoch=epoch,
+                ticket_key=KEY,
+                lease_seconds=lease_seconds,
+                max_early_offers_per_peer=max_early_offers_per_peer,
+            ) as endpoint:
+                yield Worker(engine, cache, pool, endpoint)
+                pool.check()
+                assert pool.num_free == num_blocks, pool.counts()
+
+
+def make_ticket(
+    prefill: Worker, decode: Worker, *, transfer_id: str | None = None, seconds: float = 60.0
+) -> str:
+    return sign_ticket(
+        Ticket(
+            transfer_id=transfer_id or uuid.uuid4().hex,
+            request_id="request",
+            prefill_id=prefill.endpoint.instance_id,
+            prefill_epoch=prefill.endpoint.epoch,
+            decode_id=decode.endpoint.instance_id,
+            decode_epoch=decode.endpoint.epoch,
+            expires_at=time.time() + seconds,
+        ),
+        KEY,
+    )
+
+
+async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Waits for something that nobody announces."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def early_offers(prefill: Worker) -> int:
+    """How many offers wait at a prefill worker for their requests."""
+    return len(prefill.endpoint._rendezvous._early)
+
+
+async def send(
+    prefill: Worker,
+    ticket: str,
+    num_blocks: int,
+    rng: random.Random,
+    tail: bytes = b"tail",
+    lease_seconds: float | None = None,
+) -> list[bytes]:
+    """One whole prefill; returns what the blocks held."""
+    with prefill.pool.hold(num_blocks) as hold:
+        prefill.fill(hold.ids.tolist(), rng)
+        sent = prefill.contents(hold.ids.tolist())
+        async with await prefill.endpoint.prefill_session(
+            ticket, hold, lease_seconds=lease_seconds
+        ) as session:
+            for layer in rng.sample(range(LAYERS), LAYERS):
+                session.write_layer(layer)
+                await asyncio.sleep(0)
+            await session.finish(tail)
+    return sent
+
+
+async def receive(
+    prefill: Worker,
+    decode: Worker,
+    ticket: str,
+    num_blocks: int,
+    tail: bytes = b"tail",
+    lease_seconds: float | None = None,
+) -> list[bytes]:
+    """One whole decode side; returns what the blocks hold."""
+    async with await decode.endpoint.decode_session(
+        ticket, prefill.engine.address, num_blocks, lease_seconds=lease_seconds
+    ) as session:
+        assert await session.wait() == tail
+        with session.take() as hold:
+            return decode.contents(hold.ids.tolist())
+
+
+async def accepted(receiver: DecodeSession) -> None:
+    """Waits until prefill has taken the offer up."""
+    await eventually(lambda: receiver.state is DecodeState.RECEIVING)
