@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final, cast
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
@@ -102,19 +102,19 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
     """Makes every error of the application, which has these routers, a problem document."""
 
     @app.exception_handler(KvxferError)
-    async def _kvxfer_error(request: Request, error: Exception) -> JSONResponse:
+    async def _kvxfer_error(request: Request, error: Exception) -> Response:
         return _answer_error(request, cast(KvxferError, error))
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    async def _invalid(request: Request, error: Exception) -> Response:
         return _answer_invalid(request, cast(RequestValidationError, error))
 
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: Exception) -> JSONResponse:
+    async def _http(request: Request, error: Exception) -> Response:
         return _answer_http(request, cast(HTTPException, error), routers)
 
     @app.exception_handler(Exception)
-    async def _internal(request: Request, error: Exception) -> JSONResponse:
+    async def _internal(request: Request, error: Exception) -> Response:
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         detail = "the control plane failed at this request; its log says why"
         return _answer(request, 500, "internal-error", detail)
@@ -167,15 +167,16 @@ def _answer(
     *,
     members: Mapping[str, object] | None = None,
     headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
+) -> Response:
     control_plane(request).metrics.errors.labels(code).inc()
     body = _members(status, code, detail, request.url.path)
     # A member of the error never takes the place of one that RFC 9457 defines.
     body.update({name: value for name, value in (members or {}).items() if name not in body})
-    return JSONResponse(body, status, headers=dict(headers or {}), media_type=MEDIA_TYPE)
+    # ASCII: a member's name that the request made up may be no text that UTF-8 can hold.
+    return Response(json.dumps(body), status, dict(headers or {}), media_type=MEDIA_TYPE)
 
 
-def _answer_error(request: Request, error: KvxferError) -> JSONResponse:
+def _answer_error(request: Request, error: KvxferError) -> Response:
     status = _status(type(error))
     members: dict[str, object] = {}
     if isinstance(error, ControlPlaneError):
@@ -188,7 +189,7 @@ def _answer_error(request: Request, error: KvxferError) -> JSONResponse:
     return _answer(request, status, error.code, str(error), members=members, headers=headers)
 
 
-def _answer_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+def _answer_invalid(request: Request, error: RequestValidationError) -> Response:
     errors = [_invalid_member(item) for item in error.errors()]
     first = errors[0]
     detail = f"{first['field']}: {first['message']}" if first["field"] else first["message"]
@@ -219,9 +220,7 @@ def _invalid_member(item: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _answer_http(
-    request: Request, error: HTTPException, routers: Sequence[APIRouter]
-) -> JSONResponse:
+def _answer_http(request: Request, error: HTTPException, routers: Sequence[APIRouter]) -> Response:
     status = HTTPStatus(error.status_code)
     code = status.phrase.lower().replace(" ", "-")
     detail, headers = str(error.detail), dict(error.headers or {})

@@ -22,10 +22,14 @@ Epoch = Annotated[
     int,
     Field(
         ge=1,
+        le=2**63 - 1,
         description="Names one registration of an instance; a later one has a greater epoch.",
         examples=[1795046400000001],
     ),
 ]
+# Numbers that any language's 32-bit signed integer can hold.
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+PositiveCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
 # What a client may ask for; an instance that is gone is not held any more.
 LiveState = Literal["joining", "ready", "draining"]
 
@@ -72,15 +76,15 @@ class Layout(BaseModel):
         extra="forbid", from_attributes=True, json_schema_extra={"examples": [_LAYOUT]}
     )
 
-    num_layers: int = Field(ge=1)
-    num_kv_heads: int = Field(ge=1, description="Before tensor parallelism.")
-    head_size: int = Field(ge=1, description="Elements of one head of one token.")
+    num_layers: PositiveCount
+    num_kv_heads: PositiveCount = Field(description="Before tensor parallelism.")
+    head_size: PositiveCount = Field(description="Elements of one head of one token.")
     dtype: str = Field(description="Element type as torch names it.", examples=["bfloat16"])
-    block_size: int = Field(ge=1, description="Tokens per block.")
-    tp_size: int = Field(1, ge=1)
-    tp_rank: int = Field(0, ge=0)
-    pp_size: int = Field(1, ge=1)
-    pp_rank: int = Field(0, ge=0)
+    block_size: PositiveCount = Field(description="Tokens per block.")
+    tp_size: PositiveCount = 1
+    tp_rank: Count = 0
+    pp_size: PositiveCount = 1
+    pp_rank: Count = 0
     order: HeadOrder = Field("NHD", description="Tokens before heads, or heads before tokens.")
     kv: KvArrangement = Field("separate", description="K and V in two planes, or in one.")
     mla: bool = Field(False, description="K and V are one latent vector per token.")
@@ -99,10 +103,10 @@ class Load(BaseModel):
 
     model_config = ConfigDict(extra="forbid", from_attributes=True)
 
-    running: int = Field(0, ge=0, description="Requests that are being computed.")
-    waiting: int = Field(0, ge=0, description="Requests that are queued.")
-    free_blocks: int | None = Field(
-        None, ge=0, description="KV blocks that are free now; null where they are not counted."
+    running: Count = Field(0, description="Requests that are being computed.")
+    waiting: Count = Field(0, description="Requests that are queued.")
+    free_blocks: Count | None = Field(
+        None, description="KV blocks that are free now; null where they are not counted."
     )
 
     def record(self) -> records.Load:
@@ -131,7 +135,7 @@ class _Spec(BaseModel):
         pattern=r"^https?://\S+$", max_length=512, description="Where the inference API listens."
     )
     layout: Layout
-    num_blocks: int = Field(ge=1, description="KV blocks of one layer in the worker's pool.")
+    num_blocks: PositiveCount = Field(description="KV blocks of one layer in the worker's pool.")
     fabrics: tuple[Annotated[str, Field(min_length=1, max_length=32)], ...] = Field(
         ("local", "tcp"),
         min_length=1,

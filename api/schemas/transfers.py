@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
 from kvxfer import transfers as records
-from kvxfer.api.schemas.instances import Epoch, InstanceId
+from kvxfer.api.schemas.instances import Epoch, InstanceId, PositiveCount
 
 TransferId = Annotated[str, Field(examples=["3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a"])]
 
@@ -123,9 +123,8 @@ class TransferRequest(BaseModel):
         description="The router's name for the request; the transfer's id where it is left out.",
     )
     model: str | None = Field(None, min_length=1, max_length=256, description="Null: any model.")
-    prompt_tokens: int | None = Field(
+    prompt_tokens: PositiveCount | None = Field(
         None,
-        ge=1,
         description="KV blocks for so many tokens are reserved on both sides; null reserves none.",
     )
 

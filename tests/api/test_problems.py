@@ -51,6 +51,20 @@ async def test_broken_json_says_where(api):
     assert body["detail"] == "the body is not JSON: Expecting value at character 10"
 
 
+@pytest.mark.parametrize(
+    "content", [b'{"\\ud800": 1}', b'{"model": "\\ud800"}', b'{"prompt_tokens": NaN}']
+)
+async def test_what_no_text_can_hold_is_invalid(api, content):
+    headers = {"content-type": "application/json"}
+    answer = await api.post("/v1/transfers", content=content, headers=headers)
+    problem(answer, 422, "invalid-argument")
+
+
+async def test_number_beyond_all_sense_is_invalid(api):
+    answer = await api.post("/v1/transfers", json={"prompt_tokens": 10**30})
+    assert problem(answer, 422, "invalid-argument")["field"] == "prompt_tokens"
+
+
 async def test_every_invalid_member_is_listed_and_the_first_is_the_detail(api):
     body = {**registration("p"), "num_blocks": 0, "role": "chef"}
     answer = problem(await api.post("/v1/instances", json=body), 422, "invalid-argument")
