@@ -32,6 +32,9 @@ class EngineOptions:
 class MemoryRegion(Buffer):
     """Registered memory; a writable buffer of bytes."""
 
+    def __init__(self, region: MemoryRegion) -> None:
+        """Another handle of the same region."""
+
     @property
     def address(self) -> int: ...
     @property

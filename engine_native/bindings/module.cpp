@@ -21,7 +21,7 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 
 // Becomes kvxfer._native.Error(code, message); kvxfer.engine turns it into the public classes.
 struct NativeError : std::exception {
-  explicit NativeError(Error error) : error(std::move(error)) {}
+  explicit NativeError(Error cause) : error(std::move(cause)) {}
   const char* what() const noexcept override { return error.text.c_str(); }
   Error error;
 };
@@ -88,6 +88,9 @@ const char* kind_name(Completion::Kind kind) {
 void bind_region(py::module_& module) {
   py::class_<MemoryRegion, std::shared_ptr<MemoryRegion>>(module, "MemoryRegion",
                                                           py::buffer_protocol())
+      // Another handle of the same region, for the Python class that extends this one.
+      .def(py::init([](const std::shared_ptr<MemoryRegion>& region) { return region; }),
+           py::arg("region"))
       .def_property_readonly(
           "address",
           [](const MemoryRegion& region) { return reinterpret_cast<std::uintptr_t>(region.data()); })

@@ -1,0 +1,44 @@
+"""kvxfer: moves KV caches between prefill and decode workers of LLM inference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvxfer.engine import (
+        Counter,
+        Engine,
+        EngineHandler,
+        Memory,
+        MemoryRegion,
+        Operation,
+        Peer,
+    )
+    from kvxfer.errors import KvxferError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Counter",
+    "Engine",
+    "EngineHandler",
+    "KvxferError",
+    "Memory",
+    "MemoryRegion",
+    "Operation",
+    "Peer",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily, so that `import kvxfer` costs nothing to a program that only wants the errors.
+    if name == "KvxferError":
+        from kvxfer.errors import KvxferError
+
+        return KvxferError
+    if name in __all__:
+        from kvxfer import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module 'kvxfer' has no attribute {name!r}")

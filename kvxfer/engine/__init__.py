@@ -1,0 +1,13 @@
+"""The transfer engine for asyncio programs.
+
+`Engine` owns one native engine. Submitting, sending and counters may be used from any thread;
+what is awaited belongs to the event loop in which the engine was entered.
+"""
+
+from kvxfer.engine.counter import Counter
+from kvxfer.engine.engine import Engine, EngineHandler
+from kvxfer.engine.memory import Memory, MemoryRegion
+from kvxfer.engine.operation import Operation
+from kvxfer.engine.peer import Peer
+
+__all__ = ["Counter", "Engine", "EngineHandler", "Memory", "MemoryRegion", "Operation", "Peer"]

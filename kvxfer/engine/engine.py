@@ -1,0 +1,259 @@
+"""The engine: memory, peers, counters, and the completions of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
+
+from kvxfer.engine.counter import Counter
+from kvxfer.engine.memory import Memory, MemoryRegion, register
+from kvxfer.engine.native import error_of, native, translated
+from kvxfer.engine.operation import Operation
+from kvxfer.engine.peer import Peer
+from kvxfer.errors import EngineClosed, InvalidArgument, PeerError, PeerLost, StaleCounter
+
+logger = logging.getLogger("kvxfer.engine")
+
+FABRICS = ("local", "tcp")
+
+
+class EngineHandler(Protocol):
+    """Told of peers and messages, on the event loop."""
+
+    def peer_up(self, peer: Peer) -> None: ...
+    def message(self, peer: Peer, data: bytes) -> None: ...
+    def peer_lost(self, peer: Peer, error: PeerError) -> None: ...
+
+
+class Engine:
+    """One transfer engine: enter it with `async with`.
+
+    cluster_key: shared by all engines that may talk to each other, at least 16 bytes.
+    host: numeric address to listen on; advertise: the one to give to peers (default: host).
+    fabrics: which may be used; with a peer on this host `local` is preferred.
+    lanes: TCP connections per peer. window_bytes: unacknowledged bytes per peer.
+    heartbeat_interval, peer_timeout: seconds; a peer that was silent for peer_timeout is lost.
+    operation_timeout: deadline in seconds of operations that are given none.
+    spin: seconds of busy polling after the last progress, before the thread sleeps.
+
+    Raises InvalidArgument, AddressInUse or PermissionDenied.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster_key: bytes | str,
+        name: str = "",
+        host: str = "127.0.0.1",
+        advertise: str | None = None,
+        port: int = 0,
+        fabrics: Sequence[str] = FABRICS,
+        lanes: int = 2,
+        window_bytes: int = 16 << 20,
+        heartbeat_interval: float = 0.1,
+        peer_timeout: float = 0.7,
+        operation_timeout: float = 30.0,
+        spin: float = 50e-6,
+    ) -> None:
+        unknown = [fabric for fabric in fabrics if fabric not in FABRICS]
+        if unknown or not fabrics:
+            raise InvalidArgument(
+                f"fabrics is {list(fabrics)!r}; choose from {', '.join(FABRICS)}, at least one"
+            )
+        if not 0 <= port <= 65535 or not 0 <= lanes < 1 << 16 or window_bytes < 0:
+            raise InvalidArgument(
+                f"port={port}, lanes={lanes}, window_bytes={window_bytes}: out of range"
+            )
+        options = native.EngineOptions(
+            cluster_key=cluster_key.encode() if isinstance(cluster_key, str) else cluster_key,
+            name=name,
+            host=host,
+            advertise=advertise or "",
+            port=port,
+            local="local" in fabrics,
+            tcp="tcp" in fabrics,
+            lanes=lanes,
+            window_bytes=window_bytes,
+            heartbeat_interval=heartbeat_interval,
+            peer_timeout=peer_timeout,
+            operation_timeout=operation_timeout,
+            spin=spin,
+        )
+        with translated():
+            self.native = native.TransferEngine(options)
+        self.name = name
+        self.handler: EngineHandler | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self._peers: dict[int, Peer] = {}
+        self._connecting: dict[int, asyncio.Future[int]] = {}
+        self._counters: dict[int, Counter] = {}
+        # Operations are submitted from any thread and completed on the loop.
+        self._lock = threading.Lock()
+        self._operations: dict[int, Operation] = {}
+        self._finished_early: dict[int, Exception | None] = {}
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.native.event_fd, self._drain)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends everything with EngineClosed and stops the engine's thread. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.to_thread(self.native.close)
+        self._drain()
+        if self._loop is not None:
+            self._loop.remove_reader(self.native.event_fd)
+
+    @property
+    def address(self) -> str:
+        """kvx://HOST:PORT/ENGINE_ID, for the peers' connect()."""
+        return self.native.address
+
+    @property
+    def engine_id(self) -> str:
+        """32 hex digits, random at every start."""
+        return self.native.engine_id
+
+    @property
+    def peers(self) -> list[Peer]:
+        return list(self._peers.values())
+
+    def stats(self) -> dict[str, int]:
+        """Totals since the start: bytes and writes sent, received, refused; handshakes refused;
+        and the number of connected peers."""
+        return self.native.stats()
+
+    # --- memory and counters
+
+    def alloc(self, nbytes: int) -> Memory:
+        """Zeroed memory that peers on this host can map; the fastest source. Raises OutOfMemory."""
+        if nbytes < 1:
+            raise InvalidArgument(f"alloc({nbytes}): ask for at least 1 byte")
+        with translated():
+            handle = self.native.allocate(nbytes)
+        return Memory(MemoryRegion(self.native, handle))
+
+    def register(self, target: Any, nbytes: int | None = None) -> MemoryRegion:
+        """Registers memory that somebody else allocated: a numpy array, a torch CPU tensor, a
+        writable buffer, or an address with `nbytes`. It must stay valid until close()."""
+        return register(self.native, target, nbytes)
+
+    def counter(self) -> Counter:
+        """A new counter at zero. Raises OutOfMemory while 65,536 are in use."""
+        with translated():
+            imm = self.native.allocate_counter()
+        counter = self._counters[imm] = Counter(self.native, imm, self._counter_released)
+        return counter
+
+    def _counter_released(self, imm: int) -> None:
+        counter = self._counters.pop(imm, None)
+        if counter is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(
+                counter.resolve, StaleCounter(f"counter {imm} was released"), 0
+            )
+
+    # --- peers
+
+    async def connect(self, address: str, timeout: float = 2.0) -> Peer:
+        """Connects and authenticates; the existing Peer if that engine is connected.
+
+        Raises ConnectFailed, AuthenticationFailed or PeerRestarted.
+        """
+        if self._loop is None or self._closed:
+            raise EngineClosed("enter the engine with `async with` before connecting")
+        future: asyncio.Future[int] = self._loop.create_future()
+        with translated():
+            operation = self.native.connect(address, timeout)
+        # Completions come on this loop, so none can have been missed in between.
+        self._connecting[operation] = future
+        try:
+            peer_id = await future
+        finally:
+            self._connecting.pop(operation, None)
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            raise PeerLost(f"the peer at {address} was lost right after connecting")
+        return peer
+
+    # --- operations
+
+    def submit(self, call: Callable[[native.TransferEngine], tuple[int, int, int]]) -> Operation:
+        """Runs a native submission and tracks its operation. Any thread."""
+        with translated():
+            operation = Operation(self.native, *call(self.native))
+        with self._lock:
+            if operation.id not in self._finished_early:
+                self._operations[operation.id] = operation
+                return operation
+            error = self._finished_early.pop(operation.id)
+        operation.finish(error)
+        return operation
+
+    # --- completions
+
+    def _drain(self) -> None:
+        for kind, ident, peer_id, code, text, data, fabric, timestamp_ns in self.native.drain():
+            error = None if code == "ok" else error_of(code, text)
+            match kind:
+                case "write":
+                    self._finish(ident, error)
+                case "counter":
+                    counter = self._counters.get(ident)
+                    if counter is not None:
+                        counter.resolve(error, timestamp_ns)
+                case "message":
+                    self._deliver(peer_id, data)
+                case "peer_up":
+                    self._peer_up(Peer(self, peer_id, data.decode(), text, fabric))
+                case "peer_down":
+                    self._peer_down(peer_id, error)
+                case "connect":
+                    future = self._connecting.get(ident)
+                    if future is not None and not future.done():
+                        if error is None:
+                            future.set_result(peer_id)
+                        else:
+                            future.set_exception(error)
+                case "notice":
+                    logger.warning("%s", text)
+
+    def _finish(self, ident: int, error: Exception | None) -> None:
+        with self._lock:
+            operation = self._operations.pop(ident, None)
+            if operation is None:  # its submit() has not returned yet
+                self._finished_early[ident] = error
+                return
+        operation.finish(error)
+
+    def _deliver(self, peer_id: int, data: bytes) -> None:
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            return
+        if self.handler is None:
+            peer.deliver(data)
+        else:
+            self.handler.message(peer, data)
+
+    def _peer_up(self, peer: Peer) -> None:
+        self._peers[peer.id] = peer
+        if self.handler is not None:
+            self.handler.peer_up(peer)
+
+    def _peer_down(self, peer_id: int, error: Exception | None) -> None:
+        peer = self._peers.pop(peer_id, None)
+        if peer is None:
+            return
+        reason = error if isinstance(error, PeerError) else PeerLost(str(error))
+        peer.lose(reason)
+        if self.handler is not None:
+            self.handler.peer_lost(peer, reason)

@@ -1,0 +1,114 @@
+"""Memory that the engine sends from and that peers may write into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvxfer.engine.native import native, translated
+from kvxfer.errors import InvalidArgument
+
+
+class MemoryRegion:
+    """A registered range of memory. Any thread.
+
+    `descriptor` is what a peer needs to write into the region, and the permission to do so: give
+    it to peers only. A region of foreign memory holds a reference to its owner.
+    """
+
+    __slots__ = ("_engine", "_open", "_owner", "handle")
+
+    def __init__(
+        self, engine: native.TransferEngine, handle: native.MemoryRegion, owner: object = None
+    ) -> None:
+        self._engine = engine
+        self._owner = owner
+        self._open = True
+        self.handle = handle
+
+    @property
+    def address(self) -> int:
+        return self.handle.address
+
+    @property
+    def nbytes(self) -> int:
+        return self.handle.nbytes
+
+    @property
+    def descriptor(self) -> bytes:
+        return self.handle.descriptor
+
+    def close(self) -> None:
+        """Deregisters. Operations that read the region end with `Cancelled` first; afterwards no
+        write of any peer lands in it. Blocks briefly; idempotent."""
+        if self._open:
+            self._open = False
+            self._engine.deregister(self.handle)
+            self._owner = None
+
+    def __repr__(self) -> str:
+        return f"MemoryRegion(address={self.address:#x}, nbytes={self.nbytes})"
+
+
+class Memory(native.MemoryRegion):
+    """Zeroed shareable memory, already registered: a writable buffer of bytes.
+
+    Use it as `memoryview(memory)`, `numpy.frombuffer(memory, dtype)`, or through DLPack
+    (`numpy.from_dlpack`, `torch.from_dlpack`; uint8, one dimension). The memory stays mapped for
+    as long as any of these views lives.
+    """
+
+    def __init__(self, region: MemoryRegion) -> None:
+        super().__init__(region.handle)
+        self.region = region
+
+    def close(self) -> None:
+        """Deregisters the region; see MemoryRegion.close."""
+        self.region.close()
+
+
+def register(engine: native.TransferEngine, target: Any, nbytes: int | None) -> MemoryRegion:
+    """Registers a numpy array, a torch CPU tensor, a writable buffer, or an address and length.
+
+    Arrays and tensors must be contiguous. Raises InvalidArgument naming what was passed.
+    """
+    if isinstance(target, int):
+        if nbytes is None:
+            raise InvalidArgument("register(address) needs nbytes, the length in bytes")
+        address, length, owner = target, nbytes, None
+    elif hasattr(target, "data_ptr"):  # torch, without importing it
+        address, length, owner = _tensor_range(target), target.nbytes, target
+    else:
+        address, length, owner = *_buffer_range(target), target
+    if nbytes is not None and nbytes > length:
+        raise InvalidArgument(f"nbytes={nbytes} is more than the {length} bytes that were passed")
+    with translated():
+        handle = engine.register_memory(address, length if nbytes is None else nbytes)
+    return MemoryRegion(engine, handle, owner)
+
+
+def _tensor_range(tensor: Any) -> int:
+    if tensor.device.type != "cpu":
+        raise InvalidArgument(
+            f"a tensor on {tensor.device} cannot be registered by this version; copy it to the CPU"
+        )
+    if not tensor.is_contiguous():
+        raise InvalidArgument("the tensor is not contiguous; register tensor.contiguous()")
+    return int(tensor.data_ptr())
+
+
+def _buffer_range(target: Any) -> tuple[int, int]:
+    import numpy as np
+
+    try:
+        view = memoryview(target)
+    except TypeError:
+        raise InvalidArgument(
+            f"cannot register a {type(target).__name__}; pass a numpy array, a torch CPU tensor, "
+            "a writable buffer, or an address and nbytes"
+        ) from None
+    if view.readonly or not view.c_contiguous or view.nbytes == 0:
+        raise InvalidArgument(
+            f"the {type(target).__name__} cannot be registered: it must be writable, contiguous "
+            "and not empty"
+        )
+    return np.frombuffer(view, dtype=np.uint8).ctypes.data, view.nbytes

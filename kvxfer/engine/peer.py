@@ -1,0 +1,158 @@
+"""A connected engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.engine.native import translated
+from kvxfer.errors import DeadlineExceeded, PeerError
+
+if TYPE_CHECKING:
+    from kvxfer.engine.engine import Engine
+    from kvxfer.engine.memory import MemoryRegion
+    from kvxfer.engine.operation import Operation
+
+
+class Peer:
+    """One connection to one peer engine.
+
+    id: of this connection, never reused. engine_id: 32 hex digits, new at every start of the
+    peer. fabric: "local" or "tcp". A lost peer stays lost: connecting again gives a new Peer.
+    Everything but receive() may be called from any thread.
+    """
+
+    __slots__ = ("_engine", "_inbox", "engine_id", "error", "fabric", "id", "name")
+
+    def __init__(
+        self, engine: Engine, peer_id: int, engine_id: str, name: str, fabric: str
+    ) -> None:
+        self._engine = engine
+        self._inbox: asyncio.Queue[bytes | PeerError] = asyncio.Queue()
+        self.id = peer_id
+        self.engine_id = engine_id
+        self.name = name
+        self.fabric = fabric
+        self.error: PeerError | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.error is None
+
+    def write(
+        self,
+        src: MemoryRegion,
+        dst: bytes,
+        *,
+        length: int,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        imm: int | None = None,
+        timeout: float | None = None,
+    ) -> Operation:
+        """Writes `length` contiguous bytes into the peer's region `dst` (a descriptor).
+
+        imm: counts at the receiver once per write on the wire. timeout: seconds until the
+        operation fails with DeadlineExceeded; the engine's operation_timeout by default.
+        Raises OutOfBounds, UnknownRegion, UnknownPeer or Backpressure at once.
+        """
+        return self._engine.submit(
+            lambda native: native.write(
+                self.id,
+                src.handle,
+                dst,
+                source_offset=src_offset,
+                destination_offset=dst_offset,
+                length=length,
+                imm=imm,
+                timeout=timeout or 0.0,
+            )
+        )
+
+    def write_pages(
+        self,
+        src: MemoryRegion,
+        dst: bytes,
+        *,
+        page_length: int,
+        src_pages: Any,
+        dst_pages: Any,
+        src_stride: int,
+        dst_stride: int,
+        src_offset: int = 0,
+        dst_offset: int = 0,
+        imm: int | None = None,
+        timeout: float | None = None,
+    ) -> Operation:
+        """Writes pages: page i moves `page_length` bytes from src_offset + src_pages[i] *
+        src_stride to dst_offset + dst_pages[i] * dst_stride.
+
+        src_pages, dst_pages: one-dimensional buffers of int32 or int64 (numpy arrays), of equal
+        length. One call for all pages of a layer: 100,000 pages are one native crossing. See
+        write() for the rest.
+        """
+        return self._engine.submit(
+            lambda native: native.write_pages(
+                self.id,
+                src.handle,
+                dst,
+                page_length=page_length,
+                source_pages=src_pages,
+                destination_pages=dst_pages,
+                source_stride=src_stride,
+                destination_stride=dst_stride,
+                source_offset=src_offset,
+                destination_offset=dst_offset,
+                imm=imm,
+                timeout=timeout or 0.0,
+            )
+        )
+
+    def write_imm(self, imm: int, *, timeout: float | None = None) -> Operation:
+        """Counts one at the receiver, without any bytes."""
+        return self._engine.submit(lambda native: native.write_imm(self.id, imm, timeout or 0.0))
+
+    def send(self, data: bytes) -> None:
+        """Sends a message of at most 1 MiB: ordered among messages, not among writes. That it was
+        lost shows as the peer being lost. Raises Backpressure while 16 MiB wait."""
+        with translated():
+            self._engine.native.send(self.id, data)
+
+    async def receive(self, timeout: float | None = None) -> bytes:
+        """The next message. Only where the engine has no handler.
+
+        Raises the peer's error once it is lost, DeadlineExceeded after `timeout` seconds.
+        """
+        if self.error is not None and self._inbox.empty():
+            raise self.error
+        try:
+            async with asyncio.timeout(timeout):
+                item = await self._inbox.get()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no message from peer {self.name!r} within {timeout} s"
+            ) from None
+        if isinstance(item, PeerError):
+            raise item
+        return item
+
+    def fence(self) -> None:
+        """After this no write of the peer lands here. The peer is lost to this engine."""
+        with translated():
+            self._engine.native.fence(self.id)
+
+    def close(self) -> None:
+        """Disconnects; operations under way end with PeerLost. Idempotent."""
+        self._engine.native.disconnect(self.id)
+
+    def deliver(self, data: bytes) -> None:
+        """The engine's report of a message. Event loop only."""
+        self._inbox.put_nowait(data)
+
+    def lose(self, error: PeerError) -> None:
+        """The engine's report that the peer is lost. Event loop only."""
+        self.error = error
+        self._inbox.put_nowait(error)
+
+    def __repr__(self) -> str:
+        return f"Peer({self.name!r}, engine {self.engine_id[:8]}, {self.fabric})"

@@ -1,0 +1,300 @@
+"""The engine as Python programs use it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from kvxfer import Engine, Peer
+from kvxfer.errors import (
+    AddressInUse,
+    AuthenticationFailed,
+    Cancelled,
+    ConnectFailed,
+    DeadlineExceeded,
+    EngineClosed,
+    EngineError,
+    InvalidArgument,
+    OutOfBounds,
+    PeerError,
+    PeerLost,
+    PeerRestarted,
+    StaleCounter,
+    UnknownPeer,
+    UnknownRegion,
+)
+from tests.engine.conftest import KEY, Pair
+
+
+async def test_scattered_pages_arrive_and_the_counter_shows_the_announced_total(
+    pair: Pair,
+) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    page, count = 4096, 500
+    source = pair.writer.alloc(page * 1000)
+    target = pair.reader.alloc(page * 1000)
+    src = np.frombuffer(source, dtype=np.uint8).reshape(1000, page)
+    src[:] = rng.integers(0, 256, src.shape, dtype=np.uint8)
+    from_pages = rng.permutation(1000)[:count]
+    to_pages = rng.permutation(1000)[:count].astype(np.int32)
+    counter = pair.reader.counter()
+    write = pair.to_reader.write_pages(
+        source.region,
+        target.region.descriptor,
+        page_length=page,
+        src_pages=from_pages,
+        dst_pages=to_pages,
+        src_stride=page,
+        dst_stride=page,
+        imm=counter.imm,
+    )
+    assert write.nbytes == page * count
+    await counter.wait(write.writes, timeout=10)
+    await write
+    expected = np.zeros_like(src)
+    expected[to_pages] = src[from_pages]
+    assert np.array_equal(np.frombuffer(target, dtype=np.uint8).reshape(1000, page), expected)
+    assert counter.completed_at_ns is not None
+
+
+async def test_registered_arrays_and_tensors_are_sources_and_targets(pair: Pair) -> None:
+    torch = pytest.importorskip("torch")
+    array = np.arange(1000, dtype=np.int64)
+    tensor = torch.zeros(1000, dtype=torch.int64)
+    source = pair.writer.register(array)
+    target = pair.reader.register(tensor)
+    await pair.to_reader.write(source, target.descriptor, length=8000)
+    assert tensor.tolist() == list(range(1000))
+    raw = pair.reader.register(tensor.data_ptr(), 4000)
+    assert (raw.address, raw.nbytes) == (tensor.data_ptr(), 4000)
+
+
+def test_alloc_gives_buffer_protocol_and_dlpack() -> None:
+    torch = pytest.importorskip("torch")
+    engine = Engine(cluster_key=KEY)
+    memory = engine.alloc(4096)
+    memoryview(memory)[7] = 9
+    assert np.from_dlpack(memory)[7] == 9
+    tensor = torch.from_dlpack(memory)
+    tensor[8] = 5
+    assert np.frombuffer(memory, dtype=np.uint8)[8] == 5
+    memory.close()
+    engine.native.close()
+    del memory, engine
+    assert int(tensor[8]) == 5  # the view keeps the memory
+
+
+async def test_writes_may_be_submitted_from_any_thread(pair: Pair) -> None:
+    source, target = pair.writer.alloc(1 << 16), pair.reader.alloc(1 << 16)
+    counter = pair.reader.counter()
+    operations = []
+
+    def submit() -> None:
+        for _ in range(200):
+            operations.append(
+                pair.to_reader.write(
+                    source.region, target.region.descriptor, length=100, imm=counter.imm
+                )
+            )
+
+    threads = [threading.Thread(target=submit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+    await counter.wait(800, timeout=10)
+    await asyncio.gather(*(asyncio.wait_for(op, 10) for op in operations))
+    assert all(op.done() for op in operations)
+
+
+async def test_messages_arrive_in_order(pair: Pair) -> None:
+    for i in range(100):
+        pair.to_reader.send(b"%d" % i)
+    assert [await pair.to_writer.receive(5) for _ in range(100)] == [b"%d" % i for i in range(100)]
+    with pytest.raises(DeadlineExceeded, match="within 0.01 s"):
+        await pair.to_writer.receive(0.01)
+
+
+async def test_a_handler_hears_of_peers_and_messages() -> None:
+    heard: list[object] = []
+    lost = asyncio.Event()
+
+    class Handler:
+        def peer_up(self, peer: Peer) -> None:
+            heard.append(("up", peer.name))
+
+        def message(self, peer: Peer, data: bytes) -> None:
+            heard.append(("message", data))
+
+        def peer_lost(self, peer: Peer, error: PeerError) -> None:
+            heard.append(("lost", error.code))
+            lost.set()
+
+    async with Engine(cluster_key=KEY, name="server") as server:
+        server.handler = Handler()
+        async with Engine(cluster_key=KEY, name="client") as client:
+            peer = await client.connect(server.address)
+            peer.send(b"hello")
+        async with asyncio.timeout(5):
+            await lost.wait()
+    assert heard == [("up", "client"), ("message", b"hello"), ("lost", "peer-lost")]
+
+
+async def test_bad_writes_are_refused_before_or_at_the_receiver_by_name(pair: Pair) -> None:
+    source, target = pair.writer.alloc(8192), pair.reader.alloc(8192)
+    pages = {
+        "page_length": 4096,
+        "src_stride": 4096,
+        "dst_stride": 4096,
+    }
+    ok = np.array([0, 1])
+
+    def write_pages(src: object, dst: object) -> object:
+        return pair.to_reader.write_pages(
+            source.region, target.region.descriptor, src_pages=src, dst_pages=dst, **pages
+        )
+
+    with pytest.raises(OutOfBounds, match=r"source page 2 \(position 1"):
+        write_pages(np.array([0, 2]), ok)
+    with pytest.raises(OutOfBounds, match="destination page -1"):
+        write_pages(ok, np.array([0, -1]))
+    with pytest.raises(InvalidArgument, match="2 source pages, 1 destination pages"):
+        write_pages(ok, ok[:1])
+    with pytest.raises(TypeError, match="src_pages must be"):
+        write_pages(np.array([0.5]), ok)
+    with pytest.raises(TypeError, match="dst_pages must be a buffer"):
+        write_pages(ok, [0, 1])
+    with pytest.raises(OutOfBounds, match="leaves the region of 8192 bytes"):
+        pair.to_reader.write(source.region, target.region.descriptor, length=8193)
+    with pytest.raises(InvalidArgument, match="not a memory region descriptor"):
+        pair.to_reader.write(source.region, b"garbage", length=1)
+    with pytest.raises(UnknownRegion, match="belongs to engine"):
+        pair.to_reader.write(source.region, source.region.descriptor, length=1)
+    stale = pair.reader.alloc(4096)
+    stale.close()
+    with pytest.raises(UnknownRegion, match="foreign, or the region was deregistered"):
+        await pair.to_reader.write(source.region, stale.region.descriptor, length=1)
+    counter = pair.reader.counter()
+    counter.release()
+    with pytest.raises(StaleCounter, match="'reader'"):
+        await pair.to_reader.write(
+            source.region, target.region.descriptor, length=1, imm=counter.imm
+        )
+
+
+async def test_a_wait_has_a_deadline_and_ends_when_the_counter_is_released(pair: Pair) -> None:
+    counter = pair.reader.counter()
+    with pytest.raises(DeadlineExceeded, match="stands at 0 of 3"):
+        await counter.wait(3, timeout=0.01)
+    waiting = asyncio.create_task(counter.wait(3))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidArgument, match="already"):
+        await counter.wait(3)
+    counter.release()
+    with pytest.raises(StaleCounter):
+        await waiting
+    with pytest.raises(StaleCounter):
+        await counter.wait(3)
+    counter = pair.reader.counter()
+    await pair.to_reader.write_imm(counter.imm)
+    await pair.to_reader.write_imm(counter.imm)
+    with pytest.raises(EngineError, match="1 were announced"):
+        await counter.wait(1, timeout=1)
+
+
+async def test_cancelling_an_operation_ends_it(pair: Pair) -> None:
+    size = 256 << 20
+    source, target = pair.writer.alloc(size), pair.reader.alloc(size)
+    write = pair.to_reader.write(source.region, target.region.descriptor, length=size)
+    write.cancel()
+    with pytest.raises(Cancelled):
+        await write
+
+
+async def test_a_task_that_stops_waiting_does_not_disturb_the_operation(pair: Pair) -> None:
+    size = 64 << 20
+    source, target = pair.writer.alloc(size), pair.reader.alloc(size)
+    write = pair.to_reader.write(source.region, target.region.descriptor, length=size)
+
+    async def wait() -> None:
+        await write
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await write
+
+
+async def test_a_lost_peer_is_named_and_unknown_afterwards(pair: Pair) -> None:
+    size = 256 << 20
+    source, target = pair.writer.alloc(size), pair.reader.alloc(size)
+    write = pair.to_reader.write(source.region, target.region.descriptor, length=size)
+    await pair.reader.close()
+    with pytest.raises(PeerLost, match="'reader'"):
+        await write
+    with pytest.raises(PeerLost):
+        await pair.to_reader.receive(5)
+    assert not pair.to_reader.alive
+    with pytest.raises(UnknownPeer):
+        pair.to_reader.send(b"x")
+    pair.to_reader.close()
+
+
+async def test_connecting_fails_by_name() -> None:
+    async with Engine(cluster_key=KEY) as engine:
+        async with Engine(cluster_key="some other cluster key") as stranger:
+            with pytest.raises(AuthenticationFailed, match="cluster key"):
+                await engine.connect(stranger.address)
+        with pytest.raises(ConnectFailed, match="refused"):
+            await engine.connect(stranger.address)
+        async with Engine(
+            cluster_key=KEY, port=int(stranger.address.split(":")[2].split("/")[0])
+        ):
+            with pytest.raises(PeerRestarted):
+                await engine.connect(stranger.address)
+        with pytest.raises(InvalidArgument, match="kvx://HOST:PORT/ENGINE_ID"):
+            await engine.connect("http://nowhere")
+
+
+async def test_bad_options_and_a_port_in_use_are_named() -> None:
+    with pytest.raises(InvalidArgument, match="5 bytes; it needs at least 16"):
+        Engine(cluster_key="short")
+    with pytest.raises(InvalidArgument, match="infiniband"):
+        Engine(cluster_key=KEY, fabrics=["infiniband"])
+    with pytest.raises(InvalidArgument, match="peer_timeout"):
+        Engine(cluster_key=KEY, peer_timeout=0.1)
+    async with Engine(cluster_key=KEY) as engine:
+        port = int(engine.address.split(":")[2].split("/")[0])
+        with pytest.raises(AddressInUse, match=f"port {port}"):
+            Engine(cluster_key=KEY, port=port)
+
+
+async def test_unregistrable_memory_is_named() -> None:
+    async with Engine(cluster_key=KEY) as engine:
+        with pytest.raises(InvalidArgument, match="bytes cannot be registered"):
+            engine.register(b"read-only")
+        with pytest.raises(InvalidArgument, match="contiguous"):
+            engine.register(np.zeros((4, 4))[:, ::2])
+        with pytest.raises(InvalidArgument, match="cannot register a dict"):
+            engine.register({})
+        with pytest.raises(InvalidArgument, match="needs nbytes"):
+            engine.register(1 << 40)
+        with pytest.raises(InvalidArgument, match="at least 1 byte"):
+            engine.alloc(0)
+
+
+async def test_a_closed_engine_refuses_by_name() -> None:
+    engine = Engine(cluster_key=KEY)
+    async with engine:
+        region = engine.alloc(4096)
+    with pytest.raises(EngineClosed):
+        await engine.connect("kvx://127.0.0.1:1/" + "0" * 32)
+    region.close()
+    await engine.close()
