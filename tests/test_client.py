@@ -5,7 +5,6 @@ import socket
 
 import httpx
 import pytest
-from control_plane import CLUSTER_KEY, LAYOUT, FakeClock, RunningControlPlane, worker
 
 from kvxfer.client import ControlPlaneClient
 from kvxfer.errors import (
@@ -22,6 +21,7 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role, Snapshot
 from kvxfer.ticket import verify_ticket
+from tests.control_plane import CLUSTER_KEY, LAYOUT, FakeClock, RunningControlPlane, worker
 
 READY = InstanceState.READY
 

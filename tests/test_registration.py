@@ -5,12 +5,12 @@ import logging
 import socket
 
 import pytest
-from control_plane import FakeClock, RunningControlPlane, worker
 
 from kvxfer.client import ControlPlaneClient
 from kvxfer.errors import ControlPlaneUnavailable, InstanceExists, UnknownInstance
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load
 from kvxfer.registration import Registration
+from tests.control_plane import FakeClock, RunningControlPlane, worker
 
 JOINING, READY, DRAINING = InstanceState.JOINING, InstanceState.READY, InstanceState.DRAINING
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import httpx
 import pytest
-from control_plane import CLUSTER_KEY, FakeClock, worker
 
 from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy
+from tests.control_plane import CLUSTER_KEY, FakeClock, worker
 
 LEASE = 6.0
 

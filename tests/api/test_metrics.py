@@ -66,11 +66,10 @@ async def test_requests_are_counted_by_route_not_by_path(api):
 
 
 async def test_applications_do_not_share_their_metrics(api):
-    from control_plane import CLUSTER_KEY
-
     from kvxfer.api.app import create_app
     from kvxfer.api.settings import Settings
     from kvxfer.scheduler.embedded import EmbeddedRegistry
+    from tests.control_plane import CLUSTER_KEY
 
     await api.get("/v1/instances")
     registry = EmbeddedRegistry()

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import httpx
-from control_plane import CLUSTER_KEY
 
 from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from tests.control_plane import CLUSTER_KEY
 
 from .conftest import problem
 

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from control_plane import CLUSTER_KEY
 
 from kvxfer.ticket import Ticket, verify_ticket
+from tests.control_plane import CLUSTER_KEY
 
 from .conftest import LEASE, join, problem
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from control_plane import FakeClock, RunningControlPlane
 
 from kvxfer.event_stream import EventParser, ServerSentEvent
+from tests.control_plane import FakeClock, RunningControlPlane
 
 from .conftest import LEASE, join, problem
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from control_plane import CLUSTER_KEY
+
+from tests.control_plane import CLUSTER_KEY
 
 KVXFER = (sys.executable, "-m", "kvxfer.cli")
 

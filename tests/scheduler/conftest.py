@@ -4,11 +4,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
-from control_plane import FakeClock, worker
 
 from kvxfer.instances import InstanceState, Lease, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
+from tests.control_plane import FakeClock, worker
 
 LEASE = 6.0
 FEED_CAPACITY = 8

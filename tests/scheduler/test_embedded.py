@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from control_plane import FakeClock, worker
 
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import InstanceState
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from tests.control_plane import FakeClock, worker
 
 
 async def test_epochs_and_change_ids_go_on_ascending_when_the_process_restarts():

@@ -3,10 +3,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from control_plane import worker
 
 from kvxfer.instances import Change, ChangeCause, Instance, InstanceState
 from kvxfer.scheduler.feed import ChangeFeed
+from tests.control_plane import worker
 
 
 def feed_with(count: int, *, capacity: int = 4) -> ChangeFeed:

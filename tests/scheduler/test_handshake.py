@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from control_plane import worker
 
 from kvxfer.errors import InvalidArgument, LayoutMismatch, UnknownInstance
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.handshake import shake_hands
 from kvxfer.transfers import PlanSummary
+from tests.control_plane import worker
 
 
 @pytest.fixture

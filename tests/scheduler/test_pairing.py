@@ -6,12 +6,12 @@ from itertools import product
 from typing import Any
 
 import pytest
-from control_plane import worker
 
 from kvxfer.errors import LayoutMismatch, NoCapacity, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Load, Reserved
 from kvxfer.scheduler.pairing import available_blocks, check_pair, choose_pair, common_fabrics
 from kvxfer.transfers import TransferRequest
+from tests.control_plane import worker
 
 
 def instance(

@@ -6,7 +6,6 @@ import asyncio
 import random
 
 import pytest
-from control_plane import worker
 
 from kvxfer.errors import (
     InstanceExists,
@@ -28,6 +27,7 @@ from kvxfer.instances import (
 )
 from kvxfer.scheduler.registry import LeasePolicy, Registry, TransferEnd
 from kvxfer.transfers import Party, Transfer
+from tests.control_plane import worker
 
 from .conftest import FEED_CAPACITY, LEASE, Fleet
 

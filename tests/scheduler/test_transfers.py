@@ -4,13 +4,13 @@ import asyncio
 from collections import Counter
 
 import pytest
-from control_plane import FakeClock, worker
 
 from kvxfer.errors import NoCapacity, StaleEpoch
 from kvxfer.instances import InstanceState, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import Transfer, TransferRequest
+from tests.control_plane import FakeClock, worker
 
 
 class Contended(EmbeddedRegistry):
