@@ -92,7 +92,7 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
 Message: TypeAlias = Hello | Offer | Accepted | Refused | Done | Cancel | Cancelled
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final = msgspec.msgpack.Decoder(Message)
+_decoder: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:

@@ -16,8 +16,11 @@ from kvxfer.errors import (
     KvxferError,
     LeaseExpired,
     MessageTooLarge,
+    PeerError,
+    PeerLost,
     StaleCounter,
     TransferCancelled,
+    UnknownPeer,
 )
 from kvxfer.kv.lease import Lease
 from kvxfer.kv.messages import (
@@ -46,8 +49,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a refused write waits for the CANCEL that explains it and may still be under way.
-_REASON_SECONDS = 0.5
+# A write that is refused or a lost peer may be seen before the CANCEL or the loss that explains it.
+_SYMPTOMS = (StaleCounter, PeerError)
+_CAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class PrefillSession:
         self._tail: bytes | None = None
         self._error: KvxferError | None = None
         self._reason = ""
-        # Set when decode has given the transfer up, or is lost.
+        # Set when decode has given the transfer up or is lost, and which of both it was.
         self._last_word = asyncio.Event()
         self._last_word_event: PrefillEvent | None = None
         self._settling: asyncio.Task[None] | None = None
@@ -187,6 +191,14 @@ class PrefillSession:
                         self._announce(self._target, tail)
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)
+        await self.wait()
+
+    async def wait(self) -> None:
+        """Waits until every write is delivered. Raises the transfer's error as soon as it fails.
+
+        What finish() waits for; alone it tells an engine that still computes of a failure. Nothing
+        of the blocks is under way when this returns or raises.
+        """
         await asyncio.shield(self._ended)
 
     async def cancel(self, reason: str) -> None:
@@ -268,8 +280,8 @@ class PrefillSession:
 
     def _post(self, target: _Target, layer: int) -> None:
         for write in target.writes[layer]:
-            self._operations.append(
-                target.pair.peer.write_pages(
+            try:
+                operation = target.pair.peer.write_pages(
                     write.src,
                     write.dst,
                     page_length=write.page_length,
@@ -282,7 +294,9 @@ class PrefillSession:
                     imm=target.imm,
                     timeout=self._lease.remaining(),
                 )
-            )
+            except UnknownPeer as gone:
+                raise PeerLost(self._says(f"{self._peer_name} is lost")) from gone
+            self._operations.append(operation)
 
     def _announce(self, target: _Target, tail: bytes) -> None:
         self._machine.advance(PrefillEvent.FINISH)
@@ -322,7 +336,10 @@ class PrefillSession:
             self._settling = self._loop.create_task(self._settle())
 
     def _peer_left(self, event: PrefillEvent, error: KvxferError) -> None:
-        self._last_word_event = event
+        with self._lock:
+            self._last_word_event = event
+            if isinstance(self._error, _SYMPTOMS):
+                self._error = error
         self._give_up(event, error)
         self._last_word.set()
 
@@ -333,24 +350,23 @@ class PrefillSession:
             try:
                 await operation
                 delivered += operation.writes
-            except EngineError as error:
-                if isinstance(error, StaleCounter):
-                    # Decode says why right after it revokes; its word may come second.
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._last_word.wait(), _REASON_SECONDS)
-                self._give_up(PrefillEvent.ABORT, error)
+            except EngineError as failure:
+                self._give_up(PrefillEvent.ABORT, failure)
+        if isinstance(self._error, _SYMPTOMS):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._last_word.wait(), _CAUSE_SECONDS)
         with self._lock:
-            error = self._error
-            self._machine.advance(PrefillEvent.DRAINED if error else PrefillEvent.DELIVERED)
+            cause = self._error
+            self._machine.advance(PrefillEvent.DRAINED if cause else PrefillEvent.DELIVERED)
         self._pin.release()
         self._lease.end()
-        if error is not None:
+        if cause is not None:
             self._say_last_word(delivered)
         self._on_end(self)
-        if error is None:
+        if cause is None:
             self._ended.set_result(None)
         else:
-            self._ended.set_exception(error)
+            self._ended.set_exception(cause)
 
     def _say_last_word(self, delivered: int) -> None:
         """Tells decode that nothing is under way any more."""

@@ -181,7 +181,7 @@ async def test_a_lease_ends_the_wait_for_layers(pair: tuple[Worker, Worker]) -> 
         with pytest.raises(LeaseExpired, match=r"did not send every layer within 0.2 s"):
             await receiver.wait()
         with pytest.raises((TransferCancelled, LeaseExpired), match="every layer"):
-            await asyncio.wait_for(session._ended, 1)
+            await asyncio.wait_for(session.wait(), 1)
 
 
 async def test_complete_blocks_that_nobody_takes_come_back_with_the_lease(

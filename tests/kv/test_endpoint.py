@@ -56,7 +56,7 @@ async def test_an_endpoint_that_closes_cancels_its_transfers_and_says_so(fabric:
         with pytest.raises(TransferCancelled, match="instance 'd' closes"):
             await receiver.wait()
         with pytest.raises(TransferCancelled, match="instance 'd' closes"):
-            await asyncio.wait_for(sender._ended, 1)
+            await asyncio.wait_for(sender.wait(), 1)
         with pytest.raises(EngineClosed, match="KV endpoint of instance 'd' is closed"):
             await decode.endpoint.decode_session(waiting, prefill.engine.address, 3)
         await eventually(lambda: early_offers(prefill) == 0)

@@ -23,8 +23,8 @@ def allocated(name: str, num_blocks: int, layout: KvLayout = LAYOUT) -> KvCache:
     return KvCache.allocate(engine, layout, num_blocks)
 
 
-def hello(num_blocks: int = 5, **changes: Any) -> Hello:
-    made = hello_from(allocated("peer", num_blocks), instance_id="peer", epoch=3)
+def hello(**changes: Any) -> Hello:
+    made = hello_from(allocated("peer", 5), instance_id="peer", epoch=3)
     return msgspec.structs.replace(made, **changes)
 
 

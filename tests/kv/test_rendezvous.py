@@ -104,7 +104,7 @@ async def test_prefill_refuses_an_offer_of_another_layout_itself(
             with pytest.raises(TransferRefused, match=r"head_size is 32 .* 64 .*layout-mismatch"):
                 await asyncio.wait_for(receiver.wait(), 1)
             with pytest.raises(LayoutMismatch):
-                await asyncio.wait_for(session._ended, 1)
+                await asyncio.wait_for(session.wait(), 1)
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
@@ -119,7 +119,7 @@ async def test_block_tables_of_unequal_length_are_an_error_of_both_sides(
             session = await prefill.endpoint.prefill_session(ticket, hold)
             receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 3)
             with pytest.raises(InvalidArgument, match=text):
-                await asyncio.wait_for(session._ended, 1)
+                await asyncio.wait_for(session.wait(), 1)
         else:
             receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 3)
             await eventually(lambda: early_offers(prefill) == 1)

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    """Random choices of a test; a failure shows the seed, KVXFER_TEST_SEED repeats it."""
+    seed = int(os.environ.get("KVXFER_TEST_SEED") or random.SystemRandom().getrandbits(32))
+    print(f"KVXFER_TEST_SEED={seed}")  # noqa: T201
+    return random.Random(seed)

@@ -1,0 +1,36 @@
+"""Real processes: whoever survives knows within a second, and no byte lands late."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from .chaos import FABRICS, FAULTS, Fabric, Round, arena, percentile
+
+ROUNDS_PER_FABRIC = 6
+MAX_DETECTION_SECONDS = 1.0
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+async def test_a_killed_or_frozen_worker_costs_no_block_and_no_byte(
+    fabric: Fabric, rng: random.Random
+) -> None:
+    rounds: list[Round] = []
+    faults = list(FAULTS) + rng.choices(FAULTS, k=ROUNDS_PER_FABRIC - len(FAULTS))
+    rng.shuffle(faults)
+    async with arena(fabric) as workers:
+        for act, victim in faults:
+            rounds.append(await workers.round(act, victim, rng.getrandbits(32)))
+            print(rounds[-1])  # noqa: T201
+    detections = [one.detection for one in rounds if one.detection is not None]
+    if detections:
+        print(  # noqa: T201
+            f"{fabric}: detection p50 {percentile(detections, 0.5):.3f} s, "
+            f"p99 {percentile(detections, 0.99):.3f} s"
+        )
+    assert [one.wrong_bytes for one in rounds] == [0] * len(rounds)
+    assert [one.leaked_blocks for one in rounds] == [0] * len(rounds)
+    assert all(detection <= MAX_DETECTION_SECONDS for detection in detections)
+    named = {"peer-lost", "peer-timeout"}
+    assert {one.error for one in rounds if one.error is not None} <= named
