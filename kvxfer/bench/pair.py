@@ -104,7 +104,7 @@ def source_memory(engine: Engine, memory: SourceMemory, nbytes: int) -> Iterator
         case SourceMemory.ALLOCATED:
             allocated = engine.alloc(nbytes)
             try:
-                pattern.fill(np.frombuffer(allocated, np.uint8))
+                pattern.fill(np.frombuffer(memoryview(allocated), np.uint8))
                 yield allocated.region
             finally:
                 allocated.close()

@@ -24,7 +24,7 @@ async def measure_registration(
             start = time.monotonic_ns()
             memory = engine.alloc(nbytes)
             alloc_ns.append(time.monotonic_ns() - start)
-            np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
+            np.frombuffer(memoryview(memory), np.uint8)[:: mmap.PAGESIZE] = 1
             touched_ns.append(time.monotonic_ns() - start)
             memory.close()
 
