@@ -1,28 +1,23 @@
-"""A small model that every test of the reference engine can afford."""
+"""Fixtures of the reference engine's tests."""
 
 from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
 
 import pytest
 import torch
 
-from kvxfer.reference.config import LlamaConfig
+from kvxfer.instances import Role
 from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.model import LlamaModel
 from kvxfer.reference.runner import ModelRunner
 from kvxfer.reference.tokens import ByteTokenizer
 from kvxfer.reference.weights import seeded_weights
 
-TINY = LlamaConfig(
-    name="tiny",
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=16,
-    max_position=256,
-)
+from .tiny import TINY
+from .workers import WorkerPair, start_worker
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -38,15 +33,11 @@ def tiny_runner() -> ModelRunner:
     )
 
 
-def plane_buffers(
-    config: LlamaConfig, num_blocks: int, block_size: int, offset: int = 0
-) -> list[tuple[memoryview, memoryview]]:
-    """Zeroed memory for the planes of each layer that starts `offset` bytes late."""
-    nbytes = num_blocks * block_size * config.num_kv_heads * config.head_size * 4
-    return [
-        (
-            memoryview(bytearray(nbytes + offset))[offset:],
-            memoryview(bytearray(nbytes + offset))[offset:],
-        )
-        for _ in range(config.num_layers)
-    ]
+@pytest.fixture(params=["local", "tcp"])
+async def workers(request: pytest.FixtureRequest) -> AsyncIterator[WorkerPair]:
+    """A connected pair on one fabric."""
+    key = secrets.token_hex(32)
+    async with contextlib.AsyncExitStack() as stack:
+        prefill = await start_worker(stack, Role.PREFILL, key, request.param)
+        decode = await start_worker(stack, Role.DECODE, key, request.param)
+        yield WorkerPair(prefill, decode, key)

@@ -16,7 +16,7 @@ from kvxfer.reference.checkpoint import load_config, load_weights
 from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.weights import seeded_weights, weight_shapes
 
-from .conftest import TINY
+from .tiny import TINY
 
 
 def hf_config(**changes: Any) -> dict[str, Any]:

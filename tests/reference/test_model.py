@@ -16,7 +16,7 @@ from kvxfer.reference.model import LlamaModel
 from kvxfer.reference.runner import ModelRunner
 from kvxfer.reference.weights import seeded_weights
 
-from .conftest import TINY, plane_buffers
+from .tiny import TINY, plane_buffers
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

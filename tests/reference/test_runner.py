@@ -14,7 +14,7 @@ from kvxfer.reference.runner import ModelRunner, load_model
 from kvxfer.reference.tokens import ByteTokenizer
 from kvxfer.reference.weights import seeded_weights
 
-from .conftest import TINY, plane_buffers
+from .tiny import TINY, plane_buffers
 
 
 def test_prefill_and_decode_steps_give_what_the_single_run_gives(tiny_runner: ModelRunner) -> None:

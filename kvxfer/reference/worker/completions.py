@@ -53,6 +53,10 @@ class TransferStats(BaseModel):
     bytes: int
     pages: int = Field(description="KV blocks, counted per layer and per plane (K, V).")
     writes: int = Field(description="One-sided writes they took; neighbouring pages share one.")
+    seconds: float = Field(
+        description="How long writes were under way, those of other requests at that time with "
+        "them."
+    )
 
 
 class PrefillTimings(BaseModel):

@@ -12,7 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Abandoned(Exception):  # noqa: N818 (it ends work that nobody wants any more)
+class Abandoned(Exception):
     """Raised inside a computation whose caller was cancelled."""
 
 

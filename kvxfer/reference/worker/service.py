@@ -30,6 +30,7 @@ from kvxfer.reference.worker.completions import (
     Usage,
 )
 from kvxfer.reference.worker.compute import Abandon, ComputeThread
+from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail, prompt_digest
 
 
@@ -43,12 +44,14 @@ class WorkerService:
         cache: KvCache,
         pool: BlockPool,
         endpoint: KvEndpoint,
+        engine: MeteredEngine,
         compute: ComputeThread,
     ) -> None:
         self.role, self.runner = role, runner
         self._pool = pool
         self._layout = cache.layout
         self._endpoint = endpoint
+        self._engine = engine
         self._compute = compute
         self._requests = 0
 
@@ -86,6 +89,7 @@ class WorkerService:
         tokens = self.runner.encode(request.prompt)
         num_blocks = self.runner.blocks_for(len(tokens), max_tokens=1)
         ticket = request.kv_transfer_params.ticket
+        busy_before = self._engine.busy_seconds()
         with self._pool.hold(num_blocks) as hold:
             async with await self._endpoint.prefill_session(ticket, hold) as session:
                 abandon = Abandon()
@@ -107,6 +111,7 @@ class WorkerService:
                 bytes=session.nbytes,
                 pages=num_blocks * self._layout.layers_per_rank * len(self._layout.parts),
                 writes=session.writes,
+                seconds=self._engine.busy_seconds() - busy_before,
             ),
             timings=PrefillTimings(
                 prefill=tail.prefill_seconds, send=max(sent_at - tail.computed_at, 0.0)

@@ -1,0 +1,124 @@
+"""`kvxfer worker`: the reference engine as a prefill or decode worker."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvxfer.cli.output import out
+from kvxfer.errors import NotBuilt
+
+if TYPE_CHECKING:
+    from kvxfer.reference.worker.process import Ready
+
+PACKAGES = ("fastapi", "uvicorn", "torch", "safetensors")
+
+
+class WorkerRole(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(worker)
+
+
+def worker(
+    role: Annotated[WorkerRole, typer.Option(help="Which side of transfers it takes.")],
+    control_plane: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVXFER_CONTROL_PLANE",
+            help="URL of `kvxfer serve`.",
+            show_default="http://127.0.0.1:8080",
+        ),
+    ] = None,
+    instance_id: Annotated[
+        str | None, typer.Option(help="Its name in the cluster.", show_default="made up")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on, and to be reached at.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of HTTP; 0 takes any free one.")] = 0,
+    blocks: Annotated[int, typer.Option(min=1, help="KV blocks, of 16 tokens each.")] = 1024,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Hugging Face checkpoint folder of a Llama model.",
+            show_default="a small model with seeded weights and byte tokens",
+        ),
+    ] = None,
+    fabrics: Annotated[
+        str, typer.Option(help="What the engine may use, the best first.")
+    ] = "local,tcp",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of torch.", show_default="torch's choice")
+    ] = None,
+    cluster_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File that holds the cluster key; KVXFER_CLUSTER_KEY without it."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print its addresses as one line of JSON.")
+    ] = False,
+) -> None:
+    """Start a worker of the reference engine.
+
+    It registers with the control plane and serves OpenAI-style completions whose KV cache moves
+    from prefill to decode. It prints its addresses once it takes requests, and stops on SIGTERM or
+    Ctrl-C.
+    """
+    require_packages("a worker", PACKAGES)
+    import asyncio
+    import dataclasses
+
+    from kvxfer.cluster_key import read_cluster_key
+    from kvxfer.instances import Role
+    from kvxfer.reference.worker.process import WorkerSettings, serve_worker
+
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    settings = WorkerSettings(
+        role=Role(role),
+        cluster_key=read_cluster_key(cluster_key_file),
+        control_plane=control_plane,
+        instance_id=instance_id,
+        host=host,
+        port=port,
+        blocks=blocks,
+        model=model,
+        fabrics=tuple(name.strip() for name in fabrics.split(",") if name.strip()),
+        threads=threads,
+    )
+
+    def announce(ready: Ready) -> None:
+        if as_json:
+            sys.stdout.write(json.dumps(dataclasses.asdict(ready)) + "\n")
+            sys.stdout.flush()
+        else:
+            out.print(
+                f"{ready.role} worker {ready.instance_id} of {ready.model} at "
+                f"{ready.http_address}, its engine at {ready.engine_address}",
+                soft_wrap=True,
+                highlight=False,
+            )
+
+    asyncio.run(serve_worker(settings, announce))
+
+
+def require_packages(what: str, packages: tuple[str, ...]) -> None:
+    """Raises NotBuilt with the pip command where one of `kvxfer[demo]`'s packages is missing."""
+    from importlib.util import find_spec
+
+    for package in packages:
+        if find_spec(package) is None:
+            raise NotBuilt(
+                f"{what} needs {package}, which is not installed: pip install 'kvxfer[demo]'"
+            )

@@ -1,0 +1,131 @@
+"""Processes that the demo starts, watches, and always takes down again."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final, Self
+
+from kvxfer.errors import KvxferError
+
+_STOP_SECONDS: Final = 8.0
+_STDERR_LINES: Final = 3
+_LINE_LIMIT: Final = 1 << 20
+
+
+class ProcessFailed(KvxferError):
+    """A process that the demo started has exited, or did not become ready."""
+
+    code = "process-failed"
+
+
+class Child:
+    """One `kvxfer` command as a process of its own. Loop only.
+
+    Use it as an async context manager: leaving it stops the process, first by SIGTERM. It gets
+    SIGTERM as well when this process dies in any other way. Ctrl-C in the terminal reaches this
+    process only, which then stops its children in order.
+    """
+
+    def __init__(self, name: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+        self.name = name
+        self._arguments = arguments
+        self._environment = {**os.environ, **environment}
+        self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES)
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "kvxfer.demo.child",
+            str(os.getpid()),
+            *self._arguments,
+            env=self._environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LINE_LIMIT,
+            start_new_session=True,
+        )
+        loop = asyncio.get_running_loop()
+        self._first_line: asyncio.Future[bytes] = loop.create_future()
+        self._output = asyncio.gather(self._read_stdout(), self._read_stderr())
+        self._exit = asyncio.create_task(self._process.wait())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.terminate()
+        try:
+            async with asyncio.timeout(_STOP_SECONDS):
+                await asyncio.shield(self._exit)
+        except TimeoutError:
+            self._process.kill()
+            await self._exit
+        except asyncio.CancelledError:
+            self._process.kill()
+            raise
+        finally:
+            self._output.cancel()
+
+    def terminate(self) -> None:
+        """Tells the process to stop, and does not wait for it."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    async def ready(self, seconds: float) -> dict[str, Any]:
+        """The first line of its output, a JSON object.
+
+        Raises ProcessFailed where it exits first, or takes longer than `seconds`.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                line = await asyncio.shield(self._first_line)
+        except TimeoutError:
+            raise ProcessFailed(
+                f"the {self.name} was not ready within {seconds:g} s{self._last_words()}"
+            ) from None
+        if not line:
+            await self.fail_on_exit()
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise ProcessFailed(f"the {self.name} printed {line!r} instead of where it listens")
+        return value
+
+    async def fail_on_exit(self) -> None:
+        """Waits until the process exits, then raises ProcessFailed with its last words."""
+        code = await asyncio.shield(self._exit)
+        await asyncio.wait([self._output])
+        how = f"exited with code {code}"
+        if code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        raise ProcessFailed(f"the {self.name} {how}{self._last_words()}")
+
+    def _last_words(self) -> str:
+        return ": " + " | ".join(self._stderr) if self._stderr else ""
+
+    async def _read_stdout(self) -> None:
+        assert self._process.stdout is not None  # noqa: S101 (it was started with a pipe)
+        self._first_line.set_result(await self._process.stdout.readline())
+        while await self._process.stdout.read(65536):
+            pass
+
+    async def _read_stderr(self) -> None:
+        assert self._process.stderr is not None  # noqa: S101 (it was started with a pipe)
+        async for line in self._process.stderr:
+            if text := line.decode(errors="replace").strip():
+                self._stderr.append(text)

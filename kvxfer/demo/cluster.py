@@ -1,0 +1,83 @@
+"""The demo's cluster: a control plane, one prefill and one decode worker, each a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from kvxfer.cluster_key import ENVIRONMENT as CLUSTER_KEY
+from kvxfer.demo.children import Child
+
+# A large checkpoint takes minutes to read from a slow disk.
+_START_SECONDS: Final = 300.0
+# How long a process that broke something takes to be seen dead.
+_BLAME_SECONDS: Final = 0.5
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A running cluster. Loop only."""
+
+    control_plane: str
+    children: Sequence[Child]
+
+    async def run(self, work: Awaitable[T]) -> T:
+        """The result of `work`, which needs every process of the cluster.
+
+        Raises ProcessFailed as soon as one exits, also where that shows as another error first.
+        """
+        working = asyncio.ensure_future(work)
+        exits = [asyncio.create_task(child.fail_on_exit()) for child in self.children]
+        try:
+            await asyncio.wait([working, *exits], return_when=asyncio.FIRST_COMPLETED)
+            if not (working.done() and working.exception() is None):
+                await asyncio.wait(
+                    exits, timeout=_BLAME_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                for ended in exits:
+                    if ended.done():
+                        ended.result()
+            return await working
+        finally:
+            for task in (working, *exits):
+                task.cancel()
+            await asyncio.gather(working, *exits, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def start_cluster(
+    *, model: Path | None, fabrics: Sequence[str], blocks: int, threads: int
+) -> AsyncIterator[Cluster]:
+    """A cluster whose workers are registered and take requests.
+
+    Raises ProcessFailed where a process does not get that far.
+    """
+    environment = {CLUSTER_KEY: secrets.token_hex(32)}
+    async with contextlib.AsyncExitStack() as stack:
+        control_plane = await stack.enter_async_context(
+            Child("control plane", ["serve", "--port", "0", "--json"], environment)
+        )
+        url = str((await control_plane.ready(_START_SECONDS))["url"])
+        options = ["--control-plane", url, "--fabrics", ",".join(fabrics)]
+        options += ["--blocks", str(blocks), "--threads", str(threads), "--json"]
+        if model is not None:
+            options += ["--model", str(model)]
+        workers = [
+            await stack.enter_async_context(
+                Child(f"{role} worker", ["worker", "--role", role, *options], environment)
+            )
+            for role in ("prefill", "decode")
+        ]
+        # On the way out all workers are told before the first is waited for.
+        for worker in workers:
+            stack.callback(worker.terminate)
+        cluster = Cluster(url, [control_plane, *workers])
+        await cluster.run(asyncio.gather(*(worker.ready(_START_SECONDS) for worker in workers)))
+        yield cluster

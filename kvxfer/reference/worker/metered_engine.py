@@ -1,0 +1,68 @@
+"""An engine that knows for how long it had writes under way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Self
+
+from kvxfer.engine import Engine, Operation
+from kvxfer.engine.native import native
+from kvxfer.errors import EngineError
+
+
+class MeteredEngine(Engine):
+    """Adds up the time in which at least one of its writes was not delivered yet.
+
+    Bytes over that time is the rate at which a cache moves; bytes over the time of a whole
+    request would mostly say how fast the model computes.
+    """
+
+    _loop_of_tasks: asyncio.AbstractEventLoop
+
+    async def __aenter__(self) -> Self:
+        self._loop_of_tasks = asyncio.get_running_loop()
+        self._meter = threading.Lock()
+        self._under_way = 0
+        self._busy_since = 0.0
+        self._busy = 0.0
+        self._waiting: set[asyncio.Task[None]] = set()
+        return await super().__aenter__()
+
+    def busy_seconds(self) -> float:
+        """Since the start, up to now. Any thread."""
+        with self._meter:
+            running = time.monotonic() - self._busy_since if self._under_way else 0.0
+            return self._busy + running
+
+    def submit(self, call: Callable[[native.TransferEngine], tuple[int, int, int]]) -> Operation:
+        with self._meter:
+            if not self._under_way:
+                self._busy_since = time.monotonic()
+            self._under_way += 1
+        try:
+            operation = super().submit(call)
+        except BaseException:
+            self._ended()
+            raise
+        self._loop_of_tasks.call_soon_threadsafe(self._watch, operation)
+        return operation
+
+    def _watch(self, operation: Operation) -> None:
+        task = self._loop_of_tasks.create_task(self._until_delivered(operation))
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+
+    async def _until_delivered(self, operation: Operation) -> None:
+        with contextlib.suppress(EngineError):
+            await operation
+        self._ended()
+
+    def _ended(self) -> None:
+        with self._meter:
+            self._under_way -= 1
+            if not self._under_way:
+                self._busy += time.monotonic() - self._busy_since

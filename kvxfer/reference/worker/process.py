@@ -1,0 +1,182 @@
+"""A worker from start to stop: model, cache, engine, KV endpoint, HTTP, registration."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from kvxfer.client import ControlPlaneClient
+from kvxfer.errors import InvalidArgument
+from kvxfer.instances import InstanceSpec, InstanceState, Role
+from kvxfer.kv.block_pool import BlockPool
+from kvxfer.kv.cache import KvCache
+from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.layout import KvLayout
+from kvxfer.reference.config import LlamaConfig
+from kvxfer.reference.kv_cache import PagedKvCache
+from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
+from kvxfer.reference.worker.app import make_app
+from kvxfer.reference.worker.compute import ComputeThread
+from kvxfer.reference.worker.listener import HttpServer, listen, url_of
+from kvxfer.reference.worker.metered_engine import MeteredEngine
+from kvxfer.reference.worker.service import WorkerService
+from kvxfer.registration import Registration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What an operator can set about a worker."""
+
+    role: Role
+    cluster_key: bytes = field(repr=False)
+    control_plane: str | None = None
+    """URL; None takes what `ControlPlaneClient` takes."""
+    instance_id: str | None = None
+    """None makes one up."""
+    host: str = "127.0.0.1"
+    """Where HTTP and the engine listen, and where others find them."""
+    port: int = 0
+    """Of HTTP; 0 takes any free one."""
+    blocks: int = 1024
+    """KV blocks of 16 tokens."""
+    model: Path | None = None
+    """Checkpoint folder; None runs the demo model."""
+    fabrics: tuple[str, ...] = ("local", "tcp")
+    threads: int | None = None
+    """Of torch; None takes torch's own choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Where a worker that serves can be found."""
+
+    instance_id: str
+    role: Role
+    model: str
+    http_address: str
+    engine_address: str
+
+
+async def serve_worker(settings: WorkerSettings, announce: Callable[[Ready], None]) -> None:
+    """Runs a worker until SIGTERM or SIGINT.
+
+    `announce` is called once it is registered and takes requests. The first signal stops it
+    gracefully: no new pairs, running requests get a few seconds. A second one stops it at once.
+
+    Raises InvalidArgument, AddressInUse, NotBuilt, ControlPlaneUnavailable, InstanceExists and
+    the engine's errors while it starts.
+    """
+    with _signals_cancel_this_task(), contextlib.suppress(asyncio.CancelledError):
+        await _serve(settings, announce)
+
+
+async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) -> None:
+    if settings.role is Role.BOTH:
+        raise InvalidArgument("a worker of this engine is prefill or decode, not both")
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    instance_id = settings.instance_id or f"{settings.role}-{secrets.token_hex(4)}"
+    async with contextlib.AsyncExitStack() as stack:
+        listener = stack.enter_context(listen(settings.host, settings.port))
+        model, tokenizer = load_model(settings.model)
+        layout = kv_layout(model.config)
+        engine = await stack.enter_async_context(
+            MeteredEngine(
+                cluster_key=settings.cluster_key,
+                name=instance_id,
+                host=settings.host,
+                fabrics=settings.fabrics,
+            )
+        )
+        cache = stack.enter_context(KvCache.allocate(engine, layout, settings.blocks))
+        runner = ModelRunner(model, tokenizer, torch_view(cache, model.config))
+        # The first run loads and tunes kernels; no request should pay for that.
+        runner.generate([0], max_tokens=2)
+        pool = BlockPool(settings.blocks)
+        endpoint = await stack.enter_async_context(
+            # Its epoch comes with the registration, and again with each later one.
+            KvEndpoint(
+                engine,
+                cache,
+                pool,
+                instance_id=instance_id,
+                epoch=0,
+                ticket_key=settings.cluster_key,
+            )
+        )
+        compute = stack.enter_context(contextlib.closing(ComputeThread()))
+        service = WorkerService(settings.role, runner, cache, pool, endpoint, engine, compute)
+        server = HttpServer(make_app(service))
+        ready = Ready(
+            instance_id, settings.role, model.config.name, url_of(listener), engine.address
+        )
+        client = await stack.enter_async_context(ControlPlaneClient(settings.control_plane))
+        spec = InstanceSpec(
+            instance_id=instance_id,
+            role=settings.role,
+            model=model.config.name,
+            engine_address=engine.address,
+            http_address=ready.http_address,
+            layout=layout,
+            num_blocks=settings.blocks,
+            fabrics=settings.fabrics,
+        )
+        registration = Registration(client, spec, load=service.load, on_epoch=endpoint.set_epoch)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            async with registration:
+                announce(ready)
+                try:
+                    await asyncio.shield(serving)
+                except asyncio.CancelledError:
+                    await registration.advance(InstanceState.DRAINING)
+                    server.should_exit = True
+                    await asyncio.shield(serving)
+        finally:
+            serving.cancel()
+            await asyncio.wait([serving])
+
+
+def kv_layout(config: LlamaConfig) -> KvLayout:
+    """How `PagedKvCache` lays a model's cache out."""
+    return KvLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+    )
+
+
+def torch_view(cache: KvCache, config: LlamaConfig) -> PagedKvCache:
+    """The memory of an allocated KvCache, as the model reads and writes it."""
+    return PagedKvCache(
+        config,
+        cache.num_blocks,
+        cache.layout.block_size,
+        [
+            (cache.buffer(layer, "K"), cache.buffer(layer, "V"))
+            for layer in range(cache.layout.num_layers)
+        ],
+    )
+
+
+@contextlib.contextmanager
+def _signals_cancel_this_task() -> Iterator[None]:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None  # noqa: S101 (a coroutine runs in a task)
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

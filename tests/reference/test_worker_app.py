@@ -1,0 +1,140 @@
+"""The HTTP face: answers, problem documents, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from kvxfer.reference.worker.app import make_app
+
+from .workers import BLOCKS, WorkerPair, eventually, single_process
+
+pytestmark = pytest.mark.parametrize("workers", ["local"], indirect=True)
+
+
+@pytest.fixture
+def clients(workers: WorkerPair) -> tuple[httpx.AsyncClient, httpx.AsyncClient]:
+    """A client of the prefill worker and one of the decode worker."""
+    prefill, decode = (
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(make_app(worker.service)), base_url="http://worker"
+        )
+        for worker in (workers.prefill, workers.decode)
+    )
+    return prefill, decode
+
+
+async def test_a_completion_goes_through_both_workers(
+    workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+) -> None:
+    body = workers.request("over HTTP", max_tokens=5).model_dump()
+    answers = await asyncio.gather(
+        *(client.post("/v1/completions", json=body) for client in clients)
+    )
+    assert [answer.status_code for answer in answers] == [200, 200]
+    prefill, decode = (answer.json() for answer in answers)
+    expected = single_process().generate("over HTTP", 5)
+    assert prefill["choices"][0]["token_ids"] == expected[:1]
+    assert decode["choices"][0]["token_ids"] == expected
+    assert decode["object"] == "text_completion"
+    assert decode["model"] == "tiny"
+    assert prefill["transfer"]["bytes"] > 0
+    assert set(decode["timings"]) == {"prefill", "visible_transfer", "first_token", "decode"}
+
+
+async def test_health_counts_blocks_and_requests(
+    workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+) -> None:
+    with workers.prefill.pool.hold(3):
+        answer = await clients[0].get("/healthz")
+    assert answer.json() == {
+        "status": "ok",
+        "role": "prefill",
+        "model": "tiny",
+        "blocks": BLOCKS,
+        "free_blocks": BLOCKS - 3,
+        "running": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "code", "detail"),
+    [
+        ({"prompt": [1] * 200}, 422, "prompt-too-long", "does not fit the KV cache"),
+        ({"prompt": ""}, 422, "invalid-argument", "the prompt is empty"),
+        ({"prompt": 5}, 422, "invalid-argument", "prompt"),
+        ({"max_tokens": 0}, 422, "invalid-argument", "max_tokens: "),
+        ({"temperature": 0.7}, 422, "invalid-argument", "temperature: "),
+        ({"stream": True}, 422, "invalid-argument", "stream: "),
+        ({"best_of": 3}, 422, "invalid-argument", "best_of: "),
+        ({"model": "huge"}, 422, "invalid-argument", "not 'huge'"),
+        ({"kv_transfer_params": None}, 422, "invalid-argument", "kv_transfer_params: "),
+        (
+            {"kv_transfer_params": {"ticket": "x", "prefill_engine_address": "kvx://h:1/a"}},
+            403,
+            "ticket-invalid",
+            "ticket",
+        ),
+    ],
+)
+async def test_a_request_that_cannot_be_served_gets_a_problem_document(
+    changes: dict[str, Any],
+    status: int,
+    code: str,
+    detail: str,
+    workers: WorkerPair,
+    clients: tuple[httpx.AsyncClient, httpx.AsyncClient],
+) -> None:
+    body = workers.request("fine").model_dump() | changes
+    for client in clients:
+        answer = await client.post("/v1/completions", json=body)
+        problem = answer.json()
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert (answer.status_code, problem["status"]) == (status, status)
+        assert (problem["code"], problem["type"]) == (code, f"urn:kvxfer:error:{code}")
+        assert detail in problem["detail"]
+    assert workers.all_blocks_free()
+
+
+async def test_a_full_pool_is_a_503(
+    workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+) -> None:
+    with workers.prefill.pool.hold(BLOCKS):
+        answer = await clients[0].post("/v1/completions", json=workers.request("x").model_dump())
+    assert (answer.status_code, answer.json()["code"]) == (503, "block-pool-exhausted")
+
+
+async def test_a_client_that_leaves_gives_its_blocks_back(workers: WorkerPair) -> None:
+    app = make_app(workers.decode.service)
+    body = json.dumps(workers.request("nobody prefills this").model_dump()).encode()
+    left = asyncio.Event()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "raw_path": b"/v1/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    request = asyncio.create_task(app(scope, receive, send))
+    await eventually(lambda: workers.decode.pool.num_free != BLOCKS)
+    left.set()
+    await request
+    assert workers.all_blocks_free()

@@ -1,0 +1,31 @@
+"""A model that every test of the reference engine can afford."""
+
+from __future__ import annotations
+
+from kvxfer.reference.config import LlamaConfig
+
+TINY = LlamaConfig(
+    name="tiny",
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=16,
+    max_position=256,
+)
+
+
+def plane_buffers(
+    config: LlamaConfig, num_blocks: int, block_size: int, offset: int = 0
+) -> list[tuple[memoryview, memoryview]]:
+    """Zeroed memory for the planes of each layer that starts `offset` bytes late."""
+    nbytes = num_blocks * block_size * config.num_kv_heads * config.head_size * 4
+    return [
+        (
+            memoryview(bytearray(nbytes + offset))[offset:],
+            memoryview(bytearray(nbytes + offset))[offset:],
+        )
+        for _ in range(config.num_layers)
+    ]

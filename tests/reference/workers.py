@@ -1,0 +1,110 @@
+"""A prefill and a decode worker in one process, each with an engine of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvxfer.instances import Role
+from kvxfer.kv.block_pool import BlockPool
+from kvxfer.kv.cache import KvCache
+from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.layout import KvLayout
+from kvxfer.reference.kv_cache import PagedKvCache
+from kvxfer.reference.model import LlamaModel
+from kvxfer.reference.runner import ModelRunner
+from kvxfer.reference.tokens import ByteTokenizer
+from kvxfer.reference.weights import seeded_weights
+from kvxfer.reference.worker.completions import CompletionRequest, KvTransferParams
+from kvxfer.reference.worker.compute import ComputeThread
+from kvxfer.reference.worker.metered_engine import MeteredEngine
+from kvxfer.reference.worker.process import torch_view
+from kvxfer.reference.worker.service import WorkerService
+from kvxfer.ticket import Ticket, sign_ticket
+
+from .tiny import TINY
+
+BLOCKS = 32
+BLOCK_SIZE = 4
+EPOCH = 7
+_MODEL = LlamaModel(TINY, seeded_weights(TINY, seed=1))
+
+
+def single_process() -> ModelRunner:
+    """What the workers' output is compared with."""
+    return ModelRunner(_MODEL, ByteTokenizer(), PagedKvCache(TINY, BLOCKS, BLOCK_SIZE))
+
+
+@dataclass
+class Worker:
+    service: WorkerService
+    pool: BlockPool
+    engine: MeteredEngine
+
+
+@dataclass
+class WorkerPair:
+    """Both workers, and what a router would have from the control plane."""
+
+    prefill: Worker
+    decode: Worker
+    cluster_key: str
+
+    def request(self, prompt: str | list[int], **fields: Any) -> CompletionRequest:
+        """A request with a fresh ticket, good for both workers."""
+        transfer_id = uuid.uuid4().hex
+        ticket = Ticket(
+            transfer_id=transfer_id,
+            request_id=f"request-{transfer_id}",
+            prefill_id="prefill",
+            prefill_epoch=EPOCH,
+            decode_id="decode",
+            decode_epoch=EPOCH,
+            expires_at=time.time() + 60,
+        )
+        params = KvTransferParams(
+            ticket=sign_ticket(ticket, self.cluster_key),
+            prefill_engine_address=self.prefill.engine.address,
+        )
+        return CompletionRequest(prompt=prompt, kv_transfer_params=params, **fields)
+
+    def all_blocks_free(self) -> bool:
+        for worker in (self.prefill, self.decode):
+            worker.pool.check()
+        return self.prefill.pool.num_free == self.decode.pool.num_free == BLOCKS
+
+
+async def start_worker(
+    stack: contextlib.AsyncExitStack, role: Role, key: str, fabric: str
+) -> Worker:
+    layout = KvLayout(
+        num_layers=TINY.num_layers,
+        num_kv_heads=TINY.num_kv_heads,
+        head_size=TINY.head_size,
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+    )
+    engine = await stack.enter_async_context(
+        MeteredEngine(cluster_key=key, name=str(role), fabrics=(fabric,))
+    )
+    cache = stack.enter_context(KvCache.allocate(engine, layout, BLOCKS))
+    pool = BlockPool(BLOCKS)
+    endpoint = await stack.enter_async_context(
+        KvEndpoint(engine, cache, pool, instance_id=str(role), epoch=EPOCH, ticket_key=key)
+    )
+    compute = stack.enter_context(contextlib.closing(ComputeThread()))
+    runner = ModelRunner(_MODEL, ByteTokenizer(), torch_view(cache, TINY))
+    service = WorkerService(role, runner, cache, pool, endpoint, engine, compute)
+    return Worker(service, pool, engine)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Returns when `condition` holds; fails after 5 s."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 (a pool's states raise no event)
+            await asyncio.sleep(0.001)
