@@ -94,12 +94,8 @@ bool LocalPath::post(const OperationPtr& operation) {
   unacked_bytes_ += bytes;
   produced_ = next;
   operation->posted = end;
-  out_->produced.store(produced_, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (out_->consumer_sleeps.load(std::memory_order_relaxed) &&
-      out_->consumer_sleeps.exchange(0) != 0) {
-    wake_peer();
-  }
+  out_->produced.store(produced_);
+  wake_if_asleep(out_->consumer_sleeps);
   return true;
 }
 
@@ -169,14 +165,10 @@ bool LocalPath::consume() {
     budget -= std::min(budget, *bytes);
     in_.slot(consumed_).head.status = static_cast<std::uint16_t>(status);
     consumed_ += 1 + head.count;
-    in_->consumed.store(consumed_, std::memory_order_release);
+    in_->consumed.store(consumed_);
   }
   if (consumed_ == start) return lost_;
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (in_->producer_sleeps.load(std::memory_order_relaxed) &&
-      in_->producer_sleeps.exchange(0) != 0) {
-    wake_peer();
-  }
+  wake_if_asleep(in_->producer_sleeps);
   return true;
 }
 
@@ -208,8 +200,8 @@ Result<std::uint64_t> LocalPath::place(const BatchHead& head, Errc& status) {
     if (read == Errc::peer_lost) return Error{read, "the peer process is gone"};
     placement.refuse(read);
   }
-  std::atomic_thread_fence(std::memory_order_acquire);
-  if (in_->revoked.load(std::memory_order_acquire)) {
+  // A read-modify-write, so that no read of the copy can move behind it.
+  if (in_->revoked.fetch_add(0, std::memory_order_acq_rel) != 0) {
     return Error{Errc::peer_lost, "the peer closed the connection"};
   }
   placement.finish(head.count, bytes);
@@ -245,12 +237,10 @@ bool LocalPath::poll() {
 
 bool LocalPath::prepare_sleep() {
   if (lost_) return true;
-  in_->consumer_sleeps.store(1, std::memory_order_relaxed);
-  out_->producer_sleeps.store(unacked_.empty() ? 0 : 1, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  return in_->produced.load(std::memory_order_acquire) == consumed_ &&
-         (unacked_.empty() ||
-          out_->consumed.load(std::memory_order_acquire) < unacked_.front().end);
+  in_->consumer_sleeps.store(1);
+  out_->producer_sleeps.store(unacked_.empty() ? 0 : 1);
+  return in_->produced.load() == consumed_ &&
+         (unacked_.empty() || out_->consumed.load() < unacked_.front().end);
 }
 
 void LocalPath::finish_sleep() {
@@ -262,7 +252,10 @@ void LocalPath::on_events(std::uint32_t) {
   if (!lost_) receive_regions();
 }
 
-void LocalPath::wake_peer() {
+// Sequentially consistent like prepare_sleep(): either the sleeper sees the new position, or it is
+// seen asleep here.
+void LocalPath::wake_if_asleep(std::atomic<std::uint32_t>& asleep) {
+  if (asleep.load() == 0 || asleep.exchange(0) == 0) return;
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(wake_peer_.get(), &one, sizeof one);
 }

@@ -75,7 +75,7 @@ class LocalPath final : public Path, private EventSink {
   Result<std::uint64_t> place(const BatchHead& head, Errc& status);
   void receive_regions();
 
-  void wake_peer();
+  void wake_if_asleep(std::atomic<std::uint32_t>& asleep);
   void lose(Error error);
 
   UniqueFd socket_;
