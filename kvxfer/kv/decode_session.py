@@ -77,7 +77,6 @@ class DecodeSession:
             DecodeState.OFFERED,
         )
         self._error: KvxferError | None = None
-        self._revoked = False
         self._counting: asyncio.Task[None] | None = None
         self._tail: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         # A failure that nobody waits for is no unhandled error.
@@ -188,7 +187,7 @@ class DecodeSession:
             problem = f"{arrived} writes arrived, {self._peer_name} announced {total}"
             self._give_up(DecodeEvent.ABORT, ProtocolError(self._says(problem)))
             return
-        self._revoke()
+        self._counter.release()  # afterwards no write of this transfer can land
         self._blocks.complete()
         self._machine.advance(DecodeEvent.COUNTED)
         self._tail.set_result(tail)
@@ -217,23 +216,12 @@ class DecodeSession:
                 # First, so that prefill hears the reason before its writes are refused.
                 with contextlib.suppress(EngineError):
                     self.pair.send(Cancel(self.transfer_id, reason or str(error)))
-            self._revoke()
+            self._counter.release()  # afterwards no write of this transfer can land
             self._blocks.release()
             if not self._tail.done():
                 self._tail.set_exception(error)
         if after in _ENDED:
             self._end()
-
-    def _revoke(self) -> None:
-        """Afterwards no write of this transfer can land."""
-        if self._revoked:
-            return
-        self._revoked = True
-        try:
-            self._counter.release()
-        except EngineError:
-            # A counter that cannot be revoked: end everything its only writer might still do.
-            self.pair.peer.fence()
 
     def _end(self) -> None:
         self._lease.end()

@@ -224,7 +224,8 @@ class KvEndpoint:
             self._dispatch(pair, data)
         except ProtocolError as error:
             logger.warning("peer %s is cut off: %s", peer.engine_id, error)
-            peer.fence()
+            with contextlib.suppress(EngineError):  # it may be lost already
+                peer.fence()
             self._drop(pair, error)
 
     def _dispatch(self, pair: KvPair, data: bytes) -> None:

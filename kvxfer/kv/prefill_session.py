@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import threading
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import (
+    Backpressure,
     EngineError,
     InvalidArgument,
     KvxferError,
@@ -52,6 +54,7 @@ logger = logging.getLogger(__name__)
 # A write that is refused or a lost peer may be seen before the CANCEL or the loss that explains it.
 _SYMPTOMS = (StaleCounter, PeerError)
 _CAUSE_SECONDS = 0.5
+_BACKPRESSURE_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class PrefillSession:
         )
         self._target: _Target | None = None
         self._layers: list[int] = []
+        # Writes that wait for room in the engine, in order.
+        self._queue: collections.deque[PlaneWrite] = collections.deque()
         self._operations: list[Operation] = []
         self._tail: bytes | None = None
         self._error: KvxferError | None = None
@@ -148,8 +153,9 @@ class PrefillSession:
     def write_layer(self, layer: int) -> None:
         """Sends a layer whose K and V are computed; kept until the OFFER comes if it has not.
 
-        Returns when the writes are posted. Raises InvalidArgument for a layer that does not exist
-        or was written before, and the transfer's error if it has failed.
+        Returns when the writes are posted, or queued where the engine has too many. Raises
+        InvalidArgument for a layer that does not exist or was written before, and the transfer's
+        error if it has failed.
         """
         try:
             with self._lock:
@@ -158,7 +164,8 @@ class PrefillSession:
                 self._check_layer(layer)
                 self._layers.append(layer)
                 if self._target is not None:
-                    self._post(self._target, layer)
+                    self._queue.extend(self._target.writes[layer])
+                    self._post(self._target)
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)
             raise
@@ -188,7 +195,7 @@ class PrefillSession:
                         )
                     self._tail = tail
                     if self._target is not None:
-                        self._announce(self._target, tail)
+                        self._post(self._target)
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)
         await self.wait()
@@ -252,9 +259,8 @@ class PrefillSession:
             with self._lock:
                 pair.send(Accepted(self.transfer_id))
                 for layer in self._layers:
-                    self._post(target, layer)
-                if self._tail is not None:
-                    self._announce(target, self._tail)
+                    self._queue.extend(target.writes[layer])
+                self._post(target)
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)
 
@@ -278,31 +284,48 @@ class PrefillSession:
                 f"layer {layer} was written before; write each layer once, when it is computed"
             )
 
-    def _post(self, target: _Target, layer: int) -> None:
-        for write in target.writes[layer]:
+    def _post(self, target: _Target) -> None:
+        """Posts what is queued, and DONE when that was the last of the transfer."""
+        while self._queue:
             try:
-                operation = target.pair.peer.write_pages(
-                    write.src,
-                    write.dst,
-                    page_length=write.page_length,
-                    src_pages=self._blocks,
-                    dst_pages=target.blocks,
-                    src_stride=write.src_stride,
-                    dst_stride=write.dst_stride,
-                    src_offset=write.src_offset,
-                    dst_offset=write.dst_offset,
-                    imm=target.imm,
-                    timeout=self._lease.remaining(),
+                self._operations.append(self._post_plane(target, self._queue[0]))
+            except Backpressure:
+                self._loop.call_soon_threadsafe(
+                    self._loop.call_later, _BACKPRESSURE_SECONDS, self._post_again
                 )
+                return
             except UnknownPeer as gone:
                 raise PeerLost(self._says(f"{self._peer_name} is lost")) from gone
-            self._operations.append(operation)
+            self._queue.popleft()
+        if self._tail is not None:
+            self._machine.advance(PrefillEvent.FINISH)
+            total = sum(operation.writes for operation in self._operations)
+            target.pair.send(Done(self.transfer_id, total, self._tail))
+            self._start_settling()
 
-    def _announce(self, target: _Target, tail: bytes) -> None:
-        self._machine.advance(PrefillEvent.FINISH)
-        total = sum(operation.writes for operation in self._operations)
-        target.pair.send(Done(self.transfer_id, total, tail))
-        self._start_settling()
+    def _post_plane(self, target: _Target, write: PlaneWrite) -> Operation:
+        return target.pair.peer.write_pages(
+            write.src,
+            write.dst,
+            page_length=write.page_length,
+            src_pages=self._blocks,
+            dst_pages=target.blocks,
+            src_stride=write.src_stride,
+            dst_stride=write.dst_stride,
+            src_offset=write.src_offset,
+            dst_offset=write.dst_offset,
+            imm=target.imm,
+            # The lease ends first, and says why.
+            timeout=self._lease.remaining() + _CAUSE_SECONDS,
+        )
+
+    def _post_again(self) -> None:
+        try:
+            with self._lock:
+                if self._error is None and self._queue and self._target is not None:
+                    self._post(self._target)
+        except EngineError as error:
+            self._give_up(PrefillEvent.ABORT, error)
 
     def _lease_over(self) -> None:
         if self._target is None:

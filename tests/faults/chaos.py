@@ -142,14 +142,22 @@ class Arena:
         rng = random.Random(seed)
         broken = self.workers[victim]
         survivor = self.workers["decode" if victim == "prefill" else "prefill"]
-        blocks = rng.randint(NUM_BLOCKS // 4, NUM_BLOCKS)
-        pause = rng.choice([0.0, 0.0, 0.001, 0.01])
+        number = signal.SIGKILL if act == "kill" else signal.SIGSTOP
+        # Small ones fit into the window of writes under way, large ones do not.
+        blocks = rng.choice([rng.randint(4, 32), rng.randint(32, NUM_BLOCKS)])
+        # A frozen receiver may find whole transfers, posted and announced, when it wakes up.
+        asleep = (act, victim) == ("freeze", "decode") and rng.random() < 0.4
         # Mostly the transfer is kept from ending before the fault; sometimes it may win.
-        hold_back = rng.random() < 0.75
-        await self._begin(blocks, seed, pause, hold_back)
-        await asyncio.sleep(rng.uniform(0, 0.05))
-
-        at = broken.signal(signal.SIGKILL if act == "kill" else signal.SIGSTOP)
+        hold_back = not asleep and rng.random() < 0.75
+        ticket = self.ticket()
+        await self._offer(ticket, seed, blocks)
+        if asleep:
+            await asyncio.sleep(rng.uniform(0.01, 0.05))
+            at = broken.signal(number)
+        await self._send(ticket, seed, blocks, rng.choice([0.0, 0.0, 0.001, 0.01]), hold_back)
+        if not asleep:
+            await asyncio.sleep(rng.uniform(0, 0.05))
+            at = broken.signal(number)
         ended = await survivor.event("ended")
         wrong = int(ended["wrong"])
         leaked = NUM_BLOCKS - int(ended["free"])
@@ -179,9 +187,8 @@ class Arena:
             leaked_blocks=leaked,
         )
 
-    async def _begin(self, blocks: int, seed: int, pause: float, hold_back: bool) -> None:
+    async def _offer(self, ticket: str, seed: int, blocks: int) -> None:
         prefill, decode = self.workers["prefill"], self.workers["decode"]
-        ticket = self.ticket()
         decode.tell(
             {
                 "do": "decode",
@@ -192,6 +199,11 @@ class Arena:
             }
         )
         await decode.event("offered")
+
+    async def _send(
+        self, ticket: str, seed: int, blocks: int, pause: float, hold_back: bool
+    ) -> None:
+        prefill = self.workers["prefill"]
         prefill.tell(
             {
                 "do": "prefill",

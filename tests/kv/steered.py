@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.errors import Cancelled, KvxferError, PeerLost, StaleCounter
+from kvxfer.errors import Backpressure, Cancelled, KvxferError, PeerLost, StaleCounter
 
 
 @dataclass(eq=False)
@@ -127,6 +127,8 @@ class Peer:
     ) -> Operation:  # fmt: skip
         if not self.alive:
             raise PeerLost(f"{self.engine_id} is lost")
+        if len(self.network.writes) >= self.network.max_queued:
+            raise Backpressure("too many writes are queued")
         operation = Operation(self.network)
         for source_page, target_page in zip(src_pages, dst_pages, strict=True):
             operation.pages.append(
@@ -196,6 +198,7 @@ class Network:
         self.writes: list[Write] = []
         self.landing: Callable[[Write], None] = lambda write: None
         self.random = random.Random(0)
+        self.max_queued = 1_000_000
 
     def join(self) -> None:
         first, second = self.engines.values()

@@ -66,6 +66,7 @@ class Round:
         self.prefill, self.decode = Side("prefill", layout), Side("decode", layout)
         self.network = Network(self.prefill.engine, self.decode.engine)
         self.network.random = rng
+        self.network.max_queued = rng.choice([1, 3, 100])
         self.network.landing = self.check_landing
         self.ticket = sign_ticket(
             Ticket("t", "r", "prefill", 1, "decode", 1, time.time() + 60), KEY
@@ -188,7 +189,10 @@ class Round:
             assert self.received
 
 
-async def test_no_order_of_events_leaks_a_block_or_lands_a_byte_late(rng: random.Random) -> None:
+async def test_no_order_of_events_leaks_a_block_or_lands_a_byte_late(
+    rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvxfer.kv.prefill_session._BACKPRESSURE_SECONDS", 0)
     ends: dict[str, int] = {}
     for _ in range(ROUNDS):
         seed = rng.getrandbits(32)
