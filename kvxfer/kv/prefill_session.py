@@ -251,12 +251,11 @@ class PrefillSession:
             )
         target = _Target(pair, pair.writes, blocks, offer.imm)
         self._lease.renew(lease_seconds)
-        with self._lock:
-            self._machine.advance(PrefillEvent.OFFER)
-            self._target = target
         pair.prefills[self.transfer_id] = self
         try:
             with self._lock:
+                self._machine.advance(PrefillEvent.OFFER)
+                self._target = target
                 pair.send(Accepted(self.transfer_id))
                 for layer in self._layers:
                     self._queue.extend(target.writes[layer])
@@ -373,7 +372,7 @@ class PrefillSession:
             try:
                 await operation
                 delivered += operation.writes
-            except EngineError as failure:
+            except KvxferError as failure:
                 self._give_up(PrefillEvent.ABORT, failure)
         if isinstance(self._error, _SYMPTOMS):
             with contextlib.suppress(TimeoutError):

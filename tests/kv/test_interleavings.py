@@ -30,11 +30,12 @@ ROUNDS = 600
 
 class Side:
     def __init__(self, name: str, layout: KvLayout) -> None:
-        self.engine: Any = Engine(name)
-        self.cache = KvCache.allocate(self.engine, layout, POOL)
+        self.engine = Engine(name)
+        engine: Any = self.engine
+        self.cache = KvCache.allocate(engine, layout, POOL)
         self.pool = BlockPool(POOL)
         self.endpoint = KvEndpoint(
-            self.engine, self.cache, self.pool, instance_id=name, epoch=1, ticket_key=KEY
+            engine, self.cache, self.pool, instance_id=name, epoch=1, ticket_key=KEY
         )
 
     def block_of(self, offset: int) -> int:

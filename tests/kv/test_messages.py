@@ -117,7 +117,7 @@ def test_a_block_table_survives_the_wire(ids: list[int]) -> None:
 def test_a_block_table_is_little_endian() -> None:
     assert pack_block_table(np.array([1, 258], dtype=np.int32)) == b"\1\0\0\0\2\1\0\0"
     big = np.array([1, 258], dtype=">i4")
-    assert pack_block_table(big) == b"\1\0\0\0\2\1\0\0"  # type: ignore[arg-type]
+    assert pack_block_table(big) == b"\1\0\0\0\2\1\0\0"
 
 
 @pytest.mark.parametrize(

@@ -37,31 +37,33 @@ async def test_layers_that_are_written_before_the_offer_are_kept(
                 session.write_layer(layer)
             finishing = asyncio.create_task(session.finish(b"tail"))
             await asyncio.sleep(0)
-            assert session.state is PrefillState.WAITING
+            states = [session.state]
             assert (session.nbytes, session.fabric) == (0, None)
             received = await receive(prefill, decode, ticket, 3)
             await finishing
-            assert session.state is PrefillState.DELIVERED
+            assert [*states, session.state] == [PrefillState.WAITING, PrefillState.DELIVERED]
             assert session.nbytes == 3 * LAYERS * LAYOUT.block_bytes
             assert session.writes >= 1
         assert received == prefill.contents(hold.ids.tolist())
 
 
-async def test_layers_can_be_written_from_another_thread(
+async def test_layers_can_be_written_from_other_threads_while_the_offer_comes(
     pair: tuple[Worker, Worker], fabric: str, rng: random.Random
 ) -> None:
     prefill, decode = pair
-    ticket = make_ticket(prefill, decode)
-    receiving = asyncio.create_task(receive(prefill, decode, ticket, 4))
-    with prefill.pool.hold(4) as hold:
-        prefill.fill(hold.ids.tolist(), rng)
-        async with await prefill.endpoint.prefill_session(ticket, hold) as session:
-            await asyncio.gather(
-                *(asyncio.to_thread(session.write_layer, layer) for layer in range(LAYERS))
-            )
-            await session.finish(b"tail")
-            assert session.fabric == fabric
-        assert await receiving == prefill.contents(hold.ids.tolist())
+    for _ in range(20):
+        ticket = make_ticket(prefill, decode)
+        with prefill.pool.hold(4) as hold:
+            prefill.fill(hold.ids.tolist(), rng)
+            async with await prefill.endpoint.prefill_session(ticket, hold) as session:
+                receiving = asyncio.create_task(receive(prefill, decode, ticket, 4))
+                await asyncio.gather(
+                    *(asyncio.to_thread(session.write_layer, layer) for layer in range(LAYERS))
+                )
+                await session.finish(b"tail")
+                assert session.fabric == fabric
+                assert session.nbytes == 4 * LAYERS * LAYOUT.block_bytes
+            assert await receiving == prefill.contents(hold.ids.tolist())
 
 
 async def test_the_largest_tail_arrives_and_a_larger_one_is_refused(

@@ -10,6 +10,7 @@ from kvxfer.errors import (
     BlockStateError,
     InvalidArgument,
     LayoutMismatch,
+    PeerLost,
     TransferCancelled,
     TransferRefused,
 )
@@ -70,6 +71,18 @@ async def test_a_prefill_that_comes_after_decode_has_given_up_is_told_at_once(
         pytest.raises(TransferCancelled, match="cancelled by decode worker 'd': changed my mind"),
     ):
         await prefill.endpoint.prefill_session(ticket, hold)
+
+
+async def test_a_prefill_that_comes_after_decode_has_died_is_told_at_once(fabric: str) -> None:
+    async with worker("p", fabric) as prefill:
+        async with worker("d", fabric) as decode:
+            ticket = make_ticket(prefill, decode)
+            await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
+            await eventually(lambda: early_offers(prefill) == 1)
+            await decode.engine.close()
+        await eventually(lambda: early_offers(prefill) == 0)
+        with prefill.pool.hold(1) as hold, pytest.raises(PeerLost):
+            await prefill.endpoint.prefill_session(ticket, hold)
 
 
 async def test_an_offer_that_is_replayed_changes_nothing(
