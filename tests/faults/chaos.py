@@ -21,7 +21,9 @@ from kvxfer.ticket import Ticket, sign_ticket
 from .worker import KEY, NUM_BLOCKS
 
 Role: TypeAlias = Literal["prefill", "decode"]
-Act: TypeAlias = Literal["kill", "freeze"]
+# kill: SIGKILL. freeze: SIGSTOP until the other has given it up. stall: SIGSTOP for a moment that
+# heartbeats forgive, in which the other cancels and reuses its blocks.
+Act: TypeAlias = Literal["kill", "freeze", "stall"]
 Fabric: TypeAlias = Literal["local", "tcp"]
 
 FAULTS: Final = tuple((act, role) for act in get_args(Act) for role in get_args(Role))
@@ -34,7 +36,11 @@ _WATCH_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round found. Seconds from the signal to the survivor's error; None: it finished."""
+    """What one round found.
+
+    `detection` is the seconds from the signal (of a stall: from SIGCONT) until the other side
+    (of a stall: the stalled one) had its error; None where the transfer finished before.
+    """
 
     act: Act
     victim: Role
@@ -44,6 +50,16 @@ class Round:
     error: str | None
     wrong_bytes: int
     leaked_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Reports:
+    """What the workers said of a round."""
+
+    survivor: dict[str, Any]
+    victim: dict[str, Any] | None  # None: killed
+    reuse: dict[str, Any]
+    woken_at: float
 
 
 class WorkerProcess:
@@ -140,52 +156,80 @@ class Arena:
     async def round(self, act: Act, victim: Role, seed: int) -> Round:
         """One transfer, one fault at a random moment of it, and what became of everything."""
         rng = random.Random(seed)
-        broken = self.workers[victim]
-        survivor = self.workers["decode" if victim == "prefill" else "prefill"]
-        number = signal.SIGKILL if act == "kill" else signal.SIGSTOP
         # Small ones fit into the window of writes under way, large ones do not.
         blocks = rng.choice([rng.randint(4, 32), rng.randint(32, NUM_BLOCKS)])
         # A frozen receiver may find whole transfers, posted and announced, when it wakes up.
         asleep = (act, victim) == ("freeze", "decode") and rng.random() < 0.4
         # Mostly the transfer is kept from ending before the fault; sometimes it may win.
         hold_back = not asleep and rng.random() < 0.75
+        pause = rng.choice([0.0, 0.0, 0.001, 0.01])
         ticket = self.ticket()
         await self._offer(ticket, seed, blocks)
-        if asleep:
-            await asyncio.sleep(rng.uniform(0.01, 0.05))
-            at = broken.signal(number)
-        await self._send(ticket, seed, blocks, rng.choice([0.0, 0.0, 0.001, 0.01]), hold_back)
         if not asleep:
-            await asyncio.sleep(rng.uniform(0, 0.05))
-            at = broken.signal(number)
-        ended = await survivor.event("ended")
-        wrong = int(ended["wrong"])
-        leaked = NUM_BLOCKS - int(ended["free"])
-
-        survivor.tell({"do": "reuse"})
-        await survivor.event("reused")
-        if act == "freeze":
-            broken.signal(signal.SIGCONT)
-            woken = await broken.event("ended")
-            wrong += int(woken["wrong"])
-            leaked += NUM_BLOCKS - int(woken["free"])
-        await asyncio.sleep(_WATCH_SECONDS)
-        survivor.tell({"do": "check"})
-        checked = await survivor.event("checked")
-        wrong += int(checked["wrong"])
-        leaked += NUM_BLOCKS - int(checked["free"])
+            await self._send(ticket, seed, blocks, pause, hold_back)
+        await asyncio.sleep(rng.uniform(0.01, 0.05) if asleep else rng.uniform(0, 0.05))
+        at = self.workers[victim].signal(signal.SIGKILL if act == "kill" else signal.SIGSTOP)
+        if asleep:
+            await self._send(ticket, seed, blocks, pause, hold_back)
+        if act == "stall":
+            reports = await self._stall(victim, rng.uniform(0, 0.2))
+            at, heard = reports.woken_at, reports.victim
+        else:
+            reports = await self._outlive(act, victim)
+            heard = reports.survivor
         if act == "kill":
             await self.start(victim)
+        ends = [report for report in (reports.survivor, reports.victim, reports.reuse) if report]
+        assert heard is not None
         return Round(
             act=act,
             victim=victim,
             fabric=self.fabric,
             seed=seed,
-            detection=float(ended["at"]) - at if ended["error"] else None,
-            error=ended["error"],
-            wrong_bytes=wrong,
-            leaked_blocks=leaked,
+            detection=float(heard["at"]) - at if heard["error"] else None,
+            error=heard["error"],
+            wrong_bytes=sum(int(end["wrong"]) for end in ends),
+            leaked_blocks=sum(NUM_BLOCKS - int(end["free"]) for end in ends),
         )
+
+    async def _outlive(self, act: Act, victim: Role) -> _Reports:
+        """The survivor gives the broken worker up and reuses its blocks; only then it may wake."""
+        broken, survivor = self._sides(victim)
+        ended = await survivor.event("ended")
+        survivor.tell({"do": "reuse"})
+        await survivor.event("reused")
+        woken, at = None, 0.0
+        if act == "freeze":
+            at = broken.signal(signal.SIGCONT)
+            woken = await broken.event("ended")
+        return _Reports(ended, woken, await self._watch(survivor), at)
+
+    async def _stall(self, victim: Role, seconds: float) -> _Reports:
+        """The other worker cancels; decode reuses its blocks before a stalled prefill wakes up."""
+        stalled, other = self._sides(victim)
+        other.tell({"do": "cancel"})
+        if victim == "prefill":
+            ended = await other.event("ended")
+            other.tell({"do": "reuse"})
+            await other.event("reused")
+            at = stalled.signal(signal.SIGCONT)
+        else:
+            # Prefill's blocks are not free before decode has taken or refused what is under way.
+            await asyncio.sleep(seconds)
+            at = stalled.signal(signal.SIGCONT)
+            ended = await other.event("ended")
+            other.tell({"do": "reuse"})
+            await other.event("reused")
+        woken = await stalled.event("ended")
+        return _Reports(ended, woken, await self._watch(other), at)
+
+    async def _watch(self, survivor: WorkerProcess) -> dict[str, Any]:
+        await asyncio.sleep(_WATCH_SECONDS)
+        survivor.tell({"do": "check"})
+        return await survivor.event("checked")
+
+    def _sides(self, victim: Role) -> tuple[WorkerProcess, WorkerProcess]:
+        return self.workers[victim], self.workers["decode" if victim == "prefill" else "prefill"]
 
     async def _offer(self, ticket: str, seed: int, blocks: int) -> None:
         prefill, decode = self.workers["prefill"], self.workers["decode"]

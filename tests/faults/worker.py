@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Awaitable, Coroutine
 from typing import Any, Final
 
 import numpy as np
@@ -18,8 +19,10 @@ from kvxfer.engine import Engine
 from kvxfer.errors import KvxferError
 from kvxfer.kv.block_pool import BlockHold, BlockPool
 from kvxfer.kv.cache import KvCache
+from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.layout import KvLayout
+from kvxfer.kv.prefill_session import PrefillSession
 
 from .pattern import Page, page, reused, wrong_bytes
 
@@ -40,22 +43,28 @@ class FaultWorker:
             for part in LAYOUT.parts
         ]
         self._other_request: BlockHold | None = None
-        self._go_on = asyncio.Event()
-        self._transfer: asyncio.Task[None] | None = None
+        self._session: PrefillSession | DecodeSession | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def command(self, command: dict[str, Any]) -> None:
         match command.pop("do"):
             case "prefill":
-                self._go_on.clear()
-                self._transfer = asyncio.create_task(self._run("prefill", self._prefill(**command)))
+                self._start(self._run("prefill", self._prefill(**command)))
             case "decode":
-                self._transfer = asyncio.create_task(self._run("decode", self._decode(**command)))
+                self._start(self._run("decode", self._decode(**command)))
+            case "cancel":
+                self._cancel()
             case "reuse":
                 self._reuse()
             case "check":
                 self._check()
 
-    async def _run(self, role: str, transfer: Any) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, role: str, transfer: Awaitable[int]) -> None:
         wrong, error = 0, None
         try:
             wrong = await transfer
@@ -80,6 +89,7 @@ class FaultWorker:
             for plane, index in self._pages(blocks):
                 self._planes[plane][ids[index]] = self._page(seed, plane, index)
             async with await self._endpoint.prefill_session(ticket, hold) as session:
+                self._session = session
                 report("ready-to-send")
                 last = LAYOUT.layers_per_rank - 1 if hold_back else LAYOUT.layers_per_rank
                 for layer in range(last):
@@ -93,6 +103,7 @@ class FaultWorker:
 
     async def _decode(self, ticket: str, address: str, seed: int, blocks: int) -> int:
         async with await self._endpoint.decode_session(ticket, address, blocks) as session:
+            self._session = session
             report("offered")
             await session.wait()
             with session.take() as hold:
@@ -101,6 +112,10 @@ class FaultWorker:
                     wrong_bytes(self._planes[plane][ids[index]], self._page(seed, plane, index))
                     for plane, index in self._pages(blocks)
                 )
+
+    def _cancel(self) -> None:
+        assert self._session is not None
+        self._start(self._session.cancel("the driver says so"))
 
     def _reuse(self) -> None:
         """Gives every free block to another request, which writes its own bytes into them."""

@@ -6,14 +6,20 @@ import random
 
 import pytest
 
-from .chaos import FABRICS, FAULTS, Fabric, Round, arena, percentile
+from .chaos import FABRICS, FAULTS, Act, Fabric, Round, arena, percentile
 
 ROUNDS_PER_FABRIC = 6
 MAX_DETECTION_SECONDS = 1.0
+NAMED: dict[Act, set[str | None]] = {
+    "kill": {"peer-lost", None},
+    "freeze": {"peer-timeout", None},
+    # A machine that is very busy can make a stall long enough for a timeout.
+    "stall": {"transfer-cancelled", "peer-timeout", "peer-lost", None},
+}
 
 
 @pytest.mark.parametrize("fabric", FABRICS)
-async def test_a_killed_or_frozen_worker_costs_no_block_and_no_byte(
+async def test_a_killed_frozen_or_stalled_worker_costs_no_block_and_no_byte(
     fabric: Fabric, rng: random.Random
 ) -> None:
     rounds: list[Round] = []
@@ -32,5 +38,5 @@ async def test_a_killed_or_frozen_worker_costs_no_block_and_no_byte(
     assert [one.wrong_bytes for one in rounds] == [0] * len(rounds)
     assert [one.leaked_blocks for one in rounds] == [0] * len(rounds)
     assert all(detection <= MAX_DETECTION_SECONDS for detection in detections)
-    named = {"peer-lost", "peer-timeout"}
-    assert {one.error for one in rounds if one.error is not None} <= named
+    for one in rounds:
+        assert one.error in NAMED[one.act]
