@@ -10,6 +10,10 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25  // newer than glibc 2.36
+#endif
+
 }  // namespace
 
 std::byte* map_aligned(int fd, std::size_t bytes, int protection) {
@@ -35,6 +39,14 @@ std::byte* map_aligned(int fd, std::size_t bytes, int protection) {
   if (start + reserve > end) ::munmap(reinterpret_cast<void*>(end), start + reserve - end);
   ::madvise(data, bytes, MADV_HUGEPAGE);  // advice: all works without
   return static_cast<std::byte*>(data);
+}
+
+void populate_huge(std::byte* data, std::size_t bytes) {
+  // A range without any page cannot be collapsed, so one page of each is touched first.
+  for (std::size_t at = 0; at + kHugePage <= bytes; at += kHugePage) {
+    *static_cast<volatile std::byte*>(data + at) = std::byte{0};
+    if (::madvise(data + at, kHugePage, MADV_COLLAPSE) != 0 && errno != EAGAIN) return;
+  }
 }
 
 }  // namespace kvxfer

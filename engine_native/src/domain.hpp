@@ -19,6 +19,8 @@ struct Reception {
   RegionTable& regions;
   ImmCounters& counters;
   EngineStats& stats;
+  // Grows whenever a path moves something: while it does, the engine thread does not sleep.
+  std::uint64_t& activity;
 };
 
 // How a path reports to the group that owns it. A path must not be destroyed from within a call.
@@ -61,9 +63,9 @@ class Domain {
   virtual ~Domain() = default;
 
   virtual std::string_view fabric() const = 0;
-  // Moves what can be moved without waiting; returns whether anything did. Domains whose paths
-  // are driven by the poller alone have nothing to do here.
-  virtual bool poll() = 0;
+  // Moves what can be moved without waiting. Domains whose paths are driven by the poller alone
+  // have nothing to do here.
+  virtual void poll() = 0;
   // Called before the engine thread sleeps: arranges to be woken. False if there is work after all.
   virtual bool prepare_sleep() = 0;
   virtual void finish_sleep() = 0;

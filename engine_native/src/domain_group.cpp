@@ -88,7 +88,7 @@ DomainGroup::DomainGroup(EngineOptions options, Poller poller,
 }
 
 Result<void> DomainGroup::start() {
-  const Reception reception{regions_, counters_, stats_};
+  const Reception reception{regions_, counters_, stats_, activity_};
   if (options_.local) {
     auto domain = local::LocalDomain::open(address_.engine, poller_, reception, *this, *this,
                                            options_.window_bytes);
@@ -138,14 +138,14 @@ void DomainGroup::run_on_engine_thread(const Command& command) {
   }
 }
 
-bool DomainGroup::run_commands() {
+void DomainGroup::run_commands() {
   std::vector<Command> commands;
   {
     const std::lock_guard lock(commands_mutex_);
     commands.swap(commands_);
   }
   for (const Command& command : commands) command();
-  return !commands.empty();
+  activity_ += commands.size();
 }
 
 EngineStats DomainGroup::stats() {
@@ -165,19 +165,16 @@ void DomainGroup::run() {
   std::uint64_t last_progress = last_tick_ns_;
   const auto spin = static_cast<std::uint64_t>(options_.spin.count());
   while (!stopping_) {
-    if (step(0)) {
-      last_progress = now_ns();
-      continue;
-    }
+    const std::uint64_t before = activity_;
+    step();
     const std::uint64_t now = now_ns();
+    if (activity_ != before) last_progress = now;
     if (now - last_progress < spin) continue;
     const bool timed = !peers_.empty() || !dialers_.empty() || !acceptor_->idle();
     const std::uint64_t next_tick =
         last_tick_ns_ + (timed ? static_cast<std::uint64_t>(options_.heartbeat_interval.count())
                                : kIdleTickNs);
-    if (next_tick > now && may_sleep()) {
-      if (step(next_tick - now)) last_progress = now_ns();
-    }
+    if (next_tick > now && may_sleep()) poller_.poll(next_tick - now);
     sleeping_.store(false, std::memory_order_relaxed);
     if (local_) local_->finish_sleep();
   }
@@ -193,12 +190,12 @@ bool DomainGroup::may_sleep() {
   return !local_ || local_->prepare_sleep();
 }
 
-bool DomainGroup::step(std::uint64_t timeout_ns) {
-  bool moved = poller_.poll(timeout_ns);
-  moved = run_commands() || moved;
-  if (local_) moved = local_->poll() || moved;
+void DomainGroup::step() {
+  poller_.poll(0);
+  run_commands();
+  if (local_) local_->poll();
   for (const auto& [id, peer] : peers_) {
-    if (peer->up() && peer->has_backlog()) moved = peer->pump() || moved;
+    if (peer->up() && peer->has_backlog()) peer->pump();
   }
   bury_lost_peers();
   const std::uint64_t now = now_ns();
@@ -206,7 +203,6 @@ bool DomainGroup::step(std::uint64_t timeout_ns) {
     tick(now);
     bury_lost_peers();
   }
-  return moved;
 }
 
 void DomainGroup::tick(std::uint64_t now) {

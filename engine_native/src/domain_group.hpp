@@ -71,8 +71,8 @@ class DomainGroup final : private AcceptorEvents,
 
   // --- engine thread: the loop
   void run();
-  bool run_commands();
-  bool step(std::uint64_t timeout_ns);
+  void run_commands();
+  void step();
   bool may_sleep();
   void tick(std::uint64_t now);
   void shut_down();
@@ -126,6 +126,7 @@ class DomainGroup final : private AcceptorEvents,
   // Engine thread.
   Poller poller_;
   EngineStats stats_;
+  std::uint64_t activity_ = 0;  // heartbeats do not count
   std::unique_ptr<Acceptor> acceptor_;
   std::unique_ptr<local::LocalDomain> local_;
   std::vector<std::unique_ptr<tcp::TcpDomain>> lanes_;

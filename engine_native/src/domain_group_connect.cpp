@@ -225,6 +225,7 @@ void DomainGroup::on_up(Peer& peer) {
 }
 
 void DomainGroup::on_message(Peer& peer, std::string data) {
+  ++activity_;
   completions_->push(
       {.kind = Completion::Kind::message, .peer = peer.id(), .data = std::move(data)});
 }

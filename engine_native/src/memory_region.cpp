@@ -35,6 +35,7 @@ Result<RegionPtr> MemoryRegion::allocate(EngineId engine, std::size_t bytes) {
   }
   std::byte* data = map_aligned(memfd.get(), mapped, PROT_READ | PROT_WRITE);
   if (!data) return cannot_allocate(bytes);
+  populate_huge(data, mapped);
   return RegionPtr(new MemoryRegion(engine, data, bytes, std::move(memfd)));
 }
 

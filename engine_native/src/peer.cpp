@@ -104,8 +104,7 @@ Path* Peer::path_for(const Operation& operation) {
   return nullptr;
 }
 
-bool Peer::pump() {
-  bool posted = false;
+void Peer::pump() {
   while (!backlog_.empty()) {
     const OperationPtr& operation = backlog_.front();
     if (!operation->wants_post()) {
@@ -113,10 +112,8 @@ bool Peer::pump() {
       continue;
     }
     Path* path = path_for(*operation);
-    if (!path || !path->post(operation)) break;
-    posted = true;
+    if (!path || !path->post(operation)) return;
   }
-  return posted;
 }
 
 void Peer::send_message(std::string data) {

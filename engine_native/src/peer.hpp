@@ -79,8 +79,8 @@ class Peer final : public StreamOwner {
   // --- running
   void queue(OperationPtr operation) { backlog_.push_back(std::move(operation)); }
   bool has_backlog() const { return !backlog_.empty(); }
-  // Posts as much as the paths take; returns whether anything was posted.
-  bool pump();
+  // Posts as much as the paths take.
+  void pump();
   void send_message(std::string data);
   // Sends a heartbeat and looks at the peer's. `stalled_ns`: how long this engine itself did not
   // run, which must not be held against the peer.

@@ -40,13 +40,12 @@ void Poller::remove(int fd, EventSink& sink) {
   }
 }
 
-bool Poller::poll(std::uint64_t timeout_ns) {
+void Poller::poll(std::uint64_t timeout_ns) {
   const timespec timeout{.tv_sec = static_cast<time_t>(timeout_ns / 1'000'000'000u),
                          .tv_nsec = static_cast<long>(timeout_ns % 1'000'000'000u)};
   ready_count_ = std::max(
       0, ::epoll_pwait2(epoll_.get(), ready_.data(), static_cast<int>(ready_.size()), &timeout,
                         nullptr));
-  bool dispatched = false;
   for (int i = 0; i < ready_count_; ++i) {
     const auto event = ready_[i];
     if (event.events == 0) continue;
@@ -56,10 +55,8 @@ bool Poller::poll(std::uint64_t timeout_ns) {
       continue;
     }
     static_cast<EventSink*>(event.data.ptr)->on_events(event.events);
-    dispatched = true;
   }
   ready_count_ = 0;
-  return dispatched;
 }
 
 void Poller::wake() const {

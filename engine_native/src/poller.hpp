@@ -29,8 +29,8 @@ class Poller {
   // After this the sink is not called again, not even for events that are already fetched.
   void remove(int fd, EventSink& sink);
 
-  // Dispatches what is ready; sleeps up to timeout_ns for it. Returns whether a sink was called.
-  bool poll(std::uint64_t timeout_ns);
+  // Dispatches what is ready; sleeps up to timeout_ns for it.
+  void poll(std::uint64_t timeout_ns);
 
   // Ends a sleep of poll(); any thread.
   void wake() const;

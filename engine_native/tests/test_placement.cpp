@@ -12,7 +12,8 @@ struct Receiver {
   ImmCounters counters{*completions};
   RegionTable regions;
   EngineStats stats;
-  Reception reception{regions, counters, stats};
+  std::uint64_t activity = 0;
+  Reception reception{regions, counters, stats, activity};
   RegionPtr region = good(MemoryRegion::allocate({}, 1000));
   Imm imm = good(counters.allocate());
   Receiver() { regions.insert(region); }

@@ -56,7 +56,7 @@ class Engine:
         heartbeat_interval: float = 0.1,
         peer_timeout: float = 0.7,
         operation_timeout: float = 30.0,
-        spin: float = 50e-6,
+        spin: float = 200e-6,
     ) -> None:
         unknown = [fabric for fabric in fabrics if fabric not in FABRICS]
         if unknown or not fabrics:

@@ -51,7 +51,7 @@ struct EngineOptions {
   Duration heartbeat_interval = std::chrono::milliseconds(100);
   Duration peer_timeout = std::chrono::milliseconds(700);
   Duration operation_timeout = std::chrono::seconds(30);  // deadline of operations without one
-  Duration spin = std::chrono::microseconds(50);  // busy polling after the last progress
+  Duration spin = std::chrono::microseconds(200);  // busy polling after the last progress
 };
 
 // What a peer needs to write into a region: opaque bytes of fixed size, safe to pass on.

@@ -57,11 +57,9 @@ LocalDomain::~LocalDomain() {
   poller_.remove(wake_.get(), *this);
 }
 
-bool LocalDomain::poll() {
+void LocalDomain::poll() {
   ended_.clear();
-  bool moved = false;
-  for (LocalPath* path : paths_) moved = path->poll() || moved;
-  return moved;
+  for (LocalPath* path : paths_) path->poll();
 }
 
 bool LocalDomain::prepare_sleep() {

@@ -29,7 +29,7 @@ class LocalDomain final : public Domain, private EventSink {
   ~LocalDomain() override;
 
   std::string_view fabric() const override { return "local"; }
-  bool poll() override;
+  void poll() override;
   bool prepare_sleep() override;
   void finish_sleep() override;
   void forget_source(const MemoryRegion& region) override;

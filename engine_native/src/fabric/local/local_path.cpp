@@ -90,12 +90,12 @@ bool LocalPath::post(const OperationPtr& operation) {
   head.count = static_cast<std::uint32_t>(end - first);
   out_.slot(produced_).head = head;
   const std::uint64_t next = produced_ + 1 + head.count;
-  unacked_.push_back({operation, end - first, bytes, produced_, next});
+  unacked_.push_back({operation, end - first, bytes, produced_, next, end == writes.size()});
   unacked_bytes_ += bytes;
   produced_ = next;
   operation->posted = end;
   out_->produced.store(produced_);
-  wake_if_asleep(out_->consumer_sleeps);
+  if (out_->consumer_sleeps.load() != 0 && out_->consumer_sleeps.exchange(0) != 0) wake_peer();
   return true;
 }
 
@@ -168,7 +168,8 @@ bool LocalPath::consume() {
     in_->consumed.store(consumed_);
   }
   if (consumed_ == start) return lost_;
-  wake_if_asleep(in_->producer_sleeps);
+  auto& until = in_->producer_sleeps_until;
+  if (until.load() <= consumed_ && until.exchange(RingMemory::kAwake) <= consumed_) wake_peer();
   return true;
 }
 
@@ -229,33 +230,41 @@ void LocalPath::receive_regions() {
 
 // --- both ------------------------------------------------------------------------------------
 
-bool LocalPath::poll() {
-  if (lost_) return false;
+void LocalPath::poll() {
+  if (lost_) return;
   const bool consumed = consume();
-  return reap() || consumed;
+  if (reap() || consumed) ++reception_.activity;
 }
 
 bool LocalPath::prepare_sleep() {
   if (lost_) return true;
   in_->consumer_sleeps.store(1);
-  out_->producer_sleeps.store(unacked_.empty() ? 0 : 1);
-  return in_->produced.load() == consumed_ &&
-         (unacked_.empty() || out_->consumed.load() < unacked_.front().end);
+  const std::uint64_t wanted = wanted_progress();
+  out_->producer_sleeps_until.store(wanted);
+  return in_->produced.load() == consumed_ && (unacked_.empty() || out_->consumed.load() < wanted);
 }
 
 void LocalPath::finish_sleep() {
   in_->consumer_sleeps.store(0, std::memory_order_relaxed);
-  out_->producer_sleeps.store(0, std::memory_order_relaxed);
+  out_->producer_sleeps_until.store(RingMemory::kAwake, std::memory_order_relaxed);
+}
+
+// Where the ring has to get to before waking up is worth it: the end of an operation, or half of
+// what is posted, so that the receiver does not run dry.
+std::uint64_t LocalPath::wanted_progress() const {
+  if (unacked_.empty()) return RingMemory::kAwake;
+  for (const Batch& batch : unacked_) {
+    const bool half = batch.end - reaped_ >= (produced_ - reaped_) / 2;
+    if (half || batch.last) return batch.end;
+  }
+  return produced_;
 }
 
 void LocalPath::on_events(std::uint32_t) {
   if (!lost_) receive_regions();
 }
 
-// Sequentially consistent like prepare_sleep(): either the sleeper sees the new position, or it is
-// seen asleep here.
-void LocalPath::wake_if_asleep(std::atomic<std::uint32_t>& asleep) {
-  if (asleep.load() == 0 || asleep.exchange(0) == 0) return;
+void LocalPath::wake_peer() {
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(wake_peer_.get(), &one, sizeof one);
 }

@@ -47,7 +47,7 @@ class LocalPath final : public Path, private EventSink {
   void revoke_counter(Imm) override {}
   void revoke_region(std::uint64_t) override {}
 
-  bool poll();
+  void poll();
   // Asks both rings for a wake-up; false if there is work after all.
   bool prepare_sleep();
   void finish_sleep();
@@ -60,6 +60,7 @@ class LocalPath final : public Path, private EventSink {
     std::uint64_t bytes;
     std::uint64_t head;  // position in the ring
     std::uint64_t end;
+    bool last;  // of its operation
   };
 
   LocalPath(LocalLink link, std::string peer, std::size_t window_bytes, Poller& poller,
@@ -75,7 +76,8 @@ class LocalPath final : public Path, private EventSink {
   Result<std::uint64_t> place(const BatchHead& head, Errc& status);
   void receive_regions();
 
-  void wake_if_asleep(std::atomic<std::uint32_t>& asleep);
+  std::uint64_t wanted_progress() const;
+  void wake_peer();
   void lose(Error error);
 
   UniqueFd socket_;

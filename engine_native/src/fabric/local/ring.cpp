@@ -31,7 +31,9 @@ Result<SharedRing> SharedRing::create() {
   }
   RingMemory* memory = map_ring(memfd.get());
   if (!memory) return failed("cannot map a descriptor ring");
-  return SharedRing(std::move(memfd), ::new (memory) RingMemory{});
+  ::new (memory) RingMemory{};
+  memory->producer_sleeps_until.store(RingMemory::kAwake);
+  return SharedRing(std::move(memfd), memory);
 }
 
 Result<SharedRing> SharedRing::map(UniqueFd memfd) {

@@ -50,7 +50,10 @@ inline constexpr std::uint64_t kMaxBatchBytes = 2u << 20;
 struct RingMemory {
   alignas(64) std::atomic<std::uint64_t> produced;  // written by the producer
   alignas(64) std::atomic<std::uint64_t> consumed;  // written by the consumer
-  alignas(64) std::atomic<std::uint32_t> producer_sleeps;
+  // Sequentially consistent, as the positions are: either a sleeper sees the new position, or it
+  // is seen asleep. The producer sleeps until `consumed` reaches a position, else kAwake.
+  static constexpr std::uint64_t kAwake = ~std::uint64_t{0};
+  alignas(64) std::atomic<std::uint64_t> producer_sleeps_until;
   std::atomic<std::uint32_t> consumer_sleeps;
   // Set by the producer before it takes its source memory back: a consumer that was frozen in the
   // middle of a copy must not count what it copied.

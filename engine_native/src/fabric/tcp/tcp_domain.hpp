@@ -15,7 +15,7 @@ class TcpDomain final : public Domain {
       : poller_(poller), reception_(reception), events_(events), window_bytes_(window_bytes) {}
 
   std::string_view fabric() const override { return "tcp"; }
-  bool poll() override { return false; }
+  void poll() override {}
   bool prepare_sleep() override { return true; }
   void finish_sleep() override {}
   void forget_source(const MemoryRegion&) override {}

@@ -31,6 +31,7 @@ bool TcpPath::post(const OperationPtr& operation) {
 
 void TcpPath::on_events(std::uint32_t events) {
   if (lost_) return;
+  ++reception_.activity;
   if (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) {
     if (auto good = receiver_.pump(); !good) return lose(good.error());
   }
