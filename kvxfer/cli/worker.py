@@ -79,6 +79,9 @@ def worker(
     import dataclasses
 
     from kvxfer.cluster_key import read_cluster_key
+
+    cluster_key = read_cluster_key(cluster_key_file)
+
     from kvxfer.instances import Role
     from kvxfer.reference.worker.process import WorkerSettings, serve_worker
 
@@ -87,7 +90,7 @@ def worker(
     )
     settings = WorkerSettings(
         role=Role(role),
-        cluster_key=read_cluster_key(cluster_key_file),
+        cluster_key=cluster_key,
         control_plane=control_plane,
         instance_id=instance_id,
         host=host,

@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 
 from kvxfer.errors import KvxferError
 
-_STOP_SECONDS: Final = 8.0
+_STOP_SECONDS: Final = 4.0
 _STDERR_LINES: Final = 3
 _LINE_LIMIT: Final = 1 << 20
 
@@ -38,6 +38,7 @@ class Child:
         self.name = name
         self._arguments = arguments
         self._environment = {**os.environ, **environment}
+        self._stdout = b""
         self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES)
 
     async def __aenter__(self) -> Self:
@@ -79,6 +80,10 @@ class Child:
         finally:
             self._output.cancel()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def terminate(self) -> None:
         """Tells the process to stop, and does not wait for it."""
         with contextlib.suppress(ProcessLookupError):
@@ -92,19 +97,15 @@ class Child:
         try:
             async with asyncio.timeout(seconds):
                 line = await asyncio.shield(self._first_line)
+                with contextlib.suppress(ValueError):
+                    value = json.loads(line)
+                    if isinstance(value, dict):
+                        return value
+                # Its output is an error, over several lines, or there is none.
+                await self.fail_on_exit()
         except TimeoutError:
-            raise ProcessFailed(
-                f"the {self.name} was not ready within {seconds:g} s{self._last_words()}"
-            ) from None
-        if not line:
-            await self.fail_on_exit()
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise ProcessFailed(f"the {self.name} printed {line!r} instead of where it listens")
-        return value
+            pass
+        raise ProcessFailed(f"the {self.name} was not ready within {seconds:g} s{self._words()}")
 
     async def fail_on_exit(self) -> None:
         """Waits until the process exits, then raises ProcessFailed with its last words."""
@@ -113,16 +114,21 @@ class Child:
         how = f"exited with code {code}"
         if code < 0:
             how = f"was ended by {signal.Signals(-code).name}"
-        raise ProcessFailed(f"the {self.name} {how}{self._last_words()}")
+        raise ProcessFailed(f"the {self.name} {how}{self._words()}")
 
-    def _last_words(self) -> str:
+    def _words(self) -> str:
+        """The error that it printed, else the end of its stderr."""
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            error = json.loads(self._stdout)["error"]
+            return f": {error['message']} [{error['code']}]"
         return ": " + " | ".join(self._stderr) if self._stderr else ""
 
     async def _read_stdout(self) -> None:
         assert self._process.stdout is not None  # noqa: S101 (it was started with a pipe)
-        self._first_line.set_result(await self._process.stdout.readline())
-        while await self._process.stdout.read(65536):
-            pass
+        self._stdout = await self._process.stdout.readline()
+        self._first_line.set_result(self._stdout)
+        while chunk := await self._process.stdout.read(_LINE_LIMIT):
+            self._stdout = (self._stdout + chunk)[:_LINE_LIMIT]
 
     async def _read_stderr(self) -> None:
         assert self._process.stderr is not None  # noqa: S101 (it was started with a pipe)

@@ -41,12 +41,19 @@ class Routed:
 
 
 class Router:
-    """Routes completions over one control plane. Loop only; use it inside `async with`."""
+    """Routes completions over one control plane. Loop only; use it inside `async with`.
 
-    def __init__(self, control_plane: str) -> None:
-        self._control_plane = ControlPlaneClient(control_plane)
+    `transport` carries the requests, to the control plane and to workers; TCP without it.
+    """
+
+    def __init__(
+        self, control_plane: str, *, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self._control_plane = ControlPlaneClient(control_plane, transport=transport)
         # Workers answer when a request is done; the transfer's lease bounds how long that takes.
-        self._http = httpx.AsyncClient(timeout=httpx.Timeout(5.0, read=None), trust_env=False)
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(5.0, read=None), transport=transport, trust_env=False
+        )
 
     async def __aenter__(self) -> Router:
         return self

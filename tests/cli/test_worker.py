@@ -1,0 +1,152 @@
+"""`kvxfer worker` as a process: its place in the fleet, its stop, and why it refuses to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import transformers
+
+KEY = "0123456789abcdef0123456789abcdef"
+KVXFER = (sys.executable, "-m", "kvxfer.cli")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=256,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=512,
+        )
+    ).save_pretrained(folder)
+    return folder
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVXFER_")}
+    return {**kept, "KVXFER_CLUSTER_KEY": KEY, **variables}
+
+
+class Process:
+    """A kvxfer command and the first line that it prints, which is JSON."""
+
+    def __init__(self, *arguments: str | Path) -> None:
+        self.process = subprocess.Popen(
+            [*KVXFER, *map(str, arguments), "--json"],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.ready: dict[str, Any] = json.loads(self.process.stdout.readline())
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        self.process.communicate(timeout=30)
+        return self.process.returncode
+
+
+@pytest.fixture(scope="module")
+def control_plane() -> Iterator[str]:
+    process = Process("serve", "--port", "0", "--lease-seconds", "2")
+    yield process.ready["url"]
+    process.stop()
+
+
+def refused(*arguments: str | Path, **variables: str) -> str:
+    """The error of a worker that must not start, on one line."""
+    result = subprocess.run(
+        [*KVXFER, "worker", *map(str, arguments)],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
+
+
+def instances(control_plane: str) -> dict[str, Any]:
+    listed = httpx.get(f"{control_plane}/v1/instances").json()["instances"]
+    return {instance["instance_id"]: instance for instance in listed}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_is_in_the_fleet_until_it_is_stopped(
+    number: signal.Signals, control_plane: str, model: Path
+) -> None:
+    worker = Process(
+        *("worker", "--role", "decode", "--control-plane", control_plane, "--model", model),
+        *("--instance-id", f"decode-{number.name}", "--blocks", "40", "--fabrics", "tcp"),
+    )
+    said = worker.ready
+    assert said["instance_id"] == f"decode-{number.name}"
+    registered = instances(control_plane)[said["instance_id"]]
+    assert registered["state"] == "ready"
+    assert registered["role"] == said["role"] == "decode"
+    assert registered["model"] == said["model"] == "tiny-llama"
+    assert registered["http_address"] == said["http_address"]
+    assert registered["engine_address"] == said["engine_address"]
+    assert registered["num_blocks"] == 40
+    assert registered["fabrics"] == ["tcp"]
+    assert registered["layout"]["num_layers"] == 2
+    assert registered["layout"]["head_size"] == 16
+    health = httpx.get(f"{said['http_address']}/healthz").json()
+    assert (health["status"], health["free_blocks"]) == ("ok", 40)
+    assert worker.stop(number) == 0
+    assert said["instance_id"] not in instances(control_plane)
+
+
+def test_an_id_that_a_live_worker_has_is_refused(control_plane: str, model: Path) -> None:
+    taken = ("--role", "prefill", "--control-plane", control_plane, "--instance-id", "one")
+    worker = Process("worker", *taken, "--model", model)
+    error = refused(*taken, "--model", model)
+    assert "error [instance-exists] instance 'one' is alive" in error
+    assert worker.stop() == 0
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        error = refused("--role", "prefill", "--port", port)
+    assert error.startswith(f"error [address-in-use] port {port} on 127.0.0.1 is taken")
+
+
+def test_a_foreign_host_is_refused() -> None:
+    error = refused("--role", "prefill", "--host", "192.0.2.1")
+    assert error.startswith("error [invalid-argument] cannot listen on 192.0.2.1 port 0")
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    error = refused("--role", "prefill", "--model", tmp_path)
+    assert error.startswith("error [invalid-argument]")
+    assert "has no config.json" in error
+
+
+def test_an_unknown_fabric_is_refused(model: Path) -> None:
+    error = refused("--role", "prefill", "--model", model, "--fabrics", "pigeon")
+    assert error.startswith("error [invalid-argument]")
+    assert "pigeon" in error
+
+
+def test_a_missing_cluster_key_is_named() -> None:
+    error = refused("--role", "prefill", KVXFER_CLUSTER_KEY="")
+    assert error.startswith("error [invalid-argument] there is no cluster key")
