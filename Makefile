@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test lint bench sanitize clean
+.PHONY: demo test lint bench sanitize chaos clean
 
 demo:
 	@scripts/setup demo
@@ -22,6 +22,10 @@ bench:
 sanitize:
 	@scripts/setup native
 	@scripts/sanitize
+
+chaos:
+	@scripts/setup test
+	@scripts/chaos
 
 clean:
 	rm -rf build dist .venv

@@ -1,6 +1,6 @@
 """The native engine. Use it through `kvxfer.Engine`; this is its exact interface."""
 
-from typing_extensions import Buffer
+from typing_extensions import Buffer, CapsuleType
 
 MAX_MESSAGE_BYTES: int
 MIN_CLUSTER_KEY_BYTES: int
@@ -43,7 +43,14 @@ class MemoryRegion(Buffer):
     def shareable(self) -> bool: ...
     @property
     def descriptor(self) -> bytes: ...
-    def __dlpack__(self, **kwargs: object) -> object: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: object = ...,
+        max_version: tuple[int, int] | None = ...,
+        dl_device: tuple[int, int] | None = ...,
+        copy: bool | None = ...,
+    ) -> CapsuleType: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 

@@ -43,26 +43,24 @@ inline pybind11::capsule to_dlpack(const RegionPtr& region) {
   auto owner = std::make_unique<DlpackRegion>();
   owner->region = region;
   owner->shape = static_cast<std::int64_t>(region->size());
-  owner->managed = {
-      .tensor = {.data = region->data(),
-                 .device_type = kDlpackCpu,
-                 .device_id = 0,
-                 .ndim = 1,
-                 .type_code = 1,
-                 .type_bits = 8,
-                 .type_lanes = 1,
-                 .shape = &owner->shape,
-                 .strides = nullptr,
-                 .byte_offset = 0},
-      .context = owner.get(),
-      .deleter = [](DlpackManagedTensor* managed) {
-        delete static_cast<DlpackRegion*>(managed->context);
-      }};
+  owner->managed = {.tensor = {.data = region->data(),
+                               .device_type = kDlpackCpu,
+                               .device_id = 0,
+                               .ndim = 1,
+                               .type_code = 1,
+                               .type_bits = 8,
+                               .type_lanes = 1,
+                               .shape = &owner->shape,
+                               .strides = nullptr,
+                               .byte_offset = 0},
+                    .context = owner.get(),
+                    .deleter = [](DlpackManagedTensor* managed) {
+                      delete static_cast<DlpackRegion*>(managed->context);
+                    }};
   // A consumer renames the capsule and calls the deleter itself; an unused one is ours to free.
   PyObject* capsule = PyCapsule_New(&owner->managed, "dltensor", [](PyObject* unused) {
     if (!PyCapsule_IsValid(unused, "dltensor")) return;
-    auto* managed =
-        static_cast<DlpackManagedTensor*>(PyCapsule_GetPointer(unused, "dltensor"));
+    auto* managed = static_cast<DlpackManagedTensor*>(PyCapsule_GetPointer(unused, "dltensor"));
     managed->deleter(managed);
   });
   if (!capsule) throw pybind11::error_already_set();

@@ -42,8 +42,8 @@ Duration seconds(double value) {
 EngineOptions make_options(const py::bytes& cluster_key, const std::string& name,
                            const std::string& host, const std::string& advertise,
                            std::uint16_t port, bool local, bool tcp, unsigned lanes,
-                           std::size_t window_bytes, double heartbeat_interval,
-                           double peer_timeout, double operation_timeout, double spin) {
+                           std::size_t window_bytes, double heartbeat_interval, double peer_timeout,
+                           double operation_timeout, double spin) {
   EngineOptions options;
   options.cluster_key = cluster_key;
   options.name = name;
@@ -91,9 +91,10 @@ void bind_region(py::module_& module) {
       // Another handle of the same region, for the Python class that extends this one.
       .def(py::init([](const std::shared_ptr<MemoryRegion>& region) { return region; }),
            py::arg("region"))
-      .def_property_readonly(
-          "address",
-          [](const MemoryRegion& region) { return reinterpret_cast<std::uintptr_t>(region.data()); })
+      .def_property_readonly("address",
+                             [](const MemoryRegion& region) {
+                               return reinterpret_cast<std::uintptr_t>(region.data());
+                             })
       .def_property_readonly("nbytes", &MemoryRegion::size)
       .def_property_readonly("shareable", &MemoryRegion::shareable)
       .def_property_readonly(
@@ -101,8 +102,7 @@ void bind_region(py::module_& module) {
           [](const MemoryRegion& region) { return py::bytes(region.descriptor().encode()); })
       .def("__dlpack__", [](const std::shared_ptr<MemoryRegion>& region,
                             const py::kwargs&) { return to_dlpack(region); })
-      .def("__dlpack_device__",
-           [](const MemoryRegion&) { return py::make_tuple(kDlpackCpu, 0); })
+      .def("__dlpack_device__", [](const MemoryRegion&) { return py::make_tuple(kDlpackCpu, 0); })
       .def_buffer([](MemoryRegion& region) {
         return py::buffer_info(region.data(), 1, py::format_descriptor<std::uint8_t>::format(),
                                static_cast<py::ssize_t>(region.size()));
@@ -120,18 +120,18 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("address",
                              [](const TransferEngine& engine) { return engine.address().text(); })
       .def_property_readonly(
-          "engine_id",
-          [](const TransferEngine& engine) { return engine.address().engine.hex(); })
+          "engine_id", [](const TransferEngine& engine) { return engine.address().engine.hex(); })
       .def_property_readonly("event_fd", &TransferEngine::event_fd)
-      .def("drain",
-           [](TransferEngine& engine) {
-             py::list list;
-             for (Completion& c : engine.drain()) {
-               list.append(py::make_tuple(kind_name(c.kind), c.id, c.peer, std::string(name(c.code)),
-                                          c.text, py::bytes(c.data), c.fabric, c.timestamp_ns));
-             }
-             return list;
-           })
+      .def(
+          "drain",
+          [](TransferEngine& engine) {
+            py::list list;
+            for (Completion& c : engine.drain()) {
+              list.append(py::make_tuple(kind_name(c.kind), c.id, c.peer, std::string(name(c.code)),
+                                         c.text, py::bytes(c.data), c.fabric, c.timestamp_ns));
+            }
+            return list;
+          })
       .def("stats",
            [](const TransferEngine& engine) {
              EngineStats s;
@@ -151,7 +151,9 @@ void bind_engine(py::module_& module) {
            })
       .def(
           "allocate",
-          [](TransferEngine& engine, std::size_t nbytes) { return unwrap(engine.allocate(nbytes)); },
+          [](TransferEngine& engine, std::size_t nbytes) {
+            return unwrap(engine.allocate(nbytes));
+          },
           py::arg("nbytes"), NoGil())
       .def(
           "register_memory",
@@ -184,12 +186,12 @@ void bind_engine(py::module_& module) {
              const std::string& destination, std::uint64_t source_offset,
              std::uint64_t destination_offset, std::uint64_t length, std::optional<Imm> imm,
              double timeout) {
-            return to_tuple(unwrap(engine.write(peer, source,
-                                                unwrap(MrDescriptor::decode(destination)),
-                                                {.source_offset = source_offset,
-                                                 .destination_offset = destination_offset,
-                                                 .length = length},
-                                                imm, seconds(timeout))));
+            return to_tuple(
+                unwrap(engine.write(peer, source, unwrap(MrDescriptor::decode(destination)),
+                                    {.source_offset = source_offset,
+                                     .destination_offset = destination_offset,
+                                     .length = length},
+                                    imm, seconds(timeout))));
           },
           py::arg("peer"), py::arg("source"), py::arg("destination"), py::kw_only(),
           py::arg("source_offset"), py::arg("destination_offset"), py::arg("length"),
@@ -200,8 +202,8 @@ void bind_engine(py::module_& module) {
              const std::string& destination, std::uint64_t page_length,
              const py::object& source_pages, const py::object& destination_pages,
              std::uint64_t source_stride, std::uint64_t destination_stride,
-             std::uint64_t source_offset, std::uint64_t destination_offset,
-             std::optional<Imm> imm, double timeout) {
+             std::uint64_t source_offset, std::uint64_t destination_offset, std::optional<Imm> imm,
+             double timeout) {
             const PageList from(source_pages, "src_pages");
             const PageList to(destination_pages, "dst_pages");
             const auto descriptor = unwrap(MrDescriptor::decode(destination));
@@ -264,10 +266,9 @@ PYBIND11_MODULE(_native, module) {
 
   py::class_<EngineOptions>(module, "EngineOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("cluster_key"), py::arg("name"),
-           py::arg("host"), py::arg("advertise"), py::arg("port"), py::arg("local"),
-           py::arg("tcp"), py::arg("lanes"), py::arg("window_bytes"),
-           py::arg("heartbeat_interval"), py::arg("peer_timeout"), py::arg("operation_timeout"),
-           py::arg("spin"));
+           py::arg("host"), py::arg("advertise"), py::arg("port"), py::arg("local"), py::arg("tcp"),
+           py::arg("lanes"), py::arg("window_bytes"), py::arg("heartbeat_interval"),
+           py::arg("peer_timeout"), py::arg("operation_timeout"), py::arg("spin"));
   bind_region(module);
   bind_engine(module);
 }

@@ -21,13 +21,12 @@ class PageList {
                            " must be a buffer of int32 or int64, e.g. a numpy array");
     }
     buffer_ = py::buffer(object).request();
-    const bool integers = buffer_.format.size() == 1 &&
-                          std::string("ilqn").find(buffer_.format) != std::string::npos;
+    const bool integers =
+        buffer_.format.size() == 1 && std::string("ilqn").find(buffer_.format) != std::string::npos;
     if (!integers || (buffer_.itemsize != 4 && buffer_.itemsize != 8) || buffer_.ndim != 1) {
-      throw py::type_error(std::string(name) +
-                           " must be one-dimensional and of int32 or int64, not of format '" +
-                           buffer_.format + "' with " + std::to_string(buffer_.ndim) +
-                           " dimensions");
+      throw py::type_error(
+          std::string(name) + " must be one-dimensional and of int32 or int64, not of format '" +
+          buffer_.format + "' with " + std::to_string(buffer_.ndim) + " dimensions");
     }
     const auto size = static_cast<std::size_t>(buffer_.size);
     const bool contiguous = size < 2 || buffer_.strides[0] == buffer_.itemsize;

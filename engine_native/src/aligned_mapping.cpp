@@ -26,8 +26,8 @@ std::byte* map_aligned(int fd, std::size_t bytes, int protection) {
   if (space == MAP_FAILED) return nullptr;
   const auto start = reinterpret_cast<std::uintptr_t>(space);
   const auto aligned = (start + kHugePage - 1) & ~(kHugePage - 1);
-  void* data = ::mmap(reinterpret_cast<void*>(aligned), bytes, protection,
-                      MAP_SHARED | MAP_FIXED, fd, 0);
+  void* data =
+      ::mmap(reinterpret_cast<void*>(aligned), bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
   const int error = errno;
   if (data == MAP_FAILED) {
     ::munmap(space, reserve);

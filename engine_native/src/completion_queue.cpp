@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "clock.hpp"
+#include "errno_text.hpp"
 
 namespace kvxfer {
 
@@ -13,7 +14,7 @@ Result<std::unique_ptr<CompletionQueue>> CompletionQueue::create() {
   UniqueFd event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!event) {
     return Error{Errc::out_of_memory, std::string("cannot create the completion eventfd: ") +
-                                          std::strerror(errno) + "; raise the open files limit"};
+                                          errno_text() + "; raise the open files limit"};
   }
   return std::unique_ptr<CompletionQueue>(new CompletionQueue(std::move(event)));
 }

@@ -25,7 +25,8 @@ std::string host_identity() {
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   std::array<char, 64> space{};
   const ssize_t size = ::readlink("/proc/self/ns/net", space.data(), space.size());
-  return boot + "/" + std::string(space.data(), static_cast<std::size_t>(std::max<ssize_t>(size, 0)));
+  return boot + "/" +
+         std::string(space.data(), static_cast<std::size_t>(std::max<ssize_t>(size, 0)));
 }
 
 Result<void> validate(const EngineOptions& options) {
@@ -60,9 +61,8 @@ Result<std::unique_ptr<DomainGroup>> DomainGroup::open(EngineOptions options) {
   if (!completions) return completions.error();
   auto acceptor = Acceptor::listen(options.host, options.port);
   if (!acceptor) return acceptor.error();
-  std::unique_ptr<DomainGroup> group(new DomainGroup(std::move(options), std::move(*poller),
-                                                     std::move(*completions),
-                                                     std::move(*acceptor)));
+  std::unique_ptr<DomainGroup> group(new DomainGroup(
+      std::move(options), std::move(*poller), std::move(*completions), std::move(*acceptor)));
   if (auto good = group->start(); !good) return good.error();
   return group;
 }
@@ -172,8 +172,8 @@ void DomainGroup::run() {
     if (now - last_progress < spin) continue;
     const bool timed = !peers_.empty() || !dialers_.empty() || !acceptor_->idle();
     const std::uint64_t next_tick =
-        last_tick_ns_ + (timed ? static_cast<std::uint64_t>(options_.heartbeat_interval.count())
-                               : kIdleTickNs);
+        last_tick_ns_ +
+        (timed ? static_cast<std::uint64_t>(options_.heartbeat_interval.count()) : kIdleTickNs);
     if (next_tick > now && may_sleep()) poller_.poll(next_tick - now);
     sleeping_.store(false, std::memory_order_relaxed);
     if (local_) local_->finish_sleep();
@@ -238,6 +238,7 @@ void DomainGroup::shut_down() {
     }
   }
   std::vector<PeerId> ids;
+  ids.reserve(peers_.size());
   for (const auto& [id, peer] : peers_) ids.push_back(id);
   for (const PeerId id : ids) {
     peers_.at(id)->say_goodbye();

@@ -46,10 +46,10 @@ class DomainGroup final : private AcceptorEvents,
   OperationId next_operation_id() { return ++last_operation_; }
   std::shared_ptr<PeerHandle> find_peer(PeerId peer) const;
 
-  void submit(OperationPtr operation);
+  void submit(const OperationPtr& operation);
   void send(PeerId peer, std::string data);
   void cancel(OperationId operation);
-  void connect(OperationId id, EngineAddress address, Duration timeout);
+  void connect(OperationId id, const EngineAddress& address, Duration timeout);
   // These return once the engine thread has done it.
   void disconnect(PeerId peer);
   bool fence(PeerId peer);

@@ -23,15 +23,15 @@ std::shared_ptr<PeerHandle> DomainGroup::find_peer(PeerId peer) const {
 
 // --- connecting ------------------------------------------------------------------------------
 
-void DomainGroup::connect(OperationId id, EngineAddress address, Duration timeout) {
-  const bool posted =
-      post([this, id, address, timeout] { begin_connect(id, address, timeout); });
+void DomainGroup::connect(OperationId id, const EngineAddress& address, Duration timeout) {
+  const bool posted = post([this, id, address, timeout] { begin_connect(id, address, timeout); });
   if (!posted) complete_connect(id, Error{Errc::engine_closed, "this engine was closed"});
 }
 
 void DomainGroup::begin_connect(OperationId id, const EngineAddress& address, Duration timeout) {
   if (address.engine == address_.engine) {
-    return complete_connect(id, Error{Errc::invalid_argument, "an engine cannot connect to itself"});
+    return complete_connect(id,
+                            Error{Errc::invalid_argument, "an engine cannot connect to itself"});
   }
   for (const auto& [peer_id, peer] : peers_) {
     if (peer->session().peer != address.engine || peer->state() == Peer::State::lost) continue;
@@ -116,8 +116,7 @@ void DomainGroup::on_lane_dialed(LaneDialer& dialer, Result<UniqueFd> socket) {
   Peer& peer = *found->second;
   if (!socket) return peer.lose(socket.error());
   set_socket_options(socket->get());
-  auto path =
-      lanes_[dialer.lane() % lanes_.size()]->open_path(std::move(*socket), peer.label());
+  auto path = lanes_[dialer.lane() % lanes_.size()]->open_path(std::move(*socket), peer.label());
   if (!path) return peer.lose(path.error());
   peer.add_path(std::move(*path), dialer.lane());
   if (--peer.lanes_to_open == 0) peer.announce_paths();
@@ -141,11 +140,11 @@ void DomainGroup::on_accepted(std::unique_ptr<Stream> stream, const Session& ses
 void DomainGroup::on_lane_hello(UniqueFd socket, const std::string& hello) {
   const LaneHello lane = decode_lane_hello(hello);
   Peer* peer = find_session_peer(lane.session);
-  const bool valid = peer && peer->state() == Peer::State::opening && !lanes_.empty() &&
-                     lane_hello_valid(hello, peer->session().key) &&
-                     lane.lane < std::max<unsigned>(options_.lanes,
-                                                    peer->session().introduction.lanes) &&
-                     !peer->has_lane(lane.lane);
+  const bool valid =
+      peer && peer->state() == Peer::State::opening && !lanes_.empty() &&
+      lane_hello_valid(hello, peer->session().key) &&
+      lane.lane < std::max<unsigned>(options_.lanes, peer->session().introduction.lanes) &&
+      !peer->has_lane(lane.lane);
   if (!valid) {
     ++stats_.handshakes_refused;
     return;
@@ -295,10 +294,8 @@ void DomainGroup::close_peer(PeerId id, const Error& error) {
     const std::lock_guard lock(handles_mutex_);
     handles_.erase(id);
   }
-  completions_->push({.kind = Completion::Kind::peer_down,
-                      .peer = id,
-                      .code = told.code,
-                      .text = told.text});
+  completions_->push(
+      {.kind = Completion::Kind::peer_down, .peer = id, .code = told.code, .text = told.text});
 }
 
 }  // namespace kvxfer

@@ -6,7 +6,7 @@
 
 namespace kvxfer {
 
-void DomainGroup::submit(OperationPtr operation) {
+void DomainGroup::submit(const OperationPtr& operation) {
   const bool posted = post([this, operation] {
     operations_.emplace(operation->id, operation);
     const auto found = peers_.find(operation->peer);
@@ -45,9 +45,8 @@ void DomainGroup::fail_operation(const OperationPtr& operation, Errc code, std::
   operation->fail(code, std::move(text));
   if (operation->done()) return end_operation(operation);
   // What is posted gets a little time, then the peer is given up: expire_operations().
-  operation->deadline_ns =
-      std::min(operation->deadline_ns,
-               now_ns() + static_cast<std::uint64_t>(options_.peer_timeout.count()));
+  operation->deadline_ns = std::min(
+      operation->deadline_ns, now_ns() + static_cast<std::uint64_t>(options_.peer_timeout.count()));
 }
 
 void DomainGroup::on_finished(const OperationPtr& operation, std::size_t writes,

@@ -118,15 +118,15 @@ Result<Submitted> TransferEngine::submit(PeerId peer, const RegionPtr& source,
   if (timeout <= Duration::zero()) timeout = group_->options().operation_timeout;
   operation->deadline_ns = now_ns() + static_cast<std::uint64_t>(timeout.count());
   const Submitted submitted{operation->id, count, operation->bytes};
-  group_->submit(std::move(operation));
+  group_->submit(operation);
   return submitted;
 }
 
 Result<Submitted> TransferEngine::write(PeerId peer, const RegionPtr& source,
                                         const MrDescriptor& destination, const SingleWrite& write,
                                         std::optional<Imm> imm, Duration timeout) {
-  return submit(peer, source, &destination,
-                plan_single(write, source->size(), destination.length), imm, timeout);
+  return submit(peer, source, &destination, plan_single(write, source->size(), destination.length),
+                imm, timeout);
 }
 
 Result<Submitted> TransferEngine::write_pages(PeerId peer, const RegionPtr& source,
@@ -147,9 +147,7 @@ void TransferEngine::cancel(OperationId operation) { group_->cancel(operation); 
 
 Result<Imm> TransferEngine::allocate_counter() { return group_->counters().allocate(); }
 
-std::uint64_t TransferEngine::counter_value(Imm imm) const {
-  return group_->counters().value(imm);
-}
+std::uint64_t TransferEngine::counter_value(Imm imm) const { return group_->counters().value(imm); }
 
 Result<void> TransferEngine::expect(Imm imm, std::uint64_t total) {
   return group_->counters().expect(imm, total);

@@ -12,8 +12,9 @@ Imm make_imm(std::uint16_t generation, std::size_t slot) {
 }
 
 Error stale(Imm imm) {
-  return {Errc::stale_counter, "counter " + std::to_string(imm) +
-                                   " is not live at this engine: it was released or never allocated"};
+  return {Errc::stale_counter,
+          "counter " + std::to_string(imm) +
+              " is not live at this engine: it was released or never allocated"};
 }
 
 }  // namespace
@@ -21,7 +22,7 @@ Error stale(Imm imm) {
 Result<Imm> ImmCounters::allocate() {
   const std::lock_guard lock(mutex_);
   std::size_t index = 0;
-  if (free_.size() > 0 && slots_.size() >= kSlotsBeforeReuse) {
+  if (!free_.empty() && slots_.size() >= kSlotsBeforeReuse) {
     index = free_.front();
     free_.pop_front();
   } else if (slots_.size() < kMaxSlots) {
@@ -74,8 +75,8 @@ void ImmCounters::release(Imm imm) {
                        .id = imm,
                        .code = Errc::stale_counter,
                        .text = "counter " + std::to_string(imm) + " was released at " +
-                               std::to_string(slot->count) + " of " +
-                               std::to_string(*slot->total) + " writes"});
+                               std::to_string(slot->count) + " of " + std::to_string(*slot->total) +
+                               " writes"});
   }
   std::uint16_t next = static_cast<std::uint16_t>(slot->generation + 1);
   *slot = Slot{.generation = next == 0 ? std::uint16_t{1} : next};
@@ -95,9 +96,8 @@ ImmCounters::Slot* ImmCounters::find(Imm imm) {
 
 void ImmCounters::complete_if_reached(Imm imm, Slot& slot) {
   if (!slot.total || slot.count < *slot.total) return;
-  Completion completion{.kind = Completion::Kind::counter,
-                        .id = imm,
-                        .timestamp_ns = slot.last_arrival_ns};
+  Completion completion{
+      .kind = Completion::Kind::counter, .id = imm, .timestamp_ns = slot.last_arrival_ns};
   if (slot.count > *slot.total) {
     completion.code = Errc::protocol_error;
     completion.text = "counter " + std::to_string(imm) + " stands at " +

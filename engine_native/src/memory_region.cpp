@@ -4,10 +4,10 @@
 #include <sys/mman.h>
 
 #include <cerrno>
-#include <cstring>
 #include <string>
 
 #include "aligned_mapping.hpp"
+#include "errno_text.hpp"
 #include "random.hpp"
 
 namespace kvxfer {
@@ -15,7 +15,7 @@ namespace {
 
 Error cannot_allocate(std::size_t bytes) {
   return {Errc::out_of_memory, "cannot allocate " + std::to_string(bytes) +
-                                   " bytes of shareable memory: " + std::strerror(errno) +
+                                   " bytes of shareable memory: " + errno_text() +
                                    "; free memory or raise the memory and open files limits"};
 }
 

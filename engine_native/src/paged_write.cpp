@@ -45,12 +45,11 @@ std::int64_t last_page(std::uint64_t region, std::uint64_t offset, std::uint64_t
 
 Error bad_page(const char* side, std::size_t position, std::int64_t page, std::int64_t last,
                std::uint64_t region) {
-  return {Errc::out_of_bounds,
-          std::string(side) + " page " + std::to_string(page) + " (position " +
-              std::to_string(position) + " of the list) is outside the " + side + " region of " +
-              std::to_string(region) + " bytes; " +
-              (last < 0 ? "no page of this length and offset fits it"
-                        : "valid pages are 0 to " + std::to_string(last))};
+  return {Errc::out_of_bounds, std::string(side) + " page " + std::to_string(page) + " (position " +
+                                   std::to_string(position) + " of the list) is outside the " +
+                                   side + " region of " + std::to_string(region) + " bytes; " +
+                                   (last < 0 ? "no page of this length and offset fits it"
+                                             : "valid pages are 0 to " + std::to_string(last))};
 }
 
 }  // namespace
@@ -93,8 +92,9 @@ Result<std::vector<WireWrite>> plan_pages(const PagedWrite& pages, std::uint64_t
 Result<std::vector<WireWrite>> plan_single(const SingleWrite& write, std::uint64_t source_size,
                                            std::uint64_t destination_size) {
   if (write.length == 0) {
-    return Error{Errc::invalid_argument, "nothing to write: length is 0; use write_imm to send "
-                                         "an immediate without bytes"};
+    return Error{Errc::invalid_argument,
+                 "nothing to write: length is 0; use write_imm to send "
+                 "an immediate without bytes"};
   }
   const auto check = [&](const char* side, std::uint64_t offset,
                          std::uint64_t size) -> Result<void> {

@@ -17,7 +17,6 @@ struct FrameHead {
 };
 static_assert(sizeof(FrameHead) == 8);
 
-
 // A heartbeat is not worth queueing behind this much.
 constexpr std::size_t kHeartbeatBehind = 1u << 20;
 
@@ -60,7 +59,8 @@ bool Peer::has_lane(std::uint32_t lane) const {
 
 void Peer::announce_paths() {
   state_ = State::announced;
-  send_frame(ControlFrame::paths, ByteWriter().put(static_cast<std::uint32_t>(paths_.size())).take());
+  send_frame(ControlFrame::paths,
+             ByteWriter().put(static_cast<std::uint32_t>(paths_.size())).take());
 }
 
 void Peer::handle_frame(ControlFrame type, std::string payload) {
@@ -85,7 +85,8 @@ void Peer::handle_frame(ControlFrame type, std::string payload) {
     case ControlFrame::goodbye:
       return lose({Errc::peer_lost, "the peer disconnected"});
   }
-  lose({Errc::protocol_error, "unexpected control frame " + std::to_string(static_cast<int>(type))});
+  lose(
+      {Errc::protocol_error, "unexpected control frame " + std::to_string(static_cast<int>(type))});
 }
 
 void Peer::come_up() {
@@ -116,7 +117,7 @@ void Peer::pump() {
   }
 }
 
-void Peer::send_message(std::string data) {
+void Peer::send_message(std::string_view data) {
   if (state_ == State::up) send_frame(ControlFrame::message, data);
 }
 
@@ -142,9 +143,8 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
   }
   const auto silent = now - std::min(now, last_heard_ns_);
   if (silent > static_cast<std::uint64_t>(timeout.count())) {
-    return lose({Errc::peer_timeout,
-                 "no heartbeat for " + std::to_string(silent / 1'000'000) +
-                     " ms; the process is frozen or its host is cut off"});
+    return lose({Errc::peer_timeout, "no heartbeat for " + std::to_string(silent / 1'000'000) +
+                                         " ms; the process is frozen or its host is cut off"});
   }
   if (stream_->unsent() < kHeartbeatBehind) send_frame(ControlFrame::heartbeat, {});
 }

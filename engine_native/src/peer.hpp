@@ -81,7 +81,7 @@ class Peer final : public StreamOwner {
   bool has_backlog() const { return !backlog_.empty(); }
   // Posts as much as the paths take.
   void pump();
-  void send_message(std::string data);
+  void send_message(std::string_view data);
   // Sends a heartbeat and looks at the peer's. `stalled_ns`: how long this engine itself did not
   // run, which must not be held against the peer.
   void tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout);

@@ -2,9 +2,10 @@
 
 #include <sys/eventfd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
+
+#include "errno_text.hpp"
 
 namespace kvxfer {
 
@@ -14,7 +15,7 @@ Result<Poller> Poller::create() {
   epoll_event event{.events = EPOLLIN, .data = {.ptr = nullptr}};
   if (!epoll || !wake || ::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, wake.get(), &event) != 0) {
     return Error{Errc::out_of_memory, std::string("cannot create the engine's epoll set: ") +
-                                          std::strerror(errno) + "; raise the open files limit"};
+                                          errno_text() + "; raise the open files limit"};
   }
   return Poller(std::move(epoll), std::move(wake));
 }
@@ -22,8 +23,7 @@ Result<Poller> Poller::create() {
 Result<void> Poller::add(int fd, std::uint32_t events, EventSink& sink) {
   epoll_event event{.events = events, .data = {.ptr = &sink}};
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
-    return Error{Errc::out_of_memory,
-                 std::string("cannot watch a descriptor: ") + std::strerror(errno)};
+    return Error{Errc::out_of_memory, std::string("cannot watch a descriptor: ") + errno_text()};
   }
   return {};
 }
@@ -35,7 +35,7 @@ void Poller::modify(int fd, std::uint32_t events, EventSink& sink) {
 
 void Poller::remove(int fd, EventSink& sink) {
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
-  for (int i = 0; i < ready_count_; ++i) {
+  for (std::size_t i = 0; i < ready_count_; ++i) {
     if (ready_[i].data.ptr == &sink) ready_[i].events = 0;
   }
 }
@@ -43,10 +43,10 @@ void Poller::remove(int fd, EventSink& sink) {
 void Poller::poll(std::uint64_t timeout_ns) {
   const timespec timeout{.tv_sec = static_cast<time_t>(timeout_ns / 1'000'000'000u),
                          .tv_nsec = static_cast<long>(timeout_ns % 1'000'000'000u)};
-  ready_count_ = std::max(
-      0, ::epoll_pwait2(epoll_.get(), ready_.data(), static_cast<int>(ready_.size()), &timeout,
-                        nullptr));
-  for (int i = 0; i < ready_count_; ++i) {
+  const int ready = ::epoll_pwait2(epoll_.get(), ready_.data(), static_cast<int>(ready_.size()),
+                                   &timeout, nullptr);
+  ready_count_ = ready < 0 ? 0 : static_cast<std::size_t>(ready);
+  for (std::size_t i = 0; i < ready_count_; ++i) {
     const auto event = ready_[i];
     if (event.events == 0) continue;
     if (event.data.ptr == nullptr) {

@@ -4,6 +4,7 @@
 #include <sys/epoll.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
 #include "fd.hpp"
@@ -41,7 +42,7 @@ class Poller {
   UniqueFd epoll_;
   UniqueFd wake_;
   std::array<epoll_event, 64> ready_{};
-  int ready_count_ = 0;
+  std::size_t ready_count_ = 0;
 };
 
 }  // namespace kvxfer

@@ -68,8 +68,7 @@ Result<EngineAddress> EngineAddress::parse(std::string_view text) {
   const auto port = endpoint.substr(colon + 1);
   EngineAddress address;
   address.host = host;
-  const auto [end, status] =
-      std::from_chars(port.data(), port.data() + port.size(), address.port);
+  const auto [end, status] = std::from_chars(port.data(), port.data() + port.size(), address.port);
   if (status != std::errc() || end != port.data() + port.size() || address.port == 0 ||
       host.empty()) {
     return bad_address(text);

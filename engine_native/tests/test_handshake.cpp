@@ -1,5 +1,4 @@
 #include "bootstrap/handshake.hpp"
-
 #include "support.hpp"
 
 using namespace kvxfer;

@@ -1,7 +1,6 @@
-#include "imm_counter.hpp"
-
 #include <set>
 
+#include "imm_counter.hpp"
 #include "support.hpp"
 
 using namespace kvxfer;

@@ -1,7 +1,6 @@
-#include "fabric/local/page_copy.hpp"
-
 #include <cstring>
 
+#include "fabric/local/page_copy.hpp"
 #include "support.hpp"
 
 using namespace kvxfer;

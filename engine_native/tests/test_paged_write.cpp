@@ -1,5 +1,4 @@
 #include "paged_write.hpp"
-
 #include "support.hpp"
 
 using namespace kvxfer;
@@ -35,8 +34,10 @@ TEST_CASE("no write is longer than the limit, and the writes cover the pages exa
     const std::size_t count = 1 + random.below(20);
     std::vector<std::int64_t> from(count), to(count);
     for (std::size_t i = 0; i < count; ++i) {
-      from[i] = i > 0 && random.below(2) ? from[i - 1] + 1 : static_cast<std::int64_t>(random.below(50));
-      to[i] = i > 0 && random.below(2) ? to[i - 1] + 1 : static_cast<std::int64_t>(random.below(50));
+      from[i] =
+          i > 0 && random.below(2) ? from[i - 1] + 1 : static_cast<std::int64_t>(random.below(50));
+      to[i] =
+          i > 0 && random.below(2) ? to[i - 1] + 1 : static_cast<std::int64_t>(random.below(50));
     }
     const auto writes = good(plan(from, to, page, page, page * 100));
     std::size_t i = 0;
@@ -63,8 +64,12 @@ TEST_CASE("no write is longer than the limit, and the writes cover the pages exa
 TEST_CASE("a page outside its region is refused and named") {
   const std::int64_t last = (1 << 20) / 4096 - 1;
   CHECK(plan({last}, {last}, 4096));
-  for (const auto& [from, to] : {std::pair{last + 1, last}, {last, last + 1}, {-1L, 0L}, {0L, -1L},
-                                 {INT64_MAX, 0L}, {0L, INT64_MIN}}) {
+  for (const auto& [from, to] : {std::pair{last + 1, last},
+                                 {last, last + 1},
+                                 {-1L, 0L},
+                                 {0L, -1L},
+                                 {INT64_MAX, 0L},
+                                 {0L, INT64_MIN}}) {
     const auto refused = plan({0, from}, {0, to}, 4096);
     REQUIRE(!refused);
     CHECK(refused.error().code == Errc::out_of_bounds);
@@ -81,8 +86,8 @@ TEST_CASE("lists of unequal length, no pages, and no bytes are refused") {
 
 TEST_CASE("a single write is checked against both regions without overflow") {
   const auto single = [](std::uint64_t from, std::uint64_t to, std::uint64_t length) {
-    return plan_single(
-        {.source_offset = from, .destination_offset = to, .length = length}, 1000, 1000);
+    return plan_single({.source_offset = from, .destination_offset = to, .length = length}, 1000,
+                       1000);
   };
   CHECK(single(0, 0, 1000));
   CHECK(single(1, 0, 1000).error().code == Errc::out_of_bounds);

@@ -1,5 +1,4 @@
 #include "placement.hpp"
-
 #include "support.hpp"
 
 using namespace kvxfer;
@@ -34,8 +33,10 @@ TEST_CASE("a granted batch gets its targets and counts once it is finished") {
 
 TEST_CASE("offsets that overflow do not pass the bounds check") {
   Receiver r;
-  for (const auto& [offset, length] :
-       {std::pair<std::uint64_t, std::uint32_t>{1000, 1}, {1, 1000}, {UINT64_MAX, 2}, {0, UINT32_MAX}}) {
+  for (const auto& [offset, length] : {std::pair<std::uint64_t, std::uint32_t>{1000, 1},
+                                       {1, 1000},
+                                       {UINT64_MAX, 2},
+                                       {0, UINT32_MAX}}) {
     Placement placement(r.reception, r.region->key(), r.imm);
     CHECK(placement.target(offset, length) == nullptr);
     CHECK(placement.status() == Errc::out_of_bounds);

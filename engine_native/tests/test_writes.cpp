@@ -53,14 +53,14 @@ void check_pages(Pair& pair, Source kind, std::size_t page, std::size_t count, s
                 source.region->data() + static_cast<std::size_t>(from[i]) * stride, page);
   }
   const Imm imm = good(pair.reader->allocate_counter());
-  const auto submitted = good(pair.writer->write_pages(
-      pair.to_reader, source.region, destination->descriptor(),
-      {.page_length = page,
-       .source_pages = from,
-       .destination_pages = to,
-       .source_stride = stride,
-       .destination_stride = stride},
-      imm, kDeadline));
+  const auto submitted =
+      good(pair.writer->write_pages(pair.to_reader, source.region, destination->descriptor(),
+                                    {.page_length = page,
+                                     .source_pages = from,
+                                     .destination_pages = to,
+                                     .source_stride = stride,
+                                     .destination_stride = stride},
+                                    imm, kDeadline));
   CHECK(submitted.bytes == page * count);
   good(pair.reader->expect(imm, submitted.writes));
   CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
@@ -171,9 +171,9 @@ TEST_CASE("a refused write changes no byte, counts nothing and names the cause")
     std::memset(source->data(), 0x5a, kPool);
     const Imm imm = good(pair.reader->allocate_counter());
     const auto attempt = [&](MrDescriptor descriptor, std::uint64_t offset, Imm with) {
-      const auto submitted = good(pair.writer->write(
-          pair.to_reader, source, descriptor,
-          {.destination_offset = offset, .length = 300000}, with, kDeadline));
+      const auto submitted = good(
+          pair.writer->write(pair.to_reader, source, descriptor,
+                             {.destination_offset = offset, .length = 300000}, with, kDeadline));
       return pair.writer.await(Kind::write, submitted.id);
     };
 
@@ -198,8 +198,8 @@ TEST_CASE("a refused write changes no byte, counts nothing and names the cause")
 
     MrDescriptor elsewhere = destination->descriptor();
     elsewhere.engine.bytes[0] ^= 1;
-    const auto refused = pair.writer->write(pair.to_reader, source, elsewhere, {.length = 8}, imm,
-                                            kDeadline);
+    const auto refused =
+        pair.writer->write(pair.to_reader, source, elsewhere, {.length = 8}, imm, kDeadline);
     REQUIRE(!refused);
     CHECK(refused.error().code == Errc::unknown_region);
 
@@ -257,14 +257,14 @@ TEST_CASE("after release_counter returned, no write with that immediate lands") 
     const auto pages = random.distinct_pages(4096, 4096);
     for (int round = 0; round < 30; ++round) {
       const Imm imm = good(pair.reader->allocate_counter());
-      const auto submitted = good(pair.writer->write_pages(
-          pair.to_reader, source, destination->descriptor(),
-          {.page_length = 1024,
-           .source_pages = pages,
-           .destination_pages = pages,
-           .source_stride = 1024,
-           .destination_stride = 1024},
-          imm, kDeadline));
+      const auto submitted =
+          good(pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
+                                        {.page_length = 1024,
+                                         .source_pages = pages,
+                                         .destination_pages = pages,
+                                         .source_stride = 1024,
+                                         .destination_stride = 1024},
+                                        imm, kDeadline));
       while (pair.reader->counter_value(imm) == 0 && random.below(4) != 0) {
       }
       pair.reader->release_counter(imm);

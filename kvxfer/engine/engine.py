@@ -242,12 +242,12 @@ class Engine:
         if self.handler is None:
             peer.deliver(data)
         else:
-            self.handler.message(peer, data)
+            self._tell(self.handler.message, peer, data)
 
     def _peer_up(self, peer: Peer) -> None:
         self._peers[peer.id] = peer
         if self.handler is not None:
-            self.handler.peer_up(peer)
+            self._tell(self.handler.peer_up, peer)
 
     def _peer_down(self, peer_id: int, error: Exception | None) -> None:
         peer = self._peers.pop(peer_id, None)
@@ -256,4 +256,12 @@ class Engine:
         reason = error if isinstance(error, PeerError) else PeerLost(str(error))
         peer.lose(reason)
         if self.handler is not None:
-            self.handler.peer_lost(peer, reason)
+            self._tell(self.handler.peer_lost, peer, reason)
+
+    @staticmethod
+    def _tell(callback: Callable[..., None], *arguments: object) -> None:
+        # A handler's bug must not cost anybody else his completion.
+        try:
+            callback(*arguments)
+        except Exception:
+            logger.exception("the engine's handler failed in %s", callback.__name__)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.engine.native import translated
+from kvxfer.engine.native import native, translated
 from kvxfer.errors import DeadlineExceeded, PeerError
 
 if TYPE_CHECKING:
@@ -54,9 +55,9 @@ class Peer:
 
         imm: counts at the receiver once per write on the wire. timeout: seconds until the
         operation fails with DeadlineExceeded; the engine's operation_timeout by default.
-        Raises OutOfBounds, UnknownRegion, UnknownPeer or Backpressure at once.
+        Raises OutOfBounds, UnknownRegion, Backpressure, or the reason why the peer is lost.
         """
-        return self._engine.submit(
+        return self._submit(
             lambda native: native.write(
                 self.id,
                 src.handle,
@@ -91,7 +92,7 @@ class Peer:
         length. One call for all pages of a layer: 100,000 pages are one native crossing. See
         write() for the rest.
         """
-        return self._engine.submit(
+        return self._submit(
             lambda native: native.write_pages(
                 self.id,
                 src.handle,
@@ -110,11 +111,12 @@ class Peer:
 
     def write_imm(self, imm: int, *, timeout: float | None = None) -> Operation:
         """Counts one at the receiver, without any bytes."""
-        return self._engine.submit(lambda native: native.write_imm(self.id, imm, timeout or 0.0))
+        return self._submit(lambda native: native.write_imm(self.id, imm, timeout or 0.0))
 
     def send(self, data: bytes) -> None:
         """Sends a message of at most 1 MiB: ordered among messages, not among writes. That it was
         lost shows as the peer being lost. Raises Backpressure while 16 MiB wait."""
+        self._require_connected()
         with translated():
             self._engine.native.send(self.id, data)
 
@@ -153,6 +155,15 @@ class Peer:
         """The engine's report that the peer is lost. Event loop only."""
         self.error = error
         self._inbox.put_nowait(error)
+
+    def _submit(self, call: Callable[[native.TransferEngine], tuple[int, int, int]]) -> Operation:
+        self._require_connected()
+        return self._engine.submit(call)
+
+    def _require_connected(self) -> None:
+        # Until the loss is reported, the native engine knows no more than UnknownPeer.
+        if self.error is not None:
+            raise type(self.error)(str(self.error))
 
     def __repr__(self) -> str:
         return f"Peer({self.name!r}, engine {self.engine_id[:8]}, {self.fabric})"

@@ -52,7 +52,7 @@ def demo(*arguments: str | Path) -> list[str]:
 
 def run_demo(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     result = subprocess.run(demo(*arguments), capture_output=True, text=True, check=False)
-    print(result.stderr)  # noqa: T201 (shown where a test fails)
+    print(result.stderr)
     return result
 
 

@@ -43,7 +43,7 @@ def test_a_text_without_spaces_is_cut_into_equal_pieces() -> None:
 
 def test_any_text_is_split_whole_or_refused() -> None:
     seed = random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}")  # noqa: T201
+    print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(500):
         text = "".join(rng.choice("ab \n") for _ in range(rng.randrange(60)))

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvxfer import Engine, Peer
+from kvxfer import Engine, Operation, Peer
 from kvxfer.errors import (
     AddressInUse,
     AuthenticationFailed,
@@ -24,7 +24,6 @@ from kvxfer.errors import (
     PeerLost,
     PeerRestarted,
     StaleCounter,
-    UnknownPeer,
     UnknownRegion,
 )
 from tests.engine.conftest import KEY, Pair
@@ -93,15 +92,15 @@ def test_alloc_gives_buffer_protocol_and_dlpack() -> None:
 async def test_writes_may_be_submitted_from_any_thread(pair: Pair) -> None:
     source, target = pair.writer.alloc(1 << 16), pair.reader.alloc(1 << 16)
     counter = pair.reader.counter()
-    operations = []
+    operations: list[Operation] = []
 
     def submit() -> None:
-        for _ in range(200):
-            operations.append(
-                pair.to_reader.write(
-                    source.region, target.region.descriptor, length=100, imm=counter.imm
-                )
+        operations.extend(
+            pair.to_reader.write(
+                source.region, target.region.descriptor, length=100, imm=counter.imm
             )
+            for _ in range(200)
+        )
 
     threads = [threading.Thread(target=submit) for _ in range(4)]
     for thread in threads:
@@ -116,7 +115,7 @@ async def test_messages_arrive_in_order(pair: Pair) -> None:
     for i in range(100):
         pair.to_reader.send(b"%d" % i)
     assert [await pair.to_writer.receive(5) for _ in range(100)] == [b"%d" % i for i in range(100)]
-    with pytest.raises(DeadlineExceeded, match="within 0.01 s"):
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.01 s"):
         await pair.to_writer.receive(0.01)
 
 
@@ -143,6 +142,30 @@ async def test_a_handler_hears_of_peers_and_messages() -> None:
         async with asyncio.timeout(5):
             await lost.wait()
     assert heard == [("up", "client"), ("message", b"hello"), ("lost", "peer-lost")]
+
+
+async def test_a_failing_handler_costs_nobody_a_completion(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = asyncio.Event()
+
+    class Handler:
+        def peer_up(self, peer: Peer) -> None: ...
+
+        def message(self, peer: Peer, data: bytes) -> None:
+            told.set()
+            raise RuntimeError("a bug of the handler")
+
+        def peer_lost(self, peer: Peer, error: PeerError) -> None: ...
+
+    pair.reader.handler = Handler()
+    counter = pair.reader.counter()
+    pair.to_reader.send(b"x")
+    await pair.to_reader.write_imm(counter.imm)
+    await counter.wait(1, timeout=5)
+    async with asyncio.timeout(5):
+        await told.wait()
+    assert "a bug of the handler" in caplog.text
 
 
 async def test_bad_writes_are_refused_before_or_at_the_receiver_by_name(pair: Pair) -> None:
@@ -242,8 +265,10 @@ async def test_a_lost_peer_is_named_and_unknown_afterwards(pair: Pair) -> None:
     with pytest.raises(PeerLost):
         await pair.to_reader.receive(5)
     assert not pair.to_reader.alive
-    with pytest.raises(UnknownPeer):
+    with pytest.raises(PeerLost):
         pair.to_reader.send(b"x")
+    with pytest.raises(PeerLost):
+        pair.to_reader.write_imm(1)
     pair.to_reader.close()
 
 
@@ -254,9 +279,7 @@ async def test_connecting_fails_by_name() -> None:
                 await engine.connect(stranger.address)
         with pytest.raises(ConnectFailed, match="refused"):
             await engine.connect(stranger.address)
-        async with Engine(
-            cluster_key=KEY, port=int(stranger.address.split(":")[2].split("/")[0])
-        ):
+        async with Engine(cluster_key=KEY, port=int(stranger.address.split(":")[2].split("/")[0])):
             with pytest.raises(PeerRestarted):
                 await engine.connect(stranger.address)
         with pytest.raises(InvalidArgument, match="kvx://HOST:PORT/ENGINE_ID"):

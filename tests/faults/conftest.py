@@ -10,5 +10,5 @@ import pytest
 def rng() -> random.Random:
     """Random choices of a test; a failure shows the seed, KVXFER_TEST_SEED repeats it."""
     seed = int(os.environ.get("KVXFER_TEST_SEED") or random.SystemRandom().getrandbits(32))
-    print(f"KVXFER_TEST_SEED={seed}")  # noqa: T201
+    print(f"KVXFER_TEST_SEED={seed}")
     return random.Random(seed)

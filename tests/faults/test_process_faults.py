@@ -28,10 +28,10 @@ async def test_a_killed_frozen_or_stalled_worker_costs_no_block_and_no_byte(
     async with arena(fabric) as workers:
         for act, victim in faults:
             rounds.append(await workers.round(act, victim, rng.getrandbits(32)))
-            print(rounds[-1])  # noqa: T201
+            print(rounds[-1])
     detections = [one.detection for one in rounds if one.detection is not None]
     if detections:
-        print(  # noqa: T201
+        print(
             f"{fabric}: detection p50 {percentile(detections, 0.5):.3f} s, "
             f"p99 {percentile(detections, 0.99):.3f} s"
         )

@@ -201,14 +201,14 @@ async def test_no_order_of_events_leaks_a_block_or_lands_a_byte_late(
             one = Round(random.Random(seed))
             await asyncio.wait_for(one.run(), 20)
         except BaseException:
-            print(f"round seed {seed}")  # noqa: T201
+            print(f"round seed {seed}")
             raise
         key = " / ".join(
             value if isinstance(value, str) else type(value).__name__
             for value in (one.outcomes["prefill"], one.outcomes["decode"])
         )
         ends[key] = ends.get(key, 0) + 1
-    print(ends)  # noqa: T201
+    print(ends)
     assert not any("ProtocolError" in key for key in ends)
     assert ends["ok / ok"] > ROUNDS // 20
     assert sum(count for key, count in ends.items() if "TransferCancelled" in key) > ROUNDS // 20

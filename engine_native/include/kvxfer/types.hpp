@@ -39,19 +39,19 @@ struct EngineAddress {
 };
 
 struct EngineOptions {
-  std::string cluster_key;          // shared by all engines that may talk; at least 16 bytes
-  std::string name;                 // for error texts; need not be unique
-  std::string host = "127.0.0.1";   // numeric address to listen on
-  std::string advertise;            // address to give to peers; empty: host
-  std::uint16_t port = 0;           // 0: any free port
-  bool local = true;                // use the local fabric with peers on this host
-  bool tcp = true;                  // use the tcp fabric
-  unsigned lanes = 2;               // tcp domains, each with one connection per peer
+  std::string cluster_key;         // shared by all engines that may talk; at least 16 bytes
+  std::string name;                // for error texts; need not be unique
+  std::string host = "127.0.0.1";  // numeric address to listen on
+  std::string advertise;           // address to give to peers; empty: host
+  std::uint16_t port = 0;          // 0: any free port
+  bool local = true;               // use the local fabric with peers on this host
+  bool tcp = true;                 // use the tcp fabric
+  unsigned lanes = 2;              // tcp domains, each with one connection per peer
   std::size_t window_bytes = std::size_t{16} << 20;  // unacknowledged bytes per peer
   Duration heartbeat_interval = std::chrono::milliseconds(100);
   Duration peer_timeout = std::chrono::milliseconds(700);
   Duration operation_timeout = std::chrono::seconds(30);  // deadline of operations without one
-  Duration spin = std::chrono::microseconds(200);  // busy polling after the last progress
+  Duration spin = std::chrono::microseconds(200);         // busy polling after the last progress
 };
 
 // What a peer needs to write into a region: opaque bytes of fixed size, safe to pass on.
@@ -98,18 +98,18 @@ struct Completion {
   std::uint64_t id = 0;  // operation, or immediate for Kind::counter
   PeerId peer = 0;
   Errc code = Errc::ok;
-  std::string text;               // of an error or a notice; peer_up: the peer's name
-  std::string data;               // message payload; peer_up: the peer's engine id (hex)
-  std::string fabric;             // peer_up only
+  std::string text;                // of an error or a notice; peer_up: the peer's name
+  std::string data;                // message payload; peer_up: the peer's engine id (hex)
+  std::string fabric;              // peer_up only
   std::uint64_t timestamp_ns = 0;  // CLOCK_MONOTONIC
 };
 
 struct EngineStats {
-  std::uint64_t bytes_sent = 0;       // delivered payload
-  std::uint64_t bytes_received = 0;   // placed payload
+  std::uint64_t bytes_sent = 0;      // delivered payload
+  std::uint64_t bytes_received = 0;  // placed payload
   std::uint64_t writes_sent = 0;
   std::uint64_t writes_received = 0;
-  std::uint64_t writes_refused = 0;   // arrived and dropped: no region, bounds or live counter
+  std::uint64_t writes_refused = 0;  // arrived and dropped: no region, bounds or live counter
   std::uint64_t handshakes_refused = 0;
   std::uint64_t peers = 0;
 };

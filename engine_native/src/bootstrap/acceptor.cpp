@@ -78,8 +78,7 @@ Result<std::unique_ptr<Acceptor>> Acceptor::listen(const std::string& host, std:
   return std::unique_ptr<Acceptor>(new Acceptor(std::move(*socket), *bound));
 }
 
-Acceptor::Acceptor(UniqueFd socket, std::uint16_t port)
-    : socket_(std::move(socket)), port_(port) {}
+Acceptor::Acceptor(UniqueFd socket, std::uint16_t port) : socket_(std::move(socket)), port_(port) {}
 
 Acceptor::~Acceptor() {
   if (poller_) poller_->remove(socket_.get(), *this);

@@ -18,6 +18,8 @@ Mac hmac_sha256(std::string_view key, std::string_view purpose, std::string_view
   return mac;
 }
 
-bool equal(const Mac& a, const Mac& b) { return ::CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0; }
+bool equal(const Mac& a, const Mac& b) {
+  return ::CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0;
+}
 
 }  // namespace kvxfer

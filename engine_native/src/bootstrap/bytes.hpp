@@ -41,7 +41,7 @@ class ByteReader {
       good_ = false;
       return value;
     }
-    std::memcpy(&value, rest_.data(), sizeof value);
+    std::memcpy(&value, rest_.begin(), sizeof value);
     rest_.remove_prefix(sizeof value);
     return value;
   }

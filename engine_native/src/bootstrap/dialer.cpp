@@ -4,9 +4,9 @@
 
 namespace kvxfer {
 
-Result<std::unique_ptr<Dialer>> Dialer::dial(const EngineAddress& address,
-                                             const Identity& identity, std::uint64_t deadline_ns,
-                                             Poller& poller, DialerEvents& events) {
+Result<std::unique_ptr<Dialer>> Dialer::dial(const EngineAddress& address, const Identity& identity,
+                                             std::uint64_t deadline_ns, Poller& poller,
+                                             DialerEvents& events) {
   auto socket = net::dial(address.host, address.port);
   if (!socket) return socket.error();
   std::unique_ptr<Dialer> dialer(new Dialer(address, identity, deadline_ns, events));

@@ -153,7 +153,8 @@ Result<bool> ClientHandshake::advance(std::string& in, std::string& out) {
   if (!proved_) {
     const auto reply = take<Reply>(in);
     if (!reply) return false;
-    if (reply->status == static_cast<std::uint16_t>(Errc::peer_restarted)) return restarted(target_);
+    if (reply->status == static_cast<std::uint16_t>(Errc::peer_restarted))
+      return restarted(target_);
     if (reply->status != 0 || reply->version != kProtocolVersion) return not_kvxfer();
     if (reply->engine != target_) return restarted(target_);
     Reply unsigned_reply = *reply;

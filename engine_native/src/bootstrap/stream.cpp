@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "errno_text.hpp"
 #include "net/socket.hpp"
 
 namespace kvxfer {
@@ -41,7 +42,7 @@ void Stream::on_events(std::uint32_t events) {
   if (lost_) return;
   if (!connected_) {
     if (const int error = net::connect_error(fd()); error != 0) {
-      return lose({Errc::connect_failed, std::strerror(error)});
+      return lose({Errc::connect_failed, errno_text(error)});
     }
     if (!(events & (EPOLLOUT | EPOLLIN))) return;
     connected_ = true;
@@ -67,7 +68,7 @@ Result<void> Stream::receive() {
   }
   if (got == 0) return Error{Errc::peer_lost, "the peer closed the connection"};
   if (errno == EAGAIN || errno == EINTR) return {};
-  return Error{Errc::peer_lost, std::string("receiving failed: ") + std::strerror(errno)};
+  return Error{Errc::peer_lost, std::string("receiving failed: ") + errno_text()};
 }
 
 Result<void> Stream::flush() {
@@ -79,7 +80,7 @@ Result<void> Stream::flush() {
     if (sent < 0) {
       if (errno == EINTR) continue;
       if (errno != EAGAIN) {
-        return Error{Errc::peer_lost, std::string("sending failed: ") + std::strerror(errno)};
+        return Error{Errc::peer_lost, std::string("sending failed: ") + errno_text()};
       }
       full = true;
       continue;

@@ -10,6 +10,8 @@
 #include <cstring>
 #include <memory>
 
+#include "errno_text.hpp"
+
 namespace kvxfer::net {
 namespace {
 
@@ -51,14 +53,14 @@ Result<UniqueFd> listen(const std::string& host, std::uint16_t port) {
   }
   const int cause = errno;
   return Error{cause == EACCES ? Errc::permission_denied : Errc::invalid_argument,
-               "cannot listen on " + endpoint(host, port) + ": " + std::strerror(cause)};
+               "cannot listen on " + endpoint(host, port) + ": " + errno_text(cause)};
 }
 
 Result<std::uint16_t> local_port(int fd) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
   if (::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
-    return Error{Errc::invalid_argument, std::string("getsockname: ") + std::strerror(errno)};
+    return Error{Errc::invalid_argument, std::string("getsockname: ") + errno_text()};
   }
   return ntohs(address.ss_family == AF_INET6
                    ? reinterpret_cast<const sockaddr_in6&>(address).sin6_port
@@ -70,12 +72,12 @@ Result<UniqueFd> dial(const std::string& host, std::uint16_t port) {
   if (!addresses) return addresses.error();
   const addrinfo& address = **addresses;
   UniqueFd socket(::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (socket && (::connect(socket.get(), address.ai_addr, address.ai_addrlen) == 0 ||
-                 errno == EINPROGRESS)) {
+  if (socket &&
+      (::connect(socket.get(), address.ai_addr, address.ai_addrlen) == 0 || errno == EINPROGRESS)) {
     return socket;
   }
   return Error{Errc::connect_failed,
-               "cannot connect to " + endpoint(host, port) + ": " + std::strerror(errno)};
+               "cannot connect to " + endpoint(host, port) + ": " + errno_text()};
 }
 
 int connect_error(int fd) {

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "errno_text.hpp"
 #include "fabric/local/unix_socket.hpp"
 #include "random.hpp"
 
@@ -19,20 +20,18 @@ constexpr std::size_t kMaxRendezvous = 256;
 }  // namespace
 
 Result<std::unique_ptr<LocalDomain>> LocalDomain::open(const EngineId& engine, Poller& poller,
-                                                       Reception reception,
-                                                       PathEvents& path_events,
+                                                       Reception reception, PathEvents& path_events,
                                                        LocalEvents& events,
                                                        std::size_t window_bytes) {
   auto listener = listen_unix(socket_name(engine));
   if (!listener) return listener.error();
   UniqueFd wake(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake) {
-    return Error{Errc::out_of_memory, std::string("cannot create an eventfd: ") +
-                                          std::strerror(errno) + "; raise the open files limit"};
+    return Error{Errc::out_of_memory, std::string("cannot create an eventfd: ") + errno_text() +
+                                          "; raise the open files limit"};
   }
-  std::unique_ptr<LocalDomain> domain(new LocalDomain(std::move(*listener), std::move(wake), poller,
-                                                      reception, path_events, events,
-                                                      window_bytes));
+  std::unique_ptr<LocalDomain> domain(new LocalDomain(
+      std::move(*listener), std::move(wake), poller, reception, path_events, events, window_bytes));
   for (const int fd : {domain->listener_.get(), domain->wake_.get()}) {
     if (auto good = poller.add(fd, EPOLLIN, *domain); !good) return good.error();
   }

@@ -24,8 +24,8 @@ Error malformed(const char* what) {
 Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, std::string peer,
                                                    std::size_t window_bytes, Poller& poller,
                                                    Reception reception, PathEvents& events) {
-  std::unique_ptr<LocalPath> path(new LocalPath(std::move(link), std::move(peer), window_bytes,
-                                                poller, reception, events));
+  std::unique_ptr<LocalPath> path(
+      new LocalPath(std::move(link), std::move(peer), window_bytes, poller, reception, events));
   if (auto good = poller.add(path->socket_.get(), EPOLLIN, *path); !good) {
     path->lost_ = true;
     return good.error();

@@ -52,18 +52,16 @@ Result<std::unique_ptr<Rendezvous>> Rendezvous::start(const Session& session, Po
   self->out_.emplace(std::move(*ring));
   host.allow_reader(self->pid_);
   const LaneHello hello{.session = session.id, .lane = kLocalLane};
-  const auto sent =
-      send_all(self->socket_.get(),
-               hello.encode(session.key) + ByteWriter().put(self->own_probe()).take(),
-               {self->out_->memfd(), host.wake_fd});
+  const auto sent = send_all(self->socket_.get(),
+                             hello.encode(session.key) + ByteWriter().put(self->own_probe()).take(),
+                             {self->out_->memfd(), host.wake_fd});
   if (!sent) return sent.error();
   if (auto good = poller.add(self->socket_.get(), EPOLLIN, *self); !good) return good.error();
   return self;
 }
 
 Result<std::unique_ptr<Rendezvous>> Rendezvous::accept(UniqueFd socket, FindSession find,
-                                                       Poller& poller, LocalHost& host,
-                                                       Done done) {
+                                                       Poller& poller, LocalHost& host, Done done) {
   std::unique_ptr<Rendezvous> self(
       new Rendezvous(std::move(socket), Wait::hello, poller, host, std::move(done)));
   self->find_ = std::move(find);
@@ -187,8 +185,7 @@ bool Rendezvous::can_read(const Probe& probe) const {
   std::array<std::uint8_t, 16> found{};
   const iovec local{found.data(), found.size()};
   const iovec remote{reinterpret_cast<void*>(probe.address), probe.bytes.size()};
-  return ::process_vm_readv(pid_, &local, 1, &remote, 1, 0) ==
-             static_cast<ssize_t>(found.size()) &&
+  return ::process_vm_readv(pid_, &local, 1, &remote, 1, 0) == static_cast<ssize_t>(found.size()) &&
          found == probe.bytes;
 }
 

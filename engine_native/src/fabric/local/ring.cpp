@@ -8,16 +8,17 @@
 #include <cstring>
 #include <string>
 
+#include "errno_text.hpp"
+
 namespace kvxfer::local {
 namespace {
 
 Error failed(const char* what) {
-  return {Errc::out_of_memory, std::string(what) + ": " + std::strerror(errno)};
+  return {Errc::out_of_memory, std::string(what) + ": " + errno_text()};
 }
 
 RingMemory* map_ring(int memfd) {
-  void* memory =
-      ::mmap(nullptr, sizeof(RingMemory), PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
+  void* memory = ::mmap(nullptr, sizeof(RingMemory), PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
   return memory == MAP_FAILED ? nullptr : static_cast<RingMemory*>(memory);
 }
 
@@ -37,7 +38,7 @@ Result<SharedRing> SharedRing::create() {
 }
 
 Result<SharedRing> SharedRing::map(UniqueFd memfd) {
-  struct stat status {};
+  struct stat status{};
   if (!sealed_against_shrinking(memfd.get()) || ::fstat(memfd.get(), &status) != 0 ||
       static_cast<std::size_t>(status.st_size) < sizeof(RingMemory)) {
     return Error{Errc::protocol_error, "the peer's descriptor ring is not a sealed memfd"};

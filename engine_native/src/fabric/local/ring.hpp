@@ -20,13 +20,13 @@ namespace kvxfer::local {
 // A batch is its head followed by `count` writes. All writes of a batch go to one region under
 // one immediate and come from one source.
 struct BatchHead {
-  std::uint64_t key;             // destination region
+  std::uint64_t key;  // destination region
   std::uint32_t count;
   std::uint32_t imm;
   std::uint8_t has_imm;
-  std::uint8_t from_region;      // source offsets are in a shared region, else addresses
-  std::uint16_t status;          // set by the consumer: an Errc
-  std::uint32_t region;          // the sender's number of the shared region
+  std::uint8_t from_region;  // source offsets are in a shared region, else addresses
+  std::uint16_t status;      // set by the consumer: an Errc
+  std::uint32_t region;      // the sender's number of the shared region
 };
 
 struct WriteEntry {

@@ -8,10 +8,10 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstring>
 #include <string>
 
 #include "aligned_mapping.hpp"
+#include "errno_text.hpp"
 
 namespace kvxfer::local {
 namespace {
@@ -26,7 +26,7 @@ Errc read_error(int error) {
 }  // namespace
 
 Result<void> SourceMemory::add_region(std::uint32_t number, UniqueFd memfd, std::uint64_t size) {
-  struct stat status {};
+  struct stat status{};
   if (size == 0 || !sealed_against_shrinking(memfd.get()) || ::fstat(memfd.get(), &status) != 0 ||
       static_cast<std::uint64_t>(status.st_size) < size) {
     return Error{Errc::protocol_error, "the peer shared a region that is not a sealed memfd"};
@@ -34,7 +34,7 @@ Result<void> SourceMemory::add_region(std::uint32_t number, UniqueFd memfd, std:
   const std::byte* data = map_aligned(memfd.get(), size, PROT_READ);
   if (!data) {
     return Error{Errc::out_of_memory, "cannot map " + std::to_string(size) +
-                                          " bytes of the peer's memory: " + std::strerror(errno)};
+                                          " bytes of the peer's memory: " + errno_text()};
   }
   regions_.insert_or_assign(number, Region{{data, Unmap{size}}, size});
   return {};

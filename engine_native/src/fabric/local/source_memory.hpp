@@ -29,7 +29,8 @@ class SourceMemory {
   bool has_region(std::uint32_t number) const { return regions_.contains(number); }
 
   // Where the bytes are mapped; null if they leave the region.
-  const std::byte* in_region(std::uint32_t number, std::uint64_t offset, std::uint32_t length) const;
+  const std::byte* in_region(std::uint32_t number, std::uint64_t offset,
+                             std::uint32_t length) const;
 
   // Copies from the peer's addresses (PageCopy::source is an address over there). ok,
   // permission-denied, peer-lost, or out-of-bounds for an address that is not mapped there.

@@ -10,6 +10,8 @@
 #include <cstddef>
 #include <cstring>
 
+#include "errno_text.hpp"
+
 namespace kvxfer::local {
 namespace {
 
@@ -32,7 +34,7 @@ AbstractAddress abstract_address(std::string_view name) {
 
 Error failed(const char* what) {
   return {errno == EACCES || errno == EPERM ? Errc::permission_denied : Errc::peer_lost,
-          std::string(what) + ": " + std::strerror(errno)};
+          std::string(what) + ": " + errno_text()};
 }
 
 UniqueFd open_socket() {

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <string>
 
+#include "errno_text.hpp"
+
 namespace kvxfer::tcp {
 namespace {
 
@@ -50,7 +52,7 @@ Result<std::size_t> Receiver::read(void* out, std::size_t size) {
     if (got == 0) return Error{Errc::peer_lost, "the peer closed the connection"};
     if (errno == EAGAIN) return std::size_t{0};
     if (errno != EINTR) {
-      return Error{Errc::peer_lost, std::string("receiving failed: ") + std::strerror(errno)};
+      return Error{Errc::peer_lost, std::string("receiving failed: ") + errno_text()};
     }
   }
 }
@@ -124,14 +126,14 @@ Result<bool> Receiver::read_payload() {
     got = ::recvmsg(fd_, &message, MSG_DONTWAIT);
   } else {
     if (!scratch_) scratch_ = std::make_unique<std::byte[]>(kScratchBytes);
-    got = ::recv(fd_, scratch_.get(), std::min<std::uint64_t>(unread_, kScratchBytes),
-                 MSG_DONTWAIT);
+    got =
+        ::recv(fd_, scratch_.get(), std::min<std::uint64_t>(unread_, kScratchBytes), MSG_DONTWAIT);
   }
   if (got == 0) return Error{Errc::peer_lost, "the peer closed the connection"};
   if (got < 0) {
     if (errno == EAGAIN) return false;
     if (errno == EINTR) return true;
-    return Error{Errc::peer_lost, std::string("receiving failed: ") + std::strerror(errno)};
+    return Error{Errc::peer_lost, std::string("receiving failed: ") + errno_text()};
   }
   unread_ -= static_cast<std::uint64_t>(got);
   auto left = static_cast<std::size_t>(got);

@@ -58,8 +58,8 @@ class Receiver {
 
   std::optional<Placement> placement_;
   std::uint64_t batch_bytes_ = 0;
-  std::uint64_t unread_ = 0;         // payload bytes of this batch
-  std::vector<iovec> iovecs_;        // where they go; not used once the batch is refused
+  std::uint64_t unread_ = 0;   // payload bytes of this batch
+  std::vector<iovec> iovecs_;  // where they go; not used once the batch is refused
   std::size_t next_iovec_ = 0;
   std::unique_ptr<std::byte[]> scratch_;  // where refused payload goes
 };

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <string>
 
+#include "errno_text.hpp"
+
 namespace kvxfer::tcp {
 
 void Sender::post(const OperationPtr& operation) {
@@ -73,7 +75,7 @@ Result<void> Sender::flush() {
     if (sent < 0) {
       if (errno == EINTR) continue;
       if (errno == EAGAIN) return {};
-      return Error{Errc::peer_lost, std::string("sending failed: ") + std::strerror(errno)};
+      return Error{Errc::peer_lost, std::string("sending failed: ") + errno_text()};
     }
     auto left = static_cast<std::size_t>(sent);
     while (sending() && left >= iovecs_[next_iovec_].iov_len) {

@@ -51,9 +51,9 @@ class Sender {
   std::vector<iovec> iovecs_;
   std::size_t next_iovec_ = 0;
 
-  std::vector<FrameHeader> acks_;   // to be written between two batches
-  std::deque<Batch> unacked_;       // in order of sequence
-  std::uint64_t last_acked_ = 0;    // sequence of the batch before unacked_.front()
+  std::vector<FrameHeader> acks_;  // to be written between two batches
+  std::deque<Batch> unacked_;      // in order of sequence
+  std::uint64_t last_acked_ = 0;   // sequence of the batch before unacked_.front()
   std::uint64_t unacked_bytes_ = 0;
 };
 
