@@ -44,7 +44,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 class Process:
-    """A kvxfer command and the first line that it prints, which is JSON."""
+    """A kvxfer command and the first line that it prints, which is JSON. It ends with its block."""
 
     def __init__(self, *arguments: str | Path) -> None:
         self.process = subprocess.Popen(
@@ -56,6 +56,13 @@ class Process:
         assert self.process.stdout is not None
         self.ready: dict[str, Any] = json.loads(self.process.stdout.readline())
 
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         self.process.communicate(timeout=30)
@@ -64,9 +71,8 @@ class Process:
 
 @pytest.fixture(scope="module")
 def control_plane() -> Iterator[str]:
-    process = Process("serve", "--port", "0", "--lease-seconds", "2")
-    yield process.ready["url"]
-    process.stop()
+    with Process("serve", "--port", "0", "--lease-seconds", "2") as process:
+        yield process.ready["url"]
 
 
 def refused(*arguments: str | Path, **variables: str) -> str:
@@ -93,34 +99,33 @@ def instances(control_plane: str) -> dict[str, Any]:
 def test_a_worker_is_in_the_fleet_until_it_is_stopped(
     number: signal.Signals, control_plane: str, model: Path
 ) -> None:
-    worker = Process(
+    with Process(
         *("worker", "--role", "decode", "--control-plane", control_plane, "--model", model),
         *("--instance-id", f"decode-{number.name}", "--blocks", "40", "--fabrics", "tcp"),
-    )
-    said = worker.ready
-    assert said["instance_id"] == f"decode-{number.name}"
-    registered = instances(control_plane)[said["instance_id"]]
-    assert registered["state"] == "ready"
-    assert registered["role"] == said["role"] == "decode"
-    assert registered["model"] == said["model"] == "tiny-llama"
-    assert registered["http_address"] == said["http_address"]
-    assert registered["engine_address"] == said["engine_address"]
-    assert registered["num_blocks"] == 40
-    assert registered["fabrics"] == ["tcp"]
-    assert registered["layout"]["num_layers"] == 2
-    assert registered["layout"]["head_size"] == 16
-    health = httpx.get(f"{said['http_address']}/healthz").json()
-    assert (health["status"], health["free_blocks"]) == ("ok", 40)
-    assert worker.stop(number) == 0
-    assert said["instance_id"] not in instances(control_plane)
+    ) as worker:
+        said = worker.ready
+        assert said["instance_id"] == f"decode-{number.name}"
+        registered = instances(control_plane)[said["instance_id"]]
+        assert registered["state"] == "ready"
+        assert registered["role"] == said["role"] == "decode"
+        assert registered["model"] == said["model"] == "tiny-llama"
+        assert registered["http_address"] == said["http_address"]
+        assert registered["engine_address"] == said["engine_address"]
+        assert registered["num_blocks"] == 40
+        assert registered["fabrics"] == ["tcp"]
+        assert registered["layout"]["num_layers"] == 2
+        assert registered["layout"]["head_size"] == 16
+        health = httpx.get(f"{said['http_address']}/healthz").json()
+        assert (health["status"], health["free_blocks"]) == ("ok", 40)
+        assert worker.stop(number) == 0
+        assert said["instance_id"] not in instances(control_plane)
 
 
 def test_an_id_that_a_live_worker_has_is_refused(control_plane: str, model: Path) -> None:
     taken = ("--role", "prefill", "--control-plane", control_plane, "--instance-id", "one")
-    worker = Process("worker", *taken, "--model", model)
-    error = refused(*taken, "--model", model)
+    with Process("worker", *taken, "--model", model):
+        error = refused(*taken, "--model", model)
     assert "error [instance-exists] instance 'one' is alive" in error
-    assert worker.stop() == 0
 
 
 def test_a_taken_port_is_named() -> None:
