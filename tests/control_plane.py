@@ -57,8 +57,9 @@ class RunningControlPlane:
         **settings: Any,
     ) -> None:
         from kvxfer.api.app import create_app
-        from kvxfer.api.server import ControlPlaneServer, bind, url_of
+        from kvxfer.api.server import ControlPlaneServer
         from kvxfer.api.settings import Settings
+        from kvxfer.http_listener import bind, url_of
         from kvxfer.scheduler.embedded import EmbeddedRegistry
         from kvxfer.scheduler.registry import LeasePolicy
 

@@ -20,7 +20,8 @@ def show_error(error: KvxferError, *, as_json: bool) -> None:
     if as_json:
         show_json({"error": {"code": error.code, "message": str(error)}})
     else:
-        err.print(Text.assemble(("error ", "bold red"), (f"[{error.code}] ", "red"), str(error)))
+        line = Text.assemble(("error ", "bold red"), (f"[{error.code}] ", "red"), str(error))
+        err.print(line, soft_wrap=True)  # one line, however long
 
 
 def show_json(value: Any) -> None:

@@ -45,9 +45,10 @@ def serve(
     """
     _require_server()
     from kvxfer.api.app import create_app
-    from kvxfer.api.server import ControlPlaneServer, bind
+    from kvxfer.api.server import ControlPlaneServer
     from kvxfer.api.settings import Settings
     from kvxfer.cluster_key import read_cluster_key
+    from kvxfer.http_listener import bind
     from kvxfer.scheduler.embedded import EmbeddedRegistry
     from kvxfer.scheduler.registry import LeasePolicy
 

@@ -14,6 +14,7 @@ import torch
 
 from kvxfer.client import ControlPlaneClient
 from kvxfer.errors import InvalidArgument
+from kvxfer.http_listener import bind, url_of
 from kvxfer.instances import InstanceSpec, InstanceState, Role
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
@@ -24,7 +25,7 @@ from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
 from kvxfer.reference.worker.app import make_app
 from kvxfer.reference.worker.compute import ComputeThread
-from kvxfer.reference.worker.listener import HttpServer, listen, url_of
+from kvxfer.reference.worker.http_server import HttpServer
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.service import WorkerService
 from kvxfer.registration import Registration
@@ -84,7 +85,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
         torch.set_num_threads(settings.threads)
     instance_id = settings.instance_id or f"{settings.role}-{secrets.token_hex(4)}"
     async with contextlib.AsyncExitStack() as stack:
-        listener = stack.enter_context(listen(settings.host, settings.port))
+        listener = stack.enter_context(bind(settings.host, settings.port))
         model, tokenizer = load_model(settings.model)
         layout = kv_layout(model.config)
         engine = await stack.enter_async_context(

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from kvxfer.api.server import bind, url_of
 from kvxfer.errors import AddressInUse, InvalidArgument
+from kvxfer.http_listener import bind, url_of
 
 
 def test_port_0_is_a_free_port_that_the_url_names():

@@ -1,0 +1,59 @@
+"""Listening sockets for HTTP servers."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Final
+
+from kvxfer.errors import AddressInUse, InvalidArgument, PermissionDenied
+
+BACKLOG: Final = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, port 0 being any free one.
+
+    Raises AddressInUse, PermissionDenied, or InvalidArgument where the host is none of this
+    machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise InvalidArgument(
+            f"host {host!r} is no address of this machine ({error.strerror}); "
+            "use 127.0.0.1, or 0.0.0.0 for all"
+        ) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _bind_error(error, host, port) from error
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port, *_ = listener.getsockname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _bind_error(error: OSError, host: str, port: int) -> Exception:
+    if error.errno == errno.EADDRINUSE:
+        return AddressInUse(
+            f"port {port} on {host} is taken; stop what listens there, or choose another port "
+            "(0 takes any free one)"
+        )
+    if error.errno == errno.EACCES:
+        return PermissionDenied(
+            f"port {port} on {host} needs a privilege; choose a port from 1024 on"
+        )
+    return InvalidArgument(
+        f"host {host!r} is no address of this machine ({error.strerror}); "
+        "use 127.0.0.1, or 0.0.0.0 for all"
+    )
