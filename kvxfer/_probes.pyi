@@ -48,11 +48,12 @@ def read_pages(
 def allow_reader(pid: int) -> None:
     """Lets process `pid` read this one's memory where Yama restricts it."""
 
-def tcp_send(fd: int, nbytes: int, buffer_bytes: int) -> int:
-    """Sends `nbytes` from one buffer over a connected, blocking socket. Returns the nanoseconds
-    from the first send until the receiver has read everything and said so."""
+def tcp_send(fd: int, nbytes: int, times: int, buffer: NDArray[np.uint8]) -> list[int]:
+    """Sends `nbytes`, `times` times, from one buffer over a connected, blocking socket. Returns for
+    each time the nanoseconds from the first send until the receiver has read everything and said
+    so."""
 
-def tcp_receive(fd: int, nbytes: int, buffer_bytes: int) -> None:
+def tcp_receive(fd: int, nbytes: int, times: int, buffer: NDArray[np.uint8]) -> None:
     """The receiving side of `tcp_send`."""
 
 def tcp_ping(fd: int, message_bytes: int, count: int, gap_ns: int, spin: bool) -> list[int]:

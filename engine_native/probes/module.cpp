@@ -36,6 +36,12 @@ std::span<std::byte> writable(const py::buffer_info& buffer) {
           static_cast<std::size_t>(buffer.size * buffer.itemsize)};
 }
 
+template <typename Bytes>
+Bytes not_empty(Bytes bytes) {
+  if (bytes.empty()) throw std::invalid_argument("the buffer is empty");
+  return bytes;
+}
+
 SharedMailbox& as_mailbox(const py::buffer_info& buffer) {
   const std::span<std::byte> bytes = writable(buffer);
   if (bytes.size() < sizeof(SharedMailbox)) {
@@ -112,17 +118,21 @@ PYBIND11_MODULE(_probes, module) {
 
   module.def(
       "tcp_send",
-      [](int fd, std::size_t nbytes, std::size_t buffer_bytes) {
-        return without_gil([&] { return tcp_send(fd, nbytes, buffer_bytes); });
+      [](int fd, std::size_t nbytes, std::size_t times, const py::buffer& buffer) {
+        const py::buffer_info info = buffer.request();
+        const std::span<const std::byte> bytes = not_empty(readable(info));
+        return without_gil([&] { return tcp_send(fd, nbytes, times, bytes); });
       },
-      py::arg("fd"), py::arg("nbytes"), py::arg("buffer_bytes"));
+      py::arg("fd"), py::arg("nbytes"), py::arg("times"), py::arg("buffer"));
 
   module.def(
       "tcp_receive",
-      [](int fd, std::size_t nbytes, std::size_t buffer_bytes) {
-        without_gil([&] { tcp_receive(fd, nbytes, buffer_bytes); });
+      [](int fd, std::size_t nbytes, std::size_t times, const py::buffer& buffer) {
+        const py::buffer_info info = buffer.request();
+        const std::span<std::byte> bytes = not_empty(writable(info));
+        without_gil([&] { tcp_receive(fd, nbytes, times, bytes); });
       },
-      py::arg("fd"), py::arg("nbytes"), py::arg("buffer_bytes"));
+      py::arg("fd"), py::arg("nbytes"), py::arg("times"), py::arg("buffer"));
 
   module.def(
       "tcp_ping",

@@ -50,28 +50,34 @@ void await_signal(int fd, Wait wait = Wait::kSleep) {
 
 }  // namespace
 
-std::int64_t tcp_send(int fd, std::size_t nbytes, std::size_t buffer_bytes) {
-  const std::vector<std::byte> buffer(buffer_bytes, std::byte{0x5a});
+std::vector<std::int64_t> tcp_send(int fd, std::size_t nbytes, std::size_t times,
+                                   std::span<const std::byte> buffer) {
+  std::vector<std::int64_t> elapsed_ns;
+  elapsed_ns.reserve(times);
   await_signal(fd);
-  const std::int64_t start = now_ns();
-  for (std::size_t left = nbytes; left > 0;) {
-    const std::size_t chunk = std::min(left, buffer_bytes);
-    send_all(fd, std::span(buffer).first(chunk));
-    left -= chunk;
+  for (std::size_t i = 0; i < times; ++i) {
+    const std::int64_t start = now_ns();
+    for (std::size_t left = nbytes; left > 0;) {
+      const std::size_t chunk = std::min(left, buffer.size());
+      send_all(fd, buffer.first(chunk));
+      left -= chunk;
+    }
+    await_signal(fd);
+    elapsed_ns.push_back(now_ns() - start);
   }
-  await_signal(fd);
-  return now_ns() - start;
+  return elapsed_ns;
 }
 
-void tcp_receive(int fd, std::size_t nbytes, std::size_t buffer_bytes) {
-  std::vector<std::byte> buffer(buffer_bytes, std::byte{0xa5});
+void tcp_receive(int fd, std::size_t nbytes, std::size_t times, std::span<std::byte> buffer) {
   signal(fd);
-  for (std::size_t left = nbytes; left > 0;) {
-    const std::size_t chunk = std::min(left, buffer_bytes);
-    receive_all(fd, std::span(buffer).first(chunk));
-    left -= chunk;
+  for (std::size_t i = 0; i < times; ++i) {
+    for (std::size_t left = nbytes; left > 0;) {
+      const std::size_t chunk = std::min(left, buffer.size());
+      receive_all(fd, buffer.first(chunk));
+      left -= chunk;
+    }
+    signal(fd);
   }
-  signal(fd);
 }
 
 std::vector<std::int64_t> tcp_ping(int fd, std::size_t message_bytes, std::size_t count,

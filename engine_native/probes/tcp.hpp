@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "timing.hpp"
@@ -12,12 +13,13 @@ namespace kvxfer::probes {
 // ends call the function of their side with the same numbers; the receiving side is the one that
 // starts each exchange, so neither has to be first.
 
-/// Sends `nbytes` from one buffer of `buffer_bytes`. Returns the nanoseconds from the first send
-/// until the receiver has read everything and said so.
-std::int64_t tcp_send(int fd, std::size_t nbytes, std::size_t buffer_bytes);
+/// Sends `nbytes` out of `buffer`, `times` times. Returns for each time the nanoseconds from the
+/// first send until the receiver has read everything and said so.
+std::vector<std::int64_t> tcp_send(int fd, std::size_t nbytes, std::size_t times,
+                                   std::span<const std::byte> buffer);
 
-/// Receives `nbytes` into one buffer of `buffer_bytes` and acknowledges them.
-void tcp_receive(int fd, std::size_t nbytes, std::size_t buffer_bytes);
+/// Receives `nbytes` into `buffer` and acknowledges them, `times` times.
+void tcp_receive(int fd, std::size_t nbytes, std::size_t times, std::span<std::byte> buffer);
 
 /// Sends `count` messages of `message_bytes`, each after the former was acknowledged and `gap_ns`
 /// have passed. Returns the time at which each was given to the kernel.

@@ -11,13 +11,14 @@ from kvxfer.bench.cases import Case, Limit
 
 @dataclass(frozen=True, slots=True)
 class ThroughputFigure:
-    """One page size of one case. Times are nanoseconds per request, one a round; ratios are the
-    engine's throughput over the limit's of the same round."""
+    """One page size of one case. `engine_ns` and `limit_ns` are the nanoseconds of each round's
+    requests; figures are medians over the rounds' means; the ratio is the median of the rounds'
+    ratios of the engine's throughput to the limit's."""
 
     page_bytes: int
     request_bytes: int
-    engine_ns: list[int]
-    limit_ns: list[int]
+    engine_ns: list[list[int]]
+    limit_ns: list[list[int]]
     gb_per_s: float
     pages_per_s: float
     limit_gb_per_s: float
@@ -28,11 +29,15 @@ class ThroughputFigure:
 
 
 def throughput_figure(
-    case: Case, page_bytes: int, request_bytes: int, engine_ns: list[int], limit_ns: list[int]
+    case: Case,
+    page_bytes: int,
+    request_bytes: int,
+    engine_ns: list[list[int]],
+    limit_ns: list[list[int]],
 ) -> ThroughputFigure:
-    """Medians over the rounds; the ratio is the median of the rounds' ratios."""
-    ratio = float(np.median(np.divide(limit_ns, engine_ns)))
-    engine, limit = float(np.median(engine_ns)), float(np.median(limit_ns))
+    engine_rounds, limit_rounds = np.mean(engine_ns, axis=1), np.mean(limit_ns, axis=1)
+    ratio = float(np.median(limit_rounds / engine_rounds))
+    engine, limit = float(np.median(engine_rounds)), float(np.median(limit_rounds))
     target = case.target(page_bytes)
     return ThroughputFigure(
         page_bytes=page_bytes,

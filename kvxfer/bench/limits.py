@@ -14,9 +14,9 @@ from kvxfer.bench import messages as m
 from kvxfer.bench.cases import Limit
 from kvxfer.bench.errors import BenchError
 from kvxfer.bench.pages import PageDraw
+from kvxfer.bench.probe_end import TCP_BUFFER_BYTES
 from kvxfer.bench.receiver_process import ReceiverProcess
 
-TCP_BUFFER_BYTES = 1 << 20
 MESSAGE_BYTES = 4096
 
 
@@ -27,6 +27,7 @@ class Limits:
     def __init__(self, receiver: ReceiverProcess, port: int) -> None:
         self._channel, self._mailbox = receiver.channel, receiver.mailbox
         self._port = port
+        self._tcp_buffer = np.ones(TCP_BUFFER_BYTES, np.uint8)
         self._connection: socket.socket | None = None
         _probes.allow_reader(receiver.pid)
 
@@ -51,19 +52,21 @@ class Limits:
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected = time.monotonic_ns() - start
         await accepted
-        return connected + await self._tcp_send(1)
+        (first_byte,) = await self._tcp_send(1, times=1)
+        return connected + first_byte
 
-    async def transfer(self, limit: Limit, draw: PageDraw, source_address: int) -> int:
-        """Moves one request of the draw's size past the engine, checked byte for byte where it
-        moves the draw's pages. `source_address` is the sender's pool. Returns nanoseconds."""
+    async def transfer(self, limit: Limit, draw: PageDraw, source_address: int) -> list[int]:
+        """Moves requests of the draw's size past the engine, checked byte for byte where it moves
+        the draw's pages. `source_address` is the sender's pool. Returns nanoseconds of each."""
+        request: m.CopyPages | m.ReadPages
         match limit:
             case Limit.RAW_TCP:
-                return await self._tcp_send(draw.request_bytes)
+                return await self._tcp_send(draw.request_bytes, draw.requests)
             case Limit.MEMCPY:
-                return (await self._channel.call(m.CopyPages(draw), m.Elapsed)).nanoseconds
+                request = m.CopyPages(draw)
             case Limit.READV:
                 request = m.ReadPages(draw, os.getpid(), source_address)
-                return (await self._channel.call(request, m.Elapsed)).nanoseconds
+        return (await self._channel.call(request, m.Durations)).nanoseconds
 
     async def latencies(self, limit: Limit, count: int, gap_ns: int) -> list[int]:
         """One-way latencies in nanoseconds of `count` messages of 4 KiB, each `gap_ns` after the
@@ -93,10 +96,10 @@ class Limits:
             raise BenchError("no raw connection is open")
         return self._connection
 
-    async def _tcp_send(self, nbytes: int) -> int:
+    async def _tcp_send(self, nbytes: int, times: int) -> list[int]:
         fd = self._socket.fileno()
         elapsed, _ = await asyncio.gather(
-            asyncio.to_thread(_probes.tcp_send, fd, nbytes, TCP_BUFFER_BYTES),
-            self._channel.call(m.TcpReceive(nbytes, TCP_BUFFER_BYTES), m.Done),
+            asyncio.to_thread(_probes.tcp_send, fd, nbytes, times, self._tcp_buffer),
+            self._channel.call(m.TcpReceive(nbytes, times), m.Done),
         )
         return elapsed

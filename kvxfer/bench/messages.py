@@ -52,13 +52,13 @@ class ReadCpuSeconds(Message, frozen=True):
 
 class CopyPages(Message, frozen=True):
     """memcpy of the pages from a source pool of the receiver's own, checked like an engine's
-    write. -> Elapsed"""
+    writes. -> Durations"""
 
     draw: PageDraw
 
 
 class ReadPages(Message, frozen=True):
-    """process_vm_readv of the pages from the sender's source pool, checked alike. -> Elapsed"""
+    """process_vm_readv of the pages from the sender's source pool, checked alike. -> Durations"""
 
     draw: PageDraw
     pid: int
@@ -77,7 +77,7 @@ class TcpReceive(Message, frozen=True):
     """The receiving side of `_probes.tcp_send`. -> Done"""
 
     nbytes: int
-    buffer_bytes: int
+    times: int
 
 
 class TcpPong(Message, frozen=True):
@@ -147,12 +147,14 @@ class CpuSeconds(Message, frozen=True):
     seconds: float
 
 
-class Elapsed(Message, frozen=True):
-    nanoseconds: int
+class Durations(Message, frozen=True):
+    """Nanoseconds of each request of a draw."""
+
+    nanoseconds: list[int]
 
 
 class TcpPort(Message, frozen=True):
     port: int
 
 
-Answer = Done | Failed | EngineOpened | Counters | Times | CpuSeconds | Elapsed | TcpPort
+Answer = Done | Failed | EngineOpened | Counters | Times | CpuSeconds | Durations | TcpPort

@@ -46,16 +46,16 @@ class Pair:
 
     async def prepare(self, draw: PageDraw) -> Transfer:
         """Draws the pages and takes the receiver's counter for them."""
+        requests = draw.draw()
         imm = (await self.channel.call(m.NewCounters(1), m.Counters)).imms[0]
-        return Transfer(self, draw, draw.draw(), imm)
+        return Transfer(self, draw, requests, imm)
 
-    async def transfer(self, draw: PageDraw) -> int:
-        """Moves the draw's requests and checks them. Returns the nanoseconds it took to move
-        them."""
+    async def transfer(self, draw: PageDraw) -> list[int]:
+        """Moves the draw's requests and checks them. Returns the nanoseconds of each."""
         transfer = await self.prepare(draw)
-        elapsed = await transfer.run()
+        durations = await transfer.run()
         await transfer.check()
-        return elapsed
+        return durations
 
 
 class Transfer:
@@ -65,11 +65,12 @@ class Transfer:
         self._pair, self._draw, self._requests, self._imm = pair, draw, requests, imm
         self._writes = 0
 
-    async def run(self) -> int:
-        """Moves the requests one after the other. Returns the nanoseconds from the first submit
-        until the last was delivered."""
-        start = time.monotonic_ns()
+    async def run(self) -> list[int]:
+        """Moves the requests one after the other. Returns the nanoseconds of each, from its
+        submission until it is known to be delivered."""
+        durations = []
         for pages in self._requests:
+            start = time.monotonic_ns()
             operation = self._pair.peer.write_pages(
                 self._pair.region,
                 self._pair.receiver.descriptor,
@@ -81,8 +82,9 @@ class Transfer:
                 imm=self._imm,
             )
             await operation
+            durations.append(time.monotonic_ns() - start)
             self._writes += operation.writes
-        return time.monotonic_ns() - start
+        return durations
 
     async def check(self) -> None:
         """Has the receiver check every byte and the count. Raises WrongBytes or BenchError."""

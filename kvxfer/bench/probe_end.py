@@ -15,6 +15,8 @@ from kvxfer.bench.errors import BenchError
 from kvxfer.bench.pages import PageLists
 from kvxfer.bench.pool import anonymous_pool
 
+TCP_BUFFER_BYTES = 1 << 20
+
 
 class ProbeEnd:
     """Raw TCP connection, shared mailbox, and a source pool of this process's own."""
@@ -22,6 +24,7 @@ class ProbeEnd:
     def __init__(self, pool: NDArray[np.uint8], mailbox: mmap.mmap) -> None:
         self._pool = pool
         self._mailbox = mailbox
+        self._tcp_buffer = np.ones(TCP_BUFFER_BYTES, np.uint8)
         self._source: NDArray[np.uint8] | None = None
         self._listener: socket.socket | None = None
         self._connection: socket.socket | None = None
@@ -31,18 +34,31 @@ class ProbeEnd:
             if end is not None:
                 end.close()
 
-    def copy_pages(self, pages: PageLists) -> int:
-        """memcpy of the pages within this process. Returns nanoseconds."""
+    def copy_pages(self, requests: list[PageLists]) -> list[int]:
+        """memcpy of the requests' pages within this process. Returns nanoseconds of each."""
         if self._source is None:
             self._source = anonymous_pool(len(self._pool))
             pattern.fill(self._source)
-        return _probes.copy_pages(self._source, pages.src, self._pool, pages.dst, pages.page_bytes)
+        return [
+            _probes.copy_pages(self._source, pages.src, self._pool, pages.dst, pages.page_bytes)
+            for pages in requests
+        ]
 
-    def read_pages(self, pages: PageLists, pid: int, address: int) -> int:
-        """process_vm_readv of the pages out of the sender's pool. Returns nanoseconds."""
-        return _probes.read_pages(
-            pid, address, len(self._pool), pages.src, self._pool, pages.dst, pages.page_bytes
-        )
+    def read_pages(self, requests: list[PageLists], pid: int, address: int) -> list[int]:
+        """process_vm_readv of the requests' pages out of the sender's pool. Returns nanoseconds
+        of each."""
+        return [
+            _probes.read_pages(
+                pid,
+                address,
+                len(self._pool),
+                pages.src,
+                self._pool,
+                pages.dst,
+                pages.page_bytes,
+            )
+            for pages in requests
+        ]
 
     def listen(self) -> int:
         """Listens for the sender's raw connections; returns the port."""
@@ -59,8 +75,8 @@ class ProbeEnd:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
 
-    async def tcp_receive(self, nbytes: int, buffer_bytes: int) -> None:
-        await asyncio.to_thread(_probes.tcp_receive, self._fd, nbytes, buffer_bytes)
+    async def tcp_receive(self, nbytes: int, times: int) -> None:
+        await asyncio.to_thread(_probes.tcp_receive, self._fd, nbytes, times, self._tcp_buffer)
 
     async def tcp_pong(self, message_bytes: int, count: int, spin: bool) -> list[int]:
         return await asyncio.to_thread(_probes.tcp_pong, self._fd, message_bytes, count, spin)

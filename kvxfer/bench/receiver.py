@@ -34,21 +34,19 @@ async def respond(request: m.Request, destination: Destination, probes: ProbeEnd
         case m.ReadCpuSeconds():
             return m.CpuSeconds(time.process_time())
         case m.CopyPages(draw):
-            (pages,) = draw.draw()
-            elapsed = probes.copy_pages(pages)
+            durations = probes.copy_pages(draw.draw())
             destination.check_pages(draw)
-            return m.Elapsed(elapsed)
+            return m.Durations(durations)
         case m.ReadPages(draw, pid, address):
-            (pages,) = draw.draw()
-            elapsed = probes.read_pages(pages, pid, address)
+            durations = probes.read_pages(draw.draw(), pid, address)
             destination.check_pages(draw)
-            return m.Elapsed(elapsed)
+            return m.Durations(durations)
         case m.TcpListen():
             return m.TcpPort(probes.listen())
         case m.TcpAccept():
             await probes.accept()
-        case m.TcpReceive(nbytes, buffer_bytes):
-            await probes.tcp_receive(nbytes, buffer_bytes)
+        case m.TcpReceive(nbytes, times):
+            await probes.tcp_receive(nbytes, times)
         case m.TcpPong(message_bytes, count, spin):
             return m.Times(await probes.tcp_pong(message_bytes, count, spin))
         case m.MailboxTake(count, spin, remote):

@@ -22,7 +22,8 @@ class LatencySettings:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes in bytes; `rounds` of throughput per page size."""
+    """Sizes in bytes. Throughput takes `rounds` per page size, of `requests` each, the first of
+    which only wakes both processes."""
 
     cases: tuple[Case, ...]
     page_bytes: tuple[int, ...]
@@ -30,6 +31,7 @@ class Settings:
     pool_bytes: int
     rounds: int
     seed: int
+    requests: int
     latency: tuple[LatencySettings, ...]
     connect_rounds: int
     registration_bytes: int
@@ -45,15 +47,15 @@ class Settings:
                     f"pages of {size} bytes do not divide requests of {self.request_bytes} and "
                     f"pools of {self.pool_bytes} bytes; use page sizes that do"
                 )
-        if self.request_bytes > self.pool_bytes:
+        if self.request_bytes * self.requests > self.pool_bytes:
             raise InvalidArgument(
-                f"requests of {self.request_bytes} bytes do not fit pools of {self.pool_bytes} "
-                "bytes; use a larger pool"
+                f"the {self.requests} requests of a round, {self.request_bytes} bytes each, do "
+                f"not fit pools of {self.pool_bytes} bytes; use a larger pool"
             )
 
     def draw(self, page_bytes: int) -> PageDraw:
-        """One request."""
-        return PageDraw(self.seed, page_bytes, self.request_bytes, self.pool_bytes)
+        """The requests of one round."""
+        return PageDraw(self.seed, page_bytes, self.request_bytes, self.pool_bytes, self.requests)
 
     def sweep(self, page_bytes: int) -> PageDraw:
         """As many requests as the pool has room for: each page at most once."""
@@ -97,8 +99,9 @@ def full_settings(
         else tuple(size << 10 for size in (1, 4, 16, 64, 256)),
         request_bytes=request_bytes,
         pool_bytes=pool_bytes or 1 << 30,
-        rounds=rounds or 9,
+        rounds=rounds or 7,
         seed=seed,
+        requests=4,
         latency=(
             LatencySettings(gap_ns=0, rounds=5, writes=400),
             LatencySettings(gap_ns=5_000_000, rounds=5, writes=60),
@@ -126,6 +129,7 @@ def quick_settings(
         pool_bytes=pool_bytes or 256 << 20,
         rounds=rounds or 3,
         seed=seed,
+        requests=2,
         latency=(
             LatencySettings(gap_ns=0, rounds=2, writes=100),
             LatencySettings(gap_ns=5_000_000, rounds=2, writes=10),

@@ -29,7 +29,7 @@ def bench(
     ] = "tcp,local,local-cma",
     rounds: Annotated[
         int | None,
-        typer.Option(help="Rounds per page size.", min=1, show_default="9; 3 if quick"),
+        typer.Option(help="Rounds per page size.", min=1, show_default="7; 3 if quick"),
     ] = None,
     total: Annotated[int, typer.Option(help="MiB per request.", min=1)] = 64,
     pool: Annotated[

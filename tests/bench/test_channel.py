@@ -27,9 +27,9 @@ async def test_a_request_arrives_as_it_was_sent_and_so_does_its_answer(
     sender, receiver = ends
     request = m.CheckWrites(PageDraw(1, 4096, 8192, 1 << 20), writes=2)
     answer, received = await asyncio.gather(
-        sender.call(request, m.Elapsed), answer_once(receiver, m.Elapsed(5))
+        sender.call(request, m.Durations), answer_once(receiver, m.Durations([5, 6]))
     )
-    assert (answer, received) == (m.Elapsed(5), request)
+    assert (answer, received) == (m.Durations([5, 6]), request)
 
 
 async def test_a_failure_is_raised_as_the_error_of_its_code(ends: tuple[Channel, Channel]) -> None:

@@ -8,7 +8,11 @@ MIB = 1 << 20
 
 def test_throughput_is_the_median_round_and_the_ratio_is_that_of_rounds_not_of_medians() -> None:
     figure = throughput_figure(
-        CASES["tcp"], 1024, MIB, engine_ns=[1000, 4000, 2000], limit_ns=[900, 1000, 1900]
+        CASES["tcp"],
+        1024,
+        MIB,
+        engine_ns=[[500, 1500], [4000, 4000], [1000, 3000]],
+        limit_ns=[[1000, 800], [1000, 1000], [3000, 800]],
     )
     assert figure.gb_per_s == MIB / 2000
     assert figure.limit_gb_per_s == MIB / 1000
@@ -19,7 +23,7 @@ def test_throughput_is_the_median_round_and_the_ratio_is_that_of_rounds_not_of_m
 
 @pytest.mark.parametrize(("engine_ns", "met"), [(1999, True), (2000, True), (2001, False)])
 def test_a_target_is_met_from_its_ratio_on(engine_ns: int, met: bool) -> None:
-    figure = throughput_figure(CASES["tcp"], 1024, MIB, [engine_ns], [1000])
+    figure = throughput_figure(CASES["tcp"], 1024, MIB, [[engine_ns]], [[1000]])
     assert (figure.target, figure.met) == (0.5, met)
 
 

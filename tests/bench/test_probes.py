@@ -117,15 +117,17 @@ def connection() -> tuple[socket.socket, socket.socket]:
         return one, listener.accept()[0]
 
 
-def test_raw_tcp_ends_when_every_byte_was_received(
+def test_raw_tcp_ends_when_every_byte_was_received_each_time(
     connection: tuple[socket.socket, socket.socket],
 ) -> None:
     sender, receiver = connection
     nbytes = (3 << 20) + 17
+    buffer = np.ones(1 << 20, np.uint8)
     with sender, receiver, ThreadPoolExecutor(1) as pool:
-        received = pool.submit(_probes.tcp_receive, receiver.fileno(), nbytes, 1 << 20)
-        assert _probes.tcp_send(sender.fileno(), nbytes, 1 << 20) > 0
+        received = pool.submit(_probes.tcp_receive, receiver.fileno(), nbytes, 2, buffer.copy())
+        durations = _probes.tcp_send(sender.fileno(), nbytes, 2, buffer)
         received.result()
+        assert [duration > 0 for duration in durations] == [True, True]
         receiver.setblocking(False)
         with pytest.raises(BlockingIOError):
             receiver.recv(1)
@@ -150,7 +152,7 @@ def test_a_peer_that_hangs_up_is_an_os_error(
     sender, receiver = connection
     receiver.close()
     with sender, pytest.raises(ConnectionResetError):
-        _probes.tcp_send(sender.fileno(), 1 << 20, 1 << 20)
+        _probes.tcp_send(sender.fileno(), 1 << 20, 1, np.ones(1 << 20, np.uint8))
 
 
 @pytest.mark.parametrize("spin", [True, False])
@@ -172,3 +174,8 @@ def test_each_mail_is_taken_after_it_was_posted_and_before_the_next(
 def test_a_mailbox_that_is_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match=str(_probes.MAILBOX_BYTES)):
         _probes.mailbox_post(mmap.mmap(-1, mmap.PAGESIZE), 1, 0, True)
+
+
+def test_an_empty_buffer_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        _probes.tcp_send(0, 1, 1, np.empty(0, np.uint8))

@@ -16,6 +16,7 @@ SETTINGS = Settings(
     pool_bytes=16 * MIB,
     rounds=2,
     seed=20,
+    requests=3,
     latency=(
         LatencySettings(gap_ns=0, rounds=2, writes=5),
         LatencySettings(gap_ns=1_000_000, rounds=1, writes=3),
@@ -43,8 +44,10 @@ def test_every_case_has_every_figure(run: tuple[Report, list[str]]) -> None:
         assert [each.gap_ns for each in figures.latency] == [0, 1_000_000]
         assert [each.page_bytes for each in figures.cpu] == list(CPU_PAGE_BYTES)
         for throughput in figures.throughput:
-            assert len(throughput.engine_ns) == len(throughput.limit_ns) == SETTINGS.rounds
-            assert min(throughput.engine_ns + throughput.limit_ns) > 0
+            for durations in (throughput.engine_ns, throughput.limit_ns):
+                timed = SETTINGS.requests - 1
+                assert [len(each) for each in durations] == [timed] * SETTINGS.rounds
+                assert min(map(min, durations)) > 0
         for latency, asked in zip(figures.latency, SETTINGS.latency, strict=True):
             for samples in (latency.engine_ns, latency.limit_ns):
                 assert [len(each) for each in samples] == [asked.writes] * asked.rounds
