@@ -20,11 +20,6 @@ class Pair:
     to_writer: Peer
 
 
-@pytest.fixture(params=["local", "tcp"])
-def fabric(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 async def pair(fabric: str) -> AsyncIterator[Pair]:
     async with (

@@ -30,18 +30,16 @@ from tests.engine.conftest import KEY, Pair
 
 
 async def test_scattered_pages_arrive_and_the_counter_shows_the_announced_total(
-    pair: Pair,
+    pair: Pair, rng: random.Random
 ) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    rng = np.random.default_rng(seed)
+    random_pages = np.random.default_rng(rng.getrandbits(32))
     page, count = 4096, 500
     source = pair.writer.alloc(page * 1000)
     target = pair.reader.alloc(page * 1000)
     src = np.frombuffer(source, dtype=np.uint8).reshape(1000, page)
-    src[:] = rng.integers(0, 256, src.shape, dtype=np.uint8)
-    from_pages = rng.permutation(1000)[:count]
-    to_pages = rng.permutation(1000)[:count].astype(np.int32)
+    src[:] = random_pages.integers(0, 256, src.shape, dtype=np.uint8)
+    from_pages = random_pages.permutation(1000)[:count]
+    to_pages = random_pages.permutation(1000)[:count].astype(np.int32)
     counter = pair.reader.counter()
     write = pair.to_reader.write_pages(
         source.region,

@@ -12,3 +12,8 @@ def rng() -> random.Random:
     seed = int(os.environ.get("KVXFER_TEST_SEED") or random.SystemRandom().getrandbits(32))
     print(f"KVXFER_TEST_SEED={seed}")
     return random.Random(seed)
+
+
+@pytest.fixture(params=["local", "tcp"])
+def fabric(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
