@@ -266,3 +266,19 @@ def test_the_cluster_key_is_never_shown(tmp_path: Path) -> None:
     assert (key.status, key.detail, key.remedy) == (Status.OK, "set", None)
     assert control_plane.status is Status.INFO
     assert control_plane.remedy is not None
+
+
+@pytest.mark.parametrize(
+    ("release", "setting", "status"),
+    [
+        ("6.1.0-18-amd64", "always [never] deny", Status.OK),
+        ("5.15.0", "always [never] deny", Status.LIMITED),
+        ("5.15.0", "[advise] never deny", Status.OK),
+        ("6.18.44", "never [deny]", Status.LIMITED),
+    ],
+)
+def test_huge_pages_of_shared_memory(
+    tmp_path: Path, release: str, setting: str, status: Status
+) -> None:
+    files = {"proc/sys/kernel/osrelease": release, f"{THP}/shmem_enabled": setting}
+    assert limits.shared_huge_pages(host(tmp_path, files)).status is status

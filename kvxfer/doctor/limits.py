@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 
 from kvxfer.doctor.finding import Area, Finding, Status
@@ -52,15 +53,25 @@ def huge_pages(host: Host) -> Finding:
 
 
 def shared_huge_pages(host: Host) -> Finding:
-    """Transparent huge pages of memory from engine.alloc()."""
+    """Transparent huge pages of memory from engine.alloc(), which asks for them by itself where the
+    kernel can collapse shared memory (MADV_COLLAPSE)."""
+    name = "huge pages, shared memory"
+    setting = host.text(f"{_THP}/shmem_enabled")
+    if setting is not None and "[deny]" not in setting and _kernel(host) >= (6, 1):
+        return Finding(Area.LIMITS, name, Status.OK, "engine.alloc() makes them itself")
     return _thp(
         host,
-        "huge pages, shared memory",
+        name,
         "shmem_enabled",
         ("always", "within_size", "advise", "force"),
         "advise",
         "memory of engine.alloc() lies on 4 KiB pages",
     )
+
+
+def _kernel(host: Host) -> tuple[int, ...]:
+    release = host.text("proc/sys/kernel/osrelease") or ""
+    return tuple(int(part) for part in re.findall(r"\d+", release)[:2])
 
 
 def _thp(
