@@ -209,6 +209,25 @@ def test_huge_pages_of_registered_memory(
 
 
 @pytest.mark.parametrize(
+    ("setting", "release", "status"),
+    [
+        ("never [advise]", "5.4.0", Status.OK),
+        ("advise [never] deny", "6.1.0-18-amd64", Status.OK),
+        ("advise [never] deny", "6.0.9", Status.LIMITED),
+        ("advise never [deny]", "6.12.1", Status.LIMITED),
+        (None, "6.12.1", Status.LIMITED),
+    ],
+)
+def test_huge_pages_of_shared_memory_are_there_where_the_kernel_lets_the_engine_make_them(
+    tmp_path: Path, setting: str | None, release: str, status: Status
+) -> None:
+    files = {"proc/sys/kernel/osrelease": release}
+    if setting is not None:
+        files[f"{THP}/shmem_enabled"] = setting
+    assert limits.shared_huge_pages(host(tmp_path, files)).status is status
+
+
+@pytest.mark.parametrize(
     ("largest", "status"), [(4 << 20, Status.OK), ((4 << 20) - 1, Status.LIMITED)]
 )
 def test_socket_buffers_are_judged_by_what_they_may_grow_to(

@@ -86,8 +86,10 @@ async def _run_case(
 ) -> CaseFigures:
     try:
         async with open_pair(receiver.channel, case, settings.pool_bytes) as pair:
-            # Each side touches all of its pools once before anything is timed.
-            await pair.transfer(settings.sweep(max(settings.page_bytes)))
+            # Engine and limit touch all of their pools once before anything is timed.
+            sweep = settings.sweep(max(settings.page_bytes))
+            await pair.transfer(sweep)
+            await limits.transfer(case.limit, sweep, pair.region.address)
             cpu = []
             for size in CPU_PAGE_BYTES:
                 cpu.append(await measure_cpu(pair, settings.sweep(size)))
