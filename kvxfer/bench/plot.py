@@ -44,7 +44,7 @@ def plot_report(report: Report, path: Path) -> None:
             axes.annotate(
                 f"{each.ratio:.2f}",
                 (size, each.gb_per_s),
-                xytext=(0, -12),
+                xytext=(0, 7 if each.ratio >= 1 else -14),
                 textcoords="offset points",
                 ha="center",
                 fontsize=8,
