@@ -36,6 +36,10 @@ void unwrap(const Result<void>& result) {
 }
 
 Duration seconds(double value) {
+  if (!(value >= 0 && value < 1e9)) {
+    throw NativeError({Errc::invalid_argument,
+                       "a time of " + std::to_string(value) + " s; pass 0 to 1e9 seconds"});
+  }
   return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(value));
 }
 
@@ -63,6 +67,12 @@ EngineOptions make_options(const py::bytes& cluster_key, const std::string& name
 
 py::tuple to_tuple(const Submitted& submitted) {
   return py::make_tuple(submitted.id, submitted.writes, submitted.bytes);
+}
+
+// A peer chooses its name: whatever it is must not cost anybody a completion.
+py::object to_text(const std::string& text) {
+  return py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace"));
 }
 
 const char* kind_name(Completion::Kind kind) {
@@ -122,16 +132,16 @@ void bind_engine(py::module_& module) {
       .def_property_readonly(
           "engine_id", [](const TransferEngine& engine) { return engine.address().engine.hex(); })
       .def_property_readonly("event_fd", &TransferEngine::event_fd)
-      .def(
-          "drain",
-          [](TransferEngine& engine) {
-            py::list list;
-            for (Completion& c : engine.drain()) {
-              list.append(py::make_tuple(kind_name(c.kind), c.id, c.peer, std::string(name(c.code)),
-                                         c.text, py::bytes(c.data), c.fabric, c.timestamp_ns));
-            }
-            return list;
-          })
+      .def("drain",
+           [](TransferEngine& engine) {
+             py::list list;
+             for (Completion& c : engine.drain()) {
+               list.append(py::make_tuple(kind_name(c.kind), c.id, c.peer,
+                                          std::string(name(c.code)), to_text(c.text),
+                                          py::bytes(c.data), c.fabric, c.timestamp_ns));
+             }
+             return list;
+           })
       .def("stats",
            [](const TransferEngine& engine) {
              EngineStats s;

@@ -25,6 +25,7 @@ void CompletionQueue::push(Completion completion) {
   {
     const std::lock_guard lock(mutex_);
     was_empty = waiting_.empty();
+    waiting_bytes_ += completion.data.size();
     waiting_.push_back(std::move(completion));
   }
   if (was_empty) {
@@ -38,7 +39,13 @@ std::vector<Completion> CompletionQueue::drain() {
   // Before taking: a completion pushed after the take sets the event again.
   [[maybe_unused]] const auto read = ::read(event_.get(), &count, sizeof count);
   const std::lock_guard lock(mutex_);
+  waiting_bytes_ = 0;
   return std::exchange(waiting_, {});
+}
+
+std::size_t CompletionQueue::waiting_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return waiting_bytes_;
 }
 
 }  // namespace kvxfer

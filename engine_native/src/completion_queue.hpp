@@ -17,6 +17,8 @@ class CompletionQueue {
   // Stamps the completion with the current time unless it carries one.
   void push(Completion completion);
   std::vector<Completion> drain();
+  // Of message payloads.
+  std::size_t waiting_bytes() const;
   // Readable while completions wait.
   int event_fd() const { return event_.get(); }
 
@@ -24,8 +26,9 @@ class CompletionQueue {
   explicit CompletionQueue(UniqueFd event) : event_(std::move(event)) {}
 
   UniqueFd event_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::vector<Completion> waiting_;
+  std::size_t waiting_bytes_ = 0;
 };
 
 }  // namespace kvxfer

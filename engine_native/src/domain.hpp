@@ -55,6 +55,9 @@ class Path {
   // From now on nothing arriving with this immediate, or for this region, is placed.
   virtual void revoke_counter(Imm imm) = 0;
   virtual void revoke_region(std::uint64_t key) = 0;
+
+  // When bytes of the peer last came this way; 0 where that does not prove that it runs.
+  virtual std::uint64_t last_heard_ns() const { return 0; }
 };
 
 // One NIC endpoint, or what stands for one.

@@ -17,6 +17,10 @@ namespace {
 
 // With nothing to time the thread still looks around this often.
 constexpr std::uint64_t kIdleTickNs = 10'000'000'000u;
+// For a stranger to prove that it knows the cluster key.
+constexpr std::uint64_t kHandshakeNs = 2'000'000'000u;
+// For two engines of one host to share memory; well within a connect, so that tcp can follow.
+constexpr std::uint64_t kRendezvousNs = 500'000'000u;
 
 // Equal for engines that share a kernel boot and a network namespace: only those can meet over
 // an abstract unix socket.
@@ -36,8 +40,8 @@ Result<void> validate(const EngineOptions& options) {
                " bytes; it needs at least 16, e.g. the output of: openssl rand -hex 32");
   }
   if (!options.local && !options.tcp) return bad("no fabric is enabled; enable local, tcp or both");
-  if (options.name.size() > 128) return bad("name is longer than 128 bytes");
-  if (options.lanes < 1 || options.lanes > 64) {
+  if (options.name.size() > kMaxNameBytes) return bad("name is longer than 128 bytes");
+  if (options.lanes < 1 || options.lanes > kMaxLanes) {
     return bad("lanes is " + std::to_string(options.lanes) + "; use 1 to 64");
   }
   if (options.window_bytes < kMaxWriteBytes) {
@@ -45,8 +49,12 @@ Result<void> validate(const EngineOptions& options) {
                "; it needs at least 1 MiB");
   }
   if (options.heartbeat_interval < std::chrono::milliseconds(1) ||
+      options.heartbeat_interval > Duration(kMaxHeartbeatNs) ||
       options.peer_timeout < 2 * options.heartbeat_interval) {
-    return bad("heartbeat_interval must be at least 1 ms and peer_timeout at least twice that");
+    return bad("heartbeat_interval must be 1 ms to 60 s, and peer_timeout at least twice as long");
+  }
+  if (options.operation_timeout <= Duration::zero() || options.spin < Duration::zero()) {
+    return bad("operation_timeout must be positive and spin not negative");
   }
   return {};
 }
@@ -84,7 +92,9 @@ DomainGroup::DomainGroup(EngineOptions options, Poller poller,
                                 .host = host_identity(),
                                 .local = options_.local,
                                 .tcp = options_.tcp,
-                                .lanes = static_cast<std::uint16_t>(options_.lanes)}};
+                                .lanes = static_cast<std::uint16_t>(options_.lanes),
+                                .heartbeat_ns = static_cast<std::uint64_t>(
+                                    options_.heartbeat_interval.count())}};
 }
 
 Result<void> DomainGroup::start() {
@@ -92,8 +102,15 @@ Result<void> DomainGroup::start() {
   if (options_.local) {
     auto domain = local::LocalDomain::open(address_.engine, poller_, reception, *this, *this,
                                            options_.window_bytes);
-    if (!domain) return domain.error();
-    local_ = std::move(*domain);
+    if (!domain && !options_.tcp) return domain.error();
+    if (domain) {
+      local_ = std::move(*domain);
+    } else {
+      identity_.introduction.local = false;
+      completions_->push(
+          {.kind = Completion::Kind::notice,
+           .text = "the local fabric is not available here, tcp is used: " + domain.error().text});
+    }
   }
   for (unsigned lane = 0; lane < options_.lanes && options_.tcp; ++lane) {
     PathEvents& events = *this;
@@ -111,7 +128,7 @@ DomainGroup::~DomainGroup() { close(); }
 
 void DomainGroup::close() {
   post([this] { stopping_ = true; });
-  if (thread_.joinable()) thread_.join();
+  if (thread_.joinable()) ended_.wait();
 }
 
 // --- commands --------------------------------------------------------------------------------
@@ -127,15 +144,15 @@ bool DomainGroup::post(Command command) {
   return true;
 }
 
-void DomainGroup::run_on_engine_thread(const Command& command) {
-  std::promise<void> done;
-  auto finished = done.get_future();
-  if (post([&] {
-        command();
-        done.set_value();
-      })) {
-    finished.wait();
-  }
+bool DomainGroup::run_on_engine_thread(Command command) {
+  // Shared: the caller may be gone while the promise is still being fulfilled.
+  auto done = std::make_shared<std::promise<void>>();
+  const bool posted = post([command = std::move(command), done] {
+    command();
+    done->set_value();
+  });
+  posted ? done->get_future().wait() : ended_.wait();
+  return posted;
 }
 
 void DomainGroup::run_commands() {
@@ -150,12 +167,12 @@ void DomainGroup::run_commands() {
 
 EngineStats DomainGroup::stats() {
   EngineStats stats;
-  run_on_engine_thread([&] {
+  const bool running = run_on_engine_thread([&] {
     stats = stats_;
     stats.peers = static_cast<std::uint64_t>(std::count_if(
         peers_.begin(), peers_.end(), [](const auto& entry) { return entry.second->up(); }));
   });
-  return stats;
+  return running ? stats : stats_;
 }
 
 // --- the loop --------------------------------------------------------------------------------
@@ -170,7 +187,8 @@ void DomainGroup::run() {
     const std::uint64_t now = now_ns();
     if (activity_ != before) last_progress = now;
     if (now - last_progress < spin) continue;
-    const bool timed = !peers_.empty() || !dialers_.empty() || !acceptor_->idle();
+    const bool timed =
+        !peers_.empty() || !dialers_.empty() || !acceptor_->idle() || (local_ && !local_->idle());
     const std::uint64_t next_tick =
         last_tick_ns_ +
         (timed ? static_cast<std::uint64_t>(options_.heartbeat_interval.count()) : kIdleTickNs);
@@ -211,18 +229,12 @@ void DomainGroup::tick(std::uint64_t now) {
   const std::uint64_t elapsed = now - std::exchange(last_tick_ns_, now);
   const std::uint64_t stalled = timed && elapsed > 3 * interval ? elapsed - interval : 0;
   for (const auto& [id, peer] : peers_) peer->tick(now, stalled, options_.peer_timeout);
-  for (const auto& dialer : dialers_) {
-    if (!dialer->ended() && now > dialer->deadline_ns()) {
-      on_dialed(*dialer, Error{Errc::connect_failed, "no answer in time"});
-    }
-  }
-  std::erase_if(dialers_, [](const auto& dialer) { return dialer->ended(); });
+  expire_connects(now);
   std::erase_if(lane_dialers_, [&](const auto& dialer) {
     return dialer->ended() || !peers_.contains(dialer->peer);
   });
-  const std::uint64_t handshake_limit = 2'000'000'000u;
-  acceptor_->expire(now - std::min(now, handshake_limit));
-  if (local_) local_->expire(now - std::min(now, handshake_limit));
+  acceptor_->expire(now - std::min(now, kHandshakeNs));
+  if (local_) local_->expire(now - std::min(now, kRendezvousNs));
   expire_operations(now);
 }
 
@@ -248,6 +260,7 @@ void DomainGroup::shut_down() {
   dialers_.clear();
   local_.reset();
   acceptor_.reset();
+  ending_.set_value();
 }
 
 }  // namespace kvxfer

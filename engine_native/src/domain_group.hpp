@@ -67,7 +67,8 @@ class DomainGroup final : private AcceptorEvents,
 
   // Commands; false once the engine is closed.
   bool post(Command command);
-  void run_on_engine_thread(const Command& command);
+  // Returns once the engine thread has run it, or has ended.
+  bool run_on_engine_thread(Command command);
 
   // --- engine thread: the loop
   void run();
@@ -79,7 +80,8 @@ class DomainGroup final : private AcceptorEvents,
 
   // --- engine thread: connections
   void begin_connect(OperationId id, const EngineAddress& address, Duration timeout);
-  void complete_connect(OperationId id, Result<PeerId> peer);
+  void expire_connects(std::uint64_t now);
+  void complete_connect(OperationId id, const Result<PeerId>& peer);
   void open_paths(Peer& peer);
   void open_lanes(Peer& peer);
   void set_socket_options(int fd) const;
@@ -121,6 +123,8 @@ class DomainGroup final : private AcceptorEvents,
   std::mutex commands_mutex_;
   std::vector<Command> commands_;
   bool closed_ = false;  // guarded by commands_mutex_
+  std::promise<void> ending_;
+  std::shared_future<void> ended_ = ending_.get_future().share();  // nothing is touched any more
   std::atomic<bool> sleeping_ = false;
 
   // Engine thread.
@@ -135,7 +139,7 @@ class DomainGroup final : private AcceptorEvents,
   std::unordered_map<PeerId, std::unique_ptr<Peer>> peers_;
   std::vector<std::pair<PeerId, Error>> lost_;  // to be closed at the end of the step
   std::unordered_map<OperationId, OperationPtr> operations_;
-  std::vector<std::pair<RegionPtr, std::promise<void>>> deregistering_;
+  std::vector<std::pair<RegionPtr, std::shared_ptr<std::promise<void>>>> deregistering_;
   PeerId last_peer_ = 0;
   std::uint64_t last_tick_ns_ = 0;
   bool told_fallback_ = false;

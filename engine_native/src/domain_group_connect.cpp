@@ -12,6 +12,8 @@ namespace {
 
 // For an accepted peer to open its paths.
 constexpr std::uint64_t kOpenNs = 2'000'000'000u;
+// Messages that have arrived and nobody has drained.
+constexpr std::size_t kMaxUnreadBytes = 64u << 20;
 
 }  // namespace
 
@@ -33,24 +35,41 @@ void DomainGroup::begin_connect(OperationId id, const EngineAddress& address, Du
     return complete_connect(id,
                             Error{Errc::invalid_argument, "an engine cannot connect to itself"});
   }
+  const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(timeout.count());
   for (const auto& [peer_id, peer] : peers_) {
     if (peer->session().peer != address.engine || peer->state() == Peer::State::lost) continue;
     if (peer->up()) return complete_connect(id, peer_id);
-    return peer->add_waiter(id);
+    return peer->waiters.add(id, deadline);
   }
   for (const auto& dialer : dialers_) {
     if (!dialer->ended() && dialer->address().engine == address.engine) {
-      return dialer->waiters.push_back(id);
+      return dialer->waiters.add(id, deadline);
     }
   }
-  const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(timeout.count());
   auto dialer = Dialer::dial(address, identity_, deadline, poller_, *this);
   if (!dialer) return complete_connect(id, dialer.error());
-  (*dialer)->waiters.push_back(id);
+  (*dialer)->waiters.add(id, deadline);
   dialers_.push_back(std::move(*dialer));
 }
 
-void DomainGroup::complete_connect(OperationId id, Result<PeerId> peer) {
+void DomainGroup::expire_connects(std::uint64_t now) {
+  const auto give_up = [this](const std::vector<OperationId>& late, const std::string& whom) {
+    for (const OperationId id : late) {
+      complete_connect(
+          id, Error{Errc::connect_failed, "connecting to " + whom + " took longer than allowed"});
+    }
+  };
+  for (const auto& dialer : dialers_) {
+    give_up(dialer->waiters.take_late(now), dialer->address().text());
+    if (!dialer->ended() && now > dialer->deadline_ns()) {
+      on_dialed(*dialer, Error{Errc::connect_failed, "no answer in time"});
+    }
+  }
+  std::erase_if(dialers_, [](const auto& dialer) { return dialer->ended(); });
+  for (const auto& [id, peer] : peers_) give_up(peer->waiters.take_late(now), peer->label());
+}
+
+void DomainGroup::complete_connect(OperationId id, const Result<PeerId>& peer) {
   Completion completion{.kind = Completion::Kind::connect, .id = id};
   if (peer) {
     completion.peer = *peer;
@@ -62,17 +81,16 @@ void DomainGroup::complete_connect(OperationId id, Result<PeerId> peer) {
 }
 
 void DomainGroup::on_dialed(Dialer& dialer, Result<Session> session) {
-  const auto waiters = std::exchange(dialer.waiters, {});
   if (!session) {
     const Error error{session.error().code, "connecting to " + dialer.address().text() +
                                                 " failed: " + session.error().text};
-    for (const OperationId id : waiters) complete_connect(id, error);
+    for (const OperationId id : dialer.waiters.take()) complete_connect(id, error);
     dialer.abandon();
     return;
   }
   Peer& peer = add_peer(dialer.take_stream(), *session, dialer.deadline_ns());
   peer.address = dialer.address();
-  for (const OperationId id : waiters) peer.add_waiter(id);
+  peer.waiters = std::move(dialer.waiters);
   open_paths(peer);
 }
 
@@ -220,11 +238,14 @@ void DomainGroup::on_up(Peer& peer) {
                       .text = peer.session().introduction.name,
                       .data = peer.session().peer.hex(),
                       .fabric = peer.fabric()});
-  for (const OperationId id : peer.take_waiters()) complete_connect(id, peer.id());
+  for (const OperationId id : peer.waiters.take()) complete_connect(id, peer.id());
 }
 
 void DomainGroup::on_message(Peer& peer, std::string data) {
   ++activity_;
+  if (completions_->waiting_bytes() > kMaxUnreadBytes) {
+    return peer.lose({Errc::backpressure, "its messages are not being taken here"});
+  }
   completions_->push(
       {.kind = Completion::Kind::message, .peer = peer.id(), .data = std::move(data)});
 }
@@ -288,7 +309,7 @@ void DomainGroup::close_peer(PeerId id, const Error& error) {
     operation->finished = operation->posted;
     end_operation(operation);
   }
-  for (const OperationId waiter : peer->take_waiters()) complete_connect(waiter, told);
+  for (const OperationId waiter : peer->waiters.take()) complete_connect(waiter, told);
   if (!peer->was_up()) return;
   {
     const std::lock_guard lock(handles_mutex_);

@@ -14,8 +14,20 @@ void DomainGroup::submit(const OperationPtr& operation) {
       return fail_operation(operation, Errc::peer_lost,
                             "the peer was lost before the operation was posted");
     }
-    found->second->queue(operation);
-    found->second->pump();
+    // Here, where deregister() is in order with it: the memory may be gone.
+    if (operation->source && regions_.find(operation->source->key()) != operation->source) {
+      return fail_operation(operation, Errc::unknown_region,
+                            "the source region is not registered at this engine any more");
+    }
+    Peer& peer = *found->second;
+    if (!peer.reaches(operation->source.get())) {
+      return fail_operation(operation, Errc::permission_denied,
+                            "peer " + peer.label() +
+                                " may not read this process's registered memory, and there is no "
+                                "tcp path; use memory from alloc(), or enable tcp on both sides");
+    }
+    peer.queue(operation);
+    peer.pump();
   });
   if (!posted) {
     completions_->push({.kind = Completion::Kind::write,
@@ -44,6 +56,7 @@ void DomainGroup::cancel(OperationId id) {
 void DomainGroup::fail_operation(const OperationPtr& operation, Errc code, std::string text) {
   operation->fail(code, std::move(text));
   if (operation->done()) return end_operation(operation);
+  operation->finished_at_grace = operation->finished;
   // What is posted gets a little time, then the peer is given up: expire_operations().
   operation->deadline_ns = std::min(
       operation->deadline_ns, now_ns() + static_cast<std::uint64_t>(options_.peer_timeout.count()));
@@ -61,6 +74,9 @@ void DomainGroup::end_operation(const OperationPtr& operation) {
   if (const auto peer = find_peer(operation->peer)) {
     peer->queued_writes -= operation->writes.size();
   }
+  // It may stay in its peer's queue for a while; what it holds should not.
+  operation->writes = {};
+  operation->source.reset();
   completions_->push({.kind = Completion::Kind::write,
                       .id = operation->id,
                       .peer = operation->peer,
@@ -70,7 +86,7 @@ void DomainGroup::end_operation(const OperationPtr& operation) {
     const bool used = std::any_of(operations_.begin(), operations_.end(), [&](const auto& entry) {
       return entry.second->source == waiting.first;
     });
-    if (!used) waiting.second.set_value();
+    if (!used) waiting.second->set_value();
     return !used;
   });
 }
@@ -86,6 +102,9 @@ void DomainGroup::expire_operations(std::uint64_t now) {
       fail_operation(operation, Errc::deadline_exceeded,
                      "not delivered before its deadline: " + std::to_string(operation->finished) +
                          " of " + std::to_string(operation->writes.size()) + " writes were");
+    } else if (operation->finished != operation->finished_at_grace) {
+      operation->finished_at_grace = operation->finished;  // slow, but it moves
+      operation->deadline_ns = now + static_cast<std::uint64_t>(options_.peer_timeout.count());
     } else if (const auto peer = peers_.find(operation->peer); peer != peers_.end()) {
       peer->second->lose({Errc::deadline_exceeded,
                           "it does not take the writes that were posted, though it is alive"});
@@ -103,28 +122,24 @@ void DomainGroup::release_counter(Imm imm) {
 }
 
 void DomainGroup::deregister(const RegionPtr& region) {
-  std::promise<void> done;
-  auto unused = done.get_future();
-  const bool posted = post([this, &region, &done] {
+  auto unused = std::make_shared<std::promise<void>>();
+  const bool posted = post([this, region, unused] {
     regions_.erase(region->key());
     for (const auto& [id, peer] : peers_) {
       for (const auto& path : peer->paths()) path->revoke_region(region->key());
     }
+    if (local_) local_->forget_source(*region);
     std::vector<OperationPtr> readers;
     for (const auto& [id, operation] : operations_) {
       if (operation->source == region) readers.push_back(operation);
     }
-    deregistering_.emplace_back(region, std::move(done));
+    if (readers.empty()) return unused->set_value();
+    deregistering_.emplace_back(region, unused);
     for (const OperationPtr& operation : readers) {
       fail_operation(operation, Errc::cancelled, "its source region was deregistered");
     }
-    if (local_) local_->forget_source(*region);
-    if (readers.empty()) {
-      deregistering_.back().second.set_value();
-      deregistering_.pop_back();
-    }
   });
-  if (posted) unused.wait();
+  posted ? unused->get_future().wait() : ended_.wait();
 }
 
 }  // namespace kvxfer

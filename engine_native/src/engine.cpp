@@ -79,8 +79,9 @@ Result<void> TransferEngine::send(PeerId peer, std::string data) {
     return Error{Errc::message_too_large, "a message of " + std::to_string(data.size()) +
                                               " bytes; the limit is 1 MiB, use writes for more"};
   }
-  if (handle->queued_message_bytes.fetch_add(data.size()) > kMaxQueuedMessageBytes) {
-    handle->queued_message_bytes -= data.size();
+  if (handle->queued_message_bytes.fetch_add(message_charge(data.size())) >
+      kMaxQueuedMessageBytes) {
+    handle->queued_message_bytes -= message_charge(data.size());
     return Error{Errc::backpressure,
                  "16 MiB of messages already wait for peer " + handle->label + "; send later"};
   }

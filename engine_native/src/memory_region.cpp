@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <cerrno>
+#include <fstream>
 #include <string>
 
 #include "aligned_mapping.hpp"
@@ -19,12 +20,30 @@ Error cannot_allocate(std::size_t bytes) {
                                    "; free memory or raise the memory and open files limits"};
 }
 
+// MemAvailable of the kernel's own estimate; without it, no limit.
+std::size_t available_memory() {
+  std::ifstream meminfo("/proc/meminfo");
+  std::string name;
+  std::size_t kib = 0;
+  std::string unit;
+  while (meminfo >> name >> kib >> unit) {
+    if (name == "MemAvailable:") return kib * 1024;
+  }
+  return SIZE_MAX;
+}
+
 }  // namespace
 
 Result<RegionPtr> MemoryRegion::allocate(EngineId engine, std::size_t bytes) {
   if (bytes == 0 || bytes > std::size_t{1} << 46) {
     return Error{Errc::invalid_argument, "cannot allocate a region of " + std::to_string(bytes) +
                                              " bytes; ask for 1 byte to 64 TiB"};
+  }
+  // The memory is populated at once; the kernel would not say no, but end some process.
+  if (const std::size_t available = available_memory(); bytes > available) {
+    return Error{Errc::out_of_memory, "cannot allocate " + std::to_string(bytes) +
+                                          " bytes: this host has " + std::to_string(available) +
+                                          " bytes of memory available"};
   }
   const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   const std::size_t mapped = (bytes + page - 1) / page * page;

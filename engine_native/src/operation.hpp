@@ -34,9 +34,10 @@ struct Operation {
   std::uint64_t bytes = 0;
   std::uint64_t deadline_ns = 0;
 
-  std::size_t posted = 0;    // writes[0, posted) were given to a path
-  std::size_t finished = 0;  // of those, delivered or refused
-  Errc code = Errc::ok;      // first failure; nothing is posted after it
+  std::size_t posted = 0;             // writes[0, posted) were given to a path
+  std::size_t finished = 0;           // of those, delivered or refused
+  std::size_t finished_at_grace = 0;  // when it last got more time to end
+  Errc code = Errc::ok;               // first failure; nothing is posted after it
   std::string text;
 
   bool wants_post() const { return code == Errc::ok && posted < writes.size(); }

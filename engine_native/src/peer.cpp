@@ -51,6 +51,14 @@ std::string Peer::fabric() const {
 void Peer::add_path(std::unique_ptr<Path> path, std::uint32_t lane) {
   paths_.push_back(std::move(path));
   lanes_.push_back(lane);
+  confirm_paths();
+}
+
+// The announcement and the last path come over different sockets, in either order.
+void Peer::confirm_paths() {
+  if (state_ != State::opening || announced_ == 0 || paths_.size() != announced_) return;
+  send_frame(ControlFrame::ready, {});
+  come_up();
 }
 
 bool Peer::has_lane(std::uint32_t lane) const {
@@ -73,11 +81,12 @@ void Peer::handle_frame(ControlFrame type, std::string payload) {
     case ControlFrame::paths: {
       ByteReader reader(payload);
       const auto count = reader.get<std::uint32_t>();
-      if (state_ != State::opening || !reader.finished() || count != paths_.size() || count == 0) {
+      if (state_ != State::opening || !reader.finished() || announced_ != 0 ||
+          count < paths_.size() || count == 0 || count > kMaxPaths) {
         break;
       }
-      send_frame(ControlFrame::ready, {});
-      return come_up();
+      announced_ = count;
+      return confirm_paths();
     }
     case ControlFrame::ready:
       if (state_ != State::announced) break;
@@ -105,6 +114,11 @@ Path* Peer::path_for(const Operation& operation) {
   return nullptr;
 }
 
+bool Peer::reaches(const MemoryRegion* source) const {
+  return std::any_of(paths_.begin(), paths_.end(),
+                     [&](const auto& path) { return path->reaches(source); });
+}
+
 void Peer::pump() {
   while (!backlog_.empty()) {
     const OperationPtr& operation = backlog_.front();
@@ -118,31 +132,37 @@ void Peer::pump() {
 }
 
 void Peer::send_message(std::string_view data) {
-  if (state_ == State::up) send_frame(ControlFrame::message, data);
+  const std::uint64_t charge = message_charge(data.size());
+  if (state_ == State::up) return send_frame(ControlFrame::message, data, charge);
+  handle_->queued_message_bytes -= charge;
 }
 
-void Peer::send_frame(ControlFrame type, std::string_view payload) {
+void Peer::send_frame(ControlFrame type, std::string_view payload, std::uint64_t charge) {
   const FrameHead head{
       .size = static_cast<std::uint32_t>(payload.size()), .type = type, .reserved = {}};
   std::string frame(reinterpret_cast<const char*>(&head), sizeof head);
   frame.append(payload);
+  charges_.push_back(charge);
   stream_->write(std::move(frame));
 }
 
-void Peer::on_sent(std::size_t bytes) {
-  // Only message frames are larger than their head by more than a few bytes; the bound is rough.
-  auto& queued = handle_->queued_message_bytes;
-  queued -= std::min<std::uint64_t>(queued, bytes);
+void Peer::on_sent() {
+  handle_->queued_message_bytes -= charges_.front();
+  charges_.pop_front();
 }
 
 void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
   if (state_ == State::lost) return;
-  last_heard_ns_ += stalled_ns;
+  last_heard_ns_ = std::min(now, last_heard_ns_ + stalled_ns);
+  for (const auto& path : paths_) last_heard_ns_ = std::max(last_heard_ns_, path->last_heard_ns());
   if (state_ != State::up && now > deadline_ns_) {
     return lose({Errc::connect_failed, "the peer did not finish the connection in time"});
   }
   const auto silent = now - std::min(now, last_heard_ns_);
-  if (silent > static_cast<std::uint64_t>(timeout.count())) {
+  // A peer that was told to beat slower than we wait is not dead between two beats.
+  const auto limit = std::max<std::uint64_t>(static_cast<std::uint64_t>(timeout.count()),
+                                             3 * session_.introduction.heartbeat_ns);
+  if (silent > limit) {
     return lose({Errc::peer_timeout, "no heartbeat for " + std::to_string(silent / 1'000'000) +
                                          " ms; the process is frozen or its host is cut off"});
   }

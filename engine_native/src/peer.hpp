@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "bootstrap/connect_waiters.hpp"
 #include "bootstrap/handshake.hpp"
 #include "bootstrap/stream.hpp"
 #include "domain.hpp"
@@ -28,6 +29,9 @@ struct PeerHandle {
   std::atomic<std::uint64_t> queued_writes = 0;
   std::atomic<std::uint64_t> queued_message_bytes = 0;
 };
+
+// What a message counts against the bound: empty ones are not free.
+constexpr std::uint64_t message_charge(std::size_t bytes) { return bytes + 64; }
 
 // On the control stream; part of the protocol.
 enum class ControlFrame : std::uint8_t {
@@ -71,12 +75,13 @@ class Peer final : public StreamOwner {
   bool has_lane(std::uint32_t lane) const;
   const std::vector<std::unique_ptr<Path>>& paths() const { return paths_; }
   void announce_paths();
-  void add_waiter(OperationId connect) { waiters_.push_back(connect); }
-  std::vector<OperationId> take_waiters() { return std::exchange(waiters_, {}); }
+  ConnectWaiters waiters;      // connect operations that this peer's set-up answers
   unsigned lanes_to_open = 0;  // initiator: dials that have not ended
   EngineAddress address;       // initiator: where lanes are dialed
 
   // --- running
+  // Whether any path gets at this source memory.
+  bool reaches(const MemoryRegion* source) const;
   void queue(OperationPtr operation) { backlog_.push_back(std::move(operation)); }
   bool has_backlog() const { return !backlog_.empty(); }
   // Posts as much as the paths take.
@@ -93,10 +98,11 @@ class Peer final : public StreamOwner {
 
  private:
   void on_input(std::string& in) override;
-  void on_sent(std::size_t bytes) override;
+  void on_sent() override;
   void on_stream_lost(Error error) override;
   void handle_frame(ControlFrame type, std::string payload);
-  void send_frame(ControlFrame type, std::string_view payload);
+  void send_frame(ControlFrame type, std::string_view payload, std::uint64_t charge = 0);
+  void confirm_paths();
   void come_up();
   Path* path_for(const Operation& operation);
 
@@ -109,13 +115,15 @@ class Peer final : public StreamOwner {
   bool was_up_ = false;  // on_up() was reported
   std::uint64_t last_heard_ns_;
   std::vector<std::unique_ptr<Path>> paths_;
-  std::vector<std::uint32_t> lanes_;  // of paths_, in the same order
-  std::size_t next_path_ = 0;         // round robin
+  std::vector<std::uint32_t> lanes_;   // of paths_, in the same order
+  std::size_t next_path_ = 0;          // round robin
+  std::uint32_t announced_ = 0;        // acceptor: paths that the initiator has opened
+  std::deque<std::uint64_t> charges_;  // of the frames that the stream has not sent yet
   std::deque<OperationPtr> backlog_;
-  std::vector<OperationId> waiters_;
 };
 
 // The lane number of the local path.
 inline constexpr std::uint32_t kLocalPathLane = 0xffffffff;
+inline constexpr std::uint32_t kMaxPaths = kMaxLanes + 1;
 
 }  // namespace kvxfer

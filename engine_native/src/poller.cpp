@@ -43,8 +43,12 @@ void Poller::remove(int fd, EventSink& sink) {
 void Poller::poll(std::uint64_t timeout_ns) {
   const timespec timeout{.tv_sec = static_cast<time_t>(timeout_ns / 1'000'000'000u),
                          .tv_nsec = static_cast<long>(timeout_ns % 1'000'000'000u)};
-  const int ready = ::epoll_pwait2(epoll_.get(), ready_.data(), static_cast<int>(ready_.size()),
-                                   &timeout, nullptr);
+  int ready = ::epoll_pwait2(epoll_.get(), ready_.data(), static_cast<int>(ready_.size()), &timeout,
+                             nullptr);
+  if (ready < 0 && errno != EINTR) {  // older than Linux 5.11, or forbidden: in milliseconds
+    ready = ::epoll_wait(epoll_.get(), ready_.data(), static_cast<int>(ready_.size()),
+                         static_cast<int>((timeout_ns + 999'999) / 1'000'000));
+  }
   ready_count_ = ready < 0 ? 0 : static_cast<std::size_t>(ready);
   for (std::size_t i = 0; i < ready_count_; ++i) {
     const auto event = ready_[i];

@@ -1,3 +1,5 @@
+#include "fd.hpp"
+#include "net/socket.hpp"
 #include "support.hpp"
 
 using namespace kvxfer;
@@ -102,6 +104,8 @@ TEST_CASE("bad options are refused by name") {
   CHECK(refused([](auto& o) { o.lanes = 0; }) == Errc::invalid_argument);
   CHECK(refused([](auto& o) { o.host = "not a host"; }) == Errc::invalid_argument);
   CHECK(refused([](auto& o) { o.peer_timeout = Duration(1); }) == Errc::invalid_argument);
+  CHECK(refused([](auto& o) { o.spin = Duration(-1); }) == Errc::invalid_argument);
+  CHECK(refused([](auto& o) { o.operation_timeout = Duration(0); }) == Errc::invalid_argument);
   TestEngine taken(options_for("tcp", "taken"));
   CHECK(refused([&](auto& o) { o.port = taken->address().port; }) == Errc::address_in_use);
 }
@@ -109,4 +113,35 @@ TEST_CASE("bad options are refused by name") {
 TEST_CASE("an engine cannot connect to itself, and says so") {
   TestEngine alone(options_for("tcp", "alone"));
   CHECK(try_connect(alone, alone->address()).code == Errc::invalid_argument);
+}
+
+TEST_CASE("local connects succeed however heartbeats and the rendezvous interleave") {
+  auto options = options_for("local", "a");
+  options.heartbeat_interval = std::chrono::milliseconds(1);
+  options.peer_timeout = std::chrono::seconds(5);
+  TestEngine a(options);
+  options.name = "b";
+  TestEngine b(options);
+  for (int i = 0; i < 300; ++i) {
+    const PeerId peer = a.connect_to(b);
+    a->disconnect(peer);
+    b.await(Kind::peer_down);
+  }
+}
+
+TEST_CASE("silent strangers cannot lock a member out") {
+  TestEngine server(options_for("tcp", "server"));
+  TestEngine client(options_for("tcp", "client"));
+  std::vector<UniqueFd> strangers;
+  for (int i = 0; i < 600; ++i) {
+    strangers.push_back(good(net::dial("127.0.0.1", server->address().port)));
+  }
+  client.connect_to(server);
+}
+
+TEST_CASE("a name that is no text is carried as bytes") {
+  TestEngine a(options_for("tcp", "a"));
+  TestEngine b(options_for("tcp", "\xff\xfe"));
+  a.connect_to(b);
+  CHECK(a.await(Kind::peer_up).text == "\xff\xfe");
 }

@@ -1,4 +1,6 @@
 // What a survivor sees. Crashed and frozen processes are tested from Python, with real processes.
+#include <thread>
+
 #include "support.hpp"
 
 using namespace kvxfer;
@@ -95,4 +97,24 @@ TEST_CASE("what is queued for one peer is bounded") {
       kDeadline);
   REQUIRE(!refused);
   CHECK(refused.error().code == Errc::backpressure);
+}
+
+TEST_CASE("deregister during close returns only when nothing reads the region any more") {
+  for (int round = 0; round < 40; ++round) {
+    Pair pair(round % 2 == 0 ? "tcp" : "local");
+    const auto source = good(pair.writer->allocate(16u << 20));
+    const auto destination = good(pair.reader->allocate(16u << 20));
+    const auto submitted =
+        good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
+                                {.length = 16u << 20}, std::nullopt, kDeadline));
+    std::thread closing([&] { pair.writer->close(); });
+    pair.writer->deregister(source);
+    // Its end was reported before deregister returned.
+    bool ended = false;
+    for (const Completion& completion : pair.writer->drain()) {
+      ended = ended || (completion.kind == Kind::write && completion.id == submitted.id);
+    }
+    CHECK(ended);
+    closing.join();
+  }
 }

@@ -277,3 +277,18 @@ TEST_CASE("after release_counter returned, no write with that immediate lands") 
     }
   }
 }
+
+TEST_CASE("memory is no source any more once it is deregistered") {
+  for (const char* fabric : {"tcp", "local"}) {
+    CAPTURE(fabric);
+    Pair pair(fabric);
+    const auto source = good(pair.writer->allocate(4096));
+    const auto destination = good(pair.reader->allocate(4096));
+    pair.writer->deregister(source);
+    const auto submitted =
+        good(pair.writer->write(pair.to_reader, source, destination->descriptor(), {.length = 4096},
+                                std::nullopt, kDeadline));
+    CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::unknown_region);
+    CHECK(pair.writer->stats().peers == 1);
+  }
+}

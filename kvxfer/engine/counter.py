@@ -16,7 +16,15 @@ class Counter:
     the last arrival, once wait() returned.
     """
 
-    __slots__ = ("_engine", "_future", "_on_release", "_released", "completed_at_ns", "imm")
+    __slots__ = (
+        "_engine",
+        "_future",
+        "_on_release",
+        "_released",
+        "_total",
+        "completed_at_ns",
+        "imm",
+    )
 
     def __init__(
         self, engine: native.TransferEngine, imm: int, on_release: Callable[[int], None]
@@ -25,6 +33,7 @@ class Counter:
         self._on_release = on_release
         self._future: asyncio.Future[int] | None = None
         self._released = False
+        self._total = 0
         self.imm = imm
         self.completed_at_ns: int | None = None
 
@@ -44,6 +53,7 @@ class Counter:
         if self._future is not None:
             raise InvalidArgument("this counter is being waited for already")
         self._future = asyncio.get_running_loop().create_future()
+        self._total = total
         try:
             with translated():
                 self._engine.expect(self.imm, total)
@@ -68,6 +78,8 @@ class Counter:
         """The engine's report. Event loop only."""
         if self._future is None or self._future.done():
             return
+        if error is None and self.value < self._total:
+            return  # the completion of an earlier wait that was given up
         if error is None:
             self._future.set_result(timestamp_ns)
         else:

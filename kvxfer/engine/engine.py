@@ -91,6 +91,7 @@ class Engine:
         self._peers: dict[int, Peer] = {}
         self._connecting: dict[int, asyncio.Future[int]] = {}
         self._counters: dict[int, Counter] = {}
+        self._regions: set[MemoryRegion] = set()
         # Operations are submitted from any thread and completed on the loop.
         self._lock = threading.Lock()
         self._operations: dict[int, Operation] = {}
@@ -106,13 +107,18 @@ class Engine:
 
     async def close(self) -> None:
         """Ends everything with EngineClosed and stops the engine's thread. Idempotent."""
-        if self._closed:
-            return
         self._closed = True
+        # Shielded: a cancelled close still closes, and whoever closes too waits for the same end.
+        await asyncio.shield(asyncio.ensure_future(self._close()))
+
+    async def _close(self) -> None:
         await asyncio.to_thread(self.native.close)
         self._drain()
         if self._loop is not None:
             self._loop.remove_reader(self.native.event_fd)
+        for counter in list(self._counters.values()):
+            counter.resolve(EngineClosed("the engine was closed"), 0)
+        self._regions.clear()
 
     @property
     def address(self) -> str:
@@ -146,10 +152,14 @@ class Engine:
     def register(self, target: Any, nbytes: int | None = None) -> MemoryRegion:
         """Registers memory that somebody else allocated: a numpy array, a torch CPU tensor, a
         writable buffer, or an address with `nbytes`. It must stay valid until close()."""
-        return register(self.native, target, nbytes)
+        region = register(self.native, target, nbytes, on_close=self._regions.discard)
+        self._regions.add(region)  # peers may write into it until it is closed: its owner must live
+        return region
 
     def counter(self) -> Counter:
         """A new counter at zero. Raises OutOfMemory while 65,536 are in use."""
+        if self._closed:
+            raise EngineClosed("the engine was closed")
         with translated():
             imm = self.native.allocate_counter()
         counter = self._counters[imm] = Counter(self.native, imm, self._counter_released)

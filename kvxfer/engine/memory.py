@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvxfer.engine.native import native, translated
@@ -12,16 +13,22 @@ class MemoryRegion:
     """A registered range of memory. Any thread.
 
     `descriptor` is what a peer needs to write into the region, and the permission to do so: give
-    it to peers only. A region of foreign memory holds a reference to its owner.
+    it to peers only. A region of foreign memory keeps its owner alive until it is
+    closed, or its engine is.
     """
 
-    __slots__ = ("_engine", "_open", "_owner", "handle")
+    __slots__ = ("_engine", "_on_close", "_open", "_owner", "handle")
 
     def __init__(
-        self, engine: native.TransferEngine, handle: native.MemoryRegion, owner: object = None
+        self,
+        engine: native.TransferEngine,
+        handle: native.MemoryRegion,
+        owner: object = None,
+        on_close: Callable[[MemoryRegion], None] | None = None,
     ) -> None:
         self._engine = engine
         self._owner = owner
+        self._on_close = on_close
         self._open = True
         self.handle = handle
 
@@ -44,6 +51,8 @@ class MemoryRegion:
             self._open = False
             self._engine.deregister(self.handle)
             self._owner = None
+            if self._on_close is not None:
+                self._on_close(self)
 
     def __repr__(self) -> str:
         return f"MemoryRegion(address={self.address:#x}, nbytes={self.nbytes})"
@@ -66,7 +75,12 @@ class Memory(native.MemoryRegion):
         self.region.close()
 
 
-def register(engine: native.TransferEngine, target: Any, nbytes: int | None) -> MemoryRegion:
+def register(
+    engine: native.TransferEngine,
+    target: Any,
+    nbytes: int | None,
+    on_close: Callable[[MemoryRegion], None],
+) -> MemoryRegion:
     """Registers a numpy array, a torch CPU tensor, a writable buffer, or an address and length.
 
     Arrays and tensors must be contiguous. Raises InvalidArgument naming what was passed.
@@ -78,12 +92,13 @@ def register(engine: native.TransferEngine, target: Any, nbytes: int | None) -> 
     elif hasattr(target, "data_ptr"):  # torch, without importing it
         address, length, owner = _tensor_range(target), target.nbytes, target
     else:
-        address, length, owner = *_buffer_range(target), target
+        view = _writable_view(target)  # as owner: a bytearray cannot move while it is exported
+        address, length, owner = _address_of(view), view.nbytes, view
     if nbytes is not None and nbytes > length:
         raise InvalidArgument(f"nbytes={nbytes} is more than the {length} bytes that were passed")
     with translated():
         handle = engine.register_memory(address, length if nbytes is None else nbytes)
-    return MemoryRegion(engine, handle, owner)
+    return MemoryRegion(engine, handle, owner, on_close)
 
 
 def _tensor_range(tensor: Any) -> int:
@@ -96,9 +111,7 @@ def _tensor_range(tensor: Any) -> int:
     return int(tensor.data_ptr())
 
 
-def _buffer_range(target: Any) -> tuple[int, int]:
-    import numpy as np
-
+def _writable_view(target: Any) -> memoryview:
     try:
         view = memoryview(target)
     except TypeError:
@@ -111,4 +124,10 @@ def _buffer_range(target: Any) -> tuple[int, int]:
             f"the {type(target).__name__} cannot be registered: it must be writable, contiguous "
             "and not empty"
         )
-    return np.frombuffer(view, dtype=np.uint8).ctypes.data, view.nbytes
+    return view
+
+
+def _address_of(view: memoryview) -> int:
+    import numpy as np
+
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)

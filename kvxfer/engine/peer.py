@@ -135,6 +135,7 @@ class Peer:
                 f"no message from peer {self.name!r} within {timeout} s"
             ) from None
         if isinstance(item, PeerError):
+            self._inbox.put_nowait(item)  # for whoever else waits
             raise item
         return item
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import socket
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -319,3 +322,66 @@ async def test_a_closed_engine_refuses_by_name() -> None:
         await engine.connect("kvx://127.0.0.1:1/" + "0" * 32)
     region.close()
     await engine.close()
+
+
+async def test_memory_is_no_source_any_more_once_its_region_is_closed(pair: Pair) -> None:
+    array = np.ones(4096, dtype=np.uint8)
+    source, target = pair.writer.register(array), pair.reader.alloc(4096)
+    source.close()
+    with pytest.raises(UnknownRegion, match="source region"):
+        await pair.to_reader.write(source, target.region.descriptor, length=4096)
+    assert not np.frombuffer(target, dtype=np.uint8).any()
+    other = pair.writer.alloc(4096).region  # the peer is still there
+    await pair.to_reader.write(other, target.region.descriptor, length=1)
+
+
+async def test_registered_memory_lives_until_its_region_is_closed() -> None:
+    async with Engine(cluster_key=KEY) as engine:
+        array = np.zeros(4096, dtype=np.uint8)
+        gone = weakref.ref(array)
+        descriptor = engine.register(array).descriptor  # the region itself is not kept
+        del array
+        gc.collect()
+        assert gone() is not None
+        assert descriptor
+        buffer = bytearray(4096)
+        region = engine.register(buffer)
+        with pytest.raises(BufferError):
+            buffer.extend(b"x")  # it would move
+        region.close()
+        buffer.extend(b"x")
+
+
+async def test_closing_the_engine_ends_every_wait() -> None:
+    async with Engine(cluster_key=KEY) as engine:
+        counter = engine.counter()
+        waiting = asyncio.create_task(counter.wait(1))
+        await asyncio.sleep(0)
+        await asyncio.gather(engine.close(), engine.close())
+        with pytest.raises(EngineClosed):
+            await waiting
+        with pytest.raises(EngineClosed):
+            engine.counter()
+
+
+async def test_a_wait_that_was_given_up_does_not_answer_the_next(pair: Pair) -> None:
+    counter = pair.reader.counter()
+    with pytest.raises(DeadlineExceeded):
+        await counter.wait(1, timeout=0.001)
+    await pair.to_reader.write_imm(counter.imm)
+    with pytest.raises(DeadlineExceeded, match="stands at 1 of 2"):
+        await counter.wait(2, timeout=0.05)
+
+
+async def test_each_connect_has_its_own_deadline() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))  # accepts and never answers
+    address = f"kvx://127.0.0.1:{listener.getsockname()[1]}/" + "a" * 32
+    async with Engine(cluster_key=KEY) as engine:
+        patient = asyncio.create_task(engine.connect(address, timeout=60))
+        await asyncio.sleep(0)
+        with pytest.raises(ConnectFailed):
+            await engine.connect(address, timeout=0.05)
+        assert not patient.done()
+    with pytest.raises(EngineClosed):
+        await patient
+    listener.close()

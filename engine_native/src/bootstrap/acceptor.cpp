@@ -1,14 +1,13 @@
 #include "bootstrap/acceptor.hpp"
 
-#include <sys/socket.h>
-
 #include "clock.hpp"
 #include "net/socket.hpp"
 
 namespace kvxfer {
 namespace {
 
-// Connections whose handshake is under way; more are turned away until some finish or expire.
+// Connections whose handshake is under way; one more closes the oldest, so that silent strangers
+// cannot lock members out.
 constexpr std::size_t kMaxInbound = 512;
 
 }  // namespace
@@ -31,7 +30,8 @@ class Acceptor::Inbound final : private StreamOwner {
 
  private:
   void on_input(std::string& in) override {
-    if (ended_ || (!kind_ && in.size() < kHelloBytes)) return;
+    if (ended_) return in.clear();
+    if (!kind_ && in.size() < kHelloBytes) return;
     if (!kind_) kind_ = hello_kind(in);
     switch (*kind_) {
       case HelloKind::control:
@@ -59,7 +59,7 @@ class Acceptor::Inbound final : private StreamOwner {
     acceptor_.events_->on_handshake_refused();
   }
 
-  void on_sent(std::size_t) override {}
+  void on_sent() override {}
   void on_stream_lost(Error) override { ended_ = true; }
 
   Acceptor& acceptor_;
@@ -78,40 +78,35 @@ Result<std::unique_ptr<Acceptor>> Acceptor::listen(const std::string& host, std:
   return std::unique_ptr<Acceptor>(new Acceptor(std::move(*socket), *bound));
 }
 
-Acceptor::Acceptor(UniqueFd socket, std::uint16_t port) : socket_(std::move(socket)), port_(port) {}
+Acceptor::Acceptor(UniqueFd socket, std::uint16_t port)
+    : listener_(std::move(socket)), port_(port) {}
 
-Acceptor::~Acceptor() {
-  if (poller_) poller_->remove(socket_.get(), *this);
-}
+Acceptor::~Acceptor() = default;
 
 Result<void> Acceptor::start(const Identity& identity, Poller& poller, AcceptorEvents& events) {
-  if (auto good = poller.add(socket_.get(), EPOLLIN, *this); !good) return good;
   identity_ = &identity;
   poller_ = &poller;
   events_ = &events;
-  return {};
+  return listener_.start(poller, [this](UniqueFd socket) { accept(std::move(socket)); });
 }
 
 void Acceptor::expire(std::uint64_t deadline_ns) {
+  listener_.resume();
   std::erase_if(inbound_, [&](const auto& inbound) {
     return inbound->ended() || inbound->started_ns() < deadline_ns;
   });
 }
 
-void Acceptor::on_events(std::uint32_t) {
-  while (true) {
-    UniqueFd socket(::accept4(socket_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (!socket) return;
+void Acceptor::accept(UniqueFd socket) {
+  if (inbound_.size() >= kMaxInbound) {
+    expire(0);
     if (inbound_.size() >= kMaxInbound) {
-      expire(0);
-      if (inbound_.size() >= kMaxInbound) {
-        events_->on_handshake_refused();
-        continue;
-      }
+      inbound_.erase(inbound_.begin());
+      events_->on_handshake_refused();
     }
-    auto inbound = std::make_unique<Inbound>(*this);
-    if (inbound->open(std::move(socket))) inbound_.push_back(std::move(inbound));
   }
+  auto inbound = std::make_unique<Inbound>(*this);
+  if (inbound->open(std::move(socket))) inbound_.push_back(std::move(inbound));
 }
 
 }  // namespace kvxfer

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bootstrap/handshake.hpp"
+#include "bootstrap/listener.hpp"
 #include "bootstrap/stream.hpp"
 #include "fd.hpp"
 #include "poller.hpp"
@@ -25,24 +26,25 @@ class AcceptorEvents {
   ~AcceptorEvents() = default;
 };
 
-class Acceptor final : private EventSink {
+class Acceptor {
  public:
   static Result<std::unique_ptr<Acceptor>> listen(const std::string& host, std::uint16_t port);
   ~Acceptor();
 
   std::uint16_t port() const { return port_; }
   Result<void> start(const Identity& identity, Poller& poller, AcceptorEvents& events);
-  // Closes connections that began before `deadline_ns` and did not finish their handshake.
+  // Closes connections that began before `deadline_ns` and did not finish their handshake, and
+  // accepts again after a rest.
   void expire(std::uint64_t deadline_ns);
-  bool idle() const { return inbound_.empty(); }
+  bool idle() const { return inbound_.empty() && !listener_.resting(); }
 
  private:
   class Inbound;
 
   Acceptor(UniqueFd socket, std::uint16_t port);
-  void on_events(std::uint32_t events) override;
+  void accept(UniqueFd socket);
 
-  UniqueFd socket_;
+  Listener listener_;
   std::uint16_t port_;
   const Identity* identity_ = nullptr;
   Poller* poller_ = nullptr;

@@ -4,6 +4,8 @@
 #include <openssl/evp.h>
 #include <openssl/hmac.h>
 
+#include "random.hpp"
+
 namespace kvxfer {
 
 Mac hmac_sha256(std::string_view key, std::string_view purpose, std::string_view data) {
@@ -13,8 +15,12 @@ Mac hmac_sha256(std::string_view key, std::string_view purpose, std::string_view
   message.append(data);
   Mac mac{};
   unsigned size = 0;
-  ::HMAC(::EVP_sha256(), key.data(), static_cast<int>(key.size()),
-         reinterpret_cast<const unsigned char*>(message.data()), message.size(), mac.data(), &size);
+  if (!::HMAC(::EVP_sha256(), key.data(), static_cast<int>(key.size()),
+              reinterpret_cast<const unsigned char*>(message.data()), message.size(), mac.data(),
+              &size) ||
+      size != mac.size()) {
+    random_bytes(mac.data(), mac.size());  // equal to nothing: authentication fails closed
+  }
   return mac;
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "bootstrap/connect_waiters.hpp"
 #include "bootstrap/handshake.hpp"
 #include "bootstrap/stream.hpp"
 #include "kvxfer/types.hpp"
@@ -40,15 +41,14 @@ class Dialer final : private StreamOwner {
   bool ended() const { return ended_; }
   // Nothing is reported any more.
   void abandon() { ended_ = true; }
-  // Connect operations that wait for this dialer.
-  std::vector<OperationId> waiters;
+  ConnectWaiters waiters;
 
  private:
   Dialer(const EngineAddress& address, const Identity& identity, std::uint64_t deadline_ns,
          DialerEvents& events);
 
   void on_input(std::string& in) override;
-  void on_sent(std::size_t) override {}
+  void on_sent() override {}
   void on_stream_lost(Error error) override;
   void end(Result<Session> result);
 
@@ -75,7 +75,7 @@ class LaneDialer final : private StreamOwner {
   LaneDialer(unsigned lane, DialerEvents& events) : lane_(lane), events_(events) {}
 
   void on_input(std::string& in) override;
-  void on_sent(std::size_t) override {}
+  void on_sent() override {}
   void on_stream_lost(Error error) override;
 
   unsigned lane_;

@@ -127,7 +127,7 @@ std::string write_proof(const Introduction& introduction, std::string& transcrip
 }  // namespace
 
 std::string Introduction::encode() const {
-  return ByteWriter().text(name).text(host).put(local).put(tcp).put(lanes).take();
+  return ByteWriter().text(name).text(host).put(local).put(tcp).put(lanes).put(heartbeat_ns).take();
 }
 
 std::optional<Introduction> Introduction::decode(std::string_view bytes) {
@@ -138,7 +138,11 @@ std::optional<Introduction> Introduction::decode(std::string_view bytes) {
   introduction.local = reader.get<std::uint8_t>() != 0;
   introduction.tcp = reader.get<std::uint8_t>() != 0;
   introduction.lanes = reader.get<std::uint16_t>();
-  if (!reader.finished()) return std::nullopt;
+  introduction.heartbeat_ns = reader.get<std::uint64_t>();
+  if (!reader.finished() || introduction.name.size() > kMaxNameBytes ||
+      introduction.lanes > kMaxLanes || introduction.heartbeat_ns > kMaxHeartbeatNs) {
+    return std::nullopt;
+  }
   return introduction;
 }
 

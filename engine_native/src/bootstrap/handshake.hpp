@@ -19,6 +19,9 @@ namespace kvxfer {
 
 inline constexpr std::uint16_t kProtocolVersion = 1;
 inline constexpr std::size_t kHelloBytes = 72;
+inline constexpr std::uint16_t kMaxLanes = 64;
+inline constexpr std::size_t kMaxNameBytes = 128;
+inline constexpr std::uint64_t kMaxHeartbeatNs = 60'000'000'000u;
 
 using SessionId = std::array<std::uint8_t, 16>;
 
@@ -28,7 +31,8 @@ struct Introduction {
   std::string host;  // equal on engines that share a boot and a network namespace
   bool local = false;
   bool tcp = false;
-  std::uint16_t lanes = 0;
+  std::uint16_t lanes = 0;         // at most kMaxLanes
+  std::uint64_t heartbeat_ns = 0;  // its interval
 
   std::string encode() const;
   static std::optional<Introduction> decode(std::string_view bytes);

@@ -88,10 +88,9 @@ Result<void> Stream::flush() {
     front_sent_ += static_cast<std::size_t>(sent);
     unsent_ -= static_cast<std::size_t>(sent);
     if (front_sent_ == front.size()) {
-      const std::size_t size = front.size();
       out_.pop_front();
       front_sent_ = 0;
-      owner_->on_sent(size);
+      owner_->on_sent();
     }
   }
   if (full != waiting_for_room_) {

@@ -16,8 +16,8 @@ class StreamOwner {
  public:
   // `in` holds what has arrived and was not taken yet; take from its front.
   virtual void on_input(std::string& in) = 0;
-  // `bytes` of what was written have left.
-  virtual void on_sent(std::size_t bytes) = 0;
+  // What one call of write() queued has left.
+  virtual void on_sent() = 0;
   // Nothing more comes. The stream may be destroyed only after this returned.
   virtual void on_stream_lost(Error error) = 0;
 

@@ -1,7 +1,6 @@
 #include "fabric/local/local_domain.hpp"
 
 #include <sys/eventfd.h>
-#include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -14,7 +13,7 @@
 namespace kvxfer::local {
 namespace {
 
-// Half-open rendezvous that are kept; more are turned away.
+// Half-open rendezvous that are kept; one more closes the oldest.
 constexpr std::size_t kMaxRendezvous = 256;
 
 }  // namespace
@@ -32,9 +31,11 @@ Result<std::unique_ptr<LocalDomain>> LocalDomain::open(const EngineId& engine, P
   }
   std::unique_ptr<LocalDomain> domain(new LocalDomain(
       std::move(*listener), std::move(wake), poller, reception, path_events, events, window_bytes));
-  for (const int fd : {domain->listener_.get(), domain->wake_.get()}) {
-    if (auto good = poller.add(fd, EPOLLIN, *domain); !good) return good.error();
-  }
+  if (auto good = poller.add(domain->wake_.get(), EPOLLIN, *domain); !good) return good.error();
+  LocalDomain& self = *domain;
+  auto listening =
+      self.listener_.start(poller, [&self](UniqueFd socket) { self.accept(std::move(socket)); });
+  if (!listening) return listening.error();
   return domain;
 }
 
@@ -51,10 +52,7 @@ LocalDomain::LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller, Recep
   random_bytes(host_.probe.data(), host_.probe.size());
 }
 
-LocalDomain::~LocalDomain() {
-  poller_.remove(listener_.get(), *this);
-  poller_.remove(wake_.get(), *this);
-}
+LocalDomain::~LocalDomain() { poller_.remove(wake_.get(), *this); }
 
 void LocalDomain::poll() {
   ended_.clear();
@@ -91,10 +89,15 @@ Result<std::unique_ptr<Path>> LocalDomain::open_path(LocalLink link, std::string
 }
 
 void LocalDomain::close_path(const Path& path) {
-  std::erase_if(paths_, [&](const LocalPath* known) { return known == &path; });
+  std::erase_if(paths_, [&](const LocalPath* known) {
+    if (known != &path) return false;
+    host_.deny_reader(known->pid());
+    return true;
+  });
 }
 
 void LocalDomain::expire(std::uint64_t deadline_ns) {
+  listener_.resume();
   const auto expired = std::partition(
       rendezvous_.begin(), rendezvous_.end(),
       [&](const auto& rendezvous) { return rendezvous->started_ns() >= deadline_ns; });
@@ -110,15 +113,14 @@ void LocalDomain::expire(std::uint64_t deadline_ns) {
 void LocalDomain::on_events(std::uint32_t) {
   std::uint64_t count = 0;
   [[maybe_unused]] const auto read = ::read(wake_.get(), &count, sizeof count);
-  while (true) {
-    UniqueFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-    if (!socket) return;
-    if (rendezvous_.size() >= kMaxRendezvous) continue;
-    auto rendezvous = Rendezvous::accept(
-        std::move(socket), [this](const SessionId& id) { return events_.find_session(id); },
-        poller_, host_, on_done());
-    if (rendezvous) rendezvous_.push_back(std::move(*rendezvous));
-  }
+}
+
+void LocalDomain::accept(UniqueFd socket) {
+  if (rendezvous_.size() >= kMaxRendezvous) rendezvous_.erase(rendezvous_.begin());
+  auto rendezvous = Rendezvous::accept(
+      std::move(socket), [this](const SessionId& id) { return events_.find_session(id); }, poller_,
+      host_, on_done());
+  if (rendezvous) rendezvous_.push_back(std::move(*rendezvous));
 }
 
 Rendezvous::Done LocalDomain::on_done() {

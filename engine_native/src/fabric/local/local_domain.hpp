@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "bootstrap/listener.hpp"
 #include "domain.hpp"
 #include "fabric/local/rendezvous.hpp"
 
@@ -38,18 +39,20 @@ class LocalDomain final : public Domain, private EventSink {
   Result<void> connect(const Session& session);
   Result<std::unique_ptr<Path>> open_path(LocalLink link, std::string peer);
   void close_path(const Path& path);
-  // Gives up on rendezvous that began before `deadline_ns`.
+  // Gives up on rendezvous that began before `deadline_ns`, and accepts again after a rest.
   void expire(std::uint64_t deadline_ns);
+  bool idle() const { return rendezvous_.empty() && !listener_.resting(); }
 
  private:
   LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller, Reception reception,
               PathEvents& path_events, LocalEvents& events, std::size_t window_bytes);
 
   void on_events(std::uint32_t events) override;
+  void accept(UniqueFd socket);
   void finish(Rendezvous& rendezvous, Result<LocalLink> link);
   Rendezvous::Done on_done();
 
-  UniqueFd listener_;
+  Listener listener_;
   UniqueFd wake_;
   Poller& poller_;
   Reception reception_;

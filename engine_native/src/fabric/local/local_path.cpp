@@ -122,8 +122,12 @@ void LocalPath::forget_source(const MemoryRegion& region) {
 bool LocalPath::reap() {
   if (unacked_.empty()) return false;
   const std::uint64_t consumed = out_->consumed.load(std::memory_order_acquire);
+  if (consumed > produced_) {
+    lose(malformed("more is consumed than was produced"));
+    return false;
+  }
   bool moved = false;
-  while (!unacked_.empty() && consumed - unacked_.front().end <= kRingSlots) {
+  while (!unacked_.empty() && unacked_.front().end <= consumed) {
     const Batch batch = std::move(unacked_.front());
     unacked_.pop_front();
     unacked_bytes_ -= batch.bytes;
@@ -169,7 +173,8 @@ bool LocalPath::consume() {
   }
   if (consumed_ == start) return lost_;
   auto& until = in_->producer_sleeps_until;
-  if (until.load() <= consumed_ && until.exchange(RingMemory::kAwake) <= consumed_) wake_peer();
+  std::uint64_t seen = until.load();
+  if (seen <= consumed_ && until.compare_exchange_strong(seen, RingMemory::kAwake)) wake_peer();
   return true;
 }
 

@@ -39,6 +39,12 @@ void LocalHost::allow_reader(pid_t pid) {
   if (::prctl(PR_SET_PTRACER, static_cast<unsigned long>(pid), 0, 0, 0) == 0) readable_by = pid;
 }
 
+void LocalHost::deny_reader(pid_t pid) {
+  if (pid == 0 || readable_by != pid) return;
+  ::prctl(PR_SET_PTRACER, 0, 0, 0, 0);
+  readable_by = 0;
+}
+
 Result<std::unique_ptr<Rendezvous>> Rendezvous::start(const Session& session, Poller& poller,
                                                       LocalHost& host, Done done) {
   auto socket = connect_unix(socket_name(session.peer));
@@ -50,11 +56,9 @@ Result<std::unique_ptr<Rendezvous>> Rendezvous::start(const Session& session, Po
   auto ring = SharedRing::create();
   if (!ring) return ring.error();
   self->out_.emplace(std::move(*ring));
-  host.allow_reader(self->pid_);
   const LaneHello hello{.session = session.id, .lane = kLocalLane};
-  const auto sent = send_all(self->socket_.get(),
-                             hello.encode(session.key) + ByteWriter().put(self->own_probe()).take(),
-                             {self->out_->memfd(), host.wake_fd});
+  const auto sent =
+      send_all(self->socket_.get(), hello.encode(session.key), {self->out_->memfd(), host.wake_fd});
   if (!sent) return sent.error();
   if (auto good = poller.add(self->socket_.get(), EPOLLIN, *self); !good) return good.error();
   return self;
@@ -105,6 +109,8 @@ Result<bool> Rendezvous::advance() {
       return on_hello();
     case Wait::reply:
       return on_reply();
+    case Wait::probe:
+      return on_probe();
     case Wait::verdict:
       return on_verdict();
   }
@@ -115,11 +121,8 @@ Result<bool> Rendezvous::on_hello() {
   auto message = receive_message(socket_.get());
   if (!message) return message.error();
   if (message->bytes.empty()) return false;
-  const std::string_view bytes = message->bytes;
-  if (bytes.size() != kHelloBytes + sizeof(Probe) || hello_kind(bytes) != HelloKind::lane) {
-    return malformed();
-  }
-  const auto hello = bytes.substr(0, kHelloBytes);
+  const std::string_view hello = message->bytes;
+  if (hello.size() != kHelloBytes || hello_kind(hello) != HelloKind::lane) return malformed();
   const Session* session = find_(decode_lane_hello(hello).session);
   if (!session || decode_lane_hello(hello).lane != kLocalLane ||
       !lane_hello_valid(hello, session->key)) {
@@ -131,13 +134,11 @@ Result<bool> Rendezvous::on_hello() {
   if (!ring) return ring.error();
   out_.emplace(std::move(*ring));
   host_.allow_reader(pid_);
-  ByteReader reader(bytes.substr(kHelloBytes));
-  we_read_peer_ = can_read(reader.get<Probe>());
-  const auto sent = send_all(
-      socket_.get(), reply_mac(session_) + ByteWriter().put(own_probe()).put(we_read_peer_).take(),
-      {out_->memfd(), host_.wake_fd});
+  const auto sent =
+      send_all(socket_.get(), reply_mac(session_) + ByteWriter().put(own_probe()).take(),
+               {out_->memfd(), host_.wake_fd});
   if (!sent) return sent.error();
-  wait_ = Wait::verdict;
+  wait_ = Wait::probe;
   return false;
 }
 
@@ -147,15 +148,28 @@ Result<bool> Rendezvous::on_reply() {
   if (message->bytes.empty()) return false;
   const std::string expected = reply_mac(session_);
   const std::string_view bytes = message->bytes;
-  if (bytes.size() != expected.size() + sizeof(Probe) + 1) return malformed();
+  if (bytes.size() != expected.size() + sizeof(Probe)) return malformed();
   if (bytes.substr(0, expected.size()) != expected) {
     return Error{Errc::authentication_failed, "the local rendezvous is not with the peer engine"};
   }
   if (auto good = take_descriptors(message->descriptors); !good) return good.error();
-  ByteReader reader(bytes.substr(expected.size()));
-  const auto probe = reader.get<Probe>();
+  host_.allow_reader(pid_);
+  we_read_peer_ = can_read(ByteReader(bytes.substr(expected.size())).get<Probe>());
+  const auto sent =
+      send_all(socket_.get(), ByteWriter().put(we_read_peer_).put(own_probe()).take(), {});
+  if (!sent) return sent.error();
+  wait_ = Wait::verdict;
+  return false;
+}
+
+Result<bool> Rendezvous::on_probe() {
+  auto message = receive_message(socket_.get());
+  if (!message) return message.error();
+  if (message->bytes.empty()) return false;
+  if (message->bytes.size() != 1 + sizeof(Probe)) return malformed();
+  ByteReader reader(message->bytes);
   peer_reads_us_ = reader.get<std::uint8_t>() != 0;
-  we_read_peer_ = can_read(probe);
+  we_read_peer_ = can_read(reader.get<Probe>());
   if (auto sent = send_all(socket_.get(), ByteWriter().put(we_read_peer_).take(), {}); !sent) {
     return sent.error();
   }

@@ -1,8 +1,11 @@
 // How two engines of one host come to share rings and memory, over a unix socket:
 //
-//   initiator → acceptor   lane hello (MAC of the session), probe; ring, wake eventfd
-//   acceptor → initiator   MAC, probe, "I can read you"; ring, wake eventfd
-//   initiator → acceptor   "I can read you"
+//   initiator → acceptor   lane hello (MAC of the session); ring, wake eventfd
+//   acceptor → initiator   MAC, probe; ring, wake eventfd
+//   initiator → acceptor   "I can read you", probe
+//   acceptor → initiator   "I can read you"
+//
+// Each side lets the other read its memory only after that has proved itself.
 //
 // A probe is an address and the random bytes that stand there: reading it with process_vm_readv
 // proves both the permission and that the process id means the same process on both sides.
@@ -33,6 +36,7 @@ struct LocalHost {
   // With Yama's ptrace_scope 1 a process may name one other that can read its memory. The first
   // peer gets it; later ones use the tcp fabric for memory that is not shareable.
   void allow_reader(pid_t pid);
+  void deny_reader(pid_t pid);
 };
 
 class Rendezvous final : private EventSink {
@@ -54,7 +58,7 @@ class Rendezvous final : private EventSink {
   std::uint64_t started_ns() const { return started_ns_; }
 
  private:
-  enum class Wait { hello, reply, verdict };
+  enum class Wait { hello, reply, probe, verdict };
   struct Probe {
     std::uint64_t address = 0;
     std::array<std::uint8_t, 16> bytes{};
@@ -66,6 +70,7 @@ class Rendezvous final : private EventSink {
   Result<bool> advance();  // true once complete
   Result<bool> on_hello();
   Result<bool> on_reply();
+  Result<bool> on_probe();
   Result<bool> on_verdict();
   Result<void> take_descriptors(std::vector<UniqueFd>& descriptors);
   bool can_read(const Probe& probe) const;

@@ -23,6 +23,8 @@ class SourceMemory {
   // `pidfd` tells whether `pid` still is the process that was authenticated.
   SourceMemory(pid_t pid, UniqueFd pidfd) : pid_(pid), pidfd_(std::move(pidfd)) {}
 
+  pid_t pid() const { return pid_; }
+
   // A region of the peer, shared as a sealed memfd of at least `size` bytes.
   Result<void> add_region(std::uint32_t number, UniqueFd memfd, std::uint64_t size);
   void remove_region(std::uint32_t number) { regions_.erase(number); }

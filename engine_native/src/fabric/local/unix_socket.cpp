@@ -110,7 +110,9 @@ Result<UnixMessage> receive_message(int fd) {
   }
   if (got == 0) return Error{Errc::peer_lost, "the peer closed its unix socket"};
   if (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) {
-    return Error{Errc::protocol_error, "the peer sent an oversized unix message"};
+    return Error{Errc::protocol_error,
+                 "a unix message of the peer is oversized, or there are no descriptors "
+                 "left for what it carries; raise the open files limit"};
   }
   result.bytes.assign(buffer.data(), static_cast<std::size_t>(got));
   return result;

@@ -39,6 +39,7 @@ void Sender::post(const OperationPtr& operation) {
              .reserved = 0,
              .first = {writes[first].destination, writes[first].length, 0}};
   iovecs_[1] = {descriptors_.data(), descriptors_.size() * sizeof(WriteDescriptor)};
+  sending_batch_ = true;
   unacked_.push_back({operation, end - first, bytes});
   unacked_bytes_ += bytes;
   operation->posted = end;
@@ -59,6 +60,7 @@ void Sender::acknowledge(std::uint64_t sequence, Errc status) {
 }
 
 void Sender::load_acks() {
+  sending_batch_ = false;
   sending_acks_.clear();
   std::swap(sending_acks_, acks_);
   iovecs_.assign(1, {sending_acks_.data(), sending_acks_.size() * sizeof(FrameHeader)});
@@ -92,7 +94,8 @@ Result<void> Sender::flush() {
 
 Result<void> Sender::on_ack(std::uint64_t sequence, Errc status, std::string_view peer,
                             PathEvents& events, EngineStats& stats) {
-  if (sequence <= last_acked_ || sequence - last_acked_ > unacked_.size()) {
+  const std::size_t sent = unacked_.size() - (sending() && sending_batch_ ? 1 : 0);
+  if (sequence <= last_acked_ || sequence - last_acked_ > sent) {
     return Error{Errc::protocol_error, "an acknowledgement for a batch that was never sent"};
   }
   while (last_acked_ < sequence) {

@@ -50,6 +50,7 @@ class Sender {
   std::vector<FrameHeader> sending_acks_;
   std::vector<iovec> iovecs_;
   std::size_t next_iovec_ = 0;
+  bool sending_batch_ = false;  // not acks
 
   std::vector<FrameHeader> acks_;  // to be written between two batches
   std::deque<Batch> unacked_;      // in order of sequence

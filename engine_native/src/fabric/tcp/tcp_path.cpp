@@ -1,5 +1,7 @@
 #include "fabric/tcp/tcp_path.hpp"
 
+#include "clock.hpp"
+
 namespace kvxfer::tcp {
 
 Result<std::unique_ptr<TcpPath>> TcpPath::open(UniqueFd socket, std::string peer,
@@ -34,6 +36,7 @@ void TcpPath::on_events(std::uint32_t events) {
   ++reception_.activity;
   if (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) {
     if (auto good = receiver_.pump(); !good) return lose(good.error());
+    last_heard_ns_ = now_ns();
   }
   flush();
 }

@@ -23,6 +23,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   bool reaches(const MemoryRegion*) const override { return true; }
   bool has_room() const override { return !lost_ && sender_.has_room(); }
   bool post(const OperationPtr& operation) override;
+  std::uint64_t last_heard_ns() const override { return last_heard_ns_; }
   void revoke_counter(Imm imm) override { receiver_.revoke_counter(imm); }
   void revoke_region(std::uint64_t key) override { receiver_.revoke_region(key); }
 
@@ -44,6 +45,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   Sender sender_;
   Receiver receiver_;
   bool waiting_for_room_ = false;  // EPOLLOUT is armed
+  std::uint64_t last_heard_ns_ = 0;
   bool lost_ = false;
 };
 
