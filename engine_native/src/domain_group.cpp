@@ -3,6 +3,7 @@
 #include "domain_group.hpp"
 
 #include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -100,8 +101,7 @@ DomainGroup::DomainGroup(EngineOptions options, Poller poller,
 Result<void> DomainGroup::start() {
   const Reception reception{regions_, counters_, stats_, activity_};
   if (options_.local) {
-    auto domain = local::LocalDomain::open(address_.engine, poller_, reception, *this, *this,
-                                           options_.window_bytes);
+    auto domain = local::LocalDomain::open(address_.engine, poller_, reception, *this, *this);
     if (!domain && !options_.tcp) return domain.error();
     if (domain) {
       local_ = std::move(*domain);
@@ -186,7 +186,11 @@ void DomainGroup::run() {
     step();
     const std::uint64_t now = now_ns();
     if (activity_ != before) last_progress = now;
-    if (now - last_progress < spin) continue;
+    if (now - last_progress < spin) {
+      // The scheduler likes to put this thread where its peer is copying: do not take that core.
+      if (activity_ == before) ::sched_yield();
+      continue;
+    }
     const bool timed =
         !peers_.empty() || !dialers_.empty() || !acceptor_->idle() || (local_ && !local_->idle());
     const std::uint64_t next_tick =

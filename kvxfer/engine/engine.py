@@ -34,7 +34,7 @@ class Engine:
     cluster_key: shared by all engines that may talk to each other, at least 16 bytes.
     host: numeric address to listen on; advertise: the one to give to peers (default: host).
     fabrics: which may be used; with a peer on this host `local` is preferred.
-    lanes: TCP connections per peer. window_bytes: unacknowledged bytes per peer.
+    lanes: TCP connections per peer. window_bytes: unacknowledged bytes per peer over tcp.
     heartbeat_interval, peer_timeout: seconds; a peer that was silent for peer_timeout is lost.
     operation_timeout: deadline in seconds of operations that are given none.
     spin: seconds of busy polling after the last progress, before the thread sleeps.

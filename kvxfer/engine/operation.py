@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 from collections.abc import Generator
 
 from kvxfer.engine.native import native
@@ -19,7 +18,7 @@ class Operation:
         been joined). nbytes: payload.
     """
 
-    __slots__ = ("_engine", "_future", "id", "nbytes", "writes")
+    __slots__ = ("_done", "_engine", "_error", "_waiters", "id", "nbytes", "writes")
 
     def __init__(
         self, engine: native.TransferEngine, operation_id: int, writes: int, nbytes: int
@@ -28,15 +27,21 @@ class Operation:
         self.id = operation_id
         self.writes = writes
         self.nbytes = nbytes
-        # Not asyncio's: operations are submitted from any thread.
-        self._future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._done = False
+        self._error: Exception | None = None
+        # One per waiting task: one that stops waiting disturbs neither the operation nor others.
+        self._waiters: list[asyncio.Future[None]] = []
 
     def __await__(self) -> Generator[object, None, None]:
-        # Shielded: a task that stops waiting must not make the outcome unknowable to others.
-        return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+        if not self._done:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            yield from waiter
+        if self._error is not None:
+            raise self._error
 
     def done(self) -> bool:
-        return self._future.done()
+        return self._done
 
     def cancel(self) -> None:
         """Stops posting; what is posted is waited for. The operation then raises `Cancelled`, or
@@ -44,8 +49,10 @@ class Operation:
         self._engine.cancel(self.id)
 
     def finish(self, error: Exception | None) -> None:
-        """The engine's report."""
-        if error is None:
-            self._future.set_result(None)
-        else:
-            self._future.set_exception(error)
+        """The engine's report: on its event loop, or before anybody has the operation."""
+        self._error = error
+        self._done = True
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()

@@ -47,7 +47,7 @@ struct EngineOptions {
   bool local = true;               // use the local fabric with peers on this host
   bool tcp = true;                 // use the tcp fabric
   unsigned lanes = 2;              // tcp domains, each with one connection per peer
-  std::size_t window_bytes = std::size_t{16} << 20;  // unacknowledged bytes per peer
+  std::size_t window_bytes = std::size_t{16} << 20;  // unacknowledged bytes per peer over tcp
   Duration heartbeat_interval = std::chrono::milliseconds(100);
   Duration peer_timeout = std::chrono::milliseconds(700);
   Duration operation_timeout = std::chrono::seconds(30);  // deadline of operations without one

@@ -20,8 +20,7 @@ constexpr std::size_t kMaxRendezvous = 256;
 
 Result<std::unique_ptr<LocalDomain>> LocalDomain::open(const EngineId& engine, Poller& poller,
                                                        Reception reception, PathEvents& path_events,
-                                                       LocalEvents& events,
-                                                       std::size_t window_bytes) {
+                                                       LocalEvents& events) {
   auto listener = listen_unix(socket_name(engine));
   if (!listener) return listener.error();
   UniqueFd wake(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -29,8 +28,8 @@ Result<std::unique_ptr<LocalDomain>> LocalDomain::open(const EngineId& engine, P
     return Error{Errc::out_of_memory, std::string("cannot create an eventfd: ") + errno_text() +
                                           "; raise the open files limit"};
   }
-  std::unique_ptr<LocalDomain> domain(new LocalDomain(
-      std::move(*listener), std::move(wake), poller, reception, path_events, events, window_bytes));
+  std::unique_ptr<LocalDomain> domain(new LocalDomain(std::move(*listener), std::move(wake), poller,
+                                                      reception, path_events, events));
   if (auto good = poller.add(domain->wake_.get(), EPOLLIN, *domain); !good) return good.error();
   LocalDomain& self = *domain;
   auto listening =
@@ -40,14 +39,13 @@ Result<std::unique_ptr<LocalDomain>> LocalDomain::open(const EngineId& engine, P
 }
 
 LocalDomain::LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller, Reception reception,
-                         PathEvents& path_events, LocalEvents& events, std::size_t window_bytes)
+                         PathEvents& path_events, LocalEvents& events)
     : listener_(std::move(listener)),
       wake_(std::move(wake)),
       poller_(poller),
       reception_(reception),
       path_events_(path_events),
-      events_(events),
-      window_bytes_(window_bytes) {
+      events_(events) {
   host_.wake_fd = wake_.get();
   random_bytes(host_.probe.data(), host_.probe.size());
 }
@@ -81,8 +79,7 @@ Result<void> LocalDomain::connect(const Session& session) {
 }
 
 Result<std::unique_ptr<Path>> LocalDomain::open_path(LocalLink link, std::string peer) {
-  auto path = LocalPath::open(std::move(link), std::move(peer), window_bytes_, poller_, reception_,
-                              path_events_);
+  auto path = LocalPath::open(std::move(link), std::move(peer), poller_, reception_, path_events_);
   if (!path) return path.error();
   paths_.push_back(path->get());
   return std::unique_ptr<Path>(std::move(*path));

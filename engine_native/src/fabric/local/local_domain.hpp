@@ -26,7 +26,7 @@ class LocalDomain final : public Domain, private EventSink {
  public:
   static Result<std::unique_ptr<LocalDomain>> open(const EngineId& engine, Poller& poller,
                                                    Reception reception, PathEvents& path_events,
-                                                   LocalEvents& events, std::size_t window_bytes);
+                                                   LocalEvents& events);
   ~LocalDomain() override;
 
   std::string_view fabric() const override { return "local"; }
@@ -45,7 +45,7 @@ class LocalDomain final : public Domain, private EventSink {
 
  private:
   LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller, Reception reception,
-              PathEvents& path_events, LocalEvents& events, std::size_t window_bytes);
+              PathEvents& path_events, LocalEvents& events);
 
   void on_events(std::uint32_t events) override;
   void accept(UniqueFd socket);
@@ -58,7 +58,6 @@ class LocalDomain final : public Domain, private EventSink {
   Reception reception_;
   PathEvents& path_events_;
   LocalEvents& events_;
-  std::size_t window_bytes_;
   LocalHost host_;
   std::vector<LocalPath*> paths_;  // owned by their peers
   std::vector<std::unique_ptr<Rendezvous>> rendezvous_;

@@ -21,11 +21,10 @@ Error malformed(const char* what) {
 
 }  // namespace
 
-Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, std::string peer,
-                                                   std::size_t window_bytes, Poller& poller,
+Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, std::string peer, Poller& poller,
                                                    Reception reception, PathEvents& events) {
   std::unique_ptr<LocalPath> path(
-      new LocalPath(std::move(link), std::move(peer), window_bytes, poller, reception, events));
+      new LocalPath(std::move(link), std::move(peer), poller, reception, events));
   if (auto good = poller.add(path->socket_.get(), EPOLLIN, *path); !good) {
     path->lost_ = true;
     return good.error();
@@ -33,8 +32,8 @@ Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, std::string p
   return path;
 }
 
-LocalPath::LocalPath(LocalLink link, std::string peer, std::size_t window_bytes, Poller& poller,
-                     Reception reception, PathEvents& events)
+LocalPath::LocalPath(LocalLink link, std::string peer, Poller& poller, Reception reception,
+                     PathEvents& events)
     : socket_(std::move(link.socket)),
       out_(std::move(link.out)),
       in_(std::move(link.in)),
@@ -42,7 +41,6 @@ LocalPath::LocalPath(LocalLink link, std::string peer, std::size_t window_bytes,
       source_(link.pid, std::move(link.pidfd)),
       peer_reads_us_(link.peer_reads_us),
       peer_(std::move(peer)),
-      window_bytes_(window_bytes),
       poller_(poller),
       reception_(reception),
       events_(events) {}
@@ -55,9 +53,8 @@ LocalPath::~LocalPath() {
 
 // --- sending ---------------------------------------------------------------------------------
 
-bool LocalPath::has_room() const {
-  return !lost_ && unacked_bytes_ < window_bytes_ && kRingSlots - (produced_ - reaped_) >= 2;
-}
+// The ring is the window: nothing of a write but its entry is stored on the way.
+bool LocalPath::has_room() const { return !lost_ && kRingSlots - (produced_ - reaped_) >= 2; }
 
 bool LocalPath::post(const OperationPtr& operation) {
   BatchHead head{.key = operation->destination_key,
@@ -91,7 +88,6 @@ bool LocalPath::post(const OperationPtr& operation) {
   out_.slot(produced_).head = head;
   const std::uint64_t next = produced_ + 1 + head.count;
   unacked_.push_back({operation, end - first, bytes, produced_, next, end == writes.size()});
-  unacked_bytes_ += bytes;
   produced_ = next;
   operation->posted = end;
   out_->produced.store(produced_);
@@ -130,7 +126,6 @@ bool LocalPath::reap() {
   while (!unacked_.empty() && unacked_.front().end <= consumed) {
     const Batch batch = std::move(unacked_.front());
     unacked_.pop_front();
-    unacked_bytes_ -= batch.bytes;
     reaped_ = batch.end;
     const auto status = static_cast<Errc>(out_.slot(batch.head).head.status);
     if (status == Errc::ok) {

@@ -32,8 +32,7 @@ struct LocalLink {
 
 class LocalPath final : public Path, private EventSink {
  public:
-  static Result<std::unique_ptr<LocalPath>> open(LocalLink link, std::string peer,
-                                                 std::size_t window_bytes, Poller& poller,
+  static Result<std::unique_ptr<LocalPath>> open(LocalLink link, std::string peer, Poller& poller,
                                                  Reception reception, PathEvents& events);
   ~LocalPath() override;
 
@@ -64,8 +63,8 @@ class LocalPath final : public Path, private EventSink {
     bool last;  // of its operation
   };
 
-  LocalPath(LocalLink link, std::string peer, std::size_t window_bytes, Poller& poller,
-            Reception reception, PathEvents& events);
+  LocalPath(LocalLink link, std::string peer, Poller& poller, Reception reception,
+            PathEvents& events);
 
   void on_events(std::uint32_t events) override;
 
@@ -88,7 +87,6 @@ class LocalPath final : public Path, private EventSink {
   SourceMemory source_;
   bool peer_reads_us_;
   std::string peer_;
-  std::size_t window_bytes_;
   Poller& poller_;
   Reception reception_;
   PathEvents& events_;
@@ -96,7 +94,6 @@ class LocalPath final : public Path, private EventSink {
   std::uint64_t produced_ = 0;
   std::uint64_t reaped_ = 0;
   std::deque<Batch> unacked_;
-  std::uint64_t unacked_bytes_ = 0;
   std::unordered_map<std::uint64_t, std::uint32_t> shared_;  // region key → number
   std::uint32_t next_number_ = 0;
 

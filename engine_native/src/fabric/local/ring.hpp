@@ -44,7 +44,7 @@ static_assert(sizeof(Slot) == 24);
 
 inline constexpr std::uint32_t kRingSlots = 16384;  // a power of two
 inline constexpr std::uint32_t kMaxBatchWrites = 1024;
-inline constexpr std::uint64_t kMaxBatchBytes = 2u << 20;
+inline constexpr std::uint64_t kMaxBatchBytes = 4u << 20;
 
 // Positions only grow; position modulo kRingSlots is the slot.
 struct RingMemory {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "errno_text.hpp"
+#include "fabric/tcp/prefetch.hpp"
 
 namespace kvxfer::tcp {
 namespace {
@@ -106,7 +107,10 @@ Result<void> Receiver::begin_batch() {
   for (const WriteDescriptor& write : descriptors_) {
     batch_bytes_ += write.length;
     std::byte* const target = placement_->target(write.offset, write.length);
-    if (target && write.length > 0) iovecs_.push_back({target, write.length});
+    if (target && write.length > 0) {
+      iovecs_.push_back({target, write.length});
+      prefetch_to_write(target, write.length);
+    }
   }
   if (batch_bytes_ > kMaxBatchBytes) {
     return bad_frame("a batch of " + std::to_string(batch_bytes_) + " bytes");

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "errno_text.hpp"
+#include "fabric/tcp/prefetch.hpp"
 
 namespace kvxfer::tcp {
 
@@ -27,7 +28,10 @@ void Sender::post(const OperationPtr& operation) {
          (end == first || bytes + writes[end].length <= kMaxBatchBytes)) {
     const WireWrite& write = writes[end++];
     if (end - first > 1) descriptors_.push_back({write.destination, write.length, 0});
-    if (source && write.length > 0) iovecs_.push_back({source + write.source, write.length});
+    if (source && write.length > 0) {
+      iovecs_.push_back({source + write.source, write.length});
+      prefetch_to_read(source + write.source, write.length);
+    }
     bytes += write.length;
   }
   header_ = {.type = static_cast<std::uint8_t>(FrameType::writes),
