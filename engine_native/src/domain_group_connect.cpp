@@ -232,7 +232,6 @@ void DomainGroup::on_up(Peer& peer) {
     const std::lock_guard lock(handles_mutex_);
     handles_.emplace(peer.id(), peer.handle());
   }
-  peer.handle()->up = true;
   completions_->push({.kind = Completion::Kind::peer_up,
                       .peer = peer.id(),
                       .text = peer.session().introduction.name,
@@ -292,7 +291,6 @@ void DomainGroup::close_peer(PeerId id, const Error& error) {
   if (found == peers_.end()) return;
   const std::unique_ptr<Peer> peer = std::move(found->second);
   peers_.erase(found);
-  peer->handle()->up = false;
   const Error told{error.code, "peer " + peer->label() + ": " + error.text};
 
   // First the fence, then whoever waits may take memory back.

@@ -196,7 +196,6 @@ void Peer::say_goodbye() {
 void Peer::lose(Error error) {
   if (state_ == State::lost) return;
   state_ = State::lost;
-  handle_->up = false;
   events_.on_peer_lost(*this, std::move(error));
 }
 

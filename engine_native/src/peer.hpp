@@ -25,7 +25,6 @@ struct PeerHandle {
   PeerId id = 0;
   EngineId engine;
   std::string label;  // for error texts
-  std::atomic<bool> up = false;
   std::atomic<std::uint64_t> queued_writes = 0;
   std::atomic<std::uint64_t> queued_message_bytes = 0;
 };
