@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test lint bench sanitize chaos clean
+.PHONY: demo test test-verbs lint bench sanitize chaos clean
 
 demo:
 	@scripts/setup demo
@@ -10,6 +10,10 @@ demo:
 test:
 	@scripts/setup test
 	@scripts/test
+
+test-verbs:
+	@scripts/setup verbs
+	@scripts/test-verbs
 
 lint:
 	@scripts/setup lint

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
         Memory,
         MemoryRegion,
         Operation,
+        OperationGroup,
         Peer,
+        PeerGroup,
+        Received,
+        ReceivePool,
+        RemotePool,
+        Watcher,
+        WatchFor,
     )
     from kvxfer.errors import KvxferError
 
@@ -26,7 +33,14 @@ __all__ = [
     "Memory",
     "MemoryRegion",
     "Operation",
+    "OperationGroup",
     "Peer",
+    "PeerGroup",
+    "ReceivePool",
+    "Received",
+    "RemotePool",
+    "WatchFor",
+    "Watcher",
     "__version__",
 ]
 

@@ -1,15 +1,19 @@
 """The native engine. Use it through `kvxfer.Engine`; this is its exact interface."""
 
+from collections.abc import Sequence
+
 from typing_extensions import Buffer, CapsuleType
 
 MAX_MESSAGE_BYTES: int
 MIN_CLUSTER_KEY_BYTES: int
+BUILT_FABRICS: tuple[str, ...]
 
 class Error(Exception):
     """args: (code, message); `kvxfer.errors.by_code` has the public class."""
 
 class EngineOptions:
-    """`host` and `advertise` are numeric addresses; times are in seconds."""
+    """`host` and `advertise` are numeric addresses; times are in seconds; `verbs` and `ofi` are
+    "never", "if_available" or "required"."""
 
     def __init__(
         self,
@@ -21,6 +25,14 @@ class EngineOptions:
         port: int,
         local: bool,
         tcp: bool,
+        verbs: str,
+        ofi: str,
+        null: bool,
+        nics: Sequence[str],
+        ofi_provider: str,
+        ofi_endpoints: int,
+        ofi_strict: bool,
+        cpus: Sequence[int],
         lanes: int,
         window_bytes: int,
         heartbeat_interval: float,
@@ -54,6 +66,16 @@ class MemoryRegion(Buffer):
     def __dlpack_device__(self) -> tuple[int, int]: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+class WatchWord:
+    """A 64-bit word of host memory at zero; `address` is where compute adds to it."""
+
+    def __init__(self) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def value(self) -> int: ...
+    def add(self, by: int = 1) -> int: ...
+
 class TransferEngine:
     """Any method from any thread. Submitting returns (operation id, writes, bytes)."""
 
@@ -63,6 +85,10 @@ class TransferEngine:
     def address(self) -> str: ...
     @property
     def engine_id(self) -> str: ...
+    @property
+    def fabrics(self) -> list[str]: ...
+    @property
+    def nics(self) -> list[tuple[str, str, int]]: ...
     @property
     def event_fd(self) -> int: ...
     def drain(self) -> list[tuple[str, int, int, str, str, bytes, str, int]]:
@@ -87,6 +113,8 @@ class TransferEngine:
         length: int,
         imm: int | None,
         timeout: float,
+        nic: int | None,
+        after: tuple[WatchWord, int] | None,
     ) -> tuple[int, int, int]: ...
     def write_pages(
         self,
@@ -103,10 +131,47 @@ class TransferEngine:
         destination_offset: int,
         imm: int | None,
         timeout: float,
+        nic: int | None,
+        after: tuple[WatchWord, int] | None,
     ) -> tuple[int, int, int]: ...
-    def write_imm(self, peer: int, imm: int, timeout: float) -> tuple[int, int, int]: ...
+    def write_imm(
+        self,
+        peer: int,
+        imm: int,
+        *,
+        timeout: float,
+        nic: int | None,
+        after: tuple[WatchWord, int] | None,
+    ) -> tuple[int, int, int]: ...
+    def scatter(
+        self,
+        source: MemoryRegion,
+        peers: Sequence[int],
+        destinations: Sequence[bytes],
+        *,
+        source_offsets: Buffer,
+        destination_offsets: Buffer,
+        lengths: Buffer,
+        imm: int | None,
+        timeout: float,
+        after: tuple[WatchWord, int] | None,
+    ) -> list[tuple[int, int, int]]: ...
+    def barrier(
+        self,
+        peers: Sequence[int],
+        imm: int,
+        *,
+        timeout: float,
+        after: tuple[WatchWord, int] | None,
+    ) -> list[tuple[int, int, int]]: ...
+    def wake(self) -> None:
+        """Looks at watched words now."""
     def cancel(self, operation: int) -> None: ...
-    def allocate_counter(self) -> int: ...
+    def allocate_counter(self, writer: int | None) -> int: ...
     def counter_value(self, imm: int) -> int: ...
-    def expect(self, imm: int, total: int) -> None: ...
+    def expect(self, imm: int, total: int, *, at_least: bool) -> None: ...
+    def subscribe(self, imm: int) -> None: ...
+    def take_arrivals(self, imm: int) -> int: ...
     def release_counter(self, imm: int) -> None: ...
+    def begin_release_counter(self, imm: int) -> bool:
+        """False: a completion "released" follows."""

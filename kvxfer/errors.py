@@ -97,6 +97,12 @@ class PermissionDenied(EngineError):
     code = "permission-denied"
 
 
+class FabricUnavailable(EngineError):
+    """A fabric was asked for that this build or host does not have."""
+
+    code = "fabric-unavailable"
+
+
 class PeerError(EngineError):
     """The peer cannot be talked to."""
 
@@ -129,6 +135,12 @@ class ProtocolError(PeerError):
     """The peer said something that the protocol does not allow: another version, or a defect."""
 
     code = "protocol-error"
+
+
+class NicLost(PeerError):
+    """The NICs between the two engines, or their links, failed."""
+
+    code = "nic-lost"
 
 
 class PeerLost(PeerError):

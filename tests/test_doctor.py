@@ -1,10 +1,13 @@
+import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from resource import RLIM_INFINITY
+from types import ModuleType
 
 import pytest
 
-from kvxfer.doctor import devices, engine, fabrics, limits, python_packages, settings
+from kvxfer.doctor import devices, engine, fabrics, limits, nic_fabrics, python_packages, settings
 from kvxfer.doctor.examination import core_works, examine
 from kvxfer.doctor.finding import Area, Finding, Status
 from kvxfer.doctor.host import Host
@@ -89,15 +92,6 @@ def test_reading_memory_is_really_tried() -> None:
     assert fabrics.local_cma(Host()).status in (Status.OK, Status.LIMITED)
 
 
-def test_a_library_that_is_there_is_said_to_be_unused(tmp_path: Path) -> None:
-    library = "usr/lib/x86_64-linux-gnu/libibverbs.so.1"
-    verbs, libfabric = fabrics.unbuilt(host(tmp_path, {library: ""}))
-    assert verbs.status is libfabric.status is Status.ABSENT
-    assert f"libibverbs.so.1 is at {tmp_path / library}" in verbs.detail
-    assert "libfabric.so.1 is not installed" in libfabric.detail
-    assert "not built in this version" in verbs.detail
-
-
 def test_libraries_are_looked_for_where_the_environment_says_first(tmp_path: Path) -> None:
     here = host(
         tmp_path,
@@ -111,6 +105,133 @@ def test_namespaces_are_named_so_that_two_processes_can_be_compared(tmp_path: Pa
     (tmp_path / "proc/self/ns").mkdir(parents=True)
     (tmp_path / "proc/self/ns/pid").symlink_to("pid:[4026531836]")
     assert "pid:[4026531836] user:unknown" in fabrics.namespaces(host(tmp_path)).detail
+
+
+# --- fabrics with a NIC ----------------------------------------------------------------------
+
+BUILT = ("local", "tcp", "verbs", "ofi")
+UNLIMITED = (RLIM_INFINITY, RLIM_INFINITY)
+LIBRARIES = {"usr/lib64/libibverbs.so.1": "", "opt/amazon/efa/lib/libfabric.so.1": ""}
+IPC_LOCK = "CapInh:\t0000000000000000\nCapEff:\t0000000000004000"
+
+
+def rdma_host(tmp_path: Path, files: dict[str, str] | None = None, **states: str) -> Host:
+    """A host with these RDMA devices by the state of their port, and a device file for each."""
+    found = dict(files or {})
+    for number, (name, state) in enumerate(states.items()):
+        port = f"sys/class/infiniband/{name}/ports/1"
+        found[f"{port}/link_layer"] = "InfiniBand"
+        found[f"{port}/state"] = state
+        found[f"{port}/rate"] = "400 Gb/sec (4X NDR)"
+        found[f"sys/class/infiniband_verbs/uverbs{number}/ibdev"] = name
+        found[f"dev/infiniband/uverbs{number}"] = ""
+    return host(tmp_path, found)
+
+
+@pytest.mark.parametrize(
+    ("check", "device", "says"),
+    [
+        (nic_fabrics.verbs, "mlx5_0", "libibverbs.so.1 is at {}/usr/lib64/libibverbs.so.1"),
+        (nic_fabrics.ofi, "rdmap85s0", "libfabric.so.1 is at {}/opt/amazon/efa/lib/libfabric.so.1"),
+    ],
+)
+def test_a_fabric_with_all_it_needs_is_ok(
+    tmp_path: Path, check: Callable[..., Finding], device: str, says: str
+) -> None:
+    nics = rdma_host(tmp_path, LIBRARIES, **{device: "4: ACTIVE"})
+    found = check(nics, BUILT, UNLIMITED, lambda file: True)
+    assert (found.status, found.remedy) == (Status.OK, None)
+    assert found.detail.startswith(says.format(tmp_path))
+    assert found.detail.endswith(": 1")
+
+
+def test_each_fabric_counts_its_own_devices_only(tmp_path: Path) -> None:
+    nics = rdma_host(tmp_path, LIBRARIES, mlx5_0="4: ACTIVE")
+    assert nic_fabrics.verbs(nics, BUILT, UNLIMITED).status is Status.OK
+    efa = nic_fabrics.ofi(nics, BUILT, UNLIMITED)
+    assert (efa.status, efa.remedy) == (Status.ABSENT, None)
+    assert efa.detail.endswith("; EFA devices: none")
+
+
+def test_a_fabric_that_is_not_built_is_absent_and_matters_where_there_are_devices(
+    tmp_path: Path,
+) -> None:
+    nics = rdma_host(tmp_path, LIBRARIES, mlx5_0="4: ACTIVE")
+    verbs, ofi = (check(nics, ("local", "tcp")) for check in (nic_fabrics.verbs, nic_fabrics.ofi))
+    assert verbs.status is ofi.status is Status.ABSENT
+    assert verbs.detail.startswith("not built into the native engine; libibverbs.so.1 is at ")
+    assert verbs.remedy is not None
+    assert "libibverbs-dev" in verbs.remedy
+    assert ofi.remedy is None
+
+
+@pytest.mark.parametrize(
+    ("states", "files", "locked", "openable", "says", "remedy"),
+    [
+        (["4: ACTIVE"], {}, UNLIMITED, True, "libibverbs.so.1 is not installed", "apt-get install"),
+        (["1: DOWN"] * 2, LIBRARIES, UNLIMITED, True, "none of them with an active port", "a port"),
+        (["4: ACTIVE"], LIBRARIES, UNLIMITED, False, "uverbs* of none can be opened", "--device"),
+        (["4: ACTIVE"], LIBRARIES, (8 << 20, 8 << 20), True, "only 8192 KiB", "ulimit -l"),
+    ],
+)
+def test_what_a_fabric_with_devices_lacks_limits_it_and_comes_with_a_remedy(
+    tmp_path: Path,
+    states: list[str],
+    files: dict[str, str],
+    locked: tuple[int, int],
+    openable: bool,
+    says: str,
+    remedy: str,
+) -> None:
+    named = {f"mlx5_{number}": state for number, state in enumerate(states)}
+    nics = rdma_host(tmp_path, files, **named)
+    found = nic_fabrics.verbs(nics, BUILT, locked, lambda file: openable)
+    assert found.status is Status.LIMITED
+    assert says in found.detail
+    assert found.remedy is not None
+    assert remedy in found.remedy
+    assert "; " not in found.remedy  # nothing else is wrong
+
+
+def test_some_of_the_nics_are_enough(tmp_path: Path) -> None:
+    nics = rdma_host(tmp_path, LIBRARIES, mlx5_0="1: DOWN", mlx5_1="4: ACTIVE")
+    found = nic_fabrics.verbs(nics, BUILT, UNLIMITED, lambda file: file.name == "uverbs1")
+    assert found.status is Status.OK
+    assert found.detail.endswith(
+        "1 of them with an active port; /dev/infiniband/uverbs* of 1 can be opened"
+    )
+
+
+def test_device_files_are_really_opened_and_the_module_may_be_missing(tmp_path: Path) -> None:
+    nics = rdma_host(tmp_path, LIBRARIES, mlx5_0="4: ACTIVE")
+    (tmp_path / "dev/infiniband/uverbs0").unlink()
+    assert "--device" in (nic_fabrics.verbs(nics, BUILT, UNLIMITED).remedy or "")
+    (tmp_path / "sys/class/infiniband_verbs/uverbs0/ibdev").unlink()
+    assert nic_fabrics.verbs(nics, BUILT, UNLIMITED).remedy == "modprobe ib_uverbs"
+
+
+def test_the_native_module_says_what_it_was_built_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("kvxfer._made_up")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert nic_fabrics.built_fabrics(module.__name__) == ("local", "tcp")
+    monkeypatch.setattr(module, "BUILT_FABRICS", BUILT, raising=False)
+    assert nic_fabrics.built_fabrics(module.__name__) == BUILT
+    assert nic_fabrics.built_fabrics("kvxfer._no_such_module") == ()
+
+
+@pytest.mark.parametrize(
+    ("locked", "status", "lockable"),
+    [
+        (UNLIMITED, "", None),
+        ((65536, 65536), "", 65536),
+        ((65536, RLIM_INFINITY), "CapEff:\t0000000000000000", 65536),
+        ((65536, 65536), IPC_LOCK, None),
+    ],
+)
+def test_locked_memory_is_bounded_by_the_soft_limit_unless_the_capability_lifts_it(
+    tmp_path: Path, locked: tuple[int, int], status: str, lockable: int | None
+) -> None:
+    assert limits.lockable_memory(host(tmp_path, {"proc/self/status": status}), locked) == lockable
 
 
 # --- devices ---------------------------------------------------------------------------------
@@ -140,21 +261,19 @@ def test_interfaces_are_listed_with_state_speed_and_mtu_but_not_the_loopback(
     ]
 
 
-def test_rdma_devices_are_listed_with_their_ports_and_said_to_be_unused(tmp_path: Path) -> None:
-    port = "sys/class/infiniband/mlx5_0/ports/1"
-    (found,) = devices.rdma_nics(
-        host(
-            tmp_path,
-            {
-                f"{port}/link_layer": "InfiniBand",
-                f"{port}/state": "4: ACTIVE",
-                f"{port}/rate": "400 Gb/sec (4X NDR)",
-            },
-        )
-    )
-    assert found.name == "mlx5_0"
-    assert found.detail.startswith("port 1: InfiniBand, 4: ACTIVE, 400 Gb/sec (4X NDR)")
-    assert "over tcp in this version" in found.detail
+def test_rdma_devices_are_listed_with_their_ports_and_fabric(tmp_path: Path) -> None:
+    nics = rdma_host(tmp_path, mlx5_0="4: ACTIVE", efa_0="1: DOWN")
+    assert [
+        (finding.name, finding.status, finding.detail) for finding in devices.rdma_nics(nics)
+    ] == [
+        ("efa_0", Status.INFO, "port 1: InfiniBand, DOWN, 400 Gbit/s; for ofi"),
+        ("mlx5_0", Status.INFO, "port 1: InfiniBand, ACTIVE, 400 Gbit/s; for verbs"),
+    ]
+
+
+def test_a_host_without_rdma_devices_is_told_so(tmp_path: Path) -> None:
+    (found,) = devices.rdma_nics(host(tmp_path))
+    assert (found.status, found.detail) == (Status.ABSENT, "no RDMA NIC")
 
 
 def no_smi() -> list[str]:

@@ -1,5 +1,5 @@
 // What a fabric implements. Everything above is fabric-free, everything fabric-specific is below,
-// in fabric/<name>/. Engine thread only.
+// in fabric/<name>/. Engine thread only, unless said otherwise.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ struct Reception {
 // How a path reports to the group that owns it. A path must not be destroyed from within a call.
 class PathEvents {
  public:
-  // `writes` of the operation, posted on this path, are delivered, or refused for `error`.
-  virtual void on_finished(const OperationPtr& operation, std::size_t writes,
+  // These writes of the operation, posted on this path, are delivered, or refused for `error`.
+  virtual void on_finished(const OperationPtr& operation, const WriteRange& writes,
                            const Error& error) = 0;
   // The path is broken and will report nothing more.
   virtual void on_lost(Path& path, Error error) = 0;
@@ -35,6 +35,9 @@ class PathEvents {
  protected:
   ~PathEvents() = default;
 };
+
+// Which path a write takes: of those that reach, the first kind here.
+enum class PathRank : std::uint8_t { local, nic, tcp };
 
 // The way from one local domain to one domain of one peer (what a queue pair is to verbs).
 //
@@ -45,14 +48,22 @@ class Path {
   virtual ~Path() = default;
 
   virtual std::string_view fabric() const = 0;
-  // Whether the peer can get at this source memory through this path (null: no bytes).
-  virtual bool reaches(const MemoryRegion* source) const = 0;
-  virtual bool has_room() const = 0;
-  // Posts the operation's next writes as one batch and advances operation->posted. False if the
-  // path turns out to have no room. Only when has_room() and operation->wants_post().
-  virtual bool post(const OperationPtr& operation) = 0;
+  virtual PathRank rank() const = 0;
+  // Whether this path can carry the operation at all: its source, its destination, its NIC.
+  virtual bool reaches(const Operation& operation) const = 0;
+  // `counted`: for writes that carry an immediate.
+  virtual bool has_room(bool counted) const = 0;
+  // Posts the first of these writes as one batch. Returns how many; 0 if the path turns out to
+  // have no room. Only with has_room().
+  virtual std::size_t post(const OperationPtr& operation, const WriteRange& writes) = 0;
+  // Of paths of one rank the one with the least takes the next batch: nanoseconds that what is
+  // posted on its NIC needs on the line.
+  virtual std::uint64_t load_ns() const { return 0; }
+  // Its share among paths of one rank.
+  virtual std::uint64_t bits_per_second() const { return 1; }
 
-  // From now on nothing arriving with this immediate, or for this region, is placed.
+  // From now on nothing arriving with this immediate, or for this region, is placed. Paths whose
+  // NIC places the bytes cannot promise that; there the group asks the peer (nic_link.hpp).
   virtual void revoke_counter(Imm imm) = 0;
   virtual void revoke_region(std::uint64_t key) = 0;
 

@@ -18,6 +18,8 @@ namespace {
 
 // With nothing to time the thread still looks around this often.
 constexpr std::uint64_t kIdleTickNs = 10'000'000'000u;
+// How often a sleeping thread looks at watched words: nobody can be made to wake it.
+constexpr std::uint64_t kWatchNs = 100'000u;
 // For a stranger to prove that it knows the cluster key.
 constexpr std::uint64_t kHandshakeNs = 2'000'000'000u;
 // For two engines of one host to share memory; well within a connect, so that tcp can follow.
@@ -34,13 +36,33 @@ std::string host_identity() {
          std::string(space.data(), static_cast<std::size_t>(std::max<ssize_t>(size, 0)));
 }
 
+// Keeps the thread on these processors, beside its NICs.
+Result<void> pin(pthread_t thread, const std::vector<unsigned>& cpus) {
+  if (cpus.empty()) return {};
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  std::string list;
+  for (const unsigned cpu : cpus) {
+    if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+    list += (list.empty() ? "" : ",") + std::to_string(cpu);
+  }
+  if (::pthread_setaffinity_np(thread, sizeof set, &set) == 0) return {};
+  return Error{Errc::invalid_argument,
+               "the engine thread cannot run on cpus " + list +
+                   "; choose from those that this process may use (taskset -p PID)"};
+}
+
 Result<void> validate(const EngineOptions& options) {
   const auto bad = [](const std::string& what) { return Error{Errc::invalid_argument, what}; };
   if (options.cluster_key.size() < kMinClusterKeyBytes) {
     return bad("cluster_key has " + std::to_string(options.cluster_key.size()) +
                " bytes; it needs at least 16, e.g. the output of: openssl rand -hex 32");
   }
-  if (!options.local && !options.tcp) return bad("no fabric is enabled; enable local, tcp or both");
+  const bool nics = options.verbs != FabricUse::never || options.ofi != FabricUse::never ||
+                    options.null || options.more_nics;
+  if (!options.local && !options.tcp && !nics) {
+    return bad("no fabric is enabled; enable at least one of local, verbs, ofi and tcp");
+  }
   if (options.name.size() > kMaxNameBytes) return bad("name is longer than 128 bytes");
   if (options.lanes < 1 || options.lanes > kMaxLanes) {
     return bad("lanes is " + std::to_string(options.lanes) + "; use 1 to 64");
@@ -112,16 +134,22 @@ Result<void> DomainGroup::start() {
            .text = "the local fabric is not available here, tcp is used: " + domain.error().text});
     }
   }
+  if (auto good = open_nics(reception); !good) return good;
   for (unsigned lane = 0; lane < options_.lanes && options_.tcp; ++lane) {
     PathEvents& events = *this;
     const std::size_t window =
         std::max<std::size_t>(options_.window_bytes / options_.lanes, kMaxWriteBytes);
     lanes_.push_back(std::make_unique<tcp::TcpDomain>(poller_, reception, events, window));
   }
+  if (local_) fabrics_.emplace_back(local_->fabric());
+  for (const auto& nic : nics_) {
+    if (fabrics_.empty() || fabrics_.back() != nic->fabric()) fabrics_.emplace_back(nic->fabric());
+  }
+  if (!lanes_.empty()) fabrics_.emplace_back(lanes_.front()->fabric());
   if (auto good = acceptor_->start(identity_, poller_, *this); !good) return good;
   thread_ = std::jthread([this] { run(); });
   ::pthread_setname_np(thread_.native_handle(), "kvxfer");
-  return {};
+  return pin(thread_.native_handle(), options_.cpus);
 }
 
 DomainGroup::~DomainGroup() { close(); }
@@ -193,12 +221,14 @@ void DomainGroup::run() {
     }
     const bool timed =
         !peers_.empty() || !dialers_.empty() || !acceptor_->idle() || (local_ && !local_->idle());
-    const std::uint64_t next_tick =
+    std::uint64_t next_tick =
         last_tick_ns_ +
         (timed ? static_cast<std::uint64_t>(options_.heartbeat_interval.count()) : kIdleTickNs);
+    if (!held_.empty()) next_tick = std::min(next_tick, now + kWatchNs);
     if (next_tick > now && may_sleep()) poller_.poll(next_tick - now);
     sleeping_.store(false, std::memory_order_relaxed);
     if (local_) local_->finish_sleep();
+    for (const auto& nic : nics_) nic->finish_sleep();
   }
   shut_down();
 }
@@ -209,18 +239,25 @@ bool DomainGroup::may_sleep() {
     const std::lock_guard lock(commands_mutex_);
     if (!commands_.empty()) return false;
   }
-  return !local_ || local_->prepare_sleep();
+  const auto ready = [](const OperationPtr& operation) { return !operation->held(); };
+  if (std::any_of(held_.begin(), held_.end(), ready)) return false;
+  if (local_ && !local_->prepare_sleep()) return false;
+  return std::all_of(nics_.begin(), nics_.end(),
+                     [](const auto& nic) { return nic->prepare_sleep(); });
 }
 
 void DomainGroup::step() {
   poller_.poll(0);
   run_commands();
+  if (!held_.empty()) release_held();
   if (local_) local_->poll();
+  for (const auto& nic : nics_) nic->poll();
+  const std::uint64_t now = now_ns();
   for (const auto& [id, peer] : peers_) {
+    if (peer->nics()) peer->nics()->step(now);
     if (peer->up() && peer->has_backlog()) peer->pump();
   }
   bury_lost_peers();
-  const std::uint64_t now = now_ns();
   if (now - last_tick_ns_ >= static_cast<std::uint64_t>(options_.heartbeat_interval.count())) {
     tick(now);
     bury_lost_peers();
@@ -240,6 +277,7 @@ void DomainGroup::tick(std::uint64_t now) {
   acceptor_->expire(now - std::min(now, kHandshakeNs));
   if (local_) local_->expire(now - std::min(now, kRendezvousNs));
   expire_operations(now);
+  expire_revocations(now);
 }
 
 void DomainGroup::shut_down() {
@@ -257,9 +295,10 @@ void DomainGroup::shut_down() {
   ids.reserve(peers_.size());
   for (const auto& [id, peer] : peers_) ids.push_back(id);
   for (const PeerId id : ids) {
-    peers_.at(id)->say_goodbye();
+    peers_.at(id)->say_goodbye({});
     close_peer(id, {Errc::engine_closed, "this engine was closed"});
   }
+  for (const RegionPtr& region : regions_.all()) region->close_registrations();
   lane_dialers_.clear();
   dialers_.clear();
   local_.reset();

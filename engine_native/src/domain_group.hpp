@@ -25,13 +25,15 @@
 #include "memory_region.hpp"
 #include "peer.hpp"
 #include "poller.hpp"
+#include "spare_writes.hpp"
+#include "worker_thread.hpp"
 
 namespace kvxfer {
 
 class DomainGroup final : private AcceptorEvents,
                           private DialerEvents,
                           private local::LocalEvents,
-                          private PathEvents,
+                          private NicEvents,
                           private PeerEvents {
  public:
   static Result<std::unique_ptr<DomainGroup>> open(EngineOptions options);
@@ -43,17 +45,28 @@ class DomainGroup final : private AcceptorEvents,
   CompletionQueue& completions() { return *completions_; }
   ImmCounters& counters() { return counters_; }
   RegionTable& regions() { return regions_; }
+  SpareWrites& spare_writes() { return spare_writes_; }
   OperationId next_operation_id() { return ++last_operation_; }
+  // What the engine's NICs are, by their numbers.
+  const std::vector<NicInfo>& nics() const { return identity_.introduction.nics; }
+  // The fabrics in use, in the order in which they are preferred.
+  const std::vector<std::string>& fabrics() const { return fabrics_; }
+  // Registers memory with every NIC that can reach it, then lets peers write into it.
+  Result<void> register_region(const RegionPtr& region);
   std::shared_ptr<PeerHandle> find_peer(PeerId peer) const;
 
-  void submit(const OperationPtr& operation);
+  void submit(const std::vector<OperationPtr>& operations);
+  // Looks at watched words now.
+  void wake();
   void send(PeerId peer, std::string data);
   void cancel(OperationId operation);
   void connect(OperationId id, const EngineAddress& address, Duration timeout);
   // These return once the engine thread has done it.
   void disconnect(PeerId peer);
   bool fence(PeerId peer);
-  void release_counter(Imm imm);
+  // False where peers have to be asked first, because no NIC could be told to refuse: then
+  // Completion::Kind::released follows, unless `wait`.
+  bool release_counter(Imm imm, bool wait);
   void deregister(const RegionPtr& region);
   EngineStats stats();
   void close();
@@ -61,9 +74,18 @@ class DomainGroup final : private AcceptorEvents,
  private:
   using Command = std::function<void()>;
 
+  // A released counter that these peers have been asked to write to no more.
+  struct Revocation {
+    Imm imm;
+    std::vector<PeerId> asked;
+    std::uint64_t deadline_ns;
+    std::shared_ptr<std::promise<void>> done;  // null: a completion tells
+  };
+
   DomainGroup(EngineOptions options, Poller poller, std::unique_ptr<CompletionQueue> completions,
               std::unique_ptr<Acceptor> acceptor);
   Result<void> start();
+  Result<void> open_nics(Reception reception);
 
   // Commands; false once the engine is closed.
   bool post(Command command);
@@ -83,7 +105,7 @@ class DomainGroup final : private AcceptorEvents,
   void expire_connects(std::uint64_t now);
   void complete_connect(OperationId id, const Result<PeerId>& peer);
   void open_paths(Peer& peer);
-  void open_lanes(Peer& peer);
+  void open_remote_paths(Peer& peer);
   void set_socket_options(int fd) const;
   void note_fallback(const Peer& peer, const std::string& why);
   Peer& add_peer(std::unique_ptr<Stream> stream, const Session& session, std::uint64_t deadline_ns);
@@ -100,21 +122,40 @@ class DomainGroup final : private AcceptorEvents,
   void on_local_link(const SessionId& session, Result<local::LocalLink> link) override;
   void on_up(Peer& peer) override;
   void on_message(Peer& peer, std::string data) override;
+  void on_posted(std::size_t writes) override { stats_.writes_posted += writes; }
   void on_peer_lost(Peer& peer, Error error) override;
 
-  // --- engine thread: operations
-  void on_finished(const OperationPtr& operation, std::size_t writes, const Error& error) override;
+  // --- engine thread: NICs
   void on_lost(Path& path, Error error) override;
+  void on_nic_state(NicDomain& domain) override;
+  void on_credit_due(NicPath& path) override;
+  void share_region(Peer& peer, std::uint64_t key) override;
+  std::vector<PeerId> revoke(Imm imm);
+  void on_revoked(Peer& peer, Imm imm) override;
+  void forget_revocations(PeerId peer);
+  void end_revocations();
+  void expire_revocations(std::uint64_t now);
+
+  // --- engine thread: operations
+  void begin_operation(const OperationPtr& operation);
+  void post_operation(const OperationPtr& operation);
+  void release_held();
+  void on_finished(const OperationPtr& operation, const WriteRange& writes,
+                   const Error& error) override;
+  void fail(const OperationPtr& operation, Errc code, std::string text) override;
+  void settle(const OperationPtr& operation) override;
+  std::vector<OperationPtr> operations_with(const Peer& peer, Imm imm) override;
   void end_operation(const OperationPtr& operation);
-  void fail_operation(const OperationPtr& operation, Errc code, std::string text);
   void expire_operations(std::uint64_t now);
 
   EngineOptions options_;
   EngineAddress address_;
   Identity identity_;
+  std::vector<std::string> fabrics_;
   std::unique_ptr<CompletionQueue> completions_;
   ImmCounters counters_;
   RegionTable regions_;
+  SpareWrites spare_writes_;
   std::atomic<OperationId> last_operation_ = 0;
 
   mutable std::mutex handles_mutex_;
@@ -134,17 +175,21 @@ class DomainGroup final : private AcceptorEvents,
   std::unique_ptr<Acceptor> acceptor_;
   std::unique_ptr<local::LocalDomain> local_;
   std::vector<std::unique_ptr<tcp::TcpDomain>> lanes_;
+  std::vector<std::unique_ptr<NicDomain>> nics_;  // fixed once started
   std::vector<std::unique_ptr<Dialer>> dialers_;
   std::vector<std::unique_ptr<LaneDialer>> lane_dialers_;
   std::unordered_map<PeerId, std::unique_ptr<Peer>> peers_;
   std::vector<std::pair<PeerId, Error>> lost_;  // to be closed at the end of the step
   std::unordered_map<OperationId, OperationPtr> operations_;
   std::vector<std::pair<RegionPtr, std::shared_ptr<std::promise<void>>>> deregistering_;
+  std::vector<OperationPtr> held_;  // for a watched word
+  std::vector<Revocation> revocations_;
   PeerId last_peer_ = 0;
   std::uint64_t last_tick_ns_ = 0;
   bool told_fallback_ = false;
   bool stopping_ = false;
-  std::jthread thread_;  // last: joined before anything it uses is destroyed
+  WorkerThread registrar_;  // registering memory takes long: never on the engine thread
+  std::jthread thread_;     // last: joined before anything it uses is destroyed
 };
 
 }  // namespace kvxfer

@@ -91,6 +91,7 @@ void DomainGroup::on_dialed(Dialer& dialer, Result<Session> session) {
   Peer& peer = add_peer(dialer.take_stream(), *session, dialer.deadline_ns());
   peer.address = dialer.address();
   peer.waiters = std::move(dialer.waiters);
+  peer.use_nics(nics_, true, options_.peer_timeout);
   open_paths(peer);
 }
 
@@ -101,21 +102,25 @@ void DomainGroup::open_paths(Peer& peer) {
       const auto begun = local_->connect(peer.session());
       if (begun) return;  // on_local_link() goes on
       note_fallback(peer, begun.error().text);
-    } else if (lanes_.empty() || !theirs.tcp) {
+    } else if (!peer.nics() && (lanes_.empty() || !theirs.tcp)) {
       return peer.lose({Errc::connect_failed,
                         "it runs on another host (or network namespace), where the local fabric "
-                        "does not reach, and tcp is not enabled on both sides"});
+                        "does not reach, and no other fabric is enabled on both sides"});
     }
   }
-  open_lanes(peer);
+  open_remote_paths(peer);
 }
 
-void DomainGroup::open_lanes(Peer& peer) {
+void DomainGroup::open_remote_paths(Peer& peer) {
   const Introduction& theirs = peer.session().introduction;
+  if (peer.nics()) peer.nics()->open_missing(now_ns());
   if (lanes_.empty() || !theirs.tcp) {
-    if (!peer.paths().empty()) return peer.announce_paths();
-    return peer.lose({Errc::connect_failed,
-                      "no common fabric: enable tcp (or local, on one host) on both sides"});
+    if (peer.paths().empty() && !peer.nics()) {
+      return peer.lose({Errc::connect_failed,
+                        "no common fabric: both sides need tcp, NICs of one network, or local on "
+                        "one host"});
+    }
+    return peer.announce_paths();
   }
   // Unequal numbers: the side with fewer lanes serves several connections with one.
   const unsigned count = std::max<unsigned>(options_.lanes, theirs.lanes);
@@ -137,7 +142,8 @@ void DomainGroup::on_lane_dialed(LaneDialer& dialer, Result<UniqueFd> socket) {
   auto path = lanes_[dialer.lane() % lanes_.size()]->open_path(std::move(*socket), peer.label());
   if (!path) return peer.lose(path.error());
   peer.add_path(std::move(*path), dialer.lane());
-  if (--peer.lanes_to_open == 0) peer.announce_paths();
+  --peer.lanes_to_open;
+  peer.announce_paths();
 }
 
 void DomainGroup::note_fallback(const Peer& peer, const std::string& why) {
@@ -152,7 +158,8 @@ void DomainGroup::note_fallback(const Peer& peer, const std::string& why) {
 // --- being connected to ----------------------------------------------------------------------
 
 void DomainGroup::on_accepted(std::unique_ptr<Stream> stream, const Session& session) {
-  add_peer(std::move(stream), session, now_ns() + kOpenNs);
+  add_peer(std::move(stream), session, now_ns() + kOpenNs)
+      .use_nics(nics_, false, options_.peer_timeout);
 }
 
 void DomainGroup::on_lane_hello(UniqueFd socket, const std::string& hello) {
@@ -199,7 +206,7 @@ void DomainGroup::on_local_link(const SessionId& session, Result<local::LocalLin
   if (!link) {
     if (!initiator) return;  // the initiator decides what to do without
     note_fallback(*peer, link.error().text);
-    return open_lanes(*peer);
+    return open_remote_paths(*peer);
   }
   const bool reads_both_ways = link->peer_reads_us && link->we_read_peer;
   auto path = local_->open_path(std::move(*link), peer->label());
@@ -210,7 +217,7 @@ void DomainGroup::on_local_link(const SessionId& session, Result<local::LocalLin
   note_fallback(*peer,
                 "one process may not read the other's memory (another user, pid namespace or "
                 "ptrace_scope), so only memory from alloc() goes over the local fabric");
-  open_lanes(*peer);
+  open_remote_paths(*peer);
 }
 
 void DomainGroup::set_socket_options(int fd) const {
@@ -253,7 +260,7 @@ void DomainGroup::disconnect(PeerId peer) {
   run_on_engine_thread([this, peer] {
     const auto found = peers_.find(peer);
     if (found == peers_.end()) return;
-    found->second->say_goodbye();
+    found->second->say_goodbye({});
     close_peer(peer, {Errc::peer_lost, "this engine disconnected"});
   });
 }
@@ -271,14 +278,6 @@ void DomainGroup::on_peer_lost(Peer& peer, Error error) {
   lost_.emplace_back(peer.id(), std::move(error));
 }
 
-void DomainGroup::on_lost(Path& path, Error error) {
-  for (const auto& [id, peer] : peers_) {
-    for (const auto& known : peer->paths()) {
-      if (known.get() == &path) return peer->lose(std::move(error));
-    }
-  }
-}
-
 void DomainGroup::bury_lost_peers() {
   while (!lost_.empty()) {
     const auto lost = std::exchange(lost_, {});
@@ -293,18 +292,20 @@ void DomainGroup::close_peer(PeerId id, const Error& error) {
   peers_.erase(found);
   const Error told{error.code, "peer " + peer->label() + ": " + error.text};
 
+  if (error.code == Errc::nic_lost) peer->say_goodbye(error);
   // First the fence, then whoever waits may take memory back.
   if (local_) {
     for (const auto& path : peer->paths()) local_->close_path(*path);
   }
   peer->close_paths();
+  for (const RegionPtr& region : regions_.all()) region->unshare(id);
+  forget_revocations(id);
   std::vector<OperationPtr> orphans;
   for (const auto& [operation_id, operation] : operations_) {
     if (operation->peer == id) orphans.push_back(operation);
   }
   for (const OperationPtr& operation : orphans) {
     operation->fail(told.code, told.text);
-    operation->finished = operation->posted;
     end_operation(operation);
   }
   for (const OperationId waiter : peer->waiters.take()) complete_connect(waiter, told);

@@ -6,36 +6,61 @@
 
 namespace kvxfer {
 
-void DomainGroup::submit(const OperationPtr& operation) {
-  const bool posted = post([this, operation] {
-    operations_.emplace(operation->id, operation);
-    const auto found = peers_.find(operation->peer);
-    if (found == peers_.end() || !found->second->up()) {
-      return fail_operation(operation, Errc::peer_lost,
-                            "the peer was lost before the operation was posted");
-    }
-    // Here, where deregister() is in order with it: the memory may be gone.
-    if (operation->source && regions_.find(operation->source->key()) != operation->source) {
-      return fail_operation(operation, Errc::unknown_region,
-                            "the source region is not registered at this engine any more");
-    }
-    Peer& peer = *found->second;
-    if (!peer.reaches(operation->source.get())) {
-      return fail_operation(operation, Errc::permission_denied,
-                            "peer " + peer.label() +
-                                " may not read this process's registered memory, and there is no "
-                                "tcp path; use memory from alloc(), or enable tcp on both sides");
-    }
-    peer.queue(operation);
-    peer.pump();
+void DomainGroup::submit(const std::vector<OperationPtr>& operations) {
+  const bool posted = post([this, operations] {
+    for (const OperationPtr& operation : operations) begin_operation(operation);
   });
-  if (!posted) {
+  if (posted) return;
+  for (const OperationPtr& operation : operations) {
     completions_->push({.kind = Completion::Kind::write,
                         .id = operation->id,
                         .peer = operation->peer,
                         .code = Errc::engine_closed,
                         .text = "this engine was closed"});
   }
+}
+
+void DomainGroup::begin_operation(const OperationPtr& operation) {
+  operations_.emplace(operation->id, operation);
+  if (operation->held()) {
+    held_.push_back(operation);
+  } else {
+    post_operation(operation);
+  }
+}
+
+void DomainGroup::release_held() {
+  std::vector<OperationPtr> ready;
+  std::erase_if(held_, [&](const OperationPtr& operation) {
+    if (operation->code != Errc::ok) return true;
+    if (operation->held()) return false;
+    ready.push_back(operation);
+    return true;
+  });
+  activity_ += ready.size();
+  for (const OperationPtr& operation : ready) post_operation(operation);
+}
+
+void DomainGroup::wake() {
+  if (sleeping_.load(std::memory_order_seq_cst)) poller_.wake();
+}
+
+void DomainGroup::post_operation(const OperationPtr& operation) {
+  const auto found = peers_.find(operation->peer);
+  if (found == peers_.end() || !found->second->up()) {
+    return fail(operation, Errc::peer_lost,
+                "peer " + operation->handle->label + " was lost before the operation was posted");
+  }
+  // Here, where deregister() is in order with it: the memory may be gone.
+  if (operation->source && regions_.find(operation->source->key()) != operation->source) {
+    return fail(operation, Errc::unknown_region,
+                "the source region is not registered at this engine any more");
+  }
+  Peer& peer = *found->second;
+  if (const auto good = peer.reaches(*operation); !good) {
+    return fail(operation, good.error().code, good.error().text);
+  }
+  peer.submit(operation);
 }
 
 void DomainGroup::send(PeerId peer, std::string data) {
@@ -49,11 +74,11 @@ void DomainGroup::cancel(OperationId id) {
   post([this, id] {
     const auto found = operations_.find(id);
     if (found == operations_.end()) return;
-    fail_operation(OperationPtr(found->second), Errc::cancelled, "cancelled by the caller");
+    fail(OperationPtr(found->second), Errc::cancelled, "cancelled by the caller");
   });
 }
 
-void DomainGroup::fail_operation(const OperationPtr& operation, Errc code, std::string text) {
+void DomainGroup::fail(const OperationPtr& operation, Errc code, std::string text) {
   operation->fail(code, std::move(text));
   if (operation->done()) return end_operation(operation);
   operation->finished_at_grace = operation->finished;
@@ -62,20 +87,30 @@ void DomainGroup::fail_operation(const OperationPtr& operation, Errc code, std::
       operation->deadline_ns, now_ns() + static_cast<std::uint64_t>(options_.peer_timeout.count()));
 }
 
-void DomainGroup::on_finished(const OperationPtr& operation, std::size_t writes,
+void DomainGroup::on_finished(const OperationPtr& operation, const WriteRange& writes,
                               const Error& error) {
-  operation->finished += writes;
+  operation->finish(writes);
   if (error.code != Errc::ok) operation->fail(error.code, error.text);
+  settle(operation);
+}
+
+void DomainGroup::settle(const OperationPtr& operation) {
   if (operation->done()) end_operation(operation);
 }
 
-void DomainGroup::end_operation(const OperationPtr& operation) {
-  operations_.erase(operation->id);
-  if (const auto peer = find_peer(operation->peer)) {
-    peer->queued_writes -= operation->writes.size();
+std::vector<OperationPtr> DomainGroup::operations_with(const Peer& peer, Imm imm) {
+  std::vector<OperationPtr> found;
+  for (const auto& [id, operation] : operations_) {
+    if (operation->peer == peer.id() && operation->imm == imm) found.push_back(operation);
   }
+  return found;
+}
+
+void DomainGroup::end_operation(const OperationPtr& operation) {
+  if (operations_.erase(operation->id) == 0) return;
+  operation->handle->queued_writes -= operation->writes.size();
   // It may stay in its peer's queue for a while; what it holds should not.
-  operation->writes = {};
+  spare_writes_.keep(std::exchange(operation->writes, {}));
   operation->source.reset();
   completions_->push({.kind = Completion::Kind::write,
                       .id = operation->id,
@@ -99,9 +134,9 @@ void DomainGroup::expire_operations(std::uint64_t now) {
   for (const OperationPtr& operation : late) {
     if (operation->code == Errc::ok) {
       operation->deadline_ns = now + static_cast<std::uint64_t>(options_.peer_timeout.count());
-      fail_operation(operation, Errc::deadline_exceeded,
-                     "not delivered before its deadline: " + std::to_string(operation->finished) +
-                         " of " + std::to_string(operation->writes.size()) + " writes were");
+      fail(operation, Errc::deadline_exceeded,
+           "not delivered before its deadline: " + std::to_string(operation->finished) + " of " +
+               std::to_string(operation->writes.size()) + " writes were");
     } else if (operation->finished != operation->finished_at_grace) {
       operation->finished_at_grace = operation->finished;  // slow, but it moves
       operation->deadline_ns = now + static_cast<std::uint64_t>(options_.peer_timeout.count());
@@ -112,21 +147,13 @@ void DomainGroup::expire_operations(std::uint64_t now) {
   }
 }
 
-void DomainGroup::release_counter(Imm imm) {
-  run_on_engine_thread([this, imm] {
-    counters_.release(imm);
-    for (const auto& [id, peer] : peers_) {
-      for (const auto& path : peer->paths()) path->revoke_counter(imm);
-    }
-  });
-}
-
 void DomainGroup::deregister(const RegionPtr& region) {
   auto unused = std::make_shared<std::promise<void>>();
   const bool posted = post([this, region, unused] {
     regions_.erase(region->key());
     for (const auto& [id, peer] : peers_) {
       for (const auto& path : peer->paths()) path->revoke_region(region->key());
+      if (peer->nics()) peer->nics()->forget_region(region->key());
     }
     if (local_) local_->forget_source(*region);
     std::vector<OperationPtr> readers;
@@ -136,10 +163,11 @@ void DomainGroup::deregister(const RegionPtr& region) {
     if (readers.empty()) return unused->set_value();
     deregistering_.emplace_back(region, unused);
     for (const OperationPtr& operation : readers) {
-      fail_operation(operation, Errc::cancelled, "its source region was deregistered");
+      fail(operation, Errc::cancelled, "its source region was deregistered");
     }
   });
   posted ? unused->get_future().wait() : ended_.wait();
+  region->close_registrations();  // on the caller's thread: unpinning takes long
 }
 
 }  // namespace kvxfer

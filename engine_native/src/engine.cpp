@@ -1,5 +1,6 @@
 #include "kvxfer/engine.hpp"
 
+#include <algorithm>
 #include <string>
 
 #include "clock.hpp"
@@ -41,17 +42,22 @@ EngineStats TransferEngine::stats() const { return group_->stats(); }
 int TransferEngine::event_fd() const { return group_->completions().event_fd(); }
 std::vector<Completion> TransferEngine::drain() { return group_->completions().drain(); }
 
+const std::vector<std::string>& TransferEngine::fabrics() const { return group_->fabrics(); }
+const std::vector<NicInfo>& TransferEngine::nics() const { return group_->nics(); }
+
 // --- memory ----------------------------------------------------------------------------------
 
 Result<RegionPtr> TransferEngine::allocate(std::size_t bytes) {
   auto region = MemoryRegion::allocate(address().engine, bytes);
-  if (region) group_->regions().insert(*region);
+  if (!region) return region;
+  if (auto good = group_->register_region(*region); !good) return good.error();
   return region;
 }
 
 Result<RegionPtr> TransferEngine::register_memory(void* data, std::size_t bytes) {
   auto region = MemoryRegion::wrap(address().engine, data, bytes);
-  if (region) group_->regions().insert(*region);
+  if (!region) return region;
+  if (auto good = group_->register_region(*region); !good) return good.error();
   return region;
 }
 
@@ -91,11 +97,16 @@ Result<void> TransferEngine::send(PeerId peer, std::string data) {
 
 // --- writes ----------------------------------------------------------------------------------
 
-Result<Submitted> TransferEngine::submit(PeerId peer, const RegionPtr& source,
-                                         const MrDescriptor* destination,
-                                         Result<std::vector<WireWrite>> writes,
-                                         std::optional<Imm> imm, Duration timeout) {
+Result<OperationPtr> TransferEngine::prepare(PeerId peer, const RegionPtr& source,
+                                             const MrDescriptor* destination,
+                                             Result<std::vector<WireWrite>> writes,
+                                             std::uint64_t bytes, const WriteOptions& options) {
   if (!writes) return writes.error();
+  if (options.nic && *options.nic >= group_->nics().size()) {
+    return Error{Errc::invalid_argument, "this engine has no NIC number " +
+                                             std::to_string(*options.nic) + "; it has " +
+                                             std::to_string(group_->nics().size())};
+  }
   const auto handle = group_->find_peer(peer);
   if (!handle) return no_peer(peer);
   if (destination) {
@@ -111,49 +122,129 @@ Result<Submitted> TransferEngine::submit(PeerId peer, const RegionPtr& source,
   auto operation = std::make_shared<Operation>();
   operation->id = group_->next_operation_id();
   operation->peer = peer;
+  operation->handle = handle;
   operation->source = source;
   operation->destination_key = destination ? destination->key : 0;
-  operation->imm = imm;
+  operation->destination_length = destination ? destination->length : 0;
+  operation->imm = options.imm;
+  operation->nic = options.nic;
+  operation->after = options.after;
   operation->writes = std::move(*writes);
-  for (const WireWrite& write : operation->writes) operation->bytes += write.length;
+  operation->bytes = bytes;
+  Duration timeout = options.timeout;
   if (timeout <= Duration::zero()) timeout = group_->options().operation_timeout;
   operation->deadline_ns = now_ns() + static_cast<std::uint64_t>(timeout.count());
-  const Submitted submitted{operation->id, count, operation->bytes};
-  group_->submit(operation);
+  return operation;
+}
+
+Result<Submitted> TransferEngine::submit(Result<OperationPtr> operation) {
+  if (!operation) return operation.error();
+  const Submitted submitted{(*operation)->id, (*operation)->writes.size(), (*operation)->bytes};
+  group_->submit({std::move(*operation)});
   return submitted;
+}
+
+Result<std::vector<Submitted>> TransferEngine::submit_all(
+    std::vector<Result<OperationPtr>> operations) {
+  const auto bad = std::find_if(operations.begin(), operations.end(),
+                                [](const auto& operation) { return !operation; });
+  std::vector<Submitted> submitted;
+  std::vector<OperationPtr> prepared;
+  for (auto& operation : operations) {
+    if (!operation) continue;
+    if (bad != operations.end()) {
+      (*operation)->handle->queued_writes -= (*operation)->writes.size();
+      continue;
+    }
+    submitted.push_back({(*operation)->id, (*operation)->writes.size(), (*operation)->bytes});
+    prepared.push_back(std::move(*operation));
+  }
+  if (bad != operations.end()) return bad->error();
+  group_->submit(prepared);
+  return submitted;
+}
+
+unsigned TransferEngine::shards_for(PeerId peer, const WriteOptions& options) const {
+  const auto handle = group_->find_peer(peer);
+  return handle && !options.nic ? handle->shards.load() : 1;
 }
 
 Result<Submitted> TransferEngine::write(PeerId peer, const RegionPtr& source,
                                         const MrDescriptor& destination, const SingleWrite& write,
-                                        std::optional<Imm> imm, Duration timeout) {
-  return submit(peer, source, &destination, plan_single(write, source->size(), destination.length),
-                imm, timeout);
+                                        const WriteOptions& options) {
+  auto writes = plan_single(write, source->size(), destination.length, shards_for(peer, options));
+  return submit(prepare(peer, source, &destination, std::move(writes), write.length, options));
 }
 
 Result<Submitted> TransferEngine::write_pages(PeerId peer, const RegionPtr& source,
                                               const MrDescriptor& destination,
-                                              const PagedWrite& pages, std::optional<Imm> imm,
-                                              Duration timeout) {
-  return submit(peer, source, &destination, plan_pages(pages, source->size(), destination.length),
-                imm, timeout);
+                                              const PagedWrite& pages,
+                                              const WriteOptions& options) {
+  return submit(prepare(peer, source, &destination,
+                        plan_pages(pages, source->size(), destination.length,
+                                   group_->spare_writes().take(pages.source_pages.size())),
+                        pages.source_pages.size() * pages.page_length, options));
 }
 
-Result<Submitted> TransferEngine::write_imm(PeerId peer, Imm imm, Duration timeout) {
-  return submit(peer, nullptr, nullptr, std::vector<WireWrite>(1), imm, timeout);
+Result<Submitted> TransferEngine::write_imm(PeerId peer, Imm imm, const WriteOptions& options) {
+  WriteOptions counted = options;
+  counted.imm = imm;
+  return submit(prepare(peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, counted));
 }
+
+Result<std::vector<Submitted>> TransferEngine::scatter(const RegionPtr& source,
+                                                       std::span<const ScatterPart> parts,
+                                                       const WriteOptions& options) {
+  std::vector<Result<OperationPtr>> operations;
+  for (const ScatterPart& part : parts) {
+    if (part.write.length == 0) {
+      operations.push_back(
+          prepare(part.peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, options));
+      continue;
+    }
+    operations.push_back(prepare(part.peer, source, &part.destination,
+                                 plan_single(part.write, source->size(), part.destination.length,
+                                             shards_for(part.peer, options)),
+                                 part.write.length, options));
+  }
+  return submit_all(std::move(operations));
+}
+
+Result<std::vector<Submitted>> TransferEngine::barrier(std::span<const PeerId> peers, Imm imm,
+                                                       const WriteOptions& options) {
+  WriteOptions counted = options;
+  counted.imm = imm;
+  std::vector<Result<OperationPtr>> operations;
+  for (const PeerId peer : peers) {
+    operations.push_back(prepare(peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, counted));
+  }
+  return submit_all(std::move(operations));
+}
+
+void TransferEngine::wake() { group_->wake(); }
 
 void TransferEngine::cancel(OperationId operation) { group_->cancel(operation); }
 
 // --- counters --------------------------------------------------------------------------------
 
-Result<Imm> TransferEngine::allocate_counter() { return group_->counters().allocate(); }
+Result<Imm> TransferEngine::allocate_counter(std::optional<PeerId> writer) {
+  return group_->counters().allocate(writer);
+}
 
 std::uint64_t TransferEngine::counter_value(Imm imm) const { return group_->counters().value(imm); }
 
-Result<void> TransferEngine::expect(Imm imm, std::uint64_t total) {
-  return group_->counters().expect(imm, total);
+Result<void> TransferEngine::expect(Imm imm, std::uint64_t total, Expect expect) {
+  return group_->counters().expect(imm, total, expect);
 }
 
-void TransferEngine::release_counter(Imm imm) { group_->release_counter(imm); }
+Result<void> TransferEngine::subscribe(Imm imm) { return group_->counters().subscribe(imm); }
+
+std::uint64_t TransferEngine::take_arrivals(Imm imm) {
+  return group_->counters().take_arrivals(imm);
+}
+
+void TransferEngine::release_counter(Imm imm) { group_->release_counter(imm, true); }
+
+bool TransferEngine::begin_release_counter(Imm imm) { return group_->release_counter(imm, false); }
 
 }  // namespace kvxfer

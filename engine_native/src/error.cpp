@@ -44,6 +44,10 @@ std::string_view name(Errc code) {
       return "peer-timeout";
     case Errc::protocol_error:
       return "protocol-error";
+    case Errc::fabric_unavailable:
+      return "fabric-unavailable";
+    case Errc::nic_lost:
+      return "nic-lost";
   }
   return "protocol-error";
 }

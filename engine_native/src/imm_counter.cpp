@@ -19,7 +19,7 @@ Error stale(Imm imm) {
 
 }  // namespace
 
-Result<Imm> ImmCounters::allocate() {
+Result<Imm> ImmCounters::allocate(std::optional<PeerId> writer) {
   const std::lock_guard lock(mutex_);
   std::size_t index = 0;
   if (!free_.empty() && slots_.size() >= kSlotsBeforeReuse) {
@@ -34,6 +34,7 @@ Result<Imm> ImmCounters::allocate() {
   }
   Slot& slot = slots_[index];
   slot.live = true;
+  slot.writer = writer;
   return make_imm(slot.generation, index);
 }
 
@@ -48,28 +49,53 @@ bool ImmCounters::live(Imm imm) const {
   return find(imm) != nullptr;
 }
 
-Result<void> ImmCounters::expect(Imm imm, std::uint64_t total) {
+Result<void> ImmCounters::expect(Imm imm, std::uint64_t total, Expect expect) {
   const std::lock_guard lock(mutex_);
   Slot* slot = find(imm);
   if (!slot) return stale(imm);
   slot->total = total;
+  slot->exact = expect == Expect::exactly;
   complete_if_reached(imm, *slot);
   return {};
 }
 
-void ImmCounters::add(Imm imm, std::uint64_t arrived) {
+Result<void> ImmCounters::subscribe(Imm imm) {
   const std::lock_guard lock(mutex_);
   Slot* slot = find(imm);
-  if (!slot) return;
-  slot->count += arrived;
-  slot->last_arrival_ns = now_ns();
-  complete_if_reached(imm, *slot);
+  if (!slot) return stale(imm);
+  slot->subscribed = true;
+  return {};
 }
 
-void ImmCounters::release(Imm imm) {
+std::uint64_t ImmCounters::take_arrivals(Imm imm) {
   const std::lock_guard lock(mutex_);
   Slot* slot = find(imm);
-  if (!slot) return;
+  if (!slot) return 0;
+  slot->told = false;
+  return slot->count;
+}
+
+bool ImmCounters::add(Imm imm, std::uint64_t arrived) {
+  const std::lock_guard lock(mutex_);
+  Slot* slot = find(imm);
+  if (!slot) return false;
+  slot->count += arrived;
+  slot->last_arrival_ns = now_ns();
+  slot->complete = false;  // more than was announced
+  complete_if_reached(imm, *slot);
+  if (slot->subscribed && !slot->told) {
+    slot->told = true;
+    completions_.push(
+        {.kind = Completion::Kind::arrival, .id = imm, .timestamp_ns = slot->last_arrival_ns});
+  }
+  return true;
+}
+
+ImmCounters::Released ImmCounters::release(Imm imm) {
+  const std::lock_guard lock(mutex_);
+  Slot* slot = find(imm);
+  if (!slot) return Released::was_not_live;
+  const bool complete = slot->complete;
   if (slot->total) {
     completions_.push({.kind = Completion::Kind::counter,
                        .id = imm,
@@ -81,6 +107,13 @@ void ImmCounters::release(Imm imm) {
   std::uint16_t next = static_cast<std::uint16_t>(slot->generation + 1);
   *slot = Slot{.generation = next == 0 ? std::uint16_t{1} : next};
   free_.push_back(static_cast<std::uint16_t>(slot - slots_.data()));
+  return complete ? Released::complete : Released::pending;
+}
+
+std::optional<PeerId> ImmCounters::writer(Imm imm) const {
+  const std::lock_guard lock(mutex_);
+  const Slot* slot = find(imm);
+  return slot ? slot->writer : std::nullopt;
 }
 
 const ImmCounters::Slot* ImmCounters::find(Imm imm) const {
@@ -98,7 +131,8 @@ void ImmCounters::complete_if_reached(Imm imm, Slot& slot) {
   if (!slot.total || slot.count < *slot.total) return;
   Completion completion{
       .kind = Completion::Kind::counter, .id = imm, .timestamp_ns = slot.last_arrival_ns};
-  if (slot.count > *slot.total) {
+  slot.complete = slot.exact && slot.count == *slot.total;
+  if (slot.exact && slot.count > *slot.total) {
     completion.code = Errc::protocol_error;
     completion.text = "counter " + std::to_string(imm) + " stands at " +
                       std::to_string(slot.count) + " writes, but " + std::to_string(*slot.total) +

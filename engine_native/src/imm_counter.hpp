@@ -20,16 +20,29 @@ class ImmCounters {
  public:
   explicit ImmCounters(CompletionQueue& completions) : completions_(completions) {}
 
-  // Any thread.
-  Result<Imm> allocate();
+  enum class Released : std::uint8_t {
+    was_not_live,
+    complete,  // its announced total has arrived, so nothing that carries it is under way
+    pending,
+  };
+
+  // Any thread. `writer`: the only peer that is told of the immediate, if any.
+  Result<Imm> allocate(std::optional<PeerId> writer = std::nullopt);
   std::uint64_t value(Imm imm) const;
   bool live(Imm imm) const;
-  // A completion follows once the count is `total`; protocol-error if it is more.
-  Result<void> expect(Imm imm, std::uint64_t total);
+  // A completion follows once the count is `total`: protocol-error if it is more, unless any
+  // count from there on will do.
+  Result<void> expect(Imm imm, std::uint64_t total, Expect expect = Expect::exactly);
+  // From now on a completion tells of arrivals; the next one only after take_arrivals(), which
+  // returns the count.
+  Result<void> subscribe(Imm imm);
+  std::uint64_t take_arrivals(Imm imm);
 
   // Engine thread, which alone decides between "placed" and "dropped".
-  void add(Imm imm, std::uint64_t arrived);
-  void release(Imm imm);
+  // False, and nothing happens, if the counter is not live.
+  bool add(Imm imm, std::uint64_t arrived);
+  Released release(Imm imm);
+  std::optional<PeerId> writer(Imm imm) const;
 
  private:
   struct Slot {
@@ -38,6 +51,11 @@ class ImmCounters {
     std::uint64_t count = 0;
     std::uint64_t last_arrival_ns = 0;
     std::optional<std::uint64_t> total;
+    std::optional<PeerId> writer;
+    bool exact = true;
+    bool subscribed = false;
+    bool told = false;      // of arrivals, and not taken yet
+    bool complete = false;  // a total was announced, and has arrived
   };
 
   // Slots are reused in turn and only when this many exist: 67 million allocations lie between

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <fstream>
 #include <string>
@@ -86,6 +87,23 @@ MrDescriptor MemoryRegion::descriptor() const {
           .length = size_};
 }
 
+bool MemoryRegion::registered() const {
+  return std::any_of(registrations_.begin(), registrations_.end(),
+                     [](const auto& registration) { return registration != nullptr; });
+}
+
+void MemoryRegion::unshare(PeerId peer) const {
+  for (const auto& registration : registrations_) {
+    if (registration) registration->unshare(peer);
+  }
+}
+
+void MemoryRegion::close_registrations() const {
+  for (const auto& registration : registrations_) {
+    if (registration) registration->close();
+  }
+}
+
 void RegionTable::insert(const RegionPtr& region) {
   const std::lock_guard lock(mutex_);
   regions_.emplace(region->key(), region);
@@ -100,6 +118,14 @@ RegionPtr RegionTable::find(std::uint64_t key) const {
   const std::lock_guard lock(mutex_);
   const auto found = regions_.find(key);
   return found == regions_.end() ? nullptr : found->second;
+}
+
+std::vector<RegionPtr> RegionTable::all() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<RegionPtr> regions;
+  regions.reserve(regions_.size());
+  for (const auto& [key, region] : regions_) regions.push_back(region);
+  return regions;
 }
 
 }  // namespace kvxfer

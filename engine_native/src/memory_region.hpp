@@ -6,13 +6,15 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <vector>
 
+#include "fabric/nic/nic_registration.hpp"
 #include "fd.hpp"
 #include "kvxfer/types.hpp"
 
 namespace kvxfer {
 
-// Immutable after creation; shared by its handle, the table and the operations that read it.
+// Immutable once it is in a table; shared by its handle, the table and the operations that read it.
 class MemoryRegion {
  public:
   // Memory of our own in a sealed memfd, so that a peer on this host can map it safely: it can
@@ -31,6 +33,19 @@ class MemoryRegion {
   int memfd() const { return memfd_.get(); }
   MrDescriptor descriptor() const;
 
+  // By our NIC numbers; null where the NIC cannot reach the memory. Set before the region is used.
+  void set_registrations(std::vector<std::shared_ptr<NicRegistration>> registrations) {
+    registrations_ = std::move(registrations);
+  }
+  NicRegistration* registration(std::uint32_t nic) const {
+    return nic < registrations_.size() ? registrations_[nic].get() : nullptr;
+  }
+  // Whether any NIC reaches it.
+  bool registered() const;
+  // Nothing of the peer's lands in it by NIC any more; see NicRegistration.
+  void unshare(PeerId peer) const;
+  void close_registrations() const;
+
  private:
   MemoryRegion(EngineId engine, std::byte* data, std::size_t size, UniqueFd memfd);
 
@@ -39,6 +54,7 @@ class MemoryRegion {
   std::size_t size_;
   std::uint64_t key_;  // random: knowing it is the permission to write
   UniqueFd memfd_;     // owns the mapping where set
+  std::vector<std::shared_ptr<NicRegistration>> registrations_;
 };
 
 using RegionPtr = std::shared_ptr<MemoryRegion>;
@@ -50,6 +66,7 @@ class RegionTable {
   // False if it was not there.
   bool erase(std::uint64_t key);
   RegionPtr find(std::uint64_t key) const;
+  std::vector<RegionPtr> all() const;
 
  private:
   mutable std::mutex mutex_;

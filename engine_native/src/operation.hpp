@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -24,28 +25,86 @@ struct WireWrite {
   std::uint32_t length = 0;
 };
 
+// Neighbours in an operation's list of writes.
+struct WriteRange {
+  std::size_t first = 0;
+  std::size_t count = 0;
+  bool counted = true;  // they carry the operation's immediate, if it has one
+};
+
+struct PeerHandle;
+
 struct Operation {
   OperationId id = 0;
   PeerId peer = 0;
+  std::shared_ptr<PeerHandle> handle;  // of the peer; outlives it
   RegionPtr source;  // null for an immediate without bytes
   std::uint64_t destination_key = 0;
+  std::uint64_t destination_length = 0;  // as its descriptor says
   std::optional<Imm> imm;
+  std::optional<std::uint32_t> nic;  // only over this NIC of ours
+  WatchFor after;
   std::vector<WireWrite> writes;
   std::uint64_t bytes = 0;
   std::uint64_t deadline_ns = 0;
+  // What the peer's NICs need; looked up before the operation is posted on a NIC.
+  std::shared_ptr<const RemoteRegion> destination;
 
-  std::size_t posted = 0;             // writes[0, posted) were given to a path
-  std::size_t finished = 0;           // of those, delivered or refused
+  std::size_t posted = 0;       // writes[0, posted) were given to a path
+  std::size_t outstanding = 0;  // of those, on a path now
+  std::size_t finished = 0;     // delivered or refused
+  // Came back from paths that were lost, to be posted on others.
+  std::deque<WriteRange> reposts;
+  // Of this immediate: to be posted again without it, because it did arrive, and not delivered
+  // yet. Counted ones wait for them, so that a count never runs ahead of bytes. Null: none.
+  std::shared_ptr<std::size_t> uncounted_left;
+  bool arrived = false;               // the peer says that all its immediates have
+  bool queued = false;                // at its peer
+  unsigned losses = 0;                // paths that were lost with writes of this operation
   std::size_t finished_at_grace = 0;  // when it last got more time to end
   Errc code = Errc::ok;               // first failure; nothing is posted after it
   std::string text;
 
-  bool wants_post() const { return code == Errc::ok && posted < writes.size(); }
-  bool done() const { return finished == posted && !wants_post(); }
+  bool held() const {
+    return after.word && after.word->value.load(std::memory_order_acquire) < after.value;
+  }
+  bool wants_post() const {
+    return code == Errc::ok && (posted < writes.size() || !reposts.empty());
+  }
+  bool done() const { return outstanding == 0 && !wants_post(); }
+
+  // What to post next; empty while that has to wait.
+  WriteRange next() const {
+    if (code != Errc::ok) return {};
+    if (reposts.empty()) return {posted, writes.size() - posted};
+    const WriteRange& range = reposts.front();
+    return range.counted && uncounted_left && *uncounted_left > 0 ? WriteRange{} : range;
+  }
+  // The first `count` writes of next() were posted.
+  void took(std::size_t count) {
+    outstanding += count;
+    if (reposts.empty()) {
+      posted += count;
+      return;
+    }
+    WriteRange& range = reposts.front();
+    range.first += count;
+    range.count -= count;
+    if (range.count == 0) reposts.pop_front();
+  }
+  void finish(const WriteRange& range) {
+    outstanding -= range.count;
+    finished += range.count;
+    if (!range.counted) *uncounted_left -= range.count;
+  }
   void fail(Errc why, std::string what) {
     if (code != Errc::ok) return;
     code = why;
     text = std::move(what);
+    for (const WriteRange& range : reposts) {
+      if (!range.counted) *uncounted_left -= range.count;
+    }
+    reposts.clear();
   }
 };
 

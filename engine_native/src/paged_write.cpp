@@ -1,61 +1,79 @@
 #include "paged_write.hpp"
 
 #include <algorithm>
+#include <span>
 #include <string>
 
 namespace kvxfer {
 namespace {
 
-class WriteList {
- public:
-  explicit WriteList(std::size_t pages) { writes_.reserve(pages); }
-
-  void append(std::uint64_t source, std::uint64_t destination, std::uint64_t length) {
-    if (!writes_.empty()) {
-      WireWrite& last = writes_.back();
-      const std::uint64_t room = kMaxWriteBytes - last.length;
-      if (last.source + last.length == source && last.destination + last.length == destination &&
-          room >= length) {
-        last.length += static_cast<std::uint32_t>(length);
-        return;
-      }
-    }
-    while (length > 0) {
-      const std::uint64_t part = std::min<std::uint64_t>(length, kMaxWriteBytes);
-      writes_.push_back({source, destination, static_cast<std::uint32_t>(part)});
-      source += part;
-      destination += part;
-      length -= part;
-    }
-  }
-
-  std::vector<WireWrite> take() { return std::move(writes_); }
-
- private:
-  std::vector<WireWrite> writes_;
-};
-
-// The largest page index whose page still ends inside the region; -1 if none does.
-std::int64_t last_page(std::uint64_t region, std::uint64_t offset, std::uint64_t stride,
-                       std::uint64_t page_length) {
-  if (offset > region || page_length > region - offset) return -1;
-  if (stride == 0) return INT64_MAX;
-  return static_cast<std::int64_t>((region - offset - page_length) / stride);
+// The length of the parts of a single write.
+std::uint64_t shard_length(std::uint64_t length, unsigned shards) {
+  constexpr std::uint64_t kSmallestShard = 64u << 10;
+  constexpr std::uint64_t kAlignment = 4096;
+  if (shards <= 1 || length >= std::uint64_t{kMaxWriteBytes} * shards) return kMaxWriteBytes;
+  const std::uint64_t part = (length + shards - 1) / shards;
+  const std::uint64_t aligned = (part + kAlignment - 1) / kAlignment * kAlignment;
+  return std::clamp<std::uint64_t>(aligned, kSmallestShard, kMaxWriteBytes);
 }
 
-Error bad_page(const char* side, std::size_t position, std::int64_t page, std::int64_t last,
-               std::uint64_t region) {
-  return {Errc::out_of_bounds, std::string(side) + " page " + std::to_string(page) + " (position " +
-                                   std::to_string(position) + " of the list) is outside the " +
-                                   side + " region of " + std::to_string(region) + " bytes; " +
-                                   (last < 0 ? "no page of this length and offset fits it"
-                                             : "valid pages are 0 to " + std::to_string(last))};
+// One side of a paged write. A negative page is a very large one here.
+class PageSide {
+ public:
+  PageSide(const char* name, std::span<const std::int64_t> pages, std::uint64_t region,
+           std::uint64_t offset, std::uint64_t stride, std::uint64_t page_length)
+      : name_(name), pages_(pages), region_(region), offset_(offset), stride_(stride) {
+    if (offset <= region && page_length <= region - offset) {
+      const std::uint64_t room = region - offset - page_length;
+      inside_ = stride == 0 ? kMostPages : std::min(room / stride, kMostPages - 1) + 1;
+    }
+    if (stride > 0 && page_length % stride == 0) step_ = page_length / stride;
+  }
+
+  std::uint64_t page(std::size_t position) const {
+    return static_cast<std::uint64_t>(pages_[position]);
+  }
+  bool inside(std::uint64_t page) const { return page < inside_; }
+  // Whether there are pages that begin where another ends, and which does.
+  bool has_next() const { return step_ > 0; }
+  std::uint64_t next(std::uint64_t page) const { return page + step_; }
+  std::uint64_t offset(std::uint64_t page) const { return offset_ + page * stride_; }
+
+  Error outside(std::size_t position) const {
+    return {Errc::out_of_bounds,
+            std::string(name_) + " page " + std::to_string(pages_[position]) + " (position " +
+                std::to_string(position) + " of the list) is outside the " + name_ + " region of " +
+                std::to_string(region_) + " bytes; " +
+                (inside_ == 0 ? "no page of this length and offset fits it"
+                              : "valid pages are 0 to " + std::to_string(inside_ - 1))};
+  }
+
+ private:
+  static constexpr auto kMostPages = std::uint64_t{1} << 63;
+
+  const char* name_;
+  std::span<const std::int64_t> pages_;
+  std::uint64_t region_;
+  std::uint64_t offset_;
+  std::uint64_t stride_;
+  std::uint64_t inside_ = 0;  // pages 0 to this less 1 end inside the region
+  std::uint64_t step_ = 0;
+};
+
+// Of these positions, the first that is bad on any side.
+Error first_outside(PageSide source, PageSide destination, std::size_t first, std::size_t end) {
+  while (first + 1 < end && source.inside(source.page(first)) &&
+         destination.inside(destination.page(first))) {
+    ++first;
+  }
+  return source.inside(source.page(first)) ? destination.outside(first) : source.outside(first);
 }
 
 }  // namespace
 
 Result<std::vector<WireWrite>> plan_pages(const PagedWrite& pages, std::uint64_t source_size,
-                                          std::uint64_t destination_size) {
+                                          std::uint64_t destination_size,
+                                          std::vector<WireWrite> writes) {
   if (pages.source_pages.size() != pages.destination_pages.size()) {
     return Error{Errc::invalid_argument,
                  "page lists differ in length: " + std::to_string(pages.source_pages.size()) +
@@ -67,30 +85,52 @@ Result<std::vector<WireWrite>> plan_pages(const PagedWrite& pages, std::uint64_t
                  "nothing to write: " + std::to_string(pages.source_pages.size()) + " pages of " +
                      std::to_string(pages.page_length) + " bytes; both must be at least 1"};
   }
-  const auto last_source =
-      last_page(source_size, pages.source_offset, pages.source_stride, pages.page_length);
-  const auto last_destination = last_page(destination_size, pages.destination_offset,
-                                          pages.destination_stride, pages.page_length);
-  WriteList list(pages.source_pages.size());
-  for (std::size_t i = 0; i < pages.source_pages.size(); ++i) {
-    const auto source = pages.source_pages[i];
-    const auto destination = pages.destination_pages[i];
-    if (source < 0 || source > last_source) {
-      return bad_page("source", i, source, last_source, source_size);
+  const PageSide source("source", pages.source_pages, source_size, pages.source_offset,
+                        pages.source_stride, pages.page_length);
+  const PageSide destination("destination", pages.destination_pages, destination_size,
+                             pages.destination_offset, pages.destination_stride, pages.page_length);
+  const std::uint64_t page_length = pages.page_length;
+  const bool joins = source.has_next() && destination.has_next();
+  const std::uint64_t longest =
+      joins ? std::max<std::uint64_t>(kMaxWriteBytes / page_length, 1) : 1;
+  const std::size_t count = pages.source_pages.size();
+  writes.reserve(count);
+  // A run of pages at a time, so that its multiplications, checks and stores are done once.
+  for (std::size_t i = 0; i < count;) {
+    const std::size_t first = i;
+    const std::uint64_t first_source = source.page(i);
+    const std::uint64_t first_destination = destination.page(i);
+    std::uint64_t last_source = first_source;
+    std::uint64_t last_destination = first_destination;
+    std::uint64_t run = 1;
+    for (++i; i < count && run < longest; ++i, ++run) {
+      if (source.page(i) != source.next(last_source) ||
+          destination.page(i) != destination.next(last_destination)) {
+        break;
+      }
+      last_source = source.next(last_source);
+      last_destination = destination.next(last_destination);
     }
-    if (destination < 0 || destination > last_destination) {
-      return bad_page("destination", i, destination, last_destination, destination_size);
+    // What lies between two pages inside is inside, too.
+    if (!source.inside(first_source) || !source.inside(last_source) ||
+        !destination.inside(first_destination) || !destination.inside(last_destination)) {
+      return first_outside(source, destination, first, i);
     }
-    list.append(pages.source_offset + static_cast<std::uint64_t>(source) * pages.source_stride,
-                pages.destination_offset +
-                    static_cast<std::uint64_t>(destination) * pages.destination_stride,
-                pages.page_length);
+    std::uint64_t from = source.offset(first_source);
+    std::uint64_t to = destination.offset(first_destination);
+    std::uint64_t left = run * page_length;
+    for (; left > kMaxWriteBytes; left -= kMaxWriteBytes) {
+      writes.emplace_back(from, to, kMaxWriteBytes);
+      from += kMaxWriteBytes;
+      to += kMaxWriteBytes;
+    }
+    writes.emplace_back(from, to, static_cast<std::uint32_t>(left));
   }
-  return list.take();
+  return writes;
 }
 
 Result<std::vector<WireWrite>> plan_single(const SingleWrite& write, std::uint64_t source_size,
-                                           std::uint64_t destination_size) {
+                                           std::uint64_t destination_size, unsigned shards) {
   if (write.length == 0) {
     return Error{Errc::invalid_argument,
                  "nothing to write: length is 0; use write_imm to send "
@@ -108,9 +148,14 @@ Result<std::vector<WireWrite>> plan_single(const SingleWrite& write, std::uint64
   if (auto good = check("destination", write.destination_offset, destination_size); !good) {
     return good.error();
   }
-  WriteList list(1);
-  list.append(write.source_offset, write.destination_offset, write.length);
-  return list.take();
+  const std::uint64_t part = shard_length(write.length, shards);
+  std::vector<WireWrite> writes;
+  writes.reserve((write.length + part - 1) / part);
+  for (std::uint64_t at = 0; at < write.length; at += part) {
+    writes.push_back({write.source_offset + at, write.destination_offset + at,
+                      static_cast<std::uint32_t>(std::min(part, write.length - at))});
+  }
+  return writes;
 }
 
 }  // namespace kvxfer

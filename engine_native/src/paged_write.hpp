@@ -10,10 +10,14 @@ namespace kvxfer {
 
 // Pages that follow each other on both sides become one write; writes longer than kMaxWriteBytes
 // are split. Fails with out-of-bounds or invalid-argument, naming the first bad page.
+// `writes`: an empty list, whose memory is used.
 Result<std::vector<WireWrite>> plan_pages(const PagedWrite& pages, std::uint64_t source_size,
-                                          std::uint64_t destination_size);
+                                          std::uint64_t destination_size,
+                                          std::vector<WireWrite> writes = {});
 
+// `shards`: into how many writes of equal length it is split at least, if it is long enough for
+// that to pay.
 Result<std::vector<WireWrite>> plan_single(const SingleWrite& write, std::uint64_t source_size,
-                                           std::uint64_t destination_size);
+                                           std::uint64_t destination_size, unsigned shards = 1);
 
 }  // namespace kvxfer

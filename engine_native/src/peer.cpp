@@ -1,10 +1,12 @@
 #include "peer.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "bootstrap/bytes.hpp"
 #include "clock.hpp"
+#include "refusal.hpp"
 
 namespace kvxfer {
 namespace {
@@ -35,7 +37,8 @@ Peer::Peer(PeerId id, std::unique_ptr<Stream> stream, Session session, std::uint
       session_(std::move(session)),
       deadline_ns_(deadline_ns),
       events_(events),
-      last_heard_ns_(now_ns()) {
+      last_heard_ns_(now_ns()),
+      last_path_ns_(last_heard_ns_) {
   handle_->id = id;
   handle_->engine = session_.peer;
   handle_->label = make_label(session_);
@@ -43,20 +46,47 @@ Peer::Peer(PeerId id, std::unique_ptr<Stream> stream, Session session, std::uint
 }
 
 std::string Peer::fabric() const {
-  return paths_.empty() ? std::string() : std::string(paths_.front()->fabric());
+  const auto best = std::min_element(choices_.begin(), choices_.end(),
+                                     [](auto* a, auto* b) { return a->rank() < b->rank(); });
+  return best == choices_.end() ? std::string() : std::string((*best)->fabric());
 }
 
 // --- set-up ----------------------------------------------------------------------------------
 
+void Peer::use_nics(const std::vector<std::unique_ptr<NicDomain>>& ours, bool initiator,
+                    Duration timeout) {
+  if (!NicLink::possible(ours, session_.introduction.nics)) return;
+  NicLinkOwner& owner = *this;
+  nics_ = std::make_unique<NicLink>(
+      NicLink::Ends{.peer = id(),
+                    .label = label(),
+                    .theirs = session_.introduction.nics,
+                    .initiator = initiator,
+                    .timeout_ns = static_cast<std::uint64_t>(timeout.count())},
+      ours, owner);
+}
+
 void Peer::add_path(std::unique_ptr<Path> path, std::uint32_t lane) {
   paths_.push_back(std::move(path));
   lanes_.push_back(lane);
+  list_choices();
   confirm_paths();
+}
+
+void Peer::list_choices() {
+  if (!choices_.empty()) last_path_ns_ = now_ns();
+  choices_.clear();
+  for (const auto& path : paths_) choices_.push_back(path.get());
+  handle_->shards = 1;
+  if (!nics_) return;
+  const auto& open = nics_->usable_paths();
+  choices_.insert(choices_.end(), open.begin(), open.end());
+  handle_->shards = static_cast<unsigned>(std::max<std::size_t>(open.size(), 1));
 }
 
 // The announcement and the last path come over different sockets, in either order.
 void Peer::confirm_paths() {
-  if (state_ != State::opening || announced_ == 0 || paths_.size() != announced_) return;
+  if (state_ != State::opening || announced_ != paths_.size()) return;
   send_frame(ControlFrame::ready, {});
   come_up();
 }
@@ -66,12 +96,25 @@ bool Peer::has_lane(std::uint32_t lane) const {
 }
 
 void Peer::announce_paths() {
+  if (state_ != State::opening || lanes_to_open > 0 || (nics_ && !nics_->settled())) return;
+  if (choices_.empty()) {
+    return lose({Errc::connect_failed,
+                 nics_ ? "no NIC has a way to it: " +
+                             (nics_->trouble().empty() ? "their links are down" : nics_->trouble())
+                       : "no path to it could be opened"});
+  }
   state_ = State::announced;
   send_frame(ControlFrame::paths,
              ByteWriter().put(static_cast<std::uint32_t>(paths_.size())).take());
 }
 
 void Peer::handle_frame(ControlFrame type, std::string payload) {
+  if (nics_ && is_nic_frame(static_cast<std::uint8_t>(type))) {
+    const auto frame = static_cast<NicFrame>(type);
+    if (auto good = nics_->on_frame(frame, payload, now_ns()); !good) return lose(good.error());
+    if (frame == NicFrame::path_opened) announce_paths();
+    return;
+  }
   switch (type) {
     case ControlFrame::heartbeat:
       return;
@@ -81,8 +124,8 @@ void Peer::handle_frame(ControlFrame type, std::string payload) {
     case ControlFrame::paths: {
       ByteReader reader(payload);
       const auto count = reader.get<std::uint32_t>();
-      if (state_ != State::opening || !reader.finished() || announced_ != 0 ||
-          count < paths_.size() || count == 0 || count > kMaxPaths) {
+      if (state_ != State::opening || !reader.finished() || announced_ || count < paths_.size() ||
+          (count == 0 && !nics_) || count > kMaxPaths) {
         break;
       }
       announced_ = count;
@@ -91,8 +134,14 @@ void Peer::handle_frame(ControlFrame type, std::string payload) {
     case ControlFrame::ready:
       if (state_ != State::announced) break;
       return come_up();
-    case ControlFrame::goodbye:
-      return lose({Errc::peer_lost, "the peer disconnected"});
+    case ControlFrame::goodbye: {
+      ByteReader reader(payload);
+      const auto why = static_cast<Errc>(reader.get<std::uint16_t>());
+      const std::string text = reader.text();
+      if (!reader.finished()) break;
+      return lose({why == Errc::nic_lost ? why : Errc::peer_lost,
+                   "the peer disconnected" + (text.empty() ? "" : ": " + text)});
+    }
   }
   lose(
       {Errc::protocol_error, "unexpected control frame " + std::to_string(static_cast<int>(type))});
@@ -106,29 +155,120 @@ void Peer::come_up() {
 
 // --- running ---------------------------------------------------------------------------------
 
-Path* Peer::path_for(const Operation& operation) {
-  for (std::size_t tried = 0; tried < paths_.size(); ++tried) {
-    Path& path = *paths_[next_path_++ % paths_.size()];
-    if (path.has_room() && path.reaches(operation.source.get())) return &path;
+// The first rank that reaches at all, even if none of it has room now; there the path whose NIC
+// has least to do.
+Path* Peer::path_for(const Operation& operation, bool counted) {
+  Path* best = nullptr;
+  auto rank = PathRank::tcp;
+  const std::size_t first = next_path_++;
+  for (std::size_t i = 0; i < choices_.size(); ++i) {
+    Path& path = *choices_[(first + i) % choices_.size()];
+    if (path.rank() > rank || !path.reaches(operation)) continue;
+    if (path.rank() < rank) {
+      rank = path.rank();
+      best = nullptr;
+    }
+    if (path.has_room(counted) && (!best || path.load_ns() < best->load_ns())) best = &path;
   }
-  return nullptr;
+  return best;
 }
 
-bool Peer::reaches(const MemoryRegion* source) const {
-  return std::any_of(paths_.begin(), paths_.end(),
-                     [&](const auto& path) { return path->reaches(source); });
+// So that a large operation is on all NICs at once, each with its part by speed; what is small
+// is not worth spreading.
+std::size_t Peer::share_of(const Path& path, const Operation& operation,
+                           const WriteRange& writes) const {
+  constexpr std::size_t kSmallestBytes = 64u << 10;
+  constexpr std::size_t kSmallestCount = 16;
+  if (path.rank() != PathRank::nic) return writes.count;
+  const std::uint32_t length = std::max(operation.writes[writes.first].length, 1u);
+  const std::size_t smallest = std::clamp<std::size_t>(kSmallestBytes / length, 1, kSmallestCount);
+  if (writes.count <= smallest) return writes.count;
+  std::uint64_t speed = 0;
+  for (const Path* each : choices_) {
+    if (each->rank() == PathRank::nic) speed += each->bits_per_second();
+  }
+  const double part = static_cast<double>(path.bits_per_second()) / static_cast<double>(speed);
+  const double share = std::ceil(static_cast<double>(writes.count) * part);
+  return std::clamp(static_cast<std::size_t>(share), smallest, writes.count);
+}
+
+Result<void> Peer::reaches(const Operation& operation) const {
+  if (operation.nic && !nics_) {
+    return Error{Errc::invalid_argument, "peer " + label() +
+                                             " is not reached over NICs, so no NIC " +
+                                             "can be chosen; leave nic out"};
+  }
+  if (nics_ && (operation.bytes == 0 || operation.source->registered())) return {};
+  if (std::any_of(paths_.begin(), paths_.end(),
+                  [&](const auto& path) { return path->reaches(operation); })) {
+    return {};
+  }
+  return Error{Errc::permission_denied,
+               "peer " + label() +
+                   " may not read this process's registered memory, and there is no tcp path; use "
+                   "memory from alloc(), or enable tcp on both sides"};
+}
+
+void Peer::submit(const OperationPtr& operation) {
+  if (!nics_) {
+    queue(operation);
+  } else if (operation->imm && nics_->revoked_by_peer(*operation->imm)) {
+    return fail(operation, Errc::stale_counter,
+                refusal(Errc::stale_counter, *operation, label()).text);
+  } else {
+    nics_->resolve(operation);
+  }
+  pump();
+}
+
+void Peer::queue(const OperationPtr& operation) {
+  const auto reaches_memory = [&] {
+    const auto& keys = operation->destination->keys;
+    return std::any_of(keys.begin(), keys.end(), [](const RemoteKey& key) { return key.valid; });
+  };
+  if (operation->destination && paths_.empty() && !reaches_memory()) {
+    return fail(operation, Errc::permission_denied,
+                "no NIC of peer " + label() +
+                    " can write to the destination region, and there is no tcp path; use host "
+                    "memory there, or enable tcp on both sides");
+  }
+  if (std::exchange(operation->queued, true)) return;
+  backlog_.push_back(operation);
 }
 
 void Peer::pump() {
-  while (!backlog_.empty()) {
-    const OperationPtr& operation = backlog_.front();
+  for (std::size_t i = 0; i < backlog_.size();) {
+    const OperationPtr operation = backlog_[i];
     if (!operation->wants_post()) {
-      backlog_.pop_front();
+      operation->queued = false;
+      backlog_.erase(backlog_.begin() + static_cast<std::ptrdiff_t>(i));
       continue;
     }
-    Path* path = path_for(*operation);
-    if (!path || !path->post(operation)) return;
+    WriteRange writes = operation->next();
+    Path* path =
+        writes.count > 0 ? path_for(*operation, operation->imm && writes.counted) : nullptr;
+    if (!path) {
+      // One that may take a single NIC only, or waits for its own writes, does not hold up others.
+      if (writes.count > 0 && !operation->nic) return;
+      ++i;
+      continue;
+    }
+    writes.count = share_of(*path, *operation, writes);
+    const std::size_t posted = path->post(operation, writes);
+    if (posted == 0) return;
+    operation->took(posted);
+    events_.on_posted(posted);
   }
+}
+
+void Peer::close_paths() {
+  choices_.clear();
+  nics_.reset();
+  paths_.clear();
+}
+
+void Peer::send_nic_frame(NicFrame type, std::string payload) {
+  send_frame(static_cast<ControlFrame>(type), payload);
 }
 
 void Peer::send_message(std::string_view data) {
@@ -166,6 +306,15 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
     return lose({Errc::peer_timeout, "no heartbeat for " + std::to_string(silent / 1'000'000) +
                                          " ms; the process is frozen or its host is cut off"});
   }
+  if (nics_) nics_->tick(now);
+  if (state_ == State::lost) return;
+  const auto without = now - std::min(now, last_path_ns_ + stalled_ns);
+  if (state_ == State::up && choices_.empty() &&
+      without > static_cast<std::uint64_t>(timeout.count())) {
+    return lose({Errc::nic_lost, "no NIC has had a way to it for " +
+                                     std::to_string(without / 1'000'000) +
+                                     " ms: " + nics_->trouble()});
+  }
   if (stream_->unsent() < kHeartbeatBehind) send_frame(ControlFrame::heartbeat, {});
 }
 
@@ -189,8 +338,10 @@ void Peer::on_input(std::string& in) {
 
 void Peer::on_stream_lost(Error error) { lose({Errc::peer_lost, std::move(error.text)}); }
 
-void Peer::say_goodbye() {
-  if (state_ != State::lost) send_frame(ControlFrame::goodbye, {});
+void Peer::say_goodbye(const Error& why) {
+  send_frame(
+      ControlFrame::goodbye,
+      ByteWriter().put(static_cast<std::uint16_t>(why.code)).text(why.text.substr(0, 512)).take());
 }
 
 void Peer::lose(Error error) {

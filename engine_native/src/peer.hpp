@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "bootstrap/handshake.hpp"
 #include "bootstrap/stream.hpp"
 #include "domain.hpp"
+#include "fabric/nic/nic_link.hpp"
 #include "kvxfer/types.hpp"
 #include "operation.hpp"
 
@@ -24,7 +26,8 @@ class Peer;
 struct PeerHandle {
   PeerId id = 0;
   EngineId engine;
-  std::string label;  // for error texts
+  std::string label;                 // for error texts
+  std::atomic<unsigned> shards = 1;  // NICs that a large write is shared out over
   std::atomic<std::uint64_t> queued_writes = 0;
   std::atomic<std::uint64_t> queued_message_bytes = 0;
 };
@@ -32,11 +35,11 @@ struct PeerHandle {
 // What a message counts against the bound: empty ones are not free.
 constexpr std::uint64_t message_charge(std::size_t bytes) { return bytes + 64; }
 
-// On the control stream; part of the protocol.
+// On the control stream, beside NicFrame; part of the protocol.
 enum class ControlFrame : std::uint8_t {
   heartbeat = 1,
   message = 2,
-  paths = 3,  // the initiator has opened this many paths
+  paths = 3,  // the initiator has opened this many sockets, and all NIC paths
   ready = 4,  // the acceptor sees them
   goodbye = 5,
 };
@@ -45,14 +48,22 @@ class PeerEvents {
  public:
   virtual void on_up(Peer& peer) = 0;
   virtual void on_message(Peer& peer, std::string data) = 0;
+  virtual void on_posted(std::size_t writes) = 0;
   // The peer must be closed; called at most once, never from within close().
   virtual void on_peer_lost(Peer& peer, Error error) = 0;
+
+  // What the peer's NIC link asks for: see NicLinkOwner.
+  virtual void fail(const OperationPtr& operation, Errc code, std::string text) = 0;
+  virtual void settle(const OperationPtr& operation) = 0;
+  virtual std::vector<OperationPtr> operations_with(const Peer& peer, Imm imm) = 0;
+  virtual void share_region(Peer& peer, std::uint64_t key) = 0;
+  virtual void on_revoked(Peer& peer, Imm imm) = 0;
 
  protected:
   ~PeerEvents() = default;
 };
 
-class Peer final : public StreamOwner {
+class Peer final : public StreamOwner, private NicLinkOwner {
  public:
   enum class State { opening, announced, up, lost };
 
@@ -70,18 +81,24 @@ class Peer final : public StreamOwner {
   std::string fabric() const;
 
   // --- set-up. The initiator opens paths, then announces them; the acceptor confirms.
+  void use_nics(const std::vector<std::unique_ptr<NicDomain>>& ours, bool initiator,
+                Duration timeout);
   void add_path(std::unique_ptr<Path> path, std::uint32_t lane);
   bool has_lane(std::uint32_t lane) const;
+  // Those with a socket of their own; the others are the link's.
   const std::vector<std::unique_ptr<Path>>& paths() const { return paths_; }
+  NicLink* nics() const { return nics_.get(); }
+  // Announces once everything that was begun has ended.
   void announce_paths();
   ConnectWaiters waiters;      // connect operations that this peer's set-up answers
   unsigned lanes_to_open = 0;  // initiator: dials that have not ended
   EngineAddress address;       // initiator: where lanes are dialed
 
   // --- running
-  // Whether any path gets at this source memory.
-  bool reaches(const MemoryRegion* source) const;
-  void queue(OperationPtr operation) { backlog_.push_back(std::move(operation)); }
+  // Whether any path can carry the operation, once its destination is known; if not, why.
+  Result<void> reaches(const Operation& operation) const;
+  // Posts it in its turn, once its destination is known.
+  void submit(const OperationPtr& operation);
   bool has_backlog() const { return !backlog_.empty(); }
   // Posts as much as the paths take.
   void pump();
@@ -91,8 +108,9 @@ class Peer final : public StreamOwner {
   void tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout);
 
   // The fence. Afterwards nothing of the peer lands here.
-  void close_paths() { paths_.clear(); }
-  void say_goodbye();
+  void close_paths();
+  // Tells the peer why this end gives up, where it still hears it.
+  void say_goodbye(const Error& why);
   void lose(Error error);
 
  private:
@@ -103,7 +121,25 @@ class Peer final : public StreamOwner {
   void send_frame(ControlFrame type, std::string_view payload, std::uint64_t charge = 0);
   void confirm_paths();
   void come_up();
-  Path* path_for(const Operation& operation);
+  void list_choices();
+  Path* path_for(const Operation& operation, bool counted);
+  std::size_t share_of(const Path& path, const Operation& operation,
+                       const WriteRange& writes) const;
+
+  // NicLinkOwner
+  void send_nic_frame(NicFrame type, std::string payload) override;
+  void lose_peer(Error error) override { lose(std::move(error)); }
+  void queue(const OperationPtr& operation) override;
+  void fail(const OperationPtr& operation, Errc code, std::string text) override {
+    events_.fail(operation, code, std::move(text));
+  }
+  void settle(const OperationPtr& operation) override { events_.settle(operation); }
+  std::vector<OperationPtr> operations_with(Imm imm) override {
+    return events_.operations_with(*this, imm);
+  }
+  void share_region(std::uint64_t key) override { events_.share_region(*this, key); }
+  void on_revoked(Imm imm) override { events_.on_revoked(*this, imm); }
+  void on_paths_changed() override { list_choices(); }
 
   std::shared_ptr<PeerHandle> handle_;
   std::unique_ptr<Stream> stream_;
@@ -113,11 +149,14 @@ class Peer final : public StreamOwner {
   State state_ = State::opening;
   bool was_up_ = false;  // on_up() was reported
   std::uint64_t last_heard_ns_;
+  std::uint64_t last_path_ns_;  // when there last was any
   std::vector<std::unique_ptr<Path>> paths_;
-  std::vector<std::uint32_t> lanes_;   // of paths_, in the same order
-  std::size_t next_path_ = 0;          // round robin
-  std::uint32_t announced_ = 0;        // acceptor: paths that the initiator has opened
-  std::deque<std::uint64_t> charges_;  // of the frames that the stream has not sent yet
+  std::vector<std::uint32_t> lanes_;  // of paths_, in the same order
+  std::unique_ptr<NicLink> nics_;
+  std::vector<Path*> choices_;              // open paths of both
+  std::size_t next_path_ = 0;               // round robin
+  std::optional<std::uint32_t> announced_;  // acceptor: sockets that the initiator has opened
+  std::deque<std::uint64_t> charges_;       // of the frames that the stream has not sent yet
   std::deque<OperationPtr> backlog_;
 };
 

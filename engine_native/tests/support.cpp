@@ -10,20 +10,11 @@
 
 namespace kvxfer::test {
 
-EngineOptions options_for(const std::string& fabric, const std::string& name) {
-  EngineOptions options;
-  options.cluster_key = "a key for the tests only";
-  options.name = name;
-  options.local = fabric == "local";
-  options.tcp = fabric == "tcp";
-  return options;
-}
-
 TestEngine::TestEngine(EngineOptions options)
     : engine_(good(TransferEngine::create(std::move(options)))) {}
 
-Completion TestEngine::await(const std::function<bool(const Completion&)>& fits) {
-  const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(kDeadline.count());
+Completion TestEngine::await(const std::function<bool(const Completion&)>& fits, Duration within) {
+  const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(within.count());
   while (true) {
     for (auto& completion : engine_->drain()) seen_.push_back(std::move(completion));
     const auto found = std::find_if(seen_.begin(), seen_.end(), fits);
@@ -39,8 +30,8 @@ Completion TestEngine::await(const std::function<bool(const Completion&)>& fits)
   }
 }
 
-Completion TestEngine::await(Completion::Kind kind, std::uint64_t id) {
-  return await([&](const Completion& c) { return c.kind == kind && c.id == id; });
+Completion TestEngine::await(Completion::Kind kind, std::uint64_t id, Duration deadline) {
+  return await([&](const Completion& c) { return c.kind == kind && c.id == id; }, deadline);
 }
 
 Completion TestEngine::await(Completion::Kind kind) {
@@ -63,6 +54,18 @@ Pair::Pair(const std::string& fabric, unsigned lanes)
       reader(options_for(fabric, "reader")),
       to_reader(writer.connect_to(reader)),
       to_writer(reader.await(Completion::Kind::peer_up).peer) {}
+
+void write_and_count(TestEngine& writer, PeerId to, TestEngine& reader, const RegionPtr& source,
+                     const RegionPtr& destination, const SingleWrite& write) {
+  const Imm imm = good(reader->allocate_counter());
+  const auto submitted = good(writer->write(to, source, destination->descriptor(), write,
+                                            {.imm = imm, .timeout = kDeadline}));
+  good(reader->expect(imm, submitted.writes));
+  CHECK(reader.await(Completion::Kind::counter, imm).code == Errc::ok);
+  const auto done = writer.await(Completion::Kind::write, submitted.id);
+  CHECK_MESSAGE(done.code == Errc::ok, done.text);
+  reader->release_counter(imm);
+}
 
 Random::Random() {
   const char* given = std::getenv("KVXFER_TEST_SEED");

@@ -11,14 +11,13 @@
 #include <string>
 #include <vector>
 
+#include "conformance.hpp"
 #include "kvxfer/engine.hpp"
 #include "memory_region.hpp"
 
 namespace kvxfer::test {
 
 inline constexpr Duration kDeadline = std::chrono::seconds(20);
-
-EngineOptions options_for(const std::string& fabric, const std::string& name);
 
 // An engine and the completions that nobody has asked for yet.
 class TestEngine {
@@ -29,8 +28,9 @@ class TestEngine {
   TransferEngine* operator->() { return engine_.get(); }
 
   // The first completion that fits; fails the test if none comes.
-  Completion await(const std::function<bool(const Completion&)>& fits);
-  Completion await(Completion::Kind kind, std::uint64_t id);
+  Completion await(const std::function<bool(const Completion&)>& fits,
+                   Duration deadline = kDeadline);
+  Completion await(Completion::Kind kind, std::uint64_t id, Duration deadline = kDeadline);
   Completion await(Completion::Kind kind);
   // Connects and returns the peer's id here.
   PeerId connect_to(TestEngine& other);
@@ -48,6 +48,10 @@ struct Pair {
   PeerId to_reader;
   PeerId to_writer;
 };
+
+// Writes with a counter, and returns once the reader has seen it: then its bytes may be looked at.
+void write_and_count(TestEngine& writer, PeerId to, TestEngine& reader, const RegionPtr& source,
+                     const RegionPtr& destination, const SingleWrite& write);
 
 // Prints its seed when a test fails.
 struct Random {

@@ -84,9 +84,9 @@ TEST_CASE("unequal lane counts connect and carry writes both ways") {
   const auto at_a = good(a->allocate(1 << 20));
   const auto at_b = good(b->allocate(1 << 20));
   const auto there =
-      good(a->write(to_b, at_a, at_b->descriptor(), {.length = 1 << 20}, std::nullopt, kDeadline));
+      good(a->write(to_b, at_a, at_b->descriptor(), {.length = 1 << 20}, {.timeout = kDeadline}));
   const auto back =
-      good(b->write(to_a, at_b, at_a->descriptor(), {.length = 1 << 20}, std::nullopt, kDeadline));
+      good(b->write(to_a, at_b, at_a->descriptor(), {.length = 1 << 20}, {.timeout = kDeadline}));
   CHECK(a.await(Kind::write, there.id).code == Errc::ok);
   CHECK(b.await(Kind::write, back.id).code == Errc::ok);
 }

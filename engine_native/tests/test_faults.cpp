@@ -7,8 +7,10 @@ using namespace kvxfer;
 using namespace kvxfer::test;
 using Kind = Completion::Kind;
 
+TEST_SUITE_BEGIN("conformance");
+
 TEST_CASE("a peer that closes ends all operations with peer-lost and is then unknown") {
-  for (const char* fabric : {"tcp", "local"}) {
+  for (const std::string& fabric : EachFabric()) {
     CAPTURE(fabric);
     TestEngine writer(options_for(fabric, "writer"));
     const auto source = good(writer->allocate(64u << 20));
@@ -20,7 +22,7 @@ TEST_CASE("a peer that closes ends all operations with peer-lost and is then unk
       const auto destination = good(reader->allocate(64u << 20));
       for (int i = 0; i < 20; ++i) {
         operations.push_back(good(writer->write(peer, source, destination->descriptor(),
-                                                {.length = 64u << 20}, std::nullopt, kDeadline))
+                                                {.length = 64u << 20}, {.timeout = kDeadline}))
                                  .id);
       }
     }
@@ -35,7 +37,7 @@ TEST_CASE("a peer that closes ends all operations with peer-lost and is then unk
     CHECK(down.peer == peer);
     CHECK(down.code == Errc::peer_lost);
     CHECK(down.text.find("'reader'") != std::string::npos);
-    const auto late = writer->write_imm(peer, 1, kDeadline);
+    const auto late = writer->write_imm(peer, 1, {.timeout = kDeadline});
     REQUIRE(!late);
     CHECK(late.error().code == Errc::unknown_peer);
     CHECK(writer->stats().peers == 0);
@@ -43,7 +45,7 @@ TEST_CASE("a peer that closes ends all operations with peer-lost and is then unk
 }
 
 TEST_CASE("after fence returned nothing of the peer lands") {
-  for (const char* fabric : {"tcp", "local"}) {
+  for (const std::string& fabric : EachFabric()) {
     CAPTURE(fabric);
     Pair pair(fabric);
     const auto source = good(pair.writer->allocate(32u << 20));
@@ -51,7 +53,7 @@ TEST_CASE("after fence returned nothing of the peer lands") {
     std::fill_n(source->data(), source->size(), std::byte{0x77});
     const auto submitted =
         good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
-                                {.length = 32u << 20}, std::nullopt, kDeadline));
+                                {.length = 32u << 20}, {.timeout = kDeadline}));
     good(pair.reader->fence(pair.to_writer));
     std::fill_n(destination->data(), destination->size(), std::byte{0x11});
     const auto done = pair.writer.await(Kind::write, submitted.id);
@@ -74,7 +76,7 @@ TEST_CASE("a closed engine ends what it was doing and refuses the rest") {
   const auto source = good(pair.writer->allocate(64u << 20));
   const auto destination = good(pair.reader->allocate(64u << 20));
   const auto submitted = good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
-                                                 {.length = 64u << 20}, std::nullopt, kDeadline));
+                                                 {.length = 64u << 20}, {.timeout = kDeadline}));
   pair.writer->close();
   const auto done = pair.writer.await(Kind::write, submitted.id);
   CHECK((done.code == Errc::engine_closed || done.code == Errc::ok));
@@ -93,8 +95,8 @@ TEST_CASE("what is queued for one peer is bounded") {
   std::vector<std::int64_t> pages((4u << 20) + 1, 0);
   const auto refused = pair.writer->write_pages(
       pair.to_reader, source, destination->descriptor(),
-      {.page_length = 8, .source_pages = pages, .destination_pages = pages}, std::nullopt,
-      kDeadline);
+      {.page_length = 8, .source_pages = pages, .destination_pages = pages},
+      {.timeout = kDeadline});
   REQUIRE(!refused);
   CHECK(refused.error().code == Errc::backpressure);
 }
@@ -106,7 +108,7 @@ TEST_CASE("deregister during close returns only when nothing reads the region an
     const auto destination = good(pair.reader->allocate(16u << 20));
     const auto submitted =
         good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
-                                {.length = 16u << 20}, std::nullopt, kDeadline));
+                                {.length = 16u << 20}, {.timeout = kDeadline}));
     std::thread closing([&] { pair.writer->close(); });
     pair.writer->deregister(source);
     // Its end was reported before deregister returned.
@@ -118,3 +120,5 @@ TEST_CASE("deregister during close returns only when nothing reads the region an
     closing.join();
   }
 }
+
+TEST_SUITE_END();

@@ -4,8 +4,10 @@ using namespace kvxfer;
 using namespace kvxfer::test;
 using Kind = Completion::Kind;
 
+TEST_SUITE_BEGIN("conformance");
+
 TEST_CASE("messages arrive whole, in order, both ways") {
-  for (const char* fabric : {"tcp", "local"}) {
+  for (const std::string& fabric : EachFabric()) {
     Pair pair(fabric);
     std::vector<std::string> sent;
     for (std::size_t i = 0; i < 200; ++i) sent.emplace_back(i * i * 4, static_cast<char>(i));
@@ -27,3 +29,5 @@ TEST_CASE("a message over the limit, or to nobody, is refused by name") {
   REQUIRE(!nobody);
   CHECK(nobody.error().code == Errc::unknown_peer);
 }
+
+TEST_SUITE_END();

@@ -61,6 +61,50 @@ TEST_CASE("no write is longer than the limit, and the writes cover the pages exa
   }
 }
 
+TEST_CASE("neighbours are told by their bytes, whatever the strides and offsets are") {
+  Random random;
+  CAPTURE(random.seed);
+  for (int round = 0; round < 500; ++round) {
+    const std::uint64_t page = 1 + random.below(8);
+    const std::uint64_t source_stride = random.below(10);
+    const std::uint64_t destination_stride = random.below(10);
+    const std::uint64_t source_offset = random.below(3);
+    const std::uint64_t destination_offset = random.below(3);
+    std::vector<std::int64_t> from{50}, to{50};
+    while (from.size() < 30) {
+      from.push_back(from.back() + static_cast<std::int64_t>(random.below(4)) - 1);
+      to.push_back(to.back() + static_cast<std::int64_t>(random.below(4)) - 1);
+    }
+    std::vector<WireWrite> joined;
+    for (std::size_t i = 0; i < from.size(); ++i) {
+      const WireWrite next{
+          source_offset + static_cast<std::uint64_t>(from[i]) * source_stride,
+          destination_offset + static_cast<std::uint64_t>(to[i]) * destination_stride,
+          static_cast<std::uint32_t>(page)};
+      if (!joined.empty() && joined.back().source + joined.back().length == next.source &&
+          joined.back().destination + joined.back().length == next.destination) {
+        joined.back().length += next.length;
+      } else {
+        joined.push_back(next);
+      }
+    }
+    const auto writes = good(plan_pages({.page_length = page,
+                                         .source_pages = from,
+                                         .destination_pages = to,
+                                         .source_stride = source_stride,
+                                         .destination_stride = destination_stride,
+                                         .source_offset = source_offset,
+                                         .destination_offset = destination_offset},
+                                        4096, 4096));
+    REQUIRE(writes.size() == joined.size());
+    for (std::size_t i = 0; i < writes.size(); ++i) {
+      CHECK(writes[i].source == joined[i].source);
+      CHECK(writes[i].destination == joined[i].destination);
+      CHECK(writes[i].length == joined[i].length);
+    }
+  }
+}
+
 TEST_CASE("a page outside its region is refused and named") {
   const std::int64_t last = (1 << 20) / 4096 - 1;
   CHECK(plan({last}, {last}, 4096));
@@ -76,6 +120,47 @@ TEST_CASE("a page outside its region is refused and named") {
     CHECK(refused.error().text.find("position 1") != std::string::npos);
   }
   CHECK(!plan({0}, {0}, (1 << 20) + 1));
+}
+
+TEST_CASE("of several pages outside, the first is named, also within a run of neighbours") {
+  Random random;
+  CAPTURE(random.seed);
+  const std::int64_t pages = 100;
+  for (int round = 0; round < 500; ++round) {
+    const auto run = [&] {
+      std::vector<std::int64_t> list;
+      while (list.size() < 60) {
+        const bool next = !list.empty() && random.below(10) > 0;
+        list.push_back(next ? list.back() + 1 : static_cast<std::int64_t>(random.below(110)) - 5);
+      }
+      return list;
+    };
+    const auto from = run();
+    const auto to = run();
+    const auto outside = [&](std::int64_t page) { return page < 0 || page >= pages; };
+    std::string expected;
+    for (std::size_t i = 0; i < from.size() && expected.empty(); ++i) {
+      const auto named = [&](const char* side, std::int64_t page) {
+        return std::string(side) + " page " + std::to_string(page) + " (position " +
+               std::to_string(i) + " of the list)";
+      };
+      if (outside(to[i])) expected = named("destination", to[i]);
+      if (outside(from[i])) expected = named("source", from[i]);
+    }
+    const auto planned = plan(from, to, 64, 64, 64 * pages);
+    REQUIRE(static_cast<bool>(planned) == expected.empty());
+    if (!planned) CHECK(planned.error().text.starts_with(expected));
+  }
+}
+
+TEST_CASE("no page outside hides between two that are inside") {
+  for (const std::uint64_t stride : {96u, 64u, 32u}) {  // neither, one or every second is next
+    for (const std::int64_t far : {INT64_MIN, INT64_MAX, INT64_MIN + 1, INT64_MAX - 1}) {
+      CHECK(!plan({0, far, 0}, {0, far, 0}, 64, stride));
+      CHECK(!plan({1, far, 1}, {1, far, 1}, 64, stride));
+      CHECK(!plan({0, far, 0}, {0, 1, 2}, 64, stride));
+    }
+  }
 }
 
 TEST_CASE("lists of unequal length, no pages, and no bytes are refused") {

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvxfer.bench.cases import LIMIT_TITLES
-from kvxfer.bench.figures import IdleFigure, Report
+from kvxfer.bench.figures import IdleFigure, OverheadFigure, Report
 from kvxfer.bench.idle import TARGET_PERCENT
 
 
@@ -48,6 +48,25 @@ def idle_table(figures: list[IdleFigure]) -> Table:
                 for percent in (each.sender_percent, each.receiver_percent)
             ),
             f"≤ {TARGET_PERCENT} %",
+        )
+    return table
+
+
+def overhead_table(figures: list[OverheadFigure]) -> Table:
+    table = Table(title="Engine overhead, ns per page", title_justify="left")
+    table.add_column("pages")
+    for heading in ("number", "writes", "call", "min", "complete", "min", "target"):
+        table.add_column(heading, justify="right")
+    for each in figures:
+        table.add_row(
+            each.name,
+            f"{each.pages:,}",
+            f"{each.writes:,}",
+            f"{each.call_p50:.2f}",
+            f"{each.call_min:.2f}",
+            _judged(f"{each.completed_p50:.2f}", each.met),
+            f"{each.completed_min:.2f}",
+            f"≤ {each.target:g}",
         )
     return table
 

@@ -12,6 +12,7 @@ import typer
 from kvxfer.errors import InvalidArgument
 
 IDLE_SECONDS = 10.0
+NULL_ROUNDS, NULL_QUICK_ROUNDS = 500, 20
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +30,11 @@ def bench(
     ] = "tcp,local,local-cma",
     rounds: Annotated[
         int | None,
-        typer.Option(help="Rounds per page size.", min=1, show_default="7; 3 if quick"),
+        typer.Option(
+            help="Rounds per page size.",
+            min=1,
+            show_default=f"7; 3 if quick; with --null {NULL_ROUNDS}; {NULL_QUICK_ROUNDS} if quick",
+        ),
     ] = None,
     total: Annotated[int, typer.Option(help="MiB per request.", min=1)] = 64,
     pool: Annotated[
@@ -40,6 +45,12 @@ def bench(
     ] = None,
     idle: Annotated[
         bool, typer.Option("--idle", help="Measure only what a connected, idle engine costs.")
+    ] = False,
+    null: Annotated[
+        bool,
+        typer.Option(
+            "--null", help="Measure only the engine's own time per page, over a NIC without any."
+        ),
     ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Seconds instead of minutes: a smoke test.")
@@ -58,14 +69,16 @@ def bench(
     """
     import asyncio
     import secrets
+    from functools import partial
 
     import msgspec
 
     from kvxfer.bench.cases import cases_by_name
+    from kvxfer.bench.null import measure_null
     from kvxfer.bench.plot import check_plot_path, plot_report
     from kvxfer.bench.run import run_bench, run_idle
     from kvxfer.bench.settings import full_settings, quick_settings
-    from kvxfer.bench.table import idle_table, report_tables
+    from kvxfer.bench.table import idle_table, overhead_table, report_tables
     from kvxfer.cli.output import out, show_json
 
     cases = cases_by_name(_split(fabrics))
@@ -87,6 +100,16 @@ def bench(
             show_json({"idle": msgspec.to_builtins(figures)})
         else:
             out.print(idle_table(figures))
+        return
+
+    if null:
+        null_rounds = rounds or (NULL_QUICK_ROUNDS if quick else NULL_ROUNDS)
+        with _progress_bar(null_rounds) as step:
+            overhead = measure_null(settings.seed, null_rounds, partial(step, "null"))
+        if as_json:
+            show_json({"seed": settings.seed, "overhead": msgspec.to_builtins(overhead)})
+        else:
+            out.print(overhead_table(overhead))
         return
 
     with _progress_bar(settings.steps) as step:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Fabric(StrEnum):
     AUTO = "auto"
     LOCAL = "local"
+    VERBS = "verbs"
+    OFI = "ofi"
     TCP = "tcp"
 
 
@@ -66,7 +68,7 @@ def demo(
         prompts=split_text(text, prompts),
         tokens=tokens,
         model=model,
-        fabrics=("local", "tcp") if fabric is Fabric.AUTO else (fabric.value,),
+        fabrics=None if fabric is Fabric.AUTO else (fabric.value,),
     )
     with _progress_bar(prompts) as progress:
         report = asyncio.run(run_demo(settings, progress))

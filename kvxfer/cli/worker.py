@@ -55,8 +55,12 @@ def worker(
         ),
     ] = None,
     fabrics: Annotated[
-        str, typer.Option(help="What the engine may use, the best first.")
-    ] = "local,tcp",
+        str | None,
+        typer.Option(
+            help="What the engine may use: local, verbs, ofi, tcp.",
+            show_default="all that this host has",
+        ),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of torch.", show_default="torch's choice")
     ] = None,
@@ -97,7 +101,11 @@ def worker(
         port=port,
         blocks=blocks,
         model=model,
-        fabrics=tuple(name.strip() for name in fabrics.split(",") if name.strip()),
+        fabrics=(
+            None
+            if fabrics is None
+            else tuple(name.strip() for name in fabrics.split(",") if name.strip())
+        ),
         threads=threads,
     )
 

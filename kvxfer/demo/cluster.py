@@ -53,9 +53,10 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def start_cluster(
-    *, model: Path | None, fabrics: Sequence[str], blocks: int, threads: int
+    *, model: Path | None, fabrics: Sequence[str] | None, blocks: int, threads: int
 ) -> AsyncIterator[Cluster]:
-    """A cluster whose workers are registered and take requests.
+    """A cluster whose workers are registered and take requests, over all fabrics this host has
+    unless some are named.
 
     Raises ProcessFailed where a process does not get that far.
     """
@@ -65,7 +66,9 @@ async def start_cluster(
             Child("control plane", ["serve", "--port", "0", "--json"], environment)
         )
         url = str((await control_plane.ready(_START_SECONDS))["url"])
-        options = ["--control-plane", url, "--fabrics", ",".join(fabrics)]
+        options = ["--control-plane", url]
+        if fabrics is not None:
+            options += ["--fabrics", ",".join(fabrics)]
         options += ["--blocks", str(blocks), "--threads", str(threads), "--json"]
         if model is not None:
             options += ["--model", str(model)]

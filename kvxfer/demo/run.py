@@ -29,7 +29,8 @@ class DemoSettings:
     tokens: int
     """Of output per prompt."""
     model: Path | None
-    fabrics: Sequence[str]
+    fabrics: Sequence[str] | None
+    """None takes all that this host has."""
 
 
 async def run_demo(settings: DemoSettings, progress: Callable[[Phase, int], None]) -> DemoReport:

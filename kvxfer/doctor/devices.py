@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kvxfer.doctor.finding import Area, Finding, Status
 from kvxfer.doctor.host import Host
+from kvxfer.topology import Sysfs, read_topology
 
 _NVIDIA_SMI = (
     "nvidia-smi",
@@ -46,25 +47,17 @@ def nics(host: Host) -> list[Finding]:
 
 
 def rdma_nics(host: Host) -> list[Finding]:
-    """RDMA devices, whether or not a fabric can use them."""
+    """RDMA devices, and the fabric that each is for."""
     found = []
-    for device in host.entries("sys/class/infiniband"):
-        ports = []
-        for port in host.entries(f"sys/class/infiniband/{device.name}/ports"):
-            place = f"sys/class/infiniband/{device.name}/ports/{port.name}"
-            facts = (host.text(f"{place}/{fact}") for fact in ("link_layer", "state", "rate"))
-            ports.append(f"port {port.name}: " + ", ".join(fact for fact in facts if fact))
-        found.append(
-            Finding(
-                Area.NICS,
-                device.name,
-                Status.INFO,
-                "; ".join(ports or ["no ports"]) + "; RDMA NIC, reached over tcp in this version",
-            )
-        )
-    return found or [
-        Finding(Area.NICS, "RDMA", Status.ABSENT, "no RDMA NIC; this version would not use it")
-    ]
+    for nic in read_topology(Sysfs.below(host.root)).nics:
+        ports = [
+            f"port {port.number}: {port.link_layer}, {port.state}, "
+            f"{port.bits_per_second / 1e9:g} Gbit/s"
+            for port in nic.ports
+        ]
+        facts = [*(ports or ["no ports"]), nic.driver, nic.netdev, f"for {nic.fabric}"]
+        found.append(Finding(Area.NICS, nic.name, Status.INFO, "; ".join(filter(None, facts))))
+    return found or [Finding(Area.NICS, "RDMA", Status.ABSENT, "no RDMA NIC")]
 
 
 def gpus(

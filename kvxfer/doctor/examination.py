@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from kvxfer.doctor import devices, engine, fabrics, limits, python_packages, settings
+from kvxfer.doctor import (
+    devices,
+    engine,
+    fabrics,
+    limits,
+    nic_fabrics,
+    python_packages,
+    settings,
+)
 from kvxfer.doctor.finding import Finding, Status
 from kvxfer.doctor.host import Host
 
@@ -16,7 +24,8 @@ def examine(host: Host) -> list[Finding]:
         fabrics.local_cma(host),
         fabrics.pidfd(),
         fabrics.namespaces(host),
-        *fabrics.unbuilt(host),
+        nic_fabrics.verbs(host),
+        nic_fabrics.ofi(host),
         *devices.nics(host),
         *devices.rdma_nics(host),
         *devices.gpus(),

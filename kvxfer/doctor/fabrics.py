@@ -1,4 +1,4 @@
-"""Which fabrics this version has, and what the host permits them."""
+"""The fabrics that need no NIC of their own, and what the host permits them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from collections.abc import Callable
 
 from kvxfer.doctor.finding import Area, Finding, Status
 from kvxfer.doctor.host import Host
-
-# Fabrics of the design that need hardware, and the library each is reached by.
-_LIBRARIES = (
-    ("verbs", "libibverbs.so.1", "InfiniBand and RoCE NICs"),
-    ("libfabric", "libfabric.so.1", "EFA"),
-)
 
 
 def tcp(listen: Callable[[], None] | None = None) -> Finding:
@@ -118,23 +112,6 @@ def namespaces(host: Host) -> Finding:
         f"{' '.join(spaces)}; local works between processes that show the same, others on this "
         "host use tcp",
     )
-
-
-def unbuilt(host: Host) -> list[Finding]:
-    """Fabrics that this version does not have, whatever the host offers."""
-    findings = []
-    for name, soname, reaches in _LIBRARIES:
-        library = host.library(soname)
-        found = f"{soname} is at {library}" if library else f"{soname} is not installed"
-        findings.append(
-            Finding(
-                Area.FABRICS,
-                name,
-                Status.ABSENT,
-                f"not built in this version, so nothing goes through {reaches}; {found}",
-            )
-        )
-    return findings
 
 
 def _listen_on_loopback() -> None:

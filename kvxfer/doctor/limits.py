@@ -13,6 +13,7 @@ from kvxfer.doctor.host import Host
 _ENOUGH_FILES = 4096
 # A lane fills at most this much of a socket's buffer; less slows down links with a long delay.
 _ENOUGH_SOCKET_BUFFER = 4 << 20
+_CAP_IPC_LOCK = 14
 _THP = "sys/kernel/mm/transparent_hugepage"
 
 
@@ -36,8 +37,24 @@ def locked_memory(limits: tuple[int, int] | None = None) -> Finding:
     soft, _ = limits or resource.getrlimit(resource.RLIMIT_MEMLOCK)
     amount = _amount(soft) if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
     return Finding(
-        Area.LIMITS, "locked memory", Status.INFO, f"{amount}; tcp and local pin no memory"
+        Area.LIMITS,
+        "locked memory",
+        Status.INFO,
+        f"{amount}; tcp and local pin no memory, verbs and ofi all that is registered",
     )
+
+
+def lockable_memory(host: Host, limits: tuple[int, int] | None = None) -> int | None:
+    """How many bytes this process may lock; None where nothing bounds it. `limits` are the soft
+    and the hard limit."""
+    soft, _ = limits or resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    status = host.text("proc/self/status") or ""
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    if capabilities is not None and int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1:
+        return None
+    return soft
 
 
 def huge_pages(host: Host) -> Finding:

@@ -8,6 +8,26 @@ from kvxfer.engine.counter import Counter
 from kvxfer.engine.engine import Engine, EngineHandler
 from kvxfer.engine.memory import Memory, MemoryRegion
 from kvxfer.engine.operation import Operation
+from kvxfer.engine.operation_group import OperationGroup
 from kvxfer.engine.peer import Peer
+from kvxfer.engine.peer_group import PeerGroup
+from kvxfer.engine.receive_pool import Received, ReceivePool
+from kvxfer.engine.remote_pool import RemotePool
+from kvxfer.engine.watcher import Watcher, WatchFor
 
-__all__ = ["Counter", "Engine", "EngineHandler", "Memory", "MemoryRegion", "Operation", "Peer"]
+__all__ = [
+    "Counter",
+    "Engine",
+    "EngineHandler",
+    "Memory",
+    "MemoryRegion",
+    "Operation",
+    "OperationGroup",
+    "Peer",
+    "PeerGroup",
+    "ReceivePool",
+    "Received",
+    "RemotePool",
+    "WatchFor",
+    "Watcher",
+]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from kvxfer.engine.callback import tell
 from kvxfer.engine.native import native, translated
-from kvxfer.errors import DeadlineExceeded, InvalidArgument, StaleCounter
+from kvxfer.errors import DeadlineExceeded, InvalidArgument, ProtocolError, StaleCounter
 
 
 class Counter:
@@ -17,23 +18,35 @@ class Counter:
     """
 
     __slots__ = (
+        "_at_least",
         "_engine",
         "_future",
+        "_on_arrival",
         "_on_release",
+        "_on_revoke",
         "_released",
+        "_told",
         "_total",
         "completed_at_ns",
         "imm",
     )
 
     def __init__(
-        self, engine: native.TransferEngine, imm: int, on_release: Callable[[int], None]
+        self,
+        engine: native.TransferEngine,
+        imm: int,
+        on_release: Callable[[int], None],
+        on_revoke: Callable[[int, Callable[[], object] | None], None],
     ) -> None:
         self._engine = engine
         self._on_release = on_release
+        self._on_revoke = on_revoke
         self._future: asyncio.Future[int] | None = None
+        self._on_arrival: Callable[[int], object] | None = None
+        self._told = 0
         self._released = False
         self._total = 0
+        self._at_least = False
         self.imm = imm
         self.completed_at_ns: int | None = None
 
@@ -48,15 +61,37 @@ class Counter:
         Raises DeadlineExceeded after `timeout` seconds, StaleCounter if the counter is released
         meanwhile, and EngineError if more writes arrived than announced. One wait at a time.
         """
+        await self._wait(total, timeout, at_least=False)
+
+    async def wait_at_least(self, total: int, timeout: float | None = None) -> None:
+        """Returns once `total` or more writes have arrived: for a counter that runs freely, and
+        is waited for again and again. The count is never taken back. Raises as wait() does."""
+        await self._wait(total, timeout, at_least=True)
+
+    def on_arrival(self, callback: Callable[[int], object]) -> None:
+        """Calls with the value, on the event loop, whenever it has grown since the last call.
+
+        Arrivals in between are one call: the value counts, not the number of calls. The first
+        call covers what arrived before. What the callback raises is logged. In place of an
+        earlier callback. Event loop only. Raises StaleCounter.
+        """
+        with translated():
+            self._engine.subscribe(self.imm)
+        self._on_arrival = callback
+        self._told = 0
+        asyncio.get_running_loop().call_soon(self.arrived)
+
+    async def _wait(self, total: int, timeout: float | None, *, at_least: bool) -> None:
         if self._released:
             raise StaleCounter(f"counter {self.imm} was released")
         if self._future is not None:
             raise InvalidArgument("this counter is being waited for already")
         self._future = asyncio.get_running_loop().create_future()
         self._total = total
+        self._at_least = at_least
         try:
             with translated():
-                self._engine.expect(self.imm, total)
+                self._engine.expect(self.imm, total, at_least=at_least)
             async with asyncio.timeout(timeout):
                 self.completed_at_ns = await self._future
         except TimeoutError:
@@ -74,13 +109,37 @@ class Counter:
             self._engine.release_counter(self.imm)
             self._on_release(self.imm)
 
+    def revoke(self, then: Callable[[], object]) -> None:
+        """release() without blocking: calls `then` once no write with the counter's immediate
+        lands any more. That is at once where the receiver places the bytes; where NICs do, when
+        the writers have answered, or were cut off after the engine's peer_timeout. Event loop
+        only; nothing happens, and `then` is called at once, after an earlier release()."""
+        if self._released:
+            then()
+            return
+        self._released = True
+        self._on_revoke(self.imm, then)
+        if self._engine.begin_release_counter(self.imm):
+            self._on_revoke(self.imm, None)
+            then()
+        self._on_release(self.imm)
+
     def resolve(self, error: Exception | None, timestamp_ns: int) -> None:
         """The engine's report. Event loop only."""
         if self._future is None or self._future.done():
             return
-        if error is None and self.value < self._total:
-            return  # the completion of an earlier wait that was given up
+        if error is None or isinstance(error, ProtocolError):
+            if self.value < self._total:
+                return  # the completion of an earlier wait that was given up
+            error = None if self._at_least else error
         if error is None:
             self._future.set_result(timestamp_ns)
         else:
             self._future.set_exception(error)
+
+    def arrived(self) -> None:
+        """The engine's report of arrivals. Event loop only."""
+        value = self._engine.take_arrivals(self.imm)
+        if self._on_arrival is not None and value > self._told:
+            self._told = value
+            tell(self._on_arrival, value)

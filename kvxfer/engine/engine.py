@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+from kvxfer.engine.callback import logger, tell
 from kvxfer.engine.counter import Counter
 from kvxfer.engine.memory import Memory, MemoryRegion, register
 from kvxfer.engine.native import error_of, native, translated
 from kvxfer.engine.operation import Operation
 from kvxfer.engine.peer import Peer
+from kvxfer.engine.watcher import Watcher
 from kvxfer.errors import EngineClosed, InvalidArgument, PeerError, PeerLost, StaleCounter
 
-logger = logging.getLogger("kvxfer.engine")
+FABRICS = ("local", "verbs", "ofi", "tcp")
 
-FABRICS = ("local", "tcp")
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """A NIC of an engine. network: NICs reach each other where this is equal."""
+
+    name: str
+    network: str
+    bits_per_second: int
 
 
 class EngineHandler(Protocol):
@@ -33,7 +42,12 @@ class Engine:
 
     cluster_key: shared by all engines that may talk to each other, at least 16 bytes.
     host: numeric address to listen on; advertise: the one to give to peers (default: host).
-    fabrics: which may be used; with a peer on this host `local` is preferred.
+    fabrics: which may be used, all by default; with each peer the first in the order of FABRICS
+        that both sides have. Those that are named must be there: FabricUnavailable otherwise.
+    nics: names of the NICs to use, such as "mlx5_0"; all by default. cpus: where the engine's
+        thread may run. `kvxfer.topology.local_group()` chooses both beside a GPU.
+    ofi_provider: libfabric's provider; ofi_endpoints: how many NICs each of its domains stands
+        for; ofi_strict: hold it to EFA's limits and disorder, for tests.
     lanes: TCP connections per peer. window_bytes: unacknowledged bytes per peer over tcp.
     heartbeat_interval, peer_timeout: seconds; a peer that was silent for peer_timeout is lost.
     operation_timeout: deadline in seconds of operations that are given none.
@@ -50,7 +64,12 @@ class Engine:
         host: str = "127.0.0.1",
         advertise: str | None = None,
         port: int = 0,
-        fabrics: Sequence[str] = FABRICS,
+        fabrics: Sequence[str] | None = None,
+        nics: Sequence[str] = (),
+        cpus: Sequence[int] = (),
+        ofi_provider: str = "efa",
+        ofi_endpoints: int = 1,
+        ofi_strict: bool = False,
         lanes: int = 2,
         window_bytes: int = 16 << 20,
         heartbeat_interval: float = 0.1,
@@ -58,23 +77,32 @@ class Engine:
         operation_timeout: float = 30.0,
         spin: float = 200e-6,
     ) -> None:
-        unknown = [fabric for fabric in fabrics if fabric not in FABRICS]
-        if unknown or not fabrics:
+        named = FABRICS if fabrics is None else fabrics
+        if not named or any(fabric not in FABRICS for fabric in named):
             raise InvalidArgument(
-                f"fabrics is {list(fabrics)!r}; choose from {', '.join(FABRICS)}, at least one"
+                f"fabrics is {list(named)!r}; choose from {', '.join(FABRICS)}, at least one"
             )
         if not 0 <= port <= 65535 or not 0 <= lanes < 1 << 16 or window_bytes < 0:
             raise InvalidArgument(
                 f"port={port}, lanes={lanes}, window_bytes={window_bytes}: out of range"
             )
+        use = "if_available" if fabrics is None else "required"
         options = native.EngineOptions(
             cluster_key=cluster_key.encode() if isinstance(cluster_key, str) else cluster_key,
             name=name,
             host=host,
             advertise=advertise or "",
             port=port,
-            local="local" in fabrics,
-            tcp="tcp" in fabrics,
+            local="local" in named,
+            tcp="tcp" in named,
+            verbs=use if "verbs" in named else "never",
+            ofi=use if "ofi" in named else "never",
+            null=False,
+            nics=list(nics),
+            ofi_provider=ofi_provider,
+            ofi_endpoints=ofi_endpoints,
+            ofi_strict=ofi_strict,
+            cpus=list(cpus),
             lanes=lanes,
             window_bytes=window_bytes,
             heartbeat_interval=heartbeat_interval,
@@ -91,7 +119,9 @@ class Engine:
         self._peers: dict[int, Peer] = {}
         self._connecting: dict[int, asyncio.Future[int]] = {}
         self._counters: dict[int, Counter] = {}
+        self._revoking: dict[int, Callable[[], object]] = {}
         self._regions: set[MemoryRegion] = set()
+        self._on_close: list[Callable[[], object]] = []
         # Operations are submitted from any thread and completed on the loop.
         self._lock = threading.Lock()
         self._operations: dict[int, Operation] = {}
@@ -118,7 +148,18 @@ class Engine:
             self._loop.remove_reader(self.native.event_fd)
         for counter in list(self._counters.values()):
             counter.resolve(EngineClosed("the engine was closed"), 0)
+        for callback in list(self._on_close):
+            tell(callback)
         self._regions.clear()
+
+    def on_close(self, callback: Callable[[], object]) -> None:
+        """Calls at the end of close(), with no peer left. Event loop only."""
+        self._on_close.append(callback)
+
+    def forget_on_close(self, callback: Callable[[], object]) -> None:
+        """Takes one on_close() back."""
+        if callback in self._on_close:
+            self._on_close.remove(callback)
 
     @property
     def address(self) -> str:
@@ -129,6 +170,16 @@ class Engine:
     def engine_id(self) -> str:
         """32 hex digits, random at every start."""
         return self.native.engine_id
+
+    @property
+    def fabrics(self) -> tuple[str, ...]:
+        """Those in use, the preferred first."""
+        return tuple(self.native.fabrics)
+
+    @property
+    def nics(self) -> list[Nic]:
+        """The NICs in use; the position is the number that pins a write to one."""
+        return [Nic(*each) for each in self.native.nics]
 
     @property
     def peers(self) -> list[Peer]:
@@ -156,13 +207,18 @@ class Engine:
         self._regions.add(region)  # peers may write into it until it is closed: its owner must live
         return region
 
-    def counter(self) -> Counter:
-        """A new counter at zero. Raises OutOfMemory while 65,536 are in use."""
+    def counter(self, writer: Peer | None = None) -> Counter:
+        """A new counter at zero. Raises OutOfMemory while 65,536 are in use.
+
+        writer: the only peer that will be told of it, so that release() waits for no other.
+        """
         if self._closed:
             raise EngineClosed("the engine was closed")
         with translated():
-            imm = self.native.allocate_counter()
-        counter = self._counters[imm] = Counter(self.native, imm, self._counter_released)
+            imm = self.native.allocate_counter(None if writer is None else writer.id)
+        counter = self._counters[imm] = Counter(
+            self.native, imm, self._counter_released, self._counter_revoked
+        )
         return counter
 
     def _counter_released(self, imm: int) -> None:
@@ -171,6 +227,17 @@ class Engine:
             self._loop.call_soon_threadsafe(
                 counter.resolve, StaleCounter(f"counter {imm} was released"), 0
             )
+
+    def _counter_revoked(self, imm: int, then: Callable[[], object] | None) -> None:
+        """Keeps what is to be called when its writers have answered; None: they need not."""
+        if then is None:
+            del self._revoking[imm]
+        else:
+            self._revoking[imm] = then
+
+    def watcher(self) -> Watcher:
+        """A new word at zero that holds writes back until compute has added to it."""
+        return Watcher(self.native)
 
     # --- peers
 
@@ -199,15 +266,24 @@ class Engine:
 
     def submit(self, call: Callable[[native.TransferEngine], tuple[int, int, int]]) -> Operation:
         """Runs a native submission and tracks its operation. Any thread."""
+        return self.submit_all(lambda native: [call(native)])[0]
+
+    def submit_all(
+        self, call: Callable[[native.TransferEngine], list[tuple[int, int, int]]]
+    ) -> list[Operation]:
+        """The same for one that submits several operations."""
         with translated():
-            operation = Operation(self.native, *call(self.native))
+            operations = [Operation(self.native, *each) for each in call(self.native)]
+        early: list[tuple[Operation, Exception | None]] = []
         with self._lock:
-            if operation.id not in self._finished_early:
-                self._operations[operation.id] = operation
-                return operation
-            error = self._finished_early.pop(operation.id)
-        operation.finish(error)
-        return operation
+            for operation in operations:
+                if operation.id in self._finished_early:
+                    early.append((operation, self._finished_early.pop(operation.id)))
+                else:
+                    self._operations[operation.id] = operation
+        for operation, error in early:
+            operation.finish(error)
+        return operations
 
     # --- completions
 
@@ -221,6 +297,12 @@ class Engine:
                     counter = self._counters.get(ident)
                     if counter is not None:
                         counter.resolve(error, timestamp_ns)
+                case "arrival":
+                    counter = self._counters.get(ident)
+                    if counter is not None:
+                        counter.arrived()
+                case "released":
+                    tell(self._revoking.pop(ident))
                 case "message":
                     self._deliver(peer_id, data)
                 case "peer_up":
@@ -252,12 +334,12 @@ class Engine:
         if self.handler is None:
             peer.deliver(data)
         else:
-            self._tell(self.handler.message, peer, data)
+            tell(self.handler.message, peer, data)
 
     def _peer_up(self, peer: Peer) -> None:
         self._peers[peer.id] = peer
         if self.handler is not None:
-            self._tell(self.handler.peer_up, peer)
+            tell(self.handler.peer_up, peer)
 
     def _peer_down(self, peer_id: int, error: Exception | None) -> None:
         peer = self._peers.pop(peer_id, None)
@@ -266,12 +348,4 @@ class Engine:
         reason = error if isinstance(error, PeerError) else PeerLost(str(error))
         peer.lose(reason)
         if self.handler is not None:
-            self._tell(self.handler.peer_lost, peer, reason)
-
-    @staticmethod
-    def _tell(callback: Callable[..., None], *arguments: object) -> None:
-        # A handler's bug must not cost anybody else his completion.
-        try:
-            callback(*arguments)
-        except Exception:
-            logger.exception("the engine's handler failed in %s", callback.__name__)
+            tell(self.handler.peer_lost, peer, reason)

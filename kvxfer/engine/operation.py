@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
+from kvxfer.engine.callback import tell
 from kvxfer.engine.native import native
 
 
@@ -15,10 +16,10 @@ class Operation:
     raises an EngineError. Either way the source memory is no longer read.
 
     writes: what the receiver's counter grows by in all, known at once (neighbouring pages have
-        been joined). nbytes: payload.
+        been joined). nbytes: payload. error: why it failed, once it has.
     """
 
-    __slots__ = ("_done", "_engine", "_error", "_waiters", "id", "nbytes", "writes")
+    __slots__ = ("_callbacks", "_done", "_engine", "_waiters", "error", "id", "nbytes", "writes")
 
     def __init__(
         self, engine: native.TransferEngine, operation_id: int, writes: int, nbytes: int
@@ -28,17 +29,29 @@ class Operation:
         self.writes = writes
         self.nbytes = nbytes
         self._done = False
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        self._callbacks: list[Callable[[], object]] = []
         # One per waiting task: one that stops waiting disturbs neither the operation nor others.
         self._waiters: list[asyncio.Future[None]] = []
 
     def __await__(self) -> Generator[object, None, None]:
+        yield from self.ended()
+        if self.error is not None:
+            raise self.error
+
+    def ended(self) -> Generator[object, None, None]:
+        """Waits like `await`, and raises nothing."""
         if not self._done:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             yield from waiter
-        if self._error is not None:
-            raise self._error
+
+    def on_end(self, callback: Callable[[], object]) -> None:
+        """Calls when it has ended, or now if it has. Event loop only."""
+        if self._done:
+            tell(callback)
+        else:
+            self._callbacks.append(callback)
 
     def done(self) -> bool:
         return self._done
@@ -50,9 +63,12 @@ class Operation:
 
     def finish(self, error: Exception | None) -> None:
         """The engine's report: on its event loop, or before anybody has the operation."""
-        self._error = error
+        self.error = error
         self._done = True
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
         self._waiters.clear()
+        for callback in self._callbacks:
+            tell(callback)
+        self._callbacks.clear()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.engine.callback import tell
 from kvxfer.engine.native import native, translated
 from kvxfer.errors import DeadlineExceeded, PeerError
 
@@ -13,22 +14,24 @@ if TYPE_CHECKING:
     from kvxfer.engine.engine import Engine
     from kvxfer.engine.memory import MemoryRegion
     from kvxfer.engine.operation import Operation
+    from kvxfer.engine.watcher import WatchFor
 
 
 class Peer:
     """One connection to one peer engine.
 
     id: of this connection, never reused. engine_id: 32 hex digits, new at every start of the
-    peer. fabric: "local" or "tcp". A lost peer stays lost: connecting again gives a new Peer.
-    Everything but receive() may be called from any thread.
+    peer. fabric: one of FABRICS. A lost peer stays lost: connecting again gives a new Peer.
+    Everything but receive() and the on_lost() pair may be called from any thread.
     """
 
-    __slots__ = ("_engine", "_inbox", "engine_id", "error", "fabric", "id", "name")
+    __slots__ = ("_inbox", "_on_lost", "engine", "engine_id", "error", "fabric", "id", "name")
 
     def __init__(
         self, engine: Engine, peer_id: int, engine_id: str, name: str, fabric: str
     ) -> None:
-        self._engine = engine
+        self.engine = engine
+        self._on_lost: list[Callable[[Peer], object]] = []
         self._inbox: asyncio.Queue[bytes | PeerError] = asyncio.Queue()
         self.id = peer_id
         self.engine_id = engine_id
@@ -50,11 +53,15 @@ class Peer:
         dst_offset: int = 0,
         imm: int | None = None,
         timeout: float | None = None,
+        nic: int | None = None,
+        after: WatchFor | None = None,
     ) -> Operation:
         """Writes `length` contiguous bytes into the peer's region `dst` (a descriptor).
 
         imm: counts at the receiver once per write on the wire. timeout: seconds until the
         operation fails with DeadlineExceeded; the engine's operation_timeout by default.
+        nic: only over this one of engine.nics. after: watcher.at(value), to hold the write back
+        until the watcher has reached the value.
         Raises OutOfBounds, UnknownRegion, Backpressure, or the reason why the peer is lost.
         """
         return self._submit(
@@ -67,6 +74,8 @@ class Peer:
                 length=length,
                 imm=imm,
                 timeout=timeout or 0.0,
+                nic=nic,
+                after=after,
             )
         )
 
@@ -84,6 +93,8 @@ class Peer:
         dst_offset: int = 0,
         imm: int | None = None,
         timeout: float | None = None,
+        nic: int | None = None,
+        after: WatchFor | None = None,
     ) -> Operation:
         """Writes pages: page i moves `page_length` bytes from src_offset + src_pages[i] *
         src_stride to dst_offset + dst_pages[i] * dst_stride.
@@ -106,19 +117,32 @@ class Peer:
                 destination_offset=dst_offset,
                 imm=imm,
                 timeout=timeout or 0.0,
+                nic=nic,
+                after=after,
             )
         )
 
-    def write_imm(self, imm: int, *, timeout: float | None = None) -> Operation:
+    def write_imm(
+        self,
+        imm: int,
+        *,
+        timeout: float | None = None,
+        nic: int | None = None,
+        after: WatchFor | None = None,
+    ) -> Operation:
         """Counts one at the receiver, without any bytes."""
-        return self._submit(lambda native: native.write_imm(self.id, imm, timeout or 0.0))
+        return self._submit(
+            lambda native: native.write_imm(
+                self.id, imm, timeout=timeout or 0.0, nic=nic, after=after
+            )
+        )
 
     def send(self, data: bytes) -> None:
         """Sends a message of at most 1 MiB: ordered among messages, not among writes. That it was
         lost shows as the peer being lost. Raises Backpressure while 16 MiB wait."""
-        self._require_connected()
+        self.require_connected()
         with translated():
-            self._engine.native.send(self.id, data)
+            self.engine.native.send(self.id, data)
 
     async def receive(self, timeout: float | None = None) -> bytes:
         """The next message. Only where the engine has no handler.
@@ -139,14 +163,27 @@ class Peer:
             raise item
         return item
 
+    def on_lost(self, callback: Callable[[Peer], object]) -> None:
+        """Calls with this peer when it is lost, or now if it is; `error` says why. Before the
+        engine's handler hears of it."""
+        if self.error is not None:
+            tell(callback, self)
+        else:
+            self._on_lost.append(callback)
+
+    def forget_on_lost(self, callback: Callable[[Peer], object]) -> None:
+        """Takes one on_lost() back."""
+        if callback in self._on_lost:
+            self._on_lost.remove(callback)
+
     def fence(self) -> None:
         """After this no write of the peer lands here. The peer is lost to this engine."""
         with translated():
-            self._engine.native.fence(self.id)
+            self.engine.native.fence(self.id)
 
     def close(self) -> None:
         """Disconnects; operations under way end with PeerLost. Idempotent."""
-        self._engine.native.disconnect(self.id)
+        self.engine.native.disconnect(self.id)
 
     def deliver(self, data: bytes) -> None:
         """The engine's report of a message. Event loop only."""
@@ -156,12 +193,16 @@ class Peer:
         """The engine's report that the peer is lost. Event loop only."""
         self.error = error
         self._inbox.put_nowait(error)
+        callbacks, self._on_lost = self._on_lost, []
+        for callback in callbacks:
+            tell(callback, self)
 
     def _submit(self, call: Callable[[native.TransferEngine], tuple[int, int, int]]) -> Operation:
-        self._require_connected()
-        return self._engine.submit(call)
+        self.require_connected()
+        return self.engine.submit(call)
 
-    def _require_connected(self) -> None:
+    def require_connected(self) -> None:
+        """Raises the reason why the peer is lost, if it is."""
         # Until the loss is reported, the native engine knows no more than UnknownPeer.
         if self.error is not None:
             raise type(self.error)(str(self.error))

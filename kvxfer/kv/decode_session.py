@@ -77,6 +77,7 @@ class DecodeSession:
             DecodeState.OFFERED,
         )
         self._error: KvxferError | None = None
+        self._freed = asyncio.Event()  # the blocks of a transfer that failed
         self._counting: asyncio.Task[None] | None = None
         self._tail: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         # A failure that nobody waits for is no unhandled error.
@@ -129,6 +130,8 @@ class DecodeSession:
         """Gives the transfer up; the blocks are free when this returns. Any number of times."""
         error = TransferCancelled(self._says(f"cancelled here: {reason}"))
         self._give_up(DecodeEvent.ABORT, error, reason)
+        if self._error is not None:
+            await self._freed.wait()
 
     async def __aenter__(self) -> Self:
         return self
@@ -216,12 +219,16 @@ class DecodeSession:
                 # First, so that prefill hears the reason before its writes are refused.
                 with contextlib.suppress(EngineError):
                     self.pair.send(Cancel(self.transfer_id, reason or str(error)))
-            self._counter.release()  # afterwards no write of this transfer can land
-            self._blocks.release()
-            if not self._tail.done():
-                self._tail.set_exception(error)
+            self._counter.revoke(self._revoked)
         if after in _ENDED:
             self._end()
+
+    def _revoked(self) -> None:
+        """No write of this transfer can land any more."""
+        self._blocks.release()
+        if not self._tail.done() and self._error is not None:
+            self._tail.set_exception(self._error)
+        self._freed.set()
 
     def _end(self) -> None:
         self._lease.end()

@@ -183,7 +183,7 @@ class KvEndpoint:
         self._require_open()
         with contextlib.ExitStack() as undo:
             blocks = undo.enter_context(self._pool.offer(num_blocks))
-            counter = self._engine.counter()
+            counter = self._engine.counter(pair.peer)
             undo.callback(counter.release)
             # Last, so that a request which finds no free blocks may try again with its ticket.
             self._ledger.claim(claims, "decode session")

@@ -1,8 +1,12 @@
 import json
+from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from kvxfer.cli import app
+
+SYSFS = Path(__file__).parents[1] / "data" / "sysfs"
 
 
 def test_json_holds_every_finding_and_the_exit_code_says_whether_the_core_works() -> None:
@@ -22,3 +26,47 @@ def test_the_table_shows_extras_literally_and_remedies() -> None:
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert "kvxfer[server]" in result.output
     assert "verbs" in result.output
+
+
+# --- topology --------------------------------------------------------------------------------
+
+
+def test_the_topology_is_drawn_below_the_findings_and_is_in_the_json() -> None:
+    shown = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"}).stdout
+    assert (
+        0 < shown.index("locked memory") < shown.index("topology\n") < shown.index("domain groups")
+    )
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    assert set(report) == {"core_works", "findings", "topology", "groups"}
+    assert len(report["groups"]) >= 1
+
+
+@pytest.mark.parametrize("folder", ["dgx", "dgx/sys"])
+def test_a_recorded_tree_is_drawn_and_nothing_else_is_checked(folder: str) -> None:
+    result = CliRunner().invoke(
+        app, ["doctor", "--sysfs", str(SYSFS / folder)], env={"COLUMNS": "200"}
+    )
+    assert result.exit_code == 0
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    assert lines[0] == "topology"
+    assert "├── NUMA node 0  CPUs 0-55,112-167" in lines
+    assert lines[-1].split() == ["GPU", "7", "mlx5_7", "PIX", "400", "Gbit/s", "56-111,168-223"]
+    assert "native engine" not in result.stdout
+
+
+def test_a_recorded_tree_as_json_holds_its_topology_and_groups_only() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json", "--sysfs", str(SYSFS / "p5en")])
+    report = json.loads(result.stdout)
+    assert set(report) == {"topology", "groups"}
+    assert [len(report["topology"][part]) for part in ("numa_nodes", "gpus", "nics")] == [2, 8, 16]
+    assert report["groups"][7]["nics"] == ["rdmap162s0", "rdmap163s0"]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_folder_without_a_sysfs_is_a_usage_error(tmp_path: Path, options: list[str]) -> None:
+    result = CliRunner().invoke(
+        app, ["doctor", *options, "--sysfs", str(tmp_path / "no")], env={"COLUMNS": "200"}
+    )
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+    assert (result.stdout, "holds no sysfs" in result.stderr) == ("", True)

@@ -60,6 +60,10 @@ class Counter:
         self.live = False
         self.changed.set()
 
+    def revoke(self, then: Callable[[], object]) -> None:
+        self.release()
+        then()
+
 
 @dataclass(eq=False)
 class Write:
@@ -172,7 +176,7 @@ class Engine:
         memory.region = region
         return memory
 
-    def counter(self) -> Counter:
+    def counter(self, writer: object = None) -> Counter:
         counter = Counter(len(self.counters) + 1)
         self.counters[counter.imm] = counter
         return counter

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,8 +15,13 @@ namespace kvxfer {
 
 class DomainGroup;
 class MemoryRegion;
+struct Operation;
 struct WireWrite;
+using OperationPtr = std::shared_ptr<Operation>;
 using RegionPtr = std::shared_ptr<MemoryRegion>;
+
+// Names of the fabrics that this build has, whether or not the host does.
+std::vector<std::string> built_fabrics();
 
 // One-sided writes into the memory of peer engines. Every method may be called from any thread;
 // one engine thread per domain group does the work. Results of asynchronous operations come as
@@ -32,6 +38,10 @@ class TransferEngine {
 
   const EngineAddress& address() const;
   EngineStats stats() const;
+  // The fabrics in use, in the order in which they are preferred.
+  const std::vector<std::string>& fabrics() const;
+  // By number, for WriteOptions::nic.
+  const std::vector<NicInfo>& nics() const;
 
   // --- completions
   int event_fd() const;
@@ -58,28 +68,51 @@ class TransferEngine {
   // --- writes: one Completion::Kind::write with the operation's id follows, when every byte is
   // delivered or the operation has failed for good and no longer reads its source.
   Result<Submitted> write(PeerId peer, const RegionPtr& source, const MrDescriptor& destination,
-                          const SingleWrite& write, std::optional<Imm> imm, Duration timeout);
+                          const SingleWrite& write, const WriteOptions& options = {});
   Result<Submitted> write_pages(PeerId peer, const RegionPtr& source,
                                 const MrDescriptor& destination, const PagedWrite& pages,
-                                std::optional<Imm> imm, Duration timeout);
-  Result<Submitted> write_imm(PeerId peer, Imm imm, Duration timeout);
+                                const WriteOptions& options = {});
+  Result<Submitted> write_imm(PeerId peer, Imm imm, const WriteOptions& options = {});
+  // Each peer its part, out of one region: all are submitted, or none. One operation for each.
+  Result<std::vector<Submitted>> scatter(const RegionPtr& source,
+                                         std::span<const ScatterPart> parts,
+                                         const WriteOptions& options = {});
+  // The immediate to each of these peers, likewise.
+  Result<std::vector<Submitted>> barrier(std::span<const PeerId> peers, Imm imm,
+                                         const WriteOptions& options = {});
+  // A word at zero for WriteOptions::after. Whatever adds to it starts what was held back for the
+  // value: wake() at once, a plain store within 100 microseconds.
+  static std::shared_ptr<WatchWord> watch_word() { return std::make_shared<WatchWord>(); }
+  void wake();
   // Stops posting; what is posted is waited for. The completion says cancelled, or ok if the
   // operation was faster.
   void cancel(OperationId operation);
 
   // --- counters (receiving side)
-  Result<Imm> allocate_counter();
+  // `writer`: the only peer that will be told of it, so that releasing it asks no other.
+  Result<Imm> allocate_counter(std::optional<PeerId> writer = std::nullopt);
   std::uint64_t counter_value(Imm imm) const;
   // Completion::Kind::counter follows once the counter has reached `total`.
-  Result<void> expect(Imm imm, std::uint64_t total);
+  Result<void> expect(Imm imm, std::uint64_t total, Expect expect = Expect::exactly);
+  // Completion::Kind::arrival follows whenever the counter has grown since take_arrivals(), which
+  // returns its count.
+  Result<void> subscribe(Imm imm);
+  std::uint64_t take_arrivals(Imm imm);
   // After this returned, no write that carries the immediate lands or counts.
   void release_counter(Imm imm);
+  // The same without waiting for peers: true if it is done, else Completion::Kind::released
+  // follows.
+  bool begin_release_counter(Imm imm);
 
  private:
   explicit TransferEngine(std::unique_ptr<DomainGroup> group);
-  Result<Submitted> submit(PeerId peer, const RegionPtr& source, const MrDescriptor* destination,
-                           Result<std::vector<WireWrite>> writes, std::optional<Imm> imm,
-                           Duration timeout);
+  Result<OperationPtr> prepare(PeerId peer, const RegionPtr& source,
+                               const MrDescriptor* destination,
+                               Result<std::vector<WireWrite>> writes, std::uint64_t bytes,
+                               const WriteOptions& options);
+  Result<Submitted> submit(Result<OperationPtr> operation);
+  Result<std::vector<Submitted>> submit_all(std::vector<Result<OperationPtr>> operations);
+  unsigned shards_for(PeerId peer, const WriteOptions& options) const;
   std::unique_ptr<DomainGroup> group_;
 };
 

@@ -32,6 +32,8 @@ enum class Errc : std::uint16_t {
   peer_lost,
   peer_timeout,
   protocol_error,
+  fabric_unavailable,
+  nic_lost,
 };
 
 // The code's public name, e.g. "peer-timeout"; the same in Python, REST and metrics.

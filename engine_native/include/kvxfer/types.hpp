@@ -2,9 +2,12 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -20,6 +23,7 @@ using Duration = std::chrono::nanoseconds;
 
 inline constexpr std::size_t kMaxMessageBytes = std::size_t{1} << 20;
 inline constexpr std::size_t kMinClusterKeyBytes = 16;
+inline constexpr std::size_t kMaxNics = 64;  // of one engine
 
 // Names one start of one engine: 16 random bytes, so a restarted engine is a different one.
 struct EngineId {
@@ -38,6 +42,24 @@ struct EngineAddress {
   static Result<EngineAddress> parse(std::string_view text);
 };
 
+// Whether a fabric that needs hardware is used.
+enum class FabricUse : std::uint8_t {
+  never,
+  if_available,  // used with peers that have it too, where this host has its library and a NIC
+  required,      // creating the engine fails where this host lacks something for it
+};
+
+// A NIC of an engine, as its peers see it. NICs are numbered from 0 within an engine: verbs first.
+struct NicInfo {
+  std::string name;     // of the device: mlx5_0, rxe0, rdmap0s6
+  std::string network;  // NICs reach each other where this is equal: roce, infiniband, ofi-efa
+  std::uint64_t bits_per_second = 0;
+  bool operator==(const NicInfo&) const = default;
+};
+
+// Makes NICs of a kind that the engine does not have: see src/fabric/nic/nic_domain.hpp.
+class NicFactory;
+
 struct EngineOptions {
   std::string cluster_key;         // shared by all engines that may talk; at least 16 bytes
   std::string name;                // for error texts; need not be unique
@@ -46,7 +68,16 @@ struct EngineOptions {
   std::uint16_t port = 0;          // 0: any free port
   bool local = true;               // use the local fabric with peers on this host
   bool tcp = true;                 // use the tcp fabric
-  unsigned lanes = 2;              // tcp domains, each with one connection per peer
+  FabricUse verbs = FabricUse::never;
+  FabricUse ofi = FabricUse::never;
+  std::vector<std::string> nics;          // names of the NICs to use; empty: all
+  std::string ofi_provider = "efa";       // libfabric's name of it
+  unsigned ofi_endpoints = 1;             // per libfabric domain, each standing for a NIC
+  bool ofi_strict = false;                // hold any provider to EFA's limits and disorder
+  bool null = false;                      // a NIC that moves nothing, to measure the engine alone
+  std::vector<unsigned> cpus;             // where the engine thread may run; empty: anywhere
+  std::shared_ptr<NicFactory> more_nics;  // null: none
+  unsigned lanes = 2;                     // tcp domains, each with one connection per peer
   std::size_t window_bytes = std::size_t{16} << 20;  // unacknowledged bytes per peer over tcp
   Duration heartbeat_interval = std::chrono::milliseconds(100);
   Duration peer_timeout = std::chrono::milliseconds(700);
@@ -85,6 +116,34 @@ struct PagedWrite {
   std::uint64_t destination_offset = 0;
 };
 
+// A word of host memory that compute counts up, to start transfers: see TransferEngine::watch_word.
+struct WatchWord {
+  alignas(64) std::atomic<std::uint64_t> value = 0;
+};
+
+// A write is held back until the word has reached this value.
+struct WatchFor {
+  std::shared_ptr<const WatchWord> word;  // null: it is not held back
+  std::uint64_t value = 0;
+};
+
+struct WriteOptions {
+  std::optional<Imm> imm;            // counts at the receiver, once per write on the wire
+  Duration timeout{};                // 0: the engine's operation_timeout
+  std::optional<std::uint32_t> nic;  // only over this NIC of ours; see TransferEngine::nics()
+  WatchFor after{};
+};
+
+// One peer's part of a scatter.
+struct ScatterPart {
+  PeerId peer = 0;
+  MrDescriptor destination;
+  SingleWrite write;  // length 0: the immediate alone
+};
+
+// What a counter waits for.
+enum class Expect : std::uint8_t { exactly, at_least };
+
 // What submitting returns: the receiver's counter grows by `writes` in all.
 struct Submitted {
   OperationId id = 0;
@@ -93,9 +152,19 @@ struct Submitted {
 };
 
 struct Completion {
-  enum class Kind : std::uint8_t { connect, write, counter, peer_up, peer_down, message, notice };
+  enum class Kind : std::uint8_t {
+    connect,
+    write,
+    counter,
+    arrival,
+    released,
+    peer_up,
+    peer_down,
+    message,
+    notice,
+  };
   Kind kind = Kind::write;
-  std::uint64_t id = 0;  // operation, or immediate for Kind::counter
+  std::uint64_t id = 0;  // operation; immediate for counter, arrival and released
   PeerId peer = 0;
   Errc code = Errc::ok;
   std::string text;                // of an error or a notice; peer_up: the peer's name
@@ -107,7 +176,8 @@ struct Completion {
 struct EngineStats {
   std::uint64_t bytes_sent = 0;      // delivered payload
   std::uint64_t bytes_received = 0;  // placed payload
-  std::uint64_t writes_sent = 0;
+  std::uint64_t writes_posted = 0;   // given to a path, also again
+  std::uint64_t writes_sent = 0;     // of those, delivered
   std::uint64_t writes_received = 0;
   std::uint64_t writes_refused = 0;  // arrived and dropped: no region, bounds or live counter
   std::uint64_t handshakes_refused = 0;

@@ -7,7 +7,7 @@ namespace kvxfer {
 namespace {
 
 constexpr std::array<char, 4> kMagic{'K', 'V', 'X', 'F'};
-constexpr std::size_t kMaxIntroduction = 1024;
+constexpr std::size_t kMaxIntroduction = 16384;
 using Nonce = std::array<std::uint8_t, 32>;
 
 enum class Purpose : std::uint8_t { control = 1, lane = 2 };
@@ -127,7 +127,13 @@ std::string write_proof(const Introduction& introduction, std::string& transcrip
 }  // namespace
 
 std::string Introduction::encode() const {
-  return ByteWriter().text(name).text(host).put(local).put(tcp).put(lanes).put(heartbeat_ns).take();
+  ByteWriter writer;
+  writer.text(name).text(host).put(local).put(tcp).put(lanes).put(heartbeat_ns);
+  writer.put(static_cast<std::uint16_t>(nics.size()));
+  for (const NicInfo& nic : nics) {
+    writer.text(nic.name).text(nic.network).put(nic.bits_per_second);
+  }
+  return writer.take();
 }
 
 std::optional<Introduction> Introduction::decode(std::string_view bytes) {
@@ -139,6 +145,13 @@ std::optional<Introduction> Introduction::decode(std::string_view bytes) {
   introduction.tcp = reader.get<std::uint8_t>() != 0;
   introduction.lanes = reader.get<std::uint16_t>();
   introduction.heartbeat_ns = reader.get<std::uint64_t>();
+  const auto nics = reader.get<std::uint16_t>();
+  for (std::uint16_t i = 0; i < nics && i < kMaxNics && reader.good(); ++i) {
+    NicInfo& nic = introduction.nics.emplace_back();
+    nic.name = reader.text();
+    nic.network = reader.text();
+    nic.bits_per_second = reader.get<std::uint64_t>();
+  }
   if (!reader.finished() || introduction.name.size() > kMaxNameBytes ||
       introduction.lanes > kMaxLanes || introduction.heartbeat_ns > kMaxHeartbeatNs) {
     return std::nullopt;

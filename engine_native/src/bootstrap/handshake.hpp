@@ -11,13 +11,14 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bootstrap/authenticator.hpp"
 #include "kvxfer/types.hpp"
 
 namespace kvxfer {
 
-inline constexpr std::uint16_t kProtocolVersion = 1;
+inline constexpr std::uint16_t kProtocolVersion = 2;
 inline constexpr std::size_t kHelloBytes = 72;
 inline constexpr std::uint16_t kMaxLanes = 64;
 inline constexpr std::size_t kMaxNameBytes = 128;
@@ -33,6 +34,7 @@ struct Introduction {
   bool tcp = false;
   std::uint16_t lanes = 0;         // at most kMaxLanes
   std::uint64_t heartbeat_ns = 0;  // its interval
+  std::vector<NicInfo> nics;       // at most kMaxNics
 
   std::string encode() const;
   static std::optional<Introduction> decode(std::string_view bytes);

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from kvxfer.engine import Engine, Operation
+from kvxfer.engine import Engine, Operation, OperationGroup
 from kvxfer.engine.native import native
 from kvxfer.errors import EngineError
 
@@ -38,27 +38,29 @@ class MeteredEngine(Engine):
             running = time.monotonic() - self._busy_since if self._under_way else 0.0
             return self._busy + running
 
-    def submit(self, call: Callable[[native.TransferEngine], tuple[int, int, int]]) -> Operation:
+    def submit_all(
+        self, call: Callable[[native.TransferEngine], list[tuple[int, int, int]]]
+    ) -> list[Operation]:
         with self._meter:
             if not self._under_way:
                 self._busy_since = time.monotonic()
             self._under_way += 1
         try:
-            operation = super().submit(call)
+            operations = super().submit_all(call)
         except BaseException:
             self._ended()
             raise
-        self._loop_of_tasks.call_soon_threadsafe(self._watch, operation)
-        return operation
+        self._loop_of_tasks.call_soon_threadsafe(self._watch, OperationGroup(operations))
+        return operations
 
-    def _watch(self, operation: Operation) -> None:
-        task = self._loop_of_tasks.create_task(self._until_delivered(operation))
+    def _watch(self, group: OperationGroup) -> None:
+        task = self._loop_of_tasks.create_task(self._until_delivered(group))
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
 
-    async def _until_delivered(self, operation: Operation) -> None:
+    async def _until_delivered(self, group: OperationGroup) -> None:
         with contextlib.suppress(EngineError):
-            await operation
+            await group
         self._ended()
 
     def _ended(self) -> None:

@@ -49,7 +49,8 @@ class WorkerSettings:
     """KV blocks of 16 tokens."""
     model: Path | None = None
     """Checkpoint folder; None runs the demo model."""
-    fabrics: tuple[str, ...] = ("local", "tcp")
+    fabrics: tuple[str, ...] | None = None
+    """None takes all that this host has."""
     threads: int | None = None
     """Of torch; None takes torch's own choice."""
 
@@ -127,7 +128,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
             http_address=ready.http_address,
             layout=layout,
             num_blocks=settings.blocks,
-            fabrics=settings.fabrics,
+            fabrics=engine.fabrics,
         )
         registration = Registration(client, spec, load=service.load, on_epoch=endpoint.set_epoch)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

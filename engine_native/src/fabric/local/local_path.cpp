@@ -54,17 +54,17 @@ LocalPath::~LocalPath() {
 // --- sending ---------------------------------------------------------------------------------
 
 // The ring is the window: nothing of a write but its entry is stored on the way.
-bool LocalPath::has_room() const { return !lost_ && kRingSlots - (produced_ - reaped_) >= 2; }
+bool LocalPath::has_room(bool) const { return !lost_ && kRingSlots - (produced_ - reaped_) >= 2; }
 
-bool LocalPath::post(const OperationPtr& operation) {
+std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& range) {
   BatchHead head{.key = operation->destination_key,
                  .imm = operation->imm.value_or(0),
-                 .has_imm = operation->imm.has_value()};
+                 .has_imm = operation->imm && range.counted};
   const MemoryRegion* source = operation->source.get();
   std::uint64_t base = 0;  // of an address over here, where the source is not shared
   if (source && source->shareable()) {
     const auto number = share(*source);
-    if (!number) return false;
+    if (!number) return 0;
     head.from_region = 1;
     head.region = *number;
   } else if (source) {
@@ -73,12 +73,12 @@ bool LocalPath::post(const OperationPtr& operation) {
 
   const auto& writes = operation->writes;
   const std::size_t room = kRingSlots - (produced_ - reaped_) - 1;
-  const std::size_t limit = std::min<std::size_t>(room, kMaxBatchWrites);
-  const std::size_t first = operation->posted;
+  const std::size_t first = range.first;
+  const std::size_t limit =
+      first + std::min({range.count, room, static_cast<std::size_t>(kMaxBatchWrites)});
   std::size_t end = first;
   std::uint64_t bytes = 0;
-  while (end < writes.size() && end - first < limit &&
-         (end == first || bytes + writes[end].length <= kMaxBatchBytes)) {
+  while (end < limit && (end == first || bytes + writes[end].length <= kMaxBatchBytes)) {
     const WireWrite& write = writes[end++];
     out_.slot(produced_ + (end - first)).write = {base + write.source, write.destination,
                                                   write.length, 0};
@@ -87,12 +87,16 @@ bool LocalPath::post(const OperationPtr& operation) {
   head.count = static_cast<std::uint32_t>(end - first);
   out_.slot(produced_).head = head;
   const std::uint64_t next = produced_ + 1 + head.count;
-  unacked_.push_back({operation, end - first, bytes, produced_, next, end == writes.size()});
+  unacked_.push_back({operation,
+                      {first, end - first, range.counted},
+                      bytes,
+                      produced_,
+                      next,
+                      end == first + range.count});
   produced_ = next;
-  operation->posted = end;
   out_->produced.store(produced_);
   if (out_->consumer_sleeps.load() != 0 && out_->consumer_sleeps.exchange(0) != 0) wake_peer();
-  return true;
+  return end - first;
 }
 
 std::optional<std::uint32_t> LocalPath::share(const MemoryRegion& region) {
@@ -130,7 +134,7 @@ bool LocalPath::reap() {
     const auto status = static_cast<Errc>(out_.slot(batch.head).head.status);
     if (status == Errc::ok) {
       reception_.stats.bytes_sent += batch.bytes;
-      reception_.stats.writes_sent += batch.writes;
+      reception_.stats.writes_sent += batch.writes.count;
     }
     events_.on_finished(batch.operation, batch.writes,
                         status == Errc::ok ? Error{} : refusal(status, *batch.operation, peer_));

@@ -37,11 +37,13 @@ class LocalPath final : public Path, private EventSink {
   ~LocalPath() override;
 
   std::string_view fabric() const override { return "local"; }
-  bool reaches(const MemoryRegion* source) const override {
-    return !source || source->shareable() || peer_reads_us_;
+  PathRank rank() const override { return PathRank::local; }
+  bool reaches(const Operation& operation) const override {
+    const auto& source = operation.source;
+    return !operation.nic && (!source || source->shareable() || peer_reads_us_);
   }
-  bool has_room() const override;
-  bool post(const OperationPtr& operation) override;
+  bool has_room(bool counted) const override;
+  std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
   // Batches are placed whole within poll(), so nothing is ever half placed here.
   void revoke_counter(Imm) override {}
   void revoke_region(std::uint64_t) override {}
@@ -56,7 +58,7 @@ class LocalPath final : public Path, private EventSink {
  private:
   struct Batch {
     OperationPtr operation;
-    std::size_t writes;
+    WriteRange writes;
     std::uint64_t bytes;
     std::uint64_t head;  // position in the ring
     std::uint64_t end;

@@ -12,9 +12,10 @@
 
 namespace kvxfer::tcp {
 
-void Sender::post(const OperationPtr& operation) {
+std::size_t Sender::post(const OperationPtr& operation, const WriteRange& range) {
   const auto& writes = operation->writes;
-  const std::size_t first = operation->posted;
+  const std::size_t first = range.first;
+  const std::size_t limit = first + std::min<std::size_t>(range.count, kMaxBatchWrites);
   std::byte* const source = operation->source ? operation->source->data() : nullptr;
 
   descriptors_.clear();
@@ -24,8 +25,7 @@ void Sender::post(const OperationPtr& operation) {
   iovecs_.push_back({nullptr, 0});  // further descriptors, once their number is known
   std::uint64_t bytes = 0;
   std::size_t end = first;
-  while (end < writes.size() && end - first < kMaxBatchWrites &&
-         (end == first || bytes + writes[end].length <= kMaxBatchBytes)) {
+  while (end < limit && (end == first || bytes + writes[end].length <= kMaxBatchBytes)) {
     const WireWrite& write = writes[end++];
     if (end - first > 1) descriptors_.push_back({write.destination, write.length, 0});
     if (source && write.length > 0) {
@@ -35,7 +35,7 @@ void Sender::post(const OperationPtr& operation) {
     bytes += write.length;
   }
   header_ = {.type = static_cast<std::uint8_t>(FrameType::writes),
-             .has_imm = operation->imm.has_value(),
+             .has_imm = operation->imm && range.counted,
              .status = 0,
              .imm = operation->imm.value_or(0),
              .key_or_sequence = operation->destination_key,
@@ -44,9 +44,9 @@ void Sender::post(const OperationPtr& operation) {
              .first = {writes[first].destination, writes[first].length, 0}};
   iovecs_[1] = {descriptors_.data(), descriptors_.size() * sizeof(WriteDescriptor)};
   sending_batch_ = true;
-  unacked_.push_back({operation, end - first, bytes});
+  unacked_.push_back({operation, {first, end - first, range.counted}, bytes});
   unacked_bytes_ += bytes;
-  operation->posted = end;
+  return end - first;
 }
 
 void Sender::acknowledge(std::uint64_t sequence, Errc status) {
@@ -110,7 +110,7 @@ Result<void> Sender::on_ack(std::uint64_t sequence, Errc status, std::string_vie
     const bool refused = last_acked_ == sequence && status != Errc::ok;
     if (!refused) {
       stats.bytes_sent += batch.bytes;
-      stats.writes_sent += batch.writes;
+      stats.writes_sent += batch.writes.count;
     }
     events.on_finished(batch.operation, batch.writes,
                        refused ? refusal(status, *batch.operation, peer) : Error{});

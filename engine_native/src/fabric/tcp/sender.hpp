@@ -22,7 +22,8 @@ class Sender {
   // Whether bytes wait for the socket to become writable.
   bool blocked() const { return sending() || !acks_.empty(); }
 
-  void post(const OperationPtr& operation);
+  // Posts the first of these writes as one batch; returns how many.
+  std::size_t post(const OperationPtr& operation, const WriteRange& writes);
   void acknowledge(std::uint64_t sequence, Errc status);
   // Writes until everything is out or the socket is full.
   Result<void> flush();
@@ -34,7 +35,7 @@ class Sender {
  private:
   struct Batch {
     OperationPtr operation;
-    std::size_t writes;
+    WriteRange writes;
     std::uint64_t bytes;
   };
 

@@ -25,10 +25,10 @@ TcpPath::TcpPath(UniqueFd socket, std::string peer, std::size_t window_bytes, Po
 
 TcpPath::~TcpPath() { poller_.remove(socket_.get(), *this); }
 
-bool TcpPath::post(const OperationPtr& operation) {
-  sender_.post(operation);
+std::size_t TcpPath::post(const OperationPtr& operation, const WriteRange& writes) {
+  const std::size_t posted = sender_.post(operation, writes);
   flush();
-  return true;
+  return posted;
 }
 
 void TcpPath::on_events(std::uint32_t events) {

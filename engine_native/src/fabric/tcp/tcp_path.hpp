@@ -20,9 +20,10 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   ~TcpPath() override;
 
   std::string_view fabric() const override { return "tcp"; }
-  bool reaches(const MemoryRegion*) const override { return true; }
-  bool has_room() const override { return !lost_ && sender_.has_room(); }
-  bool post(const OperationPtr& operation) override;
+  PathRank rank() const override { return PathRank::tcp; }
+  bool reaches(const Operation& operation) const override { return !operation.nic; }
+  bool has_room(bool) const override { return !lost_ && sender_.has_room(); }
+  std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
   std::uint64_t last_heard_ns() const override { return last_heard_ns_; }
   void revoke_counter(Imm imm) override { receiver_.revoke_counter(imm); }
   void revoke_region(std::uint64_t key) override { receiver_.revoke_region(key); }

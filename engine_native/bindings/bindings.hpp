@@ -1,0 +1,50 @@
+// What the files of the binding share.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "kvxfer/engine.hpp"
+
+namespace kvxfer::python {
+
+using NoGil = pybind11::call_guard<pybind11::gil_scoped_release>;
+
+// Becomes kvxfer._native.Error(code, message); kvxfer.engine turns it into the public classes.
+struct NativeError : std::exception {
+  explicit NativeError(Error cause) : error(std::move(cause)) {}
+  const char* what() const noexcept override { return error.text.c_str(); }
+  Error error;
+};
+
+template <class T>
+T unwrap(Result<T> result) {
+  if (!result) throw NativeError(result.error());
+  return std::move(*result);
+}
+inline void unwrap(const Result<void>& result) {
+  if (!result) throw NativeError(result.error());
+}
+
+inline Duration seconds(double value) {
+  if (!(value >= 0 && value < 1e9)) {
+    throw NativeError({Errc::invalid_argument,
+                       "a time of " + std::to_string(value) + " s; pass 0 to 1e9 seconds"});
+  }
+  return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(value));
+}
+
+using EngineClass = pybind11::class_<TransferEngine>;
+
+void bind_options(pybind11::module_& module);
+void bind_memory(pybind11::module_& module);
+EngineClass bind_engine(pybind11::module_& module);
+void bind_writes(pybind11::module_& module, EngineClass& bound);
+void bind_completions(EngineClass& bound);
+
+}  // namespace kvxfer::python

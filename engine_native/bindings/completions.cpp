@@ -1,0 +1,76 @@
+// Completions and counters. Nothing calls back into Python: completions are fetched with drain()
+// when event_fd is readable.
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace kvxfer::python {
+namespace {
+
+// A peer chooses its name: whatever it is must not cost anybody a completion.
+py::object to_text(const std::string& text) {
+  return py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace"));
+}
+
+const char* kind_name(Completion::Kind kind) {
+  switch (kind) {
+    case Completion::Kind::connect:
+      return "connect";
+    case Completion::Kind::write:
+      return "write";
+    case Completion::Kind::counter:
+      return "counter";
+    case Completion::Kind::arrival:
+      return "arrival";
+    case Completion::Kind::released:
+      return "released";
+    case Completion::Kind::peer_up:
+      return "peer_up";
+    case Completion::Kind::peer_down:
+      return "peer_down";
+    case Completion::Kind::message:
+      return "message";
+    case Completion::Kind::notice:
+      return "notice";
+  }
+  return "unknown";
+}
+
+}  // namespace
+
+void bind_completions(EngineClass& bound) {
+  bound.def_property_readonly("event_fd", &TransferEngine::event_fd)
+      .def("drain",
+           [](TransferEngine& engine) {
+             py::list list;
+             for (Completion& c : engine.drain()) {
+               list.append(py::make_tuple(kind_name(c.kind), c.id, c.peer,
+                                          std::string(name(c.code)), to_text(c.text),
+                                          py::bytes(c.data), c.fabric, c.timestamp_ns));
+             }
+             return list;
+           })
+      .def(
+          "allocate_counter",
+          [](TransferEngine& engine, std::optional<PeerId> writer) {
+            return unwrap(engine.allocate_counter(writer));
+          },
+          py::arg("writer"))
+      .def("counter_value", &TransferEngine::counter_value, py::arg("imm"))
+      .def(
+          "expect",
+          [](TransferEngine& engine, Imm imm, std::uint64_t total, bool at_least) {
+            unwrap(engine.expect(imm, total, at_least ? Expect::at_least : Expect::exactly));
+          },
+          py::arg("imm"), py::arg("total"), py::kw_only(), py::arg("at_least"))
+      .def(
+          "subscribe", [](TransferEngine& engine, Imm imm) { unwrap(engine.subscribe(imm)); },
+          py::arg("imm"))
+      .def("take_arrivals", &TransferEngine::take_arrivals, py::arg("imm"))
+      .def("release_counter", &TransferEngine::release_counter, py::arg("imm"), NoGil())
+      .def("begin_release_counter", &TransferEngine::begin_release_counter, py::arg("imm"),
+           NoGil());
+}
+
+}  // namespace kvxfer::python

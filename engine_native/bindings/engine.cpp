@@ -1,0 +1,84 @@
+// The engine: its life, memory and peers.
+#include "bindings.hpp"
+#include "memory_region.hpp"
+
+namespace py = pybind11;
+
+namespace kvxfer::python {
+
+EngineClass bind_engine(py::module_& module) {
+  EngineClass bound(module, "TransferEngine");
+  bound
+      .def(py::init([](const EngineOptions& options) {
+             py::gil_scoped_release release;
+             return unwrap(TransferEngine::create(options));
+           }),
+           py::arg("options"))
+      .def("close", &TransferEngine::close, NoGil())
+      .def_property_readonly("address",
+                             [](const TransferEngine& engine) { return engine.address().text(); })
+      .def_property_readonly(
+          "engine_id", [](const TransferEngine& engine) { return engine.address().engine.hex(); })
+      .def_property_readonly("fabrics", &TransferEngine::fabrics)
+      .def_property_readonly(
+          "nics",
+          [](const TransferEngine& engine) {
+            py::list nics;
+            for (const NicInfo& nic : engine.nics()) {
+              nics.append(py::make_tuple(nic.name, nic.network, nic.bits_per_second));
+            }
+            return nics;
+          })
+      .def("stats",
+           [](const TransferEngine& engine) {
+             EngineStats s;
+             {
+               py::gil_scoped_release release;
+               s = engine.stats();
+             }
+             py::dict stats;
+             stats["bytes_sent"] = s.bytes_sent;
+             stats["bytes_received"] = s.bytes_received;
+             stats["writes_posted"] = s.writes_posted;
+             stats["writes_sent"] = s.writes_sent;
+             stats["writes_received"] = s.writes_received;
+             stats["writes_refused"] = s.writes_refused;
+             stats["handshakes_refused"] = s.handshakes_refused;
+             stats["peers"] = s.peers;
+             return stats;
+           })
+      .def(
+          "allocate",
+          [](TransferEngine& engine, std::size_t nbytes) {
+            return unwrap(engine.allocate(nbytes));
+          },
+          py::arg("nbytes"), NoGil())
+      .def(
+          "register_memory",
+          [](TransferEngine& engine, std::uintptr_t address, std::size_t nbytes) {
+            return unwrap(engine.register_memory(reinterpret_cast<void*>(address), nbytes));
+          },
+          py::arg("address"), py::arg("nbytes"), NoGil())
+      .def("deregister", &TransferEngine::deregister, py::arg("region"), NoGil())
+      .def(
+          "connect",
+          [](TransferEngine& engine, const std::string& address, double timeout) {
+            return engine.connect(unwrap(EngineAddress::parse(address)), seconds(timeout));
+          },
+          py::arg("address"), py::arg("timeout"), NoGil())
+      .def("disconnect", &TransferEngine::disconnect, py::arg("peer"), NoGil())
+      .def(
+          "fence", [](TransferEngine& engine, PeerId peer) { unwrap(engine.fence(peer)); },
+          py::arg("peer"), NoGil())
+      .def(
+          "send",
+          [](TransferEngine& engine, PeerId peer, const py::bytes& data) {
+            std::string copy = data;
+            py::gil_scoped_release release;
+            unwrap(engine.send(peer, std::move(copy)));
+          },
+          py::arg("peer"), py::arg("data"));
+  return bound;
+}
+
+}  // namespace kvxfer::python

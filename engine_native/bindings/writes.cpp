@@ -1,0 +1,171 @@
+// Writes: single, paged, scattered, and what they may wait for.
+#include "bindings.hpp"
+#include "memory_region.hpp"
+#include "page_list.hpp"
+
+namespace py = pybind11;
+
+namespace kvxfer::python {
+namespace {
+
+// `after`: a word and the value to wait for, or None.
+using After = std::optional<std::pair<std::shared_ptr<WatchWord>, std::uint64_t>>;
+
+WriteOptions write_options(std::optional<Imm> imm, double timeout, std::optional<std::uint32_t> nic,
+                           const After& after) {
+  WriteOptions options{.imm = imm, .timeout = seconds(timeout), .nic = nic};
+  if (after) options.after = {.word = after->first, .value = after->second};
+  return options;
+}
+
+py::tuple to_tuple(const Submitted& submitted) {
+  return py::make_tuple(submitted.id, submitted.writes, submitted.bytes);
+}
+
+py::list to_list(const std::vector<Submitted>& submitted) {
+  py::list list;
+  for (const Submitted& each : submitted) list.append(to_tuple(each));
+  return list;
+}
+
+std::vector<ScatterPart> scatter_parts(const std::vector<PeerId>& peers,
+                                       const std::vector<std::string>& destinations,
+                                       std::span<const std::int64_t> source_offsets,
+                                       std::span<const std::int64_t> destination_offsets,
+                                       std::span<const std::int64_t> lengths) {
+  const std::size_t count = peers.size();
+  if (destinations.size() != count || source_offsets.size() != count ||
+      destination_offsets.size() != count || lengths.size() != count) {
+    throw NativeError(
+        {Errc::invalid_argument, "a scatter to " + std::to_string(count) +
+                                     " peers needs as many destinations, offsets and lengths"});
+  }
+  std::vector<ScatterPart> parts;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (source_offsets[i] < 0 || destination_offsets[i] < 0 || lengths[i] < 0) {
+      throw NativeError(
+          {Errc::out_of_bounds,
+           "part " + std::to_string(i) + " of the scatter has a negative offset or length"});
+    }
+    parts.push_back(
+        {.peer = peers[i],
+         .destination = unwrap(MrDescriptor::decode(destinations[i])),
+         .write = {.source_offset = static_cast<std::uint64_t>(source_offsets[i]),
+                   .destination_offset = static_cast<std::uint64_t>(destination_offsets[i]),
+                   .length = static_cast<std::uint64_t>(lengths[i])}});
+  }
+  return parts;
+}
+
+void bind_watch_word(py::module_& module) {
+  py::class_<WatchWord, std::shared_ptr<WatchWord>>(module, "WatchWord")
+      .def(py::init(&TransferEngine::watch_word))
+      .def_property_readonly(
+          "address",
+          [](const WatchWord& word) { return reinterpret_cast<std::uintptr_t>(&word.value); })
+      .def_property_readonly(
+          "value", [](const WatchWord& word) { return word.value.load(std::memory_order_acquire); })
+      .def(
+          "add",
+          [](WatchWord& word, std::uint64_t by) {
+            return word.value.fetch_add(by, std::memory_order_release) + by;
+          },
+          py::arg("by") = 1);
+}
+
+}  // namespace
+
+void bind_writes(py::module_& module, EngineClass& bound) {
+  bind_watch_word(module);
+  bound
+      .def(
+          "write",
+          [](TransferEngine& engine, PeerId peer, const RegionPtr& source,
+             const std::string& destination, std::uint64_t source_offset,
+             std::uint64_t destination_offset, std::uint64_t length, std::optional<Imm> imm,
+             double timeout, std::optional<std::uint32_t> nic, const After& after) {
+            return to_tuple(
+                unwrap(engine.write(peer, source, unwrap(MrDescriptor::decode(destination)),
+                                    {.source_offset = source_offset,
+                                     .destination_offset = destination_offset,
+                                     .length = length},
+                                    write_options(imm, timeout, nic, after))));
+          },
+          py::arg("peer"), py::arg("source"), py::arg("destination"), py::kw_only(),
+          py::arg("source_offset"), py::arg("destination_offset"), py::arg("length"),
+          py::arg("imm"), py::arg("timeout"), py::arg("nic"), py::arg("after"))
+      .def(
+          "write_pages",
+          [](TransferEngine& engine, PeerId peer, const RegionPtr& source,
+             const std::string& destination, std::uint64_t page_length,
+             const py::object& source_pages, const py::object& destination_pages,
+             std::uint64_t source_stride, std::uint64_t destination_stride,
+             std::uint64_t source_offset, std::uint64_t destination_offset, std::optional<Imm> imm,
+             double timeout, std::optional<std::uint32_t> nic, const After& after) {
+            const PageList from(source_pages, "src_pages");
+            const PageList to(destination_pages, "dst_pages");
+            const auto descriptor = unwrap(MrDescriptor::decode(destination));
+            Submitted submitted;
+            {
+              py::gil_scoped_release release;
+              submitted = unwrap(engine.write_pages(peer, source, descriptor,
+                                                    {.page_length = page_length,
+                                                     .source_pages = from.pages(),
+                                                     .destination_pages = to.pages(),
+                                                     .source_stride = source_stride,
+                                                     .destination_stride = destination_stride,
+                                                     .source_offset = source_offset,
+                                                     .destination_offset = destination_offset},
+                                                    write_options(imm, timeout, nic, after)));
+            }
+            return to_tuple(submitted);
+          },
+          py::arg("peer"), py::arg("source"), py::arg("destination"), py::kw_only(),
+          py::arg("page_length"), py::arg("source_pages"), py::arg("destination_pages"),
+          py::arg("source_stride"), py::arg("destination_stride"), py::arg("source_offset"),
+          py::arg("destination_offset"), py::arg("imm"), py::arg("timeout"), py::arg("nic"),
+          py::arg("after"))
+      .def(
+          "write_imm",
+          [](TransferEngine& engine, PeerId peer, Imm imm, double timeout,
+             std::optional<std::uint32_t> nic, const After& after) {
+            return to_tuple(
+                unwrap(engine.write_imm(peer, imm, write_options(imm, timeout, nic, after))));
+          },
+          py::arg("peer"), py::arg("imm"), py::kw_only(), py::arg("timeout"), py::arg("nic"),
+          py::arg("after"))
+      .def(
+          "scatter",
+          [](TransferEngine& engine, const RegionPtr& source, const std::vector<PeerId>& peers,
+             const std::vector<std::string>& destinations, const py::object& source_offsets,
+             const py::object& destination_offsets, const py::object& lengths,
+             std::optional<Imm> imm, double timeout, const After& after) {
+            const PageList from(source_offsets, "src_offsets");
+            const PageList to(destination_offsets, "dst_offsets");
+            const PageList sizes(lengths, "lengths");
+            const auto parts =
+                scatter_parts(peers, destinations, from.pages(), to.pages(), sizes.pages());
+            std::vector<Submitted> submitted;
+            {
+              py::gil_scoped_release release;
+              submitted = unwrap(
+                  engine.scatter(source, parts, write_options(imm, timeout, std::nullopt, after)));
+            }
+            return to_list(submitted);
+          },
+          py::arg("source"), py::arg("peers"), py::arg("destinations"), py::kw_only(),
+          py::arg("source_offsets"), py::arg("destination_offsets"), py::arg("lengths"),
+          py::arg("imm"), py::arg("timeout"), py::arg("after"))
+      .def(
+          "barrier",
+          [](TransferEngine& engine, const std::vector<PeerId>& peers, Imm imm, double timeout,
+             const After& after) {
+            return to_list(unwrap(
+                engine.barrier(peers, imm, write_options(imm, timeout, std::nullopt, after))));
+          },
+          py::arg("peers"), py::arg("imm"), py::kw_only(), py::arg("timeout"), py::arg("after"))
+      .def("wake", &TransferEngine::wake)
+      .def("cancel", &TransferEngine::cancel, py::arg("operation"), NoGil());
+}
+
+}  // namespace kvxfer::python

@@ -1,0 +1,225 @@
+// What the group does for NICs: their memory, their paths, and revoking what they cannot refuse.
+#include <algorithm>
+#include <tuple>
+
+#include "clock.hpp"
+#include "domain_group.hpp"
+#include "fabric/null/null_domain.hpp"
+#ifdef KVXFER_HAVE_OFI
+#include "fabric/ofi/ofi_factory.hpp"
+#endif
+#ifdef KVXFER_HAVE_VERBS
+#include "fabric/verbs/verbs_factory.hpp"
+#endif
+#include "kvxfer/engine.hpp"
+
+namespace kvxfer {
+
+std::vector<std::string> built_fabrics() {
+  std::vector<std::string> names{"local", "tcp"};
+#ifdef KVXFER_HAVE_VERBS
+  names.emplace_back("verbs");
+#endif
+#ifdef KVXFER_HAVE_OFI
+  names.emplace_back("ofi");
+#endif
+  return names;
+}
+
+Result<void> DomainGroup::open_nics(Reception reception) {
+  const auto add = [&](NicFactory& factory) -> Result<void> {
+    NicEvents& events = *this;
+    auto opened = factory.open({.options = options_,
+                                .poller = poller_,
+                                .reception = reception,
+                                .events = events,
+                                .first_number = static_cast<std::uint32_t>(nics_.size())});
+    if (!opened) return opened.error();
+    for (auto& nic : *opened) {
+      identity_.introduction.nics.push_back(nic->info());
+      nics_.push_back(std::move(nic));
+    }
+    return {};
+  };
+  const auto built = built_fabrics();
+  const auto missing = [&](const char* fabric, FabricUse use) {
+    return use == FabricUse::required &&
+           std::find(built.begin(), built.end(), fabric) == built.end();
+  };
+  for (const auto& [fabric, use, headers] : {std::tuple{"verbs", options_.verbs, "libibverbs-dev"},
+                                             std::tuple{"ofi", options_.ofi, "libfabric-dev"}}) {
+    if (!missing(fabric, use)) continue;
+    return Error{Errc::fabric_unavailable, std::string("this build has no ") + fabric +
+                                               " fabric; install " + headers +
+                                               " and build kvxfer again"};
+  }
+#ifdef KVXFER_HAVE_VERBS
+  if (options_.verbs != FabricUse::never) {
+    verbs::VerbsFactory factory;
+    if (auto good = add(factory); !good) return good;
+  }
+#endif
+#ifdef KVXFER_HAVE_OFI
+  if (options_.ofi != FabricUse::never) {
+    ofi::OfiFactory factory;
+    if (auto good = add(factory); !good) return good;
+  }
+#endif
+  if (options_.null) {
+    null::NullFactory factory;
+    if (auto good = add(factory); !good) return good;
+  }
+  if (options_.more_nics) {
+    if (auto good = add(*options_.more_nics); !good) return good;
+  }
+  if (nics_.size() > kMaxNics) {
+    return Error{Errc::invalid_argument, std::to_string(nics_.size()) +
+                                             " NICs for one engine; choose at most 64 with nics"};
+  }
+  return {};
+}
+
+// --- memory ----------------------------------------------------------------------------------
+
+Result<void> DomainGroup::register_region(const RegionPtr& region) {
+  std::vector<std::shared_ptr<NicRegistration>> registrations;
+  for (const auto& nic : nics_) {
+    auto registration = nic->register_memory(*region);
+    // Without another way to the memory it is an error, otherwise that way is taken.
+    if (!registration && !options_.tcp) return registration.error();
+    registrations.push_back(registration ? std::move(*registration) : nullptr);
+    if (!registration) {
+      completions_->push({.kind = Completion::Kind::notice,
+                          .text = registration.error().text + "; it goes over tcp instead"});
+    }
+  }
+  region->set_registrations(std::move(registrations));
+  regions_.insert(region);
+  return {};
+}
+
+void DomainGroup::share_region(Peer& peer, std::uint64_t key) {
+  const RegionPtr region = regions_.find(key);
+  if (!region) {
+    ++stats_.writes_refused;
+    return peer.nics()->send_region(key, Errc::unknown_region, {});
+  }
+  registrar_.post([this, id = peer.id(), region] {
+    auto remote = std::make_shared<RemoteRegion>();
+    remote->length = region->size();
+    for (std::uint32_t n = 0; n < nics_.size(); ++n) {
+      NicRegistration* const registration = region->registration(n);
+      const auto shared = registration ? registration->share(id) : Result<RemoteKey>(RemoteKey{});
+      remote->keys.push_back(shared ? *shared : RemoteKey{});
+    }
+    const bool posted = post([this, id, region, remote] {
+      const auto found = peers_.find(id);
+      if (found == peers_.end()) return region->unshare(id);
+      const bool there = regions_.find(region->key()) == region;
+      found->second->nics()->send_region(region->key(), there ? Errc::ok : Errc::unknown_region,
+                                         *remote);
+    });
+    if (!posted) region->unshare(id);
+  });
+}
+
+// --- paths -----------------------------------------------------------------------------------
+
+void DomainGroup::on_lost(Path& path, Error error) {
+  for (const auto& [id, peer] : peers_) {
+    if (peer->nics() && peer->nics()->owns(path)) {
+      return peer->nics()->on_path_lost(path, std::move(error));
+    }
+    for (const auto& known : peer->paths()) {
+      if (known.get() == &path) return peer->lose(std::move(error));
+    }
+  }
+}
+
+void DomainGroup::on_nic_state(NicDomain& domain) {
+  ++activity_;
+  completions_->push(
+      {.kind = Completion::Kind::notice,
+       .text = "NIC " + domain.info().name + (domain.usable() ? " is usable again" : " is down")});
+  for (const auto& [id, peer] : peers_) {
+    if (peer->nics()) peer->nics()->announce_nics();
+  }
+}
+
+void DomainGroup::on_credit_due(NicPath& path) {
+  const auto found = peers_.find(path.identity().peer);
+  if (found != peers_.end()) found->second->nics()->on_credit_due(path);
+}
+
+// --- revoking --------------------------------------------------------------------------------
+
+bool DomainGroup::release_counter(Imm imm, bool wait) {
+  auto done = std::make_shared<std::promise<void>>();
+  bool pending = false;
+  const bool running = run_on_engine_thread([&] {
+    auto asked = revoke(imm);
+    pending = !asked.empty();
+    if (!pending) return;
+    const auto timeout = static_cast<std::uint64_t>(options_.peer_timeout.count());
+    revocations_.push_back({imm, std::move(asked), now_ns() + timeout, wait ? done : nullptr});
+  });
+  if (!running || !pending) return true;
+  if (wait) done->get_future().wait();
+  return wait;
+}
+
+// Which peers have to be waited for.
+std::vector<PeerId> DomainGroup::revoke(Imm imm) {
+  const auto writer = counters_.writer(imm);
+  const auto released = counters_.release(imm);
+  std::vector<PeerId> asked;
+  for (const auto& [id, peer] : peers_) {
+    for (const auto& path : peer->paths()) path->revoke_counter(imm);
+    const bool may_write = peer->nics() && (!writer || *writer == id);
+    if (!may_write || released == ImmCounters::Released::was_not_live) continue;
+    const bool complete = released == ImmCounters::Released::complete;
+    peer->nics()->revoke(imm, complete);
+    if (!complete) asked.push_back(id);
+  }
+  return asked;
+}
+
+void DomainGroup::on_revoked(Peer& peer, Imm imm) {
+  for (Revocation& revocation : revocations_) {
+    if (revocation.imm == imm) std::erase(revocation.asked, peer.id());
+  }
+  end_revocations();
+}
+
+void DomainGroup::forget_revocations(PeerId peer) {
+  for (Revocation& revocation : revocations_) std::erase(revocation.asked, peer);
+  end_revocations();
+}
+
+void DomainGroup::end_revocations() {
+  std::erase_if(revocations_, [this](const Revocation& revocation) {
+    if (!revocation.asked.empty()) return false;
+    if (revocation.done) {
+      revocation.done->set_value();
+    } else {
+      completions_->push({.kind = Completion::Kind::released, .id = revocation.imm});
+    }
+    return true;
+  });
+}
+
+void DomainGroup::expire_revocations(std::uint64_t now) {
+  for (const Revocation& revocation : revocations_) {
+    if (now < revocation.deadline_ns) continue;
+    for (const PeerId id : revocation.asked) {
+      const auto found = peers_.find(id);
+      if (found != peers_.end()) {
+        found->second->lose(
+            {Errc::peer_timeout,
+             "it did not say in time that it stopped writing to a released counter"});
+      }
+    }
+  }
+}
+
+}  // namespace kvxfer

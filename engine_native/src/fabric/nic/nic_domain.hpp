@@ -1,0 +1,55 @@
+// A domain whose NIC places the bytes: verbs, libfabric. One per NIC.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "domain.hpp"
+#include "fabric/nic/nic_path.hpp"
+#include "fabric/nic/nic_registration.hpp"
+#include "poller.hpp"
+
+namespace kvxfer {
+
+class NicDomain;
+
+class NicEvents : public PathEvents {
+ public:
+  // domain.usable() has changed. Its paths were reported lost before, if it went down.
+  virtual void on_nic_state(NicDomain& domain) = 0;
+  // The peer may be told that path.consumed() has grown.
+  virtual void on_credit_due(NicPath& path) = 0;
+
+ protected:
+  ~NicEvents() = default;
+};
+
+class NicDomain : public Domain {
+ public:
+  virtual const NicInfo& info() const = 0;
+  // The device works and its link is up.
+  virtual bool usable() const = 0;
+  // Pins and registers memory for reading from and writing into. Any thread.
+  virtual Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) = 0;
+  // One end of a path; it works once both ends are connected.
+  virtual Result<std::unique_ptr<NicPath>> open_path(NicPathIdentity identity) = 0;
+  void forget_source(const MemoryRegion&) override {}
+};
+
+// What a domain is made with; all of it outlives the domain.
+struct NicContext {
+  const EngineOptions& options;
+  Poller& poller;
+  Reception reception;
+  NicEvents& events;
+  std::uint32_t first_number;  // of the NICs that the factory makes
+};
+
+class NicFactory {
+ public:
+  virtual ~NicFactory() = default;
+  virtual Result<std::vector<std::unique_ptr<NicDomain>>> open(const NicContext& context) = 0;
+};
+
+}  // namespace kvxfer

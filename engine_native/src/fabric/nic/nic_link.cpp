@@ -1,0 +1,501 @@
+#include "fabric/nic/nic_link.hpp"
+
+#include <algorithm>
+
+#include "refusal.hpp"
+
+namespace kvxfer {
+namespace {
+
+constexpr std::uint64_t kRetryNs = 250'000'000u;
+// Ways that one operation may lose before it is given up.
+constexpr unsigned kMaxLosses = 5;
+constexpr std::size_t kMaxEntries = 4 * kMaxNics;
+
+Error malformed(std::string_view what) {
+  return {Errc::protocol_error, "the peer sent a malformed frame: " + std::string(what)};
+}
+
+NicMask all_of(std::size_t count) { return count >= 64 ? ~NicMask{0} : (NicMask{1} << count) - 1; }
+
+}  // namespace
+
+NicLink::NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours,
+                 NicLinkOwner& owner)
+    : ends_(std::move(ends)),
+      ours_(ours),
+      owner_(owner),
+      their_usable_(all_of(ends_.theirs.size())) {}
+
+NicLink::~NicLink() { shut(); }
+
+bool NicLink::possible(const std::vector<std::unique_ptr<NicDomain>>& ours,
+                       const std::vector<NicInfo>& theirs) {
+  return std::any_of(ours.begin(), ours.end(), [&](const auto& our) {
+    return std::any_of(theirs.begin(), theirs.end(),
+                       [&](const NicInfo& their) { return their.network == our->info().network; });
+  });
+}
+
+NicMask NicLink::our_usable() const {
+  NicMask mask = 0;
+  for (std::size_t n = 0; n < ours_.size(); ++n) {
+    if (ours_[n]->usable()) mask |= NicMask{1} << n;
+  }
+  return mask;
+}
+
+std::vector<NicInfo> NicLink::our_infos() const {
+  std::vector<NicInfo> infos;
+  infos.reserve(ours_.size());
+  for (const auto& nic : ours_) infos.push_back(nic->info());
+  return infos;
+}
+
+// --- opening paths ---------------------------------------------------------------------------
+
+void NicLink::open_missing(std::uint64_t now) {
+  if (!ends_.initiator || now < retry_at_ns_) return;
+  missing_ = false;
+  for (const NicPair pair : pair_nics(our_infos(), our_usable(), ends_.theirs, their_usable_)) {
+    const bool there = std::any_of(entries_.begin(), entries_.end(), [&](const auto& entry) {
+      const NicPathIdentity& identity = entry.second.path->identity();
+      return identity.nic == pair.ours && identity.remote_nic == pair.theirs;
+    });
+    if (!there) open_path(pair, now);
+  }
+}
+
+void NicLink::open_path(NicPair pair, std::uint64_t now) {
+  const PathId id = ++last_path_;
+  last_open_ns_ = now;
+  auto path = ours_[pair.ours]->open_path({.id = id,
+                                           .peer = ends_.peer,
+                                           .nic = pair.ours,
+                                           .remote_nic = pair.theirs,
+                                           .label = ends_.label});
+  if (!path) return retry(path.error().text);
+  owner_.send_nic_frame(
+      NicFrame::path_open,
+      ByteWriter().put(id).put(pair.ours).put(pair.theirs).text((*path)->endpoint()).take());
+  entries_[id] = {.path = std::move(*path), .since_ns = now};
+}
+
+Result<void> NicLink::on_path_open(ByteReader reader, std::uint64_t now) {
+  const auto id = reader.get<PathId>();
+  const auto theirs = reader.get<std::uint32_t>();
+  const auto ours = reader.get<std::uint32_t>();
+  const std::string endpoint = reader.text();
+  if (!reader.finished() || ends_.initiator || id <= last_path_ || ours >= ours_.size() ||
+      theirs >= ends_.theirs.size() || entries_.size() >= kMaxEntries) {
+    return malformed("path_open");
+  }
+  last_path_ = id;
+  const auto answer = [&](Errc status, std::string_view text) {
+    owner_.send_nic_frame(
+        NicFrame::path_opened,
+        ByteWriter().put(id).put(static_cast<std::uint16_t>(status)).text(text).take());
+  };
+  NicDomain& domain = *ours_[ours];
+  if (!domain.usable() || domain.info().network != ends_.theirs[theirs].network) {
+    answer(Errc::nic_lost, "NIC " + domain.info().name + " is not usable there");
+    return {};
+  }
+  auto path = domain.open_path(
+      {.id = id, .peer = ends_.peer, .nic = ours, .remote_nic = theirs, .label = ends_.label});
+  Result<void> connected = path ? (*path)->connect(endpoint) : Result<void>(path.error());
+  if (!connected) {
+    answer(connected.error().code, connected.error().text);
+    return {};
+  }
+  answer(Errc::ok, (*path)->endpoint());
+  entries_[id] = {.path = std::move(*path), .since_ns = now};
+  return {};
+}
+
+Result<void> NicLink::on_path_opened(ByteReader reader, std::uint64_t now) {
+  const auto id = reader.get<PathId>();
+  const auto status = static_cast<Errc>(reader.get<std::uint16_t>());
+  const std::string text = reader.text();
+  if (!reader.finished() || !ends_.initiator) return malformed("path_opened");
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return {};
+  Entry& entry = found->second;
+  if (status != Errc::ok) {
+    retry(text);
+    entries_.erase(found);
+    return {};
+  }
+  if (entry.state != Entry::State::opening) return {};
+  if (auto good = entry.path->connect(text); !good) {
+    retry(good.error().text);
+    close(entry, trouble_, now);
+    return {};
+  }
+  owner_.send_nic_frame(NicFrame::path_ready, ByteWriter().put(id).take());
+  entry.state = Entry::State::open;
+  entry.path->open();
+  refresh_usable();
+  return {};
+}
+
+// A path that lived for a while is replaced at once, others after a pause.
+void NicLink::retry(std::string_view trouble) {
+  trouble_ = trouble;
+  missing_ = true;
+  retry_at_ns_ = last_open_ns_ + kRetryNs;
+}
+
+bool NicLink::settled() const {
+  return std::none_of(entries_.begin(), entries_.end(), [](const auto& entry) {
+    return entry.second.state == Entry::State::opening;
+  });
+}
+
+void NicLink::refresh_usable() {
+  usable_.clear();
+  for (const auto& [id, entry] : entries_) {
+    if (entry.state == Entry::State::open) usable_.push_back(entry.path.get());
+  }
+  owner_.on_paths_changed();
+}
+
+void NicLink::announce_nics() {
+  owner_.send_nic_frame(NicFrame::nic_state, ByteWriter().put(our_usable()).take());
+  retry_at_ns_ = 0;
+  missing_ = true;
+}
+
+// --- losing paths ----------------------------------------------------------------------------
+
+bool NicLink::owns(const Path& path) const {
+  return std::any_of(entries_.begin(), entries_.end(),
+                     [&](const auto& entry) { return entry.second.path.get() == &path; });
+}
+
+void NicLink::on_path_lost(const Path& path, Error error) {
+  const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const auto& entry) {
+    return entry.second.path.get() == &path;
+  });
+  if (found != entries_.end()) lost_.emplace_back(found->first, std::move(error));
+}
+
+void NicLink::step(std::uint64_t now) {
+  answer_revokes();
+  if (missing_) open_missing(now);
+  while (!lost_.empty()) {
+    const auto lost = std::exchange(lost_, {});
+    for (const auto& [id, error] : lost) {
+      const auto found = entries_.find(id);
+      if (found == entries_.end() || found->second.state == Entry::State::closing) continue;
+      retry(error.text);
+      close(found->second, error.text, now);
+    }
+  }
+}
+
+void NicLink::close(Entry& entry, std::string_view why, std::uint64_t now) {
+  entry.state = Entry::State::closing;
+  entry.since_ns = now;
+  refresh_usable();
+  entry.path->shut();
+  send_close(entry, why);
+}
+
+void NicLink::send_close(const Entry& entry, std::string_view why) {
+  const auto& received = entry.path->received();
+  ByteWriter writer;
+  writer.put(entry.path->identity().id).text(why.substr(0, 512));
+  writer.put(static_cast<std::uint32_t>(received.size()));
+  for (const auto& [imm, count] : received) writer.put(imm).put(count);
+  owner_.send_nic_frame(NicFrame::path_close, writer.take());
+}
+
+Result<void> NicLink::on_path_close(ByteReader reader, std::uint64_t now) {
+  const auto id = reader.get<PathId>();
+  const std::string why = reader.text();
+  const auto count = reader.get<std::uint32_t>();
+  std::unordered_map<Imm, std::uint64_t> received;
+  for (std::uint32_t i = 0; i < count && reader.good(); ++i) {
+    const auto imm = reader.get<Imm>();
+    received[imm] = reader.get<std::uint64_t>();
+  }
+  if (!reader.finished()) return malformed("path_close");
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) return {};
+  Entry& entry = found->second;
+  if (entry.state != Entry::State::closing) {
+    retry(why);
+    close(entry, why, now);
+  }
+  const std::unique_ptr<NicPath> path = std::move(entry.path);
+  entries_.erase(id);
+  missing_ = true;
+  settle(*path, received);
+  return {};
+}
+
+// Both ends are closed. What was not known to be delivered is posted again; as many immediates as
+// came through without our knowing are left out.
+void NicLink::settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>& received) {
+  std::unordered_map<Imm, std::uint64_t> unknown;
+  const auto unfinished = path.take_unfinished();
+  for (const auto& [operation, writes] : unfinished) {
+    if (operation->imm && writes.counted) unknown[*operation->imm] += writes.count;
+  }
+  std::unordered_map<Imm, std::uint64_t> landed;
+  for (const auto& [imm, count] : unknown) {
+    const auto told = received.find(imm);
+    const std::uint64_t came = told == received.end() ? 0 : told->second;
+    const std::uint64_t known = path.delivered(imm);
+    landed[imm] = std::min(count, came - std::min(came, known));
+  }
+  // Its descriptors may be what the path was lost for.
+  regions_.clear();
+
+  std::vector<OperationPtr> touched;
+  for (const auto& [operation, writes] : unfinished) {
+    if (std::find(touched.begin(), touched.end(), operation) == touched.end()) {
+      touched.push_back(operation);
+    }
+    operation->outstanding -= writes.count;
+    const bool counted = operation->imm && writes.counted;
+    if (operation->code != Errc::ok) {
+      if (!writes.counted) *operation->uncounted_left -= writes.count;
+      continue;
+    }
+    if (operation->arrived || (counted && landed[*operation->imm] == unknown[*operation->imm])) {
+      // All of this immediate's are there, so these are too.
+      operation->finished += writes.count;
+      if (!writes.counted) *operation->uncounted_left -= writes.count;
+      continue;
+    }
+    std::size_t uncounted = 0;
+    if (counted) {
+      std::uint64_t& left = landed[*operation->imm];
+      uncounted = std::min<std::uint64_t>(left, writes.count);
+      left -= uncounted;
+      unknown[*operation->imm] -= uncounted;
+    }
+    if (uncounted > 0) {
+      auto& shared = uncounted_[*operation->imm];
+      if (!shared) shared = std::make_shared<std::size_t>(0);
+      operation->uncounted_left = shared;
+      *shared += uncounted;
+      operation->reposts.push_front({writes.first, uncounted, false});
+    }
+    if (!writes.counted) {
+      operation->reposts.push_front(writes);
+    } else if (uncounted < writes.count) {
+      if (counted && uncounted_.contains(*operation->imm)) {
+        operation->uncounted_left = uncounted_[*operation->imm];
+      }
+      operation->reposts.push_back({writes.first + uncounted, writes.count - uncounted, true});
+    }
+  }
+  for (const OperationPtr& operation : touched) {
+    operation->destination.reset();
+    if (++operation->losses >= kMaxLosses && operation->wants_post()) {
+      owner_.fail(operation, Errc::nic_lost,
+                  std::to_string(kMaxLosses) +
+                      " paths were lost under this operation; the last one: " + trouble_);
+      continue;
+    }
+    owner_.settle(operation);
+    if (operation->wants_post()) resolve(operation);
+  }
+  answer_revokes();
+}
+
+void NicLink::tick(std::uint64_t now) {
+  for (auto& [id, entry] : entries_) {
+    if (now - std::min(now, entry.since_ns) < ends_.timeout_ns) continue;
+    if (entry.state == Entry::State::closing) {
+      return owner_.lose_peer({Errc::peer_timeout, "it did not close a lost path in time"});
+    }
+    if (entry.state == Entry::State::opening) {
+      lost_.emplace_back(id, Error{Errc::nic_lost, "a path was not opened in time"});
+    }
+  }
+  std::erase_if(uncounted_, [](const auto& entry) { return entry.second.use_count() == 1; });
+  open_missing(now);
+}
+
+void NicLink::shut() {
+  usable_.clear();
+  for (auto& [id, entry] : entries_) entry.path->shut();
+  entries_.clear();
+}
+
+// --- memory regions --------------------------------------------------------------------------
+
+void NicLink::resolve(const OperationPtr& operation) {
+  if (operation->bytes == 0) return owner_.queue(operation);
+  const std::uint64_t key = operation->destination_key;
+  if (const auto known = regions_.find(key); known != regions_.end()) {
+    operation->destination = known->second;
+    return owner_.queue(operation);
+  }
+  auto& waiting = resolving_[key];
+  if (waiting.empty()) owner_.send_nic_frame(NicFrame::resolve, ByteWriter().put(key).take());
+  waiting.push_back(operation);
+}
+
+Result<void> NicLink::on_region(ByteReader reader) {
+  const auto key = reader.get<std::uint64_t>();
+  const auto status = static_cast<Errc>(reader.get<std::uint16_t>());
+  auto region = std::make_shared<RemoteRegion>();
+  region->length = reader.get<std::uint64_t>();
+  const auto count = reader.get<std::uint16_t>();
+  if (count > kMaxNics) return malformed("region");
+  for (std::uint16_t n = 0; n < count; ++n) {
+    RemoteKey& remote = region->keys.emplace_back();
+    remote.valid = reader.get<std::uint8_t>() != 0;
+    remote.address = reader.get<std::uint64_t>();
+    remote.rkey = reader.get<std::uint64_t>();
+  }
+  if (!reader.finished()) return malformed("region");
+  const auto found = resolving_.find(key);
+  if (found == resolving_.end()) return {};
+  const std::vector<OperationPtr> waiting = std::move(found->second);
+  resolving_.erase(found);
+  if (status == Errc::ok) regions_[key] = region;
+  const auto refuse = [this](const OperationPtr& operation, Errc code) {
+    owner_.fail(operation, code, refusal(code, *operation, ends_.label).text);
+  };
+  for (const OperationPtr& operation : waiting) {
+    if (operation->code != Errc::ok) continue;
+    // Our own check believed the descriptor; the NIC would break the path over it.
+    const bool fits =
+        operation->destination_length <= region->length ||
+        std::all_of(operation->writes.begin(), operation->writes.end(),
+                    [&](const WireWrite& w) { return w.destination + w.length <= region->length; });
+    if (status != Errc::ok) {
+      refuse(operation, status);
+    } else if (!fits) {
+      refuse(operation, Errc::out_of_bounds);
+    } else {
+      operation->destination = region;
+      owner_.queue(operation);
+    }
+  }
+  return {};
+}
+
+void NicLink::send_region(std::uint64_t key, Errc status, const RemoteRegion& region) {
+  ByteWriter writer;
+  writer.put(key).put(static_cast<std::uint16_t>(status)).put(region.length);
+  writer.put(static_cast<std::uint16_t>(region.keys.size()));
+  for (const RemoteKey& remote : region.keys) {
+    writer.put(static_cast<std::uint8_t>(remote.valid)).put(remote.address).put(remote.rkey);
+  }
+  owner_.send_nic_frame(NicFrame::region, writer.take());
+}
+
+void NicLink::forget_region(std::uint64_t key) {
+  owner_.send_nic_frame(NicFrame::region_gone, ByteWriter().put(key).take());
+}
+
+// --- revoking --------------------------------------------------------------------------------
+
+void NicLink::revoke(Imm imm, bool complete) {
+  revoke_here(imm);
+  owner_.send_nic_frame(NicFrame::revoke,
+                        ByteWriter().put(imm).put(static_cast<std::uint8_t>(complete)).take());
+}
+
+void NicLink::revoke_here(Imm imm) {
+  for (auto& [id, entry] : entries_) entry.path->revoke_counter(imm);
+}
+
+void NicLink::on_revoke(Imm imm, bool complete) {
+  revoked_[static_cast<std::uint16_t>(imm)] = static_cast<std::uint16_t>(imm >> 16);
+  for (auto& [id, entry] : entries_) entry.path->forget(imm);
+  for (const OperationPtr& operation : owner_.operations_with(imm)) {
+    if (complete) {
+      operation->arrived = true;
+    } else {
+      owner_.fail(operation, Errc::stale_counter,
+                  refusal(Errc::stale_counter, *operation, ends_.label).text);
+    }
+  }
+  if (complete) return;
+  answering_.push_back(imm);
+  answer_revokes();
+}
+
+void NicLink::answer_revokes() {
+  std::erase_if(answering_, [this](Imm imm) {
+    for (const OperationPtr& operation : owner_.operations_with(imm)) {
+      if (operation->outstanding > 0) return false;
+    }
+    owner_.send_nic_frame(NicFrame::revoked, ByteWriter().put(imm).take());
+    return true;
+  });
+}
+
+bool NicLink::revoked_by_peer(Imm imm) const {
+  const auto found = revoked_.find(static_cast<std::uint16_t>(imm));
+  if (found == revoked_.end()) return false;
+  const auto generation = static_cast<std::uint16_t>(imm >> 16);
+  return static_cast<std::int16_t>(found->second - generation) >= 0;
+}
+
+// --- frames ----------------------------------------------------------------------------------
+
+void NicLink::on_credit_due(const NicPath& path) {
+  owner_.send_nic_frame(NicFrame::credit,
+                        ByteWriter().put(path.identity().id).put(path.consumed()).take());
+}
+
+Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uint64_t now) {
+  ByteReader reader(payload);
+  switch (type) {
+    case NicFrame::path_open:
+      return on_path_open(reader, now);
+    case NicFrame::path_opened:
+      return on_path_opened(reader, now);
+    case NicFrame::path_close:
+      return on_path_close(reader, now);
+    case NicFrame::region:
+      return on_region(reader);
+    case NicFrame::path_ready: {
+      const auto found = entries_.find(reader.get<PathId>());
+      if (!reader.finished() || ends_.initiator) return malformed("path_ready");
+      if (found == entries_.end() || found->second.state != Entry::State::opening) return {};
+      found->second.state = Entry::State::open;
+      found->second.path->open();
+      refresh_usable();
+      return {};
+    }
+    case NicFrame::nic_state:
+      their_usable_ = reader.get<NicMask>() & all_of(ends_.theirs.size());
+      retry_at_ns_ = 0;
+      missing_ = true;
+      break;
+    case NicFrame::resolve:
+      owner_.share_region(reader.get<std::uint64_t>());
+      break;
+    case NicFrame::region_gone:
+      regions_.erase(reader.get<std::uint64_t>());
+      break;
+    case NicFrame::revoke: {
+      const auto imm = reader.get<Imm>();
+      on_revoke(imm, reader.get<std::uint8_t>() != 0);
+      break;
+    }
+    case NicFrame::revoked:
+      owner_.on_revoked(reader.get<Imm>());
+      break;
+    case NicFrame::credit: {
+      const auto found = entries_.find(reader.get<PathId>());
+      const auto consumed = reader.get<std::uint64_t>();
+      if (found != entries_.end()) found->second.path->add_credit(consumed);
+      break;
+    }
+  }
+  if (!reader.finished()) return malformed("frame " + std::to_string(static_cast<int>(type)));
+  return {};
+}
+
+}  // namespace kvxfer

@@ -1,0 +1,157 @@
+// The NICs' side of a connected peer: opens paths between both sides' NICs over the control
+// stream, replaces those that are lost, looks up the peer's memory regions, and asks the peer to
+// stop writing where no NIC could be told to refuse. Engine thread only.
+//
+// A path that is lost is closed on both ends before anything of it is posted again: each end
+// stops its NIC, then says how many immediates had come through. So the sender knows exactly how
+// many of its writes still have to be counted, whatever order the NICs worked in.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "bootstrap/bytes.hpp"
+#include "fabric/nic/nic_domain.hpp"
+#include "fabric/nic/nic_pairing.hpp"
+#include "operation.hpp"
+
+namespace kvxfer {
+
+// On the control stream, with the frames of peer.hpp; part of the protocol.
+enum class NicFrame : std::uint8_t {
+  path_open = 16,    // path, initiator's NIC, acceptor's NIC, endpoint
+  path_opened = 17,  // path, status, endpoint or why not
+  path_ready = 18,   // path
+  path_close = 19,   // path, why, immediates received through it
+  nic_state = 20,    // which of the sender's NICs are usable
+  resolve = 21,      // region key
+  region = 22,       // region key, status, length, a key for each NIC
+  region_gone = 23,  // region key
+  revoke = 24,       // immediate, whether all its writes have arrived
+  revoked = 25,      // immediate
+  credit = 26,       // path, immediates consumed
+};
+inline bool is_nic_frame(std::uint8_t type) { return type >= 16 && type <= 26; }
+
+// What a link asks of the group that it is part of.
+class NicLinkOwner {
+ public:
+  virtual void send_nic_frame(NicFrame type, std::string payload) = 0;
+  virtual void lose_peer(Error error) = 0;
+  // Every destination of the operation is known: it may be posted.
+  virtual void queue(const OperationPtr& operation) = 0;
+  virtual void fail(const OperationPtr& operation, Errc code, std::string text) = 0;
+  // Writes of the operation were finished or given back.
+  virtual void settle(const OperationPtr& operation) = 0;
+  // Operations to this peer that carry the immediate.
+  virtual std::vector<OperationPtr> operations_with(Imm imm) = 0;
+  // Looks a region up, off this thread; send_region() follows.
+  virtual void share_region(std::uint64_t key) = 0;
+  virtual void on_revoked(Imm imm) = 0;
+  // usable_paths() has changed.
+  virtual void on_paths_changed() = 0;
+
+ protected:
+  ~NicLinkOwner() = default;
+};
+
+class NicLink {
+ public:
+  struct Ends {
+    PeerId peer;
+    std::string label;  // the peer, for error texts
+    std::vector<NicInfo> theirs;
+    bool initiator;
+    std::uint64_t timeout_ns;  // for the peer's answers
+  };
+
+  NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours, NicLinkOwner& owner);
+  ~NicLink();
+
+  // Whether the two sides have any network in common.
+  static bool possible(const std::vector<std::unique_ptr<NicDomain>>& ours,
+                       const std::vector<NicInfo>& theirs);
+
+  // --- paths
+  // Initiator: opens what is missing, now that NICs or time allow it.
+  void open_missing(std::uint64_t now);
+  // Whether no path is being opened, so that the first set-up has ended.
+  bool settled() const;
+  const std::vector<NicPath*>& usable_paths() const { return usable_; }
+  // Why there is none, as far as known.
+  const std::string& trouble() const { return trouble_; }
+  bool owns(const Path& path) const;
+  void on_path_lost(const Path& path, Error error);
+  void on_credit_due(const NicPath& path);
+  void announce_nics();
+  // At the end of a step, outside of any domain's poll: closes lost paths, answers revocations.
+  void step(std::uint64_t now);
+  void tick(std::uint64_t now);
+  // The fence: all paths, at once.
+  void shut();
+
+  Result<void> on_frame(NicFrame type, std::string_view payload, std::uint64_t now);
+
+  // --- writing
+  // Queues the operation once its destination is known.
+  void resolve(const OperationPtr& operation);
+  bool revoked_by_peer(Imm imm) const;
+
+  // --- being written to
+  void send_region(std::uint64_t key, Errc status, const RemoteRegion& region);
+  void forget_region(std::uint64_t key);
+  // on_revoked() follows if `complete` is false: nothing of the peer's lands with it after that.
+  void revoke(Imm imm, bool complete);
+  void revoke_here(Imm imm);
+
+ private:
+  struct Entry {
+    enum class State { opening, open, closing };
+    State state = State::opening;
+    std::unique_ptr<NicPath> path;
+    std::uint64_t since_ns = 0;
+  };
+  using Entries = std::map<PathId, Entry>;
+
+  NicMask our_usable() const;
+  std::vector<NicInfo> our_infos() const;
+  void open_path(NicPair pair, std::uint64_t now);
+  void send_close(const Entry& entry, std::string_view why);
+  void close(Entry& entry, std::string_view why, std::uint64_t now);
+  void settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>& received);
+  void refresh_usable();
+  void retry(std::string_view trouble);
+
+  Result<void> on_path_open(ByteReader reader, std::uint64_t now);
+  Result<void> on_path_opened(ByteReader reader, std::uint64_t now);
+  Result<void> on_path_close(ByteReader reader, std::uint64_t now);
+  Result<void> on_region(ByteReader reader);
+  void on_revoke(Imm imm, bool complete);
+  void answer_revokes();
+
+  Ends ends_;
+  const std::vector<std::unique_ptr<NicDomain>>& ours_;
+  NicLinkOwner& owner_;
+  NicMask their_usable_;
+  Entries entries_;
+  std::vector<NicPath*> usable_;
+  std::vector<std::pair<PathId, Error>> lost_;
+  PathId last_path_ = 0;
+  std::uint64_t last_open_ns_ = 0;
+  std::uint64_t retry_at_ns_ = 0;
+  bool missing_ = false;  // paths, perhaps
+  std::string trouble_;
+
+  std::unordered_map<std::uint64_t, std::shared_ptr<const RemoteRegion>> regions_;
+  std::unordered_map<std::uint64_t, std::vector<OperationPtr>> resolving_;
+  std::unordered_map<std::uint16_t, std::uint16_t> revoked_;  // slot → last revoked generation
+  std::vector<Imm> answering_;  // the peer waits until nothing of these is under way
+  std::unordered_map<Imm, std::shared_ptr<std::size_t>> uncounted_;
+};
+
+}  // namespace kvxfer

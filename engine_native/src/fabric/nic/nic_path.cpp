@@ -1,0 +1,129 @@
+#include "fabric/nic/nic_path.hpp"
+
+#include <algorithm>
+
+#include "fabric/nic/nic_domain.hpp"
+
+namespace kvxfer {
+namespace {
+
+// On one path, so that no peer holds all of a NIC's time, and a lost path is soon known to be.
+constexpr std::uint64_t kWindowBytes = 16u << 20;
+
+}  // namespace
+
+NicPath::NicPath(NicPathIdentity identity, std::uint64_t imm_window, NicLoad& load,
+                 Reception reception, NicEvents& events)
+    : identity_(std::move(identity)),
+      reception_(reception),
+      events_(events),
+      imm_window_(imm_window),
+      load_(load) {}
+
+bool NicPath::reaches(const Operation& operation) const {
+  if (!open_ || lost_ || (operation.nic && *operation.nic != identity_.nic)) return false;
+  if (operation.bytes == 0) return true;
+  if (!operation.source->registration(identity_.nic) || !operation.destination) return false;
+  const auto& keys = operation.destination->keys;
+  return identity_.remote_nic < keys.size() && keys[identity_.remote_nic].valid;
+}
+
+bool NicPath::has_room(bool counted) const {
+  return outstanding_bytes_ < kWindowBytes &&
+         (!counted || imms_sent_ - imms_consumed_ < peer_imm_window_);
+}
+
+std::size_t NicPath::batch_limit(const OperationPtr& operation, const WriteRange& writes,
+                                 std::size_t limit) const {
+  limit = std::min(limit, writes.count);
+  if (operation->imm && writes.counted) {
+    limit = std::min<std::size_t>(limit, peer_imm_window_ - (imms_sent_ - imms_consumed_));
+  }
+  std::size_t count = 0;
+  std::uint64_t bytes = outstanding_bytes_;
+  while (count < limit && (count == 0 || bytes < kWindowBytes)) {
+    bytes += operation->writes[writes.first + count++].length;
+  }
+  return count;
+}
+
+const NicPath::Batch& NicPath::add_batch(const OperationPtr& operation, const WriteRange& writes,
+                                         std::uint64_t bytes) {
+  if (operation->imm && writes.counted) imms_sent_ += writes.count;
+  outstanding_bytes_ += bytes;
+  load_.bytes += bytes;
+  batches_.push_back({++last_sequence_, operation, writes, bytes});
+  return batches_.back();
+}
+
+void NicPath::finish_through(std::uint64_t sequence) {
+  while (!batches_.empty() && batches_.front().sequence <= sequence) {
+    Batch batch = std::move(batches_.front());
+    batches_.pop_front();
+    report(batch);
+  }
+}
+
+void NicPath::finish(std::uint64_t sequence) {
+  if (batches_.empty() || sequence < batches_.front().sequence) return;
+  const std::uint64_t index = sequence - batches_.front().sequence;
+  if (index >= batches_.size() || !batches_[index].operation) return;
+  report(batches_[index]);
+  while (!batches_.empty() && !batches_.front().operation) batches_.pop_front();
+}
+
+void NicPath::report(Batch& batch) {
+  outstanding_bytes_ -= batch.bytes;
+  load_.bytes -= batch.bytes;
+  reception_.stats.bytes_sent += batch.bytes;
+  reception_.stats.writes_sent += batch.writes.count;
+  ++reception_.activity;
+  const OperationPtr operation = std::move(batch.operation);
+  if (operation->imm && batch.writes.counted) delivered_[*operation->imm] += batch.writes.count;
+  events_.on_finished(operation, batch.writes, {});
+}
+
+std::vector<NicPath::Unfinished> NicPath::take_unfinished() {
+  std::vector<Unfinished> unfinished;
+  for (Batch& batch : batches_) {
+    if (!batch.operation) continue;
+    load_.bytes -= batch.bytes;
+    unfinished.push_back({std::move(batch.operation), batch.writes});
+  }
+  batches_.clear();
+  outstanding_bytes_ = 0;
+  return unfinished;
+}
+
+std::uint64_t NicPath::delivered(Imm imm) const {
+  const auto found = delivered_.find(imm);
+  return found == delivered_.end() ? 0 : found->second;
+}
+
+void NicPath::add_credit(std::uint64_t consumed_by_peer) {
+  imms_consumed_ = std::clamp(consumed_by_peer, imms_consumed_, imms_sent_);
+}
+
+void NicPath::count_immediates(Imm imm, std::uint64_t writes, std::uint64_t bytes) {
+  ++reception_.activity;
+  consumed_ += writes;
+  if (reception_.counters.add(imm, writes)) {
+    received_[imm] += writes;
+    reception_.stats.writes_received += writes;
+    reception_.stats.bytes_received += bytes;
+  } else {
+    reception_.stats.writes_refused += writes;
+  }
+  if (consumed_ - credited_ >= std::max<std::uint64_t>(imm_window_ / 4, 1)) {
+    credited_ = consumed_;
+    events_.on_credit_due(*this);
+  }
+}
+
+void NicPath::lose(Error error) {
+  if (lost_) return;
+  lost_ = true;
+  events_.on_lost(*this, std::move(error));
+}
+
+}  // namespace kvxfer

@@ -1,0 +1,133 @@
+// What every path of a NIC keeps: batches under way, the window, credits for immediates, and what
+// has to be known when the path is lost. A fabric adds the posting and the completions.
+//
+// An immediate consumes a receive of the peer's, so a sender may have no more of them under way
+// than the peer has reserved for the path: the peer says how many it has consumed (credit).
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "domain.hpp"
+
+namespace kvxfer {
+
+class NicEvents;
+
+using PathId = std::uint32_t;  // unique in a session; chosen by the initiator
+
+struct NicPathIdentity {
+  PathId id = 0;
+  PeerId peer = 0;
+  std::uint32_t nic = 0;         // ours
+  std::uint32_t remote_nic = 0;  // the peer's
+  std::string label;             // the peer, for error texts
+};
+
+// What all paths of one NIC have posted and not seen delivered.
+struct NicLoad {
+  std::uint64_t bits_per_second = 1;
+  std::uint64_t bytes = 0;
+  std::uint64_t ns() const {
+    return static_cast<std::uint64_t>(static_cast<double>(bytes) * 8e9 /
+                                      static_cast<double>(bits_per_second));
+  }
+};
+
+class NicPath : public Path {
+ public:
+  struct Batch {
+    std::uint64_t sequence;  // 1, 2, …
+    OperationPtr operation;
+    WriteRange writes;
+    std::uint64_t bytes;
+  };
+  struct Unfinished {
+    OperationPtr operation;
+    WriteRange writes;
+  };
+
+  const NicPathIdentity& identity() const { return identity_; }
+
+  // --- set-up
+  // What the peer's end has to be told, and what its end says.
+  virtual std::string endpoint() const = 0;
+  virtual Result<void> connect(std::string_view endpoint) = 0;
+  // Writes may be posted.
+  void open() { open_ = true; }
+  bool is_open() const { return open_; }
+
+  // --- end
+  // The fence, then takes every completion that is there: afterwards received() and unfinished
+  // writes are final. Idempotent; the destructor does it too.
+  virtual void shut() = 0;
+  // How many immediates came through this path, of each counter that is live still.
+  const std::unordered_map<Imm, std::uint64_t>& received() const { return received_; }
+  // How many of ours are known to be delivered, of each that the peer did not revoke.
+  std::uint64_t delivered(Imm imm) const;
+  void forget(Imm revoked_by_peer) { delivered_.erase(revoked_by_peer); }
+  std::vector<Unfinished> take_unfinished();
+
+  // --- credit
+  std::uint64_t consumed() const { return consumed_; }
+  void add_credit(std::uint64_t consumed_by_peer);
+
+  // --- Path
+  PathRank rank() const final { return PathRank::nic; }
+  bool reaches(const Operation& operation) const final;
+  bool has_room(bool counted) const override;
+  std::uint64_t load_ns() const override { return load_.ns(); }
+  std::uint64_t bits_per_second() const override { return load_.bits_per_second; }
+  void revoke_counter(Imm imm) final { received_.erase(imm); }
+  void revoke_region(std::uint64_t) final {}
+
+ protected:
+  // `imm_window`: receives reserved here for the peer's immediates.
+  NicPath(NicPathIdentity identity, std::uint64_t imm_window, NicLoad& load, Reception reception,
+          NicEvents& events);
+
+  // Receives that the peer has reserved for us, as its endpoint() says.
+  void set_peer_imm_window(std::uint64_t writes) { peer_imm_window_ = writes; }
+  // How many of `writes` may go out as one batch, of at most `limit`.
+  std::size_t batch_limit(const OperationPtr& operation, const WriteRange& writes,
+                          std::size_t limit) const;
+  // A batch was posted; it is finished by its sequence.
+  const Batch& add_batch(const OperationPtr& operation, const WriteRange& writes,
+                         std::uint64_t bytes);
+  // Ordered completions: every batch up to this sequence is delivered.
+  void finish_through(std::uint64_t sequence);
+  // Unordered: this one is; batches of one write each, then.
+  void finish(std::uint64_t sequence);
+  // The peer's writes with immediates arrived.
+  void count_immediates(Imm imm, std::uint64_t writes, std::uint64_t bytes);
+  void lose(Error error);
+  bool lost() const { return lost_; }
+  std::size_t batches() const { return batches_.size(); }
+
+  NicPathIdentity identity_;
+  Reception reception_;
+  NicEvents& events_;
+
+ private:
+  void report(Batch& batch);
+
+  std::uint64_t imm_window_;
+  NicLoad& load_;
+  bool open_ = false;
+  bool lost_ = false;
+  std::deque<Batch> batches_;  // in order of sequence; finished ones keep their place, empty
+  std::uint64_t last_sequence_ = 0;
+  std::uint64_t outstanding_bytes_ = 0;
+  std::uint64_t peer_imm_window_ = 0;
+  std::uint64_t imms_sent_ = 0;
+  std::uint64_t imms_consumed_ = 0;  // by the peer
+  std::uint64_t consumed_ = 0;       // by us
+  std::uint64_t credited_ = 0;       // of those, told to the peer
+  std::unordered_map<Imm, std::uint64_t> received_;
+  std::unordered_map<Imm, std::uint64_t> delivered_;
+};
+
+}  // namespace kvxfer

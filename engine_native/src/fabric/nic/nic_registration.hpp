@@ -1,0 +1,22 @@
+// A memory region as one NIC knows it. Any thread.
+#pragma once
+
+#include "fabric/nic/remote_region.hpp"
+#include "kvxfer/types.hpp"
+
+namespace kvxfer {
+
+class NicRegistration {
+ public:
+  virtual ~NicRegistration() = default;
+
+  // What this peer needs to write into the region. May take as long as registering did.
+  virtual Result<RemoteKey> share(PeerId peer) = 0;
+  // Nothing the peer writes lands by its key any more, where keys differ by peer. Where they do
+  // not, its paths are the fence.
+  virtual void unshare(PeerId peer) = 0;
+  // After this nothing lands in the region, and it is no source. Idempotent.
+  virtual void close() = 0;
+};
+
+}  // namespace kvxfer

@@ -1,0 +1,41 @@
+#include "fabric/ofi/disorder.hpp"
+
+#include <algorithm>
+
+namespace kvxfer::ofi {
+namespace {
+
+// One in four waits, for up to this many polls.
+constexpr unsigned kHeldOneIn = 4;
+constexpr unsigned kMostPolls = 32;
+
+}  // namespace
+
+void Disorder::hold(const Completion& completion) {
+  const bool waits = random_() % kHeldOneIn == 0;
+  held_.push_back({completion, waits ? static_cast<unsigned>(random_() % kMostPolls) : 0});
+}
+
+std::vector<Completion> Disorder::release() {
+  std::vector<Completion> due;
+  std::erase_if(held_, [&](Held& held) {
+    if (held.polls-- > 0) return false;
+    due.push_back(held.completion);
+    return true;
+  });
+  std::shuffle(due.begin(), due.end(), random_);
+  return due;
+}
+
+std::vector<Completion> Disorder::release(const CompletionSink& path) {
+  std::vector<Completion> due;
+  std::erase_if(held_, [&](const Held& held) {
+    if (held.completion.path != &path) return false;
+    due.push_back(held.completion);
+    return true;
+  });
+  std::shuffle(due.begin(), due.end(), random_);
+  return due;
+}
+
+}  // namespace kvxfer::ofi

@@ -1,0 +1,60 @@
+// Waits until nothing that a peer has begun to write is still being placed, for providers whose
+// software on the receiving side places the bytes: closing a key refuses the writes that begin
+// later, but not one that is half received.
+//
+// Where the provider has one ordered connection for both directions (tcp), a write of ours is
+// acknowledged behind whatever the peer was sending, so its completion tells. Otherwise, and if
+// the peer does not answer, the endpoint is closed.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "fabric/ofi/endpoint.hpp"
+#include "kvxfer/types.hpp"
+
+namespace kvxfer::ofi {
+
+class Flushes {
+ public:
+  // One path's. It posts a write whenever more are wanted than were done when it posted the last.
+  struct Entry {
+    PeerId peer;
+    Endpoint* endpoint;
+    std::atomic<std::uint64_t> wanted = 0;
+    std::uint64_t done = 0;  // guarded
+    bool closed = false;     // guarded
+  };
+  using EntryPtr = std::shared_ptr<Entry>;
+
+  // `ordered`: the provider keeps the promise above.
+  Flushes(bool ordered, Duration timeout, const Poller& poller)
+      : ordered_(ordered), timeout_(timeout), poller_(poller) {}
+
+  // --- engine thread
+  // The peer may write through the endpoint from now on.
+  EntryPtr add(PeerId peer, Endpoint& endpoint);
+  void finish(Entry& entry, std::uint64_t wanted);
+  // Its endpoint is closed, or about to be by the caller.
+  void remove(Entry& entry);
+
+  // --- any other thread
+  // After this nothing that these peers had begun to write before is placed any more.
+  void wait_for(const std::vector<PeerId>& peers);
+
+ private:
+  bool ordered_;
+  Duration timeout_;
+  const Poller& poller_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::list<EntryPtr> entries_;
+};
+
+}  // namespace kvxfer::ofi

@@ -1,0 +1,62 @@
+// libfabric, loaded at run time: one build runs with and without it. Only these functions are
+// symbols; all others are inline calls through the objects that they return.
+#pragma once
+
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+#include <sys/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "kvxfer/error.hpp"
+
+namespace kvxfer::ofi {
+
+struct Libfabric {
+  decltype(&::fi_getinfo) getinfo;
+  decltype(&::fi_freeinfo) freeinfo;
+  decltype(&::fi_dupinfo) dupinfo;
+  decltype(&::fi_fabric) fabric;
+  decltype(&::fi_version) version;
+  decltype(&::fi_strerror) strerror;
+
+  // From the file that KVXFER_LIBFABRIC names, or AWS's own, or the system's. Never unloaded.
+  static Result<Libfabric> load();
+
+  std::string version_text() const;
+  // What failed, with libfabric's name of `error`, which it returned (negative).
+  Error failed(std::string_view what, ssize_t error) const;
+};
+
+// Closes what libfabric opened.
+struct FidCloser {
+  template <class Fid>
+  void operator()(Fid* fid) const {
+    ::fi_close(&fid->fid);
+  }
+};
+template <class Fid>
+using UniqueFid = std::unique_ptr<Fid, FidCloser>;
+
+struct InfoFreer {
+  decltype(&::fi_freeinfo) free = nullptr;
+  void operator()(fi_info* info) const { free(info); }
+};
+using InfoPtr = std::unique_ptr<fi_info, InfoFreer>;
+
+// The version of the interface that we ask for: efa-direct is as old. Structures that newer
+// libraries have enlarged are given to it with room at their end.
+inline constexpr std::uint32_t kInterface = FI_VERSION(2, 1);
+
+struct ErrorEntry : fi_cq_err_entry {
+  std::uint64_t added_later[8];
+};
+
+}  // namespace kvxfer::ofi

@@ -1,0 +1,102 @@
+#include "fabric/ofi/ofi_factory.hpp"
+
+#include <algorithm>
+#include <filesystem>
+#include <system_error>
+
+#include "fabric/ofi/ofi_domain.hpp"
+
+namespace kvxfer::ofi {
+namespace {
+
+using Nics = std::vector<std::unique_ptr<NicDomain>>;
+
+// Where the key fences, so many that immediates of all fit the completion queue of an EFA.
+constexpr std::size_t kPathsOfSharedEndpoint = 48;
+
+Result<std::vector<Device>> look(const EngineOptions& options) {
+  if (options.ofi_endpoints < 1 || options.ofi_endpoints > kMaxNics) {
+    return Error{Errc::invalid_argument,
+                 "ofi_endpoints is " + std::to_string(options.ofi_endpoints) + "; use 1 to 64"};
+  }
+  if (options.ofi_provider == "efa" && !efa_device_present()) {
+    return Error{Errc::fabric_unavailable,
+                 "this host has no EFA: no device in /sys/class/infiniband is driven by efa; "
+                 "attach one to the instance and load its driver (modprobe efa)"};
+  }
+  const auto library = Libfabric::load();
+  if (!library) return library.error();
+  auto found = find_devices(*library, options.ofi_provider);
+  if (!found) return found.error();
+  std::string names;
+  for (const Device& device : *found) names += (names.empty() ? "" : ", ") + device.name;
+  auto chosen = choose(std::move(*found), options.nics);
+  if (!chosen.empty()) return chosen;
+  return Error{Errc::fabric_unavailable,
+               "none of the NICs that were chosen with nics is a device "
+               "of libfabric's provider '" +
+                   options.ofi_provider + "'; it has " + names};
+}
+
+bool wanted(const std::vector<std::string>& names, const Device& device, const std::string& nic) {
+  return names.empty() || std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+           return name == nic || name == device.name;
+         });
+}
+
+}  // namespace
+
+bool efa_device_present() {
+  std::error_code error;
+  const std::filesystem::directory_iterator devices("/sys/class/infiniband", error);
+  if (error) return false;
+  return std::any_of(begin(devices), end(devices), [](const auto& device) {
+    std::error_code none;
+    const auto driver = std::filesystem::read_symlink(device.path() / "device" / "driver", none);
+    return !none && driver.filename() == "efa";
+  });
+}
+
+Result<Nics> OfiFactory::open(const NicContext& context) {
+  const EngineOptions& options = context.options;
+  Nics nics;
+  const FabricUse use = overrides_.use.value_or(options.ofi);
+  if (use == FabricUse::never) return nics;
+  const bool required = use == FabricUse::required;
+  auto devices = look(options);
+  if (!devices) {
+    if (required || devices.error().code == Errc::invalid_argument) return devices.error();
+    return nics;
+  }
+  const auto library = Libfabric::load();
+  if (!library) return library.error();
+  for (Device& device : *devices) {
+    for (unsigned number = 0; number < options.ofi_endpoints; ++number) {
+      const std::string name = nic_name(device, number);
+      if (!wanted(options.nics, device, name)) continue;
+      InfoPtr info(library->dupinfo(device.info.get()), InfoFreer{library->freeinfo});
+      Device own{.info = std::move(info),
+                 .name = device.name,
+                 .network = device.network,
+                 .bits_per_second = device.bits_per_second / options.ofi_endpoints,
+                 .keys_fence = device.keys_fence,
+                 .ordered = device.ordered};
+      auto domain = OpenDomain::open(*library, std::move(own), name, options.ofi_strict);
+      const std::size_t paths = overrides_.paths_per_endpoint.value_or(
+          device.keys_fence && (device.info->caps & FI_SOURCE) != 0 ? kPathsOfSharedEndpoint : 1);
+      auto nic = domain ? OfiDomain::open(std::move(*domain), context,
+                                          {.paths_per_endpoint = paths,
+                                           .wait_object = overrides_.wait_object,
+                                           .strict = options.ofi_strict})
+                        : Result<std::unique_ptr<OfiDomain>>(domain.error());
+      if (nic) {
+        nics.push_back(std::move(*nic));
+      } else if (required) {
+        return nic.error();
+      }
+    }
+  }
+  return nics;
+}
+
+}  // namespace kvxfer::ofi

@@ -1,0 +1,32 @@
+// The NICs that libfabric reaches: EFA, and its tcp provider for tests.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+
+#include "fabric/nic/nic_domain.hpp"
+
+namespace kvxfer::ofi {
+
+class OfiFactory final : public NicFactory {
+ public:
+  // Against what the provider and the options suggest; for tests.
+  struct Overrides {
+    std::optional<std::size_t> paths_per_endpoint{};
+    bool wait_object = true;
+    std::optional<FabricUse> use{};
+  };
+  OfiFactory() = default;
+  explicit OfiFactory(Overrides overrides) : overrides_(overrides) {}
+
+  // By options.ofi, ofi_provider, ofi_endpoints, ofi_strict and nics.
+  Result<std::vector<std::unique_ptr<NicDomain>>> open(const NicContext& context) override;
+
+ private:
+  Overrides overrides_{};
+};
+
+// Whether a NIC of this host is driven by efa. Does not need libfabric.
+bool efa_device_present();
+
+}  // namespace kvxfer::ofi

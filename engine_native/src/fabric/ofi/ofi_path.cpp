@@ -1,0 +1,202 @@
+#include "fabric/ofi/ofi_path.hpp"
+
+#include <algorithm>
+
+#include "bootstrap/bytes.hpp"
+#include "clock.hpp"
+#include "fabric/ofi/ofi_domain.hpp"
+
+namespace kvxfer::ofi {
+namespace {
+
+// Under way on one path, so that peers who do not answer leave room for the others.
+constexpr std::size_t kMaxWrites = 512;
+// At once; the others of a peer get their turn then.
+constexpr std::size_t kBatch = 64;
+// No counter and no batch has these.
+constexpr Imm kGreeting = 0;
+constexpr std::uint64_t kGreetingSequence = 0;
+constexpr std::uint64_t kFlushSequence = UINT64_MAX;
+
+}  // namespace
+
+OfiPath::OfiPath(NicPathIdentity identity, OfiDomain& domain, Endpoint& endpoint,
+                 Endpoint::Landing landing)
+    : NicPath(std::move(identity), kImmWindow, domain.load(), domain.context().reception,
+              domain.context().events),
+      domain_(domain),
+      endpoint_(&endpoint),
+      landing_(std::move(landing)) {
+  domain_.add(*this);
+}
+
+std::string OfiPath::endpoint() const {
+  told_ = true;
+  return ByteWriter()
+      .put(endpoint_->token())
+      .put(landing_.address)
+      .put(landing_.rkey)
+      .put(kImmWindow)
+      .text(endpoint_->address())
+      .take();
+}
+
+Result<void> OfiPath::connect(std::string_view endpoint) {
+  ByteReader reader(endpoint);
+  const auto token = reader.get<std::uint64_t>();
+  landing_address_ = reader.get<std::uint64_t>();
+  landing_key_ = reader.get<std::uint64_t>();
+  const auto window = reader.get<std::uint64_t>();
+  const std::string address = reader.text();
+  if (!reader.finished()) return Error{Errc::protocol_error, "malformed ofi endpoint"};
+  if (endpoint_->met(token)) {
+    if (told_) return Error{Errc::protocol_error, "the peer offers an endpoint a second time"};
+    auto fresh = domain_.exchange(*endpoint_, token);
+    if (!fresh) return fresh.error();
+    endpoint_ = fresh->endpoint;
+    landing_ = std::move(fresh->landing);
+  }
+  const auto to = endpoint_->attach(*this, address, token);
+  if (!to) return to.error();
+  to_ = *to;
+  set_peer_imm_window(window);
+  may_greet_ = told_;
+  if (may_greet_) endpoint_->allow_close();
+  return {};
+}
+
+ssize_t OfiPath::post_empty(std::uint64_t sequence, std::optional<Imm> imm) {
+  return endpoint_->post({.path = this,
+                          .sequence = sequence,
+                          .to = to_,
+                          .source = endpoint_->landing(),
+                          .descriptor = endpoint_->landing_descriptor(),
+                          .length = 0,
+                          .address = landing_address_,
+                          .rkey = landing_key_,
+                          .imm = imm});
+}
+
+void OfiPath::step() {
+  if (!endpoint_ || lost()) return;
+  if (may_greet_ && !greeted_) greet();
+  if (flushes_ && flushing_ == 0 && flushes_->wanted > flushed_) flush();
+}
+
+void OfiPath::greet() {
+  // From then on the peer may write.
+  if (domain_.flushes() && !flushes_) {
+    flushes_ = domain_.flushes()->add(identity().peer, *endpoint_);
+  }
+  const ssize_t error = post_empty(kGreetingSequence, kGreeting);
+  greeted_ = error == 0;
+  if (!greeted_) on_refused(error);
+}
+
+void OfiPath::flush() {
+  const std::uint64_t wanted = flushes_->wanted;
+  const ssize_t error = post_empty(kFlushSequence, std::nullopt);
+  if (error == 0) flushing_ = wanted;
+  if (error != 0) on_refused(error);
+}
+
+bool OfiPath::has_room(bool counted) const {
+  return heard_ && NicPath::has_room(counted) && endpoint_ && in_flight_ < kMaxWrites &&
+         endpoint_->has_room();
+}
+
+std::size_t OfiPath::post(const OperationPtr& operation, const WriteRange& writes) {
+  const std::size_t limit =
+      batch_limit(operation, writes, std::min(kBatch, kMaxWrites - in_flight_));
+  std::size_t count = 0;
+  ssize_t error = 0;
+  while (count < limit) {
+    const std::size_t index = writes.first + count;
+    const WireWrite& write = operation->writes[index];
+    error = post_one(*operation, write, writes.counted);
+    if (error != 0) break;
+    add_batch(operation, {index, 1, writes.counted}, write.length);
+    ++in_flight_;
+    ++next_sequence_;
+    ++count;
+  }
+  if (count > 0) refused_since_ns_ = 0;
+  if (error != 0) on_refused(error);
+  return count;
+}
+
+ssize_t OfiPath::post_one(const Operation& operation, const WireWrite& write, bool counted) {
+  if (domain_.strict() && write.length > kMaxWriteBytes) return -FI_EMSGSIZE;
+  const std::optional<Imm> imm = counted ? operation.imm : std::nullopt;
+  if (write.length == 0) return post_empty(next_sequence_, imm);
+  const auto* registration =
+      static_cast<const OfiRegistration*>(operation.source->registration(identity().nic));
+  const RemoteKey& key = operation.destination->keys[identity().remote_nic];
+  return endpoint_->post({.path = this,
+                          .sequence = next_sequence_,
+                          .to = to_,
+                          .source = operation.source->data() + write.source,
+                          .descriptor = registration->descriptor(),
+                          .length = write.length,
+                          .address = key.address + write.destination,
+                          .rkey = key.rkey,
+                          .imm = imm});
+}
+
+// A provider that cannot reach a peer may answer "later" for ever.
+void OfiPath::on_refused(ssize_t error) {
+  if (error != -FI_EAGAIN) {
+    return on_failed({Errc::nic_lost, "a write is refused: " + domain_.text_of(error)});
+  }
+  const std::uint64_t now = now_ns();
+  if (refused_since_ns_ == 0) refused_since_ns_ = now;
+  const auto patience = static_cast<std::uint64_t>(domain_.context().options.peer_timeout.count());
+  if (in_flight_ > 0 || now - refused_since_ns_ < patience) return;
+  on_failed({Errc::nic_lost, "no write was accepted for " +
+                                 std::to_string((now - refused_since_ns_) / 1'000'000) +
+                                 " ms; check that the peer's process runs and that the network "
+                                 "between both hosts lets it through"});
+}
+
+void OfiPath::on_written(std::uint64_t sequence) {
+  if (sequence == kGreetingSequence) return;
+  if (sequence == kFlushSequence) {
+    flushed_ = std::exchange(flushing_, 0);
+    return domain_.flushes()->finish(*flushes_, flushed_);
+  }
+  --in_flight_;
+  refused_since_ns_ = 0;
+  finish(sequence);
+}
+
+void OfiPath::on_arrived(Imm imm, std::uint64_t writes, std::uint64_t bytes) {
+  if (imm == kGreeting && !heard_) {
+    heard_ = true;
+    may_greet_ = true;
+    ++domain_.context().reception.activity;  // there may be room now
+    if (--writes == 0) return;
+  }
+  count_immediates(imm, writes, bytes);
+}
+
+void OfiPath::on_failed(Error error) {
+  if (shutting_) return;
+  error.text = "NIC " + domain_.info().name + " to peer " + identity().label + ": " + error.text;
+  lose(std::move(error));
+}
+
+void OfiPath::shut() {
+  if (!endpoint_) return;
+  shutting_ = true;
+  Endpoint& endpoint = *std::exchange(endpoint_, nullptr);
+  // The fence; then what had arrived before it is counted.
+  domain_.fence(endpoint, identity().peer);
+  if (flushes_) domain_.flushes()->remove(*flushes_);
+  landing_.writable.reset();  // no greeting is accepted any more
+  endpoint.take_completions(*this);
+  endpoint.detach(*this);
+  domain_.remove(*this);
+  domain_.release(endpoint);
+}
+
+}  // namespace kvxfer::ofi

@@ -1,0 +1,67 @@
+// A path over libfabric: a pair of endpoints, one of them ours.
+//
+// It carries writes once each end has had a greeting from the other's, a write without bytes with
+// an immediate that no counter has. The initiator greets first. So a path that is open works, and
+// both know of it: see Endpoint::may_close().
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "fabric/nic/nic_path.hpp"
+#include "fabric/ofi/endpoint.hpp"
+#include "fabric/ofi/flushes.hpp"
+
+namespace kvxfer::ofi {
+
+class OfiDomain;
+
+class OfiPath final : public NicPath, private CompletionSink {
+ public:
+  OfiPath(NicPathIdentity identity, OfiDomain& domain, Endpoint& endpoint,
+          Endpoint::Landing landing);
+  ~OfiPath() override { shut(); }
+
+  std::string_view fabric() const override { return "ofi"; }
+  std::string endpoint() const override;
+  Result<void> connect(std::string_view endpoint) override;
+  bool has_room(bool counted) const override;
+  std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
+  void shut() override;
+
+  // The NIC is down.
+  void fail(Error error) { on_failed(std::move(error)); }
+  // Sends what is due besides writes: a greeting, a flush.
+  void step();
+
+ private:
+  void on_written(std::uint64_t sequence) override;
+  void on_arrived(Imm imm, std::uint64_t writes, std::uint64_t bytes) override;
+  void on_failed(Error error) override;
+  ssize_t post_one(const Operation& operation, const WireWrite& write, bool counted);
+  // A write without bytes to the peer's landing.
+  ssize_t post_empty(std::uint64_t sequence, std::optional<Imm> imm);
+  void greet();
+  void flush();
+  void on_refused(ssize_t error);
+
+  OfiDomain& domain_;
+  Endpoint* endpoint_;  // the domain's; null once shut
+  Endpoint::Landing landing_;
+  fi_addr_t to_ = FI_ADDR_NOTAVAIL;
+  std::uint64_t landing_address_ = 0;  // the peer's
+  std::uint64_t landing_key_ = 0;
+  std::uint64_t next_sequence_ = 1;
+  std::size_t in_flight_ = 0;
+  std::uint64_t refused_since_ns_ = 0;  // 0: not
+  bool shutting_ = false;
+  mutable bool told_ = false;  // the peer knows our endpoint, so it has to stay this one
+  bool may_greet_ = false;
+  bool greeted_ = false;        // the peer was, by us
+  bool heard_ = false;          // its greeting
+  Flushes::EntryPtr flushes_;   // from the greeting on; null where keys fence
+  std::uint64_t flushing_ = 0;  // the flush under way; 0: none
+  std::uint64_t flushed_ = 0;
+};
+
+}  // namespace kvxfer::ofi

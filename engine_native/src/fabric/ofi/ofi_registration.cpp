@@ -1,0 +1,51 @@
+#include "fabric/ofi/ofi_registration.hpp"
+
+#include <vector>
+
+namespace kvxfer::ofi {
+
+Result<std::shared_ptr<OfiRegistration>> OfiRegistration::create(
+    std::shared_ptr<const OpenDomain> domain, std::shared_ptr<Flushes> flushes,
+    const MemoryRegion& region) {
+  std::shared_ptr<OfiRegistration> made(
+      new OfiRegistration(std::move(domain), std::move(flushes), region));
+  if (!made->domain_->local_keys) return made;
+  auto readable = made->domain_->register_memory(region.data(), region.size(), FI_WRITE);
+  if (!readable) return readable.error();
+  made->descriptor_ = ::fi_mr_desc(readable->get());
+  made->readable_ = std::move(*readable);
+  return made;
+}
+
+Result<RemoteKey> OfiRegistration::share(PeerId peer) {
+  const std::lock_guard lock(mutex_);
+  if (closed_) return Error{Errc::unknown_region, "the memory region is not registered any more"};
+  auto found = writable_.find(peer);
+  if (found == writable_.end()) {
+    auto writable = domain_->register_memory(start_, size_, FI_REMOTE_WRITE);
+    if (!writable) return writable.error();
+    found = writable_.emplace(peer, std::move(*writable)).first;
+  }
+  return RemoteKey{.address = domain_->remote_start(start_),
+                   .rkey = ::fi_mr_key(found->second.get()),
+                   .valid = true};
+}
+
+void OfiRegistration::unshare(PeerId peer) {
+  const std::lock_guard lock(mutex_);
+  writable_.erase(peer);
+}
+
+void OfiRegistration::close() {
+  std::vector<PeerId> writers;
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    for (const auto& [peer, key] : writable_) writers.push_back(peer);
+    writable_.clear();
+    readable_.reset();
+  }
+  if (flushes_) flushes_->wait_for(writers);
+}
+
+}  // namespace kvxfer::ofi

@@ -1,0 +1,66 @@
+#include "fabric/ofi/open_domain.hpp"
+
+#include "random.hpp"
+
+namespace kvxfer::ofi {
+namespace {
+
+// Collisions of random keys: only where keys are short.
+constexpr int kKeyAttempts = 64;
+
+}  // namespace
+
+Result<std::shared_ptr<const OpenDomain>> OpenDomain::open(const Libfabric& library, Device device,
+                                                           std::string name, bool strict) {
+  auto opened = std::make_shared<OpenDomain>(
+      OpenDomain{.library = library, .device = std::move(device), .name = std::move(name)});
+  fi_info& info = *opened->device.info;
+  const auto failed = [&](const char* what, int error) {
+    return library.failed("NIC " + opened->name + ": " + what, error);
+  };
+  fid_fabric* fabric = nullptr;
+  if (const int error = library.fabric(info.fabric_attr, &fabric, nullptr)) {
+    return failed("fi_fabric", error);
+  }
+  opened->fabric.reset(fabric);
+  fi_eq_attr attributes{};
+  attributes.wait_obj = FI_WAIT_NONE;
+  fid_eq* events = nullptr;
+  if (const int error = ::fi_eq_open(fabric, &attributes, &events, nullptr)) {
+    return failed("fi_eq_open", error);
+  }
+  opened->events.reset(events);
+  fid_domain* domain = nullptr;
+  if (const int error = ::fi_domain(fabric, &info, &domain, nullptr)) {
+    return failed("fi_domain", error);
+  }
+  opened->domain.reset(domain);
+  opened->local_keys = strict || opened->device.mr_mode(FI_MR_LOCAL);
+  return std::shared_ptr<const OpenDomain>(std::move(opened));
+}
+
+Result<UniqueFid<fid_mr>> OpenDomain::register_memory(const void* start, std::size_t size,
+                                                      std::uint64_t access) const {
+  const bool choose = !device.mr_mode(FI_MR_PROV_KEY);
+  const std::size_t key_bytes =
+      std::min(device.info->domain_attr->mr_key_size, sizeof(std::uint64_t));
+  int error = 0;
+  for (int attempt = 0; attempt < kKeyAttempts; ++attempt) {
+    std::uint64_t key = 0;  // random: knowing it is the permission to write
+    if (choose) random_bytes(&key, key_bytes);
+    fid_mr* registered = nullptr;
+    error = ::fi_mr_reg(domain.get(), start, size, access, 0, key, 0, &registered, nullptr);
+    if (error == 0) return UniqueFid<fid_mr>(registered);
+    if (!choose || error != -FI_ENOKEY) break;
+  }
+  Error why = library.failed(
+      "NIC " + name + " cannot register " + std::to_string(size) + " bytes of memory", error);
+  if (error == -FI_ENOMEM) why.text += "; raise the locked memory limit (ulimit -l)";
+  return why;
+}
+
+std::uint64_t OpenDomain::remote_start(const void* start) const {
+  return device.mr_mode(FI_MR_VIRT_ADDR) ? reinterpret_cast<std::uint64_t>(start) : 0;
+}
+
+}  // namespace kvxfer::ofi

@@ -1,0 +1,33 @@
+// One libfabric domain, opened: what endpoints and memory registrations are made of. Immutable;
+// any thread.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "fabric/ofi/device.hpp"
+#include "fabric/ofi/libfabric.hpp"
+
+namespace kvxfer::ofi {
+
+struct OpenDomain {
+  Libfabric library;
+  Device device;
+  std::string name;  // of the NIC, for error texts
+  UniqueFid<fid_fabric> fabric;
+  UniqueFid<fid_eq> events;  // libfabric's efa aborts the process where an error finds none
+  UniqueFid<fid_domain> domain;
+  bool local_keys = false;  // memory that is read needs a descriptor
+
+  // `strict`: everything is registered, whatever the provider needs.
+  static Result<std::shared_ptr<const OpenDomain>> open(const Libfabric& library, Device device,
+                                                        std::string name, bool strict);
+
+  // `access`: FI_WRITE for memory that is read from, FI_REMOTE_WRITE for memory written into.
+  Result<UniqueFid<fid_mr>> register_memory(const void* start, std::size_t size,
+                                            std::uint64_t access) const;
+  // Where memory that starts there begins for a remote writer.
+  std::uint64_t remote_start(const void* start) const;
+};
+
+}  // namespace kvxfer::ofi

@@ -1,0 +1,155 @@
+#include "fabric/verbs/nic_queues.hpp"
+
+#include <arpa/inet.h>
+
+#include <algorithm>
+#include <string>
+
+#include "errno_text.hpp"
+#include "fabric/verbs/nonblocking.hpp"
+#include "fabric/verbs/verbs_path.hpp"
+
+namespace kvxfer::verbs {
+namespace {
+
+// As much as a NIC with these limits offers: ConnectX has 32,767 receives, rxe as many completions.
+constexpr std::uint32_t kMaxCompletions = 1u << 16;
+constexpr std::uint32_t kMaxReceives = 32767;
+// Acknowledging takes a lock.
+constexpr unsigned kAcknowledgeAt = 256;
+
+}  // namespace
+
+Result<std::unique_ptr<NicQueues>> NicQueues::create(std::shared_ptr<const VerbsDevice> device,
+                                                     Poller& poller) {
+  std::unique_ptr<NicQueues> queues(new NicQueues(std::move(device), poller));
+  const VerbsDevice& of = *queues->device_;
+  const auto failed = [&](const char* what) {
+    return Error{Errc::fabric_unavailable, "NIC " + of.name() + ": no " + what + ": " +
+                                               errno_text() +
+                                               "; raise the locked memory limit (ulimit -l)"};
+  };
+  queues->channel_ = of.library().create_comp_channel(of.context());
+  if (!queues->channel_ || !set_nonblocking(queues->channel_->fd)) {
+    return failed("completion channel");
+  }
+  const auto size = std::min(static_cast<std::uint32_t>(of.limits().max_cqe), kMaxCompletions);
+  queues->queue_ =
+      of.library().create_cq(of.context(), static_cast<int>(size), nullptr, queues->channel_, 0);
+  if (!queues->queue_) return failed("completion queue");
+  const auto receives = std::min(static_cast<std::uint32_t>(of.limits().max_srq_wr), kMaxReceives);
+  if (size <= kSpareReceives || receives <= kSpareReceives) return failed("room in its queues");
+  auto created = ReceiveQueue::create(queues->device_, receives);
+  if (!created) return created.error();
+  queues->receives_ = std::move(*created);
+  queues->budget_ = PathBudget(size - kSpareReceives, receives - kSpareReceives);
+  if (auto good = poller.add(queues->channel_->fd, EPOLLIN, *queues); !good) return good.error();
+  return queues;
+}
+
+NicQueues::~NicQueues() {
+  if (channel_) poller_.remove(channel_->fd, *this);
+  receives_.reset();
+  if (queue_) {
+    acknowledge();
+    device_->library().destroy_cq(queue_);
+  }
+  if (channel_) device_->library().destroy_comp_channel(channel_);
+}
+
+Result<PathShare> NicQueues::take_share() {
+  const auto full = [this](const char* what) {
+    return Error{Errc::out_of_memory, "NIC " + device_->name() + ": its " + what + " full (" +
+                                          std::to_string(budget_.paths()) +
+                                          " paths); connect to fewer peers, or use more NICs"};
+  };
+  const auto share = budget_.take();
+  if (!share) return full("completion queue is");
+  if (!receives_->reserve(share->receives)) {
+    budget_.give_back(*share);
+    return full("receives are");
+  }
+  return *share;
+}
+
+void NicQueues::give_back(const PathShare& share) {
+  receives_->release(share.receives);
+  budget_.give_back(share);
+}
+
+VerbsPath* NicQueues::find(std::uint32_t queue_pair) const {
+  const auto found = paths_.find(queue_pair);
+  return found == paths_.end() ? nullptr : found->second;
+}
+
+std::size_t NicQueues::poll() {
+  std::array<ibv_wc, kBatch> done;
+  const int polled = ibv_poll_cq(queue_, kBatch, done.data());
+  if (polled <= 0) return 0;
+  const auto end = done.begin() + polled;
+  // Before any of them is counted, because counting gives credit for new ones.
+  const auto used =
+      std::count_if(done.begin(), end, [](const ibv_wc& one) { return one.wr_id == kReceiveId; });
+  if (used > 0) receives_->replace(static_cast<std::uint32_t>(used));
+  VerbsPath* path = nullptr;
+  std::uint32_t number = 0;
+  for (auto next = done.begin(); next != end;) {
+    const ibv_wc& one = *next++;
+    if (!path || one.qp_num != number) {
+      number = one.qp_num;
+      path = find(number);
+    }
+    if (!path) continue;
+    if (one.status != IBV_WC_SUCCESS) {
+      path->on_failed(one);
+    } else if (one.wr_id != kReceiveId) {
+      path->on_sent(one.wr_id);
+    } else if (one.opcode != IBV_WC_RECV_RDMA_WITH_IMM) {
+      path->on_failed("it sent a message, which is no write");
+    } else {
+      std::uint64_t writes = 1;
+      std::uint64_t bytes = one.byte_len;
+      for (; next != end && next->wr_id == kReceiveId && next->qp_num == number &&
+             next->imm_data == one.imm_data && next->status == IBV_WC_SUCCESS &&
+             next->opcode == one.opcode;
+           ++next) {
+        ++writes;
+        bytes += next->byte_len;
+      }
+      path->on_immediates(ntohl(one.imm_data), writes, bytes);
+    }
+  }
+  return static_cast<std::size_t>(polled);
+}
+
+void NicQueues::drain() {
+  std::size_t left = static_cast<std::size_t>(queue_->cqe) + 1;
+  while (left > 0) {
+    const std::size_t polled = poll();
+    if (polled == 0) return;
+    left -= std::min(left, polled);
+  }
+}
+
+bool NicQueues::arm() {
+  if (!armed_) armed_ = ibv_req_notify_cq(queue_, 0) == 0;
+  // One that came before it was armed wakes nobody.
+  return poll() == 0;
+}
+
+void NicQueues::on_events(std::uint32_t) {
+  ibv_cq* queue = nullptr;
+  void* context = nullptr;
+  while (device_->library().get_cq_event(channel_, &queue, &context) == 0) {
+    ++unacknowledged_;
+    armed_ = false;
+  }
+  if (unacknowledged_ >= kAcknowledgeAt) acknowledge();
+}
+
+void NicQueues::acknowledge() {
+  if (unacknowledged_ > 0) device_->library().ack_cq_events(queue_, unacknowledged_);
+  unacknowledged_ = 0;
+}
+
+}  // namespace kvxfer::verbs

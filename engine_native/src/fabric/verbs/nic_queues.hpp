@@ -1,0 +1,71 @@
+// One NIC's completion queue and receives, and the paths that share them. Engine thread only.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <unordered_map>
+
+#include "fabric/verbs/path_budget.hpp"
+#include "fabric/verbs/receive_queue.hpp"
+#include "fabric/verbs/verbs_device.hpp"
+#include "poller.hpp"
+
+namespace kvxfer::verbs {
+
+class VerbsPath;
+
+class NicQueues final : private EventSink {
+ public:
+  static Result<std::unique_ptr<NicQueues>> create(std::shared_ptr<const VerbsDevice> device,
+                                                   Poller& poller);
+  ~NicQueues();
+  NicQueues(const NicQueues&) = delete;
+  NicQueues& operator=(const NicQueues&) = delete;
+
+  ibv_cq* completions() const { return queue_; }
+  ibv_srq* receives() const { return receives_->get(); }
+  void on_receives_low() { receives_->on_limit_reached(); }
+
+  // --- what paths hold of the queues
+  Result<PathShare> take_share();
+  void give_back(const PathShare& share);
+
+  // --- paths by their queue pairs' numbers
+  void add(std::uint32_t queue_pair, VerbsPath& path) { paths_[queue_pair] = &path; }
+  void remove(std::uint32_t queue_pair) { paths_.erase(queue_pair); }
+  VerbsPath* find(std::uint32_t queue_pair) const;
+  const std::unordered_map<std::uint32_t, VerbsPath*>& paths() const { return paths_; }
+
+  // --- completions
+  // Hands some over to their paths; how many.
+  std::size_t poll();
+  // Hands over all that were there when it was called.
+  void drain();
+  // The engine is woken by the next completion. False if there are some already.
+  bool arm();
+
+  // Requests are written here, then posted: one call for all. Shared, so that it stays in cache.
+  static constexpr std::size_t kMaxChain = 64;
+  std::array<ibv_send_wr, kMaxChain> chain{};
+  std::array<ibv_sge, kMaxChain> pieces{};
+
+ private:
+  NicQueues(std::shared_ptr<const VerbsDevice> device, Poller& poller)
+      : device_(std::move(device)), poller_(poller) {}
+  void on_events(std::uint32_t events) override;
+  void acknowledge();
+
+  static constexpr std::size_t kBatch = 64;
+
+  std::shared_ptr<const VerbsDevice> device_;
+  Poller& poller_;
+  ibv_comp_channel* channel_ = nullptr;
+  ibv_cq* queue_ = nullptr;
+  std::unique_ptr<ReceiveQueue> receives_;
+  PathBudget budget_{0, 0};
+  std::unordered_map<std::uint32_t, VerbsPath*> paths_;  // owned by their links
+  bool armed_ = false;
+  unsigned unacknowledged_ = 0;
+};
+
+}  // namespace kvxfer::verbs

@@ -1,0 +1,113 @@
+#include "fabric/verbs/verbs_domain.hpp"
+
+#include "fabric/verbs/verbs_registration.hpp"
+
+namespace kvxfer::verbs {
+namespace {
+
+// Completions handed over in one call, so that no NIC keeps the engine thread to itself.
+constexpr std::size_t kMaxPolled = 256;
+
+}  // namespace
+
+Result<std::unique_ptr<NicDomain>> VerbsDomain::open(std::shared_ptr<const VerbsDevice> device,
+                                                     const NicContext& context) {
+  const auto port = device->query_port();
+  if (!port) return Error{Errc::fabric_unavailable, port.error().text};
+  std::unique_ptr<VerbsDomain> domain(new VerbsDomain(device, context, *port));
+  auto queues = NicQueues::create(device, context.poller);
+  if (!queues) return queues.error();
+  domain->nic_.queues = std::move(*queues);
+  auto events = AsyncEvents::watch(device, context.poller, *domain);
+  if (!events) return events.error();
+  domain->nic_.events = std::move(*events);
+  return std::unique_ptr<NicDomain>(std::move(domain));
+}
+
+VerbsDomain::VerbsDomain(std::shared_ptr<const VerbsDevice> device, const NicContext& context,
+                         const Port& port)
+    : info_{.name = device->name(),
+            .network = port.link_layer == IBV_LINK_LAYER_ETHERNET ? "roce" : "infiniband",
+            .bits_per_second = port.bits_per_second},
+      nic_{.device = std::move(device),
+           .context = context,
+           .port = port,
+           .load = {.bits_per_second = port.bits_per_second}} {}
+
+Result<std::shared_ptr<NicRegistration>> VerbsDomain::register_memory(const MemoryRegion& region) {
+  return VerbsRegistration::create(nic_.device, region);
+}
+
+Result<std::unique_ptr<NicPath>> VerbsDomain::open_path(NicPathIdentity identity) {
+  if (!usable()) return Error{Errc::nic_lost, "NIC " + info_.name + " is down"};
+  return VerbsPath::open(std::move(identity), nic_);
+}
+
+void VerbsDomain::poll() {
+  std::size_t polled = 0;
+  while (polled < kMaxPolled) {
+    const std::size_t more = nic_.queues->poll();
+    if (more == 0) return;
+    polled += more;
+  }
+}
+
+// --- the device's own events -----------------------------------------------------------------
+
+void VerbsDomain::on_async_event(const ibv_async_event& event) {
+  switch (event.event_type) {
+    case IBV_EVENT_PORT_ACTIVE:
+    case IBV_EVENT_PORT_ERR:
+    case IBV_EVENT_LID_CHANGE:
+    case IBV_EVENT_GID_CHANGE:
+    case IBV_EVENT_CLIENT_REREGISTER:
+      if (event.element.port_num == kPort) refresh_port();
+      return;
+    case IBV_EVENT_DEVICE_FATAL:
+      return break_down("the device failed; its driver has to be reset");
+    case IBV_EVENT_CQ_ERR:
+      return break_down("its completion queue overran");
+    case IBV_EVENT_SRQ_ERR:
+      return break_down("its receive queue failed");
+    case IBV_EVENT_SRQ_LIMIT_REACHED:
+      return nic_.queues->on_receives_low();
+    case IBV_EVENT_QP_FATAL:
+    case IBV_EVENT_QP_REQ_ERR:
+    case IBV_EVENT_QP_ACCESS_ERR:
+      if (VerbsPath* const path = nic_.queues->find(event.element.qp->qp_num)) {
+        path->on_failed(event.event_type == IBV_EVENT_QP_ACCESS_ERR
+                            ? "it wrote where it may not (local access violation)"
+                            : "the queue pair failed");
+      }
+      return;
+    default:
+      return;
+  }
+}
+
+void VerbsDomain::refresh_port() {
+  const bool was_usable = usable();
+  const auto port = nic_.device->query_port();
+  if (port) {
+    nic_.port = *port;
+  } else {
+    nic_.port.active = false;
+  }
+  if (usable() == was_usable) return;
+  if (!usable()) end_paths("the link of NIC " + info_.name + " is down");
+  nic_.context.events.on_nic_state(*this);
+}
+
+void VerbsDomain::break_down(const std::string& why) {
+  if (nic_.broken) return;
+  const bool was_usable = usable();
+  nic_.broken = true;
+  end_paths("NIC " + info_.name + ": " + why);
+  if (was_usable) nic_.context.events.on_nic_state(*this);
+}
+
+void VerbsDomain::end_paths(const std::string& why) {
+  for (const auto& [number, path] : nic_.queues->paths()) path->on_nic_down(why);
+}
+
+}  // namespace kvxfer::verbs

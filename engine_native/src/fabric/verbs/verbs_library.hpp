@@ -1,0 +1,51 @@
+// libibverbs, loaded at run time: a host without it runs all the same. What the headers inline
+// (posting, polling, arming) is not here. Any thread.
+#pragma once
+
+#include <infiniband/verbs.h>
+
+#include <memory>
+
+#include "kvxfer/error.hpp"
+
+namespace kvxfer::verbs {
+
+struct VerbsLibrary {
+  // Fails with fabric-unavailable.
+  static Result<std::shared_ptr<const VerbsLibrary>> load();
+
+  // The header's ibv_query_port is a wrapper that needs the symbol.
+  int query_port(ibv_context* context, std::uint8_t port, ibv_port_attr& attributes) const;
+
+  // Named as in libibverbs, without the prefix.
+  decltype(&::ibv_get_device_list) get_device_list = nullptr;
+  decltype(&::ibv_free_device_list) free_device_list = nullptr;
+  decltype(&::ibv_open_device) open_device = nullptr;
+  decltype(&::ibv_close_device) close_device = nullptr;
+  decltype(&::ibv_query_device) query_device = nullptr;
+  decltype(&::_ibv_query_gid_table) query_gid_table = nullptr;
+  decltype(&::ibv_get_async_event) get_async_event = nullptr;
+  decltype(&::ibv_ack_async_event) ack_async_event = nullptr;
+  decltype(&::ibv_alloc_pd) alloc_pd = nullptr;
+  decltype(&::ibv_dealloc_pd) dealloc_pd = nullptr;
+  decltype(&::ibv_reg_mr_iova2) reg_mr_iova2 = nullptr;
+  decltype(&::ibv_dereg_mr) dereg_mr = nullptr;
+  decltype(&::ibv_create_comp_channel) create_comp_channel = nullptr;
+  decltype(&::ibv_destroy_comp_channel) destroy_comp_channel = nullptr;
+  decltype(&::ibv_create_cq) create_cq = nullptr;
+  decltype(&::ibv_destroy_cq) destroy_cq = nullptr;
+  decltype(&::ibv_get_cq_event) get_cq_event = nullptr;
+  decltype(&::ibv_ack_cq_events) ack_cq_events = nullptr;
+  decltype(&::ibv_create_srq) create_srq = nullptr;
+  decltype(&::ibv_modify_srq) modify_srq = nullptr;
+  decltype(&::ibv_destroy_srq) destroy_srq = nullptr;
+  decltype(&::ibv_create_qp) create_qp = nullptr;
+  decltype(&::ibv_modify_qp) modify_qp = nullptr;
+  decltype(&::ibv_destroy_qp) destroy_qp = nullptr;
+  decltype(&::ibv_wc_status_str) wc_status_str = nullptr;
+
+ private:
+  int (*old_query_port_)(ibv_context*, std::uint8_t, _compat_ibv_port_attr*) = nullptr;
+};
+
+}  // namespace kvxfer::verbs

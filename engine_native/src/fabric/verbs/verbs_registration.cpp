@@ -1,0 +1,67 @@
+#include "fabric/verbs/verbs_registration.hpp"
+
+#include <sys/resource.h>
+
+#include <string>
+#include <utility>
+
+#include "errno_text.hpp"
+#include "memory_region.hpp"
+
+namespace kvxfer::verbs {
+namespace {
+
+// Relaxed ordering (where the device has it; ignored otherwise) lets PCIe place the bytes of writes
+// out of order among themselves. The completion of an immediate is itself a strictly ordered PCIe
+// write, which overtakes no earlier one, and nobody here looks at bytes before that completion.
+constexpr unsigned kAccess =
+    IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
+
+Error cannot_register(const std::string& nic, std::size_t bytes, int error) {
+  const std::string what =
+      "NIC " + nic + " cannot register " + std::to_string(bytes) + " bytes of memory: ";
+  rlimit limit{};
+  const bool limited = ::getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+  if (error == EPERM || (error == ENOMEM && limited)) {
+    return {Errc::permission_denied,
+            what + "this process may lock " + std::to_string(limit.rlim_cur) +
+                " bytes (ulimit -l); raise the limit (ulimit -l unlimited, in Kubernetes the "
+                "capability IPC_LOCK)"};
+  }
+  if (error == ENOMEM) {
+    return {Errc::out_of_memory, what + "the host or the NIC has no room for it; free memory"};
+  }
+  return {
+      Errc::invalid_argument,
+      what + errno_text(error) + "; it must be mapped, readable and writable, for all its bytes"};
+}
+
+}  // namespace
+
+Result<std::shared_ptr<NicRegistration>> VerbsRegistration::create(
+    std::shared_ptr<const VerbsDevice> device, const MemoryRegion& region) {
+  errno = 0;
+  ibv_mr* const registered =
+      device->library().reg_mr_iova2(device->pd(), region.data(), region.size(),
+                                     reinterpret_cast<std::uint64_t>(region.data()), kAccess);
+  if (!registered) return cannot_register(device->name(), region.size(), errno);
+  return std::shared_ptr<NicRegistration>(new VerbsRegistration(std::move(device), registered));
+}
+
+Result<RemoteKey> VerbsRegistration::share(PeerId) {
+  const std::lock_guard lock(mutex_);
+  if (!region_) {
+    return Error{Errc::unknown_region,
+                 "the memory region is not registered with NIC " + device_->name() + " any more"};
+  }
+  return RemoteKey{.address = reinterpret_cast<std::uint64_t>(region_->addr),
+                   .rkey = region_->rkey,
+                   .valid = true};
+}
+
+void VerbsRegistration::close() {
+  const std::lock_guard lock(mutex_);
+  if (region_) device_->library().dereg_mr(std::exchange(region_, nullptr));
+}
+
+}  // namespace kvxfer::verbs

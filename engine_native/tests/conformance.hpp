@@ -1,0 +1,52 @@
+// The suite that every fabric passes: which fabrics a run covers, and the table of what it found.
+//
+// KVXFER_TEST_FABRICS  which fabrics, e.g. "verbs"; by default all that this host can run
+// KVXFER_TEST_NICS     how many NICs each engine uses where the fabric has NICs; 2 by default
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kvxfer/types.hpp"
+
+namespace kvxfer::test {
+
+// All there are: tcp, local, simulated, verbs, ofi, ofi-strict (EFA's limits and disorder).
+const std::vector<std::string>& all_fabrics();
+// Why this run does not cover the fabric; empty if it does.
+std::string why_not(const std::string& fabric);
+// The fabric's NIC places the bytes, not the receiving engine.
+bool places_by_nic(const std::string& fabric);
+unsigned nics_per_engine();
+
+// Options of an engine that has this fabric alone.
+EngineOptions options_for(const std::string& fabric, const std::string& name);
+
+// The fabrics that the running case is to be tried on: `for (const auto& fabric : EachFabric())`.
+// Each is a cell of the table, and fails if an assertion does.
+class EachFabric {
+ public:
+  EachFabric();
+  // Leaves these out of the case, for this reason.
+  EachFabric(const std::vector<std::string>& without, const std::string& reason);
+
+  class Iterator {
+   public:
+    Iterator(const std::vector<std::string>& fabrics, std::size_t at)
+        : fabrics_(fabrics), at_(at) {}
+    const std::string& operator*() const;
+    Iterator& operator++();
+    bool operator!=(const Iterator& other) const { return at_ != other.at_; }
+
+   private:
+    const std::vector<std::string>& fabrics_;
+    std::size_t at_;
+  };
+  Iterator begin() const { return {fabrics_, 0}; }
+  Iterator end() const { return {fabrics_, fabrics_.size()}; }
+
+ private:
+  std::vector<std::string> fabrics_;
+};
+
+}  // namespace kvxfer::test

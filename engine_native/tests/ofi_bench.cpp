@@ -1,0 +1,98 @@
+#include "ofi_bench.hpp"
+
+#include <thread>
+
+#include "clock.hpp"
+#include "support.hpp"
+
+namespace kvxfer::test {
+
+EngineOptions ofi_options(const std::string& name, unsigned endpoints) {
+  EngineOptions options = options_for("ofi", name);
+  options.nics = {"lo"};
+  options.ofi_endpoints = endpoints;
+  return options;
+}
+
+OfiBench::OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides)
+    : completions(good(CompletionQueue::create())),
+      counters(*completions),
+      options_(std::move(options)),
+      poller_(good(Poller::create())) {
+  NicEvents& events = *this;
+  nics_ = good(ofi::OfiFactory(overrides).open({.options = options_,
+                                                .poller = poller_,
+                                                .reception = {regions_, counters, stats, activity_},
+                                                .events = events,
+                                                .first_number = 0}));
+}
+
+OfiBench::Joined OfiBench::join(std::uint32_t nic) {
+  const auto end = [&](std::uint32_t ours, std::uint32_t theirs) {
+    return good(nics_[ours]->open_path({.id = ++last_path_,
+                                        .peer = nic,
+                                        .nic = ours,
+                                        .remote_nic = theirs,
+                                        .label = "'peer " + std::to_string(nic) + "'"}));
+  };
+  Joined ends{.writer = end(nic, reader()), .reader = end(reader(), nic)};
+  const std::string endpoint = ends.writer->endpoint();
+  good(ends.reader->connect(endpoint));
+  good(ends.writer->connect(ends.reader->endpoint()));
+  ends.writer->open();
+  ends.reader->open();
+  return ends;
+}
+
+RegionPtr OfiBench::region(std::size_t bytes) {
+  RegionPtr made = good(MemoryRegion::allocate({}, bytes));
+  std::vector<std::shared_ptr<NicRegistration>> registrations;
+  for (const auto& each : nics_) registrations.push_back(good(each->register_memory(*made)));
+  made->set_registrations(std::move(registrations));
+  return made;
+}
+
+RemoteKey OfiBench::key_for(std::uint32_t writer, const RegionPtr& region) {
+  return good(region->registration(reader())->share(writer));
+}
+
+OperationPtr OfiBench::post(NicPath& path, const RegionPtr& source, const RemoteKey& destination,
+                            std::size_t pieces, std::uint32_t piece_bytes, std::optional<Imm> imm) {
+  auto made = std::make_shared<Operation>();
+  made->source = source;
+  made->imm = imm;
+  for (std::size_t i = 0; i < pieces; ++i) {
+    made->writes.push_back({i * piece_bytes, i * piece_bytes, piece_bytes});
+  }
+  made->bytes = pieces * piece_bytes;
+  auto remote = std::make_shared<RemoteRegion>();
+  remote->keys.assign(nics_.size(), destination);
+  made->destination = remote;
+  until([&] {
+    if (!made->wants_post() || lost.contains(&path)) return true;
+    if (path.has_room(imm.has_value())) made->took(path.post(made, made->next()));
+    return false;
+  });
+  return made;
+}
+
+void OfiBench::until(const std::function<bool()>& so) {
+  const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(kDeadline.count());
+  while (!so()) {
+    REQUIRE_MESSAGE(now_ns() < deadline, "it did not come to pass before the deadline");
+    poller_.poll(0);
+    for (const auto& nic : nics_) nic->poll();
+  }
+}
+
+void OfiBench::settle() {
+  // Long for what is in this host's sockets, whoever else uses its processors.
+  const std::uint64_t end = now_ns() + 200'000'000u;
+  until([&] { return now_ns() > end; });
+}
+
+void OfiBench::on_finished(const OperationPtr& operation, const WriteRange& writes, const Error&) {
+  operation->finish(writes);
+}
+
+}  // namespace kvxfer::test

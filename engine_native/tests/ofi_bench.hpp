@@ -1,0 +1,64 @@
+// libfabric NICs without engines: paths joined by hand and polled one side at a time, so that a
+// test can stop a write half-way.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "completion_queue.hpp"
+#include "fabric/nic/nic_domain.hpp"
+#include "fabric/ofi/ofi_factory.hpp"
+#include "memory_region.hpp"
+
+namespace kvxfer::test {
+
+// The loopback device under libfabric's tcp provider, `endpoints` NICs of it.
+EngineOptions ofi_options(const std::string& name, unsigned endpoints = 1);
+
+class OfiBench final : private NicEvents {
+ public:
+  OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides);
+
+  // Its last NIC is the reader's, all others are writers'.
+  std::uint32_t reader() const { return static_cast<std::uint32_t>(nics_.size()) - 1; }
+  struct Joined {
+    std::unique_ptr<NicPath> writer;
+    std::unique_ptr<NicPath> reader;  // destroyed first: a fence, with the writer still there
+  };
+  // From writer `nic`, who is peer `nic` of the reader.
+  Joined join(std::uint32_t nic);
+  RegionPtr region(std::size_t bytes);
+  RemoteKey key_for(std::uint32_t writer, const RegionPtr& region);
+  // Posts `pieces` of the source, as many as there is room for.
+  OperationPtr post(NicPath& path, const RegionPtr& source, const RemoteKey& destination,
+                    std::size_t pieces, std::uint32_t piece_bytes, std::optional<Imm> imm);
+  void poll(std::uint32_t nic) { nics_[nic]->poll(); }
+  // Polls all until it is so; fails the test if it does not become so.
+  void until(const std::function<bool()>& so);
+  // Lets everything arrive that can.
+  void settle();
+
+  std::unique_ptr<CompletionQueue> completions;
+  ImmCounters counters;
+  EngineStats stats;
+  std::map<const Path*, Error> lost;
+
+ private:
+  void on_finished(const OperationPtr& operation, const WriteRange& writes,
+                   const Error& error) override;
+  void on_lost(Path& path, Error error) override { lost[&path] = std::move(error); }
+  void on_nic_state(NicDomain&) override {}
+  void on_credit_due(NicPath&) override {}
+
+  EngineOptions options_;
+  Poller poller_;
+  RegionTable regions_;
+  std::uint64_t activity_ = 0;
+  std::vector<std::unique_ptr<NicDomain>> nics_;
+  PathId last_path_ = 0;
+};
+
+}  // namespace kvxfer::test

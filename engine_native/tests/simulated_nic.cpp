@@ -1,0 +1,302 @@
+#include "simulated_nic.hpp"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "bootstrap/bytes.hpp"
+#include "memory_region.hpp"
+
+namespace kvxfer::test {
+namespace {
+
+constexpr std::uint64_t kImmWindow = 64;
+constexpr std::size_t kBatch = 32;
+
+}  // namespace
+
+class SimulatedRegistration final : public NicRegistration {
+ public:
+  SimulatedRegistration(SimulatedNetwork& network, const MemoryRegion& region)
+      : network_(network), address_(reinterpret_cast<std::uint64_t>(region.data())) {
+    const std::lock_guard lock(network_.mutex_);
+    key_ = network_.random_();
+    network_.keys_[key_] = {address_, region.size()};
+  }
+  ~SimulatedRegistration() override { close(); }
+  Result<RemoteKey> share(PeerId) override {
+    return RemoteKey{.address = address_, .rkey = key_, .valid = true};
+  }
+  void unshare(PeerId) override {}
+  void close() override {
+    const std::lock_guard lock(network_.mutex_);
+    network_.keys_.erase(key_);
+  }
+
+ private:
+  SimulatedNetwork& network_;
+  std::uint64_t address_;
+  std::uint64_t key_;
+};
+
+class SimulatedPath final : public NicPath {
+ public:
+  SimulatedPath(NicPathIdentity identity, std::string nic, SimulatedNetwork& network, NicLoad& load,
+                const NicContext& context)
+      : NicPath(std::move(identity), kImmWindow, load, context.reception, context.events),
+        nic_(std::move(nic)),
+        network_(network) {
+    const std::lock_guard lock(network_.mutex_);
+    end_ = ++network_.last_end_;
+    network_.ends_[end_] = this;
+  }
+  ~SimulatedPath() override { shut(); }
+
+  std::string_view fabric() const override { return "simulated"; }
+  std::string endpoint() const override { return ByteWriter().put(end_).take(); }
+  Result<void> connect(std::string_view endpoint) override {
+    peer_end_ = ByteReader(endpoint).get<std::uint64_t>();
+    set_peer_imm_window(kImmWindow);
+    return {};
+  }
+  const std::string& nic() const { return nic_; }
+
+  std::size_t post(const OperationPtr& operation, const WriteRange& writes) override {
+    const std::size_t count = batch_limit(operation, writes, kBatch);
+    for (std::size_t i = 0; i < count; ++i) {
+      const WireWrite& write = operation->writes[writes.first + i];
+      const Batch& batch =
+          add_batch(operation, {writes.first + i, 1, writes.counted}, write.length);
+      SimulatedNetwork::Packet packet{.from = end_, .to = peer_end_, .sequence = batch.sequence};
+      if (write.length > 0) {
+        const RemoteKey& key = operation->destination->keys[identity().remote_nic];
+        packet.rkey = key.rkey;
+        packet.address = key.address + write.destination;
+        packet.source = operation->source->data() + write.source;
+        packet.length = write.length;
+      }
+      if (writes.counted) packet.imm = operation->imm;
+      const std::lock_guard lock(network_.mutex_);
+      network_.wire_.push_back(packet);
+    }
+    network_.arrived_.notify_one();
+    return count;
+  }
+
+  void shut() override {
+    std::vector<SimulatedNetwork::Completion> mine;
+    {
+      const std::lock_guard lock(network_.mutex_);
+      if (network_.ends_.erase(end_) == 0) return;
+      std::erase_if(network_.wire_, [&](const auto& packet) { return packet.from == end_; });
+      auto& completions = network_.nics_.at(nic_).completions;
+      const auto others = std::stable_partition(completions.begin(), completions.end(),
+                                                [&](const auto& c) { return c.path != this; });
+      mine.assign(others, completions.end());
+      completions.erase(others, completions.end());
+    }
+    for (const auto& completion : mine) take(completion);
+  }
+
+  void take(const SimulatedNetwork::Completion& completion) {
+    if (completion.refused) {
+      lose({Errc::nic_lost, "the simulated NIC refused a write"});
+    } else if (completion.imm) {
+      count_immediates(*completion.imm, 1, completion.length);
+    } else {
+      finish(completion.sequence);
+    }
+  }
+  void link_down() { lose({Errc::nic_lost, "the link of NIC " + nic_ + " is down"}); }
+
+ private:
+  std::string nic_;
+  SimulatedNetwork& network_;
+  std::uint64_t end_ = 0;
+  std::uint64_t peer_end_ = 0;
+};
+
+class SimulatedDomain final : public NicDomain, private EventSink {
+ public:
+  SimulatedDomain(SimulatedNetwork& network, const std::string& name, std::uint64_t gbits,
+                  const NicContext& context)
+      : network_(network),
+        context_(context),
+        info_{.name = name, .network = "simulated", .bits_per_second = gbits * 1'000'000'000u},
+        load_{.bits_per_second = info_.bits_per_second},
+        event_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    (void)context_.poller.add(event_.get(), EPOLLIN, *this);
+    const std::lock_guard lock(network_.mutex_);
+    network_.nics_[name].domain = this;
+  }
+  ~SimulatedDomain() override {
+    context_.poller.remove(event_.get(), *this);
+    const std::lock_guard lock(network_.mutex_);
+    network_.nics_.at(info_.name).domain = nullptr;
+  }
+
+  std::string_view fabric() const override { return "simulated"; }
+  const NicInfo& info() const override { return info_; }
+  bool usable() const override { return up_; }
+  Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override {
+    return std::shared_ptr<NicRegistration>(
+        std::make_shared<SimulatedRegistration>(network_, region));
+  }
+  Result<std::unique_ptr<NicPath>> open_path(NicPathIdentity identity) override {
+    return std::unique_ptr<NicPath>(std::make_unique<SimulatedPath>(std::move(identity), info_.name,
+                                                                    network_, load_, context_));
+  }
+  void poll() override {
+    std::vector<SimulatedNetwork::Completion> completions;
+    std::vector<SimulatedPath*> down;
+    bool changed = false;
+    {
+      const std::lock_guard lock(network_.mutex_);
+      auto& nic = network_.nics_.at(info_.name);
+      completions.swap(nic.completions);
+      std::shuffle(completions.begin(), completions.end(), network_.random_);
+      changed = nic.up != up_;
+      up_ = nic.up;
+      for (const auto& [end, path] : network_.ends_) {
+        if (!up_ && path->nic() == info_.name) down.push_back(path);
+      }
+    }
+    for (const auto& completion : completions) completion.path->take(completion);
+    for (SimulatedPath* path : down) path->link_down();
+    if (changed) context_.events.on_nic_state(*this);
+  }
+  bool prepare_sleep() override {
+    const std::lock_guard lock(network_.mutex_);
+    const auto& nic = network_.nics_.at(info_.name);
+    return nic.completions.empty() && nic.up == up_;
+  }
+  void finish_sleep() override {}
+  void wake() const {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const auto written = ::write(event_.get(), &one, sizeof one);
+  }
+
+ private:
+  void on_events(std::uint32_t) override {
+    std::uint64_t count = 0;
+    [[maybe_unused]] const auto got = ::read(event_.get(), &count, sizeof count);
+  }
+
+  SimulatedNetwork& network_;
+  NicContext context_;
+  NicInfo info_;
+  NicLoad load_;
+  UniqueFd event_;
+  bool up_ = true;
+};
+
+namespace {
+
+class SimulatedFactory final : public NicFactory {
+ public:
+  SimulatedFactory(SimulatedNetwork& network,
+                   std::vector<std::pair<std::string, std::uint64_t>> nics)
+      : network_(network), nics_(std::move(nics)) {}
+  Result<std::vector<std::unique_ptr<NicDomain>>> open(const NicContext& context) override {
+    std::vector<std::unique_ptr<NicDomain>> domains;
+    for (const auto& [name, gbits] : nics_) {
+      domains.push_back(std::make_unique<SimulatedDomain>(network_, name, gbits, context));
+    }
+    return domains;
+  }
+
+ private:
+  SimulatedNetwork& network_;
+  std::vector<std::pair<std::string, std::uint64_t>> nics_;
+};
+
+}  // namespace
+
+SimulatedNetwork::SimulatedNetwork(std::uint64_t seed)
+    : random_(seed), thread_([this](const std::stop_token& stop) { run(stop); }) {}
+
+SimulatedNetwork::~SimulatedNetwork() = default;
+
+std::shared_ptr<NicFactory> SimulatedNetwork::nics(
+    std::vector<std::pair<std::string, std::uint64_t>> nics) {
+  return std::make_shared<SimulatedFactory>(*this, std::move(nics));
+}
+
+void SimulatedNetwork::set_link(const std::string& nic, bool up) {
+  const std::lock_guard lock(mutex_);
+  nics_[nic].up = up;
+  if (nics_[nic].domain) nics_[nic].domain->wake();
+}
+
+void SimulatedNetwork::lose_completions(const std::string& nic, bool lose) {
+  const std::lock_guard lock(mutex_);
+  nics_[nic].loses_completions = lose;
+}
+
+void SimulatedNetwork::hold(bool held) {
+  const std::lock_guard lock(mutex_);
+  held_ = held;
+  arrived_.notify_one();
+}
+
+std::uint64_t SimulatedNetwork::delivered(const std::string& nic) {
+  const std::lock_guard lock(mutex_);
+  return nics_[nic].delivered;
+}
+
+void SimulatedNetwork::run(const std::stop_token& stop) {
+  std::unique_lock lock(mutex_);
+  while (arrived_.wait(lock, stop, [this] { return !wire_.empty() && !held_; })) {
+    if (stop.stop_requested()) return;
+    // Any of those that wait goes next, and sometimes more gather first.
+    if (random_() % 8 == 0) {
+      lock.unlock();
+      std::this_thread::yield();
+      lock.lock();
+    }
+    if (wire_.empty() || held_) continue;
+    std::swap(wire_[random_() % wire_.size()], wire_.back());
+    const Packet packet = wire_.back();
+    wire_.pop_back();
+    deliver(packet);
+  }
+}
+
+void SimulatedNetwork::deliver(const Packet& packet) {
+  const auto from = ends_.find(packet.from);
+  if (from == ends_.end()) return;
+  SimulatedPath& sender = *from->second;
+  const auto to = ends_.find(packet.to);
+  const bool linked =
+      to != ends_.end() && nics_.at(sender.nic()).up && nics_.at(to->second->nic()).up;
+  const auto key = keys_.find(packet.rkey);
+  const bool granted = packet.length == 0 ||
+                       (key != keys_.end() && packet.address >= key->second.address &&
+                        packet.address + packet.length <= key->second.address + key->second.length);
+  if (!linked || !granted) return complete(sender, {.path = &sender, .refused = true});
+  if (packet.length > 0) {
+    std::memcpy(reinterpret_cast<void*>(packet.address), packet.source, packet.length);
+  }
+  ++nics_.at(sender.nic()).delivered;
+  if (packet.imm) {
+    complete(*to->second, {.path = to->second, .imm = packet.imm, .length = packet.length});
+  }
+  if (!nics_.at(sender.nic()).loses_completions) {
+    complete(sender, {.path = &sender, .sequence = packet.sequence});
+  }
+}
+
+void SimulatedNetwork::complete(SimulatedPath& path, Completion completion) {
+  Nic& nic = nics_.at(path.nic());
+  nic.completions.push_back(completion);
+  if (nic.domain) nic.domain->wake();
+}
+
+SimulatedNetwork& simulated_network() {
+  static SimulatedNetwork network(std::random_device{}());
+  return network;
+}
+
+}  // namespace kvxfer::test

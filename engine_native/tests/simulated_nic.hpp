@@ -1,0 +1,93 @@
+// NICs of a simulated network between the engines of one process: they place bytes on a thread of
+// their own, in any order, late, and complete in any order; their links go down, and completions
+// get lost, when a test says so.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fabric/nic/nic_domain.hpp"
+
+namespace kvxfer::test {
+
+class SimulatedPath;
+class SimulatedDomain;
+
+// The wire and everybody on it. Any thread.
+class SimulatedNetwork {
+ public:
+  explicit SimulatedNetwork(std::uint64_t seed);
+  ~SimulatedNetwork();
+
+  // An engine with these NICs, e.g. {"nic0", 100} in Gbit/s. Names are unique in the network.
+  std::shared_ptr<NicFactory> nics(std::vector<std::pair<std::string, std::uint64_t>> nics);
+
+  void set_link(const std::string& nic, bool up);
+  // From now on writes arrive and are counted, but their senders never hear of it.
+  void lose_completions(const std::string& nic, bool lose);
+  // While held, nothing is delivered.
+  void hold(bool held);
+  std::uint64_t delivered(const std::string& nic);
+
+ private:
+  friend class SimulatedPath;
+  friend class SimulatedDomain;
+  friend class SimulatedRegistration;
+
+  struct Packet {
+    std::uint64_t from = 0;  // ends of paths
+    std::uint64_t to = 0;
+    std::uint64_t sequence = 0;
+    std::uint64_t rkey = 0;
+    std::uint64_t address = 0;
+    const std::byte* source = nullptr;
+    std::uint32_t length = 0;
+    std::optional<Imm> imm;
+  };
+  struct Completion {
+    SimulatedPath* path;
+    std::uint64_t sequence = 0;  // of a write that was delivered
+    std::optional<Imm> imm;      // of one that arrived
+    std::uint32_t length = 0;
+    bool refused = false;
+  };
+  struct Nic {
+    SimulatedDomain* domain = nullptr;
+    bool up = true;
+    bool loses_completions = false;
+    std::uint64_t delivered = 0;
+    std::vector<Completion> completions;
+  };
+  struct Window {
+    std::uint64_t address;
+    std::uint64_t length;
+  };
+
+  void run(const std::stop_token& stop);
+  void deliver(const Packet& packet);
+  void complete(SimulatedPath& path, Completion completion);
+
+  std::mutex mutex_;
+  std::condition_variable_any arrived_;
+  std::mt19937_64 random_;
+  std::map<std::string, Nic> nics_;
+  std::map<std::uint64_t, SimulatedPath*> ends_;
+  std::map<std::uint64_t, Window> keys_;
+  std::vector<Packet> wire_;
+  std::uint64_t last_end_ = 0;
+  bool held_ = false;
+  std::jthread thread_;
+};
+
+// The one that engines of options_for("simulated") are on.
+SimulatedNetwork& simulated_network();
+
+}  // namespace kvxfer::test

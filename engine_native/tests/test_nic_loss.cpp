@@ -1,0 +1,148 @@
+// NICs that fail under load: nothing is lost, nothing is counted twice. On the simulated network;
+// test_verbs.cpp does it with real links.
+#include <cstring>
+#include <thread>
+
+#include "simulated_nic.hpp"
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+using Kind = Completion::Kind;
+
+namespace {
+
+constexpr std::size_t kPage = 1024;
+constexpr std::size_t kPages = 4096;
+
+struct Load {
+  explicit Load(Random& random) : pair("simulated"), random_(random) {
+    source = good(pair.writer->allocate(kPage * kPages));
+    destination = good(pair.reader->allocate(kPage * kPages));
+  }
+
+  // Writes pages at random, `disturb` meanwhile; then every byte and the count must be right.
+  void run(const std::function<void()>& disturb) {
+    random_.fill(source->data(), source->size());
+    const auto pages = random_.distinct_pages(3000, kPages);
+    const Imm imm = good(pair.reader->allocate_counter(pair.to_writer));
+    const auto submitted =
+        good(pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
+                                      {.page_length = kPage,
+                                       .source_pages = pages,
+                                       .destination_pages = pages,
+                                       .source_stride = kPage,
+                                       .destination_stride = kPage},
+                                      {.imm = imm, .timeout = kDeadline}));
+    const std::uint64_t begin = 1 + random_.below(submitted.writes / 2);
+    while (pair.reader->counter_value(imm) < begin) std::this_thread::yield();
+    disturb();
+    const auto done = pair.writer.await(Kind::write, submitted.id);
+    CHECK_MESSAGE(done.code == Errc::ok, done.text);
+    good(pair.reader->expect(imm, submitted.writes));
+    CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
+    CHECK(pair.reader->counter_value(imm) == submitted.writes);
+    for (const auto page : pages) {
+      const auto at = static_cast<std::size_t>(page) * kPage;
+      REQUIRE(std::memcmp(source->data() + at, destination->data() + at, kPage) == 0);
+    }
+    pair.reader->release_counter(imm);
+  }
+  static void set_link(TestEngine& engine, std::size_t nic, bool up) {
+    simulated_network().set_link(engine->nics()[nic].name, up);
+  }
+  // Until the engine uses it again.
+  void await_use(std::size_t nic) {
+    const std::string name = pair.writer->nics()[nic].name;
+    const std::uint64_t before = simulated_network().delivered(name);
+    while (simulated_network().delivered(name) == before) run([] {});
+  }
+
+  Pair pair;
+  RegionPtr source;
+  RegionPtr destination;
+
+ private:
+  Random& random_;
+};
+
+}  // namespace
+
+TEST_CASE("a NIC that fails is taken out, its writes go over the others, and it comes back") {
+  Random random;
+  CAPTURE(random.seed);
+  Load load(random);
+  for (int round = 0; round < 6; ++round) {
+    TestEngine& whose = round % 2 == 0 ? load.pair.writer : load.pair.reader;
+    const std::size_t nic = random.below(2);
+    load.run([&] { Load::set_link(whose, nic, false); });
+    load.run([] {});
+    Load::set_link(whose, nic, true);
+    load.await_use(&whose == &load.pair.writer ? nic : 0);
+  }
+}
+
+TEST_CASE("writes that arrived without their sender's knowing are counted once") {
+  Random random;
+  CAPTURE(random.seed);
+  Load load(random);
+  const std::string nic = load.pair.writer->nics()[0].name;
+  for (int round = 0; round < 10; ++round) {
+    load.run([&] {
+      simulated_network().lose_completions(nic, true);
+      const std::uint64_t before = simulated_network().delivered(nic);
+      while (simulated_network().delivered(nic) < before + random.below(30)) {
+        std::this_thread::yield();
+      }
+      Load::set_link(load.pair.writer, 0, false);
+      simulated_network().lose_completions(nic, false);
+    });
+    Load::set_link(load.pair.writer, 0, true);
+    load.await_use(0);
+  }
+}
+
+TEST_CASE("NICs that fail crosswise leave the pair that works") {
+  Random random;
+  CAPTURE(random.seed);
+  Load load(random);
+  load.run([&] {
+    Load::set_link(load.pair.writer, 0, false);
+    Load::set_link(load.pair.reader, 1, false);
+  });
+  load.run([] {});
+}
+
+TEST_CASE("a peer that no NIC reaches any more is lost by name") {
+  Random random;
+  Pair pair("simulated");
+  const auto source = good(pair.writer->allocate(1u << 20));
+  const auto destination = good(pair.reader->allocate(1u << 20));
+  Load::set_link(pair.writer, 0, false);
+  Load::set_link(pair.writer, 1, false);
+  const auto down = pair.writer.await(Kind::peer_down);
+  CHECK(down.code == Errc::nic_lost);
+  CHECK(down.text.find("'reader'") != std::string::npos);
+  CHECK(down.text.find("link") != std::string::npos);
+}
+
+TEST_CASE("tcp takes over where the NICs are down") {
+  auto a = options_for("simulated", "a");
+  auto b = options_for("simulated", "b");
+  a.tcp = b.tcp = true;
+  TestEngine writer(a);
+  TestEngine reader(b);
+  const PeerId peer = writer.connect_to(reader);
+  CHECK(writer.await(Kind::peer_up).fabric == "simulated");
+  const auto source = good(writer->allocate(1u << 20));
+  const auto destination = good(reader->allocate(1u << 20));
+  const auto write = [&] {
+    const auto submitted = good(writer->write(peer, source, destination->descriptor(),
+                                              {.length = 1u << 20}, {.timeout = kDeadline}));
+    return writer.await(Kind::write, submitted.id).code;
+  };
+  CHECK(write() == Errc::ok);
+  Load::set_link(writer, 0, false);
+  Load::set_link(writer, 1, false);
+  for (int i = 0; i < 20; ++i) CHECK(write() == Errc::ok);
+}

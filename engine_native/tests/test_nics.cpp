@@ -1,0 +1,136 @@
+// How writes are shared out over several NICs, told on the simulated network, which counts them.
+#include <cstring>
+#include <thread>
+
+#include "simulated_nic.hpp"
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+using Kind = Completion::Kind;
+
+namespace {
+
+EngineOptions with_nics(const std::string& name,
+                        std::vector<std::pair<std::string, std::uint64_t>> nics) {
+  static unsigned engines = 0;
+  const std::string prefix = name + std::to_string(++engines) + "/";
+  for (auto& nic : nics) nic.first = prefix + nic.first;
+  EngineOptions options = options_for("tcp", name);
+  options.tcp = false;
+  options.more_nics = simulated_network().nics(std::move(nics));
+  return options;
+}
+
+std::uint64_t delivered(TestEngine& engine, std::size_t nic) {
+  return simulated_network().delivered(engine->nics()[nic].name);
+}
+
+struct NicPairOfEngines {
+  NicPairOfEngines(EngineOptions a, EngineOptions b)
+      : writer(std::move(a)), reader(std::move(b)), to_reader(writer.connect_to(reader)) {
+    source = good(writer->allocate(16u << 20));
+    destination = good(reader->allocate(16u << 20));
+  }
+  Completion write(std::uint64_t length, const WriteOptions& options = {}) {
+    const auto submitted = good(
+        writer->write(to_reader, source, destination->descriptor(), {.length = length}, options));
+    return writer.await(Kind::write, submitted.id);
+  }
+  TestEngine writer;
+  TestEngine reader;
+  PeerId to_reader;
+  RegionPtr source;
+  RegionPtr destination;
+};
+
+}  // namespace
+
+TEST_CASE("a single write is shared out over all NICs by bytes") {
+  NicPairOfEngines pair(with_nics("a", {{"0", 100}, {"1", 100}, {"2", 100}, {"3", 100}}),
+                        with_nics("b", {{"0", 100}, {"1", 100}, {"2", 100}, {"3", 100}}));
+  const auto submitted = good(pair.writer->write(
+      pair.to_reader, pair.source, pair.destination->descriptor(), {.length = 1u << 20}));
+  CHECK(submitted.writes == 4);
+  CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+  for (std::size_t nic = 0; nic < 4; ++nic) CHECK(delivered(pair.writer, nic) == 1);
+  // Too small for that to pay.
+  CHECK(good(pair.writer->write(pair.to_reader, pair.source, pair.destination->descriptor(),
+                                {.length = 4096}))
+            .writes == 1);
+}
+
+TEST_CASE("pages are shared out by count, weighted by link speed") {
+  NicPairOfEngines pair(with_nics("a", {{"fast", 300}, {"slow", 100}}),
+                        with_nics("b", {{"fast", 300}, {"slow", 100}}));
+  std::vector<std::int64_t> pages;
+  for (std::int64_t page = 0; page < 4000; page += 2) pages.push_back(page);
+  simulated_network().hold(true);  // so that only what is posted decides
+  const auto submitted =
+      good(pair.writer->write_pages(pair.to_reader, pair.source, pair.destination->descriptor(),
+                                    {.page_length = 4096,
+                                     .source_pages = pages,
+                                     .destination_pages = pages,
+                                     .source_stride = 4096,
+                                     .destination_stride = 4096}));
+  while (pair.writer->stats().writes_posted < submitted.writes) std::this_thread::yield();
+  simulated_network().hold(false);
+  CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+  const auto fast = static_cast<double>(delivered(pair.writer, 0));
+  const auto slow = static_cast<double>(delivered(pair.writer, 1));
+  CHECK(fast / slow > 2.8);
+  CHECK(fast / slow < 3.2);
+}
+
+TEST_CASE("a write that is pinned to a NIC takes no other") {
+  NicPairOfEngines pair(with_nics("a", {{"0", 100}, {"1", 100}}), with_nics("b", {{"0", 100}}));
+  for (int i = 0; i < 20; ++i) CHECK(pair.write(300000, {.nic = 1}).code == Errc::ok);
+  CHECK(delivered(pair.writer, 0) == 0);
+  CHECK(delivered(pair.writer, 1) == 20);
+  const auto refused = pair.writer->write(
+      pair.to_reader, pair.source, pair.destination->descriptor(), {.length = 8}, {.nic = 2});
+  REQUIRE(!refused);
+  CHECK(refused.error().code == Errc::invalid_argument);
+}
+
+TEST_CASE("a pinned write to a peer without NICs is refused by name") {
+  Pair pair("tcp");
+  const auto refused = pair.writer->write_imm(pair.to_reader, 1, {.nic = 0});
+  REQUIRE(!refused);
+  CHECK(refused.error().code == Errc::invalid_argument);
+}
+
+TEST_CASE("any mix of 1 to 8 NICs on both sides moves everything") {
+  Random random;
+  CAPTURE(random.seed);
+  for (const auto& [ours, theirs] : {std::pair{1, 8}, {8, 1}, {3, 5}, {8, 8}, {2, 7}}) {
+    CAPTURE(ours);
+    CAPTURE(theirs);
+    const auto list = [](int count) {
+      std::vector<std::pair<std::string, std::uint64_t>> nics;
+      for (int n = 0; n < count; ++n) nics.emplace_back(std::to_string(n), 100);
+      return nics;
+    };
+    NicPairOfEngines pair(with_nics("a", list(ours)), with_nics("b", list(theirs)));
+    random.fill(pair.source->data(), 1u << 20);
+    const auto pages = random.distinct_pages(2000, 4096);
+    const Imm imm = good(pair.reader->allocate_counter());
+    const auto submitted =
+        good(pair.writer->write_pages(pair.to_reader, pair.source, pair.destination->descriptor(),
+                                      {.page_length = 256,
+                                       .source_pages = pages,
+                                       .destination_pages = pages,
+                                       .source_stride = 256,
+                                       .destination_stride = 256},
+                                      {.imm = imm}));
+    good(pair.reader->expect(imm, submitted.writes));
+    CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
+    for (const auto page : pages) {
+      const auto at = static_cast<std::size_t>(page) * 256;
+      REQUIRE(std::memcmp(pair.source->data() + at, pair.destination->data() + at, 256) == 0);
+    }
+    for (std::size_t nic = 0; nic < static_cast<std::size_t>(ours); ++nic) {
+      CHECK(delivered(pair.writer, nic) > 0);
+    }
+  }
+}

@@ -1,0 +1,497 @@
+// NICs of libfabric as they are: their keys, their endpoints, their peers' deaths. The suite
+// "conformance" has what they have in common with other fabrics.
+#include <fcntl.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <set>
+#include <thread>
+
+#include "fabric/ofi/disorder.hpp"
+#include "ofi_bench.hpp"
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+using Kind = Completion::Kind;
+
+TEST_SUITE_BEGIN("ofi");
+
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kPages = 1024;
+
+// Says why a case is skipped, if it is.
+bool skipped() {
+  const std::string why = why_not("ofi");
+  if (!why.empty()) MESSAGE("skipped: " << why);
+  return !why.empty();
+}
+
+EngineOptions strict_options(const std::string& name, unsigned endpoints = 1) {
+  EngineOptions options = ofi_options(name, endpoints);
+  options.ofi_strict = true;
+  return options;
+}
+
+// As for EFA: paths of one NIC share its endpoint.
+EngineOptions shared_options(const std::string& name) {
+  EngineOptions options = ofi_options(name);
+  options.ofi_strict = true;
+  options.more_nics = std::make_shared<ofi::OfiFactory>(
+      ofi::OfiFactory::Overrides{.paths_per_endpoint = 8, .use = FabricUse::required});
+  options.ofi = FabricUse::never;
+  return options;
+}
+
+struct Engines {
+  Engines(EngineOptions a, EngineOptions b)
+      : writer(std::move(a)),
+        reader(std::move(b)),
+        to_reader(writer.connect_to(reader)),
+        to_writer(reader.await(Kind::peer_up).peer),
+        source(good(writer->allocate(kPage * kPages))),
+        destination(good(reader->allocate(kPage * kPages))) {}
+
+  // Scattered pages, every byte and the count checked.
+  void write(Random& random) {
+    random.fill(source->data(), source->size());
+    std::fill_n(destination->data(), destination->size(), std::byte{0});
+    const auto from = random.distinct_pages(kPages / 2, kPages);
+    const auto to = random.distinct_pages(kPages / 2, kPages);
+    const Imm imm = good(reader->allocate_counter());
+    const auto submitted = good(writer->write_pages(to_reader, source, destination->descriptor(),
+                                                    {.page_length = kPage,
+                                                     .source_pages = from,
+                                                     .destination_pages = to,
+                                                     .source_stride = kPage,
+                                                     .destination_stride = kPage},
+                                                    {.imm = imm, .timeout = kDeadline}));
+    const auto done = writer.await(Kind::write, submitted.id);
+    CHECK_MESSAGE(done.code == Errc::ok, done.text);
+    good(reader->expect(imm, submitted.writes));
+    CHECK(reader.await(Kind::counter, imm).code == Errc::ok);
+    std::size_t wrong = 0;
+    for (std::size_t i = 0; i < to.size(); ++i) {
+      wrong +=
+          std::memcmp(source->data() + static_cast<std::size_t>(from[i]) * kPage,
+                      destination->data() + static_cast<std::size_t>(to[i]) * kPage, kPage) != 0;
+    }
+    CHECK(wrong == 0);
+    reader->release_counter(imm);
+  }
+
+  TestEngine writer;
+  TestEngine reader;
+  PeerId to_reader;
+  PeerId to_writer;
+  RegionPtr source;
+  RegionPtr destination;
+};
+
+std::size_t count_other_than(const RegionPtr& region, std::byte value) {
+  return region->size() - static_cast<std::size_t>(
+                              std::count(region->data(), region->data() + region->size(), value));
+}
+
+}  // namespace
+
+TEST_CASE("ofi: pages arrive over 1 and 3 endpoints, in EFA's disorder or not") {
+  if (skipped()) return;
+  Random random;
+  CAPTURE(random.seed);
+  for (const unsigned endpoints : {1u, 3u}) {
+    for (const bool strict : {false, true}) {
+      CAPTURE(endpoints);
+      CAPTURE(strict);
+      const auto options = strict ? strict_options : ofi_options;
+      Engines engines(options("writer", endpoints), options("reader", endpoints));
+      CHECK(engines.writer.await(Kind::peer_up).fabric == "ofi");
+      REQUIRE(engines.writer->nics().size() == endpoints);
+      CHECK(engines.writer->nics().back().name == "lo/" + std::to_string(endpoints - 1));
+      CHECK(engines.writer->nics().back().network == "ofi-tcp");
+      for (int i = 0; i < 3; ++i) engines.write(random);
+    }
+  }
+}
+
+TEST_CASE("ofi: paths that share an endpoint, and NICs that nothing wakes for, move everything") {
+  if (skipped()) return;
+  Random random;
+  CAPTURE(random.seed);
+  Engines shared(shared_options("writer"), shared_options("reader"));
+  for (int i = 0; i < 3; ++i) shared.write(random);
+  const auto blind = [](const std::string& name) {
+    EngineOptions options = shared_options(name);
+    options.more_nics = std::make_shared<ofi::OfiFactory>(
+        ofi::OfiFactory::Overrides{.wait_object = false, .use = FabricUse::required});
+    return options;
+  };
+  Engines napping(blind("writer"), blind("reader"));
+  for (int i = 0; i < 3; ++i) napping.write(random);
+}
+
+TEST_CASE("ofi: 200,000 immediates, and not one more") {
+  if (skipped()) return;
+  Engines engines(strict_options("writer", 2), strict_options("reader", 2));
+  constexpr std::uint64_t kTotal = 200'000;
+  const Imm imm = good(engines.reader->allocate_counter());
+  good(engines.reader->expect(imm, kTotal));
+  for (std::uint64_t i = 0; i < kTotal; ++i) {
+    const auto submitted =
+        engines.writer->write_imm(engines.to_reader, imm, {.timeout = 4 * kDeadline});
+    REQUIRE_MESSAGE(submitted, submitted.error().text);
+  }
+  std::uint64_t done = 0;
+  while (done < kTotal) {
+    const auto first = engines.writer.await(Kind::write);
+    REQUIRE_MESSAGE(first.code == Errc::ok, first.text);
+    ++done;
+    for (const Completion& completion : engines.writer->drain()) {
+      REQUIRE_MESSAGE(completion.code == Errc::ok, completion.text);
+      done += completion.kind == Kind::write;
+    }
+  }
+  CHECK(engines.reader.await(Kind::counter, imm).code == Errc::ok);
+  CHECK(engines.reader->counter_value(imm) == kTotal);
+}
+
+TEST_CASE("ofi: a region is written under each registration of its own") {
+  if (skipped()) return;
+  Engines engines(strict_options("writer"), strict_options("reader"));
+  alignas(4096) static std::array<std::byte, 1u << 20> memory;
+  MrDescriptor old{};
+  for (int round = 1; round <= 3; ++round) {
+    const auto region = good(engines.reader->register_memory(memory.data(), memory.size()));
+    CHECK(region->descriptor().key != old.key);
+    std::fill_n(engines.source->data(), memory.size(), static_cast<std::byte>(round));
+    const auto submitted =
+        good(engines.writer->write(engines.to_reader, engines.source, region->descriptor(),
+                                   {.length = memory.size()}, {.timeout = kDeadline}));
+    const auto done = engines.writer.await(Kind::write, submitted.id);
+    CHECK_MESSAGE(done.code == Errc::ok, done.text);
+    CHECK(std::all_of(memory.begin(), memory.end(),
+                      [&](std::byte b) { return b == static_cast<std::byte>(round); }));
+    if (round > 1) {
+      const auto late = good(engines.writer->write(engines.to_reader, engines.source, old,
+                                                   {.length = 1}, {.timeout = kDeadline}));
+      CHECK(engines.writer.await(Kind::write, late.id).code == Errc::unknown_region);
+    }
+    old = region->descriptor();
+    engines.reader->deregister(region);
+  }
+}
+
+TEST_CASE("ofi: fencing one writer leaves the other's transfer whole") {
+  if (skipped()) return;
+  for (const bool shared : {false, true}) {
+    CAPTURE(shared);
+    const auto options = [&](const std::string& name) {
+      return shared ? shared_options(name) : strict_options(name);
+    };
+    TestEngine reader(options("reader"));
+    TestEngine fenced(options("fenced"));
+    TestEngine other(options("other"));
+    const auto from_fenced = fenced.connect_to(reader);
+    const auto to_fenced = reader.await(Kind::peer_up).peer;
+    const auto from_other = other.connect_to(reader);
+    const auto bad = good(reader->allocate(16u << 20));
+    const auto fine = good(reader->allocate(16u << 20));
+    const auto source = good(fenced->allocate(16u << 20));
+    const auto source_too = good(other->allocate(16u << 20));
+    std::fill_n(source_too->data(), source_too->size(), std::byte{0x22});
+    const auto mine = good(fenced->write(from_fenced, source, bad->descriptor(),
+                                         {.length = 16u << 20}, {.timeout = kDeadline}));
+    const auto theirs = good(other->write(from_other, source_too, fine->descriptor(),
+                                          {.length = 16u << 20}, {.timeout = kDeadline}));
+    good(reader->fence(to_fenced));
+    const auto ended = fenced.await(Kind::write, mine.id);
+    CHECK((ended.code == Errc::peer_lost || ended.code == Errc::ok));
+    const auto done = other.await(Kind::write, theirs.id);
+    CHECK_MESSAGE(done.code == Errc::ok, done.text);
+    CHECK(count_other_than(fine, std::byte{0x22}) == 0);
+  }
+}
+
+TEST_CASE("ofi: a half-received write places nothing more once path or region is closed") {
+  if (skipped()) return;
+  constexpr std::uint32_t kPiece = 1u << 20;
+  constexpr std::size_t kPieces = 12;
+  for (int round = 0; round < 6; ++round) {
+    const bool close_path = round % 2 == 0;
+    CAPTURE(close_path);
+    OfiBench bench(ofi_options("bench", 2), {});
+    const auto source = bench.region(kPieces * kPiece);
+    const auto destination = bench.region(kPieces * kPiece);
+    std::fill_n(source->data(), source->size(), std::byte{0x77});
+    const Imm imm = good(bench.counters.allocate());
+    auto ends = bench.join(0);
+    const auto key = bench.key_for(0, destination);
+    (void)bench.post(*ends.writer, source, key, 1, 8, std::nullopt);  // the connection is up
+    const auto operation = bench.post(*ends.writer, source, key, kPieces, kPiece, imm);
+    // Until a piece has begun to arrive and not ended.
+    const auto half_way = [&] {
+      for (std::size_t piece = 0; piece < kPieces; ++piece) {
+        const std::byte* const at = destination->data() + piece * kPiece;
+        if (at[64] == std::byte{0x77} && at[kPiece - 1] != std::byte{0x77}) return true;
+      }
+      return false;
+    };
+    bool seen = half_way();
+    for (int i = 0; i < 100'000 && !seen; ++i) {
+      bench.poll(0);
+      bench.poll(bench.reader());
+      seen = half_way();
+    }
+    close_path ? ends.reader->shut() : destination->close_registrations();
+    std::fill_n(destination->data(), destination->size(), std::byte{0x11});
+    if (!close_path) {
+      bench.until([&] { return bench.lost.contains(ends.reader.get()); });
+      ends.reader->shut();
+    }
+    const std::uint64_t counted = bench.counters.value(imm);
+    bench.settle();
+    CHECK(count_other_than(destination, std::byte{0x11}) == 0);
+    CHECK(bench.counters.value(imm) == counted);
+    // Its own end says the same, and the writer hears of it.
+    const auto received = ends.reader->received().find(imm);
+    CHECK((received == ends.reader->received().end() ? 0 : received->second) == counted);
+    CHECK(operation->finished <= counted);
+    if (!operation->done()) CHECK(bench.lost.contains(ends.writer.get()));
+  }
+}
+
+TEST_CASE("ofi: a key that is not, or no more, the peer's loses the path by name") {
+  if (skipped()) return;
+  OfiBench bench(strict_options("bench", 3), {});
+  const auto source = bench.region(1u << 20);
+  const auto destination = bench.region(1u << 20);
+  std::fill_n(source->data(), source->size(), std::byte{0x77});
+  for (const bool known_before : {false, true}) {
+    CAPTURE(known_before);
+    auto ends = bench.join(0);
+    auto other = bench.join(1);
+    const auto other_key = bench.key_for(1, destination);
+    RemoteKey key = bench.key_for(0, destination);
+    CHECK(key.rkey != other_key.rkey);
+    if (known_before) {
+      destination->unshare(0);
+    } else {
+      key.rkey ^= 1;
+    }
+    (void)bench.post(*ends.writer, source, key, 4, kPage, std::nullopt);
+    bench.until([&] { return bench.lost.contains(ends.writer.get()); });
+    const std::string text = bench.lost[ends.writer.get()].text;
+    CHECK(text.find("NIC lo/0 to peer 'peer 0'") != std::string::npos);
+    CHECK(count_other_than(destination, std::byte{0}) == 0);
+    // The other peer's key is its own.
+    const auto fine = bench.post(*other.writer, source, other_key, 4, kPage, std::nullopt);
+    bench.until([&] { return fine->done(); });
+    CHECK(count_other_than(destination, std::byte{0}) == 4 * kPage);
+    std::fill_n(destination->data(), destination->size(), std::byte{0});
+  }
+}
+
+TEST_CASE("ofi: a shared endpoint tells whose immediate it is, and counts none of a shut path") {
+  if (skipped()) return;
+  OfiBench bench(strict_options("bench", 3), {.paths_per_endpoint = 8});
+  const auto source = bench.region(1u << 20);
+  const auto destination = bench.region(1u << 20);
+  const Imm imm = good(bench.counters.allocate());
+  auto first = bench.join(0);
+  auto second = bench.join(1);
+  const auto write = [&](NicPath& path, std::uint32_t writer, std::size_t pieces) {
+    return bench.post(path, source, bench.key_for(writer, destination), pieces, 64, imm);
+  };
+  const auto a = write(*first.writer, 0, 100);
+  const auto b = write(*second.writer, 1, 50);
+  bench.until([&] { return a->done() && b->done() && bench.counters.value(imm) == 150; });
+  CHECK(first.reader->received().at(imm) == 100);
+  CHECK(second.reader->received().at(imm) == 50);
+
+  // The first path is lost with immediates under way, and the same NICs are joined again.
+  (void)write(*first.writer, 0, 30);
+  first.reader->shut();
+  const std::uint64_t landed = bench.counters.value(imm) - 150;
+  first.writer->shut();
+  auto again = bench.join(0);
+  const auto c = write(*again.writer, 0, 20);
+  bench.until([&] { return c->done(); });
+  bench.settle();
+  CHECK(bench.counters.value(imm) == 150 + landed + 20);
+  CHECK(again.reader->received().at(imm) == 20);
+}
+
+TEST_CASE("ofi: idle engines use next to no processor time") {
+  if (skipped()) return;
+  const auto used = [] {
+    rusage usage{};
+    ::getrusage(RUSAGE_SELF, &usage);
+    return std::chrono::seconds(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) +
+           std::chrono::microseconds(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec);
+  };
+  Random random;
+  Engines engines(ofi_options("writer", 2), ofi_options("reader", 2));
+  engines.write(random);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  const auto before = used();
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  const auto idle = std::chrono::duration<double>(used() - before).count();
+  MESSAGE("two idle engines used " << idle << " s of processor time in 1 s");
+  CHECK(idle < 0.5);  // a spinning thread would have used it all
+  engines.write(random);
+}
+
+// --- processes that die ----------------------------------------------------------------------
+
+// Run by the case below in a process of its own.
+TEST_CASE("ofi helper: a reader that waits to be killed" * doctest::skip()) {
+  const char* const out = std::getenv("KVXFER_TEST_PIPE");
+  REQUIRE(out);
+  TestEngine reader(ofi_options("victim"));
+  const auto memory = good(reader->allocate(64u << 20));
+  const std::string text = reader->address().text() + "\n";
+  const std::string descriptor = memory->descriptor().encode();
+  const int fd = std::atoi(out);
+  REQUIRE(::write(fd, text.data(), text.size()) == static_cast<ssize_t>(text.size()));
+  REQUIRE(::write(fd, descriptor.data(), descriptor.size()) ==
+          static_cast<ssize_t>(descriptor.size()));
+  while (true) ::pause();
+}
+
+namespace {
+
+struct Victim {
+  Victim() {
+    std::array<int, 2> ends{};
+    REQUIRE(::pipe(ends.data()) == 0);
+    ::setenv("KVXFER_TEST_PIPE", std::to_string(ends[1]).c_str(), 1);
+    std::array<const char*, 5> arguments{"/proc/self/exe", "--no-skip", "--no-version",
+                                         "-tc=ofi helper*", nullptr};
+    REQUIRE(::posix_spawn(&pid, arguments[0], nullptr, nullptr,
+                          const_cast<char* const*>(arguments.data()), environ) == 0);
+    ::close(ends[1]);
+    std::string text;
+    for (char c = 0; ::read(ends[0], &c, 1) == 1 && c != '\n';) text += c;
+    address = good(EngineAddress::parse(text));
+    std::string bytes(MrDescriptor::kBytes, '\0');
+    for (std::size_t got = 0; got < bytes.size();) {
+      const ssize_t more = ::read(ends[0], bytes.data() + got, bytes.size() - got);
+      REQUIRE(more > 0);
+      got += static_cast<std::size_t>(more);
+    }
+    descriptor = good(MrDescriptor::decode(bytes));
+    ::close(ends[0]);
+  }
+  ~Victim() { kill(); }
+  void kill() {
+    if (pid == 0) return;
+    ::kill(pid, SIGKILL);
+    ::waitpid(std::exchange(pid, 0), nullptr, 0);
+  }
+  pid_t pid = 0;
+  EngineAddress address;
+  MrDescriptor descriptor;
+};
+
+}  // namespace
+
+TEST_CASE("ofi: a reader that is killed in mid-transfer is lost, and the next one is written to") {
+  if (skipped()) return;
+  TestEngine writer(ofi_options("writer"));
+  const auto source = good(writer->allocate(64u << 20));
+  for (int round = 0; round < 2; ++round) {
+    Victim victim;
+    const auto connect = writer->connect(victim.address, kDeadline);
+    const auto connected = writer.await(Kind::connect, connect);
+    REQUIRE_MESSAGE(connected.code == Errc::ok, connected.text);
+    std::set<OperationId> operations;
+    for (int i = 0; i < 8; ++i) {
+      operations.insert(good(writer->write(connected.peer, source, victim.descriptor,
+                                           {.length = 64u << 20}, {.timeout = kDeadline}))
+                            .id);
+    }
+    const auto first = writer.await(Kind::write, *operations.begin());
+    CHECK_MESSAGE(first.code == Errc::ok, first.text);
+    operations.erase(operations.begin());
+    victim.kill();
+    bool lost = false;
+    for (const OperationId id : operations) {
+      const auto done = writer.await(Kind::write, id);
+      CHECK((done.code == Errc::ok || done.code == Errc::peer_lost || done.code == Errc::nic_lost));
+      lost = lost || done.code != Errc::ok;
+    }
+    CHECK(lost);
+    const auto down = writer.await(Kind::peer_down);
+    CHECK(down.peer == connected.peer);
+    CHECK(down.text.find("'victim'") != std::string::npos);
+  }
+}
+
+// --- options ---------------------------------------------------------------------------------
+
+TEST_CASE(
+    "ofi: what is missing is said by name where ofi is required, and done without otherwise") {
+  const auto refused = [](EngineOptions options) {
+    const auto engine = TransferEngine::create(std::move(options));
+    REQUIRE(!engine);
+    CHECK(engine.error().code == Errc::fabric_unavailable);
+    return engine.error().text;
+  };
+  EngineOptions efa = options_for("tcp", "efa");
+  efa.ofi = FabricUse::if_available;
+  if (!ofi::efa_device_present()) {
+    CHECK(good(TransferEngine::create(efa))->nics().empty());
+    efa.ofi = FabricUse::required;
+    CHECK(refused(efa).find("this host has no EFA") != std::string::npos);
+  }
+  if (skipped()) return;
+  EngineOptions options = ofi_options("nobody");
+  options.nics = {"mlx5_0"};
+  CHECK(refused(options).find("it has ") != std::string::npos);
+  options.ofi_provider = "no-such-provider";
+  CHECK(refused(options).find("'no-such-provider'") != std::string::npos);
+  options = ofi_options("second", 3);
+  options.nics = {"lo/1"};
+  const auto engine = good(TransferEngine::create(options));
+  REQUIRE(engine->nics().size() == 1);
+  CHECK(engine->nics().front().name == "lo/1");
+
+  const std::string library = std::getenv("KVXFER_LIBFABRIC");
+  ::setenv("KVXFER_LIBFABRIC", "/nowhere/libfabric.so.1", 1);
+  CHECK(refused(options).find("/nowhere/libfabric.so.1") != std::string::npos);
+  options.ofi = FabricUse::if_available;
+  options.tcp = true;
+  CHECK(good(TransferEngine::create(options))->nics().empty());
+  ::setenv("KVXFER_LIBFABRIC", library.c_str(), 1);
+}
+
+TEST_CASE("ofi: disorder loses no completion, repeats none, and keeps no order") {
+  Random random;
+  CAPTURE(random.seed);
+  ofi::Disorder disorder(random.engine());
+  std::vector<std::uint64_t> out;
+  constexpr std::uint64_t kCount = 10'000;
+  const auto take = [&](const std::vector<ofi::Completion>& released) {
+    for (const auto& completion : released) out.push_back(completion.sequence);
+  };
+  for (std::uint64_t i = 0; i < kCount; ++i) {
+    disorder.hold({.path = nullptr, .sequence = i});
+    if (i % 16 == 0) take(disorder.release());
+  }
+  while (!disorder.empty()) take(disorder.release());
+  CHECK(!std::is_sorted(out.begin(), out.end()));
+  std::sort(out.begin(), out.end());
+  REQUIRE(out.size() == kCount);
+  for (std::uint64_t i = 0; i < kCount; ++i) REQUIRE(out[i] == i);
+}
+
+TEST_SUITE_END();

@@ -1,0 +1,453 @@
+// RDMA NICs as they are: keys that are refused, links that go down, queues that are full. The
+// suite "conformance" has what verbs have in common with other fabrics. Run by make test-verbs.
+#include <linux/capability.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "clock.hpp"
+#include "fabric/verbs/path_endpoint.hpp"
+#include "support.hpp"
+#include "verbs_bench.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+using Kind = Completion::Kind;
+
+TEST_SUITE_BEGIN("verbs");
+
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kPages = 1024;
+
+// Says why a case is skipped, if it is.
+bool skipped() {
+  const std::string why = why_not("verbs");
+  if (!why.empty()) MESSAGE("skipped: " << why);
+  return !why.empty();
+}
+
+std::vector<std::string> devices() { return options_for("verbs", "").nics; }
+
+// Software RDMA takes the processors for itself, for seconds where they are slow: a peer that is
+// silent for so long is not dead.
+EngineOptions patient(const std::string& name) {
+  auto options = options_for("verbs", name);
+  options.peer_timeout = std::chrono::seconds(5);
+  return options;
+}
+
+EngineOptions with_nics(const std::string& name, std::vector<std::string> nics) {
+  auto options = patient(name);
+  options.nics = std::move(nics);
+  return options;
+}
+
+// rxe0 is the RDMA side of the network interface rx0.
+void set_link(const std::string& nic, bool up) {
+  const std::string command =
+      "ip link set rx" + nic.substr(std::strlen("rxe")) + (up ? " up" : " down");
+  REQUIRE(std::system(command.c_str()) == 0);  // NOLINT(concurrency-mt-unsafe)
+}
+
+struct Verbs {
+  Verbs() : Verbs(patient("writer"), patient("reader")) {}
+  Verbs(EngineOptions a, EngineOptions b)
+      : writer(std::move(a)),
+        reader(std::move(b)),
+        to_reader(writer.connect_to(reader)),
+        to_writer(reader.await(Kind::peer_up).peer),
+        source(good(writer->allocate(kPage * kPages))),
+        destination(good(reader->allocate(kPage * kPages))) {}
+
+  Submitted submit(const std::vector<std::int64_t>& pages, Imm imm) {
+    return good(writer->write_pages(to_reader, source, destination->descriptor(),
+                                    {.page_length = kPage,
+                                     .source_pages = pages,
+                                     .destination_pages = pages,
+                                     .source_stride = kPage,
+                                     .destination_stride = kPage},
+                                    {.imm = imm, .timeout = kDeadline}));
+  }
+
+  // Writes pages, `disturb` meanwhile; then every byte and the count must be right.
+  void write(Random& random, const std::function<void()>& disturb = [] {}) {
+    random.fill(source->data(), source->size());
+    const auto pages = random.distinct_pages(kPages * 3 / 4, kPages);
+    const Imm imm = good(reader->allocate_counter());
+    const auto submitted = submit(pages, imm);
+    const std::uint64_t begin = random.below(submitted.writes / 2);
+    while (reader->counter_value(imm) < begin) std::this_thread::yield();
+    disturb();
+    const auto done = writer.await(Kind::write, submitted.id);
+    CHECK_MESSAGE(done.code == Errc::ok, done.text);
+    good(reader->expect(imm, submitted.writes));
+    CHECK(reader.await(Kind::counter, imm).code == Errc::ok);
+    CHECK(reader->counter_value(imm) == submitted.writes);
+    for (const auto page : pages) {
+      const std::size_t at = static_cast<std::size_t>(page) * kPage;
+      REQUIRE(std::memcmp(source->data() + at, destination->data() + at, kPage) == 0);
+    }
+    reader->release_counter(imm);
+  }
+
+  TestEngine writer;
+  TestEngine reader;
+  PeerId to_reader;
+  PeerId to_writer;
+  RegionPtr source;
+  RegionPtr destination;
+};
+
+}  // namespace
+
+TEST_CASE("verbs: pages with immediates arrive over 1, 2 and 4 devices") {
+  if (skipped()) return;
+  Random random;
+  CAPTURE(random.seed);
+  const auto all = devices();
+  for (const std::size_t count : {1, 2, 4}) {
+    if (count > all.size()) break;
+    CAPTURE(count);
+    const std::vector<std::string> some(all.begin(), all.begin() + static_cast<long>(count));
+    Verbs verbs(with_nics("writer", some), with_nics("reader", some));
+    CHECK(verbs.writer.await(Kind::peer_up).fabric == "verbs");
+    CHECK(verbs.writer->nics().size() == count);
+    CHECK(verbs.writer->nics().front().network == "roce");
+    CHECK(verbs.writer->nics().front().bits_per_second > 0);
+    for (int i = 0; i < 3; ++i) verbs.write(random);
+  }
+}
+
+TEST_CASE("verbs: pages arrive between devices of their own, one and many") {
+  if (skipped()) return;
+  Random random;
+  CAPTURE(random.seed);
+  const auto all = devices();
+  if (all.size() < 2) {
+    MESSAGE("skipped: one device");
+    return;
+  }
+  const std::vector<std::string> first{all.front()};
+  const std::vector<std::string> others(all.begin() + 1, all.end());
+  Verbs there(with_nics("writer", first), with_nics("reader", others));
+  there.write(random);
+  Verbs back(with_nics("writer", others), with_nics("reader", first));
+  back.write(random);
+}
+
+TEST_CASE("verbs: writes to a region that is being deregistered are refused, later ones work") {
+  if (skipped()) return;
+  Random random;
+  CAPTURE(random.seed);
+  Verbs verbs;
+  bool refused = false;
+  for (int round = 0; round < 3; ++round) {
+    const auto source = good(verbs.writer->allocate(32u << 20));
+    const auto target = good(verbs.reader->allocate(32u << 20));
+    const auto submitted = good(verbs.writer->write(verbs.to_reader, source, target->descriptor(),
+                                                    {.length = 32u << 20}, {.timeout = kDeadline}));
+    while (verbs.writer->stats().writes_sent < 32u * static_cast<unsigned>(round) + 2) {
+      std::this_thread::yield();
+    }
+    verbs.reader->deregister(target);
+    std::fill_n(target->data(), target->size(), std::byte{0x11});
+    const auto done = verbs.writer.await(Kind::write, submitted.id);
+    CHECK_MESSAGE((done.code == Errc::unknown_region || done.code == Errc::ok), done.text);
+    refused = refused || done.code == Errc::unknown_region;
+    CHECK(std::all_of(target->data(), target->data() + target->size(),
+                      [](std::byte byte) { return byte == std::byte{0x11}; }));
+    verbs.write(random);
+  }
+  CHECK(refused);
+}
+
+TEST_CASE("verbs: a link that goes down and comes back under load loses and doubles nothing") {
+  if (skipped()) return;
+  const auto all = devices();
+  if (all.size() < 2) {
+    MESSAGE("skipped: one device");
+    return;
+  }
+  Random random;
+  CAPTURE(random.seed);
+  // Two devices are the ends of one cable: there both go down.
+  Verbs verbs;
+  for (int round = 0; round < 3; ++round) {
+    CAPTURE(round);
+    const std::string nic = all[random.below(all.size())];
+    verbs.write(random, [&] {
+      set_link(nic, false);
+      std::this_thread::sleep_for(std::chrono::milliseconds(random.below(300)));
+      set_link(nic, true);
+    });
+    verbs.write(random);
+  }
+}
+
+TEST_CASE("verbs: a peer that no NIC reaches any more is lost by name") {
+  if (skipped()) return;
+  Random random;
+  CAPTURE(random.seed);
+  const auto all = devices();
+  Verbs verbs;
+  const Imm imm = good(verbs.reader->allocate_counter());
+  const auto submitted = verbs.submit(random.distinct_pages(kPages / 2, kPages), imm);
+  for (const auto& nic : all) set_link(nic, false);
+  const auto done = verbs.writer.await(Kind::write, submitted.id);
+  CHECK((done.code == Errc::nic_lost || done.code == Errc::ok));
+  for (TestEngine* engine : {&verbs.writer, &verbs.reader}) {
+    const auto down = engine->await(Kind::peer_down);
+    CHECK(down.code == Errc::nic_lost);
+    CHECK_MESSAGE(down.text.find("link") != std::string::npos, down.text);
+  }
+  for (const auto& nic : all) set_link(nic, true);
+  // Both meet again once a link is up.
+  verbs.writer.await([](const Completion& c) { return c.text.ends_with("is usable again"); });
+  verbs.reader.await([](const Completion& c) { return c.text.ends_with("is usable again"); });
+  verbs.to_reader = verbs.writer.connect_to(verbs.reader);
+  verbs.write(random);
+}
+
+TEST_CASE("verbs: immediates without bytes, both ways at once, never run out of receives") {
+  if (skipped()) return;
+  const std::uint64_t each = std::getenv("KVXFER_TEST_FULL") ? 500'000 : 50'000;
+  Verbs pair;
+  const Imm there = good(pair.reader->allocate_counter());
+  const Imm back = good(pair.writer->allocate_counter());
+  const std::uint64_t begin = now_ns();
+  const auto send = [&](TestEngine& from, PeerId to, Imm imm) {
+    std::uint64_t sent = 0;
+    while (sent < each) {
+      const auto submitted = from->write_imm(to, imm, {.timeout = std::chrono::minutes(9)});
+      if (submitted) {
+        ++sent;
+      } else {
+        REQUIRE(submitted.error().code == Errc::backpressure);
+        std::this_thread::yield();
+      }
+      for (const auto& completion : from->drain()) {
+        if (completion.kind == Kind::write) REQUIRE(completion.code == Errc::ok);
+      }
+    }
+  };
+  std::thread other([&] { send(pair.reader, pair.to_writer, back); });
+  send(pair.writer, pair.to_reader, there);
+  other.join();
+  good(pair.reader->expect(there, each));
+  good(pair.writer->expect(back, each));
+  CHECK(pair.reader.await(Kind::counter, there, std::chrono::minutes(9)).code == Errc::ok);
+  CHECK(pair.writer.await(Kind::counter, back, std::chrono::minutes(9)).code == Errc::ok);
+  MESSAGE(static_cast<std::uint64_t>(static_cast<double>(2 * each) * 1e9 /
+                                     static_cast<double>(now_ns() - begin))
+          << " immediates a second");
+}
+
+TEST_CASE("verbs: nothing of a fenced peer lands, and it may come back") {
+  if (skipped()) return;
+  Random random;
+  CAPTURE(random.seed);
+  Verbs verbs;
+  for (int round = 0; round < 10; ++round) {
+    CAPTURE(round);
+    std::fill_n(verbs.source->data(), verbs.source->size(), std::byte{0x77});
+    const Imm imm = good(verbs.reader->allocate_counter());
+    const auto submitted = verbs.submit(random.distinct_pages(kPages, kPages), imm);
+    const std::uint64_t begin = random.below(submitted.writes / 2);
+    while (verbs.reader->counter_value(imm) < begin) std::this_thread::yield();
+    good(verbs.reader->fence(verbs.to_writer));
+    std::fill_n(verbs.destination->data(), verbs.destination->size(), std::byte{0x11});
+    const std::uint64_t counted = verbs.reader->counter_value(imm);
+    const auto done = verbs.writer.await(Kind::write, submitted.id);
+    CHECK((done.code == Errc::peer_lost || done.code == Errc::ok));
+    CHECK(std::all_of(verbs.destination->data(),
+                      verbs.destination->data() + verbs.destination->size(),
+                      [](std::byte byte) { return byte == std::byte{0x11}; }));
+    CHECK(verbs.reader->counter_value(imm) == counted);
+    verbs.reader->release_counter(imm);
+    verbs.writer.await(Kind::peer_down);
+    verbs.reader.await(Kind::peer_down);
+    verbs.to_reader = verbs.writer.connect_to(verbs.reader);
+    verbs.to_writer = verbs.reader
+                          .await([&](const Completion& c) {
+                            return c.kind == Kind::peer_up && c.peer != verbs.to_writer;
+                          })
+                          .peer;
+    verbs.write(random);
+  }
+}
+
+// --- one NIC and its paths, without engines ------------------------------------------------------
+
+TEST_CASE("verbs: a wrong key ends the path with its cause, and no other path") {
+  if (skipped()) return;
+  VerbsBench bench;
+  const auto source = bench.region(1u << 20);
+  const auto target = bench.region(1u << 20);
+  std::fill_n(target->data(), target->size(), std::byte{0x11});
+  const Imm imm = good(bench.counters.allocate());
+  auto bad = bench.join();
+  auto fine = bench.join();
+  RemoteKey wrong = bench.key(target);
+  wrong.rkey += 0x100;
+  const auto refused = bench.operation(source, wrong, 4, 4096, imm);
+  bench.post(*bad.writer, refused);
+  bench.until([&] { return bench.lost.contains(bad.writer.get()); });
+  const Error& error = bench.lost[bad.writer.get()];
+  CHECK(error.code == Errc::nic_lost);
+  for (const char* part : {bench.nic(0).info().name.c_str(), "'bench'", "remote access error"}) {
+    CHECK_MESSAGE(error.text.find(part) != std::string::npos, error.text);
+  }
+  const auto good_one = bench.operation(source, bench.key(target), 4, 4096, imm);
+  bench.post(*fine.writer, good_one);
+  bench.until([&] { return good_one->finished == 4 && bench.counters.value(imm) == 4; });
+  bad.writer->shut();
+  bad.reader->shut();
+  CHECK(bad.reader->received().empty());
+  CHECK(bad.writer->take_unfinished().size() == 1);
+  CHECK(!bench.lost.contains(fine.writer.get()));
+  CHECK(std::all_of(target->data() + 4 * 4096, target->data() + target->size(),
+                    [](std::byte byte) { return byte == std::byte{0x11}; }));
+}
+
+TEST_CASE("verbs: what a path received and did not finish is final once it is shut") {
+  if (skipped()) return;
+  VerbsBench bench;
+  Random random;
+  CAPTURE(random.seed);
+  const auto source = bench.region(1u << 20);
+  const auto target = bench.region(1u << 20);
+  auto bystander = bench.join();
+  for (int round = 0; round < 30; ++round) {
+    CAPTURE(round);
+    const Imm imm = good(bench.counters.allocate());
+    auto ends = bench.join();
+    const auto operation = bench.operation(source, bench.key(target), 100, 4096, imm);
+    const auto aside = bench.operation(source, bench.key(target), 100, 64, imm);
+    bench.post(*ends.writer, operation);
+    bench.post(*bystander.writer, aside);
+    const std::uint64_t some = random.below(100);
+    bench.until([&] { return operation->finished + aside->finished >= some; });
+    // Either end may be first.
+    (round % 2 == 0 ? ends.reader : ends.writer)->shut();
+    std::fill_n(target->data() + 100 * 64, target->size() - 100 * 64, std::byte{0x11});
+    (round % 2 == 0 ? ends.writer : ends.reader)->shut();
+    const auto received = ends.reader->received();
+    const std::uint64_t came = received.empty() ? 0 : received.at(imm);
+    std::size_t unfinished = 0;
+    for (const auto& batch : ends.writer->take_unfinished()) unfinished += batch.writes.count;
+    CHECK(operation->finished + unfinished == 100);
+    // Delivered is known to have come; more may have come without its sender's knowing.
+    CHECK(came >= operation->finished);
+    bench.until([&] { return aside->finished == 100; });
+    bench.until([&] { return bench.counters.value(imm) >= came + 100; });
+    CHECK(bench.counters.value(imm) == came + 100);
+    bystander.writer->add_credit(bystander.reader->consumed());
+    if (round % 2 == 0) {
+      CHECK(std::all_of(target->data() + 100 * 64, target->data() + target->size(),
+                        [](std::byte byte) { return byte == std::byte{0x11}; }));
+    }
+  }
+  CHECK(bench.lost.size() <= 30);  // whose other end was shut first
+  CHECK(!bench.lost.contains(bystander.writer.get()));
+}
+
+TEST_CASE("verbs: a NIC takes 64 paths, refuses by name when it is full, and takes one again") {
+  if (skipped()) return;
+  VerbsBench bench;
+  std::vector<std::unique_ptr<NicPath>> paths;
+  while (true) {
+    auto path = bench.open(0);
+    if (!path) {
+      CHECK(path.error().code == Errc::out_of_memory);
+      CHECK_MESSAGE(path.error().text.find(bench.nic(0).info().name) != std::string::npos,
+                    path.error().text);
+      break;
+    }
+    paths.push_back(std::move(*path));
+    REQUIRE(paths.size() < 10'000);
+  }
+  MESSAGE(paths.size() << " paths on one NIC");
+  CHECK(paths.size() >= 64);
+  paths.pop_back();
+  CHECK(bench.open(0));
+}
+
+TEST_CASE(
+    "verbs: a peer whose address nobody answers for is refused, and others are served meanwhile") {
+  if (skipped()) return;
+  VerbsBench bench;
+  const auto source = bench.region(4096);
+  const auto target = bench.region(4096);
+  for (int round = 0; round < 3; ++round) {
+    const Imm imm = good(bench.counters.allocate());
+    auto ends = bench.join();
+    auto lonely = good(bench.open(0));
+    auto nowhere = *verbs::PathEndpoint::decode(ends.reader->endpoint());
+    nowhere.gid.raw[15] = static_cast<std::uint8_t>(200 + round);  // 10.77.0.200
+    const auto refused = lonely->connect(nowhere.encode());
+    REQUIRE(!refused);
+    CHECK(refused.error().code == Errc::nic_lost);
+    for (const char* part : {"10.77.0.20", "'bench'", "check the network"}) {
+      CHECK_MESSAGE(refused.error().text.find(part) != std::string::npos, refused.error().text);
+    }
+    if (round == 1) lonely->shut();
+    if (round == 2) lonely.reset();
+    auto others = bench.join();
+    const auto operation = bench.operation(source, bench.key(target), 1, 64, imm);
+    bench.post(*others.writer, operation);
+    bench.until([&] { return operation->finished == 1 && bench.counters.value(imm) == 1; });
+  }
+}
+
+TEST_CASE("verbs: a NIC that sleeps is woken by what arrives") {
+  if (skipped()) return;
+  VerbsBench bench;
+  const auto source = bench.region(4096);
+  const auto target = bench.region(4096);
+  auto ends = bench.join();
+  for (int round = 0; round < 20; ++round) {
+    const Imm imm = good(bench.counters.allocate());
+    while (!bench.nic(0).prepare_sleep()) {
+    }
+    const auto operation = bench.operation(source, bench.key(target), 1, 64, imm);
+    bench.post(*ends.writer, operation);
+    bench.poller.poll(static_cast<std::uint64_t>(kDeadline.count()));
+    bench.nic(0).finish_sleep();
+    bench.until([&] { return operation->finished == 1 && bench.counters.value(imm) == 1; });
+  }
+}
+
+TEST_CASE("verbs: memory beyond the limit of locked memory is refused with its remedy") {
+  if (skipped()) return;
+  TestEngine engine(options_for("verbs", "engine"));
+  rlimit before{};
+  REQUIRE(::getrlimit(RLIMIT_MEMLOCK, &before) == 0);
+  rlimit low = before;
+  low.rlim_cur = 64u << 10;
+  REQUIRE(::setrlimit(RLIMIT_MEMLOCK, &low) == 0);
+  std::optional<Error> refused;
+  // Capabilities are a thread's own; with CAP_IPC_LOCK the limit would not count.
+  std::thread([&] {
+    __user_cap_header_struct header{.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
+    std::array<__user_cap_data_struct, 2> none{};
+    if (::syscall(SYS_capset, &header, none.data()) != 0) return;
+    const auto region = engine->allocate(8u << 20);
+    if (!region) refused = region.error();
+  }).join();
+  REQUIRE(::setrlimit(RLIMIT_MEMLOCK, &before) == 0);
+  REQUIRE(refused);
+  CHECK(refused->code == Errc::permission_denied);
+  for (const char* part : {"8388608", "65536", "ulimit -l unlimited", "IPC_LOCK"}) {
+    CHECK_MESSAGE(refused->text.find(part) != std::string::npos, refused->text);
+  }
+}
+
+TEST_SUITE_END();

@@ -1,0 +1,123 @@
+// The parts of the verbs fabric that need no device.
+#include <doctest/doctest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <vector>
+
+#include "fabric/verbs/gid_choice.hpp"
+#include "fabric/verbs/path_budget.hpp"
+#include "fabric/verbs/path_endpoint.hpp"
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+using namespace kvxfer::verbs;
+
+namespace {
+
+ibv_gid_entry entry(std::uint32_t index, std::vector<std::uint8_t> first_bytes,
+                    std::uint32_t type = IBV_GID_TYPE_ROCE_V2, std::uint32_t interface = 1) {
+  ibv_gid_entry made{
+      .gid_index = index, .port_num = 1, .gid_type = type, .ndev_ifindex = interface};
+  for (std::size_t i = 0; i < first_bytes.size(); ++i) made.gid.raw[i] = first_bytes[i];
+  return made;
+}
+
+const std::vector<std::uint8_t> kIpv4{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 1, 2, 3};
+const std::vector<std::uint8_t> kIpv6{0x20, 0x01, 0x0d, 0xb8};
+const std::vector<std::uint8_t> kLinkLocal{0xfe, 0x80};
+
+}  // namespace
+
+TEST_CASE("of a port's addresses the routable IPv4 one of this namespace is used") {
+  const auto ours = [](const ibv_gid_entry& one) { return one.ndev_ifindex == 1; };
+  const auto chosen = [&](const std::vector<ibv_gid_entry>& entries) {
+    return choose_gid(entries, IBV_LINK_LAYER_ETHERNET, ours).value_or(ibv_gid_entry{}).gid_index;
+  };
+  constexpr std::uint32_t kV1 = IBV_GID_TYPE_ROCE_V1;
+  constexpr std::uint32_t kV2 = IBV_GID_TYPE_ROCE_V2;
+  CHECK(chosen({entry(0, kLinkLocal, kV1), entry(1, kLinkLocal), entry(2, kIpv4, kV1),
+                entry(3, kIpv4), entry(4, kIpv6)}) == 3);
+  CHECK(chosen({entry(1, kLinkLocal), entry(2, kIpv6)}) == 2);
+  CHECK(chosen({entry(1, kIpv4, kV1), entry(2, kLinkLocal)}) == 2);
+  CHECK(chosen({entry(5, kLinkLocal), entry(6, kLinkLocal)}) == 5);
+  // The host's own address, seen from a container that has only the second interface.
+  CHECK(chosen({entry(1, kIpv4, kV2, 7), entry(2, kLinkLocal)}) == 2);
+  CHECK(chosen({entry(1, kIpv4, kV2, 7)}) == 1);
+  CHECK(!choose_gid({}, IBV_LINK_LAYER_ETHERNET, ours));
+  const std::vector<ibv_gid_entry> fabric{entry(0, kLinkLocal, 0, 0), entry(1, kIpv4, 0, 0)};
+  CHECK(choose_gid(fabric, IBV_LINK_LAYER_INFINIBAND, ours)->gid_index == 0);
+}
+
+TEST_CASE("a NIC's queues are shared out so that they never overrun") {
+  struct Limits {
+    std::uint32_t completions;
+    std::uint32_t receives;
+    std::uint32_t at_least;  // paths
+  };
+  for (const auto& [completions, receives, at_least] :
+       {Limits{32703, 32703, 64}, Limits{65472, 32703, 128}, Limits{1024, 1024, 8},
+        Limits{300, 100, 1}, Limits{64, 64, 0}}) {
+    CAPTURE(completions);
+    PathBudget budget(completions, receives);
+    std::vector<PathShare> shares;
+    std::uint64_t sends = 0;
+    std::uint64_t taken = 0;
+    while (const auto share = budget.take()) {
+      CHECK(share->sends >= 16);
+      CHECK(share->receives >= 64);
+      sends += share->sends + 1;
+      taken += share->receives;
+      shares.push_back(*share);
+    }
+    CHECK(sends + taken <= completions);
+    CHECK(taken <= receives);
+    CHECK(shares.size() >= at_least);
+    CHECK(budget.paths() == shares.size());
+    if (shares.empty()) continue;
+    // What a path gives back another may have.
+    budget.give_back(shares.back());
+    const auto again = budget.take();
+    REQUIRE(again);
+    CHECK(again->receives == shares.back().receives);
+    CHECK(!budget.take());
+  }
+}
+
+TEST_CASE("an endpoint survives its way to the peer, and anything else is none") {
+  PathEndpoint endpoint{.queue_pair = 0x123456,
+                        .packet_sequence = 0xabcdef,
+                        .imm_window = 777,
+                        .lid = 12,
+                        .mtu = IBV_MTU_4096,
+                        .link_layer = IBV_LINK_LAYER_ETHERNET};
+  endpoint.gid.raw[3] = 9;
+  const std::string bytes = endpoint.encode();
+  const auto decoded = PathEndpoint::decode(bytes);
+  REQUIRE(decoded);
+  CHECK(decoded->encode() == bytes);
+  CHECK(decoded->imm_window == 777);
+  CHECK(decoded->gid.raw[3] == 9);
+  for (std::size_t size = 0; size < bytes.size(); ++size) {
+    CHECK(!PathEndpoint::decode(bytes.substr(0, size)));
+  }
+  CHECK(!PathEndpoint::decode(bytes + "x"));
+  endpoint.mtu = 0;
+  CHECK(!PathEndpoint::decode(endpoint.encode()));
+  endpoint.mtu = IBV_MTU_1024;
+  endpoint.queue_pair = 1u << 24;
+  CHECK(!PathEndpoint::decode(endpoint.encode()));
+}
+
+TEST_CASE("a host without RDMA runs, unless verbs are required") {
+  if (std::filesystem::exists("/sys/class/infiniband/rxe0")) return;
+  auto options = options_for("tcp", "engine");
+  options.verbs = FabricUse::if_available;
+  CHECK(good(TransferEngine::create(options))->nics().empty());
+  options.verbs = FabricUse::required;
+  const auto refused = TransferEngine::create(options);
+  REQUIRE(!refused);
+  CHECK(refused.error().code == Errc::fabric_unavailable);
+  CHECK(refused.error().text.find("verbs") != std::string::npos);
+}

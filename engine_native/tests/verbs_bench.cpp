@@ -1,0 +1,97 @@
+#include "verbs_bench.hpp"
+
+#include "clock.hpp"
+#include "fabric/verbs/verbs_factory.hpp"
+#include "support.hpp"
+
+namespace kvxfer::test {
+
+VerbsBench::VerbsBench()
+    : completions(good(CompletionQueue::create())),
+      counters(*completions),
+      poller(good(Poller::create())),
+      options_(options_for("verbs", "bench")) {
+  NicEvents& events = *this;
+  nics_ = good(verbs::VerbsFactory().open({.options = options_,
+                                           .poller = poller,
+                                           .reception = {regions_, counters, stats, activity_},
+                                           .events = events,
+                                           .first_number = 0}));
+}
+
+Result<std::unique_ptr<NicPath>> VerbsBench::open(std::size_t number) {
+  return nic(number).open_path({.id = ++last_path_,
+                                .peer = 1,
+                                .nic = static_cast<std::uint32_t>(number % nics_.size()),
+                                .remote_nic = static_cast<std::uint32_t>(nics_.size() - 1),
+                                .label = "'bench'"});
+}
+
+VerbsBench::Joined VerbsBench::join() {
+  Joined ends;
+  // Addresses may have to be looked up first; a link tries again, too.
+  until([&] {
+    ends = {.writer = good(open(0)), .reader = good(open(nics_.size() - 1))};
+    return ends.reader->connect(ends.writer->endpoint()) &&
+           ends.writer->connect(ends.reader->endpoint());
+  });
+  ends.writer->open();
+  ends.reader->open();
+  return ends;
+}
+
+RegionPtr VerbsBench::region(std::size_t bytes) {
+  RegionPtr made = good(MemoryRegion::allocate({}, bytes));
+  std::vector<std::shared_ptr<NicRegistration>> registrations;
+  for (const auto& each : nics_) registrations.push_back(good(each->register_memory(*made)));
+  made->set_registrations(std::move(registrations));
+  return made;
+}
+
+RemoteKey VerbsBench::key(const RegionPtr& region) {
+  return good(region->registration(static_cast<std::uint32_t>(nics_.size() - 1))->share(1));
+}
+
+OperationPtr VerbsBench::operation(const RegionPtr& source, const RemoteKey& destination,
+                                   std::size_t pieces, std::uint32_t piece_bytes,
+                                   std::optional<Imm> imm) {
+  auto made = std::make_shared<Operation>();
+  made->source = source;
+  made->imm = imm;
+  for (std::size_t i = 0; i < pieces; ++i) {
+    made->writes.push_back({i * piece_bytes, i * piece_bytes, piece_bytes});
+  }
+  made->bytes = pieces * piece_bytes;
+  auto remote = std::make_shared<RemoteRegion>();
+  remote->keys.assign(nics_.size(), destination);
+  made->destination = remote;
+  return made;
+}
+
+void VerbsBench::post(NicPath& path, const OperationPtr& operation) {
+  while (operation->wants_post() && path.has_room(operation->imm.has_value())) {
+    const std::size_t posted = path.post(operation, operation->next());
+    if (posted == 0) return;
+    operation->took(posted);
+  }
+}
+
+void VerbsBench::poll() {
+  poller.poll(0);
+  for (const auto& each : nics_) each->poll();
+}
+
+void VerbsBench::until(const std::function<bool()>& so) {
+  const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(kDeadline.count());
+  while (!so()) {
+    REQUIRE_MESSAGE(now_ns() < deadline, "it did not come to pass before the deadline");
+    poll();
+  }
+}
+
+void VerbsBench::on_finished(const OperationPtr& operation, const WriteRange& writes,
+                             const Error&) {
+  operation->finish(writes);
+}
+
+}  // namespace kvxfer::test

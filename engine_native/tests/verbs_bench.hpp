@@ -1,0 +1,61 @@
+// RDMA NICs without engines: paths joined by hand, so that a test can do to them what no engine
+// would.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "completion_queue.hpp"
+#include "fabric/nic/nic_domain.hpp"
+#include "memory_region.hpp"
+
+namespace kvxfer::test {
+
+class VerbsBench final : private NicEvents {
+ public:
+  // With all the devices that KVXFER_TEST_NICS allows.
+  VerbsBench();
+
+  NicDomain& nic(std::size_t number) { return *nics_[number % nics_.size()]; }
+  Result<std::unique_ptr<NicPath>> open(std::size_t nic);
+  struct Joined {
+    std::unique_ptr<NicPath> writer;
+    std::unique_ptr<NicPath> reader;
+  };
+  // From the first NIC to the last.
+  Joined join();
+  RegionPtr region(std::size_t bytes);
+  // Writes `source` to `destination`, in pieces, each with the immediate if there is one.
+  OperationPtr operation(const RegionPtr& source, const RemoteKey& destination, std::size_t pieces,
+                         std::uint32_t piece_bytes, std::optional<Imm> imm);
+  RemoteKey key(const RegionPtr& region);
+  // Posts what there is room for now.
+  void post(NicPath& path, const OperationPtr& operation);
+  void poll();
+  // Polls until it is so; fails the test if it does not become so.
+  void until(const std::function<bool()>& so);
+
+  std::unique_ptr<CompletionQueue> completions;
+  ImmCounters counters;
+  EngineStats stats;
+  Poller poller;
+  std::map<const Path*, Error> lost;
+
+ private:
+  void on_finished(const OperationPtr& operation, const WriteRange& writes,
+                   const Error& error) override;
+  void on_lost(Path& path, Error error) override { lost[&path] = std::move(error); }
+  void on_nic_state(NicDomain&) override {}
+  void on_credit_due(NicPath&) override {}
+
+  EngineOptions options_;
+  RegionTable regions_;
+  std::uint64_t activity_ = 0;
+  std::vector<std::unique_ptr<NicDomain>> nics_;
+  PathId last_path_ = 0;
+};
+
+}  // namespace kvxfer::test

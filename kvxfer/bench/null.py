@@ -1,0 +1,169 @@
+"""What the engine itself costs per page: over `null`, a NIC that moves nothing and completes at
+once. No application can choose that fabric, so the native engine is used as it is."""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import select
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvxfer.bench.errors import BenchError
+from kvxfer.bench.figures import OverheadFigure, overhead_figure
+from kvxfer.bench.pages import PageDraw, PageLists
+from kvxfer.engine.native import error_of, native, translated
+
+PAGE_BYTES = 4 << 10
+PAGES = 100_000
+_WARM_UP_ROUNDS = 3
+_TIMEOUT_SECONDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class NullCase:
+    """Pages in runs of `run_pages`: within a run each follows the last on both sides, from one
+    run to another none does. `target_ns` is the most that one page may take."""
+
+    name: str
+    run_pages: int
+    target_ns: float
+
+    def draw(self, seed: int, pages: int) -> PageLists:
+        """`pages` pages, as many whole runs; runs as long as that at most."""
+        length = min(self.run_pages, pages)
+        nbytes = pages * PAGE_BYTES
+        (runs,) = PageDraw(seed, length * PAGE_BYTES, nbytes, 2 * nbytes).draw()
+        src, dst = (
+            (first[:, np.newaxis] * length + np.arange(length)).ravel()
+            for first in (runs.src, runs.dst)
+        )
+        return PageLists(PAGE_BYTES, src, dst)
+
+
+CASES = (
+    NullCase("scattered", 1, 60.0),
+    NullCase("runs of 16", 16, 25.0),
+    NullCase("sequential", PAGES, 25.0),
+)
+
+
+class NullWriter:
+    """An engine, connected to another in this process, and a region of that one. One thread."""
+
+    def __init__(
+        self,
+        engine: native.TransferEngine,
+        receiver: str,
+        source: native.MemoryRegion,
+        destination: bytes,
+    ) -> None:
+        self._engine, self._source, self._destination = engine, source, destination
+        self._events = select.poll()
+        self._events.register(engine.event_fd, select.POLLIN)
+        with translated():
+            connecting = engine.connect(receiver, _TIMEOUT_SECONDS)
+        self._peer, _ = self._completion("connect", connecting)
+
+    def write(self, pages: PageLists) -> tuple[int, int, int]:
+        """One call for all pages. Returns how many writes they became, and the nanoseconds until
+        the call returned and until the engine's thread had posted and reported all of them."""
+        with translated():
+            start = time.monotonic_ns()
+            operation, writes, _ = self._engine.write_pages(
+                self._peer,
+                self._source,
+                self._destination,
+                page_length=pages.page_bytes,
+                source_pages=pages.src.data,
+                destination_pages=pages.dst.data,
+                source_stride=pages.page_bytes,
+                destination_stride=pages.page_bytes,
+                source_offset=0,
+                destination_offset=0,
+                imm=None,
+                timeout=0.0,
+                nic=None,
+                after=None,
+            )
+            returned = time.monotonic_ns()
+        _, completed = self._completion("write", operation)
+        return writes, returned - start, completed - start
+
+    def _completion(self, kind: str, ident: int) -> tuple[int, int]:
+        """The peer and the time of this completion; others are not waited for by anybody."""
+        while self._events.poll(_TIMEOUT_SECONDS * 1000):
+            for what, which, peer, code, text, _, _, at_ns in self._engine.drain():
+                if (what, which) != (kind, ident):
+                    continue
+                if code != "ok":
+                    raise error_of(code, text)
+                return peer, at_ns
+        raise BenchError(f"no {kind} completed within {_TIMEOUT_SECONDS} s")
+
+
+@contextmanager
+def null_writer(nbytes: int) -> Iterator[NullWriter]:
+    """Two engines and `nbytes` of address space for both; none of it is ever touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    space = np.frombuffer(mmap.mmap(-1, nbytes, flags, mmap.PROT_READ), np.uint8)
+    key = secrets.token_bytes(32)
+    with closing(_engine(key)) as sender, closing(_engine(key)) as receiver, translated():
+        source = sender.register_memory(space.ctypes.data, nbytes)
+        destination = receiver.register_memory(space.ctypes.data, nbytes)
+        yield NullWriter(sender, receiver.address, source, destination.descriptor)
+
+
+def measure_null(
+    seed: int, rounds: int, advance: Callable[[], None], pages: int = PAGES
+) -> list[OverheadFigure]:
+    """Writes each case's pages once a round, so that all see the same moments of the machine."""
+    lists = [case.draw(seed, pages) for case in CASES]
+    with null_writer(2 * pages * PAGE_BYTES) as writer:
+        for _ in range(_WARM_UP_ROUNDS):
+            writes = [writer.write(each)[0] for each in lists]
+        call_ns: list[list[int]] = [[] for _ in CASES]
+        completed_ns: list[list[int]] = [[] for _ in CASES]
+        for _ in range(rounds):
+            for i, each in enumerate(lists):
+                _, called, completed = writer.write(each)
+                call_ns[i].append(called)
+                completed_ns[i].append(completed)
+            advance()
+    return [
+        overhead_figure(case.name, pages, writes[i], call_ns[i], completed_ns[i], case.target_ns)
+        for i, case in enumerate(CASES)
+    ]
+
+
+def _engine(cluster_key: bytes) -> native.TransferEngine:
+    """With kvxfer.Engine's defaults, but for the fabric."""
+    options = native.EngineOptions(
+        cluster_key=cluster_key,
+        name="bench null",
+        host="127.0.0.1",
+        advertise="",
+        port=0,
+        local=False,
+        tcp=False,
+        verbs="never",
+        ofi="never",
+        null=True,
+        nics=[],
+        ofi_provider="efa",
+        ofi_endpoints=1,
+        ofi_strict=False,
+        cpus=[],
+        lanes=2,
+        window_bytes=16 << 20,
+        heartbeat_interval=0.1,
+        peer_timeout=_TIMEOUT_SECONDS,  # an instrumented engine is a slow one
+        operation_timeout=30.0,
+        spin=200e-6,
+    )
+    with translated():
+        return native.TransferEngine(options)

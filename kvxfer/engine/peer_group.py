@@ -1,0 +1,101 @@
+"""Several peers, written to in one call."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kvxfer.engine.operation_group import OperationGroup
+from kvxfer.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+    from kvxfer.engine.engine import Engine
+    from kvxfer.engine.memory import MemoryRegion
+    from kvxfer.engine.peer import Peer
+    from kvxfer.engine.watcher import WatchFor
+
+    # A buffer: one-dimensional, of int32 or int64. (numpy says that its arrays are buffers only
+    # where Python is 3.12 or newer.)
+    Integers: TypeAlias = Sequence[int] | Buffer | NDArray[np.signedinteger[Any]]
+
+
+class PeerGroup:
+    """Peers of one engine, in an order that every call keeps. Any thread.
+
+    Each call is one native crossing, and all of it is submitted or nothing: it raises what
+    Peer.write raises, also the loss of any of the peers.
+    """
+
+    __slots__ = ("_engine", "peers")
+
+    def __init__(self, engine: Engine, peers: Sequence[Peer]) -> None:
+        for peer in peers:
+            if peer.engine is not engine:
+                raise InvalidArgument(f"{peer!r} is a peer of another engine than the group's")
+        self._engine = engine
+        self.peers = tuple(peers)
+
+    def scatter(
+        self,
+        src: MemoryRegion,
+        dst: Sequence[bytes],
+        *,
+        src_offsets: Integers,
+        dst_offsets: Integers,
+        lengths: Integers,
+        imm: int | None = None,
+        timeout: float | None = None,
+        after: WatchFor | None = None,
+    ) -> OperationGroup:
+        """Writes to each peer its part of `src`: lengths[i] bytes from src_offsets[i] to
+        dst_offsets[i] of the region dst[i] (a descriptor) of peers[i].
+
+        A length of 0 sends the immediate alone. imm, timeout, after: as of Peer.write, the same
+        for all.
+        """
+        ids = self._connected()
+        return OperationGroup(
+            self._engine.submit_all(
+                lambda native: native.scatter(
+                    src.handle,
+                    ids,
+                    dst,
+                    source_offsets=_integers(src_offsets),
+                    destination_offsets=_integers(dst_offsets),
+                    lengths=_integers(lengths),
+                    imm=imm,
+                    timeout=timeout or 0.0,
+                    after=after,
+                )
+            )
+        )
+
+    def barrier(
+        self, imm: int, *, timeout: float | None = None, after: WatchFor | None = None
+    ) -> OperationGroup:
+        """Counts one at every peer, without any bytes: its part of a barrier in which each waits
+        for as many as there are others."""
+        ids = self._connected()
+        return OperationGroup(
+            self._engine.submit_all(
+                lambda native: native.barrier(ids, imm, timeout=timeout or 0.0, after=after)
+            )
+        )
+
+    def _connected(self) -> list[int]:
+        for peer in self.peers:
+            peer.require_connected()
+        return [peer.id for peer in self.peers]
+
+    def __len__(self) -> int:
+        return len(self.peers)
+
+
+def _integers(values: Integers) -> Any:
+    # iter(): array() would take the bytes of a bytes object for the memory of its items.
+    return array("q", iter(values)) if isinstance(values, Sequence) else values

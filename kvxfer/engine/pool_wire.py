@@ -1,0 +1,66 @@
+"""What the two sides of a receive pool tell each other: offers, and headers of messages.
+
+A slot is a header, then the payload. Both come by one-sided writes with an immediate of their
+own, in any order. One header is one write, so its counter alone says that it is there; it says
+how many writes the payload takes, which the sender alone knows.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvxfer.errors import InvalidArgument
+
+HEADER_BYTES: Final = 64  # a cache line, so that payloads are aligned
+_HEADER: Final = struct.Struct("<QII")
+
+
+class Header(NamedTuple):
+    """length: of the payload, in bytes. writes: that it takes. credit: the immediate that gives
+    the slot back to the sender."""
+
+    length: int
+    writes: int
+    credit: int
+
+    def pack_into(self, view: memoryview) -> None:
+        _HEADER.pack_into(view, 0, *self)
+
+    @classmethod
+    def unpack(cls, view: memoryview) -> Header:
+        return cls(*_HEADER.unpack_from(view))
+
+
+class SlotOffer(msgspec.Struct, frozen=True, array_like=True):
+    """offset: of the slot in the region. The immediates: of its header and of its payload."""
+
+    offset: int
+    header_imm: int
+    payload_imm: int
+
+
+class PoolOffer(msgspec.Struct, frozen=True, array_like=True, tag="kvxfer-receive-slots"):
+    """Slots lent to one peer. region: a descriptor."""
+
+    region: bytes
+    slot_bytes: int
+    slots: tuple[SlotOffer, ...]
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(PoolOffer)
+
+
+def encode(offer: PoolOffer) -> bytes:
+    return _encoder.encode(offer)
+
+
+def decode(data: bytes) -> PoolOffer:
+    """Raises InvalidArgument for anything but the bytes of ReceivePool.offer()."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise InvalidArgument(f"these are not the bytes of ReceivePool.offer(): {error}") from None

@@ -1,0 +1,30 @@
+"""Which GPUs, NICs and CPUs of a host belong together, read from /sys.
+
+A domain group is the NICs that serve one GPU (or one NUMA node), driven by one worker thread.
+"""
+
+from __future__ import annotations
+
+from kvxfer.topology.devices import Gpu, Location, Nic, NumaNode, Port, Topology
+from kvxfer.topology.discovery import read_topology
+from kvxfer.topology.distance import Distance, pcie_distance
+from kvxfer.topology.groups import DomainGroup, domain_groups, host_groups
+from kvxfer.topology.local import local_group
+from kvxfer.topology.sysfs import Sysfs
+
+__all__ = [
+    "Distance",
+    "DomainGroup",
+    "Gpu",
+    "Location",
+    "Nic",
+    "NumaNode",
+    "Port",
+    "Sysfs",
+    "Topology",
+    "domain_groups",
+    "host_groups",
+    "local_group",
+    "pcie_distance",
+    "read_topology",
+]

@@ -1,0 +1,129 @@
+"""Which NICs serve which GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvxfer.topology.devices import Gpu, Nic, Topology
+from kvxfer.topology.distance import Distance, pcie_distance
+
+
+@dataclass(frozen=True, slots=True)
+class DomainGroup:
+    """The NICs that serve `gpu`, or a NUMA node where that is None; the nearest NIC comes first.
+
+    `cpus` are those beside the NICs, for the engine's worker thread: all of them, also such as
+    this process may not use. `numa_node` is theirs, None where the host does not say. Both are
+    the GPU's where there is no NIC. `bits_per_second` is the sum of the links, also of those that
+    another group shares.
+    """
+
+    gpu: Gpu | None
+    nics: tuple[Nic, ...]
+    numa_node: int | None
+    cpus: tuple[int, ...]
+    bits_per_second: int
+
+    @property
+    def distances(self) -> tuple[Distance, ...]:
+        """From the GPU to each NIC; nothing without a GPU."""
+        if self.gpu is None:
+            return ()
+        return tuple(pcie_distance(self.gpu.location, nic.location) for nic in self.nics)
+
+
+def domain_groups(topology: Topology) -> tuple[DomainGroup, ...]:
+    """One group per GPU; without GPUs, one per NUMA node that has NICs. There is always one.
+
+    NICs without an active port are in none. Every GPU gets the same number of NICs, the nearest;
+    where there are fewer NICs than GPUs, each GPU gets the nearest one and NICs are shared. What
+    does not divide joins a group only if it is as near as that group's own: a NIC further away is
+    there for something else, such as storage.
+    """
+    gpus = topology.gpus
+    if not gpus:
+        return host_groups(topology)
+    nics = [nic for nic in topology.nics if nic.active]
+    hands = _shared(gpus, nics) if len(nics) < len(gpus) else _dealt(gpus, nics)
+    return tuple(_group(topology, gpu, hand) for gpu, hand in zip(gpus, hands, strict=True))
+
+
+def host_groups(topology: Topology) -> tuple[DomainGroup, ...]:
+    """One group per NUMA node that has NICs, whatever the GPUs: for host memory. One group without
+    NICs where there are none."""
+    nics = [nic for nic in topology.nics if nic.active]
+    if not nics:
+        return (_group(topology, None, ()),)
+    nodes = {nic.location.numa_node for nic in nics}
+    return tuple(
+        _group(topology, None, [nic for nic in nics if nic.location.numa_node == node])
+        for node in sorted(nodes, key=lambda node: (node is None, node))
+    )
+
+
+def spare_nics(topology: Topology, groups: Sequence[DomainGroup]) -> tuple[Nic, ...]:
+    """Active NICs that are in none of `groups`."""
+    used = {nic.name for group in groups for nic in group.nics}
+    return tuple(nic for nic in topology.nics if nic.active and nic.name not in used)
+
+
+def _dealt(gpus: Sequence[Gpu], nics: Sequence[Nic]) -> list[list[Nic]]:
+    """Every NIC to one GPU. PCIe is a tree, so taking the nearest pairs first is best for all."""
+    share = len(nics) // len(gpus)
+    hands: list[list[Nic]] = [[] for _ in gpus]
+    farthest = [Distance.PIX for _ in gpus]
+    free = set(range(len(nics)))
+    pairs = _pairs(gpus, nics)
+    for distance, gpu, nic in pairs:
+        if nic in free and len(hands[gpu]) < share:
+            hands[gpu].append(nics[nic])
+            farthest[gpu] = distance
+            free.remove(nic)
+    for distance, gpu, nic in pairs:
+        if nic in free and len(hands[gpu]) == share and distance <= farthest[gpu]:
+            hands[gpu].append(nics[nic])
+            free.remove(nic)
+    return hands
+
+
+def _shared(gpus: Sequence[Gpu], nics: Sequence[Nic]) -> list[list[Nic]]:
+    """The nearest NIC to every GPU; of several, the one with the fewest GPUs. GPUs that have a NIC
+    nearby choose first."""
+    hands: list[list[Nic]] = [[] for _ in gpus]
+    users = [0 for _ in nics]
+    nearest: dict[int, Distance] = {}
+    for distance, gpu, _ in _pairs(gpus, nics):
+        nearest.setdefault(gpu, distance)
+    for gpu, distance in nearest.items():
+        candidates = [
+            index
+            for index, nic in enumerate(nics)
+            if pcie_distance(gpus[gpu].location, nic.location) is distance
+        ]
+        chosen = min(candidates, key=users.__getitem__)
+        users[chosen] += 1
+        hands[gpu].append(nics[chosen])
+    return hands
+
+
+def _pairs(gpus: Sequence[Gpu], nics: Sequence[Nic]) -> list[tuple[Distance, int, int]]:
+    """Every GPU with every NIC, by index, the nearest first."""
+    return sorted(
+        (pcie_distance(gpu.location, nic.location), gpu_index, nic_index)
+        for gpu_index, gpu in enumerate(gpus)
+        for nic_index, nic in enumerate(nics)
+    )
+
+
+def _group(topology: Topology, gpu: Gpu | None, nics: Sequence[Nic]) -> DomainGroup:
+    if nics:
+        place = nics[0].location
+        numa_node, cpus = place.numa_node, place.cpus or topology.cpus
+    elif gpu is not None:
+        numa_node, cpus = gpu.location.numa_node, gpu.location.cpus or topology.cpus
+    else:
+        nodes = topology.numa_nodes
+        numa_node, cpus = nodes[0].number if len(nodes) == 1 else None, topology.cpus
+    speed = sum(nic.bits_per_second for nic in nics)
+    return DomainGroup(gpu, tuple(nics), numa_node, cpus, speed)

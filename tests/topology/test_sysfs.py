@@ -1,0 +1,48 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.topology import Sysfs, read_topology
+from tests.topology.hosts import TREES, SysfsBuilder
+
+
+def test_a_recorded_tree_is_a_root_or_a_sys_folder_of_any_name(tmp_path: Path) -> None:
+    renamed = tmp_path / "from-node-17"
+    renamed.symlink_to(TREES / "dgx" / "sys")
+    found = [Sysfs.recorded(folder) for folder in (TREES / "dgx", TREES / "dgx" / "sys", renamed)]
+    assert len({read_topology(each) for each in found}) == 1
+    assert len(read_topology(found[0]).gpus) == 8
+
+
+def test_a_relative_folder_is_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(TREES)
+    assert read_topology(Sysfs.recorded(Path("dgx"))) == read_topology(Sysfs(TREES / "dgx/sys"))
+
+
+@pytest.mark.parametrize("folder", ["missing", "file", "empty"])
+def test_what_holds_no_sysfs_is_refused_by_name(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidArgument, match=f"{folder} holds no sysfs: give a folder"):
+        Sysfs.recorded(tmp_path / folder)
+
+
+def test_missing_files_and_loops_of_links_read_as_nothing(sysfs: SysfsBuilder) -> None:
+    sysfs.link("bus/pci/devices/0000:00:01.0", "0000:00:01.0")
+    tree = Sysfs(sysfs.folder)
+    assert tree.text("class/infiniband/mlx5_0/ports/1/state") is None
+    assert tree.names("class/infiniband") == []
+    assert tree.link_name("class/infiniband/mlx5_0/device/driver") is None
+    assert tree.device_path("bus/pci/devices/0000:00:01.0") is None
+
+
+def test_recorded_trees_hold_relative_links_only() -> None:
+    links = [path for path in TREES.rglob("*") if path.is_symlink()]
+    assert len(links) > 100
+    assert [link for link in links if link.readlink().is_absolute()] == []
+    # All lead somewhere inside, but for drivers, whose names are all that is read.
+    lost = [link for link in links if not link.exists() and link.name != "driver"]
+    assert lost == []
+    assert all(Path(os.path.normpath(link.parent / link.readlink())) > TREES for link in links)
