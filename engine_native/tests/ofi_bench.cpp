@@ -77,11 +77,19 @@ OperationPtr OfiBench::post(NicPath& path, const RegionPtr& source, const Remote
 }
 
 void OfiBench::until(const std::function<bool()>& so) {
+  poll_until(so, 0, static_cast<std::uint32_t>(nics_.size()));
+}
+
+void OfiBench::until_polled(std::uint32_t nic, const std::function<bool()>& so) {
+  poll_until(so, nic, nic + 1);
+}
+
+void OfiBench::poll_until(const std::function<bool()>& so, std::uint32_t first, std::uint32_t end) {
   const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(kDeadline.count());
   while (!so()) {
     REQUIRE_MESSAGE(now_ns() < deadline, "it did not come to pass before the deadline");
     poller_.poll(0);
-    for (const auto& nic : nics_) nic->poll();
+    for (std::uint32_t nic = first; nic < end; ++nic) nics_[nic]->poll();
   }
 }
 

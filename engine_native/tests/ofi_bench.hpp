@@ -35,9 +35,10 @@ class OfiBench final : private NicEvents {
   // Posts `pieces` of the source, as many as there is room for.
   OperationPtr post(NicPath& path, const RegionPtr& source, const RemoteKey& destination,
                     std::size_t pieces, std::uint32_t piece_bytes, std::optional<Imm> imm);
-  void poll(std::uint32_t nic) { nics_[nic]->poll(); }
   // Polls all until it is so; fails the test if it does not become so.
   void until(const std::function<bool()>& so);
+  // Polls this NIC alone, as if the others' processes were frozen.
+  void until_polled(std::uint32_t nic, const std::function<bool()>& so);
   // Lets everything arrive that can.
   void settle();
 
@@ -47,6 +48,7 @@ class OfiBench final : private NicEvents {
   std::map<const Path*, Error> lost;
 
  private:
+  void poll_until(const std::function<bool()>& so, std::uint32_t first, std::uint32_t end);
   void on_finished(const OperationPtr& operation, const WriteRange& writes,
                    const Error& error) override;
   void on_lost(Path& path, Error error) override { lost[&path] = std::move(error); }

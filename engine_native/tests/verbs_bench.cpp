@@ -6,6 +6,12 @@
 
 namespace kvxfer::test {
 
+bool skipped_without_verbs() {
+  const std::string why = why_not("verbs");
+  if (!why.empty()) MESSAGE("skipped: " << why);
+  return !why.empty();
+}
+
 VerbsBench::VerbsBench()
     : completions(good(CompletionQueue::create())),
       counters(*completions),

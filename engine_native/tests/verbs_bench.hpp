@@ -14,6 +14,9 @@
 
 namespace kvxfer::test {
 
+// Says why, if this run does not cover verbs.
+bool skipped_without_verbs();
+
 class VerbsBench final : private NicEvents {
  public:
   // With all the devices that KVXFER_TEST_NICS allows.

@@ -1,9 +1,15 @@
 #include "fabric/verbs/completion_error.hpp"
 
+#include "fabric/verbs/receive_queue.hpp"
+
 namespace kvxfer::verbs {
 
-std::string cause_of(ibv_wc_status status, const VerbsLibrary& library) {
-  switch (status) {
+std::string cause_of(const ibv_wc& completion, const VerbsLibrary& library) {
+  if (completion.wr_id == kReceiveId && completion.status == IBV_WC_REM_ACCESS_ERR) {
+    return "this NIC refused a write of its (remote access error): the memory region was "
+           "deregistered here, or the key is wrong";
+  }
+  switch (completion.status) {
     case IBV_WC_RETRY_EXC_ERR:
       return "its NIC does not answer (transport retries exceeded): the process or host is gone, "
              "or the network between the NICs is broken";
@@ -23,7 +29,7 @@ std::string cause_of(ibv_wc_status status, const VerbsLibrary& library) {
     case IBV_WC_WR_FLUSH_ERR:
       return "the queue pair failed (work request flushed)";
     default:
-      return std::string("work completion error: ") + library.wc_status_str(status);
+      return std::string("work completion error: ") + library.wc_status_str(completion.status);
   }
 }
 

@@ -10,6 +10,6 @@
 namespace kvxfer::verbs {
 
 // "its NIC does not answer …"; to be read after the name of the peer.
-std::string cause_of(ibv_wc_status status, const VerbsLibrary& library);
+std::string cause_of(const ibv_wc& completion, const VerbsLibrary& library);
 
 }  // namespace kvxfer::verbs

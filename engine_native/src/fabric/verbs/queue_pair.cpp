@@ -20,6 +20,8 @@ constexpr std::uint8_t kRetries = 3;
 constexpr std::uint8_t kReceiverWaits = 18;
 constexpr std::uint8_t kReceiverRetries = 6;
 constexpr std::uint8_t kHopLimit = 64;
+// Where the path MTU is not being set; the enumeration has no zero.
+constexpr ibv_mtu kNoMtu = IBV_MTU_256;
 
 }  // namespace
 
@@ -38,9 +40,13 @@ Result<std::shared_ptr<QueuePair>> QueuePair::create(std::shared_ptr<const Verbs
     if (!created) break;
     std::shared_ptr<QueuePair> pair(
         new QueuePair(std::move(device), created, wanted.cap.max_inline_data));
-    const int error = pair->modify(
-        {.qp_state = IBV_QPS_INIT, .qp_access_flags = 0, .pkey_index = 0, .port_num = kPort},
-        IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+    const int error =
+        pair->modify({.qp_state = IBV_QPS_INIT,
+                      .path_mtu = kNoMtu,
+                      .qp_access_flags = 0,
+                      .pkey_index = 0,
+                      .port_num = kPort},
+                     IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
     if (error == 0) return pair;
     return Error{Errc::nic_lost, "NIC " + pair->device_->name() +
                                      ": a queue pair cannot be set up: " + errno_text(error)};
@@ -75,6 +81,7 @@ int QueuePair::join(const Port& port, const PathEndpoint& ours, const PathEndpoi
 
 int QueuePair::start(const PathEndpoint& ours) {
   const int error = modify({.qp_state = IBV_QPS_RTS,
+                            .path_mtu = kNoMtu,
                             .sq_psn = ours.packet_sequence,
                             .qp_access_flags = IBV_ACCESS_REMOTE_WRITE,
                             .max_rd_atomic = 1,
@@ -87,7 +94,7 @@ int QueuePair::start(const PathEndpoint& ours) {
   return error;
 }
 
-void QueuePair::stop() { modify({.qp_state = IBV_QPS_ERR}, IBV_QP_STATE); }
+void QueuePair::stop() { modify({.qp_state = IBV_QPS_ERR, .path_mtu = kNoMtu}, IBV_QP_STATE); }
 
 void QueuePair::destroy() {
   if (pair_) device_->library().destroy_qp(std::exchange(pair_, nullptr));

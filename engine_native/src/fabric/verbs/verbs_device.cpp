@@ -109,7 +109,9 @@ std::vector<ibv_gid_entry> VerbsDevice::query_gids(const ibv_port_attr& attribut
   const ssize_t count =
       library_->query_gid_table(context_, entries.data(), entries.size(), 0, sizeof(ibv_gid_entry));
   entries.resize(count < 0 ? 0 : static_cast<std::size_t>(count));
-  std::erase_if(entries, [](const ibv_gid_entry& entry) { return entry.port_num != kPort; });
+  std::erase_if(entries, [](const ibv_gid_entry& entry) {
+    return entry.port_num != kPort || entry.gid_index > UINT8_MAX;  // all that a path can name
+  });
   return entries;
 }
 

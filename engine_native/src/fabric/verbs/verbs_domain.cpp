@@ -10,8 +10,8 @@ constexpr std::size_t kMaxPolled = 256;
 
 }  // namespace
 
-Result<std::unique_ptr<NicDomain>> VerbsDomain::open(std::shared_ptr<const VerbsDevice> device,
-                                                     const NicContext& context) {
+Result<std::unique_ptr<NicDomain>> VerbsDomain::open(
+    const std::shared_ptr<const VerbsDevice>& device, const NicContext& context) {
   const auto port = device->query_port();
   if (!port) return Error{Errc::fabric_unavailable, port.error().text};
   std::unique_ptr<VerbsDomain> domain(new VerbsDomain(device, context, *port));

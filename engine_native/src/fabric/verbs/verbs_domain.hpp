@@ -11,7 +11,7 @@ namespace kvxfer::verbs {
 
 class VerbsDomain final : public NicDomain, private AsyncEventHandler {
  public:
-  static Result<std::unique_ptr<NicDomain>> open(std::shared_ptr<const VerbsDevice> device,
+  static Result<std::unique_ptr<NicDomain>> open(const std::shared_ptr<const VerbsDevice>& device,
                                                  const NicContext& context);
 
   std::string_view fabric() const override { return "verbs"; }

@@ -30,7 +30,7 @@ Result<std::unique_ptr<NicDomain>> open_nic(const std::shared_ptr<const VerbsLib
                                             ibv_device* device, const NicContext& context) {
   auto opened = VerbsDevice::open(library, device);
   if (!opened) return opened.error();
-  return VerbsDomain::open(std::move(*opened), context);
+  return VerbsDomain::open(*opened, context);
 }
 
 std::string why_none(const std::string& trouble, const std::vector<std::string>& asked) {

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <cstring>
 #include <string>
 
 namespace kvxfer::verbs {
@@ -61,7 +62,7 @@ Result<std::shared_ptr<const VerbsLibrary>> VerbsLibrary::load() {
 
 int VerbsLibrary::query_port(ibv_context* context, std::uint8_t port,
                              ibv_port_attr& attributes) const {
-  attributes = {};
+  std::memset(&attributes, 0, sizeof attributes);
   if (verbs_context* const extended = verbs_get_ctx_op(context, query_port)) {
     return extended->query_port(context, port, &attributes, sizeof attributes);
   }

@@ -165,7 +165,7 @@ void VerbsPath::on_failed(const ibv_wc& completion) {
   if (stopping_ || lost()) return;
   // Flushed work is not the cause; the NIC may have told that already.
   if (completion.status == IBV_WC_WR_FLUSH_ERR) nic_.events->take();
-  on_failed(cause_of(completion.status, nic_.device->library()));
+  on_failed(cause_of(completion, nic_.device->library()));
 }
 
 void VerbsPath::on_failed(const std::string& cause) {

@@ -22,7 +22,7 @@ Error cannot_register(const std::string& nic, std::size_t bytes, int error) {
       "NIC " + nic + " cannot register " + std::to_string(bytes) + " bytes of memory: ";
   rlimit limit{};
   const bool limited = ::getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
-  if (error == EPERM || (error == ENOMEM && limited)) {
+  if (limited && (error == ENOMEM || error == EPERM)) {
     return {Errc::permission_denied,
             what + "this process may lock " + std::to_string(limit.rlim_cur) +
                 " bytes (ulimit -l); raise the limit (ulimit -l unlimited, in Kubernetes the "
@@ -32,7 +32,7 @@ Error cannot_register(const std::string& nic, std::size_t bytes, int error) {
     return {Errc::out_of_memory, what + "the host or the NIC has no room for it; free memory"};
   }
   return {
-      Errc::invalid_argument,
+      error == EPERM ? Errc::permission_denied : Errc::invalid_argument,
       what + errno_text(error) + "; it must be mapped, readable and writable, for all its bytes"};
 }
 
