@@ -38,7 +38,7 @@ struct Operation {
   OperationId id = 0;
   PeerId peer = 0;
   std::shared_ptr<PeerHandle> handle;  // of the peer; outlives it
-  RegionPtr source;  // null for an immediate without bytes
+  RegionPtr source;                    // null for an immediate without bytes
   std::uint64_t destination_key = 0;
   std::uint64_t destination_length = 0;  // as its descriptor says
   std::optional<Imm> imm;

@@ -46,7 +46,7 @@ Result<InfoPtr> ask(const Libfabric& library, const Request& request) {
 std::vector<Request> requests_for(const std::string& provider) {
   std::vector<Request> requests;
   if (provider != "efa") {
-    for (const int mr_mode : {0, static_cast<int>(FI_MR_PROV_KEY)}) {
+    for (const int mr_mode : {0, FI_MR_PROV_KEY}) {
       for (const std::uint64_t mode : {std::uint64_t{0}, std::uint64_t{FI_RX_CQ_DATA}}) {
         requests.push_back(
             {.provider = provider, .caps = FI_SOURCE, .mode = mode, .mr_mode = mr_mode});

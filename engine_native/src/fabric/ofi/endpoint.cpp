@@ -70,6 +70,7 @@ Result<void> Endpoint::start() {
 
   fi_av_attr attributes{};
   attributes.type = FI_AV_TABLE;
+  attributes.count = options_.budget.paths;
   fid_av* peers = nullptr;
   if (const int error = ::fi_av_open(domain_->domain.get(), &attributes, &peers, nullptr)) {
     return failed("fi_av_open", error);

@@ -35,7 +35,7 @@ class Endpoint final : private EventSink {
   struct Options {
     Budget budget;
     bool wait_object = true;
-    std::optional<std::uint64_t> disorder_seed{};  // none: completions come as they are
+    std::optional<std::uint64_t> disorder_seed;  // none: completions come as they are
   };
   struct Write {
     CompletionSink* path;

@@ -9,6 +9,8 @@
 namespace kvxfer::ofi {
 
 Result<Libfabric> Libfabric::load() {
+  // NOLINTBEGIN(concurrency-mt-unsafe): the environment is read and set before any library that
+  // looks at it is loaded, and dlerror() is the thread's own in glibc.
   // Debian's library loads one for Omni-Path that would take over the signals of a crash.
   ::setenv("IPATH_NO_BACKTRACE", "1", 0);
   ::setenv("HFI_NO_BACKTRACE", "1", 0);
@@ -26,6 +28,7 @@ Result<Libfabric> Libfabric::load() {
     const char* const error = ::dlerror();
     why += (why.empty() ? "" : "; ") + std::string(error ? error : place);
   }
+  // NOLINTEND(concurrency-mt-unsafe)
   if (!library) {
     return Error{Errc::fabric_unavailable,
                  "libfabric cannot be loaded (" + why +

@@ -203,7 +203,7 @@ void OfiDomain::read_events() {
                                   domain_->library.strerror(error.entry.err)});
 }
 
-void OfiDomain::break_down(Error why) {
+void OfiDomain::break_down(const Error& why) {
   if (!std::exchange(usable_, false)) return;
   for (OfiPath* path : paths_) path->fail(why);
   context_.events.on_nic_state(*this);

@@ -67,7 +67,7 @@ class OfiDomain final : public NicDomain, private EventSink {
             const Settings& settings);
   bool shares_endpoints() const { return settings_.paths_per_endpoint > 1; }
   Result<Place> find_place(std::uint64_t unmet);
-  void break_down(Error why);
+  void break_down(const Error& why);
   void read_events();
   void close_parked();
   void set_timer(std::uint64_t ns);

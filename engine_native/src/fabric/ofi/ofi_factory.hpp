@@ -12,9 +12,9 @@ class OfiFactory final : public NicFactory {
  public:
   // Against what the provider and the options suggest; for tests.
   struct Overrides {
-    std::optional<std::size_t> paths_per_endpoint{};
+    std::optional<std::size_t> paths_per_endpoint;
     bool wait_object = true;
-    std::optional<FabricUse> use{};
+    std::optional<FabricUse> use;
   };
   OfiFactory() = default;
   explicit OfiFactory(Overrides overrides) : overrides_(overrides) {}
