@@ -242,7 +242,7 @@ async def test_a_wait_has_a_deadline_and_ends_when_the_counter_is_released(pair:
 
 
 async def test_cancelling_an_operation_ends_it(pair: Pair) -> None:
-    size = 256 << 20
+    size = 32 << 20
     source, target = pair.writer.alloc(size), pair.reader.alloc(size)
     writes = [
         pair.to_reader.write(source.region, target.region.descriptor, length=size)
