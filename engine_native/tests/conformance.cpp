@@ -161,6 +161,8 @@ EngineOptions options_for(const std::string& fabric, const std::string& name) {
     options.more_nics = simulated_network().nics(std::move(own));
   } else if (fabric == "verbs") {
     options.verbs = FabricUse::required;
+    // Software RDMA under emulation keeps an engine's thread off its processor for up to a second.
+    options.peer_timeout = std::chrono::seconds(5);
     options.nics = rdma_devices();
     if (options.nics.size() > nics) options.nics.resize(nics);
   } else if (fabric.starts_with("ofi")) {

@@ -125,8 +125,8 @@ Result<std::vector<Device>> find_devices(const Libfabric& library, const std::st
                                       : "")};
 }
 
-std::string nic_name(const Device& device, unsigned endpoint) {
-  return device.name + "/" + std::to_string(endpoint);
+std::string nic_name(const std::string& device, unsigned endpoint) {
+  return device + "/" + std::to_string(endpoint);
 }
 
 std::vector<Device> choose(std::vector<Device> devices, const std::vector<std::string>& names) {

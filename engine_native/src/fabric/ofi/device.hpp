@@ -31,6 +31,6 @@ Result<std::vector<Device>> find_devices(const Libfabric& library, const std::st
 // `names` chooses by name of device or NIC (NAME/0); empty: all, of which loopback only where
 // there is no other.
 std::vector<Device> choose(std::vector<Device> devices, const std::vector<std::string>& names);
-std::string nic_name(const Device& device, unsigned endpoint);
+std::string nic_name(const std::string& device, unsigned endpoint);
 
 }  // namespace kvxfer::ofi

@@ -42,23 +42,23 @@ Result<void> Endpoint::open_queue() {
     error = ::fi_cq_open(domain_->domain.get(), &attributes, &queue, nullptr);
   }
   if (error != 0) {
-    return domain_->library.failed(
-        "NIC " + domain_->name + ": fi_cq_open of " + std::to_string(attributes.size) + " entries",
-        error);
+    return domain_->library.failed("NIC " + domain_->device.name + ": fi_cq_open of " +
+                                       std::to_string(attributes.size) + " entries",
+                                   error);
   }
   queue_.reset(queue);
   int fd = -1;
   if (attributes.wait_obj != FI_WAIT_FD || ::fi_control(&queue->fid, FI_GETWAIT, &fd) != 0) {
     return {};
   }
-  if (auto watched = poller_.add(fd, EPOLLIN, *this); !watched) return watched;
-  wait_fd_ = fd;
+  // Linux refuses where too many queues wait for one device: then as if it had none.
+  if (poller_.add(fd, EPOLLIN, *this)) wait_fd_ = fd;
   return {};
 }
 
 Result<void> Endpoint::start() {
   const auto failed = [&](const char* what, ssize_t error) {
-    return domain_->library.failed("NIC " + domain_->name + ": " + what, error);
+    return domain_->library.failed("NIC " + domain_->device.name + ": " + what, error);
   };
   if (domain_->local_keys) {
     auto readable =
@@ -105,7 +105,7 @@ Result<void> Endpoint::start() {
   }
   post_receives();
   if (unposted_) {
-    return Error{Errc::out_of_memory, "NIC " + domain_->name + " does not take " +
+    return Error{Errc::out_of_memory, "NIC " + domain_->device.name + " does not take " +
                                           std::to_string(context_count_ - budget.writes) +
                                           " receives"};
   }
@@ -126,14 +126,15 @@ Result<Endpoint::Landing> Endpoint::make_landing() const {
 Result<fi_addr_t> Endpoint::attach(CompletionSink& path, const std::string& address,
                                    std::uint64_t token) {
   if (address.size() != address_.size()) {
-    return Error{Errc::protocol_error, "the peer's address is none of NIC " + domain_->name +
+    return Error{Errc::protocol_error, "the peer's address is none of NIC " + domain_->device.name +
                                            "'s provider; use the same ofi_provider on both sides"};
   }
   fi_addr_t number = FI_ADDR_NOTAVAIL;
   const int inserted = ::fi_av_insert(peers_.get(), address.data(), 1, &number, 0, nullptr);
   if (inserted != 1 || sources_.contains(number)) {
-    return domain_->library.failed("NIC " + domain_->name + " cannot take the peer's address",
-                                   inserted < 0 ? inserted : -FI_EINVAL);
+    return domain_->library.failed(
+        "NIC " + domain_->device.name + " cannot take the peer's address",
+        inserted < 0 ? inserted : -FI_EINVAL);
   }
   sources_[number] = &path;
   met_.insert(token);

@@ -59,7 +59,8 @@ Result<void> Endpoint::poll() {
     }
   }
   if (read >= 0 || read == -FI_EAGAIN) return {};
-  return domain_->library.failed("NIC " + domain_->name + ": its completion queue is broken", read);
+  return domain_->library.failed("NIC " + domain_->device.name + ": its completion queue is broken",
+                                 read);
 }
 
 bool Endpoint::prepare_sleep() {

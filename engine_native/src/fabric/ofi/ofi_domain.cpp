@@ -32,9 +32,10 @@ std::uint64_t random_seed() {
 }  // namespace
 
 Result<std::unique_ptr<OfiDomain>> OfiDomain::open(std::shared_ptr<const OpenDomain> domain,
-                                                   const NicContext& context,
+                                                   const NicContext& context, NicInfo info,
                                                    const Settings& settings) {
-  std::unique_ptr<OfiDomain> made(new OfiDomain(std::move(domain), context, settings));
+  std::unique_ptr<OfiDomain> made(
+      new OfiDomain(std::move(domain), context, std::move(info), settings));
   if (!made->timer_) {
     return Error{Errc::out_of_memory, "no timer for NIC " + made->info_.name + ": " + errno_text()};
   }
@@ -47,13 +48,11 @@ Result<std::unique_ptr<OfiDomain>> OfiDomain::open(std::shared_ptr<const OpenDom
 }
 
 OfiDomain::OfiDomain(std::shared_ptr<const OpenDomain> domain, const NicContext& context,
-                     const Settings& settings)
+                     NicInfo info, const Settings& settings)
     : domain_(std::move(domain)),
       context_(context),
       settings_(settings),
-      info_{.name = domain_->name,
-            .network = domain_->device.network,
-            .bits_per_second = domain_->device.bits_per_second},
+      info_(std::move(info)),
       load_{.bits_per_second = info_.bits_per_second},
       timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)),
       flushes_(shares_endpoints()
@@ -159,11 +158,11 @@ void OfiDomain::poll() {
     if (auto good = endpoint->poll(); !good) return break_down(good.error());
   }
   for (OfiPath* path : paths_) path->step();
-  if (++polls_ % kPollsBetweenEvents == 0) read_events();
+  if (++polls_ % kPollsBetweenEvents == 0) check_device();
 }
 
 bool OfiDomain::prepare_sleep() {
-  read_events();
+  check_device();
   close_parked();
   bool blind = false;
   for (const auto& endpoint : endpoints_) {
@@ -190,17 +189,9 @@ void OfiDomain::on_events(std::uint32_t) {
   [[maybe_unused]] const auto got = ::read(timer_.get(), &times, sizeof times);
 }
 
-void OfiDomain::read_events() {
-  struct {
-    fi_eq_err_entry entry{};
-    std::uint64_t added_later[8]{};
-  } error;
-  std::uint32_t event = 0;
-  const ssize_t read = ::fi_eq_read(domain_->events.get(), &event, &error, sizeof error, 0);
-  if (read != -FI_EAVAIL) return;
-  if (::fi_eq_readerr(domain_->events.get(), &error.entry, 0) <= 0) return;
-  break_down({Errc::nic_lost, "NIC " + info_.name + " reports an error of its own: " +
-                                  domain_->library.strerror(error.entry.err)});
+void OfiDomain::check_device() {
+  const char* const failure = domain_->failure();
+  if (failure) break_down({Errc::nic_lost, std::string("the device failed: ") + failure});
 }
 
 void OfiDomain::break_down(const Error& why) {

@@ -29,7 +29,7 @@ class OfiDomain final : public NicDomain, private EventSink {
   };
 
   static Result<std::unique_ptr<OfiDomain>> open(std::shared_ptr<const OpenDomain> domain,
-                                                 const NicContext& context,
+                                                 const NicContext& context, NicInfo info,
                                                  const Settings& settings);
   ~OfiDomain() override;
 
@@ -63,12 +63,12 @@ class OfiDomain final : public NicDomain, private EventSink {
   void release(Endpoint& endpoint);
 
  private:
-  OfiDomain(std::shared_ptr<const OpenDomain> domain, const NicContext& context,
+  OfiDomain(std::shared_ptr<const OpenDomain> domain, const NicContext& context, NicInfo info,
             const Settings& settings);
   bool shares_endpoints() const { return settings_.paths_per_endpoint > 1; }
   Result<Place> find_place(std::uint64_t unmet);
   void break_down(const Error& why);
-  void read_events();
+  void check_device();
   void close_parked();
   void set_timer(std::uint64_t ns);
   void on_events(std::uint32_t) override;

@@ -1,6 +1,7 @@
 #include "fabric/ofi/ofi_factory.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <system_error>
 
@@ -24,23 +25,26 @@ Result<std::vector<Device>> look(const EngineOptions& options) {
                  "this host has no EFA: no device in /sys/class/infiniband is driven by efa; "
                  "attach one to the instance and load its driver (modprobe efa)"};
   }
+  // Its buffers for messages, which are not used here: 17 MB of each domain otherwise.
+  if (options.ofi_provider == "tcp") ::setenv("FI_TCP_MAX_RX_SIZE", "128", 0);
   const auto library = Libfabric::load();
   if (!library) return library.error();
   auto found = find_devices(*library, options.ofi_provider);
   if (!found) return found.error();
   std::string names;
   for (const Device& device : *found) names += (names.empty() ? "" : ", ") + device.name;
-  auto chosen = choose(std::move(*found), options.nics);
-  if (!chosen.empty()) return chosen;
+  auto some = choose(std::move(*found), options.nics);
+  if (!some.empty()) return some;
   return Error{Errc::fabric_unavailable,
                "none of the NICs that were chosen with nics is a device "
                "of libfabric's provider '" +
                    options.ofi_provider + "'; it has " + names};
 }
 
-bool wanted(const std::vector<std::string>& names, const Device& device, const std::string& nic) {
+bool chosen(const std::vector<std::string>& names, const std::string& device,
+            const std::string& nic) {
   return names.empty() || std::any_of(names.begin(), names.end(), [&](const std::string& name) {
-           return name == nic || name == device.name;
+           return name == nic || name == device;
          });
 }
 
@@ -71,24 +75,21 @@ Result<Nics> OfiFactory::open(const NicContext& context) {
   const auto library = Libfabric::load();
   if (!library) return library.error();
   for (Device& device : *devices) {
-    for (unsigned number = 0; number < options.ofi_endpoints; ++number) {
-      const std::string name = nic_name(device, number);
-      if (!wanted(options.nics, device, name)) continue;
-      InfoPtr info(library->dupinfo(device.info.get()), InfoFreer{library->freeinfo});
-      Device own{.info = std::move(info),
-                 .name = device.name,
-                 .network = device.network,
-                 .bits_per_second = device.bits_per_second / options.ofi_endpoints,
-                 .keys_fence = device.keys_fence,
-                 .ordered = device.ordered};
-      auto domain = OpenDomain::open(*library, std::move(own), name, options.ofi_strict);
-      const std::size_t paths = overrides_.paths_per_endpoint.value_or(
-          device.keys_fence && (device.info->caps & FI_SOURCE) != 0 ? kPathsOfSharedEndpoint : 1);
-      auto nic = domain ? OfiDomain::open(std::move(*domain), context,
-                                          {.paths_per_endpoint = paths,
-                                           .wait_object = overrides_.wait_object,
-                                           .strict = options.ofi_strict})
-                        : Result<std::unique_ptr<OfiDomain>>(domain.error());
+    const std::string name = device.name;
+    const std::size_t paths = overrides_.paths_per_endpoint.value_or(
+        device.keys_fence && (device.info->caps & FI_SOURCE) != 0 ? kPathsOfSharedEndpoint : 1);
+    const NicInfo info{.network = device.network,
+                       .bits_per_second = device.bits_per_second / options.ofi_endpoints};
+    const auto domain = OpenDomain::open(*library, std::move(device), options.ofi_strict);
+    if (!domain && required) return domain.error();
+    for (unsigned number = 0; number < options.ofi_endpoints && domain; ++number) {
+      NicInfo own = info;
+      own.name = nic_name(name, number);
+      if (!chosen(options.nics, name, own.name)) continue;
+      auto nic = OfiDomain::open(*domain, context, std::move(own),
+                                 {.paths_per_endpoint = paths,
+                                  .wait_object = overrides_.wait_object,
+                                  .strict = options.ofi_strict});
       if (nic) {
         nics.push_back(std::move(*nic));
       } else if (required) {

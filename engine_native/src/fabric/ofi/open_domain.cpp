@@ -11,12 +11,12 @@ constexpr int kKeyAttempts = 64;
 }  // namespace
 
 Result<std::shared_ptr<const OpenDomain>> OpenDomain::open(const Libfabric& library, Device device,
-                                                           std::string name, bool strict) {
-  auto opened = std::make_shared<OpenDomain>(
-      OpenDomain{.library = library, .device = std::move(device), .name = std::move(name)});
+                                                           bool strict) {
+  auto opened =
+      std::make_shared<OpenDomain>(OpenDomain{.library = library, .device = std::move(device)});
   fi_info& info = *opened->device.info;
   const auto failed = [&](const char* what, int error) {
-    return library.failed("NIC " + opened->name + ": " + what, error);
+    return library.failed("NIC " + opened->device.name + ": " + what, error);
   };
   fid_fabric* fabric = nullptr;
   if (const int error = library.fabric(info.fabric_attr, &fabric, nullptr)) {
@@ -54,9 +54,23 @@ Result<UniqueFid<fid_mr>> OpenDomain::register_memory(const void* start, std::si
     if (!choose || error != -FI_ENOKEY) break;
   }
   Error why = library.failed(
-      "NIC " + name + " cannot register " + std::to_string(size) + " bytes of memory", error);
+      "NIC " + device.name + " cannot register " + std::to_string(size) + " bytes of memory",
+      error);
   if (error == -FI_ENOMEM) why.text += "; raise the locked memory limit (ulimit -l)";
   return why;
+}
+
+const char* OpenDomain::failure() const {
+  struct {
+    fi_eq_err_entry entry{};
+    std::uint64_t added_later[8]{};
+  } error;
+  std::uint32_t event = 0;
+  if (failed == 0 && ::fi_eq_read(events.get(), &event, &error, sizeof error, 0) == -FI_EAVAIL &&
+      ::fi_eq_readerr(events.get(), &error.entry, 0) > 0) {
+    failed = error.entry.err;
+  }
+  return failed == 0 ? nullptr : library.strerror(failed);
 }
 
 std::uint64_t OpenDomain::remote_start(const void* start) const {

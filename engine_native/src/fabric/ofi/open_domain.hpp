@@ -1,5 +1,5 @@
-// One libfabric domain, opened: what endpoints and memory registrations are made of. Immutable;
-// any thread.
+// One libfabric domain, opened: what endpoints and memory registrations are made of. Shared by the
+// NICs that stand for endpoints of one device. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -13,19 +13,21 @@ namespace kvxfer::ofi {
 struct OpenDomain {
   Libfabric library;
   Device device;
-  std::string name;  // of the NIC, for error texts
   UniqueFid<fid_fabric> fabric;
   UniqueFid<fid_eq> events;  // libfabric's efa aborts the process where an error finds none
   UniqueFid<fid_domain> domain;
   bool local_keys = false;  // memory that is read needs a descriptor
+  mutable int failed = 0;   // libfabric's number of it
 
   // `strict`: everything is registered, whatever the provider needs.
   static Result<std::shared_ptr<const OpenDomain>> open(const Libfabric& library, Device device,
-                                                        std::string name, bool strict);
+                                                        bool strict);
 
   // `access`: FI_WRITE for memory that is read from, FI_REMOTE_WRITE for memory written into.
   Result<UniqueFid<fid_mr>> register_memory(const void* start, std::size_t size,
                                             std::uint64_t access) const;
+  // What the device reported of its own, not of an operation; null: nothing. Engine thread.
+  const char* failure() const;
   // Where memory that starts there begins for a remote writer.
   std::uint64_t remote_start(const void* start) const;
 };

@@ -1,5 +1,7 @@
 #include "fabric/verbs/verbs_device.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "errno_text.hpp"
@@ -63,7 +65,10 @@ Result<std::shared_ptr<const VerbsDevice>> VerbsDevice::open(
   errno = 0;
   ibv_context* const context = library->open_device(device);
   if (!context) {
-    return failed("/dev/infiniband/" + std::string(device->dev_name) + " cannot be opened",
+    const std::string path = "/dev/infiniband/" + std::string(device->dev_name);
+    const int error = errno;  // of the last way that the library tried; this one is the first
+    if (::access(path.c_str(), R_OK | W_OK) == 0) errno = error;
+    return failed(path + " cannot be opened",
                   "give this user (group rdma) or container access to /dev/infiniband");
   }
   std::shared_ptr<VerbsDevice> opened(new VerbsDevice(std::move(library), context, name));
