@@ -42,7 +42,12 @@ def engine_options(fabric: str) -> dict[str, Any]:
     """The arguments of Engine() for an engine that has only this fabric."""
     match fabric:
         case "verbs":
-            return {"fabrics": ["verbs"], "nics": rdma_devices()[: nics_per_engine()]}
+            return {
+                "fabrics": ["verbs"],
+                "nics": rdma_devices()[: nics_per_engine()],
+                # Software RDMA keeps an engine's thread off its processor for up to a second.
+                "peer_timeout": 5.0,
+            }
         case "ofi" | "ofi-strict":
             return {
                 "fabrics": ["ofi"],
