@@ -1,6 +1,7 @@
 // Completions and counters. Nothing calls back into Python: completions are fetched with drain()
 // when event_fd is readable.
 #include "bindings.hpp"
+#include "memory_region.hpp"
 
 namespace py = pybind11;
 
@@ -57,6 +58,22 @@ void bind_completions(EngineClass& bound) {
             return unwrap(engine.allocate_counter(writer));
           },
           py::arg("writer"))
+      .def(
+          "grant",
+          [](TransferEngine& engine, Imm imm,
+             const std::vector<std::tuple<RegionPtr, std::uint64_t, std::uint64_t>>& ranges) {
+            std::vector<RegionRange> asked;
+            asked.reserve(ranges.size());
+            for (const auto& [region, offset, length] : ranges) {
+              asked.push_back({region, offset, length});
+            }
+            py::list descriptors;
+            for (const MrDescriptor& each : unwrap(engine.grant(imm, asked))) {
+              descriptors.append(py::bytes(each.encode()));
+            }
+            return descriptors;
+          },
+          py::arg("imm"), py::arg("ranges"))
       .def("counter_value", &TransferEngine::counter_value, py::arg("imm"))
       .def(
           "expect",

@@ -225,6 +225,7 @@ void DomainGroup::run() {
         last_tick_ns_ +
         (timed ? static_cast<std::uint64_t>(options_.heartbeat_interval.count()) : kIdleTickNs);
     if (!held_.empty()) next_tick = std::min(next_tick, now + kWatchNs);
+    for (const auto& each : revocations_) next_tick = std::min(next_tick, each.deadline_ns);
     if (next_tick > now && may_sleep()) poller_.poll(next_tick - now);
     sleeping_.store(false, std::memory_order_relaxed);
     if (local_) local_->finish_sleep();
@@ -257,6 +258,7 @@ void DomainGroup::step() {
     if (peer->nics()) peer->nics()->step(now);
     if (peer->up() && peer->has_backlog()) peer->pump();
   }
+  if (!revocations_.empty()) reset_late_writers(now);
   bury_lost_peers();
   if (now - last_tick_ns_ >= static_cast<std::uint64_t>(options_.heartbeat_interval.count())) {
     tick(now);
@@ -277,7 +279,6 @@ void DomainGroup::tick(std::uint64_t now) {
   acceptor_->expire(now - std::min(now, kHandshakeNs));
   if (local_) local_->expire(now - std::min(now, kRendezvousNs));
   expire_operations(now);
-  expire_revocations(now);
 }
 
 void DomainGroup::shut_down() {

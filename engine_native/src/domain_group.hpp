@@ -9,6 +9,7 @@
 #include <future>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -64,6 +65,7 @@ class DomainGroup final : private AcceptorEvents,
   // These return once the engine thread has done it.
   void disconnect(PeerId peer);
   bool fence(PeerId peer);
+  Result<std::vector<MrDescriptor>> grant(Imm imm, std::span<const RegionRange> ranges);
   // False where peers have to be asked first, because no NIC could be told to refuse: then
   // Completion::Kind::released follows, unless `wait`.
   bool release_counter(Imm imm, bool wait);
@@ -78,7 +80,8 @@ class DomainGroup final : private AcceptorEvents,
   struct Revocation {
     Imm imm;
     std::vector<PeerId> asked;
-    std::uint64_t deadline_ns;
+    std::vector<RegionPtr> grants;             // made with its counter
+    std::uint64_t deadline_ns;                 // then their paths are reset
     std::shared_ptr<std::promise<void>> done;  // null: a completion tells
   };
 
@@ -129,12 +132,19 @@ class DomainGroup final : private AcceptorEvents,
   void on_lost(Path& path, Error error) override;
   void on_nic_state(NicDomain& domain) override;
   void on_credit_due(NicPath& path) override;
+  void on_window(NicPath& path, std::uint64_t grant) override;
   void share_region(Peer& peer, std::uint64_t key) override;
+  void share_region(Peer& peer, const RegionPtr& region);
+
+  // --- engine thread: grants
+  void track_grants(Imm imm, const std::vector<RegionPtr>& grants);
+  void close_grants(const std::vector<RegionPtr>& grants);
+  void close_grants_of(const RegionPtr& region);
   std::vector<PeerId> revoke(Imm imm);
   void on_revoked(Peer& peer, Imm imm) override;
   void forget_revocations(PeerId peer);
   void end_revocations();
-  void expire_revocations(std::uint64_t now);
+  void reset_late_writers(std::uint64_t now);
 
   // --- engine thread: operations
   void begin_operation(const OperationPtr& operation);
@@ -182,7 +192,8 @@ class DomainGroup final : private AcceptorEvents,
   std::vector<std::pair<PeerId, Error>> lost_;  // to be closed at the end of the step
   std::unordered_map<OperationId, OperationPtr> operations_;
   std::vector<std::pair<RegionPtr, std::shared_ptr<std::promise<void>>>> deregistering_;
-  std::vector<OperationPtr> held_;  // for a watched word
+  std::vector<OperationPtr> held_;                          // for a watched word
+  std::unordered_map<Imm, std::vector<RegionPtr>> grants_;  // of live counters
   std::vector<Revocation> revocations_;
   PeerId last_peer_ = 0;
   std::uint64_t last_tick_ns_ = 0;

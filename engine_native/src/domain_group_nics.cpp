@@ -1,4 +1,4 @@
-// What the group does for NICs: their memory, their paths, and revoking what they cannot refuse.
+// What the group does for NICs: opening them, their memory, their paths.
 #include <algorithm>
 #include <tuple>
 
@@ -100,26 +100,51 @@ Result<void> DomainGroup::register_region(const RegionPtr& region) {
 
 void DomainGroup::share_region(Peer& peer, std::uint64_t key) {
   const RegionPtr region = regions_.find(key);
-  if (!region) {
+  const bool foreign = region && region->granted() && region->granted()->writer != peer.id();
+  if (!region || foreign) {
     ++stats_.writes_refused;
     return peer.nics()->send_region(key, Errc::unknown_region, {});
   }
-  registrar_.post([this, id = peer.id(), region] {
-    auto remote = std::make_shared<RemoteRegion>();
-    remote->length = region->size();
-    for (std::uint32_t n = 0; n < nics_.size(); ++n) {
-      NicRegistration* const registration = region->registration(n);
-      const auto shared = registration ? registration->share(id) : Result<RemoteKey>(RemoteKey{});
-      remote->keys.push_back(shared ? *shared : RemoteKey{});
+  share_region(peer, region);
+}
+
+// A grant's keys are those of the region that it is of, except where its NIC opens windows.
+void DomainGroup::share_region(Peer& peer, const RegionPtr& region) {
+  auto remote = std::make_shared<RemoteRegion>();
+  remote->length = region->size();
+  remote->keys.resize(nics_.size());
+  const auto& grant = region->granted();
+  const MemoryRegion& registered = grant ? *grant->of : *region;
+  std::vector<std::uint32_t> shared;
+  for (std::uint32_t n = 0; n < nics_.size(); ++n) {
+    const bool windows = grant && nics_[n]->has_windows() && registered.registration(n);
+    if (windows) {
+      remote->windowed = true;
+    } else if (registered.registration(n)) {
+      shared.push_back(n);
     }
-    const bool posted = post([this, id, region, remote] {
+  }
+  if (grant) remote->imm = grant->imm;
+  const auto tell = [this, region, remote](Peer& to) {
+    const bool there = regions_.find(region->key()) == region;
+    if (there && region->granted()) return to.nics()->open_grant(region, *remote);
+    to.nics()->send_region(region->key(), there ? Errc::ok : Errc::unknown_region, *remote);
+  };
+  if (shared.empty()) return tell(peer);
+  registrar_.post([this, id = peer.id(), region, remote, shared, tell] {
+    const MemoryRegion& of = region->granted() ? *region->granted()->of : *region;
+    const auto offset = static_cast<std::uint64_t>(region->data() - of.data());
+    for (const std::uint32_t n : shared) {
+      auto key = of.registration(n)->share(id);
+      if (!key) continue;
+      key->address += offset;
+      remote->keys[n] = *key;
+    }
+    const bool posted = post([this, id, &of, region, tell] {
       const auto found = peers_.find(id);
-      if (found == peers_.end()) return region->unshare(id);
-      const bool there = regions_.find(region->key()) == region;
-      found->second->nics()->send_region(region->key(), there ? Errc::ok : Errc::unknown_region,
-                                         *remote);
+      found == peers_.end() ? of.unshare(id) : tell(*found->second);
     });
-    if (!posted) region->unshare(id);
+    if (!posted) of.unshare(id);
   });
 }
 
@@ -146,80 +171,14 @@ void DomainGroup::on_nic_state(NicDomain& domain) {
   }
 }
 
+void DomainGroup::on_window(NicPath& path, std::uint64_t grant) {
+  const auto found = peers_.find(path.identity().peer);
+  if (found != peers_.end()) found->second->nics()->on_window(path, grant);
+}
+
 void DomainGroup::on_credit_due(NicPath& path) {
   const auto found = peers_.find(path.identity().peer);
   if (found != peers_.end()) found->second->nics()->on_credit_due(path);
-}
-
-// --- revoking --------------------------------------------------------------------------------
-
-bool DomainGroup::release_counter(Imm imm, bool wait) {
-  auto done = std::make_shared<std::promise<void>>();
-  bool pending = false;
-  const bool running = run_on_engine_thread([&] {
-    auto asked = revoke(imm);
-    pending = !asked.empty();
-    if (!pending) return;
-    const auto timeout = static_cast<std::uint64_t>(options_.peer_timeout.count());
-    revocations_.push_back({imm, std::move(asked), now_ns() + timeout, wait ? done : nullptr});
-  });
-  if (!running || !pending) return true;
-  if (wait) done->get_future().wait();
-  return wait;
-}
-
-// Which peers have to be waited for.
-std::vector<PeerId> DomainGroup::revoke(Imm imm) {
-  const auto writer = counters_.writer(imm);
-  const auto released = counters_.release(imm);
-  std::vector<PeerId> asked;
-  for (const auto& [id, peer] : peers_) {
-    for (const auto& path : peer->paths()) path->revoke_counter(imm);
-    const bool may_write = peer->nics() && (!writer || *writer == id);
-    if (!may_write || released == ImmCounters::Released::was_not_live) continue;
-    const bool complete = released == ImmCounters::Released::complete;
-    peer->nics()->revoke(imm, complete);
-    if (!complete) asked.push_back(id);
-  }
-  return asked;
-}
-
-void DomainGroup::on_revoked(Peer& peer, Imm imm) {
-  for (Revocation& revocation : revocations_) {
-    if (revocation.imm == imm) std::erase(revocation.asked, peer.id());
-  }
-  end_revocations();
-}
-
-void DomainGroup::forget_revocations(PeerId peer) {
-  for (Revocation& revocation : revocations_) std::erase(revocation.asked, peer);
-  end_revocations();
-}
-
-void DomainGroup::end_revocations() {
-  std::erase_if(revocations_, [this](const Revocation& revocation) {
-    if (!revocation.asked.empty()) return false;
-    if (revocation.done) {
-      revocation.done->set_value();
-    } else {
-      completions_->push({.kind = Completion::Kind::released, .id = revocation.imm});
-    }
-    return true;
-  });
-}
-
-void DomainGroup::expire_revocations(std::uint64_t now) {
-  for (const Revocation& revocation : revocations_) {
-    if (now < revocation.deadline_ns) continue;
-    for (const PeerId id : revocation.asked) {
-      const auto found = peers_.find(id);
-      if (found != peers_.end()) {
-        found->second->lose(
-            {Errc::peer_timeout,
-             "it did not say in time that it stopped writing to a released counter"});
-      }
-    }
-  }
 }
 
 }  // namespace kvxfer

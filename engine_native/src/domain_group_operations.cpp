@@ -151,6 +151,7 @@ void DomainGroup::deregister(const RegionPtr& region) {
   auto unused = std::make_shared<std::promise<void>>();
   const bool posted = post([this, region, unused] {
     regions_.erase(region->key());
+    close_grants_of(region);
     for (const auto& [id, peer] : peers_) {
       for (const auto& path : peer->paths()) path->revoke_region(region->key());
       if (peer->nics()) peer->nics()->forget_region(region->key());

@@ -243,6 +243,11 @@ std::uint64_t TransferEngine::take_arrivals(Imm imm) {
   return group_->counters().take_arrivals(imm);
 }
 
+Result<std::vector<MrDescriptor>> TransferEngine::grant(Imm imm,
+                                                        std::span<const RegionRange> ranges) {
+  return group_->grant(imm, ranges);
+}
+
 void TransferEngine::release_counter(Imm imm) { group_->release_counter(imm, true); }
 
 bool TransferEngine::begin_release_counter(Imm imm) { return group_->release_counter(imm, false); }

@@ -69,6 +69,13 @@ Result<RegionPtr> MemoryRegion::wrap(EngineId engine, void* address, std::size_t
   return RegionPtr(new MemoryRegion(engine, static_cast<std::byte*>(address), bytes, UniqueFd()));
 }
 
+RegionPtr MemoryRegion::grant(EngineId engine, const RegionRange& range, Imm imm, PeerId writer) {
+  RegionPtr granted(
+      new MemoryRegion(engine, range.region->data() + range.offset, range.length, UniqueFd()));
+  granted->grant_ = Grant{.of = range.region, .imm = imm, .writer = writer};
+  return granted;
+}
+
 MemoryRegion::MemoryRegion(EngineId engine, std::byte* data, std::size_t size, UniqueFd memfd)
     : engine_(engine), data_(data), size_(size), memfd_(std::move(memfd)) {
   random_bytes(&key_, sizeof key_);

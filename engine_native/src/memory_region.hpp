@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -22,6 +23,14 @@ class MemoryRegion {
   static Result<std::shared_ptr<MemoryRegion>> allocate(EngineId engine, std::size_t bytes);
   static Result<std::shared_ptr<MemoryRegion>> wrap(EngineId engine, void* address,
                                                     std::size_t bytes);
+  // A range of another region, for one peer and with one immediate only.
+  struct Grant {
+    std::shared_ptr<MemoryRegion> of;
+    Imm imm;
+    PeerId writer;
+  };
+  static std::shared_ptr<MemoryRegion> grant(EngineId engine, const RegionRange& range, Imm imm,
+                                             PeerId writer);
   ~MemoryRegion();
   MemoryRegion(const MemoryRegion&) = delete;
   MemoryRegion& operator=(const MemoryRegion&) = delete;
@@ -32,6 +41,7 @@ class MemoryRegion {
   bool shareable() const { return static_cast<bool>(memfd_); }
   int memfd() const { return memfd_.get(); }
   MrDescriptor descriptor() const;
+  const std::optional<Grant>& granted() const { return grant_; }
 
   // By our NIC numbers; null where the NIC cannot reach the memory. Set before the region is used.
   void set_registrations(std::vector<std::shared_ptr<NicRegistration>> registrations) {
@@ -55,6 +65,7 @@ class MemoryRegion {
   std::uint64_t key_;  // random: knowing it is the permission to write
   UniqueFd memfd_;     // owns the mapping where set
   std::vector<std::shared_ptr<NicRegistration>> registrations_;
+  std::optional<Grant> grant_;
 };
 
 using RegionPtr = std::shared_ptr<MemoryRegion>;

@@ -223,8 +223,9 @@ void Peer::submit(const OperationPtr& operation) {
 
 void Peer::queue(const OperationPtr& operation) {
   const auto reaches_memory = [&] {
-    const auto& keys = operation->destination->keys;
-    return std::any_of(keys.begin(), keys.end(), [](const RemoteKey& key) { return key.valid; });
+    const RemoteRegion& region = *operation->destination;
+    return region.windowed || std::any_of(region.keys.begin(), region.keys.end(),
+                                          [](const RemoteKey& key) { return key.valid; });
   };
   if (operation->destination && paths_.empty() && !reaches_memory()) {
     return fail(operation, Errc::permission_denied,

@@ -9,6 +9,7 @@ Placement::Placement(Reception& reception, std::uint64_t key, std::optional<Imm>
     return;
   }
   region_ = reception.regions.find(key);
+  if (region_ && region_->granted() && region_->granted()->imm != imm_) region_.reset();
 }
 
 std::byte* Placement::target(std::uint64_t offset, std::uint32_t length) {

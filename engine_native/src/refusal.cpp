@@ -19,6 +19,9 @@ Error refusal(Errc status, const Operation& operation, std::string_view peer) {
     case Errc::permission_denied:
       return {status, "write failed: the operating system does not let peer " + std::string(peer) +
                           " read this process's memory"};
+    case Errc::out_of_memory:
+      return {status, "write refused: no NIC has a memory window left for its grant" + at +
+                          "; let fewer transfers run at once"};
     default:
       return {status, "write refused with " + std::string(name(status)) + at};
   }

@@ -23,7 +23,7 @@ class SimulatedRegistration final : public NicRegistration {
       : network_(network), address_(reinterpret_cast<std::uint64_t>(region.data())) {
     const std::lock_guard lock(network_.mutex_);
     key_ = network_.random_();
-    network_.keys_[key_] = {address_, region.size()};
+    network_.keys_[key_] = {address_, region.size(), 0};
   }
   ~SimulatedRegistration() override { close(); }
   Result<RemoteKey> share(PeerId) override {
@@ -71,7 +71,7 @@ class SimulatedPath final : public NicPath {
           add_batch(operation, {writes.first + i, 1, writes.counted}, write.length);
       SimulatedNetwork::Packet packet{.from = end_, .to = peer_end_, .sequence = batch.sequence};
       if (write.length > 0) {
-        const RemoteKey& key = operation->destination->keys[identity().remote_nic];
+        const RemoteKey& key = remote_key(*operation);
         packet.rkey = key.rkey;
         packet.address = key.address + write.destination;
         packet.source = operation->source->data() + write.source;
@@ -96,12 +96,37 @@ class SimulatedPath final : public NicPath {
                                                 [&](const auto& c) { return c.path != this; });
       mine.assign(others, completions.end());
       completions.erase(others, completions.end());
+      std::erase_if(network_.keys_, [&](const auto& entry) { return entry.second.end == end_; });
     }
     for (const auto& completion : mine) take(completion);
   }
 
+  bool open_window(const MemoryRegion& grant) override {
+    const auto address = reinterpret_cast<std::uint64_t>(grant.data());
+    if (windows_.contains(grant.key())) return true;
+    const std::lock_guard lock(network_.mutex_);
+    const std::uint64_t key = network_.random_();
+    network_.keys_[key] = {address, grant.size(), end_};
+    windows_[grant.key()] = {.address = address, .rkey = key, .valid = true};
+    network_.complete(*this, {.path = this, .grant = grant.key()});
+    return true;
+  }
+  void close_window(std::uint64_t grant) override {
+    const std::lock_guard lock(network_.mutex_);
+    const auto found = windows_.find(grant);
+    if (found == windows_.end()) return;
+    network_.keys_.erase(found->second.rkey);
+    windows_.erase(found);
+  }
+  std::optional<RemoteKey> window(std::uint64_t grant) const override {
+    const auto found = windows_.find(grant);
+    return found == windows_.end() ? std::nullopt : std::optional(found->second);
+  }
+
   void take(const SimulatedNetwork::Completion& completion) {
-    if (completion.refused) {
+    if (completion.grant) {
+      events_.on_window(*this, *completion.grant);
+    } else if (completion.refused) {
       lose({Errc::nic_lost, "the simulated NIC refused a write"});
     } else if (completion.imm) {
       count_immediates(*completion.imm, 1, completion.length);
@@ -116,14 +141,16 @@ class SimulatedPath final : public NicPath {
   SimulatedNetwork& network_;
   std::uint64_t end_ = 0;
   std::uint64_t peer_end_ = 0;
+  std::map<std::uint64_t, RemoteKey> windows_;  // by grant
 };
 
 class SimulatedDomain final : public NicDomain, private EventSink {
  public:
   SimulatedDomain(SimulatedNetwork& network, const std::string& name, std::uint64_t gbits,
-                  const NicContext& context)
+                  bool windows, const NicContext& context)
       : network_(network),
         context_(context),
+        windows_(windows),
         info_{.name = name, .network = "simulated", .bits_per_second = gbits * 1'000'000'000u},
         load_{.bits_per_second = info_.bits_per_second},
         event_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
@@ -140,6 +167,7 @@ class SimulatedDomain final : public NicDomain, private EventSink {
   std::string_view fabric() const override { return "simulated"; }
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return up_; }
+  bool has_windows() const override { return windows_; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override {
     return std::shared_ptr<NicRegistration>(
         std::make_shared<SimulatedRegistration>(network_, region));
@@ -186,6 +214,7 @@ class SimulatedDomain final : public NicDomain, private EventSink {
 
   SimulatedNetwork& network_;
   NicContext context_;
+  bool windows_;
   NicInfo info_;
   NicLoad load_;
   UniqueFd event_;
@@ -197,12 +226,13 @@ namespace {
 class SimulatedFactory final : public NicFactory {
  public:
   SimulatedFactory(SimulatedNetwork& network,
-                   std::vector<std::pair<std::string, std::uint64_t>> nics)
-      : network_(network), nics_(std::move(nics)) {}
+                   std::vector<std::pair<std::string, std::uint64_t>> nics, bool windows)
+      : network_(network), nics_(std::move(nics)), windows_(windows) {}
   Result<std::vector<std::unique_ptr<NicDomain>>> open(const NicContext& context) override {
     std::vector<std::unique_ptr<NicDomain>> domains;
     for (const auto& [name, gbits] : nics_) {
-      domains.push_back(std::make_unique<SimulatedDomain>(network_, name, gbits, context));
+      domains.push_back(
+          std::make_unique<SimulatedDomain>(network_, name, gbits, windows_, context));
     }
     return domains;
   }
@@ -210,6 +240,7 @@ class SimulatedFactory final : public NicFactory {
  private:
   SimulatedNetwork& network_;
   std::vector<std::pair<std::string, std::uint64_t>> nics_;
+  bool windows_;
 };
 
 }  // namespace
@@ -220,8 +251,8 @@ SimulatedNetwork::SimulatedNetwork(std::uint64_t seed)
 SimulatedNetwork::~SimulatedNetwork() = default;
 
 std::shared_ptr<NicFactory> SimulatedNetwork::nics(
-    std::vector<std::pair<std::string, std::uint64_t>> nics) {
-  return std::make_shared<SimulatedFactory>(*this, std::move(nics));
+    std::vector<std::pair<std::string, std::uint64_t>> nics, bool windows) {
+  return std::make_shared<SimulatedFactory>(*this, std::move(nics), windows);
 }
 
 void SimulatedNetwork::set_link(const std::string& nic, bool up) {
@@ -274,6 +305,7 @@ void SimulatedNetwork::deliver(const Packet& packet) {
   const auto key = keys_.find(packet.rkey);
   const bool granted = packet.length == 0 ||
                        (key != keys_.end() && packet.address >= key->second.address &&
+                        (key->second.end == 0 || key->second.end == packet.to) &&
                         packet.address + packet.length <= key->second.address + key->second.length);
   if (!linked || !granted) return complete(sender, {.path = &sender, .refused = true});
   if (packet.length > 0) {

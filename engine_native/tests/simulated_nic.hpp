@@ -28,7 +28,9 @@ class SimulatedNetwork {
   ~SimulatedNetwork();
 
   // An engine with these NICs, e.g. {"nic0", 100} in Gbit/s. Names are unique in the network.
-  std::shared_ptr<NicFactory> nics(std::vector<std::pair<std::string, std::uint64_t>> nics);
+  // `windows`: they open grants path by path (NicDomain::has_windows).
+  std::shared_ptr<NicFactory> nics(std::vector<std::pair<std::string, std::uint64_t>> nics,
+                                   bool windows = false);
 
   void set_link(const std::string& nic, bool up);
   // From now on writes arrive and are counted, but their senders never hear of it.
@@ -58,6 +60,7 @@ class SimulatedNetwork {
     std::optional<Imm> imm;      // of one that arrived
     std::uint32_t length = 0;
     bool refused = false;
+    std::optional<std::uint64_t> grant;  // whose window is open
   };
   struct Nic {
     SimulatedDomain* domain = nullptr;
@@ -66,9 +69,10 @@ class SimulatedNetwork {
     std::uint64_t delivered = 0;
     std::vector<Completion> completions;
   };
-  struct Window {
+  struct Permission {
     std::uint64_t address;
     std::uint64_t length;
+    std::uint64_t end;  // of the path that it is good for; 0: all
   };
 
   void run(const std::stop_token& stop);
@@ -80,7 +84,7 @@ class SimulatedNetwork {
   std::mt19937_64 random_;
   std::map<std::string, Nic> nics_;
   std::map<std::uint64_t, SimulatedPath*> ends_;
-  std::map<std::uint64_t, Window> keys_;
+  std::map<std::uint64_t, Permission> keys_;
   std::vector<Packet> wire_;
   std::uint64_t last_end_ = 0;
   bool held_ = false;

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvxfer.engine.callback import tell
+from kvxfer.engine.memory import MemoryRegion
 from kvxfer.engine.native import native, translated
 from kvxfer.errors import DeadlineExceeded, InvalidArgument, ProtocolError, StaleCounter
 
@@ -54,6 +55,18 @@ class Counter:
     def value(self) -> int:
         """Writes that have arrived; 0 after release(). Any thread."""
         return self._engine.counter_value(self.imm)
+
+    def grant(self, ranges: Sequence[tuple[MemoryRegion, int, int]]) -> list[bytes]:
+        """Descriptors of (region, offset, bytes) ranges, in order, for the counter's writer.
+
+        It may write there with this counter's immediate and until the counter is released; they
+        are of no use to it otherwise. A counter without a writer, or a range that is empty or
+        leaves its region, raises InvalidArgument or OutOfBounds. Any thread.
+        """
+        with translated():
+            return self._engine.grant(
+                self.imm, [(region.handle, offset, nbytes) for region, offset, nbytes in ranges]
+            )
 
     async def wait(self, total: int, timeout: float | None = None) -> None:
         """Returns once exactly `total` writes have arrived.
@@ -112,7 +125,7 @@ class Counter:
     def revoke(self, then: Callable[[], object]) -> None:
         """release() without blocking: calls `then` once no write with the counter's immediate
         lands any more. That is at once where the receiver places the bytes; where NICs do, when
-        the writers have answered, or were cut off after the engine's peer_timeout. Event loop
+        the writers have answered, or after 150 ms their queue pairs were reset. Event loop
         only; nothing happens, and `then` is called at once, after an earlier release()."""
         if self._released:
             then()

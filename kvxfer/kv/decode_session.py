@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import (
@@ -59,6 +59,7 @@ class DecodeSession:
         pair: KvPair,
         blocks: BlockLease,
         counter: Counter,
+        grants: Sequence[bytes],
         lease_seconds: float,
         ended: Callable[[DecodeSession], None],
     ) -> None:
@@ -70,6 +71,7 @@ class DecodeSession:
         self.pair = pair
         self._blocks = blocks
         self._counter = counter
+        self._grants = tuple(grants)
         self._ended = ended
         self._machine = StateMachine(
             f"transfer {ticket.transfer_id} with {self._peer_name}",
@@ -100,6 +102,7 @@ class DecodeSession:
                 transfer_id=self.transfer_id,
                 ticket=self._token,
                 blocks=pack_block_table(self._blocks.ids),
+                grants=self._grants,
                 imm=self._counter.imm,
                 lease_seconds=self._lease.seconds,
             )

@@ -33,7 +33,7 @@ from kvxfer.kv.messages import (
     Refused,
     decode,
 )
-from kvxfer.kv.pair import KvPair, hello_from
+from kvxfer.kv.pair import KvPair, grant_ranges, hello_from
 from kvxfer.kv.rendezvous import Rendezvous
 from kvxfer.kv.transfer_ledger import TransferLedger
 from kvxfer.ticket import Ticket, verify_ticket
@@ -185,6 +185,7 @@ class KvEndpoint:
             blocks = undo.enter_context(self._pool.offer(num_blocks))
             counter = self._engine.counter(pair.peer)
             undo.callback(counter.release)
+            grants = counter.grant(grant_ranges(self._cache, blocks.ids))
             # Last, so that a request which finds no free blocks may try again with its ticket.
             self._ledger.claim(claims, "decode session")
             session = DecodeSession(
@@ -193,6 +194,7 @@ class KvEndpoint:
                 pair,
                 blocks,
                 counter,
+                grants,
                 self._lease_seconds if lease_seconds is None else lease_seconds,
                 self._decode_ended,
             )

@@ -15,37 +15,36 @@ from kvxfer.errors import InvalidArgument, ProtocolError
 from kvxfer.kv.block_pool import BlockIds
 from kvxfer.kv.layout import KvLayout
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 # A message of the engine is at most 1 MiB; this leaves room for the rest of DONE.
 MAX_TAIL_BYTES: Final = (1 << 20) - 1024
 
 
-class PlaneAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a plane of the sender's cache lies: an index into Hello.regions, and bytes."""
-
-    region: int
-    offset: int
-    block_stride: int
-
-
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Both ways when two engines meet, and again when the sender has a new epoch."""
+    """Both ways when two engines meet, and again when the sender has a new epoch.
+
+    `block_strides`: bytes from block to block, of each part of each layer.
+    """
 
     version: int
     instance_id: str
     epoch: int
     layout: KvLayout
     num_blocks: int
-    regions: tuple[bytes, ...]
-    planes: tuple[tuple[PlaneAddress, ...], ...]
+    block_strides: tuple[tuple[int, ...], ...]
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """decode → prefill: write into these blocks, with this immediate, within this time."""
+    """decode → prefill: write into these blocks, with this immediate, within this time.
+
+    `grants`: an MR descriptor for each part of each layer, in order. It opens the plane from the
+    table's lowest block to the end of its highest, to prefill and for this transfer only.
+    """
 
     transfer_id: str
     ticket: str
     blocks: bytes
+    grants: tuple[bytes, ...]
     imm: int
     lease_seconds: float
 

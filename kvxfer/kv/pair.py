@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING
 
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.kv.cache import KvCache
-from kvxfer.kv.messages import PROTOCOL_VERSION, Hello, Message, PlaneAddress, encode
+from kvxfer.kv.messages import PROTOCOL_VERSION, Hello, Message, encode
 from kvxfer.kv.plan import LayerPlan, StridedCopy, TransferPlan, plan_transfer
 
 if TYPE_CHECKING:
     from kvxfer.engine import MemoryRegion, Peer
+    from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.decode_session import DecodeSession
     from kvxfer.kv.prefill_session import PrefillSession
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneWrite:
-    """One strided copy with everything but the block tables: what Peer.write_pages is given."""
+    """One strided copy with everything but the block tables: what Peer.write_pages is given.
+
+    `dst`: an index into Offer.grants; `dst_offset` is that of the lowest block offered.
+    """
 
     src: MemoryRegion
-    dst: bytes
+    dst: int
     page_length: int
     src_offset: int
     dst_offset: int
@@ -33,20 +37,28 @@ class PlaneWrite:
 
 def hello_from(cache: KvCache, *, instance_id: str, epoch: int) -> Hello:
     """The HELLO that introduces a cache."""
-    regions = list({id(p.region): p.region for layer in cache.planes for p in layer}.values())
-    index = {id(region): i for i, region in enumerate(regions)}
     return Hello(
         version=PROTOCOL_VERSION,
         instance_id=instance_id,
         epoch=epoch,
         layout=cache.layout,
         num_blocks=cache.num_blocks,
-        regions=tuple(region.descriptor for region in regions),
-        planes=tuple(
-            tuple(PlaneAddress(index[id(p.region)], p.offset, p.block_stride) for p in layer)
-            for layer in cache.planes
-        ),
+        block_strides=tuple(tuple(p.block_stride for p in layer) for layer in cache.planes),
     )
+
+
+def grant_ranges(cache: KvCache, blocks: BlockIds) -> list[tuple[MemoryRegion, int, int]]:
+    """What a writer to these blocks needs of each plane: region, offset and bytes."""
+    low, high = int(blocks.min()), int(blocks.max())
+    return [
+        (
+            plane.region,
+            plane.offset + low * plane.block_stride,
+            (high - low) * plane.block_stride + cache.layout.part_bytes,
+        )
+        for layer in cache.planes
+        for plane in layer
+    ]
 
 
 def check_hello(hello: Hello) -> None:
@@ -57,18 +69,12 @@ def check_hello(hello: Hello) -> None:
         problem = f"its protocol version is {hello.version}, this one is {PROTOCOL_VERSION}"
     elif hello.num_blocks < 1:
         problem = f"its pool has {hello.num_blocks} blocks"
-    elif len(hello.planes) != layout.layers_per_rank or any(
-        len(layer) != len(layout.parts) for layer in hello.planes
+    elif len(hello.block_strides) != layout.layers_per_rank or any(
+        len(layer) != len(layout.parts) for layer in hello.block_strides
     ):
         problem = "its planes are not those of its layout"
-    elif any(
-        not 0 <= plane.region < len(hello.regions)
-        or plane.offset < 0
-        or plane.block_stride < layout.part_bytes
-        for layer in hello.planes
-        for plane in layer
-    ):
-        problem = "a plane lies outside its memory regions"
+    elif any(stride < layout.part_bytes for layer in hello.block_strides for stride in layer):
+        problem = "the blocks of a plane overlap"
     if problem:
         raise ProtocolError(
             f"the HELLO of {hello.instance_id!r} cannot be used: {problem}; "
@@ -81,15 +87,15 @@ def bind_plan(plan: TransferPlan, src: KvCache, dst: Hello) -> tuple[tuple[Plane
 
     def bind(layer: LayerPlan, copy: StridedCopy, run: int) -> PlaneWrite:
         source = src.plane(layer.src_layer, copy.src_part)
-        target = dst.planes[layer.dst_layer][dst.layout.parts.index(copy.dst_part)]
+        part = dst.layout.parts.index(copy.dst_part)
         return PlaneWrite(
             src=source.region,
-            dst=dst.regions[target.region],
+            dst=layer.dst_layer * len(dst.layout.parts) + part,
             page_length=copy.length,
             src_offset=source.offset + copy.src_offset + run * copy.src_stride,
-            dst_offset=target.offset + copy.dst_offset + run * copy.dst_stride,
+            dst_offset=copy.dst_offset + run * copy.dst_stride,
             src_stride=source.block_stride,
-            dst_stride=target.block_stride,
+            dst_stride=dst.block_strides[layer.dst_layer][part],
         )
 
     return tuple(
@@ -132,8 +138,7 @@ class KvPair:
         if self._hello is not None and (
             hello.instance_id != self._hello.instance_id
             or hello.layout != self._hello.layout
-            or hello.planes != self._hello.planes
-            or hello.regions != self._hello.regions
+            or hello.block_strides != self._hello.block_strides
         ):
             raise ProtocolError(
                 f"instance {self._hello.instance_id!r} changed its id or cache in mid-connection; "

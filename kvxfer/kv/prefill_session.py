@@ -63,7 +63,8 @@ class _Target:
 
     pair: KvPair
     writes: tuple[tuple[PlaneWrite, ...], ...]
-    blocks: BlockIds
+    grants: tuple[bytes, ...]
+    blocks: BlockIds  # counted from where the grants begin
     imm: int
 
 
@@ -249,7 +250,7 @@ class PrefillSession:
                 f"the {len(self._blocks)} blocks of prefill; both sides take as many blocks as "
                 "the prompt needs"
             )
-        target = _Target(pair, pair.writes, blocks, offer.imm)
+        target = _Target(pair, pair.writes, offer.grants, blocks - blocks.min(), offer.imm)
         self._lease.renew(lease_seconds)
         pair.prefills[self.transfer_id] = self
         try:
@@ -305,7 +306,7 @@ class PrefillSession:
     def _post_plane(self, target: _Target, write: PlaneWrite) -> Operation:
         return target.pair.peer.write_pages(
             write.src,
-            write.dst,
+            target.grants[write.dst],
             page_length=write.page_length,
             src_pages=self._blocks,
             dst_pages=target.blocks,

@@ -93,6 +93,12 @@ class Rendezvous:
             # Raises LayoutMismatch, before any byte moves.
             _ = pair.writes
             blocks = unpack_block_table(offer.blocks, pair.hello.num_blocks)
+            planes = sum(map(len, pair.hello.block_strides))
+            if len(offer.grants) != planes:
+                raise InvalidArgument(
+                    f"{len(offer.grants)} grants for the {planes} planes of "
+                    f"{pair.hello.instance_id!r}; run the same version of kvxfer on both sides"
+                )
             if not 0 <= offer.imm <= _MAX_IMM:
                 raise InvalidArgument(f"immediate {offer.imm} has more than 32 bits")
             if session is None:

@@ -98,6 +98,9 @@ class TransferEngine {
   // returns its count.
   Result<void> subscribe(Imm imm);
   std::uint64_t take_arrivals(Imm imm);
+  // Descriptors of these ranges for the counter's writer, which may write there with this immediate
+  // and until the counter is released. What each fabric enforces: docs/protocol.md.
+  Result<std::vector<MrDescriptor>> grant(Imm imm, std::span<const RegionRange> ranges);
   // After this returned, no write that carries the immediate lands or counts.
   void release_counter(Imm imm);
   // The same without waiting for peers: true if it is done, else Completion::Kind::released

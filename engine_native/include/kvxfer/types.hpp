@@ -57,6 +57,8 @@ struct NicInfo {
   bool operator==(const NicInfo&) const = default;
 };
 
+class MemoryRegion;
+
 // Makes NICs of a kind that the engine does not have: see src/fabric/nic/nic_domain.hpp.
 class NicFactory;
 
@@ -132,6 +134,13 @@ struct WriteOptions {
   Duration timeout{};                // 0: the engine's operation_timeout
   std::optional<std::uint32_t> nic;  // only over this NIC of ours; see TransferEngine::nics()
   WatchFor after{};
+};
+
+// Bytes of a registered region.
+struct RegionRange {
+  std::shared_ptr<MemoryRegion> region;
+  std::uint64_t offset = 0;
+  std::uint64_t length = 0;
 };
 
 // One peer's part of a scatter.

@@ -20,6 +20,8 @@ class NicEvents : public PathEvents {
   virtual void on_nic_state(NicDomain& domain) = 0;
   // The peer may be told that path.consumed() has grown.
   virtual void on_credit_due(NicPath& path) = 0;
+  // path.window(grant) is open.
+  virtual void on_window(NicPath& path, std::uint64_t grant) = 0;
 
  protected:
   ~NicEvents() = default;
@@ -32,6 +34,8 @@ class NicDomain : public Domain {
   virtual bool usable() const = 0;
   // Pins and registers memory for reading from and writing into. Any thread.
   virtual Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) = 0;
+  // Whether its paths can open parts of registered memory, and close them without the peer's help.
+  virtual bool has_windows() const { return false; }
   // One end of a path; it works once both ends are connected.
   virtual Result<std::unique_ptr<NicPath>> open_path(NicPathIdentity identity) = 0;
   void forget_source(const MemoryRegion&) override {}

@@ -25,7 +25,9 @@ NicLink::NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours,
     : ends_(std::move(ends)),
       ours_(ours),
       owner_(owner),
-      their_usable_(all_of(ends_.theirs.size())) {}
+      their_usable_(all_of(ends_.theirs.size())),
+      regions_(ends_.label, owner),
+      grants_(owner) {}
 
 NicLink::~NicLink() { shut(); }
 
@@ -129,14 +131,19 @@ Result<void> NicLink::on_path_opened(ByteReader reader, std::uint64_t now) {
   if (entry.state != Entry::State::opening) return {};
   if (auto good = entry.path->connect(text); !good) {
     retry(good.error().text);
-    close(entry, trouble_, now);
+    close(entry, trouble_, true, now);
     return {};
   }
   owner_.send_nic_frame(NicFrame::path_ready, ByteWriter().put(id).take());
+  enter_service(entry);
+  return {};
+}
+
+void NicLink::enter_service(Entry& entry) {
   entry.state = Entry::State::open;
   entry.path->open();
+  grants_.open_on(*entry.path);
   refresh_usable();
-  return {};
 }
 
 // A path that lived for a while is replaced at once, others after a pause.
@@ -189,23 +196,29 @@ void NicLink::step(std::uint64_t now) {
       const auto found = entries_.find(id);
       if (found == entries_.end() || found->second.state == Entry::State::closing) continue;
       retry(error.text);
-      close(found->second, error.text, now);
+      close(found->second, error.text, true, now);
     }
   }
 }
 
-void NicLink::close(Entry& entry, std::string_view why, std::uint64_t now) {
+void NicLink::reset(std::string_view why, std::uint64_t now) {
+  for (auto& [id, entry] : entries_) {
+    if (entry.state == Entry::State::closing) continue;
+    retry(why);
+    close(entry, why, false, now);
+  }
+}
+
+void NicLink::close(Entry& entry, std::string_view why, bool failed, std::uint64_t now) {
   entry.state = Entry::State::closing;
   entry.since_ns = now;
   refresh_usable();
+  regions_.await_no_window();
   entry.path->shut();
-  send_close(entry, why);
-}
-
-void NicLink::send_close(const Entry& entry, std::string_view why) {
   const auto& received = entry.path->received();
   ByteWriter writer;
   writer.put(entry.path->identity().id).text(why.substr(0, 512));
+  writer.put(static_cast<std::uint8_t>(failed));
   writer.put(static_cast<std::uint32_t>(received.size()));
   for (const auto& [imm, count] : received) writer.put(imm).put(count);
   owner_.send_nic_frame(NicFrame::path_close, writer.take());
@@ -214,6 +227,7 @@ void NicLink::send_close(const Entry& entry, std::string_view why) {
 Result<void> NicLink::on_path_close(ByteReader reader, std::uint64_t now) {
   const auto id = reader.get<PathId>();
   const std::string why = reader.text();
+  const bool failed = reader.get<std::uint8_t>() != 0;
   const auto count = reader.get<std::uint32_t>();
   std::unordered_map<Imm, std::uint64_t> received;
   for (std::uint32_t i = 0; i < count && reader.good(); ++i) {
@@ -226,18 +240,19 @@ Result<void> NicLink::on_path_close(ByteReader reader, std::uint64_t now) {
   Entry& entry = found->second;
   if (entry.state != Entry::State::closing) {
     retry(why);
-    close(entry, why, now);
+    close(entry, why, failed, now);
   }
   const std::unique_ptr<NicPath> path = std::move(entry.path);
   entries_.erase(id);
   missing_ = true;
-  settle(*path, received);
+  settle(*path, received, failed);
   return {};
 }
 
 // Both ends are closed. What was not known to be delivered is posted again; as many immediates as
 // came through without our knowing are left out.
-void NicLink::settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>& received) {
+void NicLink::settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>& received,
+                     bool failed) {
   std::unordered_map<Imm, std::uint64_t> unknown;
   const auto unfinished = path.take_unfinished();
   for (const auto& [operation, writes] : unfinished) {
@@ -250,8 +265,7 @@ void NicLink::settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>
     const std::uint64_t known = path.delivered(imm);
     landed[imm] = std::min(count, came - std::min(came, known));
   }
-  // Its descriptors may be what the path was lost for.
-  regions_.clear();
+  regions_.forget_path(path.identity().id);
 
   std::vector<OperationPtr> touched;
   for (const auto& [operation, writes] : unfinished) {
@@ -295,7 +309,8 @@ void NicLink::settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>
   }
   for (const OperationPtr& operation : touched) {
     operation->destination.reset();
-    if (++operation->losses >= kMaxLosses && operation->wants_post()) {
+    if (failed) ++operation->losses;
+    if (operation->losses >= kMaxLosses && operation->wants_post()) {
       owner_.fail(operation, Errc::nic_lost,
                   std::to_string(kMaxLosses) +
                       " paths were lost under this operation; the last one: " + trouble_);
@@ -330,66 +345,11 @@ void NicLink::shut() {
 // --- memory regions --------------------------------------------------------------------------
 
 void NicLink::resolve(const OperationPtr& operation) {
-  if (operation->bytes == 0) return owner_.queue(operation);
-  const std::uint64_t key = operation->destination_key;
-  if (const auto known = regions_.find(key); known != regions_.end()) {
-    operation->destination = known->second;
-    return owner_.queue(operation);
-  }
-  auto& waiting = resolving_[key];
-  if (waiting.empty()) owner_.send_nic_frame(NicFrame::resolve, ByteWriter().put(key).take());
-  waiting.push_back(operation);
-}
-
-Result<void> NicLink::on_region(ByteReader reader) {
-  const auto key = reader.get<std::uint64_t>();
-  const auto status = static_cast<Errc>(reader.get<std::uint16_t>());
-  auto region = std::make_shared<RemoteRegion>();
-  region->length = reader.get<std::uint64_t>();
-  const auto count = reader.get<std::uint16_t>();
-  if (count > kMaxNics) return malformed("region");
-  for (std::uint16_t n = 0; n < count; ++n) {
-    RemoteKey& remote = region->keys.emplace_back();
-    remote.valid = reader.get<std::uint8_t>() != 0;
-    remote.address = reader.get<std::uint64_t>();
-    remote.rkey = reader.get<std::uint64_t>();
-  }
-  if (!reader.finished()) return malformed("region");
-  const auto found = resolving_.find(key);
-  if (found == resolving_.end()) return {};
-  const std::vector<OperationPtr> waiting = std::move(found->second);
-  resolving_.erase(found);
-  if (status == Errc::ok) regions_[key] = region;
-  const auto refuse = [this](const OperationPtr& operation, Errc code) {
-    owner_.fail(operation, code, refusal(code, *operation, ends_.label).text);
-  };
-  for (const OperationPtr& operation : waiting) {
-    if (operation->code != Errc::ok) continue;
-    // Our own check believed the descriptor; the NIC would break the path over it.
-    const bool fits =
-        operation->destination_length <= region->length ||
-        std::all_of(operation->writes.begin(), operation->writes.end(),
-                    [&](const WireWrite& w) { return w.destination + w.length <= region->length; });
-    if (status != Errc::ok) {
-      refuse(operation, status);
-    } else if (!fits) {
-      refuse(operation, Errc::out_of_bounds);
-    } else {
-      operation->destination = region;
-      owner_.queue(operation);
-    }
-  }
-  return {};
+  regions_.resolve(operation, !usable_.empty());
 }
 
 void NicLink::send_region(std::uint64_t key, Errc status, const RemoteRegion& region) {
-  ByteWriter writer;
-  writer.put(key).put(static_cast<std::uint16_t>(status)).put(region.length);
-  writer.put(static_cast<std::uint16_t>(region.keys.size()));
-  for (const RemoteKey& remote : region.keys) {
-    writer.put(static_cast<std::uint8_t>(remote.valid)).put(remote.address).put(remote.rkey);
-  }
-  owner_.send_nic_frame(NicFrame::region, writer.take());
+  kvxfer::send_region(owner_, key, status, region);
 }
 
 void NicLink::forget_region(std::uint64_t key) {
@@ -419,6 +379,7 @@ void NicLink::on_revoke(Imm imm, bool complete) {
                   refusal(Errc::stale_counter, *operation, ends_.label).text);
     }
   }
+  regions_.forget_granted(imm);
   if (complete) return;
   answering_.push_back(imm);
   answer_revokes();
@@ -458,14 +419,14 @@ Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uin
     case NicFrame::path_close:
       return on_path_close(reader, now);
     case NicFrame::region:
-      return on_region(reader);
+      return regions_.on_region(reader) ? Result<void>() : malformed("region");
+    case NicFrame::window:
+      return regions_.on_window(reader) ? Result<void>() : malformed("window");
     case NicFrame::path_ready: {
       const auto found = entries_.find(reader.get<PathId>());
       if (!reader.finished() || ends_.initiator) return malformed("path_ready");
       if (found == entries_.end() || found->second.state != Entry::State::opening) return {};
-      found->second.state = Entry::State::open;
-      found->second.path->open();
-      refresh_usable();
+      enter_service(found->second);
       return {};
     }
     case NicFrame::nic_state:
@@ -477,7 +438,7 @@ Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uin
       owner_.share_region(reader.get<std::uint64_t>());
       break;
     case NicFrame::region_gone:
-      regions_.erase(reader.get<std::uint64_t>());
+      regions_.forget(reader.get<std::uint64_t>());
       break;
     case NicFrame::revoke: {
       const auto imm = reader.get<Imm>();

@@ -11,13 +11,16 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "bootstrap/bytes.hpp"
 #include "fabric/nic/nic_domain.hpp"
+#include "fabric/nic/nic_grants.hpp"
 #include "fabric/nic/nic_pairing.hpp"
+#include "fabric/nic/remote_regions.hpp"
 #include "operation.hpp"
 
 namespace kvxfer {
@@ -27,16 +30,17 @@ enum class NicFrame : std::uint8_t {
   path_open = 16,    // path, initiator's NIC, acceptor's NIC, endpoint
   path_opened = 17,  // path, status, endpoint or why not
   path_ready = 18,   // path
-  path_close = 19,   // path, why, immediates received through it
+  path_close = 19,   // path, why, whether it failed, immediates received through it
   nic_state = 20,    // which of the sender's NICs are usable
   resolve = 21,      // region key
-  region = 22,       // region key, status, length, a key for each NIC
+  region = 22,       // region key, status, length, immediate, windowed, windows, NIC keys
   region_gone = 23,  // region key
   revoke = 24,       // immediate, whether all its writes have arrived
   revoked = 25,      // immediate
   credit = 26,       // path, immediates consumed
+  window = 27,       // region key, path, address, rkey
 };
-inline bool is_nic_frame(std::uint8_t type) { return type >= 16 && type <= 26; }
+inline bool is_nic_frame(std::uint8_t type) { return type >= 16 && type <= 27; }
 
 // What a link asks of the group that it is part of.
 class NicLinkOwner {
@@ -92,7 +96,10 @@ class NicLink {
   // At the end of a step, outside of any domain's poll: closes lost paths, answers revocations.
   void step(std::uint64_t now);
   void tick(std::uint64_t now);
-  // The fence: all paths, at once.
+  // All paths are closed, which is the fence, and opened anew: for a peer that does not stop
+  // writing when it is asked to. Its other writes are posted again.
+  void reset(std::string_view why, std::uint64_t now);
+  // The fence for good.
   void shut();
 
   Result<void> on_frame(NicFrame type, std::string_view payload, std::uint64_t now);
@@ -105,6 +112,14 @@ class NicLink {
   // --- being written to
   void send_region(std::uint64_t key, Errc status, const RemoteRegion& region);
   void forget_region(std::uint64_t key);
+  // The peer is told of the grant, also again; `keys` are those of NICs without windows.
+  void open_grant(const RegionPtr& grant, RemoteRegion keys) {
+    grants_.add(grant, std::move(keys), usable_);
+  }
+  // The peer has said that it writes there no more, or all has arrived.
+  void close_grants(std::span<const RegionPtr> grants) { grants_.close(grants, usable_); }
+  bool has_windows_of(const RegionPtr& grant) const { return grants_.windowed(grant); }
+  void on_window(const NicPath& path, std::uint64_t key) { grants_.on_window(path, key); }
   // on_revoked() follows if `complete` is false: nothing of the peer's lands with it after that.
   void revoke(Imm imm, bool complete);
   void revoke_here(Imm imm);
@@ -121,16 +136,15 @@ class NicLink {
   NicMask our_usable() const;
   std::vector<NicInfo> our_infos() const;
   void open_path(NicPair pair, std::uint64_t now);
-  void send_close(const Entry& entry, std::string_view why);
-  void close(Entry& entry, std::string_view why, std::uint64_t now);
-  void settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>& received);
+  void enter_service(Entry& entry);
+  void close(Entry& entry, std::string_view why, bool failed, std::uint64_t now);
+  void settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>& received, bool failed);
   void refresh_usable();
   void retry(std::string_view trouble);
 
   Result<void> on_path_open(ByteReader reader, std::uint64_t now);
   Result<void> on_path_opened(ByteReader reader, std::uint64_t now);
   Result<void> on_path_close(ByteReader reader, std::uint64_t now);
-  Result<void> on_region(ByteReader reader);
   void on_revoke(Imm imm, bool complete);
   void answer_revokes();
 
@@ -147,8 +161,8 @@ class NicLink {
   bool missing_ = false;  // paths, perhaps
   std::string trouble_;
 
-  std::unordered_map<std::uint64_t, std::shared_ptr<const RemoteRegion>> regions_;
-  std::unordered_map<std::uint64_t, std::vector<OperationPtr>> resolving_;
+  RemoteRegions regions_;
+  NicGrants grants_;
   std::unordered_map<std::uint16_t, std::uint16_t> revoked_;  // slot → last revoked generation
   std::vector<Imm> answering_;  // the peer waits until nothing of these is under way
   std::unordered_map<Imm, std::shared_ptr<std::size_t>> uncounted_;

@@ -23,9 +23,8 @@ NicPath::NicPath(NicPathIdentity identity, std::uint64_t imm_window, NicLoad& lo
 bool NicPath::reaches(const Operation& operation) const {
   if (!open_ || lost_ || (operation.nic && *operation.nic != identity_.nic)) return false;
   if (operation.bytes == 0) return true;
-  if (!operation.source->registration(identity_.nic) || !operation.destination) return false;
-  const auto& keys = operation.destination->keys;
-  return identity_.remote_nic < keys.size() && keys[identity_.remote_nic].valid;
+  return operation.source->registration(identity_.nic) && operation.destination &&
+         operation.destination->key(identity_.id, identity_.remote_nic);
 }
 
 bool NicPath::has_room(bool counted) const {

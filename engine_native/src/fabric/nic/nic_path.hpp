@@ -17,8 +17,6 @@ namespace kvxfer {
 
 class NicEvents;
 
-using PathId = std::uint32_t;  // unique in a session; chosen by the initiator
-
 struct NicPathIdentity {
   PathId id = 0;
   PeerId peer = 0;
@@ -71,6 +69,14 @@ class NicPath : public Path {
   void forget(Imm revoked_by_peer) { delivered_.erase(revoked_by_peer); }
   std::vector<Unfinished> take_unfinished();
 
+  // --- grants, by their region keys, where NicDomain::has_windows()
+  // NicEvents::on_window() follows, unless the path is lost. False if the NIC has none left.
+  virtual bool open_window(const MemoryRegion&) { return false; }
+  // Soon. The peer has said that it writes there no more; else shut() is the way.
+  virtual void close_window(std::uint64_t) {}
+  // Once it is open.
+  virtual std::optional<RemoteKey> window(std::uint64_t) const { return std::nullopt; }
+
   // --- credit
   std::uint64_t consumed() const { return consumed_; }
   void add_credit(std::uint64_t consumed_by_peer);
@@ -89,6 +95,10 @@ class NicPath : public Path {
   NicPath(NicPathIdentity identity, std::uint64_t imm_window, NicLoad& load, Reception reception,
           NicEvents& events);
 
+  // The permission to write; of an operation that this path reaches.
+  const RemoteKey& remote_key(const Operation& operation) const {
+    return *operation.destination->key(identity_.id, identity_.remote_nic);
+  }
   // Receives that the peer has reserved for us, as its endpoint() says.
   void set_peer_imm_window(std::uint64_t writes) { peer_imm_window_ = writes; }
   // How many of `writes` may go out as one batch, of at most `limit`.

@@ -2,9 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <unordered_map>
 #include <vector>
 
+#include "kvxfer/types.hpp"
+
 namespace kvxfer {
+
+using PathId = std::uint32_t;  // unique in a session; chosen by the initiator
 
 // Where a region begins for one NIC of its owner, and the permission to write there.
 struct RemoteKey {
@@ -16,6 +21,19 @@ struct RemoteKey {
 struct RemoteRegion {
   std::uint64_t length = 0;
   std::vector<RemoteKey> keys;  // by the peer's NIC numbers
+  // A grant: good with this immediate only, until its counter is released. 0: no grant.
+  Imm imm = 0;
+  // A grant to NICs with memory windows: these open one by one, each for one path.
+  bool windowed = false;
+  std::uint32_t opening = 0;  // so many will, as far as the owner knows
+  std::unordered_map<PathId, RemoteKey> windows;
+
+  // Null while the path has no permission.
+  const RemoteKey* key(PathId path, std::uint32_t nic) const {
+    if (nic < keys.size() && keys[nic].valid) return &keys[nic];
+    const auto window = windows.find(path);
+    return window == windows.end() ? nullptr : &window->second;
+  }
 };
 
 }  // namespace kvxfer

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "fabric/verbs/path_windows.hpp"
+
 namespace kvxfer::verbs {
 namespace {
 
@@ -19,7 +21,7 @@ PathBudget::PathBudget(std::uint32_t completions, std::uint32_t receives)
 
 // After an error every send completes, signalled or not; one more marks the end (VerbsPath::shut).
 std::uint32_t PathBudget::completions_of(const PathShare& share) {
-  return share.sends + share.receives + 1;
+  return share.sends + share.receives + PathWindows::kMaxRequests + 1;
 }
 
 std::optional<PathShare> PathBudget::take() {

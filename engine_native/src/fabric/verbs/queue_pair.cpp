@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "errno_text.hpp"
+#include "fabric/verbs/path_windows.hpp"
 
 namespace kvxfer::verbs {
 namespace {
@@ -29,12 +30,13 @@ Result<std::shared_ptr<QueuePair>> QueuePair::create(std::shared_ptr<const Verbs
                                                      ibv_cq* completions, ibv_srq* receives,
                                                      std::uint32_t sends) {
   for (const std::uint32_t inline_bytes : kInlineBytes) {
-    ibv_qp_init_attr wanted{
-        .send_cq = completions,
-        .recv_cq = completions,
-        .srq = receives,
-        .cap = {.max_send_wr = sends + 1, .max_send_sge = 1, .max_inline_data = inline_bytes},
-        .qp_type = IBV_QPT_RC};
+    ibv_qp_init_attr wanted{.send_cq = completions,
+                            .recv_cq = completions,
+                            .srq = receives,
+                            .cap = {.max_send_wr = sends + PathWindows::kMaxRequests + 1,
+                                    .max_send_sge = 1,
+                                    .max_inline_data = inline_bytes},
+                            .qp_type = IBV_QPT_RC};
     ibv_qp* const created = device->library().create_qp(device->pd(), &wanted);
     if (!created && errno == EINVAL && inline_bytes > 0) continue;
     if (!created) break;

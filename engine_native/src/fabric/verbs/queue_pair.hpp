@@ -11,7 +11,7 @@ namespace kvxfer::verbs {
 
 class QueuePair {
  public:
-  // For `sends` writes at a time, and one more to mark their end.
+  // For `sends` writes at a time, requests for windows, and one more to mark the end.
   static Result<std::shared_ptr<QueuePair>> create(std::shared_ptr<const VerbsDevice> device,
                                                    ibv_cq* completions, ibv_srq* receives,
                                                    std::uint32_t sends);

@@ -36,6 +36,11 @@ class VerbsDevice {
   ibv_pd* pd() const { return pd_; }
   const std::string& name() const { return name_; }
   const ibv_device_attr& limits() const { return limits_; }
+  // Memory windows that are opened by requests of a queue pair, and good for it alone.
+  bool has_windows() const {
+    return (limits_.device_cap_flags &
+            (IBV_DEVICE_MEM_WINDOW_TYPE_2A | IBV_DEVICE_MEM_WINDOW_TYPE_2B)) != 0;
+  }
 
   Result<Port> query_port() const;
 

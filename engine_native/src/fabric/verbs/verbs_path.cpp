@@ -65,6 +65,7 @@ VerbsPath::VerbsPath(NicPathIdentity identity, const PathShare& share,
             .mtu = port_.mtu,
             .link_layer = port_.link_layer,
             .gid = port_.gid},
+      windows_(nic.device, pair_->get()),
       sends_left_(share.sends) {
   nic_.queues->add(pair_->number(), *this);
 }
@@ -104,10 +105,12 @@ std::size_t VerbsPath::post(const OperationPtr& operation, const WriteRange& wri
       batch_limit(operation, writes, std::min<std::size_t>(sends_left_, NicQueues::kMaxChain));
   if (count == 0 || lost()) return 0;
   const bool counted = operation->imm && writes.counted;
+  static constexpr RemoteKey kNoMemory;
+  const RemoteKey& key = operation->bytes > 0 ? remote_key(*operation) : kNoMemory;
   std::uint64_t bytes = 0;
   for (std::size_t i = 0; i < count; ++i) {
     const WireWrite& write = operation->writes[writes.first + i];
-    write_request(i, *operation, write, counted);
+    write_request(i, *operation, write, key, counted);
     bytes += write.length;
   }
   const Batch& batch = add_batch(operation, {writes.first, count, writes.counted}, bytes);
@@ -125,7 +128,7 @@ std::size_t VerbsPath::post(const OperationPtr& operation, const WriteRange& wri
 }
 
 void VerbsPath::write_request(std::size_t at, const Operation& operation, const WireWrite& write,
-                              bool counted) {
+                              const RemoteKey& key, bool counted) {
   ibv_send_wr& request = nic_.queues->chain[at];
   ibv_sge& piece = nic_.queues->pieces[at];
   request.wr_id = 0;
@@ -139,7 +142,6 @@ void VerbsPath::write_request(std::size_t at, const Operation& operation, const 
   if (write.length == 0) return;
   const auto& source = static_cast<const VerbsRegistration&>(
       *operation.source->registration(identity_.nic));  // our own: it has our number
-  const RemoteKey& key = operation.destination->keys[identity_.remote_nic];
   piece = {.addr = reinterpret_cast<std::uint64_t>(operation.source->data() + write.source),
            .length = write.length,
            .lkey = source.local_key()};
@@ -149,12 +151,38 @@ void VerbsPath::write_request(std::size_t at, const Operation& operation, const 
   if (write.length <= pair_->max_inline()) request.send_flags = IBV_SEND_INLINE;
 }
 
+// --- grants ----------------------------------------------------------------------------------
+
+bool VerbsPath::open_window(const MemoryRegion& grant) {
+  auto* const registration =
+      static_cast<VerbsRegistration*>(grant.granted()->of->registration(identity_.nic));
+  ibv_mr* const region = registration ? registration->get() : nullptr;
+  const WindowRange range{.region = region,
+                          .address = reinterpret_cast<std::uint64_t>(grant.data()),
+                          .length = grant.size()};
+  if (!region || !windows_.open(grant.key(), range)) return false;
+  post_windows();
+  return true;
+}
+
+void VerbsPath::post_windows() {
+  if (const int error = windows_.post()) {
+    on_failed("this NIC refused a memory window: " + errno_text(error));
+  }
+}
+
 // --- completions -----------------------------------------------------------------------------
 
 void VerbsPath::on_sent(std::uint64_t request) {
   if (request == kEndId) {
     stopped_ = true;
     return;
+  }
+  if ((request & PathWindows::kRequest) != 0) {
+    const auto opened = windows_.on_done(request);
+    if (lost() || stopping_) return;
+    if (opened) events_.on_window(*this, *opened);
+    return post_windows();
   }
   sends_left_ += static_cast<std::uint32_t>(request & kCountMask);
   finish_through(request >> kCountBits);
@@ -179,6 +207,7 @@ void VerbsPath::shut() {
   if (!pair_) return;
   stopping_ = true;
   if (pair_->started() && !nic_.broken) stop();
+  windows_.free_all();
   // One that is being joined has placed nothing and never will; it is destroyed when that ends.
   if (!joining_) pair_->destroy();
   // Some drivers drop what a destroyed queue pair left in the completion queue, which is why stop()

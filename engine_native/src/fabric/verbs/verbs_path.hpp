@@ -8,6 +8,7 @@
 #include "fabric/verbs/address_lookups.hpp"
 #include "fabric/verbs/async_events.hpp"
 #include "fabric/verbs/nic_queues.hpp"
+#include "fabric/verbs/path_windows.hpp"
 #include "fabric/verbs/queue_pair.hpp"
 
 namespace kvxfer::verbs {
@@ -37,6 +38,14 @@ class VerbsPath final : public NicPath {
   }
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
   void shut() override;
+  bool open_window(const MemoryRegion& grant) override;
+  void close_window(std::uint64_t grant) override {
+    windows_.close(grant);
+    post_windows();
+  }
+  std::optional<RemoteKey> window(std::uint64_t grant) const override {
+    return windows_.find(grant);
+  }
 
   // --- from the NIC's queues and events
   void on_sent(std::uint64_t request);
@@ -51,7 +60,8 @@ class VerbsPath final : public NicPath {
   VerbsPath(NicPathIdentity identity, const PathShare& share, std::shared_ptr<QueuePair> pair,
             VerbsNic& nic);
   void write_request(std::size_t at, const Operation& operation, const WireWrite& write,
-                     bool counted);
+                     const RemoteKey& key, bool counted);
+  void post_windows();
   void stop();
 
   VerbsNic& nic_;
@@ -59,6 +69,7 @@ class VerbsPath final : public NicPath {
   std::shared_ptr<QueuePair> pair_;  // null once shut
   Port port_;                        // as the peer was told
   PathEndpoint ours_;
+  PathWindows windows_;
   std::uint32_t sends_left_;
   bool joining_ = false;  // a lookup still uses the queue pair
   bool stopping_ = false;

@@ -40,10 +40,11 @@ Error cannot_register(const std::string& nic, std::size_t bytes, int error) {
 
 Result<std::shared_ptr<NicRegistration>> VerbsRegistration::create(
     std::shared_ptr<const VerbsDevice> device, const MemoryRegion& region) {
+  const unsigned access = kAccess | (device->has_windows() ? IBV_ACCESS_MW_BIND : 0);
   errno = 0;
   ibv_mr* const registered =
       device->library().reg_mr_iova2(device->pd(), region.data(), region.size(),
-                                     reinterpret_cast<std::uint64_t>(region.data()), kAccess);
+                                     reinterpret_cast<std::uint64_t>(region.data()), access);
   if (!registered) return cannot_register(device->name(), region.size(), errno);
   return std::shared_ptr<NicRegistration>(new VerbsRegistration(std::move(device), registered));
 }
@@ -57,6 +58,11 @@ Result<RemoteKey> VerbsRegistration::share(PeerId) {
   return RemoteKey{.address = reinterpret_cast<std::uint64_t>(region_->addr),
                    .rkey = region_->rkey,
                    .valid = true};
+}
+
+ibv_mr* VerbsRegistration::get() {
+  const std::lock_guard lock(mutex_);
+  return region_;
 }
 
 void VerbsRegistration::close() {

@@ -23,6 +23,8 @@ class VerbsRegistration final : public NicRegistration {
   void unshare(PeerId) override {}
   void close() override;
 
+  // Null once closed, which is after the engine thread has closed all windows of the region.
+  ibv_mr* get();
   std::uint32_t local_key() const { return local_key_; }
 
  private:

@@ -1,0 +1,63 @@
+#include "fabric/nic/nic_grants.hpp"
+
+#include "fabric/nic/nic_link.hpp"
+
+namespace kvxfer {
+
+void send_region(NicLinkOwner& owner, std::uint64_t key, Errc status, const RemoteRegion& region) {
+  ByteWriter writer;
+  writer.put(key).put(static_cast<std::uint16_t>(status)).put(region.length).put(region.imm);
+  writer.put(static_cast<std::uint8_t>(region.windowed)).put(region.opening);
+  writer.put(static_cast<std::uint16_t>(region.keys.size()));
+  for (const RemoteKey& remote : region.keys) {
+    writer.put(static_cast<std::uint8_t>(remote.valid)).put(remote.address).put(remote.rkey);
+  }
+  owner.send_nic_frame(NicFrame::region, writer.take());
+}
+
+void NicGrants::add(const RegionPtr& grant, RemoteRegion keys, std::span<NicPath* const> paths) {
+  const bool known = !open_.try_emplace(grant->key(), Open{grant, keys.windowed}).second;
+  std::vector<const NicPath*> open;
+  if (keys.windowed) {
+    for (NicPath* const path : paths) {
+      if (known && path->window(grant->key())) open.push_back(path);
+      // Else on_window() tells of it.
+      if (path->open_window(*grant)) ++keys.opening;
+    }
+  }
+  const bool none = keys.windowed && keys.opening == 0 && !paths.empty();
+  send_region(owner_, grant->key(), none ? Errc::out_of_memory : Errc::ok, keys);
+  for (const NicPath* const path : open) send_window(*path, grant->key());
+}
+
+void NicGrants::open_on(NicPath& path) {
+  for (const auto& [key, open] : open_) {
+    if (open.windowed) path.open_window(*open.grant);
+  }
+}
+
+void NicGrants::on_window(const NicPath& path, std::uint64_t key) {
+  if (open_.contains(key)) send_window(path, key);
+}
+
+void NicGrants::send_window(const NicPath& path, std::uint64_t key) {
+  const auto window = path.window(key);
+  if (!window) return;
+  owner_.send_nic_frame(
+      NicFrame::window,
+      ByteWriter().put(key).put(path.identity().id).put(window->address).put(window->rkey).take());
+}
+
+void NicGrants::close(std::span<const RegionPtr> grants, std::span<NicPath* const> paths) {
+  for (const RegionPtr& grant : grants) {
+    if (open_.erase(grant->key()) == 0) continue;
+    for (NicPath* const path : paths) path->close_window(grant->key());
+  }
+}
+
+bool NicGrants::windowed(const RegionPtr& grant) const {
+  const auto found = open_.find(grant->key());
+  return found != open_.end() && found->second.windowed;
+}
+
+}  // namespace kvxfer

@@ -1,0 +1,45 @@
+// The grants of this engine to one peer, and the memory windows that open them on its paths. Engine
+// thread only.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "fabric/nic/nic_path.hpp"
+#include "fabric/nic/remote_region.hpp"
+#include "memory_region.hpp"
+
+namespace kvxfer {
+
+class NicLinkOwner;
+
+class NicGrants {
+ public:
+  explicit NicGrants(NicLinkOwner& owner) : owner_(owner) {}
+
+  // Tells the peer, also again. `keys`: for NICs without windows. Windows open on these paths.
+  void add(const RegionPtr& grant, RemoteRegion keys, std::span<NicPath* const> paths);
+  void open_on(NicPath& path);
+  void on_window(const NicPath& path, std::uint64_t key);
+  // The peer writes there no more.
+  void close(std::span<const RegionPtr> grants, std::span<NicPath* const> paths);
+  bool windowed(const RegionPtr& grant) const;
+
+ private:
+  struct Open {
+    RegionPtr grant;
+    bool windowed;
+  };
+
+  void send_window(const NicPath& path, std::uint64_t key);
+
+  NicLinkOwner& owner_;
+  std::unordered_map<std::uint64_t, Open> open_;
+};
+
+// As the peer reads it (RemoteRegions).
+void send_region(NicLinkOwner& owner, std::uint64_t key, Errc status, const RemoteRegion& region);
+
+}  // namespace kvxfer

@@ -1,0 +1,53 @@
+// What is known of one peer's memory regions, as their writer needs it: asked for by key, or told
+// unasked where the peer grants them to this engine. Engine thread only.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "bootstrap/bytes.hpp"
+#include "fabric/nic/remote_region.hpp"
+#include "kvxfer/error.hpp"
+#include "operation.hpp"
+
+namespace kvxfer {
+
+class NicLinkOwner;
+
+class RemoteRegions {
+ public:
+  RemoteRegions(std::string label, NicLinkOwner& owner) : label_(std::move(label)), owner_(owner) {}
+
+  // Queues the operation once its destination is known, and its windows are open: what goes out
+  // before would all take the first path.
+  void resolve(const OperationPtr& operation, bool any_path);
+  // A path is gone, and its windows will not open.
+  void await_no_window();
+  void forget(std::uint64_t key);
+  // Those that were granted for the immediate.
+  void forget_granted(Imm imm);
+  // Lost, perhaps for what was known of regions without windows: those are asked for again.
+  void forget_path(PathId path);
+
+  // False if the frame is malformed.
+  bool on_region(ByteReader reader);
+  bool on_window(ByteReader reader);
+
+ private:
+  using Waiting = std::unordered_map<std::uint64_t, std::vector<OperationPtr>>;
+
+  void give(const OperationPtr& operation, const std::shared_ptr<const RemoteRegion>& region);
+  void give_all(Waiting& waiting, std::uint64_t key);
+
+  std::string label_;  // of the peer, for error texts
+  NicLinkOwner& owner_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<RemoteRegion>> regions_;
+  std::unordered_map<Imm, std::vector<std::uint64_t>> granted_;
+  Waiting asked_;    // for the peer's answer
+  Waiting opening_;  // for windows
+};
+
+}  // namespace kvxfer

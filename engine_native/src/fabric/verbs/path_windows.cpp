@@ -1,0 +1,114 @@
+#include "fabric/verbs/path_windows.hpp"
+
+#include <utility>
+
+namespace kvxfer::verbs {
+
+bool PathWindows::open(std::uint64_t grant, const WindowRange& range) {
+  if (by_grant_.contains(grant)) return true;
+  if (free_.empty()) {
+    free_.push_back(windows_.size());
+    windows_.emplace_back();
+  }
+  const std::size_t index = free_.back();
+  Window& window = windows_[index];
+  if (!window.window) window.window = ibv_alloc_mw(device_->pd(), IBV_MW_TYPE_2);
+  if (!window.window) return false;
+  free_.pop_back();
+  window.wanted = true;
+  window.grant = grant;
+  window.range = range;
+  by_grant_[grant] = index;
+  waiting_.push_back(index);
+  return true;
+}
+
+void PathWindows::close(std::uint64_t grant) {
+  const auto found = by_grant_.find(grant);
+  if (found == by_grant_.end()) return;
+  const std::size_t index = found->second;
+  by_grant_.erase(found);
+  windows_[index].wanted = false;
+  // One that is being opened is closed when that is done; one that waits is in the queue already.
+  if (windows_[index].state == State::open) waiting_.push_back(index);
+}
+
+int PathWindows::post() {
+  while (!waiting_.empty() && requests_ < kMaxRequests) {
+    const std::size_t index = waiting_.front();
+    waiting_.pop_front();
+    Window& window = windows_[index];
+    const bool open = window.state == State::open;
+    if (!open && !window.wanted) {  // closed before it was opened
+      make_free(index);
+      continue;
+    }
+    if (const int error = post_request(index)) return error;
+    window.state = open ? State::closing : State::opening;
+    ++requests_;
+  }
+  return 0;
+}
+
+int PathWindows::post_request(std::size_t index) {
+  Window& window = windows_[index];
+  ibv_send_wr request{.wr_id = kRequest | index, .send_flags = IBV_SEND_SIGNALED};
+  if (window.wanted) {
+    request.opcode = IBV_WR_BIND_MW;
+    request.bind_mw = {.mw = window.window,
+                       .rkey = ibv_inc_rkey(window.window->rkey),
+                       .bind_info = {.mr = window.range.region,
+                                     .addr = window.range.address,
+                                     .length = window.range.length,
+                                     .mw_access_flags = IBV_ACCESS_REMOTE_WRITE}};
+  } else {
+    request.opcode = IBV_WR_LOCAL_INV;
+    request.invalidate_rkey = window.window->rkey;
+  }
+  ibv_send_wr* refused = nullptr;
+  const int error = ibv_post_send(pair_, &request, &refused);
+  // Drivers leave it to their users to know the window's new key.
+  if (error == 0 && window.wanted) window.window->rkey = request.bind_mw.rkey;
+  return error;
+}
+
+std::optional<std::uint64_t> PathWindows::on_done(std::uint64_t request) {
+  const std::size_t index = request & ~kRequest;
+  Window& window = windows_[index];
+  --requests_;
+  std::optional<std::uint64_t> opened;
+  if (window.state == State::closing) {
+    make_free(index);
+  } else {
+    window.state = State::open;
+    if (window.wanted) {
+      opened = window.grant;
+    } else {
+      waiting_.push_back(index);
+    }
+  }
+  return opened;
+}
+
+void PathWindows::make_free(std::size_t index) {
+  windows_[index].state = State::free;
+  free_.push_back(index);
+}
+
+std::optional<RemoteKey> PathWindows::find(std::uint64_t grant) const {
+  const auto found = by_grant_.find(grant);
+  if (found == by_grant_.end()) return std::nullopt;
+  const Window& window = windows_[found->second];
+  if (window.state != State::open) return std::nullopt;
+  return RemoteKey{.address = window.range.address, .rkey = window.window->rkey, .valid = true};
+}
+
+void PathWindows::free_all() {
+  for (Window& window : windows_) {
+    if (window.window) ibv_dealloc_mw(std::exchange(window.window, nullptr));
+  }
+  by_grant_.clear();
+  waiting_.clear();
+}
+
+}  // namespace kvxfer::verbs

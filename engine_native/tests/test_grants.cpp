@@ -1,0 +1,267 @@
+// Ranges of memory that are granted to one peer, with one counter, until it is released.
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "simulated_nic.hpp"
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+using Kind = Completion::Kind;
+
+namespace {
+
+constexpr std::size_t kSize = 256u << 10;
+constexpr std::uint64_t kOffset = 4096;
+constexpr std::uint64_t kLength = 64u << 10;
+
+struct Granted {
+  explicit Granted(Pair& connected) : pair(connected) {
+    std::fill_n(source->data(), kSize, std::byte{0x5a});
+    imm = good(pair.reader->allocate_counter(pair.to_writer));
+    const RegionRange range{destination, kOffset, kLength};
+    descriptor = good(pair.reader->grant(imm, {&range, 1})).front();
+  }
+  Completion write(const MrDescriptor& to, std::uint64_t length, std::optional<Imm> with) {
+    const auto submitted =
+        good(pair.writer->write(pair.to_reader, source, to, {.length = length}, {.imm = with}));
+    return pair.writer.await(Kind::write, submitted.id);
+  }
+  bool untouched(std::uint64_t from, std::uint64_t to) const {
+    return std::all_of(destination->data() + from, destination->data() + to,
+                       [](std::byte byte) { return byte == std::byte{0}; });
+  }
+
+  Pair& pair;
+  RegionPtr source = good(pair.writer->allocate(kSize));
+  RegionPtr destination = good(pair.reader->allocate(kSize));
+  Imm imm = 0;
+  MrDescriptor descriptor;
+};
+
+}  // namespace
+
+TEST_SUITE_BEGIN("conformance");
+
+TEST_CASE("a grant opens its range to its counter's writes, until the counter is released") {
+  for (const auto& fabric : EachFabric()) {
+    CAPTURE(fabric);
+    Pair pair(fabric);
+    Granted granted(pair);
+    CHECK(granted.descriptor.length == kLength);
+
+    const auto submitted =
+        good(pair.writer->write(pair.to_reader, granted.source, granted.descriptor,
+                                {.length = kLength}, {.imm = granted.imm}));
+    CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+    good(pair.reader->expect(granted.imm, submitted.writes));
+    CHECK(pair.reader.await(Kind::counter, granted.imm).code == Errc::ok);
+    CHECK(granted.untouched(0, kOffset));
+    CHECK(granted.untouched(kOffset + kLength, kSize));
+    CHECK(std::memcmp(granted.destination->data() + kOffset, granted.source->data(), kLength) == 0);
+
+    pair.reader->release_counter(granted.imm);
+    std::memset(granted.destination->data(), 0, kSize);
+    const Imm next = good(pair.reader->allocate_counter(pair.to_writer));
+    CHECK(granted.write(granted.descriptor, kLength, granted.imm).code != Errc::ok);
+    CHECK(granted.write(granted.descriptor, kLength, next).code == Errc::unknown_region);
+    CHECK(pair.reader->counter_value(next) == 0);
+    CHECK(granted.untouched(0, kSize));
+  }
+}
+
+TEST_CASE("a grant is of no use with another counter, without one, or beyond its range") {
+  for (const auto& fabric : EachFabric()) {
+    CAPTURE(fabric);
+    Pair pair(fabric);
+    Granted granted(pair);
+    const Imm other = good(pair.reader->allocate_counter(pair.to_writer));
+    CHECK(granted.write(granted.descriptor, kLength, other).code == Errc::unknown_region);
+    CHECK(granted.write(granted.descriptor, kLength, std::nullopt).code == Errc::unknown_region);
+    MrDescriptor longer = granted.descriptor;
+    longer.length += 1;
+    CHECK(granted.write(longer, kLength + 1, granted.imm).code == Errc::out_of_bounds);
+    CHECK(pair.reader->counter_value(other) == 0);
+    CHECK(pair.reader->counter_value(granted.imm) == 0);
+    CHECK(granted.untouched(0, kSize));
+    // The connection goes on.
+    CHECK(granted.write(granted.descriptor, kLength, granted.imm).code == Errc::ok);
+  }
+}
+
+TEST_CASE("grants end with the region that they are of") {
+  for (const auto& fabric : EachFabric()) {
+    CAPTURE(fabric);
+    Pair pair(fabric);
+    Granted granted(pair);
+    CHECK(granted.write(granted.descriptor, kLength, granted.imm).code == Errc::ok);
+    pair.reader->deregister(granted.destination);
+    std::memset(granted.destination->data(), 0, kSize);
+    CHECK(granted.write(granted.descriptor, kLength, granted.imm).code != Errc::ok);
+    CHECK(granted.untouched(0, kSize));
+    const RegionRange range{granted.destination, 0, 1};
+    CHECK(pair.reader->grant(granted.imm, {&range, 1}).error().code == Errc::unknown_region);
+  }
+}
+
+TEST_CASE("counters released under way leave the connection and other grants as they are") {
+  for (const auto& fabric : EachFabric()) {
+    CAPTURE(fabric);
+    Pair pair(fabric);
+    const auto source = good(pair.writer->allocate(16u << 20));
+    const auto destination = good(pair.reader->allocate(16u << 20));
+    std::fill_n(source->data(), source->size(), std::byte{0x5a});
+    const RegionRange first{destination, 0, 8u << 20};
+    const RegionRange second{destination, 8u << 20, 8u << 20};
+    for (int round = 0; round < 4; ++round) {
+      const Imm revoked = good(pair.reader->allocate_counter(pair.to_writer));
+      const Imm kept = good(pair.reader->allocate_counter(pair.to_writer));
+      const auto away = good(pair.reader->grant(revoked, {&first, 1})).front();
+      const auto stays = good(pair.reader->grant(kept, {&second, 1})).front();
+      const auto lost = good(
+          pair.writer->write(pair.to_reader, source, away, {.length = 8u << 20}, {.imm = revoked}));
+      const auto wanted = good(
+          pair.writer->write(pair.to_reader, source, stays, {.length = 8u << 20}, {.imm = kept}));
+      while (round % 2 == 1 && pair.reader->counter_value(revoked) == 0) std::this_thread::yield();
+      pair.reader->release_counter(revoked);
+      std::memset(destination->data(), 0, 8u << 20);
+      const auto done = pair.writer.await(Kind::write, wanted.id);
+      CHECK_MESSAGE(done.code == Errc::ok, done.text);
+      good(pair.reader->expect(kept, wanted.writes));
+      CHECK(pair.reader.await(Kind::counter, kept).code == Errc::ok);
+      CHECK(std::memcmp(destination->data() + (8u << 20), source->data(), 8u << 20) == 0);
+      (void)pair.writer.await(Kind::write, lost.id);
+      CHECK(std::all_of(destination->data(), destination->data() + (8u << 20),
+                        [](std::byte byte) { return byte == std::byte{0}; }));
+      pair.reader->release_counter(kept);
+    }
+  }
+}
+
+TEST_SUITE_END();
+
+TEST_CASE("what cannot be granted is refused by name") {
+  Pair pair("tcp");
+  const auto region = good(pair.reader->allocate(kSize));
+  const Imm anybody = good(pair.reader->allocate_counter());
+  const Imm imm = good(pair.reader->allocate_counter(pair.to_writer));
+  const auto refused = [&](Imm with, const RegionRange& range) {
+    return pair.reader->grant(with, {&range, 1}).error().code;
+  };
+  CHECK(refused(anybody, {region, 0, kSize}) == Errc::invalid_argument);
+  CHECK(refused(imm + 1, {region, 0, kSize}) == Errc::invalid_argument);
+  CHECK(refused(imm, {region, 0, 0}) == Errc::out_of_bounds);
+  CHECK(refused(imm, {region, 1, kSize}) == Errc::out_of_bounds);
+  CHECK(refused(imm, {region, kSize + 1, UINT64_MAX}) == Errc::out_of_bounds);
+  CHECK(refused(imm, {good(pair.writer->allocate(kSize)), 0, kSize}) == Errc::unknown_region);
+}
+
+// --- NICs with memory windows, on the simulated network ----------------------------------------
+
+namespace {
+
+EngineOptions with_windows(const std::string& name, unsigned nics) {
+  static unsigned engines = 0;
+  std::vector<std::pair<std::string, std::uint64_t>> named;
+  const std::string prefix = "windows" + std::to_string(++engines) + "/";
+  for (unsigned n = 0; n < nics; ++n) named.emplace_back(prefix + std::to_string(n), 100);
+  EngineOptions options = options_for("tcp", name);
+  options.tcp = false;
+  options.peer_timeout = std::chrono::seconds(10);
+  options.more_nics = simulated_network().nics(std::move(named), true);
+  return options;
+}
+
+struct Windows {
+  Windows(unsigned writer_nics, unsigned reader_nics)
+      : writer(with_windows("writer", writer_nics)),
+        reader(with_windows("reader", reader_nics)),
+        to_reader(writer.connect_to(reader)),
+        to_writer(reader.await(Kind::peer_up).peer),
+        source(good(writer->allocate(8u << 20))),
+        destination(good(reader->allocate(8u << 20))) {
+    std::fill_n(source->data(), source->size(), std::byte{0x5a});
+  }
+  MrDescriptor grant(Imm imm) {
+    const RegionRange range{destination, kOffset, (8u << 20) - kOffset};
+    return good(reader->grant(imm, {&range, 1})).front();
+  }
+  Submitted submit(const MrDescriptor& to, Imm imm) {
+    return good(writer->write(to_reader, source, to, {.length = to.length}, {.imm = imm}));
+  }
+  void write_all() {
+    const Imm imm = good(reader->allocate_counter(to_writer));
+    const auto submitted = submit(grant(imm), imm);
+    const auto done = writer.await(Kind::write, submitted.id);
+    CHECK_MESSAGE(done.code == Errc::ok, done.text);
+    good(reader->expect(imm, submitted.writes));
+    CHECK(reader.await(Kind::counter, imm).code == Errc::ok);
+    CHECK(std::memcmp(source->data(), destination->data() + kOffset,
+                      destination->size() - kOffset) == 0);
+    reader->release_counter(imm);
+    std::memset(destination->data(), 0, destination->size());
+  }
+
+  TestEngine writer;
+  TestEngine reader;
+  PeerId to_reader;
+  PeerId to_writer;
+  RegionPtr source;
+  RegionPtr destination;
+};
+
+}  // namespace
+
+TEST_CASE("windows open on every path of any mix of NICs") {
+  for (const auto& [ours, theirs] : {std::pair{1u, 1u}, {1u, 4u}, {4u, 1u}, {2u, 3u}}) {
+    CAPTURE(ours);
+    CAPTURE(theirs);
+    Windows windows(ours, theirs);
+    for (int i = 0; i < 3; ++i) windows.write_all();
+    for (std::size_t nic = 0; nic < ours; ++nic) {
+      CHECK(simulated_network().delivered(windows.writer->nics()[nic].name) > 0);
+    }
+  }
+}
+
+TEST_CASE("a writer that does not stop when it is asked loses its paths, not its connection") {
+  Windows windows(2, 2);
+  windows.write_all();
+  const Imm imm = good(windows.reader->allocate_counter(windows.to_writer));
+  const MrDescriptor granted = windows.grant(imm);
+  simulated_network().hold(true);
+  const auto stuck = windows.submit(granted, imm);
+  // The writes are on the wire, so the writer cannot say that none will land.
+  while (windows.writer->stats().writes_posted < 16) std::this_thread::yield();
+  windows.reader->release_counter(imm);
+  simulated_network().hold(false);
+  CHECK(windows.writer.await(Kind::write, stuck.id).code == Errc::stale_counter);
+  CHECK(windows.reader->stats().peers == 1);
+  CHECK(std::all_of(windows.destination->data(),
+                    windows.destination->data() + windows.destination->size(),
+                    [](std::byte byte) { return byte == std::byte{0}; }));
+  windows.write_all();
+}
+
+TEST_CASE("windows follow their grants to paths that come later") {
+  Windows windows(2, 2);
+  const Imm imm = good(windows.reader->allocate_counter(windows.to_writer));
+  const MrDescriptor granted = windows.grant(imm);
+  const std::string nic = windows.writer->nics()[0].name;
+  for (int round = 0; round < 3; ++round) {
+    const auto submitted = windows.submit(granted, imm);
+    simulated_network().set_link(nic, false);
+    const auto done = windows.writer.await(Kind::write, submitted.id);
+    CHECK_MESSAGE(done.code == Errc::ok, done.text);
+    CHECK(std::memcmp(windows.source->data(), windows.destination->data() + kOffset,
+                      granted.length) == 0);
+    simulated_network().set_link(nic, true);
+    // Until the path is there again and its window is open.
+    const std::uint64_t before = simulated_network().delivered(nic);
+    while (simulated_network().delivered(nic) == before) {
+      const auto more = windows.submit(granted, imm);
+      REQUIRE(windows.writer.await(Kind::write, more.id).code == Errc::ok);
+    }
+  }
+}
