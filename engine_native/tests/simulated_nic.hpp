@@ -28,11 +28,18 @@ class SimulatedNetwork {
   ~SimulatedNetwork();
 
   // An engine with these NICs, e.g. {"nic0", 100} in Gbit/s. Names are unique in the network.
-  std::shared_ptr<NicFactory> nics(std::vector<std::pair<std::string, std::uint64_t>> nics);
+  // `broken`: names of further ones that cannot be opened; `foreign`: that only others can use.
+  std::shared_ptr<NicFactory> nics(std::vector<std::pair<std::string, std::uint64_t>> nics,
+                                   std::vector<std::string> broken = {},
+                                   std::vector<std::string> foreign = {});
 
   void set_link(const std::string& nic, bool up);
   // From now on writes arrive and are counted, but their senders never hear of it.
   void lose_completions(const std::string& nic, bool lose);
+  // The next `times` attempts to join a path of this NIC to its peer fail.
+  void refuse_joins(const std::string& nic, unsigned times);
+  // How many of them are left.
+  unsigned refusals_left(const std::string& nic);
   // While held, nothing is delivered.
   void hold(bool held);
   std::uint64_t delivered(const std::string& nic);
@@ -63,6 +70,7 @@ class SimulatedNetwork {
     SimulatedDomain* domain = nullptr;
     bool up = true;
     bool loses_completions = false;
+    unsigned refuses = 0;  // attempts to join
     std::uint64_t delivered = 0;
     std::vector<Completion> completions;
   };
