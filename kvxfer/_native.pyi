@@ -29,6 +29,8 @@ class EngineOptions:
         ofi: str,
         null: bool,
         nics: Sequence[str],
+        traffic_class: int,
+        service_level: int,
         ofi_provider: str,
         ofi_endpoints: int,
         ofi_strict: bool,

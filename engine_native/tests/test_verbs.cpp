@@ -119,6 +119,20 @@ TEST_CASE("pages with immediates arrive over 1, 2 and 4 devices") {
   }
 }
 
+TEST_CASE("pages arrive under a traffic class and a service level") {
+  if (skipped_without_verbs()) return;
+  Random random;
+  CAPTURE(random.seed);
+  const auto marked = [](const std::string& name) {
+    auto options = patient(name);
+    options.traffic_class = 106;
+    options.service_level = 3;
+    return options;
+  };
+  Verbs engines(marked("writer"), marked("reader"));
+  engines.write(random);
+}
+
 TEST_CASE("pages arrive between devices of their own, one and many") {
   if (skipped_without_verbs()) return;
   Random random;
