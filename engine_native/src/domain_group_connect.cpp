@@ -54,8 +54,9 @@ void DomainGroup::expire_connects(std::uint64_t now) {
   const auto give_up = [this](const std::vector<OperationId>& late, const std::string& whom,
                               const std::string& why) {
     for (const OperationId id : late) {
-      complete_connect(id, Error{Errc::connect_failed,
-                                 "connecting to " + whom + " took longer than allowed" + why});
+      std::string text = "connecting to " + whom + " took longer than allowed";
+      if (!why.empty()) text += ": " + why;
+      complete_connect(id, Error{Errc::connect_failed, std::move(text)});
     }
   };
   for (const auto& dialer : dialers_) {
@@ -66,7 +67,7 @@ void DomainGroup::expire_connects(std::uint64_t now) {
   }
   std::erase_if(dialers_, [](const auto& dialer) { return dialer->ended(); });
   for (const auto& [id, peer] : peers_) {
-    give_up(peer->waiters.take_late(now), peer->label(), ": " + peer->trouble());
+    give_up(peer->waiters.take_late(now), peer->label(), peer->trouble());
   }
 }
 

@@ -26,11 +26,12 @@ bool speaks_infiniband(const ibv_device& device) {
   return device.node_type == IBV_NODE_CA && device.transport_type == IBV_TRANSPORT_IB;
 }
 
-Result<std::unique_ptr<NicDomain>> open_nic(const std::shared_ptr<const VerbsLibrary>& library,
-                                            ibv_device* device, const NicContext& context) {
+Result<std::unique_ptr<NicDomain>> open_nic(
+    const std::shared_ptr<const VerbsLibrary>& library, ibv_device* device,
+    const NicContext& context, const std::shared_ptr<AddressLookups::Running>& lookups) {
   auto opened = VerbsDevice::open(library, device);
   if (!opened) return opened.error();
-  return VerbsDomain::open(*opened, context);
+  return VerbsDomain::open(*opened, context, lookups);
 }
 
 std::string why_none(const std::vector<std::string>& notices,
@@ -71,11 +72,12 @@ Result<OpenedNics> VerbsFactory::open(const NicContext& context) {
   const auto wanted = [&](const ibv_device& device) {
     return asked.empty() || std::find(asked.begin(), asked.end(), device.name) != asked.end();
   };
+  const auto lookups = std::make_shared<AddressLookups::Running>(0);
   int count = 0;
   ibv_device** const devices = (*library)->get_device_list(&count);
   for (int i = 0; i < count; ++i) {
     if (!speaks_infiniband(*devices[i]) || !wanted(*devices[i])) continue;
-    auto domain = open_nic(*library, devices[i], context);
+    auto domain = open_nic(*library, devices[i], context, lookups);
     if (domain) {
       opened.nics.push_back(std::move(*domain));
     } else {
