@@ -15,7 +15,8 @@ EngineOptions make_options(const py::bytes& cluster_key, const std::string& name
                            const std::string& host, const std::string& advertise,
                            std::uint16_t port, bool local, bool tcp, const std::string& verbs,
                            const std::string& ofi, bool null, const std::vector<std::string>& nics,
-                           const std::string& ofi_provider, unsigned ofi_endpoints, bool ofi_strict,
+                           int traffic_class, int service_level, const std::string& ofi_provider,
+                           unsigned ofi_endpoints, bool ofi_strict,
                            const std::vector<unsigned>& cpus, unsigned lanes,
                            std::size_t window_bytes, double heartbeat_interval, double peer_timeout,
                            double operation_timeout, double spin) {
@@ -31,6 +32,8 @@ EngineOptions make_options(const py::bytes& cluster_key, const std::string& name
   options.ofi = fabric_use(ofi);
   options.null = null;
   options.nics = nics;
+  options.traffic_class = traffic_class;
+  options.service_level = service_level;
   options.ofi_provider = ofi_provider;
   options.ofi_endpoints = ofi_endpoints;
   options.ofi_strict = ofi_strict;
@@ -51,10 +54,10 @@ void bind_options(py::module_& module) {
       .def(py::init(&make_options), py::kw_only(), py::arg("cluster_key"), py::arg("name"),
            py::arg("host"), py::arg("advertise"), py::arg("port"), py::arg("local"), py::arg("tcp"),
            py::arg("verbs"), py::arg("ofi"), py::arg("null"), py::arg("nics"),
-           py::arg("ofi_provider"), py::arg("ofi_endpoints"), py::arg("ofi_strict"),
-           py::arg("cpus"), py::arg("lanes"), py::arg("window_bytes"),
-           py::arg("heartbeat_interval"), py::arg("peer_timeout"), py::arg("operation_timeout"),
-           py::arg("spin"));
+           py::arg("traffic_class"), py::arg("service_level"), py::arg("ofi_provider"),
+           py::arg("ofi_endpoints"), py::arg("ofi_strict"), py::arg("cpus"), py::arg("lanes"),
+           py::arg("window_bytes"), py::arg("heartbeat_interval"), py::arg("peer_timeout"),
+           py::arg("operation_timeout"), py::arg("spin"));
 }
 
 }  // namespace kvxfer::python

@@ -43,6 +43,15 @@ std::vector<Completion> CompletionQueue::drain() {
   return std::exchange(waiting_, {});
 }
 
+void CompletionQueue::take_back(Completion::Kind kind, std::uint64_t id) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(waiting_, [&](const Completion& waiting) {
+    if (waiting.kind != kind || waiting.id != id) return false;
+    waiting_bytes_ -= waiting.data.size();
+    return true;
+  });
+}
+
 std::size_t CompletionQueue::waiting_bytes() const {
   const std::lock_guard lock(mutex_);
   return waiting_bytes_;

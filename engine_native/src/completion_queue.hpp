@@ -17,6 +17,8 @@ class CompletionQueue {
   // Stamps the completion with the current time unless it carries one.
   void push(Completion completion);
   std::vector<Completion> drain();
+  // Takes back those of this kind and id that nobody has drained.
+  void take_back(Completion::Kind kind, std::uint64_t id);
   // Of message payloads.
   std::size_t waiting_bytes() const;
   // Readable while completions wait.

@@ -67,6 +67,12 @@ Result<void> validate(const EngineOptions& options) {
   if (options.lanes < 1 || options.lanes > kMaxLanes) {
     return bad("lanes is " + std::to_string(options.lanes) + "; use 1 to 64");
   }
+  if (options.traffic_class < 0 || options.traffic_class > 255) {
+    return bad("traffic_class is " + std::to_string(options.traffic_class) + "; use 0 to 255");
+  }
+  if (options.service_level < 0 || options.service_level > 7) {
+    return bad("service_level is " + std::to_string(options.service_level) + "; use 0 to 7");
+  }
   if (options.window_bytes < kMaxWriteBytes) {
     return bad("window_bytes is " + std::to_string(options.window_bytes) +
                "; it needs at least 1 MiB");

@@ -10,8 +10,6 @@
 namespace kvxfer {
 namespace {
 
-// For an accepted peer to open its paths.
-constexpr std::uint64_t kOpenNs = 2'000'000'000u;
 // Messages that have arrived and nobody has drained.
 constexpr std::size_t kMaxUnreadBytes = 64u << 20;
 
@@ -53,20 +51,24 @@ void DomainGroup::begin_connect(OperationId id, const EngineAddress& address, Du
 }
 
 void DomainGroup::expire_connects(std::uint64_t now) {
-  const auto give_up = [this](const std::vector<OperationId>& late, const std::string& whom) {
+  const auto give_up = [this](const std::vector<OperationId>& late, const std::string& whom,
+                              const std::string& why) {
     for (const OperationId id : late) {
-      complete_connect(
-          id, Error{Errc::connect_failed, "connecting to " + whom + " took longer than allowed"});
+      std::string text = "connecting to " + whom + " took longer than allowed";
+      if (!why.empty()) text += ": " + why;
+      complete_connect(id, Error{Errc::connect_failed, std::move(text)});
     }
   };
   for (const auto& dialer : dialers_) {
-    give_up(dialer->waiters.take_late(now), dialer->address().text());
+    give_up(dialer->waiters.take_late(now), dialer->address().text(), "");
     if (!dialer->ended() && now > dialer->deadline_ns()) {
       on_dialed(*dialer, Error{Errc::connect_failed, "no answer in time"});
     }
   }
   std::erase_if(dialers_, [](const auto& dialer) { return dialer->ended(); });
-  for (const auto& [id, peer] : peers_) give_up(peer->waiters.take_late(now), peer->label());
+  for (const auto& [id, peer] : peers_) {
+    give_up(peer->waiters.take_late(now), peer->label(), peer->trouble());
+  }
 }
 
 void DomainGroup::complete_connect(OperationId id, const Result<PeerId>& peer) {
@@ -158,8 +160,7 @@ void DomainGroup::note_fallback(const Peer& peer, const std::string& why) {
 // --- being connected to ----------------------------------------------------------------------
 
 void DomainGroup::on_accepted(std::unique_ptr<Stream> stream, const Session& session) {
-  add_peer(std::move(stream), session, now_ns() + kOpenNs)
-      .use_nics(nics_, false, options_.peer_timeout);
+  add_peer(std::move(stream), session, UINT64_MAX).use_nics(nics_, false, options_.peer_timeout);
 }
 
 void DomainGroup::on_lane_hello(UniqueFd socket, const std::string& hello) {

@@ -1,5 +1,7 @@
 // What the group does for NICs: opening them, their memory, their paths.
 #include <algorithm>
+#include <iterator>
+#include <set>
 #include <tuple>
 
 #include "clock.hpp"
@@ -11,6 +13,7 @@
 #ifdef KVXFER_HAVE_VERBS
 #include "fabric/verbs/verbs_factory.hpp"
 #endif
+#include "joined.hpp"
 #include "kvxfer/engine.hpp"
 
 namespace kvxfer {
@@ -26,7 +29,25 @@ std::vector<std::string> built_fabrics() {
   return names;
 }
 
+namespace {
+
+// A name that no NIC has is a mistake, or a NIC that is gone. On a host without NICs nothing was to
+// be had anyway.
+Result<void> all_there(const std::vector<std::string>& chosen, const std::set<std::string>& there) {
+  std::vector<std::string> unknown;
+  std::copy_if(chosen.begin(), chosen.end(), std::back_inserter(unknown),
+               [&](const auto& name) { return !there.contains(name); });
+  if (unknown.empty() || there.empty()) return {};
+  return Error{Errc::fabric_unavailable,
+               "nics names " + joined(unknown) + ", which this host does not have; choose from " +
+                   joined({there.begin(), there.end()}) + ", or leave nics out"};
+}
+
+}  // namespace
+
 Result<void> DomainGroup::open_nics(Reception reception) {
+  std::set<std::string> there;
+  std::vector<std::string> notices;
   const auto add = [&](NicFactory& factory) -> Result<void> {
     NicEvents& events = *this;
     auto opened = factory.open({.options = options_,
@@ -35,7 +56,9 @@ Result<void> DomainGroup::open_nics(Reception reception) {
                                 .events = events,
                                 .first_number = static_cast<std::uint32_t>(nics_.size())});
     if (!opened) return opened.error();
-    for (auto& nic : *opened) {
+    there.insert(opened->names.begin(), opened->names.end());
+    notices.insert(notices.end(), opened->notices.begin(), opened->notices.end());
+    for (auto& nic : opened->nics) {
       identity_.introduction.nics.push_back(nic->info());
       nics_.push_back(std::move(nic));
     }
@@ -71,6 +94,22 @@ Result<void> DomainGroup::open_nics(Reception reception) {
   }
   if (options_.more_nics) {
     if (auto good = add(*options_.more_nics); !good) return good;
+  }
+  if (auto good = all_there(options_.nics, there); !good) return good;
+  std::vector<std::string> idle;
+  std::copy_if(options_.nics.begin(), options_.nics.end(), std::back_inserter(idle),
+               [&](const std::string& name) {
+                 return std::none_of(nics_.begin(), nics_.end(), [&](const auto& nic) {
+                   const std::string& own = nic->info().name;
+                   return own == name || own.starts_with(name + "/");
+                 });
+               });
+  if (!idle.empty() && !there.empty() && notices.empty()) {
+    notices.push_back("no fabric of this engine can use what nics names: " + joined(idle) +
+                      "; kvxfer doctor says what is missing");
+  }
+  for (std::string& notice : notices) {
+    completions_->push({.kind = Completion::Kind::notice, .text = std::move(notice)});
   }
   if (nics_.size() > kMaxNics) {
     return Error{Errc::invalid_argument, std::to_string(nics_.size()) +

@@ -1,6 +1,7 @@
 #include "imm_counter.hpp"
 
 #include <string>
+#include <utility>
 
 #include "clock.hpp"
 
@@ -55,6 +56,8 @@ Result<void> ImmCounters::expect(Imm imm, std::uint64_t total, Expect expect) {
   if (!slot) return stale(imm);
   slot->total = total;
   slot->exact = expect == Expect::exactly;
+  slot->complete = false;
+  if (std::exchange(slot->reported, false)) completions_.take_back(Completion::Kind::counter, imm);
   complete_if_reached(imm, *slot);
   return {};
 }
@@ -139,6 +142,7 @@ void ImmCounters::complete_if_reached(Imm imm, Slot& slot) {
                       " were announced";
   }
   slot.total.reset();
+  slot.reported = true;
   completions_.push(std::move(completion));
 }
 

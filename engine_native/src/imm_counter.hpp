@@ -31,7 +31,8 @@ class ImmCounters {
   std::uint64_t value(Imm imm) const;
   bool live(Imm imm) const;
   // A completion follows once the count is `total`: protocol-error if it is more, unless any
-  // count from there on will do.
+  // count from there on will do. In place of an earlier total, also of its completion where nobody
+  // has drained that.
   Result<void> expect(Imm imm, std::uint64_t total, Expect expect = Expect::exactly);
   // From now on a completion tells of arrivals; the next one only after take_arrivals(), which
   // returns the count.
@@ -53,6 +54,7 @@ class ImmCounters {
     std::optional<std::uint64_t> total;
     std::optional<PeerId> writer;
     bool exact = true;
+    bool reported = false;  // the completion of the last total was pushed
     bool subscribed = false;
     bool told = false;      // of arrivals, and not taken yet
     bool complete = false;  // a total was announced, and has arrived

@@ -98,14 +98,18 @@ bool Peer::has_lane(std::uint32_t lane) const {
 void Peer::announce_paths() {
   if (state_ != State::opening || lanes_to_open > 0 || (nics_ && !nics_->settled())) return;
   if (choices_.empty()) {
-    return lose({Errc::connect_failed,
-                 nics_ ? "no NIC has a way to it: " +
-                             (nics_->trouble().empty() ? "their links are down" : nics_->trouble())
-                       : "no path to it could be opened"});
+    if (!nics_) lose({Errc::connect_failed, "no path to it could be opened"});
+    return;
   }
   state_ = State::announced;
   send_frame(ControlFrame::paths,
              ByteWriter().put(static_cast<std::uint32_t>(paths_.size())).take());
+}
+
+std::string Peer::trouble() const {
+  if (!nics_ || !choices_.empty()) return "the peer did not finish the connection in time";
+  return "no NIC has a way to it: " +
+         (nics_->trouble().empty() ? "their links are down" : nics_->trouble());
 }
 
 void Peer::handle_frame(ControlFrame type, std::string payload) {
@@ -297,7 +301,7 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
   last_heard_ns_ = std::min(now, last_heard_ns_ + stalled_ns);
   for (const auto& path : paths_) last_heard_ns_ = std::max(last_heard_ns_, path->last_heard_ns());
   if (state_ != State::up && now > deadline_ns_) {
-    return lose({Errc::connect_failed, "the peer did not finish the connection in time"});
+    return lose({Errc::connect_failed, trouble()});
   }
   const auto silent = now - std::min(now, last_heard_ns_);
   // A peer that was told to beat slower than we wait is not dead between two beats.

@@ -29,7 +29,7 @@ OfiBench::OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides)
                                               .reception = {regions_, counters, stats, activity_},
                                               .events = events,
                                               .first_number = reader() + 1}));
-    nics_.push_back(std::move(opened.front()));
+    nics_.push_back(std::move(opened.nics.front()));
   }
 }
 

@@ -57,6 +57,14 @@ class SimulatedPath final : public NicPath {
   std::string_view fabric() const override { return "simulated"; }
   std::string endpoint() const override { return ByteWriter().put(end_).take(); }
   Result<void> connect(std::string_view endpoint) override {
+    {
+      const std::lock_guard lock(network_.mutex_);
+      unsigned& refuses = network_.nics_.at(nic_).refuses;
+      if (refuses > 0) {
+        --refuses;
+        return Error{Errc::nic_lost, "NIC " + nic_ + " has no way to peer " + identity_.label};
+      }
+    }
     peer_end_ = ByteReader(endpoint).get<std::uint64_t>();
     set_peer_imm_window(kImmWindow);
     return {};
@@ -226,21 +234,26 @@ namespace {
 class SimulatedFactory final : public NicFactory {
  public:
   SimulatedFactory(SimulatedNetwork& network,
-                   std::vector<std::pair<std::string, std::uint64_t>> nics, bool windows)
-      : network_(network), nics_(std::move(nics)), windows_(windows) {}
-  Result<std::vector<std::unique_ptr<NicDomain>>> open(const NicContext& context) override {
-    std::vector<std::unique_ptr<NicDomain>> domains;
+                   std::vector<std::pair<std::string, std::uint64_t>> nics, SimulatedTraits traits)
+      : network_(network), nics_(std::move(nics)), traits_(std::move(traits)) {}
+  Result<OpenedNics> open(const NicContext& context) override {
+    OpenedNics opened{.names = traits_.foreign};
     for (const auto& [name, gbits] : nics_) {
-      domains.push_back(
-          std::make_unique<SimulatedDomain>(network_, name, gbits, windows_, context));
+      opened.names.push_back(name);
+      opened.nics.push_back(
+          std::make_unique<SimulatedDomain>(network_, name, gbits, traits_.windows, context));
     }
-    return domains;
+    for (const std::string& name : traits_.broken) {
+      opened.names.push_back(name);
+      opened.notices.push_back("NIC " + name + " cannot be opened");
+    }
+    return opened;
   }
 
  private:
   SimulatedNetwork& network_;
   std::vector<std::pair<std::string, std::uint64_t>> nics_;
-  bool windows_;
+  SimulatedTraits traits_;
 };
 
 }  // namespace
@@ -251,8 +264,8 @@ SimulatedNetwork::SimulatedNetwork(std::uint64_t seed)
 SimulatedNetwork::~SimulatedNetwork() = default;
 
 std::shared_ptr<NicFactory> SimulatedNetwork::nics(
-    std::vector<std::pair<std::string, std::uint64_t>> nics, bool windows) {
-  return std::make_shared<SimulatedFactory>(*this, std::move(nics), windows);
+    std::vector<std::pair<std::string, std::uint64_t>> nics, SimulatedTraits traits) {
+  return std::make_shared<SimulatedFactory>(*this, std::move(nics), std::move(traits));
 }
 
 void SimulatedNetwork::set_link(const std::string& nic, bool up) {
@@ -264,6 +277,16 @@ void SimulatedNetwork::set_link(const std::string& nic, bool up) {
 void SimulatedNetwork::lose_completions(const std::string& nic, bool lose) {
   const std::lock_guard lock(mutex_);
   nics_[nic].loses_completions = lose;
+}
+
+void SimulatedNetwork::refuse_joins(const std::string& nic, unsigned times) {
+  const std::lock_guard lock(mutex_);
+  nics_[nic].refuses = times;
+}
+
+unsigned SimulatedNetwork::refusals_left(const std::string& nic) {
+  const std::lock_guard lock(mutex_);
+  return nics_[nic].refuses;
 }
 
 void SimulatedNetwork::hold(bool held) {

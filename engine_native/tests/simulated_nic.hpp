@@ -21,6 +21,13 @@ namespace kvxfer::test {
 class SimulatedPath;
 class SimulatedDomain;
 
+// What the NICs of an engine are, beyond good ones.
+struct SimulatedTraits {
+  bool windows = false;              // they open grants path by path (NicDomain::has_windows)
+  std::vector<std::string> broken;   // names of further ones that cannot be opened
+  std::vector<std::string> foreign;  // and of those that only other fabrics can use
+};
+
 // The wire and everybody on it. Any thread.
 class SimulatedNetwork {
  public:
@@ -28,13 +35,16 @@ class SimulatedNetwork {
   ~SimulatedNetwork();
 
   // An engine with these NICs, e.g. {"nic0", 100} in Gbit/s. Names are unique in the network.
-  // `windows`: they open grants path by path (NicDomain::has_windows).
   std::shared_ptr<NicFactory> nics(std::vector<std::pair<std::string, std::uint64_t>> nics,
-                                   bool windows = false);
+                                   SimulatedTraits traits = {});
 
   void set_link(const std::string& nic, bool up);
   // From now on writes arrive and are counted, but their senders never hear of it.
   void lose_completions(const std::string& nic, bool lose);
+  // The next `times` attempts to join a path of this NIC to its peer fail.
+  void refuse_joins(const std::string& nic, unsigned times);
+  // How many of them are left.
+  unsigned refusals_left(const std::string& nic);
   // While held, nothing is delivered.
   void hold(bool held);
   std::uint64_t delivered(const std::string& nic);
@@ -66,6 +76,7 @@ class SimulatedNetwork {
     SimulatedDomain* domain = nullptr;
     bool up = true;
     bool loses_completions = false;
+    unsigned refuses = 0;  // attempts to join
     std::uint64_t delivered = 0;
     std::vector<Completion> completions;
   };

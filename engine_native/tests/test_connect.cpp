@@ -103,6 +103,12 @@ TEST_CASE("bad options are refused by name") {
   CHECK(refused([](auto& o) { o.tcp = false; }) == Errc::invalid_argument);
   CHECK(refused([](auto& o) { o.lanes = 0; }) == Errc::invalid_argument);
   CHECK(refused([](auto& o) { o.host = "not a host"; }) == Errc::invalid_argument);
+  for (const int value : {-1, 256}) {
+    CHECK(refused([&](auto& o) { o.traffic_class = value; }) == Errc::invalid_argument);
+  }
+  for (const int value : {-1, 8}) {
+    CHECK(refused([&](auto& o) { o.service_level = value; }) == Errc::invalid_argument);
+  }
   CHECK(refused([](auto& o) { o.peer_timeout = Duration(1); }) == Errc::invalid_argument);
   CHECK(refused([](auto& o) { o.spin = Duration(-1); }) == Errc::invalid_argument);
   CHECK(refused([](auto& o) { o.operation_timeout = Duration(0); }) == Errc::invalid_argument);

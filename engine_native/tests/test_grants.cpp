@@ -169,7 +169,7 @@ EngineOptions with_windows(const std::string& name, unsigned nics) {
   EngineOptions options = options_for("tcp", name);
   options.tcp = false;
   options.peer_timeout = std::chrono::seconds(10);
-  options.more_nics = simulated_network().nics(std::move(named), true);
+  options.more_nics = simulated_network().nics(std::move(named), {.windows = true});
   return options;
 }
 

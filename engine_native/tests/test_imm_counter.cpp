@@ -38,6 +38,41 @@ TEST_CASE("more arrivals than announced are an error, not a completion") {
   CHECK(completions[0].code == Errc::protocol_error);
 }
 
+TEST_CASE("a new total replaces the old one, and its completion where nobody has seen it") {
+  Counters c;
+  const Imm imm = good(c.counters.allocate());
+  const Imm other = good(c.counters.allocate());
+  good(c.counters.expect(other, 0));
+  good(c.counters.expect(imm, 1));
+  c.counters.add(imm, 3);  // an error of the old total
+  good(c.counters.expect(imm, 3));
+  auto completions = c.completions->drain();
+  REQUIRE(completions.size() == 2);
+  CHECK(completions[0].id == other);
+  CHECK(completions[1].id == imm);
+  CHECK(completions[1].code == Errc::ok);
+  good(c.counters.expect(imm, 4));
+  good(c.counters.expect(imm, 5));  // before the old one is reached
+  c.counters.add(imm, 1);
+  CHECK(c.completions->drain().empty());
+  c.counters.add(imm, 1);
+  CHECK(c.completions->drain().size() == 1);
+}
+
+TEST_CASE("a counter is complete only while its last total is") {
+  using Released = ImmCounters::Released;
+  Counters c;
+  const auto released_after = [&](std::uint64_t first, std::uint64_t second) {
+    const Imm imm = good(c.counters.allocate());
+    c.counters.add(imm, 1);
+    good(c.counters.expect(imm, first));
+    good(c.counters.expect(imm, second));
+    return c.counters.release(imm);
+  };
+  CHECK(released_after(1, 2) == Released::pending);  // another write is still to come
+  CHECK(released_after(2, 1) == Released::complete);
+}
+
 TEST_CASE("an immediate of a released counter is never counted again") {
   Counters c;
   std::set<Imm> used;

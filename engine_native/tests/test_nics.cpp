@@ -1,4 +1,5 @@
-// How writes are shared out over several NICs, told on the simulated network, which counts them.
+// Which NICs an engine has, and how writes are shared out over several, told on the simulated
+// network, which counts them.
 #include <cstring>
 #include <thread>
 
@@ -133,4 +134,41 @@ TEST_CASE("any mix of 1 to 8 NICs on both sides moves everything") {
       CHECK(delivered(pair.writer, nic) > 0);
     }
   }
+}
+
+TEST_CASE("a chosen name that no NIC has is refused, with the names that there are") {
+  auto options = with_nics("a", {{"0", 100}, {"1", 100}});
+  const std::string nic = good(TransferEngine::create(options))->nics()[0].name;
+  options.nics = {nic, "mlx5_7", "rdmap9s0"};
+  const auto refused = TransferEngine::create(options);
+  REQUIRE(!refused);
+  CHECK(refused.error().code == Errc::fabric_unavailable);
+  const std::string& text = refused.error().text;
+  CHECK_MESSAGE(text.find("nics names mlx5_7, rdmap9s0, which") != std::string::npos, text);
+  CHECK_MESSAGE(text.find("choose from " + nic + ", ") != std::string::npos, text);
+  options.nics = {nic};
+  CHECK(TransferEngine::create(options));
+}
+
+TEST_CASE("what is there and cannot be used is told of once, and the other NICs are used") {
+  auto options = options_for("tcp", "a");
+  options.tcp = false;
+  const auto told = [&](const std::vector<std::string>& broken,
+                        const std::vector<std::string>& foreign) {
+    options.more_nics =
+        simulated_network().nics({{"whole", 100}}, {.broken = broken, .foreign = foreign});
+    TestEngine engine(options);
+    REQUIRE(engine->nics().size() == 1);
+    CHECK(engine->nics()[0].name == "whole");
+    const auto completions = engine->drain();
+    REQUIRE(completions.size() == 1);
+    CHECK(completions[0].kind == Kind::notice);
+    return completions[0].text;
+  };
+  CHECK(told({"broken"}, {"foreign"}) == "NIC broken cannot be opened");
+  options.nics = {"whole", "broken"};
+  CHECK(told({"broken"}, {"foreign"}) == "NIC broken cannot be opened");
+  options.nics = {"whole", "foreign"};
+  const std::string text = told({}, {"foreign"});
+  CHECK_MESSAGE(text.find("nics names: foreign;") != std::string::npos, text);
 }

@@ -460,6 +460,8 @@ TEST_CASE(
   EngineOptions options = ofi_options("nobody");
   options.nics = {"mlx5_0"};
   CHECK(refused(options).find("it has ") != std::string::npos);
+  options.nics = {"lo", "lo/1", "mlx5_0"};
+  CHECK(refused(options).find("nics names lo/1, mlx5_0, which") != std::string::npos);
   options.ofi_provider = "no-such-provider";
   CHECK(refused(options).find("'no-such-provider'") != std::string::npos);
   options = ofi_options("second", 3);

@@ -9,6 +9,8 @@
 #include <array>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <thread>
 
 #include "clock.hpp"
@@ -40,6 +42,16 @@ EngineOptions with_nics(const std::string& name, std::vector<std::string> nics) 
   auto options = patient(name);
   options.nics = std::move(nics);
   return options;
+}
+
+std::filesystem::path device_file(const std::string& nic) {
+  for (const auto& entry : std::filesystem::directory_iterator("/sys/class/infiniband_verbs")) {
+    std::string name;
+    std::ifstream(entry.path() / "ibdev") >> name;
+    if (name == nic) return "/dev/infiniband" / entry.path().filename();
+  }
+  FAIL("no device file of " << nic);
+  return {};
 }
 
 // rxe0 is the RDMA side of the network interface rx0.
@@ -117,6 +129,20 @@ TEST_CASE("pages with immediates arrive over 1, 2 and 4 devices") {
     CHECK(verbs.writer->nics().front().bits_per_second > 0);
     for (int i = 0; i < 3; ++i) verbs.write(random);
   }
+}
+
+TEST_CASE("pages arrive under a traffic class and a service level") {
+  if (skipped_without_verbs()) return;
+  Random random;
+  CAPTURE(random.seed);
+  const auto marked = [](const std::string& name) {
+    auto options = patient(name);
+    options.traffic_class = 106;
+    options.service_level = 3;
+    return options;
+  };
+  Verbs engines(marked("writer"), marked("reader"));
+  engines.write(random);
 }
 
 TEST_CASE("pages arrive between devices of their own, one and many") {
@@ -319,6 +345,37 @@ TEST_CASE("memory beyond the limit of locked memory is refused with its remedy")
   CHECK(refused->code == Errc::permission_denied);
   for (const char* part : {"8388608", "65536", "ulimit -l unlimited", "IPC_LOCK"}) {
     CHECK_MESSAGE(refused->text.find(part) != std::string::npos, refused->text);
+  }
+}
+
+TEST_CASE("a device that this process may not open is told of, and the others are used") {
+  if (skipped_without_verbs()) return;
+  auto options = patient("engine");
+  options.verbs = FabricUse::if_available;
+  options.tcp = true;
+  const std::string closed = options.nics.front();
+  const auto file = device_file(closed);
+  const auto before = std::filesystem::status(file).permissions();
+  std::filesystem::permissions(file, std::filesystem::perms::none);
+  std::unique_ptr<TransferEngine> engine;
+  // Capabilities are a thread's own; with CAP_DAC_OVERRIDE the mode would not count.
+  std::thread([&] {
+    __user_cap_header_struct header{.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
+    std::array<__user_cap_data_struct, 2> own{};
+    if (::syscall(SYS_capget, &header, own.data()) != 0) return;
+    own[0].permitted = own[0].effective &= ~(1u << CAP_DAC_OVERRIDE);
+    if (::syscall(SYS_capset, &header, own.data()) != 0) return;
+    auto made = TransferEngine::create(options);
+    if (made) engine = std::move(*made);
+  }).join();
+  std::filesystem::permissions(file, before);
+  REQUIRE(engine);
+  CHECK(engine->nics().size() == options.nics.size() - 1);
+  const auto completions = engine->drain();
+  REQUIRE(completions.size() == 1);
+  CHECK(completions[0].kind == Kind::notice);
+  for (const std::string& part : {"NIC " + closed, file.string(), std::string("group rdma")}) {
+    CHECK_MESSAGE(completions[0].text.find(part) != std::string::npos, completions[0].text);
   }
 }
 

@@ -3,11 +3,15 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <future>
+#include <memory>
 #include <vector>
 
+#include "fabric/verbs/address_lookups.hpp"
 #include "fabric/verbs/gid_choice.hpp"
 #include "fabric/verbs/path_budget.hpp"
 #include "fabric/verbs/path_endpoint.hpp"
+#include "fabric/verbs/queue_pair.hpp"
 #include "support.hpp"
 
 using namespace kvxfer;
@@ -85,6 +89,20 @@ TEST_CASE("a NIC's queues are shared out so that they never overrun") {
   }
 }
 
+TEST_CASE("the lookups of one NIC are known to the others until they have ended") {
+  const auto running = std::make_shared<AddressLookups::Running>(0);
+  AddressLookups one(running);
+  AddressLookups other(running);
+  std::promise<int> answer;
+  auto result = one.run([&answer] { return answer.get_future().get(); });
+  CHECK(other.pending());
+  answer.set_value(7);
+  CHECK(result.get() == 7);
+  CHECK(!one.pending());
+  CHECK(!other.pending());
+  CHECK(one.run([] { return 8; }).get() == 8);
+}
+
 TEST_CASE("an endpoint survives its way to the peer, and anything else is none") {
   PathEndpoint endpoint{.queue_pair = 0x123456,
                         .packet_sequence = 0xabcdef,
@@ -110,11 +128,34 @@ TEST_CASE("an endpoint survives its way to the peer, and anything else is none")
   CHECK(!PathEndpoint::decode(endpoint.encode()));
 }
 
+TEST_CASE("packets carry the traffic class and service level, and a route where they need one") {
+  PathEndpoint theirs{.lid = 7, .link_layer = IBV_LINK_LAYER_ETHERNET};
+  theirs.gid.raw[15] = 9;
+  Port port{.link_layer = IBV_LINK_LAYER_ETHERNET, .gid_index = 3};
+  const TrafficMarks marks{.traffic_class = 106, .service_level = 3};
+  const ibv_ah_attr roce = address_vector(port, theirs, marks);
+  CHECK(roce.is_global == 1);
+  CHECK(roce.grh.traffic_class == 106);
+  CHECK(roce.sl == 3);
+  CHECK(roce.grh.sgid_index == 3);
+  CHECK(roce.grh.dgid.raw[15] == 9);
+  CHECK(roce.port_num == kPort);
+  port.link_layer = theirs.link_layer = IBV_LINK_LAYER_INFINIBAND;
+  const ibv_ah_attr subnet = address_vector(port, theirs, marks);
+  CHECK(subnet.is_global == 0);
+  CHECK(subnet.dlid == 7);
+  CHECK(subnet.sl == 3);
+  theirs.gid.raw[0] = 1;  // another subnet
+  CHECK(address_vector(port, theirs, marks).is_global == 1);
+}
+
 TEST_CASE("a host without RDMA runs, unless verbs are required") {
   if (std::filesystem::exists("/sys/class/infiniband/rxe0")) return;
   auto options = options_for("tcp", "engine");
   options.verbs = FabricUse::if_available;
-  CHECK(good(TransferEngine::create(options))->nics().empty());
+  TestEngine engine(options);
+  CHECK(engine->nics().empty());
+  for (const auto& completion : engine->drain()) CHECK(completion.kind != Completion::Kind::notice);
   options.verbs = FabricUse::required;
   const auto refused = TransferEngine::create(options);
   REQUIRE(!refused);

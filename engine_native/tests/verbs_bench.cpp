@@ -22,7 +22,8 @@ VerbsBench::VerbsBench()
                                            .poller = poller,
                                            .reception = {regions_, counters, stats, activity_},
                                            .events = events,
-                                           .first_number = 0}));
+                                           .first_number = 0}))
+              .nics;
 }
 
 Result<std::unique_ptr<NicPath>> VerbsBench::open(std::size_t number) {

@@ -154,6 +154,8 @@ def _engine(cluster_key: bytes) -> native.TransferEngine:
         ofi="never",
         null=True,
         nics=[],
+        traffic_class=0,
+        service_level=0,
         ofi_provider="efa",
         ofi_endpoints=1,
         ofi_strict=False,

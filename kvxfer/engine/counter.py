@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from kvxfer.engine.callback import tell
 from kvxfer.engine.memory import MemoryRegion
 from kvxfer.engine.native import native, translated
-from kvxfer.errors import DeadlineExceeded, InvalidArgument, ProtocolError, StaleCounter
+from kvxfer.errors import DeadlineExceeded, InvalidArgument, StaleCounter
 
 
 class Counter:
@@ -19,7 +19,6 @@ class Counter:
     """
 
     __slots__ = (
-        "_at_least",
         "_engine",
         "_future",
         "_on_arrival",
@@ -27,7 +26,6 @@ class Counter:
         "_on_revoke",
         "_released",
         "_told",
-        "_total",
         "completed_at_ns",
         "imm",
     )
@@ -46,8 +44,6 @@ class Counter:
         self._on_arrival: Callable[[int], object] | None = None
         self._told = 0
         self._released = False
-        self._total = 0
-        self._at_least = False
         self.imm = imm
         self.completed_at_ns: int | None = None
 
@@ -100,8 +96,6 @@ class Counter:
         if self._future is not None:
             raise InvalidArgument("this counter is being waited for already")
         self._future = asyncio.get_running_loop().create_future()
-        self._total = total
-        self._at_least = at_least
         try:
             with translated():
                 self._engine.expect(self.imm, total, at_least=at_least)
@@ -141,10 +135,6 @@ class Counter:
         """The engine's report. Event loop only."""
         if self._future is None or self._future.done():
             return
-        if error is None or isinstance(error, ProtocolError):
-            if self.value < self._total:
-                return  # the completion of an earlier wait that was given up
-            error = None if self._at_least else error
         if error is None:
             self._future.set_result(timestamp_ns)
         else:

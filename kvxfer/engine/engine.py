@@ -44,8 +44,11 @@ class Engine:
     host: numeric address to listen on; advertise: the one to give to peers (default: host).
     fabrics: which may be used, all by default; with each peer the first in the order of FABRICS
         that both sides have. Those that are named must be there: FabricUnavailable otherwise.
-    nics: names of the NICs to use, such as "mlx5_0"; all by default. cpus: where the engine's
-        thread may run. `kvxfer.topology.local_group()` chooses both beside a GPU.
+    nics: names of the NICs to use, such as "mlx5_0"; all by default. One that this host does not
+        have is FabricUnavailable. cpus: where the engine's thread may run.
+        `kvxfer.topology.local_group()` chooses both beside a GPU.
+    traffic_class, service_level: of the packets of verbs, 0 to 255 and 0 to 7; what to set is in
+        docs/operations.md.
     ofi_provider: libfabric's provider; ofi_endpoints: how many NICs each of its domains stands
         for; ofi_strict: hold it to EFA's limits and disorder, for tests.
     lanes: TCP connections per peer. window_bytes: unacknowledged bytes per peer over tcp.
@@ -53,7 +56,7 @@ class Engine:
     operation_timeout: deadline in seconds of operations that are given none.
     spin: seconds of busy polling after the last progress, before the thread sleeps.
 
-    Raises InvalidArgument, AddressInUse or PermissionDenied.
+    Raises InvalidArgument, AddressInUse, PermissionDenied or FabricUnavailable.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class Engine:
         port: int = 0,
         fabrics: Sequence[str] | None = None,
         nics: Sequence[str] = (),
+        traffic_class: int = 0,
+        service_level: int = 0,
         cpus: Sequence[int] = (),
         ofi_provider: str = "efa",
         ofi_endpoints: int = 1,
@@ -99,6 +104,8 @@ class Engine:
             ofi=use if "ofi" in named else "never",
             null=False,
             nics=list(nics),
+            traffic_class=traffic_class,
+            service_level=service_level,
             ofi_provider=ofi_provider,
             ofi_endpoints=ofi_endpoints,
             ofi_strict=ofi_strict,

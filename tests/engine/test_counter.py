@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 
 import pytest
 
 from kvxfer import Counter
-from kvxfer.errors import DeadlineExceeded, EngineClosed, InvalidArgument, StaleCounter
+from kvxfer.errors import (
+    DeadlineExceeded,
+    EngineClosed,
+    InvalidArgument,
+    ProtocolError,
+    StaleCounter,
+)
 from tests.engine.conftest import Pair, eventually
 
 
@@ -25,6 +33,14 @@ async def told_of(counter: Counter, value: int) -> list[int]:
     async with asyncio.timeout(20):
         await reached.wait()
     return told
+
+
+def block_until(so: Callable[[], bool]) -> None:
+    """Keeps the event loop from running until it is so."""
+    deadline = time.monotonic() + 20
+    while not so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 async def test_a_free_running_counter_is_waited_for_again_and_again(pair: Pair) -> None:
@@ -66,6 +82,20 @@ async def test_an_exact_wait_that_was_given_up_does_not_fail_a_later_one(pair: P
     await counter.wait_at_least(3, timeout=20)
     await asyncio.gather(*(asyncio.wait_for(write, 20) for write in group))
     assert counter.value == 3
+
+
+async def test_what_a_wait_that_was_given_up_left_behind_does_not_answer_the_next(
+    pair: Pair,
+) -> None:
+    counter = pair.reader.counter()
+    with pytest.raises(DeadlineExceeded):
+        await counter.wait(1, timeout=0.001)
+    group = [pair.to_reader.write_imm(counter.imm) for _ in range(3)]
+    block_until(lambda: counter.value == 3)  # nobody takes the old wait's completion meanwhile
+    with pytest.raises(ProtocolError, match="stands at 3 writes, but 2 were announced"):
+        await counter.wait(2, timeout=20)
+    await counter.wait(3, timeout=20)
+    await asyncio.gather(*(asyncio.wait_for(write, 20) for write in group))
 
 
 async def test_arrivals_call_back_with_growing_values_up_to_the_last(pair: Pair) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,11 +39,20 @@ class Memory(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class Counter:
-    def __init__(self, imm: int) -> None:
+    def __init__(self, engine: Engine, imm: int) -> None:
+        self.engine = engine
         self.imm = imm
         self.value = 0
         self.live = True
         self.changed = asyncio.Event()
+
+    def grant(self, ranges: Sequence[tuple[Region, int, int]]) -> list[bytes]:
+        descriptors = []
+        for region, offset, nbytes in ranges:
+            name = f"{self.engine.name}/{len(self.engine.regions)}".encode()
+            self.engine.regions[name] = Region(region.data[offset : offset + nbytes], name)
+            descriptors.append(name)
+        return descriptors
 
     def add(self) -> None:
         self.value += 1
@@ -177,7 +186,7 @@ class Engine:
         return memory
 
     def counter(self, writer: object = None) -> Counter:
-        counter = Counter(len(self.counters) + 1)
+        counter = Counter(self, len(self.counters) + 1)
         self.counters[counter.imm] = counter
         return counter
 

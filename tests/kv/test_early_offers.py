@@ -14,7 +14,7 @@ BLOCKS = np.array([1, 2], dtype=np.int32)
 
 
 def offer(transfer_id: str, lease_seconds: float = 60.0) -> Offer:
-    return Offer(transfer_id, "ticket", b"\1\0\0\0", 7, lease_seconds)
+    return Offer(transfer_id, "ticket", b"\1\0\0\0", (b"grant",), 7, lease_seconds)
 
 
 def never(early: EarlyOffer) -> None:

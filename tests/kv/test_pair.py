@@ -4,13 +4,21 @@ import dataclasses
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvxfer.errors import PeerLost, ProtocolError
 from kvxfer.kv.cache import KvCache, KvPlane
 from kvxfer.kv.layout import KvLayout
-from kvxfer.kv.messages import Hello, PlaneAddress
-from kvxfer.kv.pair import KvPair, PlaneWrite, bind_plan, check_hello, hello_from
+from kvxfer.kv.messages import Hello, encode
+from kvxfer.kv.pair import (
+    KvPair,
+    PlaneWrite,
+    bind_plan,
+    check_hello,
+    grant_ranges,
+    hello_from,
+)
 from kvxfer.kv.plan import LayerPlan, StridedCopy, TransferPlan, plan_transfer
 
 from .steered import Engine
@@ -34,15 +42,21 @@ def pair_with(cache: KvCache) -> KvPair:
     return KvPair(peer, cache)
 
 
-def test_a_hello_describes_every_plane_and_names_each_region_once() -> None:
+def test_a_hello_describes_every_plane_and_gives_no_permission() -> None:
     made = hello()
     assert (made.instance_id, made.epoch, made.num_blocks) == ("peer", 3, 5)
-    assert made.regions == (b"peer/0",)
-    assert made.planes == (
-        (PlaneAddress(0, 0, 8), PlaneAddress(0, 40, 8)),
-        (PlaneAddress(0, 80, 8), PlaneAddress(0, 120, 8)),
-    )
+    assert made.block_strides == ((8, 8), (8, 8))
+    assert b"peer/0" not in encode(made)
     check_hello(made)
+
+
+def test_a_grant_goes_from_the_lowest_block_to_the_end_of_the_highest() -> None:
+    cache = allocated("peer", 5)
+    region = cache.planes[0][0].region
+    assert grant_ranges(cache, np.array([3, 1], dtype=np.int32)) == [
+        (region, plane * 40 + 8, 24) for plane in range(4)
+    ]
+    assert grant_ranges(cache, np.array([4], dtype=np.int32))[3] == (region, 3 * 40 + 32, 8)
 
 
 @pytest.mark.parametrize(
@@ -50,12 +64,10 @@ def test_a_hello_describes_every_plane_and_names_each_region_once() -> None:
     [
         ({"version": 99}, "protocol version is 99"),
         ({"num_blocks": 0}, "its pool has 0 blocks"),
-        ({"planes": ()}, "its planes are not those of its layout"),
-        ({"planes": ((PlaneAddress(0, 0, 8),),) * 2}, "its planes are not those of its layout"),
-        ({"planes": ((PlaneAddress(1, 0, 8),) * 2,) * 2}, "outside its memory regions"),
-        ({"planes": ((PlaneAddress(-1, 0, 8),) * 2,) * 2}, "outside its memory regions"),
-        ({"planes": ((PlaneAddress(0, -8, 8),) * 2,) * 2}, "outside its memory regions"),
-        ({"planes": ((PlaneAddress(0, 0, 7),) * 2,) * 2}, "outside its memory regions"),
+        ({"block_strides": ()}, "its planes are not those of its layout"),
+        ({"block_strides": ((8,),) * 2}, "its planes are not those of its layout"),
+        ({"block_strides": ((8, 8),)}, "its planes are not those of its layout"),
+        ({"block_strides": ((8, 7),) * 2}, "the blocks of a plane overlap"),
     ],
 )
 def test_a_hello_that_cannot_be_used_is_refused_by_name(
@@ -76,10 +88,10 @@ def test_a_plan_is_bound_to_the_offsets_and_strides_of_both_caches() -> None:
         tuple(
             PlaneWrite(
                 src=region,
-                dst=b"peer/0",
+                dst=2 * layer + part,
                 page_length=8,
                 src_offset=1 + 2 * part,
-                dst_offset=80 * layer + 40 * part,
+                dst_offset=0,
                 src_stride=16,
                 dst_stride=8,
             )
@@ -94,8 +106,9 @@ def test_a_copy_of_several_runs_becomes_a_write_for_each() -> None:
     copy = StridedCopy("K", "V", 2, count=2, src_offset=1, dst_offset=2, src_stride=4, dst_stride=3)
     plan = TransferPlan(LAYOUT, LAYOUT, (LayerPlan(1, 0, (copy,)),))
     [[first, second]] = bind_plan(plan, src, hello())
-    assert (first.src_offset, first.dst_offset) == (48 + 1, 40 + 2)
-    assert (second.src_offset, second.dst_offset) == (48 + 1 + 4, 40 + 2 + 3)
+    assert (first.dst, second.dst) == (1, 1)
+    assert (first.src_offset, first.dst_offset) == (48 + 1, 2)
+    assert (second.src_offset, second.dst_offset) == (48 + 1 + 4, 2 + 3)
     assert (first.page_length, first.src_stride, first.dst_stride) == (2, 8, 8)
     assert plan.bytes_per_block == 4
 
@@ -109,7 +122,11 @@ async def test_a_later_hello_may_bring_another_epoch_only() -> None:
     pair.greet(hello(epoch=4))
     assert pair.hello.epoch == 4
     other = dataclasses.replace(LAYOUT, dtype="int8")
-    for changes in ({"instance_id": "another"}, {"layout": other}, {"regions": (b"x",)}):
+    for changes in (
+        {"instance_id": "another"},
+        {"layout": other},
+        {"block_strides": ((8, 8), (8, 16))},
+    ):
         with pytest.raises(ProtocolError, match="changed its id or cache"):
             pair.greet(hello(**changes))
 

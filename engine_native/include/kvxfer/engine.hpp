@@ -92,7 +92,8 @@ class TransferEngine {
   // `writer`: the only peer that will be told of it, so that releasing it asks no other.
   Result<Imm> allocate_counter(std::optional<PeerId> writer = std::nullopt);
   std::uint64_t counter_value(Imm imm) const;
-  // Completion::Kind::counter follows once the counter has reached `total`.
+  // Completion::Kind::counter follows once the counter has reached `total`; none of an earlier
+  // total, reached or not, that was not drained before.
   Result<void> expect(Imm imm, std::uint64_t total, Expect expect = Expect::exactly);
   // Completion::Kind::arrival follows whenever the counter has grown since take_arrivals(), which
   // returns its count.

@@ -73,6 +73,8 @@ struct EngineOptions {
   FabricUse verbs = FabricUse::never;
   FabricUse ofi = FabricUse::never;
   std::vector<std::string> nics;          // names of the NICs to use; empty: all
+  int traffic_class = 0;                  // of verbs packets, 0 to 255: DSCP << 2 | ECN on RoCE
+  int service_level = 0;                  // of verbs packets, 0 to 7: the priority on RoCE
   std::string ofi_provider = "efa";       // libfabric's name of it
   unsigned ofi_endpoints = 1;             // per libfabric domain, each standing for a NIC
   bool ofi_strict = false;                // hold any provider to EFA's limits and disorder

@@ -50,10 +50,18 @@ struct NicContext {
   std::uint32_t first_number;  // of the NICs that the factory makes
 };
 
+struct OpenedNics {
+  std::vector<std::unique_ptr<NicDomain>> nics;
+  // What EngineOptions::nics may choose from on this host, whether or not it could be opened.
+  std::vector<std::string> names;
+  // Why NICs that are there are not used.
+  std::vector<std::string> notices;
+};
+
 class NicFactory {
  public:
   virtual ~NicFactory() = default;
-  virtual Result<std::vector<std::unique_ptr<NicDomain>>> open(const NicContext& context) = 0;
+  virtual Result<OpenedNics> open(const NicContext& context) = 0;
 };
 
 }  // namespace kvxfer

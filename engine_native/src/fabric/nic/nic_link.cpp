@@ -107,7 +107,8 @@ Result<void> NicLink::on_path_open(ByteReader reader, std::uint64_t now) {
       {.id = id, .peer = ends_.peer, .nic = ours, .remote_nic = theirs, .label = ends_.label});
   Result<void> connected = path ? (*path)->connect(endpoint) : Result<void>(path.error());
   if (!connected) {
-    answer(connected.error().code, connected.error().text);
+    trouble_ = connected.error().text;
+    answer(connected.error().code, trouble_);
     return {};
   }
   answer(Errc::ok, (*path)->endpoint());

@@ -70,10 +70,10 @@ class NullDomain final : public NicDomain {
 
 }  // namespace
 
-Result<std::vector<std::unique_ptr<NicDomain>>> NullFactory::open(const NicContext& context) {
-  std::vector<std::unique_ptr<NicDomain>> nics;
-  nics.push_back(std::make_unique<NullDomain>(context));
-  return nics;
+Result<OpenedNics> NullFactory::open(const NicContext& context) {
+  OpenedNics opened;
+  opened.nics.push_back(std::make_unique<NullDomain>(context));
+  return opened;
 }
 
 }  // namespace kvxfer::null

@@ -6,11 +6,10 @@
 #include <system_error>
 
 #include "fabric/ofi/ofi_domain.hpp"
+#include "joined.hpp"
 
 namespace kvxfer::ofi {
 namespace {
-
-using Nics = std::vector<std::unique_ptr<NicDomain>>;
 
 // Where the key fences, so many that immediates of all fit the completion queue of an EFA.
 constexpr std::size_t kPathsOfSharedEndpoint = 48;
@@ -30,16 +29,16 @@ Result<std::vector<Device>> look(const EngineOptions& options) {
   if (options.ofi_provider == "tcp") ::setenv("FI_TCP_MAX_RX_SIZE", "128", 0);
   const auto library = Libfabric::load();
   if (!library) return library.error();
-  auto found = find_devices(*library, options.ofi_provider);
-  if (!found) return found.error();
-  std::string names;
-  for (const Device& device : *found) names += (names.empty() ? "" : ", ") + device.name;
-  auto some = choose(std::move(*found), options.nics);
-  if (!some.empty()) return some;
-  return Error{Errc::fabric_unavailable,
-               "none of the NICs that were chosen with nics is a device "
-               "of libfabric's provider '" +
-                   options.ofi_provider + "'; it has " + names};
+  return find_devices(*library, options.ofi_provider);
+}
+
+std::vector<std::string> names_of(const std::vector<Device>& devices, unsigned endpoints) {
+  std::vector<std::string> names;
+  for (const Device& device : devices) {
+    names.push_back(device.name);
+    for (unsigned n = 0; n < endpoints; ++n) names.push_back(nic_name(device.name, n));
+  }
+  return names;
 }
 
 bool chosen(const std::vector<std::string>& names, const std::string& device,
@@ -62,20 +61,32 @@ bool efa_device_present() {
   });
 }
 
-Result<Nics> OfiFactory::open(const NicContext& context) {
+Result<OpenedNics> OfiFactory::open(const NicContext& context) {
   const EngineOptions& options = context.options;
-  Nics nics;
+  OpenedNics opened;
   const FabricUse use = overrides_.use.value_or(options.ofi);
-  if (use == FabricUse::never) return nics;
+  if (use == FabricUse::never) return opened;
   const bool required = use == FabricUse::required;
-  auto devices = look(options);
-  if (!devices) {
-    if (required || devices.error().code == Errc::invalid_argument) return devices.error();
-    return nics;
-  }
+  auto found = look(options);
   const auto library = Libfabric::load();
+  if (!found) {
+    if (required || found.error().code == Errc::invalid_argument) return found.error();
+    // Without an EFA, or without the library, nobody meant to use it.
+    if (library && options.ofi_provider == "efa" && efa_device_present()) {
+      opened.notices.push_back("ofi cannot be used here: " + found.error().text);
+    }
+    return opened;
+  }
   if (!library) return library.error();
-  for (Device& device : *devices) {
+  opened.names = names_of(*found, options.ofi_endpoints);
+  auto devices = choose(std::move(*found), options.nics);
+  if (devices.empty() && required) {
+    return Error{Errc::fabric_unavailable,
+                 "none of the NICs that were chosen with nics (" + joined(options.nics) +
+                     ") is a device of libfabric's provider '" + options.ofi_provider +
+                     "'; it has " + joined(opened.names)};
+  }
+  for (Device& device : devices) {
     const std::string name = device.name;
     const std::size_t paths = overrides_.paths_per_endpoint.value_or(
         device.keys_fence && (device.info->caps & FI_SOURCE) != 0 ? kPathsOfSharedEndpoint : 1);
@@ -83,6 +94,7 @@ Result<Nics> OfiFactory::open(const NicContext& context) {
                        .bits_per_second = device.bits_per_second / options.ofi_endpoints};
     const auto domain = OpenDomain::open(*library, std::move(device), options.ofi_strict);
     if (!domain && required) return domain.error();
+    if (!domain) opened.notices.push_back(domain.error().text);
     for (unsigned number = 0; number < options.ofi_endpoints && domain; ++number) {
       NicInfo own = info;
       own.name = nic_name(name, number);
@@ -92,13 +104,15 @@ Result<Nics> OfiFactory::open(const NicContext& context) {
                                   .wait_object = overrides_.wait_object,
                                   .strict = options.ofi_strict});
       if (nic) {
-        nics.push_back(std::move(*nic));
+        opened.nics.push_back(std::move(*nic));
       } else if (required) {
         return nic.error();
+      } else {
+        opened.notices.push_back(nic.error().text);
       }
     }
   }
-  return nics;
+  return opened;
 }
 
 }  // namespace kvxfer::ofi

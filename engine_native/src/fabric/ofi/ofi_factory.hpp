@@ -20,7 +20,7 @@ class OfiFactory final : public NicFactory {
   explicit OfiFactory(Overrides overrides) : overrides_(overrides) {}
 
   // By options.ofi, ofi_provider, ofi_endpoints, ofi_strict and nics.
-  Result<std::vector<std::unique_ptr<NicDomain>>> open(const NicContext& context) override;
+  Result<OpenedNics> open(const NicContext& context) override;
 
  private:
   Overrides overrides_{};

@@ -8,23 +8,29 @@
 #include <future>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace kvxfer::verbs {
 
 class AddressLookups {
  public:
+  using Running = std::atomic<unsigned>;
+  // `running`: how many there are over all NICs of the engine, whose one thread waits for them.
+  explicit AddressLookups(std::shared_ptr<Running> running) : running_(std::move(running)) {}
+
   // Runs it on a thread of its own, drops it, then hands over its result.
   std::future<int> run(std::function<int()> lookup);
-  // Whether any has not ended.
-  bool pending();
+  // Whether any has not ended, of any NIC.
+  bool pending() const { return *running_ > 0; }
 
  private:
   struct Lookup {
     std::shared_ptr<std::atomic<bool>> ended;
     std::jthread thread;
   };
-  std::vector<Lookup> running_;
+  std::shared_ptr<Running> running_;
+  std::vector<Lookup> lookups_;
 };
 
 }  // namespace kvxfer::verbs

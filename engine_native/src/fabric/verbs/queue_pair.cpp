@@ -26,6 +26,19 @@ constexpr ibv_mtu kNoMtu = IBV_MTU_256;
 
 }  // namespace
 
+ibv_ah_attr address_vector(const Port& port, const PathEndpoint& theirs,
+                           const TrafficMarks& marks) {
+  ibv_ah_attr way{.dlid = theirs.lid, .sl = marks.service_level, .port_num = kPort};
+  // Within one InfiniBand subnet the LID is enough.
+  way.is_global = port.link_layer == IBV_LINK_LAYER_ETHERNET ||
+                  port.gid.global.subnet_prefix != theirs.gid.global.subnet_prefix;
+  way.grh = {.dgid = theirs.gid,
+             .sgid_index = static_cast<std::uint8_t>(port.gid_index),
+             .hop_limit = kHopLimit,
+             .traffic_class = marks.traffic_class};
+  return way;
+}
+
 Result<std::shared_ptr<QueuePair>> QueuePair::create(std::shared_ptr<const VerbsDevice> device,
                                                      ibv_cq* completions, ibv_srq* receives,
                                                      std::uint32_t sends) {
@@ -62,14 +75,7 @@ int QueuePair::modify(ibv_qp_attr attributes, int mask) {
   return device_->library().modify_qp(pair_, &attributes, mask);
 }
 
-int QueuePair::join(const Port& port, const PathEndpoint& ours, const PathEndpoint& theirs) {
-  ibv_ah_attr way{.dlid = theirs.lid, .port_num = kPort};
-  // Within one InfiniBand subnet the LID is enough.
-  way.is_global = port.link_layer == IBV_LINK_LAYER_ETHERNET ||
-                  port.gid.global.subnet_prefix != theirs.gid.global.subnet_prefix;
-  way.grh = {.dgid = theirs.gid,
-             .sgid_index = static_cast<std::uint8_t>(port.gid_index),
-             .hop_limit = kHopLimit};
+int QueuePair::join(const ibv_ah_attr& way, const PathEndpoint& ours, const PathEndpoint& theirs) {
   return modify({.qp_state = IBV_QPS_RTR,
                  .path_mtu = static_cast<ibv_mtu>(std::min(ours.mtu, theirs.mtu)),
                  .rq_psn = theirs.packet_sequence,

@@ -9,6 +9,15 @@
 
 namespace kvxfer::verbs {
 
+// What switches sort a path's packets by.
+struct TrafficMarks {
+  std::uint8_t traffic_class = 0;
+  std::uint8_t service_level = 0;
+};
+
+// The way from a port to the other end.
+ibv_ah_attr address_vector(const Port& port, const PathEndpoint& theirs, const TrafficMarks& marks);
+
 class QueuePair {
  public:
   // For `sends` writes at a time, requests for windows, and one more to mark the end.
@@ -21,7 +30,7 @@ class QueuePair {
 
   // Both return 0, or an errno. The first may wait for the network, on any thread; nothing of the
   // other end's is placed until the second. `ours` is what the other end was told.
-  int join(const Port& port, const PathEndpoint& ours, const PathEndpoint& theirs);
+  int join(const ibv_ah_attr& way, const PathEndpoint& ours, const PathEndpoint& theirs);
   int start(const PathEndpoint& ours);
   bool started() const { return started_; }
   // Nothing is sent or taken from now on; what is under way ends with errors, soon.

@@ -11,10 +11,11 @@ constexpr std::size_t kMaxPolled = 256;
 }  // namespace
 
 Result<std::unique_ptr<NicDomain>> VerbsDomain::open(
-    const std::shared_ptr<const VerbsDevice>& device, const NicContext& context) {
+    const std::shared_ptr<const VerbsDevice>& device, const NicContext& context,
+    const std::shared_ptr<AddressLookups::Running>& lookups) {
   const auto port = device->query_port();
   if (!port) return Error{Errc::fabric_unavailable, port.error().text};
-  std::unique_ptr<VerbsDomain> domain(new VerbsDomain(device, context, *port));
+  std::unique_ptr<VerbsDomain> domain(new VerbsDomain(device, context, *port, lookups));
   auto queues = NicQueues::create(device, context.poller);
   if (!queues) return queues.error();
   domain->nic_.queues = std::move(*queues);
@@ -25,14 +26,15 @@ Result<std::unique_ptr<NicDomain>> VerbsDomain::open(
 }
 
 VerbsDomain::VerbsDomain(std::shared_ptr<const VerbsDevice> device, const NicContext& context,
-                         const Port& port)
+                         const Port& port, std::shared_ptr<AddressLookups::Running> lookups)
     : info_{.name = device->name(),
             .network = port.link_layer == IBV_LINK_LAYER_ETHERNET ? "roce" : "infiniband",
             .bits_per_second = port.bits_per_second},
       nic_{.device = std::move(device),
            .context = context,
            .port = port,
-           .load = {.bits_per_second = port.bits_per_second}} {}
+           .load = {.bits_per_second = port.bits_per_second},
+           .lookups = AddressLookups(std::move(lookups))} {}
 
 Result<std::shared_ptr<NicRegistration>> VerbsDomain::register_memory(const MemoryRegion& region) {
   return VerbsRegistration::create(nic_.device, region);

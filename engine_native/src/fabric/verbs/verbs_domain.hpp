@@ -11,8 +11,10 @@ namespace kvxfer::verbs {
 
 class VerbsDomain final : public NicDomain, private AsyncEventHandler {
  public:
-  static Result<std::unique_ptr<NicDomain>> open(const std::shared_ptr<const VerbsDevice>& device,
-                                                 const NicContext& context);
+  // `lookups`: shared by all NICs of the engine.
+  static Result<std::unique_ptr<NicDomain>> open(
+      const std::shared_ptr<const VerbsDevice>& device, const NicContext& context,
+      const std::shared_ptr<AddressLookups::Running>& lookups);
 
   std::string_view fabric() const override { return "verbs"; }
   const NicInfo& info() const override { return info_; }
@@ -26,7 +28,7 @@ class VerbsDomain final : public NicDomain, private AsyncEventHandler {
 
  private:
   VerbsDomain(std::shared_ptr<const VerbsDevice> device, const NicContext& context,
-              const Port& port);
+              const Port& port, std::shared_ptr<AddressLookups::Running> lookups);
   void on_async_event(const ibv_async_event& event) override;
   void refresh_port();
   void break_down(const std::string& why);

@@ -16,11 +16,15 @@ bool find(void* library, const char* name, Function& function) {
   return function != nullptr;
 }
 
+// Never unloaded: its providers may keep state of their own.
+void* open_library() { return ::dlopen(kName, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE); }
+
 }  // namespace
 
+bool VerbsLibrary::installed() { return open_library() != nullptr; }
+
 Result<std::shared_ptr<const VerbsLibrary>> VerbsLibrary::load() {
-  // Never unloaded: its providers may keep state of their own.
-  void* const library = ::dlopen(kName, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+  void* const library = open_library();
   if (!library) {
     return Error{Errc::fabric_unavailable, std::string(kName) +
                                                " cannot be loaded; install libibverbs1 and "

@@ -11,6 +11,8 @@
 namespace kvxfer::verbs {
 
 struct VerbsLibrary {
+  // Whether the host has it at all.
+  static bool installed();
   // Fails with fabric-unavailable.
   static Result<std::shared_ptr<const VerbsLibrary>> load();
 

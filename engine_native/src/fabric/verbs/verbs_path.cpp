@@ -85,10 +85,14 @@ Result<void> VerbsPath::connect(std::string_view endpoint) {
                                      "; check the network between the NICs"};
   };
   const auto patience = nic_.lookups.pending() ? kFurtherLookup : kLookup;
-  std::future<int> joined =
-      nic_.lookups.run([pair = pair_, port = port_, ours = ours_, theirs = *theirs] {
-        return pair->join(port, ours, theirs);
-      });
+  const EngineOptions& options = nic_.context.options;
+  const ibv_ah_attr way =
+      address_vector(port_, *theirs,
+                     {.traffic_class = static_cast<std::uint8_t>(options.traffic_class),
+                      .service_level = static_cast<std::uint8_t>(options.service_level)});
+  std::future<int> joined = nic_.lookups.run([pair = pair_, way, ours = ours_, theirs = *theirs] {
+    return pair->join(way, ours, theirs);
+  });
   joining_ = joined.wait_for(patience) != std::future_status::ready;
   if (joining_) return failed("its hardware address is not known yet");
   int error = joined.get();
