@@ -201,6 +201,43 @@ TEST_CASE("ofi: fencing one writer leaves the other's transfer whole") {
   }
 }
 
+TEST_CASE("ofi: a reader that leaves in mid-transfer leaves the other's whole, on one endpoint") {
+  if (ofi_skipped()) return;
+  constexpr std::size_t kBytes = 64u << 20;
+  TestEngine writer(shared_options("writer"));
+  TestEngine reader(shared_options("reader"));
+  const auto source = good(writer->allocate(kBytes));
+  std::fill_n(source->data(), kBytes, std::byte{0x22});
+  const auto write = [&](PeerId peer, const RegionPtr& destination, Imm imm) {
+    return good(writer->write(peer, source, destination->descriptor(), {.length = kBytes},
+                              {.imm = imm, .timeout = kDeadline}));
+  };
+  const auto destination = good(reader->allocate(kBytes));
+  const auto to_reader = writer.connect_to(reader);
+  for (int round = 0; round < 3; ++round) {
+    CAPTURE(round);
+    const Imm imm = good(reader->allocate_counter());
+    std::fill_n(destination->data(), kBytes, std::byte{0});
+    const auto kept = write(to_reader, destination, imm);
+    OperationId cut = 0;
+    {
+      TestEngine leaver(shared_options("leaver"));
+      const Imm begun = good(leaver->allocate_counter());
+      cut = write(writer.connect_to(leaver), good(leaver->allocate(kBytes)), begun).id;
+      while (leaver->counter_value(begun) == 0) std::this_thread::yield();
+    }
+    const auto lost = writer.await(Kind::write, cut);
+    CHECK((lost.code == Errc::peer_lost || lost.code == Errc::ok));
+    const auto done = writer.await(Kind::write, kept.id);
+    CHECK_MESSAGE(done.code == Errc::ok, done.text);
+    good(reader->expect(imm, kept.writes));
+    CHECK(reader.await(Kind::counter, imm).code == Errc::ok);
+    CHECK(reader->counter_value(imm) == kept.writes);
+    CHECK(count_other_than(destination, std::byte{0x22}) == 0);
+    reader->release_counter(imm);
+  }
+}
+
 TEST_CASE("ofi: a transfer outlives paths that are lost with another region, counted once") {
   if (ofi_skipped()) return;
   constexpr std::size_t kBytes = 64u << 20;
