@@ -10,6 +10,9 @@
 #include <mutex>
 #include <sstream>
 
+#ifdef KVXFER_HAVE_OFI
+#include "fabric/ofi/ofi_factory.hpp"
+#endif
 #include "simulated_nic.hpp"
 
 namespace kvxfer::test {
@@ -121,8 +124,8 @@ DOCTEST_REGISTER_LISTENER("conformance", 1, Listener);
 }  // namespace
 
 const std::vector<std::string>& all_fabrics() {
-  static const std::vector<std::string> fabrics{"tcp",   "local", "simulated",
-                                                "verbs", "ofi",   "ofi-strict"};
+  static const std::vector<std::string> fabrics{"tcp", "local",      "simulated", "verbs",
+                                                "ofi", "ofi-strict", "ofi-shared"};
   return fabrics;
 }
 
@@ -169,7 +172,14 @@ EngineOptions options_for(const std::string& fabric, const std::string& name) {
     options.ofi = FabricUse::required;
     options.ofi_provider = "tcp";
     options.ofi_endpoints = nics;
-    options.ofi_strict = fabric == "ofi-strict";
+    options.ofi_strict = fabric != "ofi";
+#ifdef KVXFER_HAVE_OFI
+    if (fabric == "ofi-shared") {  // as on EFA: peers share endpoints
+      options.more_nics = std::make_shared<ofi::OfiFactory>(
+          ofi::OfiFactory::Overrides{.paths_per_endpoint = 8, .use = FabricUse::required});
+      options.ofi = FabricUse::never;
+    }
+#endif
   }
   return options;
 }

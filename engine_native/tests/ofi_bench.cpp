@@ -1,6 +1,6 @@
 #include "ofi_bench.hpp"
 
-#include <thread>
+#include <algorithm>
 
 #include "clock.hpp"
 #include "support.hpp"
@@ -12,6 +12,23 @@ EngineOptions ofi_options(const std::string& name, unsigned endpoints) {
   options.nics = {"lo"};
   options.ofi_endpoints = endpoints;
   return options;
+}
+
+EngineOptions strict_ofi_options(const std::string& name, unsigned endpoints) {
+  EngineOptions options = ofi_options(name, endpoints);
+  options.ofi_strict = true;
+  return options;
+}
+
+bool ofi_skipped() {
+  const std::string why = why_not("ofi");
+  if (!why.empty()) MESSAGE("skipped: " << why);
+  return !why.empty();
+}
+
+std::size_t count_other_than(const RegionPtr& region, std::byte value) {
+  return region->size() - static_cast<std::size_t>(
+                              std::count(region->data(), region->data() + region->size(), value));
 }
 
 OfiBench::OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides)

@@ -17,6 +17,11 @@ namespace kvxfer::test {
 
 // The loopback device under libfabric's tcp provider, `endpoints` NICs of it.
 EngineOptions ofi_options(const std::string& name, unsigned endpoints = 1);
+// Held to EFA's limits and disorder.
+EngineOptions strict_ofi_options(const std::string& name, unsigned endpoints = 1);
+// Says why a case is skipped, if it is.
+bool ofi_skipped();
+std::size_t count_other_than(const RegionPtr& region, std::byte value);
 
 class OfiBench final : private NicEvents {
  public:

@@ -2,12 +2,16 @@
 
 #include <algorithm>
 
+#include "clock.hpp"
+#include "operation.hpp"
 #include "random.hpp"
 
 namespace kvxfer::ofi {
 namespace {
 
 constexpr std::size_t kMaxAddressBytes = 256;
+// By then nothing is left in the network of a path that was shut.
+constexpr std::uint64_t kForgetNs = 10'000'000'000u;
 
 }  // namespace
 
@@ -136,22 +140,34 @@ Result<fi_addr_t> Endpoint::attach(CompletionSink& path, const std::string& addr
         "NIC " + domain_->device.name + " cannot take the peer's address",
         inserted < 0 ? inserted : -FI_EINVAL);
   }
-  sources_[number] = &path;
-  met_.insert(token);
+  sources_[number] = {&path, token};
+  std::erase_if(met_, [now = now_ns()](const auto& known) { return known.second <= now; });
+  met_[token] = UINT64_MAX;  // not while the path is there
   return number;
 }
 
 void Endpoint::detach(CompletionSink& path) {
   for (auto source = sources_.begin(); source != sources_.end(); ++source) {
-    if (source->second != &path) continue;
+    if (source->second.path != &path) continue;
     fi_addr_t number = source->first;
     ::fi_av_remove(peers_.get(), &number, 1, 0);
+    met_[source->second.token] = now_ns() + kForgetNs;
     sources_.erase(source);
     break;
   }
   for (std::size_t i = 0; i < context_count_; ++i) {
     if (contexts_[i].path == &path) contexts_[i].path = nullptr;
   }
+}
+
+bool Endpoint::met(std::uint64_t token) const {
+  const auto known = met_.find(token);
+  return known != met_.end() && now_ns() < known->second;
+}
+
+bool Endpoint::writes_for(const CompletionSink& path) const {
+  return std::any_of(contexts_.get(), contexts_.get() + context_count_,
+                     [&](const Context& context) { return context.path == &path; });
 }
 
 std::string Endpoint::seed_text() const {
@@ -161,6 +177,10 @@ std::string Endpoint::seed_text() const {
 // --- writes ----------------------------------------------------------------------------------
 
 ssize_t Endpoint::post(const Write& write) {
+  // What EFA does not take.
+  if (disorder_ && (write.length == 0 || write.length > kMaxWriteBytes || !write.descriptor)) {
+    return -FI_EINVAL;
+  }
   const std::lock_guard lock(gate_);
   if (!endpoint_) return -FI_ESHUTDOWN;
   if (!free_) return -FI_EAGAIN;

@@ -13,7 +13,6 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "fabric/ofi/completion.hpp"
@@ -75,12 +74,14 @@ class Endpoint final : private EventSink {
   std::size_t paths() const { return paths_; }
   void reserve() { ++paths_; }
   void give_back() { --paths_; }
-  // Whether a path between this endpoint and that one has been: what is left of it in the network
-  // could not be told from a new one's.
-  bool met(std::uint64_t token) const { return met_.contains(token); }
+  // Whether a path between this endpoint and that one is there, or was lately: what is left of it
+  // in the network could not be told from a new one's.
+  bool met(std::uint64_t token) const;
   Result<fi_addr_t> attach(CompletionSink& path, const std::string& address, std::uint64_t token);
   // Afterwards nothing is reported to the path any more.
   void detach(CompletionSink& path);
+  // Whether writes of the path are under way.
+  bool writes_for(const CompletionSink& path) const;
 
   // --- writes
   bool has_room() const { return free_ && !refused_; }
@@ -115,7 +116,7 @@ class Endpoint final : private EventSink {
   // When its path was shut while it may not be closed; 0: not so.
   std::uint64_t parked_ns = 0;
 
-  bool open() {
+  bool open() const {
     const std::lock_guard lock(gate_);
     return endpoint_ != nullptr;
   }
@@ -131,6 +132,10 @@ class Endpoint final : private EventSink {
     std::uint64_t sequence;
     Context* next;
     bool receive;
+  };
+  struct Source {
+    CompletionSink* path;
+    std::uint64_t token;
   };
 
   Endpoint(std::shared_ptr<const OpenDomain> domain, Poller& poller, const Options& options);
@@ -161,7 +166,7 @@ class Endpoint final : private EventSink {
   UniqueFid<fid_av> peers_;
   UniqueFid<fid_cq> queue_;
   std::atomic<bool> may_close_ = false;
-  std::mutex gate_;
+  mutable std::mutex gate_;
   UniqueFid<fid_ep> endpoint_;  // guarded
   int wait_fd_ = -1;
   std::string address_;
@@ -169,9 +174,9 @@ class Endpoint final : private EventSink {
   std::size_t paths_ = 0;
   std::size_t in_flight_ = 0;
   bool refused_ = false;
-  std::unordered_map<fi_addr_t, CompletionSink*> sources_;
-  std::unordered_set<std::uint64_t> met_;
-  Completion run_{};  // of equal immediates, not reported yet
+  std::unordered_map<fi_addr_t, Source> sources_;
+  std::unordered_map<std::uint64_t, std::uint64_t> met_;  // token → when it may be met again
+  Completion run_{};                                      // of equal immediates, not reported yet
   std::uint64_t run_length_ = 0;
 };
 

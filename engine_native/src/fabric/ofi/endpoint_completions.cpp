@@ -54,8 +54,9 @@ Result<void> Endpoint::poll() {
   report_immediates();
   if (unposted_) post_receives();
   if (!open()) {
-    for (const auto& [number, path] : sources_) {
-      path->on_failed({Errc::nic_lost, "a memory region that it could write to was deregistered"});
+    for (const auto& [number, source] : sources_) {
+      source.path->on_failed(
+          {Errc::nic_lost, "its endpoint was closed, so that nothing late lands"});
     }
   }
   if (read >= 0 || read == -FI_EAGAIN) return {};
@@ -64,7 +65,7 @@ Result<void> Endpoint::poll() {
 }
 
 bool Endpoint::prepare_sleep() {
-  if ((disorder_ && !disorder_->empty()) || unposted_) return false;
+  if ((disorder_ && !disorder_->empty()) || (unposted_ && open())) return false;
   if (!has_wait_object()) return true;
   fid* queue = &queue_->fid;
   return ::fi_trywait(domain_->fabric.get(), &queue, 1) == 0;
@@ -116,7 +117,8 @@ void Endpoint::take(const fi_cq_data_entry& entry, fi_addr_t source) {
     // Whoever is not known, or not any more, may not count.
     const auto found = told ? sources_.find(source) : sources_.begin();
     if (found == sources_.end() || (!told && sources_.size() != 1)) return;
-    return pass({.path = found->second, .imm = static_cast<Imm>(entry.data), .bytes = entry.len});
+    return pass(
+        {.path = found->second.path, .imm = static_cast<Imm>(entry.data), .bytes = entry.len});
   }
   Context* const context = context_of(entry.op_context);
   if (!context) return;
@@ -141,7 +143,7 @@ void Endpoint::read_errors() {
       put_back(*context);
       if (write) --in_flight_;
     } else if (options_.budget.paths == 1 && !sources_.empty()) {
-      path = sources_.begin()->second;
+      path = sources_.begin()->second.path;
     }
     if (path && open()) {
       std::array<char, 256> text{};

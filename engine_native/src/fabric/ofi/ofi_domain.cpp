@@ -87,7 +87,7 @@ Result<std::unique_ptr<NicPath>> OfiDomain::open_path(NicPathIdentity identity) 
 Result<OfiDomain::Place> OfiDomain::find_place(std::uint64_t unmet) {
   Endpoint* chosen = nullptr;
   for (const auto& endpoint : endpoints_) {
-    const bool free = !endpoint->full() && endpoint->parked_ns == 0;
+    const bool free = !endpoint->full() && endpoint->parked_ns == 0 && endpoint->open();
     if (free && !endpoint->met(unmet)) chosen = endpoint.get();
   }
   if (!chosen) {
@@ -95,7 +95,8 @@ Result<OfiDomain::Place> OfiDomain::find_place(std::uint64_t unmet) {
     const std::size_t most =
         shares_endpoints() ? kMaxSharedEndpoints : std::min(limits.ep_cnt, limits.cq_cnt);
     if (endpoints_.size() >= most) {
-      return Error{Errc::out_of_memory, "NIC " + info_.name + ": its completion queue is full (" +
+      return Error{Errc::out_of_memory, "NIC " + info_.name + " has no room for another path (" +
+                                            std::to_string(endpoints_.size()) + " endpoints, " +
                                             std::to_string(paths_.size()) + " paths)"};
     }
     Endpoint::Options options{
@@ -138,7 +139,7 @@ void OfiDomain::fence(Endpoint& endpoint, PeerId peer) {
 
 void OfiDomain::release(Endpoint& endpoint) {
   endpoint.give_back();
-  if (shares_endpoints()) return;
+  if (endpoint.paths() > 0) return;
   endpoint.parked_ns = now_ns();
   std::erase_if(endpoints_, [&](const auto& known) {
     return known.get() == &endpoint && endpoint.may_close();
@@ -154,6 +155,7 @@ void OfiDomain::close_parked() {
 // --- progress --------------------------------------------------------------------------------
 
 void OfiDomain::poll() {
+  if (!usable_) return;
   for (const auto& endpoint : endpoints_) {
     if (auto good = endpoint->poll(); !good) return break_down(good.error());
   }
@@ -162,6 +164,7 @@ void OfiDomain::poll() {
 }
 
 bool OfiDomain::prepare_sleep() {
+  if (!usable_) return true;
   check_device();
   close_parked();
   bool blind = false;

@@ -25,7 +25,7 @@ class OfiDomain final : public NicDomain, private EventSink {
   struct Settings {
     std::size_t paths_per_endpoint;
     bool wait_object = true;
-    bool strict = false;
+    bool strict = false;  // held to EFA's limits and disorder
   };
 
   static Result<std::unique_ptr<OfiDomain>> open(std::shared_ptr<const OpenDomain> domain,
@@ -49,7 +49,6 @@ class OfiDomain final : public NicDomain, private EventSink {
   };
   const NicContext& context() const { return context_; }
   NicLoad& load() { return load_; }
-  bool strict() const { return settings_.strict; }
   std::string text_of(ssize_t error) const { return domain_->library.failed("", error).text; }
   void add(OfiPath& path) { paths_.push_back(&path); }
   void remove(OfiPath& path) { std::erase(paths_, &path); }

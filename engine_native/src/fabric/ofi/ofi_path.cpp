@@ -13,6 +13,8 @@ namespace {
 constexpr std::size_t kMaxWrites = 512;
 // At once; the others of a peer get their turn then.
 constexpr std::size_t kBatch = 64;
+// libfabric's efa-direct (up to 2.5) does not get writes without bytes right.
+constexpr std::uint32_t kLandingBytes = 1;
 // No counter and no batch has these.
 constexpr Imm kGreeting = 0;
 constexpr std::uint64_t kGreetingSequence = 0;
@@ -65,13 +67,13 @@ Result<void> OfiPath::connect(std::string_view endpoint) {
   return {};
 }
 
-ssize_t OfiPath::post_empty(std::uint64_t sequence, std::optional<Imm> imm) {
+ssize_t OfiPath::post_to_landing(std::uint64_t sequence, std::optional<Imm> imm) {
   return endpoint_->post({.path = this,
                           .sequence = sequence,
                           .to = to_,
                           .source = endpoint_->landing(),
                           .descriptor = endpoint_->landing_descriptor(),
-                          .length = 0,
+                          .length = kLandingBytes,
                           .address = landing_address_,
                           .rkey = landing_key_,
                           .imm = imm});
@@ -88,16 +90,12 @@ void OfiPath::greet() {
   if (domain_.flushes() && !flushes_) {
     flushes_ = domain_.flushes()->add(identity().peer, *endpoint_);
   }
-  const ssize_t error = post_empty(kGreetingSequence, kGreeting);
-  greeted_ = error == 0;
-  if (!greeted_) on_refused(error);
+  greeted_ = took(post_to_landing(kGreetingSequence, kGreeting));
 }
 
 void OfiPath::flush() {
   const std::uint64_t wanted = flushes_->wanted;
-  const ssize_t error = post_empty(kFlushSequence, std::nullopt);
-  if (error == 0) flushing_ = wanted;
-  if (error != 0) on_refused(error);
+  if (took(post_to_landing(kFlushSequence, std::nullopt))) flushing_ = wanted;
 }
 
 bool OfiPath::has_room(bool counted) const {
@@ -109,26 +107,21 @@ std::size_t OfiPath::post(const OperationPtr& operation, const WriteRange& write
   const std::size_t limit =
       batch_limit(operation, writes, std::min(kBatch, kMaxWrites - in_flight_));
   std::size_t count = 0;
-  ssize_t error = 0;
   while (count < limit) {
     const std::size_t index = writes.first + count;
     const WireWrite& write = operation->writes[index];
-    error = post_one(*operation, write, writes.counted);
-    if (error != 0) break;
+    if (!took(post_one(*operation, write, writes.counted))) break;
     add_batch(operation, {index, 1, writes.counted}, write.length);
     ++in_flight_;
     ++next_sequence_;
     ++count;
   }
-  if (count > 0) refused_since_ns_ = 0;
-  if (error != 0) on_refused(error);
   return count;
 }
 
 ssize_t OfiPath::post_one(const Operation& operation, const WireWrite& write, bool counted) {
-  if (domain_.strict() && write.length > kMaxWriteBytes) return -FI_EMSGSIZE;
   const std::optional<Imm> imm = counted ? operation.imm : std::nullopt;
-  if (write.length == 0) return post_empty(next_sequence_, imm);
+  if (write.length == 0) return post_to_landing(next_sequence_, imm);
   const auto* registration =
       static_cast<const OfiRegistration*>(operation.source->registration(identity().nic));
   const RemoteKey& key = operation.destination->keys[identity().remote_nic];
@@ -143,19 +136,28 @@ ssize_t OfiPath::post_one(const Operation& operation, const WireWrite& write, bo
                           .imm = imm});
 }
 
-// A provider that cannot reach a peer may answer "later" for ever.
-void OfiPath::on_refused(ssize_t error) {
-  if (error != -FI_EAGAIN) {
-    return on_failed({Errc::nic_lost, "a write is refused: " + domain_.text_of(error)});
+// A provider that cannot reach a peer may answer "later" for ever. It also does where the queue is
+// full of writes to others.
+bool OfiPath::took(ssize_t error) {
+  if (error == 0) {
+    refused_last_ns_ = 0;
+    return true;
   }
-  const std::uint64_t now = now_ns();
-  if (refused_since_ns_ == 0) refused_since_ns_ = now;
+  if (error != -FI_EAGAIN) {
+    on_failed({Errc::nic_lost, "a write is refused: " + domain_.text_of(error)});
+    return false;
+  }
   const auto patience = static_cast<std::uint64_t>(domain_.context().options.peer_timeout.count());
-  if (in_flight_ > 0 || now - refused_since_ns_ < patience) return;
+  const std::uint64_t now = now_ns();
+  // After a while in which nothing was asked it is another matter.
+  if (now - refused_last_ns_ > patience / 2) refused_since_ns_ = now;
+  refused_last_ns_ = now;
+  if (endpoint_->in_flight() > 0 || now - refused_since_ns_ < patience) return false;
   on_failed({Errc::nic_lost, "no write was accepted for " +
                                  std::to_string((now - refused_since_ns_) / 1'000'000) +
                                  " ms; check that the peer's process runs and that the network "
                                  "between both hosts lets it through"});
+  return false;
 }
 
 void OfiPath::on_written(std::uint64_t sequence) {
@@ -165,7 +167,6 @@ void OfiPath::on_written(std::uint64_t sequence) {
     return domain_.flushes()->finish(*flushes_, flushed_);
   }
   --in_flight_;
-  refused_since_ns_ = 0;
   finish(sequence);
 }
 
@@ -194,6 +195,11 @@ void OfiPath::shut() {
   if (flushes_) domain_.flushes()->remove(*flushes_);
   landing_.writable.reset();  // no greeting is accepted any more
   endpoint.take_completions(*this);
+  if (in_flight_ > 0 && endpoint.writes_for(*this)) {
+    // Others share it, and the NIC may still read what nobody waits for any more.
+    endpoint.reset();
+    endpoint.take_completions(*this);
+  }
   endpoint.detach(*this);
   domain_.remove(*this);
   domain_.release(endpoint);

@@ -1,6 +1,6 @@
 // A path over libfabric: a pair of endpoints, one of them ours.
 //
-// It carries writes once each end has had a greeting from the other's, a write without bytes with
+// It carries writes once each end has had a greeting from the other's, a write to its landing with
 // an immediate that no counter has. The initiator greets first. So a path that is open works, and
 // both know of it: see Endpoint::may_close().
 #pragma once
@@ -39,11 +39,12 @@ class OfiPath final : public NicPath, private CompletionSink {
   void on_arrived(Imm imm, std::uint64_t writes, std::uint64_t bytes) override;
   void on_failed(Error error) override;
   ssize_t post_one(const Operation& operation, const WireWrite& write, bool counted);
-  // A write without bytes to the peer's landing.
-  ssize_t post_empty(std::uint64_t sequence, std::optional<Imm> imm);
+  // What has no bytes of its own: a greeting, a flush, a bare immediate.
+  ssize_t post_to_landing(std::uint64_t sequence, std::optional<Imm> imm);
   void greet();
   void flush();
-  void on_refused(ssize_t error);
+  // Whether it was posted.
+  bool took(ssize_t error);
 
   OfiDomain& domain_;
   Endpoint* endpoint_;  // the domain's; null once shut
@@ -53,7 +54,8 @@ class OfiPath final : public NicPath, private CompletionSink {
   std::uint64_t landing_key_ = 0;
   std::uint64_t next_sequence_ = 1;
   std::size_t in_flight_ = 0;
-  std::uint64_t refused_since_ns_ = 0;  // 0: not
+  std::uint64_t refused_since_ns_ = 0;
+  std::uint64_t refused_last_ns_ = 0;  // 0: not since something was taken
   bool shutting_ = false;
   mutable bool told_ = false;  // the peer knows our endpoint, so it has to stay this one
   bool may_greet_ = false;

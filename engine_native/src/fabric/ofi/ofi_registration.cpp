@@ -18,17 +18,23 @@ Result<std::shared_ptr<OfiRegistration>> OfiRegistration::create(
 }
 
 Result<RemoteKey> OfiRegistration::share(PeerId peer) {
-  const std::lock_guard lock(mutex_);
-  if (closed_) return Error{Errc::unknown_region, "the memory region is not registered any more"};
-  auto found = writable_.find(peer);
-  if (found == writable_.end()) {
-    auto writable = domain_->register_memory(start_, size_, FI_REMOTE_WRITE);
-    if (!writable) return writable.error();
-    found = writable_.emplace(peer, std::move(*writable)).first;
+  const Error gone{Errc::unknown_region, "the memory region is not registered any more"};
+  const auto key_of = [this](fid_mr& writable) {
+    return RemoteKey{
+        .address = domain_->remote_start(start_), .rkey = ::fi_mr_key(&writable), .valid = true};
+  };
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return gone;
+    const auto found = writable_.find(peer);
+    if (found != writable_.end()) return key_of(*found->second);
   }
-  return RemoteKey{.address = domain_->remote_start(start_),
-                   .rkey = ::fi_mr_key(found->second.get()),
-                   .valid = true};
+  // Not under the lock: it takes long, and the engine thread may want to fence a peer.
+  auto writable = domain_->register_memory(start_, size_, FI_REMOTE_WRITE);
+  if (!writable) return writable.error();
+  const std::lock_guard lock(mutex_);
+  if (closed_) return gone;
+  return key_of(*writable_.try_emplace(peer, std::move(*writable)).first->second);
 }
 
 void OfiRegistration::unshare(PeerId peer) {

@@ -1,0 +1,181 @@
+// Paths of libfabric's NICs, without engines: their fence, their keys, the endpoints they share.
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "ofi_bench.hpp"
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+
+TEST_SUITE_BEGIN("ofi");
+
+namespace {
+
+constexpr std::size_t kPage = 4096;
+
+}  // namespace
+
+TEST_CASE("ofi: a half-received write places nothing once its path or region was closed") {
+  if (ofi_skipped()) return;
+  constexpr std::uint32_t kPiece = 1u << 20;
+  constexpr std::size_t kPieces = 12;
+  enum class Closed { path, region, region_of_frozen_writer };
+  for (int round = 0; round < 6; ++round) {
+    const auto closed = static_cast<Closed>(round % 3);
+    CAPTURE(round);
+    OfiBench bench(strict_ofi_options("bench", 2), {});
+    const auto source = bench.region(kPieces * kPiece);
+    const auto destination = bench.region(kPieces * kPiece);
+    std::fill_n(source->data(), source->size(), std::byte{0x77});
+    const Imm imm = good(bench.counters.allocate());
+    auto ends = bench.join(0);
+    const auto key = bench.key_for(0, destination);
+    const auto operation = bench.post(*ends.writer, source, key, kPieces, kPiece, imm);
+    // Until a piece has begun to arrive and not ended.
+    bool half_way = false;
+    bench.until([&] {
+      for (std::size_t piece = 0; piece < kPieces; ++piece) {
+        const std::byte* const at = destination->data() + piece * kPiece;
+        half_way = half_way || (at[64] == std::byte{0x77} && at[kPiece - 1] != std::byte{0x77});
+      }
+      return half_way || operation->done();
+    });
+    if (closed == Closed::path) {
+      ends.reader->shut();
+    } else {
+      std::atomic<bool> returned = false;
+      std::jthread deregistering([&] {
+        destination->close_registrations();
+        returned = true;
+      });
+      const auto both = [&] { return returned.load(); };
+      closed == Closed::region ? bench.until(both) : bench.until_polled(bench.reader(), both);
+    }
+    std::fill_n(destination->data(), destination->size(), std::byte{0x11});
+    if (closed == Closed::region_of_frozen_writer && !operation->done()) {
+      bench.until([&] { return bench.lost.contains(ends.reader.get()); });
+    }
+    bench.settle();
+    CHECK(count_other_than(destination, std::byte{0x11}) == 0);
+    // What was counted before is all that ever is, and the writer hears of the rest.
+    ends.reader->shut();
+    const std::uint64_t counted = bench.counters.value(imm);
+    const auto received = ends.reader->received().find(imm);
+    CHECK((received == ends.reader->received().end() ? 0 : received->second) == counted);
+    CHECK(operation->finished <= counted);
+    bench.until([&] { return operation->done() || bench.lost.contains(ends.writer.get()); });
+    CHECK(bench.counters.value(imm) == counted);
+  }
+}
+
+TEST_CASE("ofi: a key that is not, or no more, the peer's loses the path by name") {
+  if (ofi_skipped()) return;
+  OfiBench bench(strict_ofi_options("bench", 3), {});
+  const auto source = bench.region(1u << 20);
+  const auto destination = bench.region(1u << 20);
+  std::fill_n(source->data(), source->size(), std::byte{0x77});
+  for (const bool known_before : {false, true}) {
+    CAPTURE(known_before);
+    auto ends = bench.join(0);
+    auto other = bench.join(1);
+    const auto other_key = bench.key_for(1, destination);
+    RemoteKey key = bench.key_for(0, destination);
+    CHECK(key.rkey != other_key.rkey);
+    if (known_before) {
+      destination->unshare(0);
+    } else {
+      key.rkey ^= 1;
+    }
+    (void)bench.post(*ends.writer, source, key, 4, kPage, std::nullopt);
+    bench.until([&] { return bench.lost.contains(ends.writer.get()); });
+    const std::string text = bench.lost[ends.writer.get()].text;
+    CHECK(text.find("NIC lo/0 to peer 'peer 0'") != std::string::npos);
+    CHECK(count_other_than(destination, std::byte{0}) == 0);
+    // The other peer's key is its own.
+    const auto fine = bench.post(*other.writer, source, other_key, 4, kPage, std::nullopt);
+    bench.until([&] { return fine->done(); });
+    CHECK(count_other_than(destination, std::byte{0}) == 4 * kPage);
+    std::fill_n(destination->data(), destination->size(), std::byte{0});
+  }
+}
+
+TEST_CASE("ofi: a shared endpoint tells whose immediate it is, and counts none of a shut path") {
+  if (ofi_skipped()) return;
+  OfiBench bench(strict_ofi_options("bench", 3), {.paths_per_endpoint = 8});
+  const auto source = bench.region(1u << 20);
+  const auto destination = bench.region(1u << 20);
+  const Imm imm = good(bench.counters.allocate());
+  auto first = bench.join(0);
+  auto second = bench.join(1);
+  const auto write = [&](NicPath& path, std::uint32_t writer, std::size_t pieces) {
+    return bench.post(path, source, bench.key_for(writer, destination), pieces, 64, imm);
+  };
+  const auto a = write(*first.writer, 0, 100);
+  const auto b = write(*second.writer, 1, 50);
+  bench.until([&] { return a->done() && b->done() && bench.counters.value(imm) == 150; });
+  CHECK(first.reader->received().at(imm) == 100);
+  CHECK(second.reader->received().at(imm) == 50);
+
+  // The first path is lost with immediates under way, and the same NICs are joined again.
+  (void)write(*first.writer, 0, 30);
+  first.reader->shut();
+  const std::uint64_t landed = bench.counters.value(imm) - 150;
+  first.writer->shut();
+  auto again = bench.join(0);
+  const auto c = write(*again.writer, 0, 20);
+  bench.until([&] { return c->done(); });
+  bench.settle();
+  CHECK(bench.counters.value(imm) == 150 + landed + 20);
+  CHECK(again.reader->received().at(imm) == 20);
+}
+
+TEST_CASE("ofi: NICs that share endpoints are joined again however often their path is lost") {
+  if (ofi_skipped()) return;
+  OfiBench bench(strict_ofi_options("bench", 3), {.paths_per_endpoint = 8});
+  const auto source = bench.region(kPage);
+  const auto destination = bench.region(kPage);
+  const auto other = bench.join(1);  // its endpoint stays
+  for (int round = 0; round < 40; ++round) {
+    CAPTURE(round);
+    const auto ends = bench.join(0);
+    const auto key = bench.key_for(0, destination);
+    const auto operation = bench.post(*ends.writer, source, key, 1, kPage, std::nullopt);
+    bench.until([&] { return operation->done(); });
+    ends.reader->shut();
+    ends.writer->shut();
+  }
+}
+
+TEST_CASE(
+    "ofi: nothing is read for a write whose path was shut, though others share its endpoint") {
+  if (ofi_skipped()) return;
+  constexpr std::uint32_t kPiece = 1u << 20;
+  constexpr std::size_t kPieces = 12;
+  OfiBench bench(strict_ofi_options("bench", 3), {.paths_per_endpoint = 8});
+  const auto source = bench.region(kPieces * kPiece);
+  const auto destination = bench.region(kPieces * kPiece);
+  std::fill_n(source->data(), source->size(), std::byte{0x77});
+  auto ends = bench.join(0);
+  auto other = bench.join(1);
+  const auto key = good(destination->registration(0)->share(0));
+  const auto operation =
+      bench.post(*ends.reader, source, key, kPieces, kPiece, good(bench.counters.allocate()));
+  REQUIRE(!operation->done());
+  ends.reader->shut();
+  std::fill_n(source->data(), source->size(), std::byte{0x11});
+  bench.settle();
+  CHECK(std::count(destination->data(), destination->data() + destination->size(),
+                   std::byte{0x11}) == 0);
+  // Whoever shared the endpoint is told, and joined again.
+  bench.until([&] { return bench.lost.contains(other.reader.get()); });
+  other.reader->shut();
+  other.writer->shut();
+  const auto again = bench.join(1);
+  const auto fine =
+      bench.post(*again.writer, source, bench.key_for(1, destination), 1, kPage, std::nullopt);
+  bench.until([&] { return fine->done(); });
+}
+
+TEST_SUITE_END();
