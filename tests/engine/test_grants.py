@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import EngineError, InvalidArgument, OutOfBounds, UnknownRegion
-
 from tests.engine.conftest import Pair
 
 
