@@ -92,9 +92,8 @@ void DomainGroup::close_grants_of(const RegionPtr& region) {
   for (const auto& [id, peer] : peers_) {
     NicLink* const link = peer->nics();
     if (!link) continue;
-    if (std::any_of(grants.begin(), grants.end(),
-                    [&](const auto& grant) { return link->has_windows_of(grant); })) {
-      link->reset("a region with open grants is deregistered", now_ns());
+    if (link->has_windows_of(*region)) {
+      link->reset("a region is deregistered whose grants are open still", now_ns());
     }
     link->close_grants(grants);
     for (const RegionPtr& grant : grants) {

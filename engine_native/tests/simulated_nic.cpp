@@ -126,6 +126,12 @@ class SimulatedPath final : public NicPath {
     network_.keys_.erase(found->second.rkey);
     windows_.erase(found);
   }
+  bool has_windows_of(const MemoryRegion& region) const override {
+    const auto begin = reinterpret_cast<std::uint64_t>(region.data());
+    return std::any_of(windows_.begin(), windows_.end(), [&](const auto& entry) {
+      return entry.second.address >= begin && entry.second.address < begin + region.size();
+    });
+  }
   std::optional<RemoteKey> window(std::uint64_t grant) const override {
     const auto found = windows_.find(grant);
     return found == windows_.end() ? std::nullopt : std::optional(found->second);

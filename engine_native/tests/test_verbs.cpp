@@ -379,4 +379,38 @@ TEST_CASE("a device that this process may not open is told of, and the others ar
   }
 }
 
+TEST_CASE("regions are unregistered, also right after their grants have ended") {
+  if (skipped_without_verbs()) return;
+  Verbs verbs;
+  const auto registered = [] {
+    // "rxe0: pd 2 cq 2 qp 2 cm_id 0 mr 5 …", a line for each device.
+    FILE* const pipe = ::popen("rdma resource show | grep -o ' mr [0-9]*'", "r");  // NOLINT
+    REQUIRE(pipe);
+    int sum = 0;
+    int one = 0;
+    while (std::fscanf(pipe, " mr %d", &one) == 1) sum += one;  // NOLINT(cert-err34-c)
+    ::pclose(pipe);
+    return sum;
+  };
+  const int before = registered();
+  REQUIRE(before > 0);
+  for (int round = 0; round < 50; ++round) {
+    const auto region = good(verbs.reader->allocate(kPage * 16));
+    const Imm imm = good(verbs.reader->allocate_counter(verbs.to_writer));
+    const RegionRange range{region, 0, kPage * 16};
+    const auto granted = good(verbs.reader->grant(imm, {&range, 1})).front();
+    const auto submitted = good(verbs.writer->write(verbs.to_reader, verbs.source, granted,
+                                                    {.length = kPage * 16}, {.imm = imm}));
+    if (round % 2 == 0) {  // else it is under way, or its windows are not open yet
+      good(verbs.reader->expect(imm, submitted.writes));
+      CHECK(verbs.reader.await(Kind::counter, imm).code == Errc::ok);
+      verbs.reader->release_counter(imm);
+    }
+    verbs.reader->deregister(region);
+    (void)verbs.writer.await(Kind::write, submitted.id);
+    verbs.reader->release_counter(imm);
+  }
+  CHECK(registered() == before);
+}
+
 TEST_SUITE_END();

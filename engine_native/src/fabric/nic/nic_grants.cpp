@@ -55,9 +55,4 @@ void NicGrants::close(std::span<const RegionPtr> grants, std::span<NicPath* cons
   }
 }
 
-bool NicGrants::windowed(const RegionPtr& grant) const {
-  const auto found = open_.find(grant->key());
-  return found != open_.end() && found->second.windowed;
-}
-
 }  // namespace kvxfer

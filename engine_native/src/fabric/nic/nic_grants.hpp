@@ -25,7 +25,6 @@ class NicGrants {
   void on_window(const NicPath& path, std::uint64_t key);
   // The peer writes there no more.
   void close(std::span<const RegionPtr> grants, std::span<NicPath* const> paths);
-  bool windowed(const RegionPtr& grant) const;
 
  private:
   struct Open {

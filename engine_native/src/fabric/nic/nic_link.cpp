@@ -353,6 +353,11 @@ void NicLink::send_region(std::uint64_t key, Errc status, const RemoteRegion& re
   kvxfer::send_region(owner_, key, status, region);
 }
 
+bool NicLink::has_windows_of(const MemoryRegion& region) const {
+  return std::any_of(usable_.begin(), usable_.end(),
+                     [&](const NicPath* path) { return path->has_windows_of(region); });
+}
+
 void NicLink::forget_region(std::uint64_t key) {
   owner_.send_nic_frame(NicFrame::region_gone, ByteWriter().put(key).take());
 }

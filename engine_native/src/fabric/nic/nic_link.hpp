@@ -118,7 +118,8 @@ class NicLink {
   }
   // The peer has said that it writes there no more, or all has arrived.
   void close_grants(std::span<const RegionPtr> grants) { grants_.close(grants, usable_); }
-  bool has_windows_of(const RegionPtr& grant) const { return grants_.windowed(grant); }
+  // See NicPath.
+  bool has_windows_of(const MemoryRegion& region) const;
   void on_window(const NicPath& path, std::uint64_t key) { grants_.on_window(path, key); }
   // on_revoked() follows if `complete` is false: nothing of the peer's lands with it after that.
   void revoke(Imm imm, bool complete);

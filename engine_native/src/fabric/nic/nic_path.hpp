@@ -74,6 +74,8 @@ class NicPath : public Path {
   virtual bool open_window(const MemoryRegion&) { return false; }
   // Soon. The peer has said that it writes there no more; else shut() is the way.
   virtual void close_window(std::uint64_t) {}
+  // Whether any is open, or not closed yet: the region cannot be unregistered before.
+  virtual bool has_windows_of(const MemoryRegion&) const { return false; }
   // Once it is open.
   virtual std::optional<RemoteKey> window(std::uint64_t) const { return std::nullopt; }
 

@@ -1,5 +1,6 @@
 #include "fabric/verbs/path_windows.hpp"
 
+#include <algorithm>
 #include <utility>
 
 namespace kvxfer::verbs {
@@ -101,6 +102,12 @@ std::optional<RemoteKey> PathWindows::find(std::uint64_t grant) const {
   const Window& window = windows_[found->second];
   if (window.state != State::open) return std::nullopt;
   return RemoteKey{.address = window.range.address, .rkey = window.window->rkey, .valid = true};
+}
+
+bool PathWindows::any_of(const ibv_mr* region) const {
+  return std::any_of(windows_.begin(), windows_.end(), [&](const Window& window) {
+    return window.state != State::free && window.range.region == region;
+  });
 }
 
 void PathWindows::free_all() {

@@ -47,6 +47,8 @@ class PathWindows {
   // All of them; before the queue pair is destroyed, once it has stopped.
   void free_all();
 
+  // Whether any is not free that opens, or opened, part of this.
+  bool any_of(const ibv_mr* region) const;
   std::optional<RemoteKey> find(std::uint64_t grant) const;
 
  private:

@@ -169,6 +169,11 @@ bool VerbsPath::open_window(const MemoryRegion& grant) {
   return true;
 }
 
+bool VerbsPath::has_windows_of(const MemoryRegion& region) const {
+  auto* const registration = static_cast<VerbsRegistration*>(region.registration(identity_.nic));
+  return registration && windows_.any_of(registration->get());
+}
+
 void VerbsPath::post_windows() {
   if (const int error = windows_.post()) {
     on_failed("this NIC refused a memory window: " + errno_text(error));

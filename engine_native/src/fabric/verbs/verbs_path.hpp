@@ -43,6 +43,7 @@ class VerbsPath final : public NicPath {
     windows_.close(grant);
     post_windows();
   }
+  bool has_windows_of(const MemoryRegion& region) const override;
   std::optional<RemoteKey> window(std::uint64_t grant) const override {
     return windows_.find(grant);
   }
