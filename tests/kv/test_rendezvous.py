@@ -10,11 +10,12 @@ from kvxfer.errors import (
     BlockStateError,
     InvalidArgument,
     LayoutMismatch,
+    OutOfBounds,
     PeerLost,
     TransferCancelled,
     TransferRefused,
 )
-from kvxfer.kv.pair import KvPair
+from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.plan import plan_transfer
 
 from .workers import (
@@ -157,6 +158,37 @@ async def test_a_block_outside_the_pool_is_refused(
         await asyncio.wait_for(receiver.wait(), 1)
     with prefill.pool.hold(1) as hold, pytest.raises(InvalidArgument, match=text):
         await prefill.endpoint.prefill_session(ticket, hold)
+
+
+async def test_grants_that_do_not_fit_the_planes_are_refused(
+    pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    planes = LAYERS * len(LAYOUT.parts)
+    monkeypatch.setattr(
+        "kvxfer.kv.endpoint.grant_ranges", lambda cache, blocks: grant_ranges(cache, blocks)[1:]
+    )
+    ticket = make_ticket(prefill, decode)
+    receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
+    with pytest.raises(TransferRefused, match=f"{planes - 1} grants for the {planes} planes"):
+        await asyncio.wait_for(receiver.wait(), 1)
+
+
+async def test_blocks_beyond_the_grants_are_an_error_of_both_sides(
+    pair: tuple[Worker, Worker], rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    monkeypatch.setattr(
+        "kvxfer.kv.endpoint.grant_ranges", lambda cache, blocks: grant_ranges(cache, blocks[:1])
+    )
+    ticket = make_ticket(prefill, decode)
+    receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 3)
+    with pytest.raises(OutOfBounds):
+        await asyncio.wait_for(send(prefill, ticket, 3, rng), 1)
+    with pytest.raises(TransferCancelled):
+        await asyncio.wait_for(receiver.wait(), 1)
+    await eventually(lambda: decode.pool.num_free == NUM_BLOCKS)
+    assert prefill.pool.num_free == NUM_BLOCKS
 
 
 async def test_early_offers_are_bounded_per_peer(fabric: str) -> None:
