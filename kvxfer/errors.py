@@ -270,6 +270,34 @@ class UnknownTransfer(ControlPlaneError):
     code = "unknown-transfer"
 
 
+class Unauthenticated(ControlPlaneError):
+    """The request carries no bearer token, or one that the control plane does not know."""
+
+    code = "unauthenticated"
+
+
+class Forbidden(ControlPlaneError):
+    """The token is known, but has none of the scopes that the route takes."""
+
+    code = "forbidden"
+
+
+class RateLimited(ControlPlaneError):
+    """This caller sends more requests than it may; `details["retry_after_seconds"]` says when."""
+
+    code = "rate-limited"
+
+
+class BodyTooLarge(ControlPlaneError):
+    code = "body-too-large"
+
+
+class UntrustedCertificate(ControlPlaneError):
+    """TLS failed: one side does not accept the certificate of the other."""
+
+    code = "untrusted-certificate"
+
+
 def by_code(code: str) -> type[KvxferError]:
     """The error class of a code; `KvxferError` where the code is unknown."""
     pending: list[type[KvxferError]] = [KvxferError]

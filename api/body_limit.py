@@ -1,0 +1,47 @@
+"""No more of a request's body is read than its limit."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+class LimitBodies:
+    """ASGI middleware: whoever reads a body of more than `max_bytes` gets an HTTPException (413).
+
+    A body whose length is declared is refused before its first byte, any other one at the byte that
+    is too much.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "")
+        too_much = declared.isdecimal() and int(declared) > self._max_bytes
+        answered = False
+        size = 0
+
+        async def receive_within_limit() -> Message:
+            nonlocal size
+            message = {} if too_much else await receive()
+            size += len(message.get("body", b""))
+            if not (too_much or size > self._max_bytes):
+                return message
+            if answered:  # nobody reads it any more
+                return {"type": "http.disconnect"}
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        await self._app(scope, receive_within_limit, send_and_note)
