@@ -6,8 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Mapping, MutableMapping
-from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import structlog
 from structlog.typing import Processor
@@ -21,19 +20,9 @@ _SECRET_NAMES: Final = frozenset({"authorization", "ticket", "token", "cluster_k
 _REDACTED: Final = "[redacted]"
 
 
-class LogFormat(StrEnum):
-    TEXT = "text"
-    JSON = "json"
-
-
-class LogLevel(StrEnum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-def configure_logging(level: LogLevel, log_format: LogFormat) -> None:
+def configure_logging(
+    level: Literal["debug", "info", "warning", "error"], log_format: Literal["text", "json"]
+) -> None:
     """Sends the log records of every library of this process to stderr in one form."""
     chain: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -46,7 +35,7 @@ def configure_logging(level: LogLevel, log_format: LogFormat) -> None:
     ]
     renderer: Processor = (
         structlog.processors.JSONRenderer()
-        if log_format is LogFormat.JSON
+        if log_format == "json"
         else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)
     )
     handler = logging.StreamHandler(sys.stderr)

@@ -68,8 +68,8 @@ class TicketKeys:
         key = self._by_id.get(key_id) if isinstance(key_id, str) else None
         if key is None:
             raise TicketInvalid(
-                "the ticket was signed with a key that is not known here; take one from a control "
-                "plane that has the same cluster key, or the same ticket keys"
+                "the ticket cannot be trusted (it was signed with a key that is not known here); "
+                "take one from a control plane that has the same cluster key or ticket keys"
             )
         return key
 

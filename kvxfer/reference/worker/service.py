@@ -63,6 +63,10 @@ class WorkerService:
         """What the control plane hears of this worker."""
         return Load(running=self._requests, free_blocks=self._pool.num_free)
 
+    def take_role(self, role: Role) -> None:
+        """What the control plane says of this worker; requests of the role before go on."""
+        self.role = role
+
     def health(self) -> Health:
         return Health(
             role=self.role,
