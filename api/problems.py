@@ -272,6 +272,10 @@ def _answer_http(request: Request, error: HTTPException, routers: Sequence[APIRo
     detail, headers = str(error.detail), dict(error.headers or {})
     if status is HTTPStatus.NOT_FOUND:
         detail = f"there is no {request.url.path} here; /docs lists what there is"
+    elif status is HTTPStatus.BAD_REQUEST:
+        # FastAPI could not decode the body; broken JSON in UTF-8 comes as invalid.
+        status, code = HTTPStatus.UNPROCESSABLE_ENTITY, InvalidArgument.code
+        detail = "the body is no JSON text in UTF-8"
     elif status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         code = BodyTooLarge.code
         limit = control_plane(request).settings.max_body_bytes

@@ -65,33 +65,31 @@ def instances(
 
 
 def _table(instances: Iterable[Instance], now: float) -> Table:
-    from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2))
     for name in ("instance", "role", "state", "model"):
         table.add_column(name, overflow="fold")
-    for name in ("running", "waiting", "free blocks", "transfers", "heartbeat"):
+    for name in ("running", "waiting", "transfers", "free blocks", "heartbeat", "drain"):
         table.add_column(name, justify="right")
-    table.add_column("address", overflow="fold")
     for instance in instances:
         free = instance.load.free_blocks
         table.add_row(
             instance.instance_id,
             instance.role,
-            _state(instance, now),
+            instance.state,
             instance.model,
             str(instance.load.running),
             str(instance.load.waiting),
-            f"{'?' if free is None else free} of {instance.num_blocks}",
             str(instance.reserved.transfers),
+            f"{'?' if free is None else free} of {instance.num_blocks}",
             f"{max(0.0, now - instance.heartbeat_at):.1f} s ago",
-            instance.http_address,
+            _drain(instance, now),
         )
     return table
 
 
-def _state(instance: Instance, now: float) -> str:
+def _drain(instance: Instance, now: float) -> str:
     if instance.drain_deadline is None:
-        return instance.state
-    return f"{instance.state}, {max(0.0, instance.drain_deadline - now):.0f} s left"
+        return ""
+    return f"{max(0.0, instance.drain_deadline - now):.0f} s left"

@@ -54,10 +54,9 @@ def transfers(
 
 
 def _table(transfers: Iterable[Transfer], now: float) -> Table:
-    from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2))
     for name in ("transfer", "request", "model", "prefill", "decode"):
         table.add_column(name, overflow="fold")
     for name in ("prompt tokens", "blocks", "age", "expires in"):
