@@ -48,7 +48,8 @@ class LogRequests:
             try:
                 await self._app(scope, receive, send_with_id)
             finally:
-                _log.info("request", extra=_about(scope, status, time.perf_counter() - began))
+                if _log.isEnabledFor(logging.INFO):
+                    _log.info("request", extra=_about(scope, status, time.perf_counter() - began))
 
 
 def _about(scope: Scope, status: int, seconds: float) -> dict[str, object]:
