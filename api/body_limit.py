@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from http import HTTPStatus
+from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# No route reads a body of these.
+_WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
 
 
 class LimitBodies:
@@ -24,8 +28,14 @@ class LimitBodies:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "")
+        headers = Headers(scope=scope)
+        declared = headers.get("content-length", "")
         too_much = declared.isdecimal() and int(declared) > self._max_bytes
+        bounded = declared.isdecimal() or scope["method"] in _WITHOUT_BODY
+        if bounded and not too_much and "transfer-encoding" not in headers:
+            # The server hands on no more than what was declared.
+            await self._app(scope, receive, send)
+            return
         answered = False
         size = 0
 

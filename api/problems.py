@@ -138,15 +138,18 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 
     @app.exception_handler(Exception)
     async def _internal(request: Request, error: Exception) -> Response:
+        # This answer is made outside of all middleware.
+        request_id = request.scope.get(REQUEST_ID_KEY, "")
         _log.error(
             "%s %s failed",
             request.method,
             request.url.path,
             exc_info=error,
-            extra={"request_id": request.scope.get(REQUEST_ID_KEY)},
+            extra={"request_id": request_id},
         )
         detail = "the control plane failed at this request; its log says why"
-        return _answer(request, 500, "internal-error", detail)
+        headers = {REQUEST_ID_HEADER: request_id}
+        return _answer(request, 500, "internal-error", detail, headers=headers)
 
 
 def responses(*errors: type[KvxferError]) -> dict[int | str, dict[str, Any]]:
@@ -199,13 +202,12 @@ def _answer(
 ) -> Response:
     control_plane(request).metrics.errors.labels(code).inc()
     body = _members(status, code, detail, request.url.path)
-    all_headers = dict(headers or {})
     if request_id := request.scope.get(REQUEST_ID_KEY):
-        body["request_id"] = all_headers[REQUEST_ID_HEADER] = request_id
+        body["request_id"] = request_id
     # A member of the error never takes the place of one that RFC 9457 defines.
     body.update({name: value for name, value in (members or {}).items() if name not in body})
     # ASCII: a member's name that the request made up may be no text that UTF-8 can hold.
-    return Response(json.dumps(body), status, all_headers, media_type=MEDIA_TYPE)
+    return Response(json.dumps(body), status, dict(headers or {}), media_type=MEDIA_TYPE)
 
 
 def _answer_error(request: Request, error: KvxferError) -> Response:

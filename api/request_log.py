@@ -8,9 +8,9 @@ import time
 import uuid
 from typing import Final
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from structlog.contextvars import bound_contextvars
+from structlog.contextvars import bind_contextvars
 
 from kvxfer.api.access import CALLER_KEY
 from kvxfer.api.problems import REQUEST_ID_HEADER, REQUEST_ID_KEY
@@ -35,21 +35,23 @@ class LogRequests:
         sent = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
         request_id = sent if _SANE.fullmatch(sent) else uuid.uuid4().hex
         scope[REQUEST_ID_KEY] = request_id
+        header = REQUEST_ID_HEADER.lower().encode()
         status = 500  # of a defect, which is answered further out
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                message["headers"] = [*message.get("headers", ()), (header, request_id.encode())]
             await send(message)
 
-        with bound_contextvars(request_id=request_id):
-            try:
-                await self._app(scope, receive, send_with_id)
-            finally:
-                if _log.isEnabledFor(logging.INFO):
-                    _log.info("request", extra=_about(scope, status, time.perf_counter() - began))
+        # The server gives each request a context of its own, so nothing has to be taken back.
+        bind_contextvars(request_id=request_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if _log.isEnabledFor(logging.INFO):
+                _log.info("request", extra=_about(scope, status, time.perf_counter() - began))
 
 
 def _about(scope: Scope, status: int, seconds: float) -> dict[str, object]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from kvxfer.api.settings import Settings
 from kvxfer.api.tokens import Scope, watch_tokens
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import CLUSTER_KEY
+from tests.control_plane import CLUSTER_KEY, RunningControlPlane
 
 from .conftest import problem, registration
 from .test_openapi import SCHEMA
@@ -238,6 +240,31 @@ async def test_body_that_is_too_large_is_refused_unread(api, chunked):
     )
     assert "2000 bytes" in problem(answer, 413, "body-too-large")["detail"]
     assert read <= 4000
+
+
+def raw_request(port: int, head: str, body: bytes) -> bytes:
+    """What a server answers to bytes that no client library would send."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n")
+        with contextlib.suppress(OSError):  # it may hang up on the rest
+            connection.sendall(body)
+        with contextlib.suppress(ConnectionResetError):
+            return connection.recv(65536)
+    return b""
+
+
+@pytest.mark.parametrize(
+    "length",
+    ["Transfer-Encoding: chunked", "Content-Length: 5\nTransfer-Encoding: chunked"],
+    ids=["chunked", "both"],
+)
+def test_length_that_is_not_declared_or_is_a_lie_is_no_way_around_the_limit(length):
+    chunks = b"".join(b"%x\r\n%b\r\n" % (500, b" " * 500) for _ in range(10)) + b"0\r\n\r\n"
+    head = f"POST /v1/transfers HTTP/1.1\nHost: h\nContent-Type: application/json\n{length}\n"
+    with RunningControlPlane(max_body_bytes=2000) as server:
+        answer = raw_request(server.port, head, chunks)
+    status = answer.split(b" ")[1:2]
+    assert status in ([b"413"], [b"400"]), answer
 
 
 # --- request ids and logs --------------------------------------------------------------------
