@@ -27,7 +27,7 @@ _log = logging.getLogger("kvxfer.registration")
 _RETRY_SECONDS: Final = 0.25
 _GOODBYE_SECONDS: Final = 2.0
 # The client's own attempts at one step; after that the trouble is told and the next step comes.
-_STEP_SECONDS: Final = 1.0
+_STEP_SECONDS: Final = 2.0
 # Part of an interval by which heartbeats come sooner, so that a fleet does not beat in step.
 _JITTER: Final = 0.1
 

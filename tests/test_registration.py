@@ -6,8 +6,15 @@ import socket
 
 import pytest
 
-from kvxfer.client import ControlPlaneClient
-from kvxfer.errors import ControlPlaneUnavailable, InstanceExists, UnknownInstance
+from kvxfer.api.tokens import watch_tokens
+from kvxfer.client import ControlPlaneClient, Credentials
+from kvxfer.errors import (
+    ControlPlaneUnavailable,
+    Forbidden,
+    InstanceExists,
+    Unauthenticated,
+    UnknownInstance,
+)
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role
 from kvxfer.registration import Registration
 from tests.control_plane import FakeClock, RunningControlPlane, worker
@@ -329,3 +336,42 @@ async def beats(registration: Registration, count: int) -> None:
     for _ in range(count):
         await asyncio.wait_for(beaten.get(), 10)
     registration._look_at_drain = look
+
+
+# --- tokens ----------------------------------------------------------------------------------
+
+
+async def test_worker_keeps_its_lease_while_its_token_is_exchanged(tmp_path, caplog):
+    accepted, held = tmp_path / "tokens", tmp_path / "token"
+    accepted.write_text("node worker token-of-last-month\n")
+    held.write_text("token-of-last-month\n")
+    tokens = watch_tokens(accepted)
+    with RunningControlPlane(lease_seconds=600, tokens=tokens) as server:
+        credentials = Credentials(token_file=held)
+        async with (
+            ControlPlaneClient(server.url, credentials=credentials) as client,
+            Registration(client, worker("p")) as registration,
+        ):
+            epoch = registration.epoch
+            accepted.write_text("node worker token-of-this-month\n")
+            tokens.refresh()
+            await registration.heartbeat()
+            assert "does not know this token" in caplog.text
+            assert "month" not in caplog.text
+            held.write_text("token-of-this-month\n")
+            with caplog.at_level(logging.INFO, logger="kvxfer.registration"):
+                await registration.heartbeat()
+            assert caplog.records[-1].message == "instance p is registered again"
+            assert (registration.epoch, registration.registered) == (epoch, True)
+
+
+async def test_worker_without_the_right_token_does_not_start(tmp_path):
+    accepted = tmp_path / "tokens"
+    accepted.write_text("node router token-of-a-router\n")
+    with RunningControlPlane(tokens=watch_tokens(accepted)) as server:
+        for token, error in ((None, Unauthenticated), ("token-of-a-router", Forbidden)):
+            credentials = Credentials(token=token)
+            async with ControlPlaneClient(server.url, credentials=credentials) as client:
+                with pytest.raises(error):
+                    async with Registration(client, worker("p")):
+                        pass
