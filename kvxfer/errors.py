@@ -230,7 +230,8 @@ class ControlPlaneError(KvxferError):
     """The control plane refused or failed a request.
 
     `details` are further facts by name, such as the `reasons` of NoCapacity; over REST they are
-    the extension members of the problem document.
+    the extension members of the problem document. `request_id` is what the logs of the control
+    plane call the request, where it came to one.
     """
 
     code = "control-plane-error"
@@ -238,6 +239,7 @@ class ControlPlaneError(KvxferError):
     def __init__(self, message: str, **details: object) -> None:
         super().__init__(message)
         self.details = details
+        self.request_id: str | None = None
 
 
 class ControlPlaneUnavailable(ControlPlaneError):

@@ -22,6 +22,8 @@ from kvxfer.errors import (
 _PROBLEM_MEMBERS: Final = frozenset(
     {"type", "title", "status", "detail", "code", "instance", "request_id"}
 )
+# What only the control plane's log explains.
+_DEFECTS: Final = frozenset({"internal-error"})
 # The request has not left this process.
 _UNSENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
@@ -86,6 +88,14 @@ def unreadable(url: str, error: msgspec.DecodeError) -> ControlPlaneError:
 
 
 def problem(response: httpx.Response, url: str) -> KvxferError:
+    """The error that an answer stands for."""
+    error = _problem(response, url)
+    if isinstance(error, ControlPlaneError):
+        error.request_id = response.headers.get("x-request-id")
+    return error
+
+
+def _problem(response: httpx.Response, url: str) -> KvxferError:
     """The error that a problem document names."""
     try:
         document = msgspec.json.decode(response.content, type=dict[str, Any])
@@ -106,7 +116,8 @@ def problem(response: httpx.Response, url: str) -> KvxferError:
     if issubclass(kind_of_error, ControlPlaneError):
         return kind_of_error(detail, **details)
     if kind_of_error is KvxferError:
-        return ControlPlaneError(f"{url} refused: {detail} [{code}]", **details)
+        where = f", request {response.headers.get('x-request-id')}" if code in _DEFECTS else ""
+        return ControlPlaneError(f"{url} refused: {detail} [{code}{where}]", **details)
     return kind_of_error(detail)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import socket
 
 import httpx
@@ -336,6 +337,20 @@ async def test_code_of_a_later_control_plane_is_kept_in_the_text():
         with pytest.raises(ControlPlaneError, match=r"cool down \[too-hot\]") as error:
             await client.instances()
     assert error.value.details == {"degrees": 90}
+
+
+async def test_error_has_the_request_id_that_the_logs_have(client):
+    with pytest.raises(UnknownInstance) as error:
+        await client.instance("nobody")
+    assert re.fullmatch("[0-9a-f]{32}", error.value.request_id)
+
+
+async def test_defect_of_the_control_plane_is_told_with_its_request_id():
+    problem = b'{"code": "internal-error", "detail": "its log says why"}'
+    headers = {"X-Request-ID": "r-1"}
+    async with answering(500, problem, **headers) as client:
+        with pytest.raises(ControlPlaneError, match=r"why \[internal-error, request r-1\]"):
+            await client.instances()
 
 
 async def test_members_that_a_later_control_plane_adds_are_ignored(client, server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvxfer.api.tokens import watch_tokens
 from kvxfer.client import ControlPlaneClient, Credentials, SyncControlPlaneClient
 from kvxfer.client.answers import Failed
 from kvxfer.client.retries import policy
@@ -21,6 +23,7 @@ from kvxfer.errors import (
     Unauthenticated,
     UnknownInstance,
 )
+from tests.control_plane import RunningControlPlane
 
 OK = httpx.Response(200, json={"instances": []})
 LISTED = "instances"
@@ -212,6 +215,19 @@ def test_pauses_differ_from_client_to_client_and_grow():
     assert max(first) <= 0.2
     assert max(later) <= 2.0 < max(later) + 0.2
     assert sum(later) > sum(first) * 4
+
+
+def test_limited_client_of_a_real_server_gets_every_answer_in_time(tmp_path):
+    file = tmp_path / "tokens"
+    file.write_text("node worker token-of-the-node\n")
+    with RunningControlPlane(tokens=watch_tokens(file), rate_limit=40.0) as server:
+        credentials = Credentials(token="token-of-the-node")
+        with SyncControlPlaneClient(server.url, credentials=credentials) as client:
+            began = time.monotonic()
+            for _ in range(80):
+                assert client.instances() == ()
+            # 40 at once, then 40 per second.
+            assert time.monotonic() - began > 0.9
 
 
 # --- tokens ----------------------------------------------------------------------------------
