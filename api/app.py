@@ -11,9 +11,12 @@ from functools import partial
 from fastapi import FastAPI
 
 from kvxfer.api import problems
+from kvxfer.api.access import Guard, GuardedRoute
+from kvxfer.api.body_limit import LimitBodies
 from kvxfer.api.context import ControlPlane
 from kvxfer.api.metrics import MeasureRequests, Metrics
 from kvxfer.api.openapi import describe
+from kvxfer.api.request_log import LogRequests
 from kvxfer.api.routes import handshakes, instances, operations, transfers, watch
 from kvxfer.api.settings import Settings
 from kvxfer.errors import KvxferError
@@ -48,12 +51,17 @@ def create_app(settings: Settings, registry: Registry, *, clock: Clock | None = 
         lifespan=lifespan,
     )
     app.state.control_plane = control_plane
+    app.state.guard = Guard(settings, control_plane.clock)
     # `watch` comes first: to the route of one instance it would be an id.
     routers = [m.router for m in (watch, instances, handshakes, transfers, operations)]
     for router in routers:
+        if unguarded := [r for r in router.routes if not isinstance(r, GuardedRoute)]:
+            raise TypeError(f"{unguarded[0]} is open to all: make its router of GuardedRoute")
         app.include_router(router)
     problems.install(app, routers)
+    app.add_middleware(LimitBodies, max_bytes=settings.max_body_bytes)
     app.add_middleware(MeasureRequests, metrics=control_plane.metrics)
+    app.add_middleware(LogRequests)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app
 

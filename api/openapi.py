@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from kvxfer.api.access import SECURITY_SCHEME
 from kvxfer.api.schemas.instances import Change, Snapshot
 from kvxfer.api.schemas.problem import Problem
 
@@ -32,6 +33,13 @@ def describe(app: FastAPI) -> dict[str, Any]:
         for name, model in further["$defs"].items():
             components.setdefault(name, model)
         schema["components"]["schemas"] = dict(sorted(components.items()))
+        schema["components"]["securitySchemes"] = {
+            SECURITY_SCHEME: {
+                "type": "http",
+                "scheme": "bearer",
+                "description": "A token with any one of the scopes that a route names.",
+            }
+        }
         app.openapi_schema = schema
     return app.openapi_schema
 

@@ -83,6 +83,8 @@ class Instance(InstanceSpec):
     heartbeat_at: float
     load: Load = field(default_factory=Load)
     reserved: Reserved = field(default_factory=Reserved)
+    drain_deadline: float | None = None
+    """Until when it may finish what it has; None where nobody has asked it to drain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,12 @@ class Lease:
     """Without a heartbeat for this long the instance is gone."""
     heartbeat_interval: float
     """Seconds between the heartbeats that the control plane would like."""
+    role: Role
+    """As the control plane holds it: another one than before tells a worker to change sides."""
+    reserved: Reserved
+    """What open transfers hold of the instance: requests that may still be on their way to it."""
+    drain_seconds: float | None = None
+    """How long a worker that is drained may still take; None where nobody has asked it to."""
 
 
 class ChangeCause(StrEnum):
@@ -104,6 +112,7 @@ class ChangeCause(StrEnum):
 
     REGISTERED = "registered"
     STATE_CHANGED = "state-changed"
+    ROLE_CHANGED = "role-changed"
     DEREGISTERED = "deregistered"
     LEASE_EXPIRED = "lease-expired"
 

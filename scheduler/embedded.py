@@ -24,6 +24,7 @@ from kvxfer.instances import (
     InstanceState,
     Lease,
     Load,
+    Role,
     Snapshot,
 )
 from kvxfer.scheduler.clock import Clock, SystemClock
@@ -142,16 +143,31 @@ class EmbeddedRegistry(Registry):
 
     async def deregister(self, instance_id: str, epoch: int) -> None:
         self._begin()
-        if instance_id not in self._members:
-            raise _unknown_instance(instance_id)
+        self._member(instance_id)
         self._remove(self._living(instance_id, epoch), ChangeCause.DEREGISTERED)
+
+    async def drain(self, instance_id: str, *, seconds: float) -> Instance:
+        self._begin()
+        before = self._member(instance_id).instance
+        return self._change(
+            replace(
+                before,
+                state=before.state.advanced_to(InstanceState.DRAINING),
+                drain_deadline=self._clock.unix() + seconds,
+            ),
+            ChangeCause.STATE_CHANGED,
+        )
+
+    async def change_role(self, instance_id: str, role: Role) -> Instance:
+        self._begin()
+        before = self._member(instance_id).instance
+        if before.role is role:
+            return before
+        return self._change(replace(before, role=role), ChangeCause.ROLE_CHANGED)
 
     async def instance(self, instance_id: str) -> Instance:
         self._begin()
-        member = self._members.get(instance_id)
-        if member is None:
-            raise _unknown_instance(instance_id)
-        return member.instance
+        return self._member(instance_id).instance
 
     async def instances(self) -> tuple[Instance, ...]:
         self._begin()
@@ -193,6 +209,11 @@ class EmbeddedRegistry(Registry):
         if reservation is None:
             raise _unknown_transfer(transfer_id)
         return reservation.transfer
+
+    async def transfers(self) -> tuple[Transfer, ...]:
+        self._begin()
+        # In the order of their reservation, which is how a dict keeps them.
+        return tuple(reservation.transfer for reservation in self._reservations.values())
 
     async def release(self, transfer_id: str) -> None:
         self._begin()
@@ -242,6 +263,17 @@ class EmbeddedRegistry(Registry):
                 self._leases_expired += 1
                 self._remove(member, ChangeCause.LEASE_EXPIRED)
         return now
+
+    def _member(self, instance_id: str) -> _Member:
+        member = self._members.get(instance_id)
+        if member is None:
+            raise _unknown_instance(instance_id)
+        return member
+
+    def _change(self, instance: Instance, cause: ChangeCause) -> Instance:
+        self._members[instance.instance_id].instance = instance
+        self._publish(cause, instance)
+        return instance
 
     def _living(self, instance_id: str, epoch: int) -> _Member:
         member = self._members.get(instance_id)
@@ -308,6 +340,13 @@ class EmbeddedRegistry(Registry):
             state=instance.state,
             lease_seconds=self._policy.lease_seconds,
             heartbeat_interval=self._policy.heartbeat_interval,
+            role=instance.role,
+            reserved=instance.reserved,
+            drain_seconds=(
+                None
+                if instance.drain_deadline is None
+                else max(0.0, instance.drain_deadline - self._clock.unix())
+            ),
         )
 
 

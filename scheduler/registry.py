@@ -105,6 +105,20 @@ class Registry(ABC):
         """Ends the lease. Raises UnknownInstance, or StaleEpoch where a later epoch lives."""
 
     @abstractmethod
+    async def drain(self, instance_id: str, *, seconds: float) -> Instance:
+        """Lets an instance finish what it has for at most `seconds`, and get nothing new.
+
+        Its next lease says so, and renews as before. Again on a draining instance it sets the
+        deadline anew. Raises UnknownInstance.
+        """
+
+    @abstractmethod
+    async def change_role(self, instance_id: str, role: Role) -> Instance:
+        """Gives an instance another role: new transfers see it at once, the worker in its next
+        lease; open transfers stay as they are. Raises UnknownInstance.
+        """
+
+    @abstractmethod
     async def instance(self, instance_id: str) -> Instance:
         """The live instance. Raises UnknownInstance."""
 
@@ -131,6 +145,10 @@ class Registry(ABC):
     @abstractmethod
     async def transfer(self, transfer_id: str) -> Transfer:
         """The open transfer. Raises UnknownTransfer."""
+
+    @abstractmethod
+    async def transfers(self) -> tuple[Transfer, ...]:
+        """Every open transfer, the oldest first."""
 
     @abstractmethod
     async def release(self, transfer_id: str) -> None:

@@ -54,6 +54,7 @@ class RunningControlPlane:
         port: int = 0,
         lease_seconds: float = 6.0,
         clock: FakeClock | None = None,
+        tls: Any = None,
         **settings: Any,
     ) -> None:
         from kvxfer.api.app import create_app
@@ -70,10 +71,10 @@ class RunningControlPlane:
             clock=clock,
         )
         listener = bind("127.0.0.1", port)
-        self.url = url_of(listener)
+        self.url = url_of(listener, tls=tls is not None)
         self.port = listener.getsockname()[1]
         self._accepts = threading.Event()
-        self._server = ControlPlaneServer(app, listener, lambda _: self._accepts.set())
+        self._server = ControlPlaneServer(app, listener, lambda _: self._accepts.set(), tls=tls)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def __enter__(self) -> RunningControlPlane:

@@ -8,12 +8,14 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse, RedirectResponse
 from pydantic import BaseModel
 
+from kvxfer.api.access import GuardedRoute, allow, public
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.metrics import CONTENT_TYPE
 from kvxfer.api.problems import responses
+from kvxfer.api.tokens import Scope
 from kvxfer.errors import ControlPlaneUnavailable
 
-router = APIRouter(tags=["operations"])
+router = APIRouter(route_class=GuardedRoute, tags=["operations"])
 
 
 class Health(BaseModel):
@@ -21,12 +23,14 @@ class Health(BaseModel):
 
 
 @router.get("/healthz", summary="Alive")
+@public
 async def healthz() -> Health:
     """Answers as long as the process can."""
     return Health()
 
 
 @router.get("/readyz", summary="Ready", responses=responses(ControlPlaneUnavailable))
+@public
 async def readyz(app: ControlPlaneDep) -> Health:
     """Answers 503 while the registry cannot be reached or the process stops."""
     if app.stopping.is_set():
@@ -41,6 +45,7 @@ async def readyz(app: ControlPlaneDep) -> Health:
     response_class=PlainTextResponse,
     responses=responses(ControlPlaneUnavailable),
 )
+@allow(Scope.MONITOR, Scope.ADMIN)
 async def metrics(app: ControlPlaneDep) -> Response:
     """Metrics in the Prometheus text format."""
     exposition = app.metrics.render(await app.registry.statistics())
@@ -48,5 +53,6 @@ async def metrics(app: ControlPlaneDep) -> Response:
 
 
 @router.get("/", include_in_schema=False)
+@public
 async def landing() -> RedirectResponse:
     return RedirectResponse("/docs")

@@ -10,13 +10,15 @@ from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
+from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlane, ControlPlaneDep
 from kvxfer.api.problems import responses
 from kvxfer.api.schemas.instances import Change, Snapshot
+from kvxfer.api.tokens import Scope
 from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument
 from kvxfer.instances import Snapshot as SnapshotRecord
 
-router = APIRouter(prefix="/v1/instances", tags=["instances"])
+router = APIRouter(route_class=GuardedRoute, prefix="/v1/instances", tags=["instances"])
 
 _RETRY_MS = 1000
 
@@ -44,6 +46,7 @@ _RETRY_MS = 1000
         **responses(InvalidArgument, ControlPlaneUnavailable),
     },
 )
+@allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def watch(
     app: ControlPlaneDep,
     last_event_id: Annotated[

@@ -66,6 +66,7 @@ _INSTANCE: JsonDict = {
     "heartbeat_at": 1795046460.0,
     "load": {"running": 3, "waiting": 1, "free_blocks": 3100},
     "reserved": {"transfers": 1, "blocks": 12},
+    "drain_deadline": None,
 }
 
 
@@ -204,6 +205,10 @@ class Instance(_Spec):
     heartbeat_at: float
     load: Load
     reserved: Reserved
+    drain_deadline: float | None = Field(
+        None,
+        description="Until when it may finish what it has; null where nobody drains it.",
+    )
 
 
 class InstanceList(BaseModel):
@@ -248,6 +253,9 @@ class Lease(BaseModel):
                     "state": "ready",
                     "lease_seconds": 6.0,
                     "heartbeat_interval": 2.0,
+                    "role": "prefill",
+                    "reserved": {"transfers": 1, "blocks": 12},
+                    "drain_seconds": None,
                 }
             ]
         },
@@ -262,6 +270,36 @@ class Lease(BaseModel):
         description="Without a heartbeat for this long the instance is gone."
     )
     heartbeat_interval: float = Field(description="Seconds between heartbeats.")
+    role: records.Role = Field(
+        description="As the control plane holds it: another one tells a worker to change sides."
+    )
+    reserved: Reserved = Field(
+        description="What open transfers hold: requests that may still be on their way."
+    )
+    drain_seconds: float | None = Field(
+        None, description="How long a worker that is drained may still take; null for others."
+    )
+
+
+class DrainRequest(BaseModel):
+    """How long an instance may take to finish what it has."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"deadline_seconds": 120.0}]}
+    )
+
+    deadline_seconds: Annotated[
+        float,
+        Field(ge=0, le=7 * 24 * 3600, description="After that the worker leaves all the same."),
+    ] = 60.0
+
+
+class RoleChange(BaseModel):
+    """The side that an instance takes from now on."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"role": "decode"}]})
+
+    role: records.Role
 
 
 class Change(BaseModel):

@@ -15,6 +15,7 @@ from kvxfer.errors import (
     TicketInvalid,
     TransferCancelled,
 )
+from kvxfer.instances import Role
 from kvxfer.kv.block_pool import BlockState
 from kvxfer.reference.worker.completions import (
     CompletionRequest,
@@ -218,3 +219,16 @@ def hold_prefill_at(workers: WorkerPair, monkeypatch: pytest.MonkeyPatch, layer:
 
     monkeypatch.setattr(runner, "prefill", held)
     return layers
+
+
+async def test_a_worker_takes_the_side_that_a_ticket_gives_it(workers: WorkerPair) -> None:
+    """After a change of role: what was paired before goes on, what comes is the other way."""
+    before = workers.request(PROMPT, max_tokens=8)
+    workers.prefill.service.take_role(Role.DECODE)
+    workers.decode.service.take_role(Role.PREFILL)
+    await complete(workers, before)
+    after = workers.request(PROMPT, max_tokens=8, turned=True)
+    turned = WorkerPair(workers.decode, workers.prefill, workers.cluster_key)
+    _, decode = await complete(turned, after)
+    assert decode.choices[0].token_ids == single_process().generate(PROMPT, 8)
+    await eventually(workers.all_blocks_free)

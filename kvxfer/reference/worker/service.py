@@ -35,7 +35,11 @@ from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail, prompt_
 
 
 class WorkerService:
-    """One worker's model, blocks and transfers. Loop only; the model runs in `compute`."""
+    """One worker's model, blocks and transfers. Loop only; the model runs in `compute`.
+
+    A request is served on the side that its ticket names, so that `role` may change while requests
+    of the role before are under way.
+    """
 
     def __init__(
         self,
@@ -59,6 +63,10 @@ class WorkerService:
         """What the control plane hears of this worker."""
         return Load(running=self._requests, free_blocks=self._pool.num_free)
 
+    def take_role(self, role: Role) -> None:
+        """What the control plane says of this worker; requests of the role before go on."""
+        self.role = role
+
     def health(self) -> Health:
         return Health(
             role=self.role,
@@ -79,7 +87,8 @@ class WorkerService:
             raise InvalidArgument(f"this worker runs the model {model!r}, not {request.model!r}")
         self._requests += 1
         try:
-            if self.role is Role.PREFILL:
+            side = self._endpoint.side(request.kv_transfer_params.ticket) or self.role
+            if side is Role.PREFILL:
                 return await self._prefill(request)
             return await self._decode(request)
         finally:
