@@ -23,6 +23,7 @@ from kvxfer.errors import (
     LayoutMismatch,
     NoCapacity,
     PromptTooLong,
+    ScalingFailed,
     StaleEpoch,
     UnknownInstance,
     UnknownTransfer,
@@ -40,6 +41,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     UnknownTransfer: 404,
     NoCapacity: 503,
     ControlPlaneUnavailable: 503,
+    ScalingFailed: 502,
 }
 # Members of an error that documentation can show; answers carry the real ones.
 _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
@@ -93,6 +95,10 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "reasons": ["no decode instance of model 'llama-3.2-3b' is ready (1 draining)"],
     },
     ControlPlaneUnavailable: {"detail": "the control plane is stopping; retry with another one"},
+    ScalingFailed: {
+        "detail": "Kubernetes did not read deployments.apps llm/prefill: HTTP 403 Forbidden; give "
+        "the service account get and update on its /scale"
+    },
 }
 
 _log = logging.getLogger("kvxfer.api")

@@ -32,6 +32,7 @@ from kvxfer.instances import (
     Role,
     Snapshot,
 )
+from kvxfer.scaling import ScalePlan
 from kvxfer.transfers import Handshake, OpenedTransfer, Transfer
 
 ENVIRONMENT: Final = "KVXFER_CONTROL_PLANE"
@@ -223,6 +224,12 @@ class ControlPlaneClient:
     async def release_transfer(self, transfer_id: str) -> None:
         """Gives a reservation back. Raises UnknownTransfer."""
         await self._send("DELETE", f"/v1/transfers/{quote(transfer_id, safe='')}")
+
+    # --- scaling -----------------------------------------------------------------------------
+
+    async def scale_plan(self) -> ScalePlan:
+        """What the autoscaler would do now. Raises ScalingFailed where its backend is away."""
+        return await self._call("GET", "/v1/scale/plan", ScalePlan)
 
     # --- the control plane itself ------------------------------------------------------------
 

@@ -34,6 +34,14 @@ def serve(
     transfer_seconds: Annotated[
         float, typer.Option(help="How long a ticket is valid and its reservation counts.")
     ] = 60.0,
+    scaling_policy: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML or TOML: targets, bounds and backend of the autoscaler.",
+            show_default="no autoscaler",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the URL as one line of JSON.")
     ] = False,
@@ -48,9 +56,12 @@ def serve(
     from kvxfer.api.server import ControlPlaneServer
     from kvxfer.api.settings import Settings
     from kvxfer.cluster_key import read_cluster_key
-    from kvxfer.http_listener import bind
+    from kvxfer.http_listener import bind, url_of
     from kvxfer.scheduler.embedded import EmbeddedRegistry
     from kvxfer.scheduler.registry import LeasePolicy
+    from kvxfer.scheduler.scaling.autoscaler import Autoscaler
+    from kvxfer.scheduler.scaling.backends import make_backend
+    from kvxfer.scheduler.scaling.policy_file import read_scaling_file
 
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
@@ -59,7 +70,21 @@ def serve(
         cluster_key=read_cluster_key(cluster_key_file), transfer_seconds=transfer_seconds
     )
     registry = EmbeddedRegistry(LeasePolicy(lease_seconds))
+    scaling = None if scaling_policy is None else read_scaling_file(scaling_policy)
     listener = bind(host, port)
+    autoscaler = None
+    if scaling is not None:
+        autoscaler = Autoscaler(
+            registry,
+            scaling,
+            policy_name=str(scaling_policy),
+            backend=make_backend(
+                scaling.backend,
+                registry,
+                control_plane=url_of(listener),
+                cluster_key_file=cluster_key_file,
+            ),
+        )
     if not _is_loopback(listener.getsockname()[0]):
         err.print(
             f"[yellow]warning[/] whoever reaches {host} can use the control plane: "
@@ -73,7 +98,8 @@ def serve(
         else:
             out.print(f"kvxfer control plane at {url}, its API at {url}/docs", soft_wrap=True)
 
-    ControlPlaneServer(create_app(settings, registry), listener, announce).serve_forever()
+    app = create_app(settings, registry, autoscaler=autoscaler)
+    ControlPlaneServer(app, listener, announce).serve_forever()
 
 
 def _require_server() -> None:
