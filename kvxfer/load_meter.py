@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Final
 
 _SECONDS: Final = 60.0
+# Counts within a second become one.
+_BUCKET_SECONDS: Final = 1.0
 # Latencies kept at most; beyond it the oldest go first.
 _SAMPLES: Final = 4096
 
@@ -29,13 +31,12 @@ class LoadMeter:
 
     def request(self, tokens: int = 0) -> None:
         """A request arrived, with so many tokens of its prompt."""
-        self._requests.append((self._clock(), 1.0))
+        self._count(self._requests, 1)
         self.tokens(tokens)
 
     def tokens(self, count: int) -> None:
         """Tokens came in, or were emitted."""
-        if count:
-            self._tokens.append((self._clock(), float(count)))
+        self._count(self._tokens, count)
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token after so many seconds."""
@@ -60,6 +61,15 @@ class LoadMeter:
     @property
     def itl_p90(self) -> float | None:
         return self._p90(self._itl)
+
+    def _count(self, samples: deque[tuple[float, float]], count: int) -> None:
+        now = self._clock()
+        if samples and now - samples[-1][0] < _BUCKET_SECONDS:
+            begun, before = samples[-1]
+            samples[-1] = (begun, before + count)
+        else:
+            self._forget(samples)
+            samples.append((now, float(count)))
 
     def _rate(self, samples: deque[tuple[float, float]]) -> float:
         self._forget(samples)

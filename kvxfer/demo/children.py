@@ -58,6 +58,8 @@ class Child:
         loop = asyncio.get_running_loop()
         self._first_line: asyncio.Future[bytes] = loop.create_future()
         self._output = asyncio.gather(self._read_stdout(), self._read_stderr())
+        # Cancelled on exit, and nobody waits for it then.
+        self._output.add_done_callback(lambda output: output.cancelled() or output.exception())
         self._exit = asyncio.create_task(self._process.wait())
         return self
 

@@ -27,7 +27,7 @@ class StepDown:
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """A step down that broke the latency target: not below `count` again at this load."""
+    """A step down that had to be taken back: not below `count` again at this load."""
 
     at: float
     count: int
@@ -108,7 +108,7 @@ def _decide_role(
     if wanted > current:
         wanted = _upwards(wanted, current, workers, at, policy, state, clips)
     elif wanted < current:
-        wanted = _downwards(wanted, current, load, at, policy, state, clips)
+        wanted = _downwards(role, wanted, current, load, at, policy, state, clips)
     wanted = _within(wanted, own, clips)
 
     decision = RoleDecision(role, current, wanted, tuple(spoken), tuple(silent), tuple(clips))
@@ -142,6 +142,7 @@ def _upwards(
 
 
 def _downwards(
+    role: Role,
     wanted: int,
     current: int,
     load: RoleMeasurement,
@@ -157,11 +158,8 @@ def _downwards(
     most = max(count for _, count in state.asked)
     why = f"up to {most} were asked for in the last {policy.stable_down:g} s"
     wanted = _clip(clips, Bound.STABILISATION, wanted, min(most, current), why)
-    if wanted < current and (regret := _live_regret(state, load, at, policy)) is not None:
-        why = (
-            f"with fewer than {regret.count} the latency target broke {at - regret.at:.0f} s ago "
-            "at this load"
-        )
+    if wanted < current and (regret := _live_regret(state, role, load, at, policy)) is not None:
+        why = f"fewer than {regret.count} were not enough {at - regret.at:.0f} s ago at this load"
         wanted = _clip(clips, Bound.REGRET, wanted, min(max(wanted, regret.count), current), why)
     if wanted == current:
         return wanted
@@ -202,12 +200,12 @@ def _remember(state: RoleState, at: float, asked: int, seconds: float) -> RoleSt
 
 
 def _live_regret(
-    state: RoleState, load: RoleMeasurement, at: float, policy: ScalingPolicy
+    state: RoleState, role: Role, load: RoleMeasurement, at: float, policy: ScalingPolicy
 ) -> Regret | None:
     regret = state.regret
     if regret is None or at - regret.at >= policy.latency_memory:
         return None
-    now = _rate(load)
+    now = _arrivals(role, load)
     if now is None or regret.load is None or now >= regret.load * (1 - policy.tolerance):
         return regret
     return None
@@ -224,7 +222,7 @@ def _after(
     if decision.direction == "hold":
         return state
     if decision.direction == "down":
-        step = StepDown(at, decision.current, _rate(load))
+        step = StepDown(at, decision.current, _arrivals(decision.role, load))
         return replace(state, changed_at=at, step_down=step)
     return replace(
         state,
@@ -242,18 +240,26 @@ def _regret(
     at: float,
     policy: ScalingPolicy,
 ) -> Regret | None:
-    """The regret after a step up: a new one where latency broke because of the last step down."""
-    step = state.step_down
+    """The regret after a step up: a new one where it takes back the last step down.
+
+    The token rate is known beforehand, so a step up that it asks for is the load's doing.
+    """
+    step, before = state.step_down, _live_regret(state, decision.role, load, at, policy)
     strongest = max(decision.demands, key=lambda demand: demand.workers, default=None)
-    if step is None or strongest is None or strongest.rule is not Rule.LATENCY:
+    if step is None or strongest is None or strongest.rule is Rule.RATE:
         return state.regret
-    now = _rate(load)
+    now = _arrivals(decision.role, load)
     if now is None or step.load is None:
         blamed = at - step.at <= policy.stable_down
     else:
         blamed = now <= step.load * (1 + policy.tolerance)
-    return Regret(at, step.before, step.load) if blamed else state.regret
+    if not blamed:
+        return state.regret
+    return Regret(at, max(step.before, before.count if before else 0), step.load)
 
 
-def _rate(load: RoleMeasurement) -> float | None:
-    return load.requests_per_second if load.tokens_per_second is None else load.tokens_per_second
+def _arrivals(role: Role, load: RoleMeasurement) -> float | None:
+    """What comes in, whatever the count of workers makes of it."""
+    if role is Role.PREFILL and load.tokens_per_second is not None:
+        return load.tokens_per_second
+    return load.requests_per_second

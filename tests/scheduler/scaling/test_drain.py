@@ -1,0 +1,78 @@
+"""Draining: the worker is stopped only when it has no work left, or its time is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvxfer.instances import InstanceState, Lease, Load
+from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.scaling.drain import drain
+from tests.control_plane import worker
+
+IDLE, BUSY = Load(), Load(running=1)
+
+
+@pytest.fixture
+async def registry() -> AsyncIterator[EmbeddedRegistry]:
+    registry = EmbeddedRegistry()
+    yield registry
+    await registry.close()
+
+
+@pytest.fixture
+async def lease(registry: EmbeddedRegistry) -> Lease:
+    return await registry.register(worker("d", "decode"), state=InstanceState.READY)
+
+
+async def draining(registry: EmbeddedRegistry) -> None:
+    while (await registry.instance("d")).state is not InstanceState.DRAINING:
+        await asyncio.sleep(0.01)
+
+
+async def beat(registry: EmbeddedRegistry, lease: Lease, load: Load) -> None:
+    """A heartbeat, and the time to see it."""
+    await registry.heartbeat("d", lease.epoch, load=load)
+    await asyncio.sleep(0.25)
+
+
+async def test_two_heartbeats_without_work_end_it(registry, lease):
+    await registry.heartbeat("d", lease.epoch, load=BUSY)
+    task = asyncio.create_task(drain(registry, "d", seconds=60))
+    await draining(registry)
+    await beat(registry, lease, BUSY)
+    await beat(registry, lease, IDLE)
+    await beat(registry, lease, BUSY)
+    await beat(registry, lease, IDLE)
+    assert not task.done(), "work came in between"
+    await beat(registry, lease, IDLE)
+    await beat(registry, lease, IDLE)
+    await asyncio.wait_for(task, 10)
+
+
+async def test_it_ends_with_its_time(registry, lease, caplog):
+    await registry.heartbeat("d", lease.epoch, load=BUSY)
+    await asyncio.wait_for(drain(registry, "d", seconds=0.2), 10)
+    assert "worker d is stopped with work left after 0.2 s" in caplog.text
+
+
+async def test_worker_that_is_gone_has_drained(registry, lease):
+    await asyncio.wait_for(drain(registry, "nobody", seconds=60), 10)
+    task = asyncio.create_task(drain(registry, "d", seconds=60))
+    await draining(registry)
+    await registry.deregister("d", lease.epoch)
+    await asyncio.wait_for(task, 10)
+
+
+async def test_worker_that_registers_again_is_drained_again(registry, lease):
+    task = asyncio.create_task(drain(registry, "d", seconds=60))
+    await draining(registry)
+    await registry.deregister("d", lease.epoch)
+    again = await registry.register(worker("d", "decode"), state=InstanceState.READY)
+    if not task.done():
+        await draining(registry)
+        for _ in range(3):
+            await beat(registry, again, IDLE)
+    await asyncio.wait_for(task, 10)
