@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import subprocess
@@ -50,7 +51,5 @@ async def redis(redis_server: int) -> AsyncIterator[Redis]:
         await client.flushall()
         yield client
     finally:
-        try:
+        with contextlib.suppress(RedisError):
             await client.aclose()
-        except RedisError:
-            pass

@@ -18,6 +18,8 @@ from fastapi.responses import JSONResponse
 
 from kvxfer.http_listener import bind, url_of
 
+from .until import until
+
 TOKEN = "token of the service account"
 PATH = "/apis/{group}/{version}/namespaces/{namespace}/{plural}/{name}/scale"
 
@@ -117,8 +119,7 @@ async def running(api: KubernetesApi) -> AsyncIterator[KubernetesApi]:
     server = uvicorn.Server(uvicorn.Config(api.app, log_config=None, lifespan="off"))
     task = asyncio.create_task(server._serve([listener]))
     try:
-        while not server.started:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.started)
         yield api
     finally:
         server.should_exit = True

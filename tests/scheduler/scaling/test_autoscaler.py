@@ -21,6 +21,7 @@ from tests.control_plane import FakeClock, worker
 
 from .kubernetes_api import TOKEN, KubernetesApi, running
 from .test_kubernetes import CONFIG, LWS
+from .until import until
 
 POLICY = ScalingPolicy(
     interval=0.01,
@@ -150,12 +151,10 @@ async def test_rounds_that_fail_are_told_once_and_tried_again(registry, clock, a
     plans: list[ScalePlan] = []
     failures: list[KvxferError | TimeoutError] = []
     loop = asyncio.create_task(autoscaler.run(plans.append, failures.append))
-    while len(failures) < 3:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(failures) >= 3)
     assert (plans, api.writes) == ([], [])
     api.fail_with = None
-    while not plans:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(plans) > 0)
     loop.cancel()
     assert api.writes == [("prefill", 2)]
     assert all(isinstance(failure, ScalingFailed) for failure in failures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -162,7 +163,7 @@ def test_a_load_that_stays_moves_the_count_one_way_and_then_not_at_all(load, pol
         counts.append(decision.prefill.wanted)
     if not policy.prefill.min <= counts[0] <= policy.prefill.max:
         counts = counts[1:]
-    steps = [after - before for before, after in zip(counts, counts[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(counts)]
     assert all(step >= 0 for step in steps) or all(step <= 0 for step in steps), counts
 
 

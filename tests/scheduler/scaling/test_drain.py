@@ -12,6 +12,8 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.drain import drain
 from tests.control_plane import worker
 
+from .until import until
+
 IDLE, BUSY = Load(), Load(running=1)
 
 
@@ -28,8 +30,10 @@ async def lease(registry: EmbeddedRegistry) -> Lease:
 
 
 async def draining(registry: EmbeddedRegistry) -> None:
-    while (await registry.instance("d")).state is not InstanceState.DRAINING:
-        await asyncio.sleep(0.01)
+    async def is_draining() -> bool:
+        return (await registry.instance("d")).state is InstanceState.DRAINING
+
+    await until(is_draining)
 
 
 async def beat(registry: EmbeddedRegistry, lease: Lease, load: Load) -> None:

@@ -144,7 +144,7 @@ async def test_refusals_name_object_and_remedy(backend, api, code, words):
 
 async def test_api_that_does_not_answer():
     backend = KubernetesBackend(Configuration(host="http://127.0.0.1:1"), CONFIG, namespace="llm")
-    with pytest.raises(ScalingFailed, match="did not read deployments.apps llm/prefill"):
+    with pytest.raises(ScalingFailed, match=r"did not read deployments\.apps llm/prefill"):
         await backend.requested(Role.PREFILL)
     await backend.close()
 
@@ -198,7 +198,7 @@ def test_cluster_and_namespace_of_the_kubeconfig(monkeypatch, tmp_path):
 
 def test_no_cluster_is_one_clear_error(monkeypatch, tmp_path):
     outside_of_pods(monkeypatch, tmp_path / "nowhere")
-    with pytest.raises(InvalidArgument, match="no Kubernetes cluster was found .*KUBECONFIG"):
+    with pytest.raises(InvalidArgument, match=r"no Kubernetes cluster was found .*KUBECONFIG"):
         find_cluster(CONFIG)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -125,11 +127,10 @@ async def test_worker_that_dies_is_not_counted_and_comes_back_with_the_next_deci
 
 def pid_of(instance_id: str) -> int:
     """The process that was started with this id."""
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with open(f"/proc/{entry.name}/cmdline", "rb") as file:
-                if instance_id.encode() in file.read().split(b"\0"):
-                    return int(entry.name)
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if instance_id.encode() in file.read_bytes().split(b"\0"):
+                return int(file.parent.name)
     raise AssertionError(f"no process of {instance_id}")
 
 

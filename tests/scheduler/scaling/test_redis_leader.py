@@ -10,6 +10,8 @@ from redis.asyncio import Redis
 from kvxfer.errors import ControlPlaneUnavailable, NotLeader
 from kvxfer.scheduler.scaling.redis_leader import RedisLeader
 
+from .until import until
+
 LOCK = "kvxfer:{scaling}:leader"
 
 
@@ -36,8 +38,11 @@ async def test_a_term_is_prolonged_under_its_token(redis):
 async def test_lock_ends_by_itself(redis):
     leader = RedisLeader(redis, seconds=0.05)
     token = await leader.campaign()
-    while await redis.exists(LOCK):
-        await asyncio.sleep(0.01)
+
+    async def is_free() -> bool:
+        return not await redis.exists(LOCK)
+
+    await until(is_free)
     with pytest.raises(NotLeader, match="nobody does"):
         await leader.confirm(token)
 
