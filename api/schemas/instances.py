@@ -31,7 +31,7 @@ Epoch = Annotated[
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
 # What feeds the autoscaler; null where it is not measured.
-Measured = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
+Measured = Annotated[float | None, Field(ge=0, le=1e12, allow_inf_nan=False)]
 # What a client may ask for; an instance that is gone is not held any more.
 LiveState = Literal["joining", "ready", "draining"]
 

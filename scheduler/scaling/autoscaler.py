@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from kvxfer.errors import KvxferError, NotLeader
+from kvxfer.errors import KvxferError, NotLeader, ScalingFailed
 from kvxfer.instances import Role
 from kvxfer.scaling import ScalePlan
 from kvxfer.scheduler.clock import Clock, SystemClock
@@ -85,18 +85,7 @@ class Autoscaler:
         self._state = after
         if self._backend is None or self._token is None:
             return plan
-        fence = partial(self._leader.confirm, self._token)
-        for role in (decision.prefill, decision.decode):
-            if role.direction == "hold":
-                continue
-            try:
-                await self._backend.scale(role.role, role.wanted, fence)
-            except NotLeader:
-                self._token = None
-                raise
-            _log.info(
-                "%s workers: %d to %d; %s", role.role, role.current, role.wanted, role.because
-            )
+        await self._apply(self._backend, self._token, decision)
         return plan
 
     async def plan(self) -> ScalePlan:
@@ -114,6 +103,27 @@ class Autoscaler:
             _log.warning("the autoscaler's leadership ends with its time: %s", error)
         if self._backend is not None:
             await self._backend.close()
+
+    async def _apply(self, backend: ScalingBackend, token: int, decision: Decision) -> None:
+        """Both roles are tried; the first failure is raised then."""
+        fence = partial(self._leader.confirm, token)
+        failure: ScalingFailed | None = None
+        for role in (decision.prefill, decision.decode):
+            if role.direction == "hold":
+                continue
+            try:
+                await backend.scale(role.role, role.wanted, fence)
+            except NotLeader:
+                self._token = None
+                raise
+            except ScalingFailed as error:
+                failure = failure or error
+                continue
+            _log.info(
+                "%s workers: %d to %d; %s", role.role, role.current, role.wanted, role.because
+            )
+        if failure is not None:
+            raise failure
 
     async def _campaign(self) -> None:
         token = None

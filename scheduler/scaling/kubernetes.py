@@ -8,8 +8,8 @@ afterwards is refused by the fence. So no write of a successor is ever overwritt
 leader. What remains: as long as the successor has not written yet, one write of the deposed leader
 that passed its fence before may still land; the successor sees it in its next round.
 
-Which pod goes is Kubernetes' choice. A worker drains on SIGTERM, so its pod needs a
-terminationGracePeriodSeconds that lets requests finish.
+Which pod goes is Kubernetes' choice. Its worker gets SIGTERM and drains by itself, for as long as
+its own grace and terminationGracePeriodSeconds let it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """One leader among several replicas, by a lock in Redis with a fencing token.
 
-The lock is one key with a time to live; every step on it is a Lua script and thus atomic. Tokens
-ascend, also over a Redis that lost its data: a token is at least the microseconds since the Unix
-epoch, by Redis' clock. A fail-over to a replica of Redis that missed the latest term may let two
-control planes lead until the older one renews; what that can do is up to the backend's own
-fencing (`kubernetes.py`).
+The lock is one key with a time to live; every step on it is a Lua script and thus atomic, and every
+call ends within a few seconds. Tokens ascend, also over a Redis that lost its data: a token is at
+least the microseconds since the Unix epoch, by Redis' clock. A fail-over to a replica of Redis that
+missed the latest term may let two control planes lead until the older one renews; what that can do
+is up to the backend's own fencing (`kubernetes.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +19,8 @@ from kvxfer.scheduler.scaling.leader import Leader
 if TYPE_CHECKING:
     from redis.asyncio import Redis
     from redis.commands.core import AsyncScript
+
+_ANSWER_SECONDS: Final = 5.0
 
 # KEYS: lock, last token. ARGV: replica, milliseconds.
 _CAMPAIGN: Final = """
@@ -69,11 +72,12 @@ class RedisLeader(Leader):
         from redis.exceptions import RedisError
 
         try:
-            held = await self._redis.get(self._lock)
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                held = await self._redis.get(self._lock)
         except (RedisError, OSError) as error:
             raise NotLeader(
                 f"whether token {token} still leads cannot be found out: Redis does not answer "
-                f"({error}); nothing was written"
+                f"({_words(error)}); nothing was written"
             ) from error
         text = held.decode() if isinstance(held, bytes) else held
         if text != self._holding(token):
@@ -96,9 +100,15 @@ class RedisLeader(Leader):
         from redis.exceptions import RedisError
 
         try:
-            answer: bytes | str | int | None = await script(keys=keys, args=arguments)
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                answer: bytes | str | int | None = await script(keys=keys, args=arguments)
         except (RedisError, OSError) as error:
             raise ControlPlaneUnavailable(
-                f"Redis does not answer ({error}); the autoscaler has no leader until it does"
+                f"Redis does not answer ({_words(error)}); the autoscaler has no leader until it "
+                "does"
             ) from error
         return answer
+
+
+def _words(error: Exception) -> str:
+    return str(error) or f"nothing within {_ANSWER_SECONDS:g} s"

@@ -32,6 +32,7 @@ class KubernetesApi:
         self.writes: list[tuple[str, int]] = []
         self.conflicts = 0
         self.fail_with: int | None = None
+        self.read_only: set[str] = set()
         self.app = FastAPI()
         self.app.get(PATH)(self._get)
         self.app.put(PATH)(self._put)
@@ -65,6 +66,8 @@ class KubernetesApi:
         refusal = self._refusal(request)
         if refusal is not None:
             return refusal
+        if request.path_params["name"] in self.read_only:
+            return status(403, "Forbidden")
         found = self.objects[self._key(request)]
         if body["metadata"].get("resourceVersion") not in (None, str(found["version"])):
             self.conflicts += 1

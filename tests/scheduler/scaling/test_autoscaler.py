@@ -21,6 +21,7 @@ from tests.control_plane import FakeClock, worker
 
 from .kubernetes_api import TOKEN, KubernetesApi, running
 from .test_kubernetes import CONFIG, LWS
+from .test_redis_leader import unanswered
 from .until import until
 
 POLICY = ScalingPolicy(
@@ -162,10 +163,18 @@ async def test_rounds_that_fail_are_told_once_and_tried_again(registry, clock, a
     await autoscaler.close()
 
 
-async def test_without_redis_nothing_is_applied(registry, clock, api):
-    from redis.asyncio import Redis
+async def test_a_role_that_cannot_be_scaled_does_not_keep_the_other_one(registry, clock, api):
+    api.add("decode", 8, kind=LWS)
+    api.read_only.add("prefill")
+    autoscaler = Autoscaler(registry, POLICY, backend=kubernetes(api), clock=clock)
+    with pytest.raises(ScalingFailed, match=r"did not scale .* llm/prefill: HTTP 403"):
+        await autoscaler.round()
+    assert api.writes == [("decode", 6)], "max is 6"
+    await autoscaler.close()
 
-    leader = RedisLeader(Redis(host="127.0.0.1", port=1))
+
+async def test_without_redis_nothing_is_applied(registry, clock, api):
+    leader = RedisLeader(unanswered(1))
     autoscaler = Autoscaler(registry, POLICY, backend=kubernetes(api), leader=leader, clock=clock)
     with pytest.raises(ControlPlaneUnavailable):
         await autoscaler.round()

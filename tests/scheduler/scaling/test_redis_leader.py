@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from kvxfer.errors import ControlPlaneUnavailable, NotLeader
+from kvxfer.scheduler.scaling import redis_leader
 from kvxfer.scheduler.scaling.redis_leader import RedisLeader
 
 from .until import until
@@ -18,6 +22,10 @@ LOCK = "kvxfer:{scaling}:leader"
 async def expire(redis: Redis) -> None:
     """The time of the lock is over, as if its holder had been frozen for so long."""
     assert await redis.pexpire(LOCK, 0)
+
+
+def unanswered(port: int) -> Redis:
+    return Redis(host="127.0.0.1", port=port, retry=Retry(NoBackoff(), 0))
 
 
 async def test_one_of_many_leads(redis):
@@ -102,8 +110,18 @@ async def test_deposed_leader_does_not_resign_for_its_successor(redis):
 
 
 async def test_without_redis_nobody_leads():
-    leader = RedisLeader(Redis(host="127.0.0.1", port=1))
+    leader = RedisLeader(unanswered(1))
     with pytest.raises(ControlPlaneUnavailable, match="no leader until it does"):
         await leader.campaign()
     with pytest.raises(NotLeader, match="cannot be found out"):
         await leader.confirm(1)
+
+
+async def test_redis_that_hangs_is_given_up(monkeypatch):
+    monkeypatch.setattr(redis_leader, "_ANSWER_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        leader = RedisLeader(unanswered(silent.getsockname()[1]))
+        with pytest.raises(ControlPlaneUnavailable, match=r"nothing within 0\.2 s"):
+            await leader.campaign()
+        with pytest.raises(NotLeader, match=r"nothing within 0\.2 s"):
+            await leader.confirm(1)
