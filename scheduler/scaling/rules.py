@@ -14,7 +14,8 @@ The model is the one of published planners for disaggregated serving:
   only, since the inverse says nothing about how many workers could go.
 
 A queue, a backlog or a latency says that capacity is missing, not how much: while new workers start
-it goes on growing. So these three never ask for more than twice the ready workers; the rate may.
+it goes on growing. So these three never ask for more than twice the ready workers or those that were
+asked for already; the rate may.
 """
 
 from __future__ import annotations
@@ -131,9 +132,15 @@ def _demand(rule: Rule, workers: float, because: str) -> Demand:
 
 
 def _feedback(rule: Rule, workers: float, load: RoleMeasurement, because: str) -> Demand:
-    most = load.ready * _MOST_GROWTH
+    most = max(load.ready * _MOST_GROWTH, load.current)
     if workers > most:
-        because += f" (not {workers:.1f}: at most double the {load.ready} ready)"
+        doubled = most == load.ready * _MOST_GROWTH
+        why = (
+            f"at most double the {load.ready} ready"
+            if doubled
+            else f"{load.current - load.ready} are still to come"
+        )
+        because += f" (not {workers:.1f}: {why})"
     return _demand(rule, min(workers, most), because)
 
 

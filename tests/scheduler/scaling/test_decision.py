@@ -112,6 +112,17 @@ def test_what_was_requested_counts_not_what_has_registered_so_far():
     assert prefill(load).wanted == 5, "two more are not asked for a second time"
 
 
+def test_workers_that_take_long_to_start_are_not_taken_away_while_a_queue_waits_for_them():
+    watch = Watch()
+    starting = replace(fleet(1, waiting=400), requested=6)
+    watch.settle(starting)
+    later = watch(starting, after=3600)
+    assert (later.wanted, later.clips) == (6, ())
+    assert "(not 100.0: 5 are still to come)" in later.because
+    watch(replace(starting, waiting=0), after=10)
+    assert watch(replace(starting, waiting=0), after=300).wanted == 5, "with no queue they are"
+
+
 def test_draining_workers_do_not_count():
     assert prefill(replace(fleet(2), draining=4)).current == 2
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgument, NotBuilt
 from kvxfer.scheduler.scaling.policy import ScalingPolicy
 from kvxfer.scheduler.scaling.policy_file import (
     KubernetesConfig,
@@ -139,3 +141,11 @@ def test_file_that_cannot_be_read(tmp_path, name, text, words):
 def test_file_that_is_not_there(tmp_path):
     with pytest.raises(InvalidArgument, match=r"nowhere.yaml cannot be read"):
         read_scaling_file(tmp_path / "nowhere.yaml")
+
+
+def test_yaml_without_pyyaml_names_its_install_command(tmp_path, monkeypatch):
+    file = tmp_path / "scaling.yaml"
+    file.write_text(YAML)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(NotBuilt, match=r"pip install 'kvxfer\[server\]', or write TOML"):
+        read_scaling_file(file)

@@ -45,9 +45,9 @@ def test_decisions_of_the_bundled_traces(name):
 @pytest.mark.parametrize(
     ("name", "ttft", "itl", "prefill_hours", "decode_hours"),
     [
-        ("step", 0.940, 0.899, 4.2, 5.9),
-        ("day", 0.948, 1.0, 59.9, 85.3),
-        ("burst", 0.865, 0.835, 7.5, 8.0),
+        ("step", 0.940, 0.899, 4.21, 5.94),
+        ("day", 0.948, 1.0, 59.93, 85.26),
+        ("burst", 0.865, 0.835, 7.57, 8.04),
     ],
 )
 def test_what_the_bundled_traces_come_to(name, ttft, itl, prefill_hours, decode_hours):
