@@ -14,8 +14,8 @@ The model is the one of published planners for disaggregated serving:
   only, since the inverse says nothing about how many workers could go.
 
 A queue, a backlog or a latency says that capacity is missing, not how much: while new workers start
-it goes on growing. So these three never ask for more than twice the ready workers or those that were
-asked for already; the rate may.
+it goes on growing. So these three never ask for more than twice the ready workers or those that
+were asked for already; the rate may.
 """
 
 from __future__ import annotations

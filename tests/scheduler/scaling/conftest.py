@@ -13,43 +13,48 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 
-@pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a real redis-server with nothing in it."""
-    command = shutil.which("redis-server")
-    assert command, "redis-server is missing: apt-get install redis-server"
-    folder: Path = tmp_path_factory.mktemp("redis")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    process = subprocess.Popen(
-        [command, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""],
-        stdout=(folder / "log").open("wb"),
-    )
-    try:
-        wait_until_open(port)
-        yield port
-    finally:
-        process.kill()
-        process.wait()
+class RedisServer:
+    """A real redis-server on a port of its own, which loses its data when it is killed."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port: int = listener.getsockname()[1]
+        self.start()
 
-def wait_until_open(port: int) -> None:
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            return
-        except OSError:
+    def start(self) -> None:
+        command = shutil.which("redis-server")
+        assert command, "redis-server is missing: apt-get install redis-server"
+        where = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen([command, *where, "--save", ""], stdout=log)
+        deadline = time.monotonic() + 20
+        while not self._accepts():
             assert time.monotonic() < deadline, "redis-server did not start"
             time.sleep(0.02)
 
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _accepts(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+            return True
+        return False
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
 
 @pytest.fixture
-async def redis(redis_server: int) -> AsyncIterator[Redis]:
-    client = Redis(host="127.0.0.1", port=redis_server)
-    try:
-        await client.flushall()
-        yield client
-    finally:
-        with contextlib.suppress(RedisError):
-            await client.aclose()
+async def redis(redis_server: RedisServer) -> AsyncIterator[Redis]:
+    """A client of a Redis with nothing in it."""
+    client = Redis(host="127.0.0.1", port=redis_server.port)
+    await client.flushall()
+    yield client
+    with contextlib.suppress(RedisError):
+        await client.aclose()

@@ -183,6 +183,25 @@ async def test_without_redis_nothing_is_applied(registry, clock, api):
     await autoscaler.close()
 
 
+async def test_redis_that_is_killed_with_its_data_costs_the_lead_until_it_is_back(
+    registry, clock, api, redis_server, redis
+):
+    leader = RedisLeader(unanswered(redis_server.port))
+    autoscaler = Autoscaler(registry, POLICY, backend=kubernetes(api), leader=leader, clock=clock)
+    assert (await autoscaler.round()).leads
+    before = await leader.campaign()
+    redis_server.kill()
+    try:
+        with pytest.raises(ControlPlaneUnavailable):
+            await autoscaler.round()
+        assert not (await autoscaler.plan()).leads
+    finally:
+        redis_server.start()
+    assert (await autoscaler.round()).leads
+    assert await leader.campaign() > before
+    await autoscaler.close()
+
+
 async def test_requested_is_what_the_backend_was_asked_for(registry, clock, api):
     api.add("prefill", 5)
     autoscaler = Autoscaler(registry, POLICY, backend=kubernetes(api), clock=clock)
