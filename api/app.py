@@ -17,28 +17,46 @@ from kvxfer.api.context import ControlPlane
 from kvxfer.api.metrics import MeasureRequests, Metrics
 from kvxfer.api.openapi import describe
 from kvxfer.api.request_log import LogRequests
-from kvxfer.api.routes import handshakes, instances, operations, transfers, watch
+from kvxfer.api.routes import handshakes, instances, operations, scale, transfers, watch
 from kvxfer.api.settings import Settings
 from kvxfer.errors import KvxferError
 from kvxfer.scheduler.clock import Clock, SystemClock
 from kvxfer.scheduler.registry import Registry
+from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 
 _log = logging.getLogger("kvxfer.api")
 
 
-def create_app(settings: Settings, registry: Registry, *, clock: Clock | None = None) -> FastAPI:
-    """The control plane over `registry`, which it closes when it stops."""
-    control_plane = ControlPlane(settings, registry, clock or SystemClock(), Metrics())
+def create_app(
+    settings: Settings,
+    registry: Registry,
+    *,
+    clock: Clock | None = None,
+    autoscaler: Autoscaler | None = None,
+) -> FastAPI:
+    """The control plane over `registry`, which it closes when it stops.
+
+    `autoscaler` runs as long as the application, which closes it. Without one there is a plan by
+    the default policy, made when it is asked for.
+    """
+    clock, metrics = clock or SystemClock(), Metrics()
+    planner = autoscaler or Autoscaler(registry, clock=clock)
+    control_plane = ControlPlane(settings, registry, clock, metrics, planner)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        sweeper = asyncio.create_task(_sweep(registry, settings.sweep_seconds))
+        tasks = [asyncio.create_task(_sweep(registry, settings.sweep_seconds))]
+        if autoscaler is not None:
+            scaling = autoscaler.run(metrics.note_scaling, metrics.note_scaling_failure)
+            tasks.append(asyncio.create_task(scaling))
         try:
             yield
         finally:
-            sweeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await sweeper
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+            await planner.close()
             await registry.close()
 
     app = FastAPI(
@@ -53,7 +71,7 @@ def create_app(settings: Settings, registry: Registry, *, clock: Clock | None = 
     app.state.control_plane = control_plane
     app.state.guard = Guard(settings, control_plane.clock)
     # `watch` comes first: to the route of one instance it would be an id.
-    routers = [m.router for m in (watch, instances, handshakes, transfers, operations)]
+    routers = [m.router for m in (watch, instances, handshakes, transfers, scale, operations)]
     for router in routers:
         if unguarded := [r for r in router.routes if not isinstance(r, GuardedRoute)]:
             raise TypeError(f"{unguarded[0]} is open to all: make its router of GuardedRoute")

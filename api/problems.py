@@ -27,6 +27,7 @@ from kvxfer.errors import (
     NoCapacity,
     PromptTooLong,
     RateLimited,
+    ScalingFailed,
     StaleEpoch,
     Unauthenticated,
     UnknownInstance,
@@ -51,6 +52,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     RateLimited: 429,
     NoCapacity: 503,
     ControlPlaneUnavailable: 503,
+    ScalingFailed: 502,
 }
 # Members of an error that documentation can show; answers carry the real ones.
 _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
@@ -116,6 +118,10 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "retry_after_seconds": 0.012,
     },
     BodyTooLarge: {"detail": "the body is larger than the 1048576 bytes that are read"},
+    ScalingFailed: {
+        "detail": "Kubernetes did not read deployments.apps llm/prefill: HTTP 403 Forbidden; give "
+        "the service account get and update on its /scale"
+    },
 }
 
 _log = logging.getLogger("kvxfer.api")

@@ -300,6 +300,21 @@ class UntrustedCertificate(ControlPlaneError):
     code = "untrusted-certificate"
 
 
+# --- scaling ---------------------------------------------------------------------------------
+
+
+class ScalingFailed(KvxferError):
+    """A scaling decision could not be carried out."""
+
+    code = "scaling-failed"
+
+
+class NotLeader(KvxferError):
+    """Another control-plane replica leads the autoscaling by now; nothing was written."""
+
+    code = "not-leader"
+
+
 def by_code(code: str) -> type[KvxferError]:
     """The error class of a code; `KvxferError` where the code is unknown."""
     pending: list[type[KvxferError]] = [KvxferError]

@@ -44,6 +44,15 @@ class Load:
     """Requests that are queued."""
     free_blocks: int | None = None
     """KV blocks that are free now; None where the worker does not count them."""
+    requests_per_second: float | None = None
+    """Requests that arrive, over the last minute or so. This one and those below feed the
+    autoscaler; None where the worker does not measure them."""
+    tokens_per_second: float | None = None
+    """Tokens of prompts that arrive at prefill, of output that decode emits."""
+    ttft_p90: float | None = None
+    """90th percentile of the seconds to the first token."""
+    itl_p90: float | None = None
+    """90th percentile of the seconds between two tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

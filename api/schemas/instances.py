@@ -30,6 +30,8 @@ Epoch = Annotated[
 # Numbers that any language's 32-bit signed integer can hold.
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
+# What feeds the autoscaler; null where it is not measured.
+Measured = Annotated[float | None, Field(ge=0, le=1e12, allow_inf_nan=False)]
 # What a client may ask for; an instance that is gone is not held any more.
 LiveState = Literal["joining", "ready", "draining"]
 
@@ -108,6 +110,16 @@ class Load(BaseModel):
     waiting: Count = Field(0, description="Requests that are queued.")
     free_blocks: Count | None = Field(
         None, description="KV blocks that are free now; null where they are not counted."
+    )
+    requests_per_second: Measured = Field(None, description="Requests that arrive.")
+    tokens_per_second: Measured = Field(
+        None, description="Tokens of prompts that arrive at prefill, of output at decode."
+    )
+    ttft_p90: Measured = Field(
+        None, description="90th percentile of the seconds to the first token."
+    )
+    itl_p90: Measured = Field(
+        None, description="90th percentile of the seconds between two tokens."
     )
 
     def record(self) -> records.Load:

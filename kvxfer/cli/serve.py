@@ -36,6 +36,14 @@ def serve(
     transfer_seconds: Annotated[
         float, typer.Option(help="How long a ticket is valid and its reservation counts.")
     ] = 60.0,
+    scaling_policy: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML or TOML: targets, bounds and backend of the autoscaler.",
+            show_default="no autoscaler",
+        ),
+    ] = None,
     tokens_file: Annotated[
         Path | None,
         typer.Option(
@@ -109,10 +117,13 @@ def serve(
     from kvxfer.api.tls import ServerTls
     from kvxfer.api.tokens import watch_tokens
     from kvxfer.cluster_key import read_cluster_key
-    from kvxfer.http_listener import bind
+    from kvxfer.http_listener import bind, url_of
     from kvxfer.logs import configure_logging
     from kvxfer.scheduler.embedded import EmbeddedRegistry
     from kvxfer.scheduler.registry import LeasePolicy
+    from kvxfer.scheduler.scaling.autoscaler import Autoscaler
+    from kvxfer.scheduler.scaling.backends import make_backend
+    from kvxfer.scheduler.scaling.policy_file import read_scaling_file
     from kvxfer.ticket import watch_ticket_keys
 
     configure_logging(log_level, log_format)
@@ -128,6 +139,7 @@ def serve(
     )
     tls = None if tls_cert is None else ServerTls(tls_cert, tls_key, tls_client_ca)
     registry = EmbeddedRegistry(LeasePolicy(lease_seconds))
+    scaling = None if scaling_policy is None else read_scaling_file(scaling_policy)
     listener = bind(host, port)
     if settings.tokens is None and not _is_loopback(listener.getsockname()[0]):
         if not allow_anonymous:
@@ -137,6 +149,20 @@ def serve(
                 "with --tokens-file, or say --allow-anonymous where everybody who can reach it may"
             )
         err.print(f"[yellow]warning[/] whoever reaches {host} can use the control plane")
+    autoscaler = None
+    if scaling is not None:
+        autoscaler = Autoscaler(
+            registry,
+            scaling,
+            policy_name=str(scaling_policy),
+            backend=make_backend(
+                scaling.backend,
+                registry,
+                control_plane=url_of(listener, tls=tls is not None),
+                cluster_key_file=cluster_key_file,
+                ticket_keys_file=ticket_keys_file,
+            ),
+        )
 
     def announce(url: str) -> None:
         if as_json:
@@ -145,7 +171,8 @@ def serve(
         else:
             out.print(f"kvxfer control plane at {url}, its API at {url}/docs", soft_wrap=True)
 
-    ControlPlaneServer(create_app(settings, registry), listener, announce, tls=tls).serve_forever()
+    app = create_app(settings, registry, autoscaler=autoscaler)
+    ControlPlaneServer(app, listener, announce, tls=tls).serve_forever()
 
 
 def _require_server() -> None:

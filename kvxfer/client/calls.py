@@ -13,6 +13,7 @@ from urllib.parse import quote
 import msgspec
 
 from kvxfer.instances import Instance, InstanceSpec, InstanceState, Lease, Load, Role
+from kvxfer.scaling import ScalePlan
 from kvxfer.transfers import Handshake, OpenedTransfer, Transfer
 
 T = TypeVar("T")
@@ -134,6 +135,14 @@ def transfer(transfer_id: str) -> Call[Transfer]:
 def release_transfer(transfer_id: str) -> Call[None]:
     """Gives a reservation back. Raises UnknownTransfer."""
     return Call("DELETE", f"/v1/transfers/{quote(transfer_id, safe='')}", _nothing)
+
+
+# --- scaling ---------------------------------------------------------------------------------
+
+
+def scale_plan() -> Call[ScalePlan]:
+    """What the autoscaler would do now. Raises ScalingFailed where its backend is away."""
+    return Call("GET", "/v1/scale/plan", _reads(ScalePlan))
 
 
 # --- the control plane itself ----------------------------------------------------------------

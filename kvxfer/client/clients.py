@@ -130,6 +130,7 @@ class _Client:
     transfers = _Method(calls.transfers)
     transfer = _Method(calls.transfer)
     release_transfer = _Method(calls.release_transfer)
+    scale_plan = _Method(calls.scale_plan)
     ready = _Method(calls.ready)
 
 

@@ -40,6 +40,7 @@ TAKES = {
     ("get", "/v1/transfers"): "worker router admin",
     ("get", "/v1/transfers/{transfer_id}"): "worker router admin",
     ("delete", "/v1/transfers/{transfer_id}"): "router admin",
+    ("get", "/v1/scale/plan"): "admin",
     ("get", "/metrics"): "monitor admin",
 }
 ROUTES = [(method, path) for path, item in SCHEMA["paths"].items() for method in item]

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
+
+from kvxfer.instances import Load
 
 from .conftest import LEASE, join, problem, registration
 
@@ -32,7 +36,7 @@ async def test_instance_is_told_as_it_was_registered(api, clock):
         "epoch": lease["epoch"],
         "registered_at": clock.unix(),
         "heartbeat_at": clock.unix(),
-        "load": {"running": 0, "waiting": 0, "free_blocks": None},
+        "load": asdict(Load()),
         "reserved": {"transfers": 0, "blocks": 0},
         "drain_deadline": None,
     }
@@ -156,7 +160,10 @@ async def test_heartbeat_renews_the_lease_and_takes_state_and_load(api, clock):
     assert answer.json() == {**lease, "state": "ready"}
     clock.advance(LEASE * 0.9)
     told = (await api.get("/v1/instances/p")).json()
-    assert (told["state"], told["load"]) == ("ready", beat["load"])
+    assert (told["state"], told["load"]) == (
+        "ready",
+        asdict(Load(running=3, waiting=1, free_blocks=9)),
+    )
 
 
 async def test_heartbeat_tells_a_worker_that_it_is_drained(api):

@@ -55,10 +55,12 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def serving(*arguments: str, key: bytes = CLUSTER_KEY) -> Iterator[subprocess.Popen[str]]:
+def serving(
+    *arguments: str, key: bytes = CLUSTER_KEY, **variables: str
+) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         (*KVXFER, "serve", *arguments),
-        env=environment(KVXFER_CLUSTER_KEY=key.decode()),
+        env=environment(KVXFER_CLUSTER_KEY=key.decode(), **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

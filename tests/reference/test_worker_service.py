@@ -56,6 +56,23 @@ async def test_decode_gives_the_tokens_of_a_single_process(workers: WorkerPair) 
     await eventually(workers.all_blocks_free)
 
 
+async def test_load_has_what_was_measured_of_requests(workers: WorkerPair) -> None:
+    prefill, decode = workers.prefill.service, workers.decode.service
+    assert (decode.load().tokens_per_second, decode.load().ttft_p90) == (0, None)
+    _, answer = await complete(workers, workers.request(PROMPT, max_tokens=20))
+    load = decode.load()
+    assert load.ttft_p90 == pytest.approx(answer.timings.first_token)
+    assert load.itl_p90 is not None
+    assert 0 < load.itl_p90 <= answer.timings.decode
+    # One request of twenty tokens since the worker began, however long ago that is.
+    assert load.requests_per_second is not None
+    assert load.tokens_per_second == pytest.approx(20 * load.requests_per_second, rel=0.1)
+    load = prefill.load()
+    assert load.requests_per_second is not None
+    assert load.tokens_per_second == pytest.approx(len(PROMPT) * load.requests_per_second, rel=0.1)
+    assert load.ttft_p90 is None, "decode is where the first token shows"
+
+
 async def test_prefill_says_exactly_what_moved(workers: WorkerPair) -> None:
     prefill, decode = await complete(workers, workers.request(PROMPT, max_tokens=2))
     blocks = -(-len(PROMPT) // 4)
