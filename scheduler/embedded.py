@@ -68,6 +68,13 @@ class EmbeddedRegistry(Registry):
         self._transfers_opened = 0
         self._transfers_ended: Counter[TransferEnd] = Counter()
 
+    async def open(self) -> None:
+        pass
+
+    @property
+    def stale_seconds(self) -> float | None:
+        return None
+
     # --- instances ---------------------------------------------------------------------------
 
     async def register(
@@ -272,4 +279,3 @@ class EmbeddedRegistry(Registry):
             lease_seconds=self._policy.lease_seconds,
             heartbeat_interval=self._policy.heartbeat_interval,
         )
-

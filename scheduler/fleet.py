@@ -55,7 +55,7 @@ class Fleet:
         return self._instances.pop(instance_id)
 
     def open(self, transfer: Transfer) -> None:
-        """Counts a transfer against both of its instances."""
+        """Counts a transfer against both of its instances, where it is not counted already."""
         self._transfers[transfer.transfer_id] = transfer
         self._count(transfer, 1)
 
@@ -85,7 +85,9 @@ class Fleet:
             if instance is None or instance.epoch != party.epoch:
                 continue
             held = self._held[party.instance_id]
-            (held.add if sign > 0 else held.discard)(transfer.transfer_id)
+            if (transfer.transfer_id in held) == (sign > 0):
+                continue
+            (held.add if sign > 0 else held.remove)(transfer.transfer_id)
             before = instance.reserved
             after = Reserved(
                 transfers=before.transfers + sign, blocks=before.blocks + sign * blocks

@@ -34,9 +34,7 @@ def stale_epoch(instance_id: str, epoch: int, living: int | None) -> StaleEpoch:
     if living is None:
         said = f"instance {instance_id!r} has no lease under epoch {epoch}; register again"
     else:
-        said = (
-            f"instance {instance_id!r} lives under epoch {living}, not {epoch}; register again"
-        )
+        said = f"instance {instance_id!r} lives under epoch {living}, not {epoch}; register again"
     return StaleEpoch(said, instance_id=instance_id, epoch=epoch)
 
 

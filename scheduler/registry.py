@@ -74,13 +74,14 @@ class Registry(ABC):
     `stale_seconds` says so.
     """
 
+    @abstractmethod
     async def open(self) -> None:
         """Starts what the registry does by itself. Returns also where it cannot be reached yet."""
 
     @property
+    @abstractmethod
     def stale_seconds(self) -> float | None:
         """None where reads are current, else the seconds since they were."""
-        return None
 
     @abstractmethod
     async def register(

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import pytest
 
 from kvxfer.instances import InstanceState, Lease, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
 from tests.control_plane import FakeClock, worker
+from tests.redis_server import RedisServer
 
 LEASE = 6.0
 FEED_CAPACITY = 8
@@ -35,7 +37,21 @@ class Fleet:
         return await self.registry.register(worker(instance_id, role, **changes), state=state)
 
 
-@pytest.fixture(params=["embedded"])
+@pytest.fixture(scope="session")
+def shared_redis() -> Iterator[RedisServer]:
+    """A server for tests that neither stop nor pause it."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def empty_redis(shared_redis: RedisServer) -> RedisServer:
+    with shared_redis.client() as client:
+        client.flushall()
+    return shared_redis
+
+
+@pytest.fixture(params=["embedded", "redis"])
 async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
     """Each implementation of the registry in turn: lease of 6 s, the last 8 changes kept."""
     clock = FakeClock()
@@ -45,7 +61,13 @@ async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
             registry = EmbeddedRegistry(
                 LeasePolicy(LEASE), clock=clock, feed_capacity=FEED_CAPACITY
             )
+        case "redis":
+            server = request.getfixturevalue("empty_redis")
+            registry = RedisRegistry(
+                server.url, LeasePolicy(LEASE), clock=clock, feed_capacity=FEED_CAPACITY
+            )
         case other:
             raise AssertionError(other)
+    await registry.open()
     yield Fleet(registry, clock)
     await registry.close()
