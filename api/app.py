@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -16,19 +15,19 @@ from kvxfer.api.metrics import MeasureRequests, Metrics
 from kvxfer.api.openapi import describe
 from kvxfer.api.routes import handshakes, instances, operations, transfers, watch
 from kvxfer.api.settings import Settings
-from kvxfer.errors import KvxferError
+from kvxfer.api.staleness import MarkStale
+from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.scheduler.clock import Clock, SystemClock
 from kvxfer.scheduler.registry import Registry
 
-_log = logging.getLogger("kvxfer.api")
-
 
 def create_app(settings: Settings, registry: Registry, *, clock: Clock | None = None) -> FastAPI:
-    """The control plane over `registry`, which it closes when it stops."""
+    """The control plane over `registry`, which it opens when it starts and closes when it stops."""
     control_plane = ControlPlane(settings, registry, clock or SystemClock(), Metrics())
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await registry.open()
         sweeper = asyncio.create_task(_sweep(registry, settings.sweep_seconds))
         try:
             yield
@@ -53,6 +52,7 @@ def create_app(settings: Settings, registry: Registry, *, clock: Clock | None = 
     for router in routers:
         app.include_router(router)
     problems.install(app, routers)
+    app.add_middleware(MarkStale, registry=registry)
     app.add_middleware(MeasureRequests, metrics=control_plane.metrics)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app
@@ -61,7 +61,6 @@ def create_app(settings: Settings, registry: Registry, *, clock: Clock | None = 
 async def _sweep(registry: Registry, interval: float) -> None:
     while True:
         await asyncio.sleep(interval)
-        try:
+        # A registry that is away says so itself.
+        with suppress(ControlPlaneUnavailable):
             await registry.sweep()
-        except KvxferError as error:
-            _log.warning("leases could not be swept: %s", error)

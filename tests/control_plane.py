@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvxfer.instances import InstanceSpec, Role
 from kvxfer.kv.layout import KvLayout
+
+if TYPE_CHECKING:
+    from kvxfer.scheduler.registry import Registry
 
 CLUSTER_KEY = b"cluster key of the tests"
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", block_size=16)
@@ -54,6 +57,7 @@ class RunningControlPlane:
         port: int = 0,
         lease_seconds: float = 6.0,
         clock: FakeClock | None = None,
+        registry: Registry | None = None,
         **settings: Any,
     ) -> None:
         from kvxfer.api.app import create_app
@@ -63,7 +67,7 @@ class RunningControlPlane:
         from kvxfer.scheduler.embedded import EmbeddedRegistry
         from kvxfer.scheduler.registry import LeasePolicy
 
-        self.registry = EmbeddedRegistry(LeasePolicy(lease_seconds), clock=clock)
+        self.registry = registry or EmbeddedRegistry(LeasePolicy(lease_seconds), clock=clock)
         app = create_app(
             Settings(cluster_key=CLUSTER_KEY, sweep_seconds=0.02, **settings),
             self.registry,

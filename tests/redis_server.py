@@ -103,7 +103,7 @@ def wait_for_replica(master: RedisServer, sentinel: RedisServer) -> None:
             replicas = []
             try:
                 replicas = watcher.sentinel_slaves("fleet")
-                synchronised = "state=online" in str(data.execute_command("INFO", "replication"))
+                synchronised = data.info("replication").get("slave0", {}).get("state") == "online"
             except RedisError:
                 synchronised = False
             if replicas and synchronised:

@@ -56,14 +56,16 @@ async def list_instances(
     state: Annotated[LiveState | None, Query()] = None,
 ) -> InstanceList:
     """The live instances, ordered by id."""
+    fleet = await app.registry.instances()
     return InstanceList(
         instances=[
             Instance.model_validate(instance)
-            for instance in await app.registry.instances()
+            for instance in fleet
             if (role is None or instance.role.serves(role))
             and model in (None, instance.model)
             and state in (None, instance.state)
-        ]
+        ],
+        stale_seconds=app.registry.stale_seconds,
     )
 
 

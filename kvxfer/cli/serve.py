@@ -28,6 +28,15 @@ def serve(
         Path | None,
         typer.Option(help="File that holds the cluster key; KVXFER_CLUSTER_KEY without it."),
     ] = None,
+    registry: Annotated[
+        str,
+        typer.Option(
+            envvar="KVXFER_REGISTRY",
+            help="Where the fleet is kept: embedded (in this process), or the URL of a Redis that "
+            "several replicas share: redis://HOST:PORT/DB, "
+            "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB.",
+        ),
+    ] = "embedded",
     lease_seconds: Annotated[
         float, typer.Option(help="A worker without a heartbeat for this long is gone.")
     ] = 6.0,
@@ -49,7 +58,7 @@ def serve(
     from kvxfer.api.settings import Settings
     from kvxfer.cluster_key import read_cluster_key
     from kvxfer.http_listener import bind
-    from kvxfer.scheduler.embedded import EmbeddedRegistry
+    from kvxfer.scheduler.choice import make_registry
     from kvxfer.scheduler.registry import LeasePolicy
 
     logging.basicConfig(
@@ -58,7 +67,7 @@ def serve(
     settings = Settings(
         cluster_key=read_cluster_key(cluster_key_file), transfer_seconds=transfer_seconds
     )
-    registry = EmbeddedRegistry(LeasePolicy(lease_seconds))
+    fleet = make_registry(registry, LeasePolicy(lease_seconds))
     listener = bind(host, port)
     if not _is_loopback(listener.getsockname()[0]):
         err.print(
@@ -73,7 +82,7 @@ def serve(
         else:
             out.print(f"kvxfer control plane at {url}, its API at {url}/docs", soft_wrap=True)
 
-    ControlPlaneServer(create_app(settings, registry), listener, announce).serve_forever()
+    ControlPlaneServer(create_app(settings, fleet), listener, announce).serve_forever()
 
 
 def _require_server() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from redis.exceptions import RedisError
 
@@ -24,7 +24,10 @@ _log = logging.getLogger("kvxfer.registry")
 
 
 class Follower:
-    """One task that ends with `stop`; whatever goes wrong is tried again. It is also what finds out whether Redis is there: it asks twice a second."""
+    """One task, until `stop`. Whatever goes wrong is tried again.
+
+    It is also what finds out whether Redis is there: it asks twice a second.
+    """
 
     def __init__(
         self, link: Link, mirror: Mirror, prefix: str, header: Callable[[], tuple[str, ...]]
@@ -91,7 +94,7 @@ class Follower:
         self._mirror.replace(fleet, int(sequence), floor, changes)
 
     async def _read(self) -> None:
-        answer = await self._client.xread(
+        answer: Any = await self._client.xread(
             {f"{self._prefix}:log": f"{self._mirror.position}-0"},
             count=_BATCH,
             block=int(_BLOCK_SECONDS * 1000),

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import (
@@ -77,13 +77,14 @@ class Link:
         chosen = script(step)
         async with self._call():
             try:
-                return await self._client.evalsha(chosen.sha, 1, prefix, *arguments)
+                answer = await self._client.evalsha(chosen.sha, 1, prefix, *arguments)
             except NoScriptError:
-                return await self._client.eval(chosen.text, 1, prefix, *arguments)
+                answer = await self._client.eval(chosen.text, 1, prefix, *arguments)
+        return cast("list[bytes]", answer)
 
     async def hash(self, key: str) -> dict[bytes, bytes]:
         async with self._call():
-            return await self._client.hgetall(key)
+            return cast("dict[bytes, bytes]", await self._client.hgetall(key))
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -64,7 +64,7 @@ class RedisUrl:
         }
         if not self.sentinels:
             return Redis.from_url(self.url, **options)
-        sentinel = Sentinel(
+        sentinel = Sentinel(  # type: ignore[no-untyped-call]
             self.sentinels,
             sentinel_kwargs={
                 "socket_timeout": timeout / 2,

@@ -95,7 +95,7 @@ async def test_registration_that_cannot_be_meant_names_the_member(api, change, f
     body = problem(answer, 422, "invalid-argument")
     assert body["field"] == field
     assert words in body["detail"]
-    assert (await api.get("/v1/instances")).json() == {"instances": []}
+    assert (await api.get("/v1/instances")).json() == {"instances": [], "stale_seconds": None}
 
 
 @pytest.mark.parametrize(

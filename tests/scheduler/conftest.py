@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +10,6 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
 from tests.control_plane import FakeClock, worker
-from tests.redis_server import RedisServer
 
 LEASE = 6.0
 FEED_CAPACITY = 8
@@ -24,7 +23,11 @@ class Fleet:
     clock: FakeClock
 
     async def pass_time(self, seconds: float) -> None:
-        self.clock.advance(seconds)
+        """In steps, as a control plane sweeps twice a second."""
+        while seconds > 0:
+            self.clock.advance(min(seconds, 0.5))
+            seconds -= 0.5
+            await self.registry.sweep()
 
     async def join(
         self,
@@ -35,20 +38,6 @@ class Fleet:
         **changes: object,
     ) -> Lease:
         return await self.registry.register(worker(instance_id, role, **changes), state=state)
-
-
-@pytest.fixture(scope="session")
-def shared_redis() -> Iterator[RedisServer]:
-    """A server for tests that neither stop nor pause it."""
-    with RedisServer() as server:
-        yield server
-
-
-@pytest.fixture
-def empty_redis(shared_redis: RedisServer) -> RedisServer:
-    with shared_redis.client() as client:
-        client.flushall()
-    return shared_redis
 
 
 @pytest.fixture(params=["embedded", "redis"])

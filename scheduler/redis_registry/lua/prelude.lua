@@ -9,6 +9,7 @@
 -- held:ID     set      the transfers of one instance
 -- expiries    sorted   'i' and an instance's id, or 't' and a transfer's, by the time it runs out
 -- counts      hash     what happened since the registry began
+-- seen        string   when the last step was taken, within 0.1 s
 -- sequence    string   the id of the log's last record
 -- changed     string   the id of the last change
 -- log         stream   every step, for the replicas; a record names the one before it
@@ -22,8 +23,10 @@ local INSTANCES, SPECS = PREFIX .. ':instances', PREFIX .. ':specs'
 local TRANSFERS, HELD = PREFIX .. ':transfers', PREFIX .. ':held:'
 local EXPIRIES, COUNTS = PREFIX .. ':expiries', PREFIX .. ':counts'
 local SEQUENCE, CHANGED = PREFIX .. ':sequence', PREFIX .. ':changed'
+local SEEN = PREFIX .. ':seen'
 local LOG, CHANGES = PREFIX .. ':log', PREFIX .. ':changes'
 local LOG_LENGTH, CHANGES_LENGTH = ARGV[2], ARGV[3]
+local SILENCE = 1000000 -- every replica takes a step twice a second
 local ORDER = {joining = 1, ready = 2, draining = 3}
 
 local now = tonumber(ARGV[1])
@@ -102,6 +105,22 @@ local function remove(id, cause)
   redis.call('HDEL', INSTANCES, id)
   redis.call('HDEL', SPECS, id)
   redis.call('ZREM', EXPIRIES, 'i' .. id)
+end
+
+-- While no step was taken nobody could renew a lease: this server or all replicas were away, or its
+-- clock was set. That time is not held against the workers.
+local seen = tonumber(redis.call('GET', SEEN) or int(now))
+local silence = now - seen
+if silence > SILENCE then
+  local entries = redis.call('ZRANGE', EXPIRIES, 0, -1, 'WITHSCORES')
+  for i = 1, #entries, 2 do
+    if entries[i]:sub(1, 1) == 'i' then
+      redis.call('ZADD', EXPIRIES, int(entries[i + 1] + silence), entries[i])
+    end
+  end
+end
+if silence == 0 or silence > 100000 or silence < 0 then
+  redis.call('SET', SEEN, int(now))
 end
 
 for _, entry in ipairs(redis.call('ZRANGEBYSCORE', EXPIRIES, '-inf', int(now))) do
