@@ -15,9 +15,9 @@ from kvxfer.scheduler.pairing import (
     InstanceLoad,
     Kind,
     Pair,
+    available_blocks,
     blocks_for,
     fabric_steps,
-    fits,
     instance_load,
     kind_of,
     mismatch_of,
@@ -27,8 +27,7 @@ from kvxfer.scheduler.topology import LABELS, Place, distance, place_of
 from kvxfer.transfers import TransferRequest
 
 # How many of the least loaded prefill instances a choice looks at.
-_PREFILLS: Final = 32
-_DEPTHS: Final = range(len(LABELS), -1, -1)  # from one NUMA node to everywhere
+_PREFILLS: Final = 16
 
 # (number of the kind, side, the first words of the place) -> loads, ascending.
 _Shelf: TypeAlias = tuple[int, Role, tuple[str, ...]]
@@ -42,13 +41,14 @@ class _Entry:
     kind: int
     place: Place
     load: InstanceLoad
+    available: int
 
 
 @dataclass(slots=True)
 class _Search:
-    """What one choice has already looked up."""
+    """One choice: the blocks that the prompt takes per kind, and what was looked up already."""
 
-    request: TransferRequest
+    needs: dict[int, int]
     heads: dict[_Shelf, list[InstanceLoad]] = field(default_factory=dict)
 
 
@@ -74,7 +74,7 @@ class PairIndex:
             kind, place = before.kind, before.place
         else:
             kind, place = self._number(kind_of(instance)), place_of(instance.labels)
-        entry = _Entry(instance, kind, place, load)
+        entry = _Entry(instance, kind, place, load, available_blocks(instance))
         if before is None or _stands(before) != _stands(entry):
             if before is not None:
                 self._unshelve(before)
@@ -100,49 +100,57 @@ class PairIndex:
         takes part where the blocks of the prompt are neither reserved by others nor reported as
         used.
 
-        Looks at the 32 least loaded prefill instances of each kind, and for each at the least
+        Looks at the 16 least loaded prefill instances of each kind, and for each at the least
         loaded decode instance of its NUMA node, host, rack, zone and of all. Raises PromptTooLong
         where the prompt fits into no cache at all, and NoCapacity with the `reasons` otherwise.
         """
-        search = _Search(request)
-        best: _Weight | None = None
-        for (ours, theirs), steps in self._matches.items():
-            best = self._best_of_kinds(search, ours, theirs, steps, best)
+        tokens = request.prompt_tokens or 0
+        search = _Search(
+            {
+                number: kind.layout.blocks_for(tokens)
+                for kind, number in self._kinds.items()
+                if request.model in (None, kind.model)
+            }
+        )
+        weights = (
+            self._least_weight(search, ours, theirs, steps)
+            for (ours, theirs), steps in self._matches.items()
+            if ours in search.needs
+        )
+        best = min((weight for weight in weights if weight is not None), default=None)
         if best is None:
             raise refusal((e.instance for e in self._entries.values()), request)
         prefill, decode = (self._entries[instance_id].instance for instance_id in best[2:])
         return Pair(prefill, decode, blocks_for(prefill, request), blocks_for(decode, request))
 
-    def _best_of_kinds(
-        self, search: _Search, ours: int, theirs: int, steps: int, best: _Weight | None
-    ) -> _Weight | None:
+    def _least_weight(self, search: _Search, ours: int, theirs: int, steps: int) -> _Weight | None:
+        """That of the best pair of these two kinds."""
         everywhere = self._heads(search, (theirs, Role.DECODE, ()))
         if not everywhere:
-            return best
+            return None
         least = everywhere[0]
+        best: _Weight | None = None
         prefills = self._fitting(search, (ours, Role.PREFILL, ()))
         for requests, used, name in islice(prefills, _PREFILLS):
             # No pair with this prefill instance or one after it can weigh less than this.
             bound = (requests + least[0] + steps, used + least[1], name, "")
             if best is not None and bound > best:
                 break
-            place = self._entries[name].place
-            for depth in _DEPTHS:
+            place, nearest = self._entries[name].place, 0
+            for depth in _depths(place):
+                floor = requests + least[0] + nearest + steps
+                if best is not None and nearest and floor >= best[0]:
+                    break  # whoever is farther costs no less
                 heads = self._heads(search, (theirs, Role.DECODE, place[:depth]))
+                nearest = len(LABELS) - depth + 1
                 decode = next((head for head in heads if head[2] != name), None)
                 if decode is None:
                     continue
                 apart = distance(place, self._entries[decode[2]].place)
-                weight = (
-                    requests + decode[0] + apart + steps,
-                    used + decode[1],
-                    name,
-                    decode[2],
-                )
+                cost = requests + decode[0] + apart + steps
+                weight = (cost, used + decode[1], name, decode[2])
                 if best is None or weight < best:
                     best = weight
-                if decode[0] == least[0]:
-                    break  # whoever is farther has no fewer requests
         return best
 
     def _heads(self, search: _Search, shelf: _Shelf) -> list[InstanceLoad]:
@@ -153,10 +161,9 @@ class PairIndex:
         return heads
 
     def _fitting(self, search: _Search, shelf: _Shelf) -> Iterator[InstanceLoad]:
-        for load in self._shelves.get(shelf, ()):
-            instance = self._entries[load[2]].instance
-            if search.request.model in (None, instance.model) and fits(instance, search.request):
-                yield load
+        """Whose blocks for the prompt are neither reserved by others nor reported as used."""
+        need, entries = search.needs[shelf[0]], self._entries
+        return (load for load in self._shelves.get(shelf, ()) if entries[load[2]].available >= need)
 
     def _number(self, kind: Kind) -> int:
         number = self._kinds.get(kind)
@@ -199,6 +206,14 @@ def _stands(entry: _Entry) -> tuple[object, ...]:
     return entry.load, instance.state, instance.role, entry.kind, entry.place
 
 
+def _depths(place: Place) -> list[int]:
+    """How many words of the place a shelf goes by, the nearest first; 0 is everywhere.
+
+    A label that is missing makes no shelf: where one instance lacks it, all are taken to.
+    """
+    return [depth for depth in range(len(place), 0, -1) if place[depth - 1]] + [0]
+
+
 def _shelves_of(entry: _Entry) -> Iterator[_Shelf]:
     if entry.instance.state is not InstanceState.READY:
         return
@@ -208,5 +223,5 @@ def _shelves_of(entry: _Entry) -> Iterator[_Shelf]:
         if side is Role.PREFILL:
             yield entry.kind, side, ()
         else:
-            for depth in _DEPTHS:
+            for depth in _depths(entry.place):
                 yield entry.kind, side, entry.place[:depth]

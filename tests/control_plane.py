@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvxfer.errors import KvxferError
 from kvxfer.instances import InstanceSpec, Role
 from kvxfer.kv.layout import KvLayout
 
 if TYPE_CHECKING:
     from kvxfer.scheduler.registry import Registry
+
+T = TypeVar("T")
 
 CLUSTER_KEY = b"cluster key of the tests"
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", block_size=16)
@@ -46,6 +52,17 @@ def worker(instance_id: str, role: Role | str = Role.PREFILL, **changes: Any) ->
         num_blocks=64,
     )
     return replace(spec, **changes)
+
+
+async def eventually(step: Callable[[], Awaitable[T]]) -> T:
+    """The answer of `step` once it gives one that is neither an error nor false."""
+    async with asyncio.timeout(30):
+        while True:
+            with suppress(KvxferError):
+                answer = await step()
+                if answer:
+                    return answer
+            await asyncio.sleep(0.02)
 
 
 class RunningControlPlane:

@@ -8,8 +8,10 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
+import msgspec
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
@@ -21,7 +23,7 @@ class RedisServer:
     """`redis-server` on a free port, with a folder of its own and nothing kept on disk."""
 
     def __init__(self, *options: str, sentinel_of: RedisServer | None = None) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._options = options
         self._folder = Path(tempfile.mkdtemp(prefix="kvxfer-redis-"))
         self._sentinel_of = sentinel_of
@@ -112,6 +114,27 @@ def wait_for_replica(master: RedisServer, sentinel: RedisServer) -> None:
             time.sleep(0.05)
 
 
-def _free_port() -> int:
+def audit(server: RedisServer) -> Counter[str]:
+    """The open transfers of each instance, after checking that Redis counts them right."""
+    with server.client() as client:
+        members = {
+            name.decode(): msgspec.msgpack.decode(member)["reserved"]
+            for name, member in client.hgetall("kvxfer:instances").items()
+        }
+        transfers = [msgspec.msgpack.decode(t) for t in client.hvals("kvxfer:transfers")]
+        held = {name: client.scard(f"kvxfer:held:{name}") for name in members}
+    opened: Counter[str] = Counter()
+    blocks: Counter[str] = Counter()
+    for transfer in transfers:
+        for side in ("prefill", "decode"):
+            opened[transfer[side]["instance_id"]] += 1
+            blocks[transfer[side]["instance_id"]] += transfer[f"{side}_blocks"]
+    for name, reserved in members.items():
+        assert reserved == {"transfers": opened[name], "blocks": blocks[name]}
+        assert held[name] == opened[name]
+    return opened
+
+
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

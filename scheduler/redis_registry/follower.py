@@ -39,7 +39,7 @@ class Follower:
         self._client = link.reader(block=_BLOCK_SECONDS)
         self._trouble: str | None = None
         self._task: asyncio.Task[None] | None = None
-        self._stopping = False
+        self._stopping = self._doubted = False
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="log of the registry")
@@ -53,13 +53,18 @@ class Follower:
                 await self._task
         await self._client.aclose()
 
+    def doubt(self) -> None:
+        """Somebody waited in vain for a record: load the whole again."""
+        self._doubted = True
+
     async def _run(self) -> None:
         while not self._stopping:
             try:
                 await self._load()
                 self._note(None)
-                while not self._stopping:
+                while not (self._stopping or self._doubted):
                     await self._read()
+                self._doubted = False
             except LogBroken as broken:
                 _log.info("the log in Redis (%s) is loaded anew: %s", self._link.name, broken)
             except (RedisError, OSError, TimeoutError) as error:

@@ -235,6 +235,7 @@ class RedisRegistry(Registry):
                 await self._mirror.reach(int(last))
         except TimeoutError:
             self._link.bad("its log arrives too late")
+            self._follower.doubt()
         except ControlPlaneUnavailable:
             if self._mirror.feed.closed:
                 raise

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,10 +39,12 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def serving(*arguments: str, key: bytes = CLUSTER_KEY) -> Iterator[subprocess.Popen[str]]:
+def serving(
+    *arguments: str, key: bytes = CLUSTER_KEY, variables: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         (*KVXFER, "serve", *arguments),
-        env=environment(KVXFER_CLUSTER_KEY=key.decode()),
+        env=environment(KVXFER_CLUSTER_KEY=key.decode(), **(variables or {})),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

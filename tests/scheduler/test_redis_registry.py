@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
 
 import msgspec
 import pytest
@@ -19,11 +18,10 @@ from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from tests.control_plane import FakeClock, worker
-from tests.redis_server import RedisServer, wait_for_replica
+from tests.control_plane import FakeClock, eventually, worker
+from tests.redis_server import RedisServer, audit, wait_for_replica
 
 READY = InstanceState.READY
-T = TypeVar("T")
 
 
 @pytest.fixture
@@ -46,41 +44,9 @@ async def replica(
         await registry.close()
 
 
-async def eventually(step: Callable[[], Awaitable[T]]) -> T:
-    """The answer of `step` once it gives one that is neither an error nor false."""
-    async with asyncio.timeout(30):
-        while True:
-            with suppress(KvxferError):
-                answer = await step()
-                if answer:
-                    return answer
-            await asyncio.sleep(0.02)
-
-
 async def is_current(registry: RedisRegistry) -> bool:
     await registry.instances()
     return registry.stale_seconds is None
-
-
-def audit(server: RedisServer) -> Counter[str]:
-    """The open transfers of each instance, after checking that Redis counts them right."""
-    with server.client() as client:
-        members = {
-            name.decode(): msgspec.msgpack.decode(member)["reserved"]
-            for name, member in client.hgetall("kvxfer:instances").items()
-        }
-        transfers = [msgspec.msgpack.decode(t) for t in client.hvals("kvxfer:transfers")]
-        held = {name: client.scard(f"kvxfer:held:{name}") for name in members}
-    opened: Counter[str] = Counter()
-    blocks: Counter[str] = Counter()
-    for transfer in transfers:
-        for side in ("prefill", "decode"):
-            opened[transfer[side]["instance_id"]] += 1
-            blocks[transfer[side]["instance_id"]] += transfer[f"{side}_blocks"]
-    for name, reserved in members.items():
-        assert reserved == {"transfers": opened[name], "blocks": blocks[name]}
-        assert held[name] == opened[name]
-    return opened
 
 
 # --- several replicas ------------------------------------------------------------------------
@@ -252,14 +218,17 @@ async def test_data_that_is_lost_while_redis_stays_up_is_noticed(server):
 
 
 async def test_replica_that_missed_records_loads_the_whole_again(empty_redis):
-    async with replica(empty_redis) as one, replica(empty_redis, log_length=1) as trimming:
-        await one.register(worker("p"), state=READY)
+    async with replica(empty_redis, timeout=0.3) as registry:
+        await registry.register(worker("p"), state=READY)
         with empty_redis.client() as client:
-            for number in range(20):
-                await trimming.register(worker(f"q-{number}"))
-                client.xtrim("kvxfer:log", maxlen=0, approximate=False)
-        assert len(await one.instances()) == 21
-        assert await one.instances() == await trimming.instances()
+            moment = client.pipeline()
+            registered = client.hgetall("kvxfer:instances")[b"p"]
+            moment.hset("kvxfer:instances", "q", registered)
+            moment.hset("kvxfer:specs", "q", msgspec.json.encode(worker("q")))
+            moment.incr("kvxfer:sequence")
+            moment.execute()
+        await eventually(lambda: is_current(registry))
+        assert [i.instance_id for i in await registry.instances()] == ["p", "q"]
 
 
 # --- Redis is away ---------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from kvxfer.errors import InvalidArgument, NotBuilt
@@ -65,10 +67,8 @@ def test_embedded_is_a_word_of_its_own():
 
 
 def test_missing_redis_package_names_its_install_command(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "kvxfer.scheduler.redis_registry", None)
-    monkeypatch.delitem(__import__("sys").modules, "kvxfer.scheduler.redis_registry")
-    monkeypatch.setitem(__import__("sys").modules, "redis.asyncio", None)
-    for name in [n for n in __import__("sys").modules if n.startswith("kvxfer.scheduler.redis_")]:
-        monkeypatch.delitem(__import__("sys").modules, name)
+    for name in [name for name in sys.modules if name.startswith("kvxfer.scheduler.redis_")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
     with pytest.raises(NotBuilt, match=r"pip install 'kvxfer\[server\]'"):
         choice.make_registry("redis://r1", LeasePolicy())
