@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvxfer.cli.output import out
-from kvxfer.errors import NotBuilt
+from kvxfer.errors import InvalidArgument, NotBuilt
 
 if TYPE_CHECKING:
     from kvxfer.reference.worker.process import Ready
@@ -64,6 +64,13 @@ def worker(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of torch.", show_default="torch's choice")
     ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where it runs, as NAME=VALUE: zone, rack, host, numa. May be repeated.",
+            show_default="host=the host's name",
+        ),
+    ] = None,
     cluster_key_file: Annotated[
         Path | None,
         typer.Option(help="File that holds the cluster key; KVXFER_CLUSTER_KEY without it."),
@@ -107,6 +114,7 @@ def worker(
             else tuple(name.strip() for name in fabrics.split(",") if name.strip())
         ),
         threads=threads,
+        labels=dict(_label(text) for text in label or ()),
     )
 
     def announce(ready: Ready) -> None:
@@ -122,6 +130,13 @@ def worker(
             )
 
     asyncio.run(serve_worker(settings, announce))
+
+
+def _label(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise InvalidArgument(f"--label is {text!r}; write it as NAME=VALUE, such as zone=eu-1a")
+    return name, value
 
 
 def require_packages(what: str, packages: tuple[str, ...]) -> None:
