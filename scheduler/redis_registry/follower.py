@@ -37,7 +37,6 @@ class Follower:
         self._prefix = prefix
         self._header = header
         self._client = link.reader(block=_BLOCK_SECONDS)
-        self._trouble: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopping = self._doubted = False
 
@@ -61,18 +60,18 @@ class Follower:
         while not self._stopping:
             try:
                 await self._load()
-                self._note(None)
+                self._link.back()
                 while not (self._stopping or self._doubted):
                     await self._read()
                 self._doubted = False
             except LogBroken as broken:
                 _log.info("the log in Redis (%s) is loaded anew: %s", self._link.name, broken)
             except (RedisError, OSError, TimeoutError) as error:
-                self._note(trouble_of(error) or f"{type(error).__name__}: {error}")
+                self._link.bad(trouble_of(error) or f"{type(error).__name__}: {error}")
                 await asyncio.sleep(_RETRY_SECONDS)
             except Exception as error:
                 _log.exception("the log in Redis (%s) cannot be followed", self._link.name)
-                self._note(f"{type(error).__name__}: {error}")
+                self._link.bad(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def _load(self) -> None:
@@ -107,23 +106,7 @@ class Follower:
         for _, entries in answer:
             for entry_id, fields in entries:
                 self._mirror.apply(entry_id, fields)
-        self._note(None)
-
-    def _note(self, trouble: str | None) -> None:
-        if trouble is None:
-            if self._trouble is not None:
-                _log.warning("the registry in Redis (%s) is there", self._link.name)
-            self._link.good()
-        else:
-            if trouble != self._trouble:
-                _log.warning(
-                    "the registry in Redis (%s) cannot be reached: %s; reads are served from what "
-                    "was last known, anything else is answered 503",
-                    self._link.name,
-                    trouble,
-                )
-            self._link.bad(trouble)
-        self._trouble = trouble
+        self._link.good()
 
 
 async def _give_way(number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,6 +34,8 @@ _CONCURRENT_CALLS: Final = 64
 # What a server answers that is there but cannot serve now; other ResponseErrors are defects.
 _UNABLE: Final = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "NOPERM", "BUSY")
 
+_log = logging.getLogger("kvxfer.registry")
+
 
 class Link:
     """Belongs to one event loop.
@@ -46,6 +49,7 @@ class Link:
         self.timeout = timeout
         self.trouble: str | None = "not connected yet"
         self._good_at: float | None = None
+        self._told: str | None = None
         self._url = url
         self._client = url.client(timeout=timeout)
         self._gate = asyncio.Semaphore(_CONCURRENT_CALLS)
@@ -63,8 +67,24 @@ class Link:
         self.trouble = None
         self._good_at = time.monotonic()
 
+    def back(self) -> None:
+        """Redis is there, and what it holds was loaded."""
+        self.good()
+        if self._told is not None:
+            self._told = None
+            _log.warning("the registry in Redis (%s) is there", self.name)
+
     def bad(self, trouble: str) -> None:
+        """Redis is away, or cannot take what it was asked. Said once until it is back."""
         self.trouble = trouble
+        if trouble != self._told:
+            self._told = trouble
+            _log.warning(
+                "the registry in Redis (%s) cannot be reached: %s; reads are served from what was "
+                "last known, anything else is answered 503",
+                self.name,
+                trouble,
+            )
 
     def unavailable(self) -> ControlPlaneUnavailable:
         return ControlPlaneUnavailable(

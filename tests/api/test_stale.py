@@ -27,7 +27,7 @@ def redis() -> Iterator[RedisServer]:
 
 
 def control_plane(redis: RedisServer, *, lease: float = 60.0) -> RunningControlPlane:
-    registry = RedisRegistry(redis.url, LeasePolicy(lease), timeout=0.3)
+    registry = RedisRegistry(redis.url, LeasePolicy(lease))
     return RunningControlPlane(registry=registry, retry_after_seconds=2)
 
 

@@ -27,7 +27,7 @@ def server(request, clock):
     registry = None
     if request.param == "redis":
         url = request.getfixturevalue("empty_redis").url
-        registry = RedisRegistry(url, LeasePolicy(LEASE), clock=clock)
+        registry = RedisRegistry(url, LeasePolicy(LEASE), clock=clock, timeout=10)
     with RunningControlPlane(lease_seconds=LEASE, clock=clock, registry=registry) as running:
         yield running
 

@@ -53,7 +53,11 @@ async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
         case "redis":
             server = request.getfixturevalue("empty_redis")
             registry = RedisRegistry(
-                server.url, LeasePolicy(LEASE), clock=clock, feed_capacity=FEED_CAPACITY
+                server.url,
+                LeasePolicy(LEASE),
+                clock=clock,
+                feed_capacity=FEED_CAPACITY,
+                timeout=10,
             )
         case other:
             raise AssertionError(other)
