@@ -209,7 +209,7 @@ class ControlPlaneClient:
         model: str | None = None,
         prompt_tokens: int | None = None,
     ) -> OpenedTransfer:
-        """Reserves the least loaded pair, each argument as in `TransferRequest`.
+        """Reserves the best pair, each argument as in `TransferRequest`.
 
         Raises NoCapacity, whose `details["reasons"]` say what is missing, and PromptTooLong.
         """
