@@ -76,6 +76,10 @@ class Fleet:
         """As PairIndex.choose."""
         return self._index.choose(request)
 
+    def find(self, request: TransferRequest) -> Pair | None:
+        """As PairIndex.find."""
+        return self._index.find(request)
+
     def _count(self, transfer: Transfer, sign: int) -> None:
         for party, blocks in (
             (transfer.prefill, transfer.prefill_blocks),

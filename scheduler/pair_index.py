@@ -104,6 +104,13 @@ class PairIndex:
         loaded decode instance of its NUMA node, host, rack, zone and of all. Raises PromptTooLong
         where the prompt fits into no cache at all, and NoCapacity with the `reasons` otherwise.
         """
+        pair = self.find(request)
+        if pair is None:
+            raise refusal((entry.instance for entry in self._entries.values()), request)
+        return pair
+
+    def find(self, request: TransferRequest) -> Pair | None:
+        """As `choose`, with None where there is no pair: only the reasons take a look at all."""
         tokens = request.prompt_tokens or 0
         search = _Search(
             {
@@ -119,7 +126,7 @@ class PairIndex:
         )
         best = min((weight for weight in weights if weight is not None), default=None)
         if best is None:
-            raise refusal((e.instance for e in self._entries.values()), request)
+            return None
         prefill, decode = (self._entries[instance_id].instance for instance_id in best[2:])
         return Pair(prefill, decode, blocks_for(prefill, request), blocks_for(decode, request))
 

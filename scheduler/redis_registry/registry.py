@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Final, NoReturn
 
-from kvxfer.errors import ControlPlaneUnavailable, KvxferError, NoCapacity, PromptTooLong
+from kvxfer.errors import ControlPlaneUnavailable, KvxferError
 from kvxfer.instances import (
     Change,
     Instance,
@@ -148,8 +148,9 @@ class RedisRegistry(Registry):
 
     async def choose(self, request: TransferRequest) -> Pair:
         self._require_redis()
-        with suppress(NoCapacity, PromptTooLong):
-            return self._mirror.fleet.choose(request)
+        pair = self._mirror.fleet.find(request)
+        if pair is not None:
+            return pair
         await self._catch_up()
         self._require_redis()
         return self._mirror.fleet.choose(request)

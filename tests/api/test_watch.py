@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from kvxfer.api.schemas.instances import Change, Snapshot
 from kvxfer.event_stream import EventParser, ServerSentEvent
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
@@ -53,6 +54,8 @@ class Watch:
         event = self._events.pop(0)
         data = json.loads(event.data)
         assert event.id == str(data["id"])
+        schema = {"snapshot": Snapshot, "change": Change}[event.event]
+        assert json.loads(schema.model_validate(data).model_dump_json()) == data
         return event.event, data["id"], data
 
 
