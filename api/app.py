@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -19,12 +18,11 @@ from kvxfer.api.openapi import describe
 from kvxfer.api.request_log import LogRequests
 from kvxfer.api.routes import handshakes, instances, operations, scale, transfers, watch
 from kvxfer.api.settings import Settings
-from kvxfer.errors import KvxferError
+from kvxfer.api.staleness import MarkStale
+from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.scheduler.clock import Clock, SystemClock
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
-
-_log = logging.getLogger("kvxfer.api")
 
 
 def create_app(
@@ -34,7 +32,7 @@ def create_app(
     clock: Clock | None = None,
     autoscaler: Autoscaler | None = None,
 ) -> FastAPI:
-    """The control plane over `registry`, which it closes when it stops.
+    """The control plane over `registry`, which it opens when it starts and closes when it stops.
 
     `autoscaler` runs as long as the application, which closes it. Without one there is a plan by
     the default policy, made when it is asked for.
@@ -45,6 +43,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await registry.open()
         tasks = [asyncio.create_task(_sweep(registry, settings.sweep_seconds))]
         if autoscaler is not None:
             scaling = autoscaler.run(metrics.note_scaling, metrics.note_scaling_failure)
@@ -78,6 +77,7 @@ def create_app(
         app.include_router(router)
     problems.install(app, routers)
     app.add_middleware(LimitBodies, max_bytes=settings.max_body_bytes)
+    app.add_middleware(MarkStale, registry=registry)
     app.add_middleware(MeasureRequests, metrics=control_plane.metrics)
     app.add_middleware(LogRequests)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
@@ -87,7 +87,6 @@ def create_app(
 async def _sweep(registry: Registry, interval: float) -> None:
     while True:
         await asyncio.sleep(interval)
-        try:
+        # A registry that is away says so itself.
+        with suppress(ControlPlaneUnavailable):
             await registry.sweep()
-        except KvxferError as error:
-            _log.warning("leases could not be swept: %s", error)

@@ -30,4 +30,9 @@ def control_plane(request: Request) -> ControlPlane:
     return cast(ControlPlane, request.app.state.control_plane)
 
 
-ControlPlaneDep = Annotated[ControlPlane, Depends(control_plane)]
+async def _dependency(request: Request) -> ControlPlane:
+    # Of an `async def`: FastAPI would call any other in a thread, once per request.
+    return control_plane(request)
+
+
+ControlPlaneDep = Annotated[ControlPlane, Depends(_dependency)]

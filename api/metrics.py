@@ -57,6 +57,11 @@ class Metrics:
         self.watchers = Gauge(
             "kvxfer_watchers", "Watches that are open now.", registry=self._collectors
         )
+        self._stale = Gauge(
+            "kvxfer_registry_stale_seconds",
+            "Seconds since the registry was last heard of; 0 while it is there.",
+            registry=self._collectors,
+        )
 
         self.scale_wanted = Gauge(
             "kvxfer_scale_wanted_workers",
@@ -101,9 +106,10 @@ class Metrics:
         self.scale_leader.set(0)
         self.scale_failures.labels(code).inc()
 
-    def render(self, fleet: Statistics) -> bytes:
+    def render(self, fleet: Statistics, stale_seconds: float | None) -> bytes:
         """The exposition in the Prometheus text format, with the fleet as it is now."""
         self._fleet.now = fleet
+        self._stale.set(stale_seconds or 0)
         return generate_latest(self._collectors)
 
 

@@ -78,7 +78,7 @@ class InstanceSpec:
     num_blocks: int
     fabrics: tuple[str, ...] = ("local", "tcp")
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Free words about where it runs (zone, rack, host) for people and for pairing."""
+    """Where it runs: pairs that are near by zone, rack, host and numa are preferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

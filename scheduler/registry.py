@@ -21,7 +21,8 @@ from kvxfer.instances import (
     Role,
     Snapshot,
 )
-from kvxfer.transfers import Transfer
+from kvxfer.scheduler.pairing import Pair
+from kvxfer.transfers import Transfer, TransferRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,19 @@ class Registry(ABC):
     """Instances under leases, and the transfers that are reserved on them.
 
     Each step is atomic. An instance whose lease has run out is gone for every call that follows,
-    and so are its transfers. Any call raises ControlPlaneUnavailable where the registry cannot be
-    reached.
+    and so are its transfers. Where the registry cannot be reached, what changes something raises
+    ControlPlaneUnavailable, and what reads is answered from what was last known, if anything was:
+    `stale_seconds` says so.
     """
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Starts what the registry does by itself. Returns also where it cannot be reached yet."""
+
+    @property
+    @abstractmethod
+    def stale_seconds(self) -> float | None:
+        """None where reads are current, else the seconds since they were."""
 
     @abstractmethod
     async def register(
@@ -132,6 +143,13 @@ class Registry(ABC):
 
         Begins with a Snapshot where `after` is None or too old to go on from; one also comes in
         between when the reader was too slow. No change is left out or comes twice.
+        """
+
+    @abstractmethod
+    async def choose(self, request: TransferRequest) -> Pair:
+        """The pair that suits the request best, as PairIndex.choose; `reserve` has the last word.
+
+        What it looks at may be a moment old. Raises NoCapacity or PromptTooLong, which are not.
         """
 
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
+import msgspec
 from fastapi import APIRouter, Path, Query, Response
 
 from kvxfer.api.access import GuardedRoute, allow
@@ -52,7 +53,12 @@ async def register(body: RegisterInstance, app: ControlPlaneDep, response: Respo
     return Lease.model_validate(lease)
 
 
-@router.get("", summary="List", responses=responses(InvalidArgument, ControlPlaneUnavailable))
+@router.get(
+    "",
+    summary="List",
+    response_model=InstanceList,
+    responses=responses(InvalidArgument, ControlPlaneUnavailable),
+)
 @allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def list_instances(
     app: ControlPlaneDep,
@@ -61,17 +67,18 @@ async def list_instances(
     ] = None,
     model: Annotated[str | None, Query()] = None,
     state: Annotated[LiveState | None, Query()] = None,
-) -> InstanceList:
+) -> Response:
     """The live instances, ordered by id."""
-    return InstanceList(
-        instances=[
-            Instance.model_validate(instance)
-            for instance in await app.registry.instances()
-            if (role is None or instance.role.serves(role))
-            and model in (None, instance.model)
-            and state in (None, instance.state)
-        ]
-    )
+    listed = [
+        instance
+        for instance in await app.registry.instances()
+        if (role is None or instance.role.serves(role))
+        and model in (None, instance.model)
+        and state in (None, instance.state)
+    ]
+    # Records are known to be valid: through pydantic, a large fleet would hold up all others.
+    body = {"instances": listed, "stale_seconds": app.registry.stale_seconds}
+    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 @router.get(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse, RedirectResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from kvxfer.api.access import GuardedRoute, allow, public
 from kvxfer.api.context import ControlPlaneDep
@@ -22,6 +22,12 @@ class Health(BaseModel):
     status: Literal["ok"] = "ok"
 
 
+class Readiness(BaseModel):
+    status: Literal["ok", "stale"] = Field(
+        description="`stale`: the registry is away; reads tell what was last known, writes get 503."
+    )
+
+
 @router.get("/healthz", summary="Alive")
 @public
 async def healthz() -> Health:
@@ -31,12 +37,16 @@ async def healthz() -> Health:
 
 @router.get("/readyz", summary="Ready", responses=responses(ControlPlaneUnavailable))
 @public
-async def readyz(app: ControlPlaneDep) -> Health:
-    """Answers 503 while the registry cannot be reached or the process stops."""
+async def readyz(app: ControlPlaneDep) -> Readiness:
+    """Answers 503 where the process stops, or never reached its registry.
+
+    A registry that is away later makes it `stale`, not unready: every replica has the same one,
+    and none of them would be left to answer reads.
+    """
     if app.stopping.is_set():
         raise ControlPlaneUnavailable("the control plane is stopping; retry with another one")
     await app.registry.ping()
-    return Health()
+    return Readiness(status="ok" if app.registry.stale_seconds is None else "stale")
 
 
 @router.get(
@@ -48,7 +58,7 @@ async def readyz(app: ControlPlaneDep) -> Health:
 @allow(Scope.MONITOR, Scope.ADMIN)
 async def metrics(app: ControlPlaneDep) -> Response:
     """Metrics in the Prometheus text format."""
-    exposition = app.metrics.render(await app.registry.statistics())
+    exposition = app.metrics.render(await app.registry.statistics(), app.registry.stale_seconds)
     return Response(exposition, media_type=CONTENT_TYPE)
 
 

@@ -42,7 +42,7 @@ _TransferId = Annotated[TransferId, Path(max_length=128)]
 )
 @allow(Scope.ROUTER)
 async def open_(body: TransferRequest, app: ControlPlaneDep, response: Response) -> OpenedTransfer:
-    """Reserves the least loaded pair and returns it with a signed ticket for both workers.
+    """Reserves the best pair and returns it with a signed ticket for both workers.
 
     The reservation ends by DELETE, with `expires_at`, or when one of the two instances is gone.
     """

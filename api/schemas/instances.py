@@ -159,7 +159,10 @@ class _Spec(BaseModel):
         Field(
             default_factory=dict,
             max_length=64,
-            description="Where it runs: zone, rack, host, numa.",
+            description=(
+                "Where it runs: `zone`, `rack`, `host` and `numa` decide which pairs are near; any "
+                "other is for people."
+            ),
         )
     )
 
@@ -224,9 +227,17 @@ class Instance(_Spec):
 
 
 class InstanceList(BaseModel):
-    model_config = ConfigDict(json_schema_extra={"examples": [{"instances": [_INSTANCE]}]})
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"instances": [_INSTANCE], "stale_seconds": None}]}
+    )
 
     instances: list[Instance]
+    stale_seconds: float | None = Field(
+        description=(
+            "Null where the list is current; else the registry cannot be reached, and this is what "
+            "was known so many seconds ago."
+        )
+    )
 
 
 class Heartbeat(BaseModel):

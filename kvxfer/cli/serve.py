@@ -30,6 +30,15 @@ def serve(
         Path | None,
         typer.Option(help="File that holds the cluster key; KVXFER_CLUSTER_KEY without it."),
     ] = None,
+    registry: Annotated[
+        str,
+        typer.Option(
+            envvar="KVXFER_REGISTRY",
+            help="Where the fleet is kept: embedded (in this process), or the URL of a Redis that "
+            "several replicas share: redis://HOST:PORT/DB, "
+            "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB.",
+        ),
+    ] = "embedded",
     lease_seconds: Annotated[
         float, typer.Option(help="A worker without a heartbeat for this long is gone.")
     ] = 6.0,
@@ -119,7 +128,7 @@ def serve(
     from kvxfer.cluster_key import read_cluster_key
     from kvxfer.http_listener import bind, url_of
     from kvxfer.logs import configure_logging
-    from kvxfer.scheduler.embedded import EmbeddedRegistry
+    from kvxfer.scheduler.choice import make_leader, make_registry
     from kvxfer.scheduler.registry import LeasePolicy
     from kvxfer.scheduler.scaling.autoscaler import Autoscaler
     from kvxfer.scheduler.scaling.backends import make_backend
@@ -138,7 +147,7 @@ def serve(
         max_body_bytes=max_body_bytes,
     )
     tls = None if tls_cert is None else ServerTls(tls_cert, tls_key, tls_client_ca)
-    registry = EmbeddedRegistry(LeasePolicy(lease_seconds))
+    fleet = make_registry(registry, LeasePolicy(lease_seconds))
     scaling = None if scaling_policy is None else read_scaling_file(scaling_policy)
     listener = bind(host, port)
     if settings.tokens is None and not _is_loopback(listener.getsockname()[0]):
@@ -152,12 +161,13 @@ def serve(
     autoscaler = None
     if scaling is not None:
         autoscaler = Autoscaler(
-            registry,
+            fleet,
             scaling,
             policy_name=str(scaling_policy),
+            leader=make_leader(registry, interval=scaling.interval),
             backend=make_backend(
                 scaling.backend,
-                registry,
+                fleet,
                 control_plane=url_of(listener, tls=tls is not None),
                 cluster_key_file=cluster_key_file,
                 ticket_keys_file=ticket_keys_file,
@@ -171,7 +181,7 @@ def serve(
         else:
             out.print(f"kvxfer control plane at {url}, its API at {url}/docs", soft_wrap=True)
 
-    app = create_app(settings, registry, autoscaler=autoscaler)
+    app = create_app(settings, fleet, autoscaler=autoscaler)
     ControlPlaneServer(app, listener, announce, tls=tls).serve_forever()
 
 

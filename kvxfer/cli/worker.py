@@ -20,7 +20,7 @@ from kvxfer.cli.connection import (
 )
 from kvxfer.cli.output import out
 from kvxfer.cli.process_logs import LogFormatOption, LogLevelOption
-from kvxfer.errors import NotBuilt
+from kvxfer.errors import InvalidArgument, NotBuilt
 
 if TYPE_CHECKING:
     from kvxfer.reference.worker.process import Ready
@@ -64,6 +64,13 @@ def worker(
     ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of torch.", show_default="torch's choice")
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where it runs, as NAME=VALUE: zone, rack, host, numa. May be repeated.",
+            show_default="host=the host's name",
+        ),
     ] = None,
     cluster_key_file: Annotated[
         Path | None,
@@ -123,6 +130,7 @@ def worker(
             else tuple(name.strip() for name in fabrics.split(",") if name.strip())
         ),
         threads=threads,
+        labels=dict(_label(text) for text in label or ()),
     )
 
     def announce(ready: Ready) -> None:
@@ -138,6 +146,13 @@ def worker(
             )
 
     asyncio.run(serve_worker(settings, announce))
+
+
+def _label(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise InvalidArgument(f"--label is {text!r}; write it as NAME=VALUE, such as zone=eu-1a")
+    return name, value
 
 
 def require_packages(what: str, packages: tuple[str, ...]) -> None:

@@ -111,7 +111,7 @@ def open_transfer(
     model: str | None = None,
     prompt_tokens: int | None = None,
 ) -> Call[OpenedTransfer]:
-    """Reserves the least loaded pair, each argument as in `TransferRequest`.
+    """Reserves the best pair, each argument as in `TransferRequest`.
 
     Raises NoCapacity, whose `details["reasons"]` say what is missing, and PromptTooLong.
     """

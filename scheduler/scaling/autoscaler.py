@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from kvxfer.errors import KvxferError, NotLeader, ScalingFailed
+from kvxfer.errors import ControlPlaneUnavailable, KvxferError, NotLeader, ScalingFailed
 from kvxfer.instances import Role
 from kvxfer.scaling import ScalePlan
 from kvxfer.scheduler.clock import Clock, SystemClock
@@ -79,6 +79,10 @@ class Autoscaler:
         """
         await self._campaign()
         measurements = await self._measure()
+        if self._registry.stale_seconds is not None:
+            raise ControlPlaneUnavailable(
+                "the registry is away, and nothing is scaled by what was last known of the fleet"
+            )
         decision, after = decide(measurements, self.policy, self._state)
         plan = self._plan(measurements, decision)
         # A decision that then fails counts as one, too: its cooldown keeps it from being hammered.
@@ -95,12 +99,13 @@ class Autoscaler:
         return self._plan(measurements, decision)
 
     async def close(self) -> None:
-        """Resigns and closes the backend."""
+        """Resigns, and closes leader and backend."""
         try:
             async with asyncio.timeout(_RESIGN_SECONDS):
                 await self._leader.resign()
         except (KvxferError, TimeoutError) as error:
             _log.warning("the autoscaler's leadership ends with its time: %s", error)
+        await self._leader.close()
         if self._backend is not None:
             await self._backend.close()
 

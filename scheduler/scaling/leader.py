@@ -27,6 +27,10 @@ class Leader(ABC):
     async def resign(self) -> None:
         """Ends the term, so that another replica need not wait for its end."""
 
+    @abstractmethod
+    async def close(self) -> None:
+        """Lets go of what the election holds; resign before."""
+
 
 class OnlyReplica(Leader):
     """Leads always: the registry is in this process, so there is no other replica."""
@@ -38,4 +42,7 @@ class OnlyReplica(Leader):
         pass
 
     async def resign(self) -> None:
+        pass
+
+    async def close(self) -> None:
         pass

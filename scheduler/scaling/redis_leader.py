@@ -47,7 +47,10 @@ return 0
 
 
 class RedisLeader(Leader):
-    """Holds the lock for `seconds` after each `campaign`; call it a few times in that time."""
+    """Holds the lock for `seconds` after each `campaign`; call it a few times in that time.
+
+    Owns the client.
+    """
 
     def __init__(
         self, redis: Redis, *, seconds: float = 30.0, prefix: str = "kvxfer:{scaling}"
@@ -90,6 +93,9 @@ class RedisLeader(Leader):
         token, self._token = self._token, None
         if token is not None:
             await self._run(self._resign, [self._lock], [self._holding(token)])
+
+    async def close(self) -> None:
+        await self._redis.aclose()
 
     def _holding(self, token: int) -> str:
         return f"{self._replica} {token}"

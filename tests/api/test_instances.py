@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 
 import pytest
 
+from kvxfer.api.schemas.instances import InstanceList
 from kvxfer.instances import Load
 
 from .conftest import LEASE, join, problem, registration
@@ -103,7 +105,7 @@ async def test_registration_that_cannot_be_meant_names_the_member(api, change, f
     body = problem(answer, 422, "invalid-argument")
     assert body["field"] == field
     assert words in body["detail"]
-    assert (await api.get("/v1/instances")).json() == {"instances": []}
+    assert (await api.get("/v1/instances")).json() == {"instances": [], "stale_seconds": None}
 
 
 @pytest.mark.parametrize(
@@ -215,6 +217,18 @@ async def test_deregistration_takes_an_epoch(api):
     await join(api, "p")
     body = problem(await api.delete("/v1/instances/p"), 422, "invalid-argument")
     assert (body["field"], body["errors"][0]["location"]) == ("epoch", "query")
+
+
+async def test_listed_instances_are_as_the_schema_has_them(api):
+    await join(api, "p", labels={"zone": "ä"}, fabrics=("verbs", "tcp"))
+    lease = await join(api, "d", "decode")
+    beat = {"epoch": lease["epoch"], "load": {"running": 2}}
+    await api.put("/v1/instances/d/heartbeat", json=beat)
+    listed = (await api.get("/v1/instances")).json()
+    assert json.loads(InstanceList.model_validate(listed).model_dump_json()) == listed
+    assert listed["instances"] == [
+        (await api.get(f"/v1/instances/{name}")).json() for name in ("d", "p")
+    ]
 
 
 # --- what operators ask for ------------------------------------------------------------------

@@ -9,7 +9,7 @@ from kvxfer.errors import ScalingFailed
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
-from tests.control_plane import CLUSTER_KEY
+from tests.control_plane import CLUSTER_KEY, eventually
 
 from .conftest import join, problem
 from .test_metrics import scrape
@@ -70,8 +70,12 @@ async def test_rounds_show_in_the_metrics():
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kvxfer") as api,
     ):
-        while not (now := await scrape(api)).get(("kvxfer_scale_leader", ())):
-            pass
+
+        async def leads() -> float | None:
+            return (await scrape(api)).get(("kvxfer_scale_leader", ()))
+
+        await eventually(leads)
+        now = await scrape(api)
         for role, wanted in (("prefill", 2), ("decode", 3)):
             assert now["kvxfer_scale_wanted_workers", (("role", role),)] == wanted
             assert now["kvxfer_scale_current_workers", (("role", role),)] == 0

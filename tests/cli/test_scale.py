@@ -95,6 +95,27 @@ def test_bad_policy_keeps_serve_from_starting(tmp_path):
     assert "prefill: max is 0; write 1 or more" in " ".join(ended.stderr.split())
 
 
+def test_one_of_two_replicas_leads_and_the_other_takes_over(tmp_path: Path, empty_redis):
+    policy = tmp_path / "scaling.yaml"
+    policy.write_text("interval: 0.1\n")
+    options = ("--port", "0", "--json", "--registry", empty_redis.url)
+    options = (*options, "--scaling-policy", str(policy))
+
+    def leads(url: str) -> bool:
+        return bool(httpx.get(url + "/v1/scale/plan", trust_env=False).json()["leads"])
+
+    with serving(*options) as one, serving(*options) as other:
+        processes = {json.loads(first_line(p))["url"]: p for p in (one, other)}
+        deadline = time.monotonic() + 30
+        while not (leading := [url for url in processes if leads(url)]):
+            assert time.monotonic() < deadline
+        (leader,) = leading
+        processes.pop(leader).terminate()
+        (follower,) = processes
+        while not leads(follower):
+            assert time.monotonic() < deadline, "the term ends with the leader, not after 30 s"
+
+
 def test_serve_brings_its_own_workers_up_by_the_policy(tmp_path: Path):
     (tmp_path / "tokens").write_text("".join(f"{n} {n} token-of-the-{n}\n" for n in WHO))
     for name in WHO:

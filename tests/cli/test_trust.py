@@ -1,4 +1,5 @@
-"""A cluster of processes that trusts nobody by default: TLS both ways, tokens, ticket keys."""
+"""A cluster of processes that trusts nobody by default: TLS both ways, tokens, ticket keys; its
+fleet is in Redis."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.demo.router import Router
 from kvxfer.instances import Role
 from tests.certificates import Certificates, make_certificates
+from tests.redis_server import RedisServer
 
 from .test_worker import KVXFER, Process, environment, model  # noqa: F401 (a fixture)
 
@@ -58,7 +60,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, model: Path) -> Iterator[Cluster]:  # noqa: F811
+def cluster(tmp_path: Path, model: Path, empty_redis: RedisServer) -> Iterator[Cluster]:  # noqa: F811
     certificates = make_certificates(tmp_path / "tls")
     names = ("worker", "router", "admin")
     (tmp_path / "tokens").write_text("".join(f"{n} {n} token-of-the-{n}\n" for n in names))
@@ -72,6 +74,7 @@ def cluster(tmp_path: Path, model: Path) -> Iterator[Cluster]:  # noqa: F811
                 *("serve", "--port", "0", "--tokens-file", tmp_path / "tokens", *keys),
                 *("--tls-cert", certificates.server_cert, "--tls-key", certificates.server_key),
                 *("--tls-client-ca", certificates.ca_file, "--lease-seconds", "2"),
+                *("--registry", empty_redis.url),
             )
         )
         cluster = Cluster(tmp_path, certificates, server.ready["url"], {})

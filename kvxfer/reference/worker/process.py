@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import secrets
 import signal
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +60,8 @@ class WorkerSettings:
     """None takes all that this host has."""
     threads: int | None = None
     """Of torch; None takes torch's own choice."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Where it runs; `host` is this host's name where it is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
             layout=layout,
             num_blocks=settings.blocks,
             fabrics=engine.fabrics,
+            labels={"host": socket.gethostname(), **settings.labels},
         )
         registration = Registration(
             client,

@@ -17,8 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from kvxfer.http_listener import bind, url_of
-
-from .until import until
+from tests.control_plane import eventually
 
 TOKEN = "token of the service account"
 PATH = "/apis/{group}/{version}/namespaces/{namespace}/{plural}/{name}/scale"
@@ -122,7 +121,7 @@ async def running(api: KubernetesApi) -> AsyncIterator[KubernetesApi]:
     server = uvicorn.Server(uvicorn.Config(api.app, log_config=None, lifespan="off"))
     task = asyncio.create_task(server._serve([listener]))
     try:
-        await until(lambda: server.started)
+        await eventually(lambda: server.started)
         yield api
     finally:
         server.should_exit = True

@@ -11,18 +11,20 @@ from kubernetes_asyncio.client import Configuration
 from kvxfer.errors import ControlPlaneUnavailable, KvxferError, NotLeader, ScalingFailed
 from kvxfer.instances import InstanceState, Load
 from kvxfer.scaling import ScalePlan
+from kvxfer.scheduler.choice import make_leader
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.kubernetes import KubernetesBackend
 from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
 from kvxfer.scheduler.scaling.redis_leader import RedisLeader
-from tests.control_plane import FakeClock, worker
+from tests.control_plane import FakeClock, eventually, worker
+from tests.redis_server import RedisServer
 
 from .kubernetes_api import TOKEN, KubernetesApi, running
 from .test_kubernetes import CONFIG, LWS
 from .test_redis_leader import unanswered
-from .until import until
 
 POLICY = ScalingPolicy(
     interval=0.01,
@@ -152,10 +154,10 @@ async def test_rounds_that_fail_are_told_once_and_tried_again(registry, clock, a
     plans: list[ScalePlan] = []
     failures: list[KvxferError | TimeoutError] = []
     loop = asyncio.create_task(autoscaler.run(plans.append, failures.append))
-    await until(lambda: len(failures) >= 3)
+    await eventually(lambda: len(failures) >= 3)
     assert (plans, api.writes) == ([], [])
     api.fail_with = None
-    await until(lambda: len(plans) > 0)
+    await eventually(lambda: len(plans) > 0)
     loop.cancel()
     assert api.writes == [("prefill", 2)]
     assert all(isinstance(failure, ScalingFailed) for failure in failures)
@@ -184,22 +186,49 @@ async def test_without_redis_nothing_is_applied(registry, clock, api):
 
 
 async def test_redis_that_is_killed_with_its_data_costs_the_lead_until_it_is_back(
-    registry, clock, api, redis_server, redis
+    registry, clock, api
 ):
-    leader = RedisLeader(unanswered(redis_server.port))
-    autoscaler = Autoscaler(registry, POLICY, backend=kubernetes(api), leader=leader, clock=clock)
-    assert (await autoscaler.round()).leads
-    before = await leader.campaign()
-    redis_server.kill()
-    try:
+    with RedisServer() as server:
+        leader = make_leader(server.url, interval=POLICY.interval)
+        autoscaler = Autoscaler(
+            registry, POLICY, backend=kubernetes(api), leader=leader, clock=clock
+        )
+        assert (await autoscaler.round()).leads
+        before = await leader.campaign()
+        server.kill()
         with pytest.raises(ControlPlaneUnavailable):
             await autoscaler.round()
         assert not (await autoscaler.plan()).leads
-    finally:
-        redis_server.start()
-    assert (await autoscaler.round()).leads
-    assert await leader.campaign() > before
-    await autoscaler.close()
+        server.start()
+        assert (await autoscaler.round()).leads
+        assert await leader.campaign() > before
+        await autoscaler.close()
+
+
+async def test_nothing_is_scaled_by_what_was_last_known_of_the_fleet(clock, api):
+    with RedisServer() as server:
+        registry = RedisRegistry(server.url, LeasePolicy(10_000), clock=clock)
+        await registry.open()
+        for name, role in (("p", "prefill"), ("d", "decode")):
+            lease = await registry.register(worker(name, role), state=InstanceState.READY)
+            await registry.heartbeat(name, lease.epoch, load=Load(running=7))
+        autoscaler = Autoscaler(registry, POLICY, backend=kubernetes(api), clock=clock)
+        server.kill()
+        with pytest.raises(ControlPlaneUnavailable, match="the registry is away"):
+            await autoscaler.round()
+        assert api.writes == []
+        assert (await autoscaler.plan()).prefill.wanted == 2, "the plan is of what was known"
+        await autoscaler.close()
+        await registry.close()
+
+
+@pytest.mark.parametrize(("interval", "seconds"), [(1, 30), (60, 180)])
+async def test_term_outlives_a_round_that_is_late(empty_redis, redis, interval, seconds):
+    leader = make_leader(empty_redis.url, interval=interval)
+    assert await leader.campaign()
+    left = await redis.pttl("kvxfer:{scaling}:leader")
+    assert seconds - 10 < left / 1000 <= seconds
+    await leader.close()
 
 
 async def test_requested_is_what_the_backend_was_asked_for(registry, clock, api):

@@ -11,9 +11,7 @@ from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import Instance, InstanceState, Lease, Load
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.drain import drain
-from tests.control_plane import worker
-
-from .until import until
+from tests.control_plane import eventually, worker
 
 
 @pytest.fixture
@@ -32,7 +30,7 @@ async def draining(registry: EmbeddedRegistry) -> None:
     async def is_draining() -> bool:
         return (await registry.instance("d")).state is InstanceState.DRAINING
 
-    await until(is_draining)
+    await eventually(is_draining)
 
 
 async def test_it_ends_when_the_worker_has_left(registry, lease):

@@ -13,8 +13,7 @@ from redis.backoff import NoBackoff
 from kvxfer.errors import ControlPlaneUnavailable, NotLeader
 from kvxfer.scheduler.scaling import redis_leader
 from kvxfer.scheduler.scaling.redis_leader import RedisLeader
-
-from .until import until
+from tests.control_plane import eventually
 
 LOCK = "kvxfer:{scaling}:leader"
 
@@ -50,7 +49,7 @@ async def test_lock_ends_by_itself(redis):
     async def is_free() -> bool:
         return not await redis.exists(LOCK)
 
-    await until(is_free)
+    await eventually(is_free)
     with pytest.raises(NotLeader, match="nobody does"):
         await leader.confirm(token)
 
