@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -11,31 +10,52 @@ from functools import partial
 from fastapi import FastAPI
 
 from kvxfer.api import problems
+from kvxfer.api.access import Guard, GuardedRoute
+from kvxfer.api.body_limit import LimitBodies
 from kvxfer.api.context import ControlPlane
 from kvxfer.api.metrics import MeasureRequests, Metrics
 from kvxfer.api.openapi import describe
-from kvxfer.api.routes import handshakes, instances, operations, transfers, watch
+from kvxfer.api.request_log import LogRequests
+from kvxfer.api.routes import handshakes, instances, operations, scale, transfers, watch
 from kvxfer.api.settings import Settings
-from kvxfer.errors import KvxferError
+from kvxfer.api.staleness import MarkStale
+from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.scheduler.clock import Clock, SystemClock
 from kvxfer.scheduler.registry import Registry
+from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 
-_log = logging.getLogger("kvxfer.api")
 
+def create_app(
+    settings: Settings,
+    registry: Registry,
+    *,
+    clock: Clock | None = None,
+    autoscaler: Autoscaler | None = None,
+) -> FastAPI:
+    """The control plane over `registry`, which it opens when it starts and closes when it stops.
 
-def create_app(settings: Settings, registry: Registry, *, clock: Clock | None = None) -> FastAPI:
-    """The control plane over `registry`, which it closes when it stops."""
-    control_plane = ControlPlane(settings, registry, clock or SystemClock(), Metrics())
+    `autoscaler` runs as long as the application, which closes it. Without one there is a plan by
+    the default policy, made when it is asked for.
+    """
+    clock, metrics = clock or SystemClock(), Metrics()
+    planner = autoscaler or Autoscaler(registry, clock=clock)
+    control_plane = ControlPlane(settings, registry, clock, metrics, planner)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        sweeper = asyncio.create_task(_sweep(registry, settings.sweep_seconds))
+        await registry.open()
+        tasks = [asyncio.create_task(_sweep(registry, settings.sweep_seconds))]
+        if autoscaler is not None:
+            scaling = autoscaler.run(metrics.note_scaling, metrics.note_scaling_failure)
+            tasks.append(asyncio.create_task(scaling))
         try:
             yield
         finally:
-            sweeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await sweeper
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+            await planner.close()
             await registry.close()
 
     app = FastAPI(
@@ -48,12 +68,18 @@ def create_app(settings: Settings, registry: Registry, *, clock: Clock | None = 
         lifespan=lifespan,
     )
     app.state.control_plane = control_plane
+    app.state.guard = Guard(settings, control_plane.clock)
     # `watch` comes first: to the route of one instance it would be an id.
-    routers = [m.router for m in (watch, instances, handshakes, transfers, operations)]
+    routers = [m.router for m in (watch, instances, handshakes, transfers, scale, operations)]
     for router in routers:
+        if unguarded := [r for r in router.routes if not isinstance(r, GuardedRoute)]:
+            raise TypeError(f"{unguarded[0]} is open to all: make its router of GuardedRoute")
         app.include_router(router)
     problems.install(app, routers)
+    app.add_middleware(LimitBodies, max_bytes=settings.max_body_bytes)
+    app.add_middleware(MarkStale, registry=registry)
     app.add_middleware(MeasureRequests, metrics=control_plane.metrics)
+    app.add_middleware(LogRequests)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app
 
@@ -61,7 +87,6 @@ def create_app(settings: Settings, registry: Registry, *, clock: Clock | None = 
 async def _sweep(registry: Registry, interval: float) -> None:
     while True:
         await asyncio.sleep(interval)
-        try:
+        # A registry that is away says so itself.
+        with suppress(ControlPlaneUnavailable):
             await registry.sweep()
-        except KvxferError as error:
-            _log.warning("leases could not be swept: %s", error)

@@ -12,6 +12,7 @@ from kvxfer.api.metrics import Metrics
 from kvxfer.api.settings import Settings
 from kvxfer.scheduler.clock import Clock
 from kvxfer.scheduler.registry import Registry
+from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class ControlPlane:
     registry: Registry
     clock: Clock
     metrics: Metrics
+    autoscaler: Autoscaler
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop: watches end, readiness is refused."""
 
@@ -28,4 +30,9 @@ def control_plane(request: Request) -> ControlPlane:
     return cast(ControlPlane, request.app.state.control_plane)
 
 
-ControlPlaneDep = Annotated[ControlPlane, Depends(control_plane)]
+async def _dependency(request: Request) -> ControlPlane:
+    # Of an `async def`: FastAPI would call any other in a thread, once per request.
+    return control_plane(request)
+
+
+ControlPlaneDep = Annotated[ControlPlane, Depends(_dependency)]

@@ -19,6 +19,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvxfer.errors import DeadlineExceeded, KvxferError
+from kvxfer.scaling import ScalePlan
 from kvxfer.scheduler.registry import Statistics, TransferEnd
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -55,10 +57,59 @@ class Metrics:
         self.watchers = Gauge(
             "kvxfer_watchers", "Watches that are open now.", registry=self._collectors
         )
+        self._stale = Gauge(
+            "kvxfer_registry_stale_seconds",
+            "Seconds since the registry was last heard of; 0 while it is there.",
+            registry=self._collectors,
+        )
 
-    def render(self, fleet: Statistics) -> bytes:
+        self.scale_wanted = Gauge(
+            "kvxfer_scale_wanted_workers",
+            "Workers that the last decision wants.",
+            ("role",),
+            registry=self._collectors,
+        )
+        self.scale_current = Gauge(
+            "kvxfer_scale_current_workers",
+            "Workers that there were or that were asked for at the last decision.",
+            ("role",),
+            registry=self._collectors,
+        )
+        self.scale_decisions = Counter(
+            "kvxfer_scale_decisions",
+            "Decisions of this replica, whether or not it leads.",
+            ("role", "direction"),
+            registry=self._collectors,
+        )
+        self.scale_failures = Counter(
+            "kvxfer_scale_failures",
+            "Rounds of the autoscaler that failed, by the code of the error.",
+            ("code",),
+            registry=self._collectors,
+        )
+        self.scale_leader = Gauge(
+            "kvxfer_scale_leader",
+            "1 where this replica applies its decisions.",
+            registry=self._collectors,
+        )
+
+    def note_scaling(self, plan: ScalePlan) -> None:
+        """A round of the autoscaler that went well."""
+        self.scale_leader.set(plan.leads)
+        for decision in (plan.prefill, plan.decode):
+            self.scale_wanted.labels(decision.role).set(decision.wanted)
+            self.scale_current.labels(decision.role).set(decision.current)
+            self.scale_decisions.labels(decision.role, decision.direction).inc()
+
+    def note_scaling_failure(self, error: KvxferError | TimeoutError) -> None:
+        code = error.code if isinstance(error, KvxferError) else DeadlineExceeded.code
+        self.scale_leader.set(0)
+        self.scale_failures.labels(code).inc()
+
+    def render(self, fleet: Statistics, stale_seconds: float | None) -> bytes:
         """The exposition in the Prometheus text format, with the fleet as it is now."""
         self._fleet.now = fleet
+        self._stale.set(stale_seconds or 0)
         return generate_latest(self._collectors)
 
 

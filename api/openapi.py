@@ -11,8 +11,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from kvxfer.api.access import SECURITY_SCHEME
 from kvxfer.api.schemas.instances import Change, Snapshot
 from kvxfer.api.schemas.problem import Problem
+from kvxfer.api.staleness import DESCRIPTION, HEADER
 
 # Named by responses that FastAPI does not derive from a return type.
 _FURTHER_MODELS = (Change, Snapshot, Problem)
@@ -28,10 +30,22 @@ def describe(app: FastAPI) -> dict[str, Any]:
             [(model, "serialization") for model in _FURTHER_MODELS],
             ref_template="#/components/schemas/{model}",
         )
+        for path, operations in schema["paths"].items():
+            if path.startswith("/v1/") and "get" in operations:
+                operations["get"]["responses"]["200"]["headers"] = {
+                    HEADER: {"description": DESCRIPTION, "schema": {"type": "number"}}
+                }
         components = schema["components"]["schemas"]
         for name, model in further["$defs"].items():
             components.setdefault(name, model)
         schema["components"]["schemas"] = dict(sorted(components.items()))
+        schema["components"]["securitySchemes"] = {
+            SECURITY_SCHEME: {
+                "type": "http",
+                "scheme": "bearer",
+                "description": "A token with any one of the scopes that a route names.",
+            }
+        }
         app.openapi_schema = schema
     return app.openapi_schema
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Final, cast
@@ -15,20 +16,27 @@ from starlette.exceptions import HTTPException
 
 from kvxfer.api.context import control_plane
 from kvxfer.errors import (
+    BodyTooLarge,
     ControlPlaneError,
     ControlPlaneUnavailable,
+    Forbidden,
     InstanceExists,
     InvalidArgument,
     KvxferError,
     LayoutMismatch,
     NoCapacity,
     PromptTooLong,
+    RateLimited,
+    ScalingFailed,
     StaleEpoch,
+    Unauthenticated,
     UnknownInstance,
     UnknownTransfer,
 )
 
 MEDIA_TYPE: Final = "application/problem+json"
+REQUEST_ID_HEADER: Final = "X-Request-ID"
+REQUEST_ID_KEY: Final = "kvxfer.request_id"
 
 _STATUS: Final[dict[type[KvxferError], int]] = {
     InvalidArgument: 422,
@@ -38,8 +46,13 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     StaleEpoch: 409,
     UnknownInstance: 404,
     UnknownTransfer: 404,
+    Unauthenticated: 401,
+    Forbidden: 403,
+    BodyTooLarge: 413,
+    RateLimited: 429,
     NoCapacity: 503,
     ControlPlaneUnavailable: 503,
+    ScalingFailed: 502,
 }
 # Members of an error that documentation can show; answers carry the real ones.
 _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
@@ -93,6 +106,22 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "reasons": ["no decode instance of model 'llama-3.2-3b' is ready (1 draining)"],
     },
     ControlPlaneUnavailable: {"detail": "the control plane is stopping; retry with another one"},
+    Unauthenticated: {
+        "detail": "the control plane does not know this token; ask its operator for a new one"
+    },
+    Forbidden: {
+        "detail": "POST /v1/transfers takes a token with scope router; that of 'node-5' has worker",
+        "scopes": ["router"],
+    },
+    RateLimited: {
+        "detail": "too many requests from 'router-1' at 10.0.0.9; come again in 0.012 s",
+        "retry_after_seconds": 0.012,
+    },
+    BodyTooLarge: {"detail": "the body is larger than the 1048576 bytes that are read"},
+    ScalingFailed: {
+        "detail": "Kubernetes did not read deployments.apps llm/prefill: HTTP 403 Forbidden; give "
+        "the service account get and update on its /scale"
+    },
 }
 
 _log = logging.getLogger("kvxfer.api")
@@ -115,9 +144,18 @@ def install(app: FastAPI, routers: Sequence[APIRouter]) -> None:
 
     @app.exception_handler(Exception)
     async def _internal(request: Request, error: Exception) -> Response:
-        _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        # This answer is made outside of all middleware.
+        request_id = request.scope.get(REQUEST_ID_KEY, "")
+        _log.error(
+            "%s %s failed",
+            request.method,
+            request.url.path,
+            exc_info=error,
+            extra={"request_id": request_id},
+        )
         detail = "the control plane failed at this request; its log says why"
-        return _answer(request, 500, "internal-error", detail)
+        headers = {REQUEST_ID_HEADER: request_id}
+        return _answer(request, 500, "internal-error", detail, headers=headers)
 
 
 def responses(*errors: type[KvxferError]) -> dict[int | str, dict[str, Any]]:
@@ -170,6 +208,8 @@ def _answer(
 ) -> Response:
     control_plane(request).metrics.errors.labels(code).inc()
     body = _members(status, code, detail, request.url.path)
+    if request_id := request.scope.get(REQUEST_ID_KEY):
+        body["request_id"] = request_id
     # A member of the error never takes the place of one that RFC 9457 defines.
     body.update({name: value for name, value in (members or {}).items() if name not in body})
     # ASCII: a member's name that the request made up may be no text that UTF-8 can hold.
@@ -183,10 +223,24 @@ def _answer_error(request: Request, error: KvxferError) -> Response:
         members = error.details
     elif isinstance(error, LayoutMismatch):
         members = {"field": error.field, "prefill": error.prefill, "decode": error.decode}
-    headers = {}
-    if status == HTTPStatus.SERVICE_UNAVAILABLE:
-        headers["Retry-After"] = str(control_plane(request).settings.retry_after_seconds)
+    headers = _headers(request, error, status)
     return _answer(request, status, error.code, str(error), members=members, headers=headers)
+
+
+def _headers(request: Request, error: KvxferError, status: int) -> dict[str, str]:
+    match error:
+        case Unauthenticated(details={"invalid_token": True}):
+            return {"WWW-Authenticate": 'Bearer realm="kvxfer", error="invalid_token"'}
+        case Unauthenticated():
+            return {"WWW-Authenticate": 'Bearer realm="kvxfer"'}
+        case Forbidden(details={"scopes": [*scopes]}):
+            wanted = " ".join(map(str, scopes))
+            return {"WWW-Authenticate": f'Bearer error="insufficient_scope", scope="{wanted}"'}
+        case RateLimited(details={"retry_after_seconds": float(seconds)}):
+            return {"Retry-After": str(math.ceil(seconds))}
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return {"Retry-After": str(control_plane(request).settings.retry_after_seconds)}
+    return {}
 
 
 def _answer_invalid(request: Request, error: RequestValidationError) -> Response:
@@ -226,6 +280,14 @@ def _answer_http(request: Request, error: HTTPException, routers: Sequence[APIRo
     detail, headers = str(error.detail), dict(error.headers or {})
     if status is HTTPStatus.NOT_FOUND:
         detail = f"there is no {request.url.path} here; /docs lists what there is"
+    elif status is HTTPStatus.BAD_REQUEST:
+        # FastAPI could not decode the body; broken JSON in UTF-8 comes as invalid.
+        status, code = HTTPStatus.UNPROCESSABLE_ENTITY, InvalidArgument.code
+        detail = "the body is no JSON text in UTF-8"
+    elif status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        code = BodyTooLarge.code
+        limit = control_plane(request).settings.max_body_bytes
+        detail = f"the body is larger than the {limit} bytes that are read"
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
         # Starlette names the methods of one route only; a path may have several.
         allowed = headers["Allow"] = ", ".join(_methods(request.url.path, routers))

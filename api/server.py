@@ -12,20 +12,28 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvxfer.api.context import ControlPlane
+from kvxfer.api.tls import ServerTls
 from kvxfer.http_listener import BACKLOG, url_of
 
 _STOP_SECONDS: Final = 5
+_TICKS_PER_TLS_CHECK: Final = 10  # uvicorn ticks every 0.1 s
 
 
 class ControlPlaneServer(uvicorn.Server):
     """Serves one application on one bound socket.
 
     `announce` is called with the URL once connections are accepted. SIGTERM and SIGINT end `run`
-    normally: watches are closed, requests under way are answered, for at most 5 s.
+    normally: watches are closed, requests under way are answered, for at most 5 s. With `tls` it
+    speaks HTTPS only.
     """
 
     def __init__(
-        self, app: FastAPI, listener: socket.socket, announce: Callable[[str], None]
+        self,
+        app: FastAPI,
+        listener: socket.socket,
+        announce: Callable[[str], None],
+        *,
+        tls: ServerTls | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -41,6 +49,10 @@ class ControlPlaneServer(uvicorn.Server):
         self._control_plane: ControlPlane = app.state.control_plane
         self._listener = listener
         self._announce = announce
+        self._tls = tls
+        if tls is not None:
+            self.config.load()
+            self.config.ssl = tls.context
 
     def serve_forever(self) -> None:
         """Blocks until a signal, or `should_exit`, ends it."""
@@ -49,7 +61,12 @@ class ControlPlaneServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
-            self._announce(url_of(self._listener))
+            self._announce(url_of(self._listener, tls=self._tls is not None))
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._tls is not None and counter % _TICKS_PER_TLS_CHECK == 0:
+            self._tls.refresh()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # A watch would keep its connection open for ever.

@@ -230,7 +230,8 @@ class ControlPlaneError(KvxferError):
     """The control plane refused or failed a request.
 
     `details` are further facts by name, such as the `reasons` of NoCapacity; over REST they are
-    the extension members of the problem document.
+    the extension members of the problem document. `request_id` is what the logs of the control
+    plane call the request, where it came to one.
     """
 
     code = "control-plane-error"
@@ -238,6 +239,7 @@ class ControlPlaneError(KvxferError):
     def __init__(self, message: str, **details: object) -> None:
         super().__init__(message)
         self.details = details
+        self.request_id: str | None = None
 
 
 class ControlPlaneUnavailable(ControlPlaneError):
@@ -268,6 +270,49 @@ class NoCapacity(ControlPlaneError):
 
 class UnknownTransfer(ControlPlaneError):
     code = "unknown-transfer"
+
+
+class Unauthenticated(ControlPlaneError):
+    """The request carries no bearer token, or one that the control plane does not know."""
+
+    code = "unauthenticated"
+
+
+class Forbidden(ControlPlaneError):
+    """The token is known, but has none of the scopes that the route takes."""
+
+    code = "forbidden"
+
+
+class RateLimited(ControlPlaneError):
+    """This caller sends more requests than it may; `details["retry_after_seconds"]` says when."""
+
+    code = "rate-limited"
+
+
+class BodyTooLarge(ControlPlaneError):
+    code = "body-too-large"
+
+
+class UntrustedCertificate(ControlPlaneError):
+    """TLS failed: one side does not accept the certificate of the other."""
+
+    code = "untrusted-certificate"
+
+
+# --- scaling ---------------------------------------------------------------------------------
+
+
+class ScalingFailed(KvxferError):
+    """A scaling decision could not be carried out."""
+
+    code = "scaling-failed"
+
+
+class NotLeader(KvxferError):
+    """Another control-plane replica leads the autoscaling by now; nothing was written."""
+
+    code = "not-leader"
 
 
 def by_code(code: str) -> type[KvxferError]:

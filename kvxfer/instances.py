@@ -44,6 +44,15 @@ class Load:
     """Requests that are queued."""
     free_blocks: int | None = None
     """KV blocks that are free now; None where the worker does not count them."""
+    requests_per_second: float | None = None
+    """Requests that arrive, over the last minute or so. This one and those below feed the
+    autoscaler; None where the worker does not measure them."""
+    tokens_per_second: float | None = None
+    """Tokens of prompts that arrive at prefill, of output that decode emits."""
+    ttft_p90: float | None = None
+    """90th percentile of the seconds to the first token."""
+    itl_p90: float | None = None
+    """90th percentile of the seconds between two tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +78,7 @@ class InstanceSpec:
     num_blocks: int
     fabrics: tuple[str, ...] = ("local", "tcp")
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Free words about where it runs (zone, rack, host) for people and for pairing."""
+    """Where it runs: pairs that are near by zone, rack, host and numa are preferred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +92,8 @@ class Instance(InstanceSpec):
     heartbeat_at: float
     load: Load = field(default_factory=Load)
     reserved: Reserved = field(default_factory=Reserved)
+    drain_deadline: float | None = None
+    """Until when it may finish what it has; None where nobody has asked it to drain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +108,12 @@ class Lease:
     """Without a heartbeat for this long the instance is gone."""
     heartbeat_interval: float
     """Seconds between the heartbeats that the control plane would like."""
+    role: Role
+    """As the control plane holds it: another one than before tells a worker to change sides."""
+    reserved: Reserved
+    """What open transfers hold of the instance: requests that may still be on their way to it."""
+    drain_seconds: float | None = None
+    """How long a worker that is drained may still take; None where nobody has asked it to."""
 
 
 class ChangeCause(StrEnum):
@@ -104,6 +121,7 @@ class ChangeCause(StrEnum):
 
     REGISTERED = "registered"
     STATE_CHANGED = "state-changed"
+    ROLE_CHANGED = "role-changed"
     DEREGISTERED = "deregistered"
     LEASE_EXPIRED = "lease-expired"
 

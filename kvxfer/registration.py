@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
-from kvxfer.client import ControlPlaneClient
+from kvxfer.client import ControlPlaneClient, calls
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InstanceExists,
     KvxferError,
+    RateLimited,
     StaleEpoch,
 )
-from kvxfer.instances import InstanceSpec, InstanceState, Lease, Load
+from kvxfer.instances import InstanceSpec, InstanceState, Lease, Load, Role
 
 _log = logging.getLogger("kvxfer.registration")
 
 _RETRY_SECONDS: Final = 0.25
 _GOODBYE_SECONDS: Final = 2.0
+# The client's own attempts at one step; after that the trouble is told and the next step comes.
+_STEP_SECONDS: Final = 2.0
+# Part of an interval by which heartbeats come sooner, so that a fleet does not beat in step.
+_JITTER: Final = 0.1
 
 
 class Registration:
@@ -30,7 +37,8 @@ class Registration:
 
     `load` is called before each heartbeat. `on_epoch` is called with the epoch of each
     registration: the first one, and each later one after a lease was lost, which happens when this
-    process was frozen for longer than its lease or the control plane forgot it.
+    process was frozen for longer than its lease or the control plane forgot it. `on_role` is called
+    with the role that an operator gives this instance; it keeps that role over a lost lease.
 
     While the control plane is away the worker keeps working, and is back in the fleet within one
     heartbeat interval of its return.
@@ -48,6 +56,7 @@ class Registration:
         state: InstanceState = InstanceState.READY,
         load: Callable[[], Load] | None = None,
         on_epoch: Callable[[int], None] | None = None,
+        on_role: Callable[[Role], None] | None = None,
         patience: float = 10.0,
     ) -> None:
         self._client = client
@@ -55,6 +64,7 @@ class Registration:
         self._state = state
         self._load = load
         self._on_epoch = on_epoch
+        self._on_role = on_role
         self._patience = patience
         self._incarnation = uuid.uuid4().hex
         self._lease: Lease | None = None
@@ -63,6 +73,8 @@ class Registration:
         self._step = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._trouble: str | None = None
+        self._drain_deadline: float | None = None
+        self._drained = asyncio.Event()
 
     @property
     def instance_id(self) -> str:
@@ -82,6 +94,19 @@ class Registration:
     def state(self) -> InstanceState:
         """The state as last asked for here, or a later one that the control plane set."""
         return self._state
+
+    @property
+    def role(self) -> Role:
+        """The role as registered, or a later one that the control plane set."""
+        return self._spec.role
+
+    async def drained(self) -> None:
+        """Returns when the control plane has drained this instance: it is time to leave.
+
+        That is when no transfer and no request is left, as far as `load` counts them, or when the
+        deadline of the drain has passed.
+        """
+        await self._drained.wait()
 
     async def __aenter__(self) -> Self:
         await self._join()
@@ -135,7 +160,7 @@ class Registration:
                 async with self._step:
                     await self._register()
                 return
-            except ControlPlaneUnavailable as error:
+            except (ControlPlaneUnavailable, RateLimited) as error:
                 if clock() + _RETRY_SECONDS > give_up:
                     raise
                 self._note_trouble(str(error))
@@ -154,9 +179,10 @@ class Registration:
 
     async def _keep(self) -> None:
         while True:
-            await asyncio.sleep(self._interval)
+            await asyncio.sleep(self._interval * (1 - random.uniform(0, _JITTER)))  # noqa: S311
             try:
                 await self.heartbeat()
+                self._look_at_drain()
             except Exception:
                 # What a callback of the worker raises must not cost it its lease.
                 _log.exception("a heartbeat of instance %s failed", self.instance_id)
@@ -165,11 +191,14 @@ class Registration:
         if self._lease is not None:
             try:
                 self._hold(
-                    await self._client.heartbeat(
-                        self.instance_id,
-                        self._epoch,
-                        state=self._state,
-                        load=self._current_load(),
+                    await self._client.send(
+                        calls.heartbeat(
+                            self.instance_id,
+                            self._epoch,
+                            state=self._state,
+                            load=self._current_load(),
+                        ),
+                        deadline=_STEP_SECONDS,
                     )
                 )
                 return
@@ -181,7 +210,10 @@ class Registration:
     async def _register(self) -> None:
         # A lease begins as joining or ready; what comes after is said by a heartbeat.
         begin = min(self._state, InstanceState.READY, key=list(InstanceState).index)
-        lease = await self._client.register(self._spec, state=begin, incarnation=self._incarnation)
+        lease = await self._client.send(
+            calls.register(self._spec, state=begin, incarnation=self._incarnation),
+            deadline=_STEP_SECONDS,
+        )
         self._epoch = lease.epoch
         self._hold(lease)
         if self._on_epoch is not None:
@@ -195,6 +227,21 @@ class Registration:
         self._lease = lease
         self._interval = lease.heartbeat_interval
         self._state = self._state.advanced_to(lease.state)
+        if lease.drain_seconds is not None:
+            self._drain_deadline = asyncio.get_running_loop().time() + lease.drain_seconds
+        if lease.role is not self._spec.role:
+            self._spec = replace(self._spec, role=lease.role)
+            if self._on_role is not None:
+                self._on_role(lease.role)
+
+    def _look_at_drain(self) -> None:
+        if self._drain_deadline is None:
+            return
+        load = self._current_load() or Load()
+        expected = 0 if self._lease is None else self._lease.reserved.transfers
+        idle = not (load.running or load.waiting or expected)
+        if idle or asyncio.get_running_loop().time() >= self._drain_deadline:
+            self._drained.set()
 
     def _current_load(self) -> Load | None:
         if self._load is None:

@@ -1,7 +1,8 @@
 """The ticket of one transfer: a signed promise that a pair may exchange the KV cache of a request.
 
 A JWT (RFC 7519) with HS256. The control plane signs it, both workers verify it; the router that
-carries it can neither make nor change one.
+carries it can neither make nor change one. Its `kid` says which key signed it, so that keys can be
+exchanged while tickets are under way.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Final
 
 import jwt
 import msgspec
 
 from kvxfer.cluster_key import as_cluster_key
-from kvxfer.errors import TicketExpired, TicketInvalid
+from kvxfer.errors import InvalidArgument, TicketExpired, TicketInvalid
+from kvxfer.watched_file import WatchedFile
 
 _ALGORITHM: Final = "HS256"
 _ISSUER: Final = "kvxfer"
 _KEY_PURPOSE: Final = b"kvxfer ticket"
+_KEY_ID_PURPOSE: Final = b"kvxfer ticket key id"
 _MAX_LENGTH: Final = 4096
 
 
@@ -37,6 +43,48 @@ class Ticket:
     expires_at: float
 
 
+class TicketKeys:
+    """The keys of a cluster's tickets: the first signs, all of them verify.
+
+    To exchange a key without refusing a ticket, add the new one at the end everywhere, then move it
+    to the front, then take the old one out when its last ticket has expired.
+    """
+
+    def __init__(self, secrets: Sequence[bytes | str]) -> None:
+        """Raises InvalidArgument where there is none, or one is too short to be a secret."""
+        if not secrets:
+            raise InvalidArgument("there is no ticket key; give at least one")
+        # Keys of their own, so that a signature says nothing about the key of the engines.
+        keys = [_hmac(as_cluster_key(secret), _KEY_PURPOSE) for secret in secrets]
+        self._by_id = {_hmac(key, _KEY_ID_PURPOSE)[:8].hex(): key for key in keys}
+        self.signing_id = next(iter(self._by_id))
+
+    @property
+    def signing_key(self) -> bytes:
+        return self._by_id[self.signing_id]
+
+    def find(self, key_id: object) -> bytes:
+        """Raises TicketInvalid where there is no such key."""
+        key = self._by_id.get(key_id) if isinstance(key_id, str) else None
+        if key is None:
+            raise TicketInvalid(
+                "the ticket cannot be trusted (it was signed with a key that is not known here); "
+                "take one from a control plane that has the same cluster key or ticket keys"
+            )
+        return key
+
+
+@lru_cache(maxsize=8)
+def derived_ticket_keys(cluster_key: bytes | str) -> TicketKeys:
+    """The one key that follows from a cluster key."""
+    return TicketKeys([cluster_key])
+
+
+def watch_ticket_keys(path: Path) -> WatchedFile[TicketKeys]:
+    """The keys of a file, one per line, whatever is put into it later. Raises InvalidArgument."""
+    return WatchedFile("ticket keys file", path, lambda content: TicketKeys(content.split()))
+
+
 class _Side(msgspec.Struct, frozen=True):
     id: str
     epoch: int
@@ -51,8 +99,9 @@ class _Claims(msgspec.Struct, frozen=True):
     exp: float
 
 
-def sign_ticket(ticket: Ticket, cluster_key: bytes | str) -> str:
-    """The ticket as a token. Raises InvalidArgument where the cluster key is too short."""
+def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
+    """The ticket as a token. A cluster key may stand for the key that follows from it."""
+    keys = _ticket_keys(keys)
     claims = _Claims(
         iss=_ISSUER,
         jti=ticket.transfer_id,
@@ -61,24 +110,31 @@ def sign_ticket(ticket: Ticket, cluster_key: bytes | str) -> str:
         decode=_Side(ticket.decode_id, ticket.decode_epoch),
         exp=ticket.expires_at,
     )
-    return jwt.encode(msgspec.to_builtins(claims), _signing_key(cluster_key), algorithm=_ALGORITHM)
+    return jwt.encode(
+        msgspec.to_builtins(claims),
+        keys.signing_key,
+        algorithm=_ALGORITHM,
+        headers={"kid": keys.signing_id},
+    )
 
 
-def verify_ticket(token: str, cluster_key: bytes | str, *, now: float | None = None) -> Ticket:
+def verify_ticket(
+    token: str, keys: TicketKeys | bytes | str, *, now: float | None = None
+) -> Ticket:
     """The ticket of a token that this cluster signed and that has not expired at `now`.
 
-    Raises TicketInvalid where it was not signed with this key or is damaged, TicketExpired (a
-    TicketInvalid) where it is too late.
+    Raises TicketInvalid where it was not signed with one of the keys or is damaged, TicketExpired
+    (a TicketInvalid) where it is too late.
     """
+    keys = _ticket_keys(keys)
     if len(token) > _MAX_LENGTH:
         raise TicketInvalid(
             f"the ticket has {len(token)} characters; a real one has at most {_MAX_LENGTH}"
         )
-    key = _signing_key(cluster_key)
     try:
         payload = jwt.decode(
             token,
-            key,
+            keys.find(jwt.get_unverified_header(token).get("kid")),
             algorithms=[_ALGORITHM],
             issuer=_ISSUER,
             # Compared below: PyJWT would cut the fraction of a second off.
@@ -107,6 +163,9 @@ def verify_ticket(token: str, cluster_key: bytes | str, *, now: float | None = N
     )
 
 
-def _signing_key(cluster_key: bytes | str) -> bytes:
-    # A key of its own, so that a signature says nothing about the key of the engines.
-    return hmac.new(as_cluster_key(cluster_key), _KEY_PURPOSE, hashlib.sha256).digest()
+def _ticket_keys(keys: TicketKeys | bytes | str) -> TicketKeys:
+    return keys if isinstance(keys, TicketKeys) else derived_ticket_keys(keys)
+
+
+def _hmac(key: bytes, purpose: bytes) -> bytes:
+    return hmac.new(key, purpose, hashlib.sha256).digest()

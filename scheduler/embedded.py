@@ -5,17 +5,9 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
-from kvxfer.errors import (
-    ControlPlaneUnavailable,
-    InstanceExists,
-    NoCapacity,
-    StaleEpoch,
-    UnknownInstance,
-    UnknownTransfer,
-)
 from kvxfer.instances import (
     Change,
     ChangeCause,
@@ -24,28 +16,26 @@ from kvxfer.instances import (
     InstanceState,
     Lease,
     Load,
+    Role,
     Snapshot,
 )
+from kvxfer.scheduler import refusals
 from kvxfer.scheduler.clock import Clock, SystemClock
 from kvxfer.scheduler.feed import ChangeFeed
+from kvxfer.scheduler.fleet import Fleet
+from kvxfer.scheduler.pairing import Pair
 from kvxfer.scheduler.registry import LeasePolicy, Registry, Statistics, TransferEnd
-from kvxfer.transfers import Party, Transfer
+from kvxfer.transfers import Party, Transfer, TransferRequest
 
 _FEED_CAPACITY: Final = 10_000
 _WATCH_BATCH: Final = 100
 
 
 @dataclass(slots=True)
-class _Member:
-    instance: Instance
+class _Holder:
+    """Who holds an id, and until when."""
+
     incarnation: str
-    deadline: float
-    transfers: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class _Reservation:
-    transfer: Transfer
     deadline: float
 
 
@@ -70,14 +60,21 @@ class EmbeddedRegistry(Registry):
         self._policy = policy or LeasePolicy()
         self._clock = clock or SystemClock()
         self._feed = ChangeFeed(last_id=int(self._clock.unix() * 1e6), capacity=feed_capacity)
-        self._members: dict[str, _Member] = {}
-        self._reservations: dict[str, _Reservation] = {}
-        # One entry per member and reservation; a renewed lease is put back when its turn comes.
+        self._fleet = Fleet()
+        self._holders: dict[str, _Holder] = {}
+        # One entry per instance and transfer; a renewed lease is put back when its turn comes.
         self._expiries: list[_Expiry] = []
         self._registrations = 0
         self._leases_expired = 0
         self._transfers_opened = 0
         self._transfers_ended: Counter[TransferEnd] = Counter()
+
+    async def open(self) -> None:
+        pass
+
+    @property
+    def stale_seconds(self) -> float | None:
+        return None
 
     # --- instances ---------------------------------------------------------------------------
 
@@ -89,12 +86,16 @@ class EmbeddedRegistry(Registry):
         incarnation: str = "",
     ) -> Lease:
         now = self._begin()
-        holder = self._members.get(spec.instance_id)
-        if holder is not None:
+        held = self._fleet.get(spec.instance_id)
+        if held is not None:
+            holder = self._holders[spec.instance_id]
             if not incarnation or incarnation != holder.incarnation:
-                raise _held(holder, now)
-            self._remove(holder, ChangeCause.DEREGISTERED)
-        epoch, unix = self._feed.next_id, self._clock.unix()
+                raise refusals.held(
+                    held.instance_id, held.http_address, held.epoch, holder.deadline - now
+                )
+            self._remove(held, ChangeCause.DEREGISTERED)
+        unix = self._clock.unix()
+        epoch = self._feed.last_id + 1
         instance = Instance(
             instance_id=spec.instance_id,
             role=spec.role,
@@ -110,9 +111,10 @@ class EmbeddedRegistry(Registry):
             registered_at=unix,
             heartbeat_at=unix,
         )
-        member = _Member(instance, incarnation, deadline=now + self._policy.lease_seconds)
-        self._members[spec.instance_id] = member
-        heapq.heappush(self._expiries, (member.deadline, "instance", spec.instance_id, epoch))
+        deadline = now + self._policy.lease_seconds
+        self._fleet.put(instance)
+        self._holders[spec.instance_id] = _Holder(incarnation, deadline)
+        heapq.heappush(self._expiries, (deadline, "instance", spec.instance_id, epoch))
         self._registrations += 1
         self._publish(ChangeCause.REGISTERED, instance)
         return self._lease(instance)
@@ -126,42 +128,56 @@ class EmbeddedRegistry(Registry):
         load: Load | None = None,
     ) -> Lease:
         now = self._begin()
-        member = self._living(instance_id, epoch)
-        before = member.instance
+        before = self._living(instance_id, epoch)
         after = replace(
             before,
             state=before.state if state is None else before.state.advanced_to(state),
             load=before.load if load is None else load,
             heartbeat_at=self._clock.unix(),
         )
-        member.instance = after
-        member.deadline = now + self._policy.lease_seconds
+        self._fleet.put(after)
+        self._holders[instance_id].deadline = now + self._policy.lease_seconds
         if after.state is not before.state:
             self._publish(ChangeCause.STATE_CHANGED, after)
         return self._lease(after)
 
     async def deregister(self, instance_id: str, epoch: int) -> None:
         self._begin()
-        if instance_id not in self._members:
-            raise _unknown_instance(instance_id)
+        self._member(instance_id)
         self._remove(self._living(instance_id, epoch), ChangeCause.DEREGISTERED)
+
+    async def drain(self, instance_id: str, *, seconds: float) -> Instance:
+        self._begin()
+        before = self._member(instance_id)
+        return self._change(
+            replace(
+                before,
+                state=before.state.advanced_to(InstanceState.DRAINING),
+                drain_deadline=self._clock.unix() + seconds,
+            ),
+            ChangeCause.STATE_CHANGED,
+        )
+
+    async def change_role(self, instance_id: str, role: Role) -> Instance:
+        self._begin()
+        before = self._member(instance_id)
+        if before.role is role:
+            return before
+        return self._change(replace(before, role=role), ChangeCause.ROLE_CHANGED)
 
     async def instance(self, instance_id: str) -> Instance:
         self._begin()
-        member = self._members.get(instance_id)
-        if member is None:
-            raise _unknown_instance(instance_id)
-        return member.instance
+        return self._member(instance_id)
 
     async def instances(self) -> tuple[Instance, ...]:
         self._begin()
-        return self._snapshot()
+        return self._fleet.snapshot()
 
     async def watch(self, after: int | None = None) -> AsyncIterator[Snapshot | Change]:
         while not self._feed.closed:
             self._begin()
             if after is None or not self._feed.covers(after):
-                snapshot = Snapshot(id=self._feed.last_id, instances=self._snapshot())
+                snapshot = Snapshot(id=self._feed.last_id, instances=self._fleet.snapshot())
                 after = snapshot.id
                 yield snapshot
                 continue
@@ -172,32 +188,33 @@ class EmbeddedRegistry(Registry):
 
     # --- transfers ---------------------------------------------------------------------------
 
+    async def choose(self, request: TransferRequest) -> Pair:
+        self._begin()
+        return self._fleet.choose(request)
+
     async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
         now = self._begin()
-        sides = (
-            (transfer.prefill, transfer.prefill_blocks),
-            (transfer.decode, transfer.decode_blocks),
-        )
-        members = [self._reservable(party, blocks) for party, blocks in sides]
-        for member, (_, blocks) in zip(members, sides, strict=True):
-            member.transfers.add(transfer.transfer_id)
-            _count_reserved(member, transfers=1, blocks=blocks)
-        deadline = now + seconds
-        self._reservations[transfer.transfer_id] = _Reservation(transfer, deadline)
-        heapq.heappush(self._expiries, (deadline, "transfer", transfer.transfer_id, 0))
+        self._check(transfer.prefill, transfer.prefill_blocks)
+        self._check(transfer.decode, transfer.decode_blocks)
+        self._fleet.open(transfer)
+        heapq.heappush(self._expiries, (now + seconds, "transfer", transfer.transfer_id, 0))
         self._transfers_opened += 1
 
     async def transfer(self, transfer_id: str) -> Transfer:
         self._begin()
-        reservation = self._reservations.get(transfer_id)
-        if reservation is None:
-            raise _unknown_transfer(transfer_id)
-        return reservation.transfer
+        transfer = self._fleet.transfer(transfer_id)
+        if transfer is None:
+            raise refusals.unknown_transfer(transfer_id)
+        return transfer
+
+    async def transfers(self) -> tuple[Transfer, ...]:
+        self._begin()
+        return self._fleet.transfers()
 
     async def release(self, transfer_id: str) -> None:
         self._begin()
-        if transfer_id not in self._reservations:
-            raise _unknown_transfer(transfer_id)
+        if self._fleet.transfer(transfer_id) is None:
+            raise refusals.unknown_transfer(transfer_id)
         self._end_transfer(transfer_id, TransferEnd.RELEASED)
 
     # --- the registry itself -----------------------------------------------------------------
@@ -208,8 +225,8 @@ class EmbeddedRegistry(Registry):
     async def statistics(self) -> Statistics:
         self._begin()
         return Statistics(
-            instances=Counter((m.instance.role, m.instance.state) for m in self._members.values()),
-            open_transfers=len(self._reservations),
+            instances=self._fleet.census(),
+            open_transfers=self._fleet.open_transfers,
             registrations=self._registrations,
             leases_expired=self._leases_expired,
             transfers_opened=self._transfers_opened,
@@ -225,81 +242,65 @@ class EmbeddedRegistry(Registry):
     def _begin(self) -> float:
         """The start of every step: what has run out by now is ended. Returns the time."""
         if self._feed.closed:
-            raise ControlPlaneUnavailable("the control plane is stopping; retry with another one")
+            raise refusals.stopping()
         now = self._clock.monotonic()
         while self._expiries and self._expiries[0][0] <= now:
             _, kind, name, epoch = heapq.heappop(self._expiries)
             if kind == "transfer":
-                if name in self._reservations:
+                if self._fleet.transfer(name) is not None:
                     self._end_transfer(name, TransferEnd.EXPIRED)
                 continue
-            member = self._members.get(name)
-            if member is None or member.instance.epoch != epoch:
+            instance = self._fleet.get(name)
+            if instance is None or instance.epoch != epoch:
                 continue
-            if member.deadline > now:
-                heapq.heappush(self._expiries, (member.deadline, kind, name, epoch))
+            deadline = self._holders[name].deadline
+            if deadline > now:
+                heapq.heappush(self._expiries, (deadline, kind, name, epoch))
             else:
                 self._leases_expired += 1
-                self._remove(member, ChangeCause.LEASE_EXPIRED)
+                self._remove(instance, ChangeCause.LEASE_EXPIRED)
         return now
 
-    def _living(self, instance_id: str, epoch: int) -> _Member:
-        member = self._members.get(instance_id)
-        if member is None:
-            raise StaleEpoch(
-                f"instance {instance_id!r} has no lease under epoch {epoch}; register again",
-                instance_id=instance_id,
-                epoch=epoch,
-            )
-        if member.instance.epoch != epoch:
-            raise StaleEpoch(
-                f"instance {instance_id!r} lives under epoch {member.instance.epoch}, "
-                f"not {epoch}; register again",
-                instance_id=instance_id,
-                epoch=epoch,
-            )
-        return member
+    def _member(self, instance_id: str) -> Instance:
+        instance = self._fleet.get(instance_id)
+        if instance is None:
+            raise refusals.unknown_instance(instance_id)
+        return instance
 
-    def _reservable(self, party: Party, blocks: int) -> _Member:
-        member = self._living(party.instance_id, party.epoch)
-        instance = member.instance
+    def _change(self, instance: Instance, cause: ChangeCause) -> Instance:
+        self._fleet.put(instance)
+        self._publish(cause, instance)
+        return instance
+
+    def _living(self, instance_id: str, epoch: int) -> Instance:
+        instance = self._fleet.get(instance_id)
+        if instance is None or instance.epoch != epoch:
+            living = None if instance is None else instance.epoch
+            raise refusals.stale_epoch(instance_id, epoch, living)
+        return instance
+
+    def _check(self, party: Party, blocks: int) -> None:
+        """That `party` can take a reservation of so many blocks."""
+        instance = self._living(party.instance_id, party.epoch)
         if instance.state is not InstanceState.READY:
-            raise NoCapacity(
-                f"instance {instance.instance_id!r} is {instance.state}, not ready",
-                reasons=[f"instance {instance.instance_id!r} is {instance.state}"],
-            )
+            raise refusals.not_ready(instance.instance_id, instance.state)
         unreserved = instance.num_blocks - instance.reserved.blocks
         if blocks > unreserved:
-            raise NoCapacity(
-                f"instance {instance.instance_id!r} has {unreserved} unreserved KV blocks, "
-                f"not {blocks}",
-                reasons=[f"instance {instance.instance_id!r} has {unreserved} unreserved blocks"],
-            )
-        return member
+            raise refusals.too_few_blocks(instance.instance_id, unreserved, blocks)
 
-    def _remove(self, member: _Member, cause: ChangeCause) -> None:
-        instance_id = member.instance.instance_id
-        for transfer_id in list(member.transfers):
+    def _remove(self, instance: Instance, cause: ChangeCause) -> None:
+        for transfer_id in self._fleet.held_by(instance.instance_id):
             self._end_transfer(transfer_id, TransferEnd.INSTANCE_GONE)
-        del self._members[instance_id]
-        self._publish(cause, replace(member.instance, state=InstanceState.GONE))
+        last = self._fleet.remove(instance.instance_id)
+        del self._holders[instance.instance_id]
+        self._publish(cause, replace(last, state=InstanceState.GONE))
 
     def _end_transfer(self, transfer_id: str, end: TransferEnd) -> None:
-        transfer = self._reservations.pop(transfer_id).transfer
-        for party, blocks in (
-            (transfer.prefill, transfer.prefill_blocks),
-            (transfer.decode, transfer.decode_blocks),
-        ):
-            member = self._members[party.instance_id]
-            member.transfers.remove(transfer_id)
-            _count_reserved(member, transfers=-1, blocks=-blocks)
+        self._fleet.end(transfer_id)
         self._transfers_ended[end] += 1
 
     def _publish(self, cause: ChangeCause, instance: Instance) -> None:
-        self._feed.append(Change(id=self._feed.next_id, cause=cause, instance=instance))
-
-    def _snapshot(self) -> tuple[Instance, ...]:
-        return tuple(self._members[instance_id].instance for instance_id in sorted(self._members))
+        self._feed.append(Change(id=self._feed.last_id + 1, cause=cause, instance=instance))
 
     def _lease(self, instance: Instance) -> Lease:
         return Lease(
@@ -308,37 +309,11 @@ class EmbeddedRegistry(Registry):
             state=instance.state,
             lease_seconds=self._policy.lease_seconds,
             heartbeat_interval=self._policy.heartbeat_interval,
+            role=instance.role,
+            reserved=instance.reserved,
+            drain_seconds=(
+                None
+                if instance.drain_deadline is None
+                else max(0.0, instance.drain_deadline - self._clock.unix())
+            ),
         )
-
-
-def _count_reserved(member: _Member, *, transfers: int, blocks: int) -> None:
-    before = member.instance.reserved
-    after = replace(before, transfers=before.transfers + transfers, blocks=before.blocks + blocks)
-    member.instance = replace(member.instance, reserved=after)
-
-
-def _held(holder: _Member, now: float) -> InstanceExists:
-    instance, remaining = holder.instance, holder.deadline - now
-    return InstanceExists(
-        f"instance {instance.instance_id!r} is alive at {instance.http_address} (epoch "
-        f"{instance.epoch}); choose another instance_id, stop that instance, or wait until its "
-        f"lease ends, in {remaining:.1f} s without a heartbeat",
-        instance_id=instance.instance_id,
-        epoch=instance.epoch,
-        lease_remaining_seconds=round(remaining, 3),
-    )
-
-
-def _unknown_instance(instance_id: str) -> UnknownInstance:
-    return UnknownInstance(
-        f"no instance {instance_id!r} is registered: it never was, it left, or its lease expired",
-        instance_id=instance_id,
-    )
-
-
-def _unknown_transfer(transfer_id: str) -> UnknownTransfer:
-    return UnknownTransfer(
-        f"no transfer {transfer_id!r} is open: it was released, it expired, or one of its "
-        "instances is gone",
-        transfer_id=transfer_id,
-    )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import Final, TypeAlias
 
 from kvxfer.errors import LayoutMismatch, NoCapacity, PromptTooLong
@@ -16,8 +14,11 @@ from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.transfers import TransferRequest
 
-_SIDES: Final = (Role.PREFILL, Role.DECODE)
+SIDES: Final = (Role.PREFILL, Role.DECODE)
 _MISMATCHES_TOLD: Final = 3
+
+InstanceLoad: TypeAlias = tuple[int, float, str]
+"""Requests running, waiting and reserved; the share of the KV cache in use; the id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,75 +32,49 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class Kind:
     """What of an instance decides with whom it can exchange a KV cache."""
 
     model: str
     layout: KvLayout
-    fabrics: frozenset[str]
+    fabrics: tuple[str, ...]
 
 
-# Per kind the two least loaded instances: the second one for the pair whose first ones are one
-# and the same instance of role `both`.
-_Candidates: TypeAlias = dict[_Kind, list[Instance]]
+def kind_of(instance: Instance) -> Kind:
+    return Kind(instance.model, instance.layout, instance.fabrics)
 
 
-def choose_pair(instances: Iterable[Instance], request: TransferRequest) -> Pair:
-    """The least loaded pair of two ready instances with one model and layouts that map.
+def instance_load(instance: Instance) -> InstanceLoad:
+    requests = instance.load.running + instance.load.waiting + instance.reserved.transfers
+    return requests, 1 - available_blocks(instance) / instance.num_blocks, instance.instance_id
 
-    The load of a pair is the sum of what both have running, waiting and reserved; of equally
-    loaded pairs the one with less of its KV cache in use, then the first by id. An instance takes
-    part where the blocks of the prompt are neither reserved by others nor reported as used.
 
-    Linear in the number of instances, as layouts are few. Raises PromptTooLong where the prompt
-    fits into no cache at all, and NoCapacity with the `reasons` otherwise.
+def fabric_steps(prefill: Kind, decode: Kind) -> int:
+    """How many fabrics prefill would rather use than the best one that both have.
+
+    `local` does not count: whether it can be used is a matter of the host, which distance covers.
     """
-    fleet = [i for i in instances if request.model in (None, i.model)]
-    ready = {
-        side: [i for i in fleet if i.state is InstanceState.READY and i.role.serves(side)]
-        for side in _SIDES
-    }
-    fitting = {side: [i for i in ready[side] if _fits(i, request)] for side in _SIDES}
-    prefill, decode = (_least_loaded(fitting[side]) for side in _SIDES)
-
-    best: tuple[Instance, Instance] | None = None
-    mismatches: list[str] = []
-    for (ours, prefills), (theirs, decodes) in product(prefill.items(), decode.items()):
-        mismatch = _mismatch(ours, theirs)
-        if mismatch is not None:
-            mismatches.append(
-                f"prefill {prefills[0].instance_id!r} and decode {decodes[0].instance_id!r} "
-                f"do not match: {mismatch}"
-            )
-            continue
-        pairs = [p for p in product(prefills, decodes) if p[0].instance_id != p[1].instance_id]
-        best = min([*pairs, *([best] if best else [])], key=_pair_load, default=None)
-
-    if best is not None:
-        return Pair(
-            prefill=best[0],
-            decode=best[1],
-            prefill_blocks=blocks_for(best[0], request),
-            decode_blocks=blocks_for(best[1], request),
-        )
-    for side in _SIDES:
-        _require_that_prompt_can_fit(ready[side], side, request)
-    raise NoCapacity(
-        "no pair of instances can take the request now; retry, or add what the reasons name",
-        reasons=_reasons(fleet, ready, fitting, mismatches, request),
-    )
+    preferred = [fabric for fabric in prefill.fabrics if fabric != "local"]
+    return next((i for i, fabric in enumerate(preferred) if fabric in decode.fabrics), 0)
 
 
 def check_pair(prefill: Instance, decode: Instance) -> None:
     """Raises LayoutMismatch that names the first thing the two do not have in common."""
-    mismatch = _compare(_kind(prefill), _kind(decode))
+    mismatch = _compare(kind_of(prefill), kind_of(decode))
     if mismatch is not None:
         raise mismatch
 
 
 def common_fabrics(prefill: Instance, decode: Instance) -> tuple[str, ...]:
-    """The fabrics of both, in the order that prefill prefers."""
-    return tuple(fabric for fabric in prefill.fabrics if fabric in decode.fabrics)
+    """The fabrics that the two can use with each other, in the order that prefill prefers.
+
+    `local` is left out where both name their hosts and these differ, unless nothing else is left.
+    """
+    common = tuple(fabric for fabric in prefill.fabrics if fabric in decode.fabrics)
+    hosts = {prefill.labels.get("host"), decode.labels.get("host")} - {None}
+    if len(hosts) > 1:
+        return tuple(fabric for fabric in common if fabric != "local") or common
+    return common
 
 
 def blocks_for(instance: Instance, request: TransferRequest) -> int:
@@ -117,18 +92,41 @@ def available_blocks(instance: Instance) -> int:
     return unreserved if free is None else min(unreserved, free)
 
 
-def _fits(instance: Instance, request: TransferRequest) -> bool:
+def fits(instance: Instance, request: TransferRequest) -> bool:
+    """Whether the blocks of the prompt are neither reserved by others nor reported as used."""
     return blocks_for(instance, request) <= available_blocks(instance)
 
 
-def _kind(instance: Instance) -> _Kind:
-    return _Kind(instance.model, instance.layout, frozenset(instance.fabrics))
+@lru_cache(maxsize=4096)
+def mismatch_of(prefill: Kind, decode: Kind) -> str | None:
+    """What keeps the two kinds from exchanging a KV cache, in words; None where nothing does."""
+    mismatch = _compare(prefill, decode)
+    if mismatch is None:
+        return None
+    return f"{mismatch.field} is {mismatch.prefill!r} and {mismatch.decode!r}"
 
 
-def _compare(prefill: _Kind, decode: _Kind) -> LayoutMismatch | None:
+def refusal(instances: Iterable[Instance], request: TransferRequest) -> NoCapacity | PromptTooLong:
+    """Why no pair of these instances can take the request. Linear in their number."""
+    fleet = [i for i in instances if request.model in (None, i.model)]
+    ready = {
+        side: [i for i in fleet if i.state is InstanceState.READY and i.role.serves(side)]
+        for side in SIDES
+    }
+    for side in SIDES:
+        too_long = _prompt_too_long(ready[side], side, request)
+        if too_long is not None:
+            return too_long
+    return NoCapacity(
+        "no pair of instances can take the request now; retry, or add what the reasons name",
+        reasons=_reasons(fleet, ready, request),
+    )
+
+
+def _compare(prefill: Kind, decode: Kind) -> LayoutMismatch | None:
     if prefill.model != decode.model:
         return LayoutMismatch("model", prefill.model, decode.model)
-    if not prefill.fabrics & decode.fabrics:
+    if not set(prefill.fabrics) & set(decode.fabrics):
         return LayoutMismatch("fabrics", sorted(prefill.fabrics), sorted(decode.fabrics))
     try:
         plan_transfer(prefill.layout, decode.layout)
@@ -137,38 +135,13 @@ def _compare(prefill: _Kind, decode: _Kind) -> LayoutMismatch | None:
     return None
 
 
-@lru_cache(maxsize=4096)
-def _mismatch(prefill: _Kind, decode: _Kind) -> str | None:
-    mismatch = _compare(prefill, decode)
-    if mismatch is None:
-        return None
-    return f"{mismatch.field} is {mismatch.prefill!r} and {mismatch.decode!r}"
-
-
-def _instance_load(instance: Instance) -> tuple[int, float, str]:
-    requests = instance.load.running + instance.load.waiting + instance.reserved.transfers
-    return requests, 1 - available_blocks(instance) / instance.num_blocks, instance.instance_id
-
-
-def _pair_load(pair: tuple[Instance, Instance]) -> tuple[int, float, str, str]:
-    (requests, used, prefill), (more_requests, more_used, decode) = map(_instance_load, pair)
-    return requests + more_requests, used + more_used, prefill, decode
-
-
-def _least_loaded(instances: Iterable[Instance]) -> _Candidates:
-    kinds: dict[_Kind, list[Instance]] = {}
-    for instance in instances:
-        kinds.setdefault(_kind(instance), []).append(instance)
-    return {kind: heapq.nsmallest(2, same, key=_instance_load) for kind, same in kinds.items()}
-
-
-def _require_that_prompt_can_fit(
+def _prompt_too_long(
     ready: Sequence[Instance], side: Role, request: TransferRequest
-) -> None:
+) -> PromptTooLong | None:
     if not ready or any(blocks_for(i, request) <= i.num_blocks for i in ready):
-        return
+        return None
     largest = max(ready, key=lambda i: i.num_blocks * i.layout.block_size)
-    raise PromptTooLong(
+    return PromptTooLong(
         f"a prompt of {request.prompt_tokens} tokens takes {blocks_for(largest, request)} KV "
         f"blocks, but the largest ready {side} instance, {largest.instance_id!r}, has "
         f"{largest.num_blocks}; shorten the prompt or give the instances more blocks"
@@ -176,17 +149,14 @@ def _require_that_prompt_can_fit(
 
 
 def _reasons(
-    fleet: Sequence[Instance],
-    ready: dict[Role, list[Instance]],
-    fitting: dict[Role, list[Instance]],
-    mismatches: Sequence[str],
-    request: TransferRequest,
+    fleet: Sequence[Instance], ready: dict[Role, list[Instance]], request: TransferRequest
 ) -> list[str]:
     of_model = "" if request.model is None else f" of model {request.model!r}"
     if not fleet:
         return [f"no instance{of_model} is registered"]
+    fitting = {side: [i for i in ready[side] if fits(i, request)] for side in SIDES}
     reasons = []
-    for side in _SIDES:
+    for side in SIDES:
         if not ready[side]:
             states = Counter(i.state.value for i in fleet if i.role.serves(side))
             others = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
@@ -199,8 +169,25 @@ def _reasons(
             )
     if reasons:
         return reasons
+    mismatches = _mismatches(fitting[Role.PREFILL], fitting[Role.DECODE])
     if mismatches:
         more = len(mismatches) - _MISMATCHES_TOLD
-        told = list(mismatches[:_MISMATCHES_TOLD])
+        told = mismatches[:_MISMATCHES_TOLD]
         return [*told, f"and {more} more like this"] if more > 0 else told
     return [f"only one instance{of_model} is ready, and a transfer takes two"]
+
+
+def _mismatches(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> list[str]:
+    """One sentence for each two kinds that do not match, about the least loaded of each."""
+    ours, theirs = ({kind_of(i): i for i in _by_load(side)} for side in (prefills, decodes))
+    return [
+        f"prefill {prefill.instance_id!r} and decode {decode.instance_id!r} do not match: {said}"
+        for kind, prefill in ours.items()
+        for other, decode in theirs.items()
+        if (said := mismatch_of(kind, other)) is not None
+    ]
+
+
+def _by_load(instances: Sequence[Instance]) -> list[Instance]:
+    """The most loaded first, so that in a dict the least loaded one of a key stays."""
+    return sorted(instances, key=instance_load, reverse=True)

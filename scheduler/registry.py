@@ -21,7 +21,8 @@ from kvxfer.instances import (
     Role,
     Snapshot,
 )
-from kvxfer.transfers import Transfer
+from kvxfer.scheduler.pairing import Pair
+from kvxfer.transfers import Transfer, TransferRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,19 @@ class Registry(ABC):
     """Instances under leases, and the transfers that are reserved on them.
 
     Each step is atomic. An instance whose lease has run out is gone for every call that follows,
-    and so are its transfers. Any call raises ControlPlaneUnavailable where the registry cannot be
-    reached.
+    and so are its transfers. Where the registry cannot be reached, what changes something raises
+    ControlPlaneUnavailable, and what reads is answered from what was last known, if anything was:
+    `stale_seconds` says so.
     """
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Starts what the registry does by itself. Returns also where it cannot be reached yet."""
+
+    @property
+    @abstractmethod
+    def stale_seconds(self) -> float | None:
+        """None where reads are current, else the seconds since they were."""
 
     @abstractmethod
     async def register(
@@ -105,6 +116,20 @@ class Registry(ABC):
         """Ends the lease. Raises UnknownInstance, or StaleEpoch where a later epoch lives."""
 
     @abstractmethod
+    async def drain(self, instance_id: str, *, seconds: float) -> Instance:
+        """Lets an instance finish what it has for at most `seconds`, and get nothing new.
+
+        Its next lease says so, and renews as before. Again on a draining instance it sets the
+        deadline anew. Raises UnknownInstance.
+        """
+
+    @abstractmethod
+    async def change_role(self, instance_id: str, role: Role) -> Instance:
+        """Gives an instance another role: new transfers see it at once, the worker in its next
+        lease; open transfers stay as they are. Raises UnknownInstance.
+        """
+
+    @abstractmethod
     async def instance(self, instance_id: str) -> Instance:
         """The live instance. Raises UnknownInstance."""
 
@@ -121,6 +146,13 @@ class Registry(ABC):
         """
 
     @abstractmethod
+    async def choose(self, request: TransferRequest) -> Pair:
+        """The pair that suits the request best, as PairIndex.choose; `reserve` has the last word.
+
+        What it looks at may be a moment old. Raises NoCapacity or PromptTooLong, which are not.
+        """
+
+    @abstractmethod
     async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
         """Counts a transfer against both of its instances for at most `seconds`.
 
@@ -131,6 +163,10 @@ class Registry(ABC):
     @abstractmethod
     async def transfer(self, transfer_id: str) -> Transfer:
         """The open transfer. Raises UnknownTransfer."""
+
+    @abstractmethod
+    async def transfers(self) -> tuple[Transfer, ...]:
+        """Every open transfer, the oldest first."""
 
     @abstractmethod
     async def release(self, transfer_id: str) -> None:

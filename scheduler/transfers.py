@@ -7,7 +7,6 @@ from typing import Final
 
 from kvxfer.errors import NoCapacity, StaleEpoch
 from kvxfer.scheduler.clock import Clock
-from kvxfer.scheduler.pairing import choose_pair
 from kvxfer.scheduler.registry import Registry
 from kvxfer.transfers import Party, Transfer, TransferRequest
 
@@ -17,10 +16,10 @@ _ATTEMPTS: Final = 8
 async def open_transfer(
     registry: Registry, request: TransferRequest, *, seconds: float, clock: Clock
 ) -> Transfer:
-    """Reserves the least loaded pair for `seconds`. Raises NoCapacity or PromptTooLong."""
+    """Reserves the best pair for `seconds`. Raises NoCapacity or PromptTooLong."""
     transfer_id = uuid.uuid4().hex
     for _ in range(_ATTEMPTS):
-        pair = choose_pair(await registry.instances(), request)
+        pair = await registry.choose(request)
         now = clock.unix()
         transfer = Transfer(
             transfer_id=transfer_id,

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
+
+from tests.redis_server import RedisServer
 
 
 @pytest.fixture
@@ -17,3 +20,17 @@ def rng() -> random.Random:
 @pytest.fixture(params=["local", "tcp"])
 def fabric(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def shared_redis() -> Iterator[RedisServer]:
+    """A server for tests that neither stop nor pause it."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def empty_redis(shared_redis: RedisServer) -> RedisServer:
+    with shared_redis.client() as client:
+        client.flushall()
+    return shared_redis

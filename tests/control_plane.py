@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvxfer.errors import KvxferError
 from kvxfer.instances import InstanceSpec, Role
 from kvxfer.kv.layout import KvLayout
+
+if TYPE_CHECKING:
+    from kvxfer.scheduler.registry import Registry
+
+T = TypeVar("T")
 
 CLUSTER_KEY = b"cluster key of the tests"
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", block_size=16)
@@ -45,6 +55,19 @@ def worker(instance_id: str, role: Role | str = Role.PREFILL, **changes: Any) ->
     return replace(spec, **changes)
 
 
+async def eventually(step: Callable[[], T | Awaitable[T]]) -> T:
+    """The answer of `step` once it gives one that is neither an error nor false."""
+    async with asyncio.timeout(30):
+        while True:
+            with suppress(KvxferError):
+                answer = step()
+                if inspect.isawaitable(answer):
+                    answer = await answer
+                if answer:
+                    return answer
+            await asyncio.sleep(0.02)
+
+
 class RunningControlPlane:
     """`kvxfer serve` in a thread of this process, so that a test can hold its clock."""
 
@@ -54,6 +77,8 @@ class RunningControlPlane:
         port: int = 0,
         lease_seconds: float = 6.0,
         clock: FakeClock | None = None,
+        registry: Registry | None = None,
+        tls: Any = None,
         **settings: Any,
     ) -> None:
         from kvxfer.api.app import create_app
@@ -63,17 +88,17 @@ class RunningControlPlane:
         from kvxfer.scheduler.embedded import EmbeddedRegistry
         from kvxfer.scheduler.registry import LeasePolicy
 
-        self.registry = EmbeddedRegistry(LeasePolicy(lease_seconds), clock=clock)
+        self.registry = registry or EmbeddedRegistry(LeasePolicy(lease_seconds), clock=clock)
         app = create_app(
             Settings(cluster_key=CLUSTER_KEY, sweep_seconds=0.02, **settings),
             self.registry,
             clock=clock,
         )
         listener = bind("127.0.0.1", port)
-        self.url = url_of(listener)
+        self.url = url_of(listener, tls=tls is not None)
         self.port = listener.getsockname()[1]
         self._accepts = threading.Event()
-        self._server = ControlPlaneServer(app, listener, lambda _: self._accepts.set())
+        self._server = ControlPlaneServer(app, listener, lambda _: self._accepts.set(), tls=tls)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def __enter__(self) -> RunningControlPlane:

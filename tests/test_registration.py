@@ -6,9 +6,16 @@ import socket
 
 import pytest
 
-from kvxfer.client import ControlPlaneClient
-from kvxfer.errors import ControlPlaneUnavailable, InstanceExists, UnknownInstance
-from kvxfer.instances import Change, ChangeCause, InstanceState, Load
+from kvxfer.api.tokens import watch_tokens
+from kvxfer.client import ControlPlaneClient, Credentials
+from kvxfer.errors import (
+    ControlPlaneUnavailable,
+    Forbidden,
+    InstanceExists,
+    Unauthenticated,
+    UnknownInstance,
+)
+from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role
 from kvxfer.registration import Registration
 from tests.control_plane import FakeClock, RunningControlPlane, worker
 
@@ -249,3 +256,122 @@ async def test_callback_that_raises_does_not_end_the_heartbeats(server):
         for _ in range(3):
             await client.deregister("p", await epochs.next())
         await epochs.next()
+
+
+# --- what operators ask for ------------------------------------------------------------------
+
+
+async def test_new_role_is_heard_of_and_kept_over_a_lost_lease(slow_server):
+    roles: list[Role] = []
+    async with (
+        ControlPlaneClient(slow_server.url) as client,
+        Registration(client, worker("p"), on_role=roles.append) as registration,
+    ):
+        await client.change_role("p", Role.DECODE)
+        await registration.heartbeat()
+        await registration.heartbeat()
+        assert (registration.role, roles) == (Role.DECODE, [Role.DECODE])
+        await client.deregister("p", registration.epoch)
+        await registration.heartbeat()
+        assert (await client.instance("p")).role is Role.DECODE
+        assert roles == [Role.DECODE]
+
+
+async def test_idle_worker_that_is_drained_may_leave_at_once(server):
+    async with (
+        ControlPlaneClient(server.url) as client,
+        Registration(client, worker("p"), load=Load) as registration,
+    ):
+        await client.drain("p", deadline_seconds=600)
+        await asyncio.wait_for(registration.drained(), 10)
+        assert registration.state is DRAINING
+
+
+async def test_drained_worker_stays_for_its_requests_and_for_those_on_their_way(server):
+    load = Load(running=1)
+    async with (
+        ControlPlaneClient(server.url) as client,
+        Registration(client, worker("p"), load=lambda: load) as registration,
+    ):
+        await client.register(worker("d", "decode"), state=READY)
+        opened = await client.open_transfer()
+        await client.drain("p", deadline_seconds=600)
+        leaving = asyncio.ensure_future(registration.drained())
+        await beats(registration, 3)
+        assert not leaving.done()
+        load = Load()
+        await beats(registration, 3)
+        assert not leaving.done(), "the transfer's request may still come"
+        await client.release_transfer(opened.transfer_id)
+        await asyncio.wait_for(leaving, 10)
+
+
+async def test_deadline_of_a_drain_ends_it_without_the_control_plane_too(server):
+    async with (
+        ControlPlaneClient(server.url) as client,
+        Registration(client, worker("p"), load=lambda: Load(running=1)) as registration,
+    ):
+        await client.drain("p", deadline_seconds=0.5)
+        await registration.heartbeat()
+        await asyncio.to_thread(server.stop)
+        await asyncio.wait_for(registration.drained(), 10)
+
+
+async def test_worker_that_nobody_drains_stays(server):
+    async with (
+        ControlPlaneClient(server.url) as client,
+        Registration(client, worker("p"), load=Load) as registration,
+    ):
+        leaving = asyncio.ensure_future(registration.drained())
+        await beats(registration, 3)
+        assert not leaving.done()
+        leaving.cancel()
+
+
+async def beats(registration: Registration, count: int) -> None:
+    """Returns when so many heartbeats of its own have come and gone."""
+    beaten = asyncio.Queue()
+    look = registration._look_at_drain
+    registration._look_at_drain = lambda: (look(), beaten.put_nowait(None))
+    for _ in range(count):
+        await asyncio.wait_for(beaten.get(), 10)
+    registration._look_at_drain = look
+
+
+# --- tokens ----------------------------------------------------------------------------------
+
+
+async def test_worker_keeps_its_lease_while_its_token_is_exchanged(tmp_path, caplog):
+    accepted, held = tmp_path / "tokens", tmp_path / "token"
+    accepted.write_text("node worker token-of-last-month\n")
+    held.write_text("token-of-last-month\n")
+    tokens = watch_tokens(accepted)
+    with RunningControlPlane(lease_seconds=600, tokens=tokens) as server:
+        credentials = Credentials(token_file=held)
+        async with (
+            ControlPlaneClient(server.url, credentials=credentials) as client,
+            Registration(client, worker("p")) as registration,
+        ):
+            epoch = registration.epoch
+            accepted.write_text("node worker token-of-this-month\n")
+            tokens.refresh()
+            await registration.heartbeat()
+            assert "does not know this token" in caplog.text
+            assert "month" not in caplog.text
+            held.write_text("token-of-this-month\n")
+            with caplog.at_level(logging.INFO, logger="kvxfer.registration"):
+                await registration.heartbeat()
+            assert caplog.records[-1].message == "instance p is registered again"
+            assert (registration.epoch, registration.registered) == (epoch, True)
+
+
+async def test_worker_without_the_right_token_does_not_start(tmp_path):
+    accepted = tmp_path / "tokens"
+    accepted.write_text("node router token-of-a-router\n")
+    with RunningControlPlane(tokens=watch_tokens(accepted)) as server:
+        for token, error in ((None, Unauthenticated), ("token-of-a-router", Forbidden)):
+            credentials = Credentials(token=token)
+            async with ControlPlaneClient(server.url, credentials=credentials) as client:
+                with pytest.raises(error):
+                    async with Registration(client, worker("p")):
+                        pass

@@ -12,7 +12,7 @@ import jwt
 import pytest
 
 from kvxfer.errors import InvalidArgument, TicketExpired, TicketInvalid
-from kvxfer.ticket import Ticket, sign_ticket, verify_ticket
+from kvxfer.ticket import Ticket, TicketKeys, sign_ticket, verify_ticket, watch_ticket_keys
 
 KEY = b"a cluster key of enough bytes"
 TICKET = Ticket(
@@ -61,8 +61,11 @@ def test_ticket_of_another_cluster_is_refused():
         verify_ticket(sign_ticket(TICKET, KEY), b"the key of another cluster", now=0)
 
 
-def sign_claims(claims: dict[str, object], key: bytes) -> str:
-    return jwt.encode(claims, key, algorithm="HS256")
+def sign_claims(claims: dict[str, object], key: bytes, **header: object) -> str:
+    headers = {"kid": KEY_ID, **header}
+    return jwt.encode(
+        claims, key, algorithm="HS256", headers={n: v for n, v in headers.items() if v is not None}
+    )
 
 
 CLAIMS = {
@@ -74,6 +77,7 @@ CLAIMS = {
     "exp": 1000.25,
 }
 SIGNING_KEY = hmac.new(KEY, b"kvxfer ticket", hashlib.sha256).digest()
+KEY_ID = hmac.new(SIGNING_KEY, b"kvxfer ticket key id", hashlib.sha256).hexdigest()[:16]
 
 
 def test_key_is_derived_from_the_cluster_key_which_itself_signs_nothing():
@@ -145,6 +149,52 @@ def test_signed_token_without_a_claim_is_invalid(claim):
     claims = {name: value for name, value in CLAIMS.items() if name != claim}
     with pytest.raises(TicketInvalid):
         verify_ticket(sign_claims(claims, SIGNING_KEY), KEY, now=0)
+
+
+# --- several keys ----------------------------------------------------------------------------
+
+OLD, NEW = b"the key of last month", b"the key of this month"
+
+
+def test_a_key_is_exchanged_while_its_tickets_are_under_way():
+    before = sign_ticket(TICKET, TicketKeys([OLD, NEW]))
+    after = sign_ticket(TICKET, TicketKeys([NEW, OLD]))
+    for keys in (TicketKeys([OLD, NEW]), TicketKeys([NEW, OLD])):
+        for token in (before, after):
+            assert verify_ticket(token, keys, now=1000.0) == TICKET
+    assert verify_ticket(after, TicketKeys([NEW]), now=1000.0) == TICKET
+    with pytest.raises(TicketInvalid, match="key that is not known"):
+        verify_ticket(before, TicketKeys([NEW]), now=1000.0)
+
+
+@pytest.mark.parametrize("key_id", [None, "", "0123456789abcdef"])
+def test_a_ticket_names_the_key_that_signed_it(key_id):
+    with pytest.raises(TicketInvalid):
+        verify_ticket(sign_claims(CLAIMS, SIGNING_KEY, kid=key_id), KEY, now=1000.0)
+
+
+def test_the_id_of_another_key_helps_no_forger():
+    keys = TicketKeys([OLD, NEW])
+    other = sign_ticket(TICKET, NEW).split(".")
+    mine = sign_ticket(TICKET, OLD).split(".")
+    with pytest.raises(TicketInvalid, match="Signature"):
+        verify_ticket(".".join([other[0], *mine[1:]]), keys, now=1000.0)
+
+
+def test_keys_come_from_a_file_and_follow_it(tmp_path):
+    file = tmp_path / "keys"
+    file.write_bytes(OLD.replace(b" ", b"-") + b"\n")
+    watched = watch_ticket_keys(file)
+    first = watched.current.signing_id
+    file.write_bytes(NEW.replace(b" ", b"-") + b"\n" + OLD.replace(b" ", b"-") + b"\n")
+    assert watched.refresh()
+    assert watched.current.signing_id != first
+    watched.current.find(first)
+    file.write_bytes(b"short")
+    assert not watched.refresh()
+    watched.current.find(first)
+    with pytest.raises(InvalidArgument, match="at least one"):
+        TicketKeys([])
 
 
 def test_short_cluster_key_is_refused_at_both_ends():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
 from kvxfer.api.schemas.transfers import Handshake, HandshakeRequest
+from kvxfer.api.tokens import Scope
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InvalidArgument,
@@ -15,7 +17,7 @@ from kvxfer.errors import (
 )
 from kvxfer.scheduler.handshake import shake_hands
 
-router = APIRouter(prefix="/v1/handshakes", tags=["transfers"])
+router = APIRouter(route_class=GuardedRoute, prefix="/v1/handshakes", tags=["transfers"])
 
 
 @router.post(
@@ -23,6 +25,7 @@ router = APIRouter(prefix="/v1/handshakes", tags=["transfers"])
     summary="Compare a pair",
     responses=responses(InvalidArgument, UnknownInstance, LayoutMismatch, ControlPlaneUnavailable),
 )
+@allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def handshake(body: HandshakeRequest, app: ControlPlaneDep) -> Handshake:
     """Says what would move between two instances, or names the field that cannot be mapped."""
     return Handshake.model_validate(

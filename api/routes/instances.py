@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
+import msgspec
 from fastapi import APIRouter, Path, Query, Response
 
+from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
 from kvxfer.api.schemas.instances import (
+    DrainRequest,
     Epoch,
     Heartbeat,
     Instance,
@@ -17,7 +20,9 @@ from kvxfer.api.schemas.instances import (
     Lease,
     LiveState,
     RegisterInstance,
+    RoleChange,
 )
+from kvxfer.api.tokens import Scope
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InstanceExists,
@@ -27,8 +32,9 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import InstanceState, Role
 
-router = APIRouter(prefix="/v1/instances", tags=["instances"])
+router = APIRouter(route_class=GuardedRoute, prefix="/v1/instances", tags=["instances"])
 _InstanceId = Annotated[InstanceId, Path()]
+_DRAIN_DEFAULTS: Final = DrainRequest()
 
 
 @router.post(
@@ -37,6 +43,7 @@ _InstanceId = Annotated[InstanceId, Path()]
     summary="Register",
     responses=responses(InvalidArgument, InstanceExists, ControlPlaneUnavailable),
 )
+@allow(Scope.WORKER)
 async def register(body: RegisterInstance, app: ControlPlaneDep, response: Response) -> Lease:
     """Begins a lease with a new epoch. Send heartbeats to keep it."""
     lease = await app.registry.register(
@@ -46,7 +53,13 @@ async def register(body: RegisterInstance, app: ControlPlaneDep, response: Respo
     return Lease.model_validate(lease)
 
 
-@router.get("", summary="List", responses=responses(InvalidArgument, ControlPlaneUnavailable))
+@router.get(
+    "",
+    summary="List",
+    response_model=InstanceList,
+    responses=responses(InvalidArgument, ControlPlaneUnavailable),
+)
+@allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def list_instances(
     app: ControlPlaneDep,
     role: Annotated[
@@ -54,17 +67,18 @@ async def list_instances(
     ] = None,
     model: Annotated[str | None, Query()] = None,
     state: Annotated[LiveState | None, Query()] = None,
-) -> InstanceList:
+) -> Response:
     """The live instances, ordered by id."""
-    return InstanceList(
-        instances=[
-            Instance.model_validate(instance)
-            for instance in await app.registry.instances()
-            if (role is None or instance.role.serves(role))
-            and model in (None, instance.model)
-            and state in (None, instance.state)
-        ]
-    )
+    listed = [
+        instance
+        for instance in await app.registry.instances()
+        if (role is None or instance.role.serves(role))
+        and model in (None, instance.model)
+        and state in (None, instance.state)
+    ]
+    # Records are known to be valid: through pydantic, a large fleet would hold up all others.
+    body = {"instances": listed, "stale_seconds": app.registry.stale_seconds}
+    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 @router.get(
@@ -72,6 +86,7 @@ async def list_instances(
     summary="Get",
     responses=responses(InvalidArgument, UnknownInstance, ControlPlaneUnavailable),
 )
+@allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def get(instance_id: _InstanceId, app: ControlPlaneDep) -> Instance:
     return Instance.model_validate(await app.registry.instance(instance_id))
 
@@ -81,6 +96,7 @@ async def get(instance_id: _InstanceId, app: ControlPlaneDep) -> Instance:
     summary="Heartbeat",
     responses=responses(InvalidArgument, StaleEpoch, ControlPlaneUnavailable),
 )
+@allow(Scope.WORKER)
 async def heartbeat(instance_id: _InstanceId, body: Heartbeat, app: ControlPlaneDep) -> Lease:
     """Renews the lease. On stale-epoch the worker has lost its lease and registers again."""
     lease = await app.registry.heartbeat(
@@ -93,12 +109,49 @@ async def heartbeat(instance_id: _InstanceId, body: Heartbeat, app: ControlPlane
     return Lease.model_validate(lease)
 
 
+@router.post(
+    "/{instance_id}/drain",
+    status_code=202,
+    summary="Drain",
+    responses=responses(InvalidArgument, UnknownInstance, ControlPlaneUnavailable),
+)
+@allow(Scope.ADMIN)
+async def drain(
+    instance_id: _InstanceId, app: ControlPlaneDep, body: DrainRequest = _DRAIN_DEFAULTS
+) -> Instance:
+    """Lets an instance finish what it has and leave; no new transfer gets it.
+
+    Its worker hears of it with the next heartbeat. Progress is what GET of the instance says:
+    `load`, `reserved` and `drain_deadline`, and unknown-instance once it is gone. Again it sets
+    the deadline anew.
+    """
+    return Instance.model_validate(
+        await app.registry.drain(instance_id, seconds=body.deadline_seconds)
+    )
+
+
+@router.post(
+    "/{instance_id}/role",
+    summary="Change role",
+    responses=responses(InvalidArgument, UnknownInstance, ControlPlaneUnavailable),
+)
+@allow(Scope.ADMIN)
+async def change_role(instance_id: _InstanceId, body: RoleChange, app: ControlPlaneDep) -> Instance:
+    """Moves an instance to the other side without a restart.
+
+    New transfers see the new role at once, the worker with its next heartbeat. Open transfers go on
+    as they began.
+    """
+    return Instance.model_validate(await app.registry.change_role(instance_id, body.role))
+
+
 @router.delete(
     "/{instance_id}",
     status_code=204,
     summary="Deregister",
     responses=responses(InvalidArgument, UnknownInstance, StaleEpoch, ControlPlaneUnavailable),
 )
+@allow(Scope.WORKER, Scope.ADMIN)
 async def deregister(
     instance_id: _InstanceId, epoch: Annotated[Epoch, Query()], app: ControlPlaneDep
 ) -> None:

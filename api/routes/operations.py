@@ -6,33 +6,47 @@ from typing import Literal
 
 from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse, RedirectResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from kvxfer.api.access import GuardedRoute, allow, public
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.metrics import CONTENT_TYPE
 from kvxfer.api.problems import responses
+from kvxfer.api.tokens import Scope
 from kvxfer.errors import ControlPlaneUnavailable
 
-router = APIRouter(tags=["operations"])
+router = APIRouter(route_class=GuardedRoute, tags=["operations"])
 
 
 class Health(BaseModel):
     status: Literal["ok"] = "ok"
 
 
+class Readiness(BaseModel):
+    status: Literal["ok", "stale"] = Field(
+        description="`stale`: the registry is away; reads tell what was last known, writes get 503."
+    )
+
+
 @router.get("/healthz", summary="Alive")
+@public
 async def healthz() -> Health:
     """Answers as long as the process can."""
     return Health()
 
 
 @router.get("/readyz", summary="Ready", responses=responses(ControlPlaneUnavailable))
-async def readyz(app: ControlPlaneDep) -> Health:
-    """Answers 503 while the registry cannot be reached or the process stops."""
+@public
+async def readyz(app: ControlPlaneDep) -> Readiness:
+    """Answers 503 where the process stops, or never reached its registry.
+
+    A registry that is away later makes it `stale`, not unready: every replica has the same one,
+    and none of them would be left to answer reads.
+    """
     if app.stopping.is_set():
         raise ControlPlaneUnavailable("the control plane is stopping; retry with another one")
     await app.registry.ping()
-    return Health()
+    return Readiness(status="ok" if app.registry.stale_seconds is None else "stale")
 
 
 @router.get(
@@ -41,12 +55,14 @@ async def readyz(app: ControlPlaneDep) -> Health:
     response_class=PlainTextResponse,
     responses=responses(ControlPlaneUnavailable),
 )
+@allow(Scope.MONITOR, Scope.ADMIN)
 async def metrics(app: ControlPlaneDep) -> Response:
     """Metrics in the Prometheus text format."""
-    exposition = app.metrics.render(await app.registry.statistics())
+    exposition = app.metrics.render(await app.registry.statistics(), app.registry.stale_seconds)
     return Response(exposition, media_type=CONTENT_TYPE)
 
 
 @router.get("/", include_in_schema=False)
+@public
 async def landing() -> RedirectResponse:
     return RedirectResponse("/docs")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Response
+from fastapi import APIRouter, Path, Query, Response
 
+from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
-from kvxfer.api.schemas.transfers import OpenedTransfer, Transfer, TransferId, TransferRequest
+from kvxfer.api.schemas.instances import InstanceId
+from kvxfer.api.schemas.transfers import (
+    OpenedTransfer,
+    Transfer,
+    TransferId,
+    TransferList,
+    TransferRequest,
+)
+from kvxfer.api.tokens import Scope
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InvalidArgument,
@@ -20,7 +30,7 @@ from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.ticket import Ticket, sign_ticket
 from kvxfer.transfers import Transfer as TransferRecord
 
-router = APIRouter(prefix="/v1/transfers", tags=["transfers"])
+router = APIRouter(route_class=GuardedRoute, prefix="/v1/transfers", tags=["transfers"])
 _TransferId = Annotated[TransferId, Path(max_length=128)]
 
 
@@ -30,17 +40,38 @@ _TransferId = Annotated[TransferId, Path(max_length=128)]
     summary="Open",
     responses=responses(InvalidArgument, PromptTooLong, NoCapacity, ControlPlaneUnavailable),
 )
+@allow(Scope.ROUTER)
 async def open_(body: TransferRequest, app: ControlPlaneDep, response: Response) -> OpenedTransfer:
-    """Reserves the least loaded pair and returns it with a signed ticket for both workers.
+    """Reserves the best pair and returns it with a signed ticket for both workers.
 
     The reservation ends by DELETE, with `expires_at`, or when one of the two instances is gone.
     """
     transfer = await open_transfer(
         app.registry, body.record(), seconds=app.settings.transfer_seconds, clock=app.clock
     )
-    ticket = sign_ticket(_ticket(transfer), app.settings.cluster_key)
+    ticket = sign_ticket(_ticket(transfer), app.settings.signing_keys)
     response.headers["Location"] = f"{router.prefix}/{transfer.transfer_id}"
     return OpenedTransfer(**Transfer.model_validate(transfer).model_dump(), ticket=ticket)
+
+
+@router.get("", summary="List", responses=responses(InvalidArgument, ControlPlaneUnavailable))
+@allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
+async def list_transfers(
+    app: ControlPlaneDep,
+    instance_id: Annotated[
+        InstanceId | None, Query(description="Transfers that this instance is a side of.")
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000, description="At most so many.")] = 1000,
+) -> TransferList:
+    """The open transfers, the oldest first, without their tickets."""
+    found = (
+        transfer
+        for transfer in await app.registry.transfers()
+        if instance_id in (None, transfer.prefill.instance_id, transfer.decode.instance_id)
+    )
+    return TransferList(
+        transfers=[Transfer.model_validate(transfer) for transfer in islice(found, limit)]
+    )
 
 
 @router.get(
@@ -48,6 +79,7 @@ async def open_(body: TransferRequest, app: ControlPlaneDep, response: Response)
     summary="Get",
     responses=responses(InvalidArgument, UnknownTransfer, ControlPlaneUnavailable),
 )
+@allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def get(transfer_id: _TransferId, app: ControlPlaneDep) -> Transfer:
     """The open transfer, without its ticket."""
     return Transfer.model_validate(await app.registry.transfer(transfer_id))
@@ -59,6 +91,7 @@ async def get(transfer_id: _TransferId, app: ControlPlaneDep) -> Transfer:
     summary="Release",
     responses=responses(InvalidArgument, UnknownTransfer, ControlPlaneUnavailable),
 )
+@allow(Scope.ROUTER, Scope.ADMIN)
 async def release(transfer_id: _TransferId, app: ControlPlaneDep) -> None:
     """Gives the reservation back; a transfer under way goes on."""
     await app.registry.release(transfer_id)

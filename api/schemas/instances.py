@@ -30,6 +30,8 @@ Epoch = Annotated[
 # Numbers that any language's 32-bit signed integer can hold.
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
+# What feeds the autoscaler; null where it is not measured.
+Measured = Annotated[float | None, Field(ge=0, le=1e12, allow_inf_nan=False)]
 # What a client may ask for; an instance that is gone is not held any more.
 LiveState = Literal["joining", "ready", "draining"]
 
@@ -66,6 +68,7 @@ _INSTANCE: JsonDict = {
     "heartbeat_at": 1795046460.0,
     "load": {"running": 3, "waiting": 1, "free_blocks": 3100},
     "reserved": {"transfers": 1, "blocks": 12},
+    "drain_deadline": None,
 }
 
 
@@ -108,6 +111,16 @@ class Load(BaseModel):
     free_blocks: Count | None = Field(
         None, description="KV blocks that are free now; null where they are not counted."
     )
+    requests_per_second: Measured = Field(None, description="Requests that arrive.")
+    tokens_per_second: Measured = Field(
+        None, description="Tokens of prompts that arrive at prefill, of output at decode."
+    )
+    ttft_p90: Measured = Field(
+        None, description="90th percentile of the seconds to the first token."
+    )
+    itl_p90: Measured = Field(
+        None, description="90th percentile of the seconds between two tokens."
+    )
 
     def record(self) -> records.Load:
         return records.Load(**self.model_dump())
@@ -146,7 +159,10 @@ class _Spec(BaseModel):
         Field(
             default_factory=dict,
             max_length=64,
-            description="Where it runs: zone, rack, host, numa.",
+            description=(
+                "Where it runs: `zone`, `rack`, `host` and `numa` decide which pairs are near; any "
+                "other is for people."
+            ),
         )
     )
 
@@ -204,12 +220,24 @@ class Instance(_Spec):
     heartbeat_at: float
     load: Load
     reserved: Reserved
+    drain_deadline: float | None = Field(
+        None,
+        description="Until when it may finish what it has; null where nobody drains it.",
+    )
 
 
 class InstanceList(BaseModel):
-    model_config = ConfigDict(json_schema_extra={"examples": [{"instances": [_INSTANCE]}]})
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"instances": [_INSTANCE], "stale_seconds": None}]}
+    )
 
     instances: list[Instance]
+    stale_seconds: float | None = Field(
+        description=(
+            "Null where the list is current; else the registry cannot be reached, and this is what "
+            "was known so many seconds ago."
+        )
+    )
 
 
 class Heartbeat(BaseModel):
@@ -248,6 +276,9 @@ class Lease(BaseModel):
                     "state": "ready",
                     "lease_seconds": 6.0,
                     "heartbeat_interval": 2.0,
+                    "role": "prefill",
+                    "reserved": {"transfers": 1, "blocks": 12},
+                    "drain_seconds": None,
                 }
             ]
         },
@@ -262,6 +293,36 @@ class Lease(BaseModel):
         description="Without a heartbeat for this long the instance is gone."
     )
     heartbeat_interval: float = Field(description="Seconds between heartbeats.")
+    role: records.Role = Field(
+        description="As the control plane holds it: another one tells a worker to change sides."
+    )
+    reserved: Reserved = Field(
+        description="What open transfers hold: requests that may still be on their way."
+    )
+    drain_seconds: float | None = Field(
+        None, description="How long a worker that is drained may still take; null for others."
+    )
+
+
+class DrainRequest(BaseModel):
+    """How long an instance may take to finish what it has."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"deadline_seconds": 120.0}]}
+    )
+
+    deadline_seconds: Annotated[
+        float,
+        Field(ge=0, le=7 * 24 * 3600, description="After that the worker leaves all the same."),
+    ] = 60.0
+
+
+class RoleChange(BaseModel):
+    """The side that an instance takes from now on."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"role": "decode"}]})
+
+    role: records.Role
 
 
 class Change(BaseModel):

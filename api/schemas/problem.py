@@ -29,6 +29,9 @@ class Problem(BaseModel):
     detail: str
     code: str
     instance: str = Field(description="Path of the request that failed.")
+    request_id: str | None = Field(
+        None, description="The X-Request-ID of the request, as in the logs."
+    )
     field: str | None = Field(None, description="The member that is at fault, where it is one.")
     errors: list[InvalidMember] | None = None
     reasons: list[str] | None = None

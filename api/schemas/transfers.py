@@ -151,6 +151,12 @@ class Transfer(BaseModel):
     )
 
 
+class TransferList(BaseModel):
+    model_config = ConfigDict(json_schema_extra={"examples": [{"transfers": [_TRANSFER]}]})
+
+    transfers: list[Transfer]
+
+
 class OpenedTransfer(Transfer):
     """A new transfer with the ticket that both workers ask for."""
 

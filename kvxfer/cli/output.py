@@ -18,7 +18,10 @@ err = Console(stderr=True)
 
 def show_error(error: KvxferError, *, as_json: bool) -> None:
     if as_json:
-        show_json({"error": {"code": error.code, "message": str(error)}})
+        told = {"code": error.code, "message": str(error)}
+        if request_id := getattr(error, "request_id", None):
+            told["request_id"] = request_id
+        show_json({"error": told})
     else:
         line = Text.assemble(("error ", "bold red"), (f"[{error.code}] ", "red"), str(error))
         err.print(line, soft_wrap=True)  # one line, however long

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -11,13 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvxfer.cli.connection import (
+    CaFileOption,
+    CertFileOption,
+    ControlPlaneOption,
+    KeyFileOption,
+    TokenFileOption,
+    credentials,
+)
 from kvxfer.cli.output import out
-from kvxfer.errors import NotBuilt
+from kvxfer.cli.process_logs import LogFormatOption, LogLevelOption
+from kvxfer.errors import InvalidArgument, NotBuilt
 
 if TYPE_CHECKING:
     from kvxfer.reference.worker.process import Ready
 
-PACKAGES = ("fastapi", "uvicorn", "torch", "safetensors")
+PACKAGES = ("fastapi", "uvicorn", "structlog", "torch", "safetensors")
 
 
 class WorkerRole(StrEnum):
@@ -31,14 +39,7 @@ def register(app: typer.Typer) -> None:
 
 def worker(
     role: Annotated[WorkerRole, typer.Option(help="Which side of transfers it takes.")],
-    control_plane: Annotated[
-        str | None,
-        typer.Option(
-            envvar="KVXFER_CONTROL_PLANE",
-            help="URL of `kvxfer serve`.",
-            show_default="http://127.0.0.1:8080",
-        ),
-    ] = None,
+    control_plane: ControlPlaneOption = None,
     instance_id: Annotated[
         str | None, typer.Option(help="Its name in the cluster.", show_default="made up")
     ] = None,
@@ -64,10 +65,30 @@ def worker(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of torch.", show_default="torch's choice")
     ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where it runs, as NAME=VALUE: zone, rack, host, numa. May be repeated.",
+            show_default="host=the host's name",
+        ),
+    ] = None,
     cluster_key_file: Annotated[
         Path | None,
         typer.Option(help="File that holds the cluster key; KVXFER_CLUSTER_KEY without it."),
     ] = None,
+    ticket_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keys of the tickets, one per line. Read again when it changes.",
+            show_default="one that follows from the cluster key",
+        ),
+    ] = None,
+    token_file: TokenFileOption = None,
+    ca_file: CaFileOption = None,
+    cert_file: CertFileOption = None,
+    key_file: KeyFileOption = None,
+    log_level: LogLevelOption = "warning",
+    log_format: LogFormatOption = "text",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print its addresses as one line of JSON.")
     ] = False,
@@ -75,8 +96,8 @@ def worker(
     """Start a worker of the reference engine.
 
     It registers with the control plane and serves OpenAI-style completions whose KV cache moves
-    from prefill to decode. It prints its addresses once it takes requests, and stops on SIGTERM or
-    Ctrl-C.
+    from prefill to decode. It prints its addresses once it takes requests, and stops on SIGTERM,
+    Ctrl-C, or when it has been drained.
     """
     require_packages("a worker", PACKAGES)
     import asyncio
@@ -87,15 +108,17 @@ def worker(
     cluster_key = read_cluster_key(cluster_key_file)
 
     from kvxfer.instances import Role
+    from kvxfer.logs import configure_logging
     from kvxfer.reference.worker.process import WorkerSettings, serve_worker
+    from kvxfer.ticket import watch_ticket_keys
 
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(log_level, log_format)
     settings = WorkerSettings(
         role=Role(role),
         cluster_key=cluster_key,
         control_plane=control_plane,
+        credentials=credentials(token_file, ca_file, cert_file, key_file),
+        ticket_keys=None if ticket_keys_file is None else watch_ticket_keys(ticket_keys_file),
         instance_id=instance_id,
         host=host,
         port=port,
@@ -107,6 +130,7 @@ def worker(
             else tuple(name.strip() for name in fabrics.split(",") if name.strip())
         ),
         threads=threads,
+        labels=dict(_label(text) for text in label or ()),
     )
 
     def announce(ready: Ready) -> None:
@@ -122,6 +146,13 @@ def worker(
             )
 
     asyncio.run(serve_worker(settings, announce))
+
+
+def _label(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise InvalidArgument(f"--label is {text!r}; write it as NAME=VALUE, such as zone=eu-1a")
+    return name, value
 
 
 def require_packages(what: str, packages: tuple[str, ...]) -> None:

@@ -25,6 +25,10 @@ class ProcessFailed(KvxferError):
 
     code = "process-failed"
 
+    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
 
 class Child:
     """One `kvxfer` command as a process of its own. Loop only.
@@ -58,6 +62,8 @@ class Child:
         loop = asyncio.get_running_loop()
         self._first_line: asyncio.Future[bytes] = loop.create_future()
         self._output = asyncio.gather(self._read_stdout(), self._read_stderr())
+        # Cancelled on exit, and nobody waits for it then.
+        self._output.add_done_callback(lambda output: output.cancelled() or output.exception())
         self._exit = asyncio.create_task(self._process.wait())
         return self
 
@@ -114,7 +120,7 @@ class Child:
         how = f"exited with code {code}"
         if code < 0:
             how = f"was ended by {signal.Signals(-code).name}"
-        raise ProcessFailed(f"the {self.name} {how}{self._words()}")
+        raise ProcessFailed(f"the {self.name} {how}{self._words()}", exit_code=code)
 
     def _words(self) -> str:
         """The error that it printed, else the end of its stderr."""

@@ -17,6 +17,10 @@ from kvxfer.demo.children import Child
 _START_SECONDS: Final = 300.0
 # How long a process that broke something takes to be seen dead.
 _BLAME_SECONDS: Final = 0.5
+_TRUST_VARIABLES: Final = tuple(
+    f"KVXFER_{name}"
+    for name in ("TOKENS_FILE", "TOKEN", "TOKEN_FILE", "CA_FILE", "CERT_FILE", "KEY_FILE")
+)
 
 T = TypeVar("T")
 
@@ -60,7 +64,8 @@ async def start_cluster(
 
     Raises ProcessFailed where a process does not get that far.
     """
-    environment = {CLUSTER_KEY: secrets.token_hex(32)}
+    # A cluster of its own, whatever the environment says of another one's trust.
+    environment = {CLUSTER_KEY: secrets.token_hex(32)} | dict.fromkeys(_TRUST_VARIABLES, "")
     async with contextlib.AsyncExitStack() as stack:
         control_plane = await stack.enter_async_context(
             Child("control plane", ["serve", "--port", "0", "--json"], environment)

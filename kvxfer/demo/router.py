@@ -13,7 +13,7 @@ import httpx
 import msgspec
 from pydantic import BaseModel
 
-from kvxfer.client import ControlPlaneClient
+from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.errors import (
     KvxferError,
     LayoutMismatch,
@@ -47,9 +47,15 @@ class Router:
     """
 
     def __init__(
-        self, control_plane: str, *, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        control_plane: str,
+        *,
+        credentials: Credentials | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._control_plane = ControlPlaneClient(control_plane, transport=transport)
+        self._control_plane = ControlPlaneClient(
+            control_plane, credentials=credentials, transport=transport
+        )
         # Workers answer when a request is done; the transfer's lease bounds how long that takes.
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(5.0, read=None), transport=transport, trust_env=False

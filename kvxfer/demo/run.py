@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 import torch
 
+from kvxfer.client import Credentials
 from kvxfer.demo.cluster import start_cluster
 from kvxfer.demo.report import DemoReport, PromptRun
 from kvxfer.demo.router import Routed, Router
@@ -53,7 +54,7 @@ async def run_demo(settings: DemoSettings, progress: Callable[[Phase, int], None
             blocks=max(_MIN_BLOCKS, runner.cache.num_blocks),
             threads=threads,
         ) as cluster,
-        Router(cluster.control_plane) as router,
+        Router(cluster.control_plane, credentials=Credentials()) as router,
     ):
         for tokens in prompts:
             progress("cluster", len(routed))

@@ -10,7 +10,7 @@ from kvxfer.doctor.finding import Area, Finding, Status
 
 # Extra, its packages, and what they are for.
 EXTRAS = (
-    ("server", ("fastapi", "prometheus-client", "uvicorn"), "kvxfer serve"),
+    ("server", ("fastapi", "prometheus-client", "structlog", "uvicorn"), "kvxfer serve"),
     ("torch", ("safetensors", "torch"), "kvxfer demo and torch tensors"),
     ("plot", ("matplotlib",), "kvxfer bench --plot"),
 )

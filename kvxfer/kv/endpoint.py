@@ -22,6 +22,7 @@ from kvxfer.errors import (
     TransferRefused,
     by_code,
 )
+from kvxfer.instances import Role
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.messages import (
     Accepted,
@@ -36,7 +37,8 @@ from kvxfer.kv.messages import (
 from kvxfer.kv.pair import KvPair, grant_ranges, hello_from
 from kvxfer.kv.rendezvous import Rendezvous
 from kvxfer.kv.transfer_ledger import TransferLedger
-from kvxfer.ticket import Ticket, verify_ticket
+from kvxfer.ticket import Ticket, TicketKeys, verify_ticket
+from kvxfer.watched_file import WatchedFile
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -72,7 +74,7 @@ class KvEndpoint:
         *,
         instance_id: str,
         epoch: int,
-        ticket_key: bytes | str,
+        ticket_key: bytes | str | WatchedFile[TicketKeys],
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
         connect_timeout: float = 2.0,
         max_early_offers_per_peer: int = MAX_EARLY_OFFERS_PER_PEER,
@@ -87,7 +89,9 @@ class KvEndpoint:
         self._cache = cache
         self._pool = pool
         self._epoch = epoch
-        self._ticket_key = as_cluster_key(ticket_key)
+        self._ticket_key = (
+            ticket_key if isinstance(ticket_key, WatchedFile) else as_cluster_key(ticket_key)
+        )
         self._lease_seconds = lease_seconds
         self._connect_timeout = connect_timeout
         self._open = False
@@ -139,6 +143,16 @@ class KvEndpoint:
         for pair in list(self._pairs.values()):
             self._drop(pair, EngineClosed(reason))
         self._engine.handler = None
+
+    def side(self, ticket: str) -> Role | None:
+        """The side that a ticket gives to this instance; None where it names others.
+
+        Raises TicketInvalid and TicketExpired.
+        """
+        claims, this = self._verify(ticket), (self.instance_id, self._epoch)
+        if this == (claims.prefill_id, claims.prefill_epoch):
+            return Role.PREFILL
+        return Role.DECODE if this == (claims.decode_id, claims.decode_epoch) else None
 
     async def prefill_session(
         self, ticket: str, blocks: BlockHold, *, lease_seconds: float | None = None
@@ -321,7 +335,8 @@ class KvEndpoint:
 
     def _verify(self, token: str) -> Ticket:
         self._require_open()
-        return verify_ticket(token, self._ticket_key)
+        key = self._ticket_key
+        return verify_ticket(token, key.current if isinstance(key, WatchedFile) else key)
 
     def _require_open(self) -> None:
         if not self._open:

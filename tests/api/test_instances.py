@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
+
+from kvxfer.api.schemas.instances import InstanceList
+from kvxfer.instances import Load
 
 from .conftest import LEASE, join, problem, registration
 
@@ -16,6 +22,9 @@ async def test_registration_answers_with_the_lease_and_where_the_instance_is(api
         "state": "joining",
         "lease_seconds": LEASE,
         "heartbeat_interval": LEASE / 3,
+        "role": "prefill",
+        "reserved": {"transfers": 0, "blocks": 0},
+        "drain_seconds": None,
     }
 
 
@@ -29,8 +38,9 @@ async def test_instance_is_told_as_it_was_registered(api, clock):
         "epoch": lease["epoch"],
         "registered_at": clock.unix(),
         "heartbeat_at": clock.unix(),
-        "load": {"running": 0, "waiting": 0, "free_blocks": None},
+        "load": asdict(Load()),
         "reserved": {"transfers": 0, "blocks": 0},
+        "drain_deadline": None,
     }
 
 
@@ -95,7 +105,7 @@ async def test_registration_that_cannot_be_meant_names_the_member(api, change, f
     body = problem(answer, 422, "invalid-argument")
     assert body["field"] == field
     assert words in body["detail"]
-    assert (await api.get("/v1/instances")).json() == {"instances": []}
+    assert (await api.get("/v1/instances")).json() == {"instances": [], "stale_seconds": None}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +162,10 @@ async def test_heartbeat_renews_the_lease_and_takes_state_and_load(api, clock):
     assert answer.json() == {**lease, "state": "ready"}
     clock.advance(LEASE * 0.9)
     told = (await api.get("/v1/instances/p")).json()
-    assert (told["state"], told["load"]) == ("ready", beat["load"])
+    assert (told["state"], told["load"]) == (
+        "ready",
+        asdict(Load(running=3, waiting=1, free_blocks=9)),
+    )
 
 
 async def test_heartbeat_tells_a_worker_that_it_is_drained(api):
@@ -204,3 +217,70 @@ async def test_deregistration_takes_an_epoch(api):
     await join(api, "p")
     body = problem(await api.delete("/v1/instances/p"), 422, "invalid-argument")
     assert (body["field"], body["errors"][0]["location"]) == ("epoch", "query")
+
+
+async def test_listed_instances_are_as_the_schema_has_them(api):
+    await join(api, "p", labels={"zone": "ä"}, fabrics=("verbs", "tcp"))
+    lease = await join(api, "d", "decode")
+    beat = {"epoch": lease["epoch"], "load": {"running": 2}}
+    await api.put("/v1/instances/d/heartbeat", json=beat)
+    listed = (await api.get("/v1/instances")).json()
+    assert json.loads(InstanceList.model_validate(listed).model_dump_json()) == listed
+    assert listed["instances"] == [
+        (await api.get(f"/v1/instances/{name}")).json() for name in ("d", "p")
+    ]
+
+
+# --- what operators ask for ------------------------------------------------------------------
+
+
+async def test_drain_answers_with_the_instance_and_its_deadline(api, clock):
+    lease = await join(api, "p")
+    answer = await api.post("/v1/instances/p/drain", json={"deadline_seconds": 30})
+    told = answer.json()
+    assert answer.status_code == 202
+    assert (told["state"], told["drain_deadline"]) == ("draining", clock.unix() + 30)
+    beat = await api.put("/v1/instances/p/heartbeat", json={"epoch": lease["epoch"]})
+    assert (beat.json()["state"], beat.json()["drain_seconds"]) == ("draining", 30)
+
+
+async def test_drain_without_a_body_takes_a_minute(api, clock):
+    await join(api, "p")
+    told = (await api.post("/v1/instances/p/drain")).json()
+    assert told["drain_deadline"] == clock.unix() + 60
+
+
+async def test_role_is_changed_for_new_transfers_and_in_the_lease(api):
+    lease = await join(api, "a")
+    await join(api, "b")
+    problem(await api.post("/v1/transfers", json={}), 503, "no-capacity")
+    told = (await api.post("/v1/instances/a/role", json={"role": "decode"})).json()
+    assert (told["role"], told["epoch"]) == ("decode", lease["epoch"])
+    transfer = (await api.post("/v1/transfers", json={})).json()
+    assert transfer["decode"]["instance_id"] == "a"
+    beat = await api.put("/v1/instances/a/heartbeat", json={"epoch": lease["epoch"]})
+    assert (beat.json()["role"], beat.json()["reserved"]["transfers"]) == ("decode", 1)
+
+
+@pytest.mark.parametrize("what", ["drain", "role"])
+async def test_operator_names_an_instance_that_is_there(api, what):
+    answer = await api.post(
+        f"/v1/instances/p/{what}", json={"role": "decode"} if what == "role" else {}
+    )
+    problem(answer, 404, "unknown-instance")
+
+
+@pytest.mark.parametrize(
+    ("what", "body", "field"),
+    [
+        ("drain", {"deadline_seconds": -1}, "deadline_seconds"),
+        ("drain", {"deadline_seconds": 1e9}, "deadline_seconds"),
+        ("drain", {"deadline": 5}, "deadline"),
+        ("role", {}, "role"),
+        ("role", {"role": "cook"}, "role"),
+    ],
+)
+async def test_order_that_cannot_be_meant_names_the_member(api, what, body, field):
+    await join(api, "p")
+    answer = await api.post(f"/v1/instances/p/{what}", json=body)
+    assert problem(answer, 422, "invalid-argument")["field"] == field

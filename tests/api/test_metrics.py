@@ -74,7 +74,7 @@ async def test_applications_do_not_share_their_metrics(api):
     await api.get("/v1/instances")
     registry = EmbeddedRegistry()
     other = create_app(Settings(cluster_key=CLUSTER_KEY), registry)
-    rendered = other.state.control_plane.metrics.render(await registry.statistics()).decode()
+    rendered = other.state.control_plane.metrics.render(await registry.statistics(), None).decode()
     assert "/v1/instances" not in rendered
 
 

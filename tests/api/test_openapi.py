@@ -10,10 +10,12 @@ from openapi_spec_validator import validate
 from pydantic import BaseModel, TypeAdapter
 
 from kvxfer import instances as instance_records
+from kvxfer import scaling as scale_records
 from kvxfer import transfers as transfer_records
 from kvxfer.api.openapi import render
-from kvxfer.api.routes import handshakes, instances, operations, transfers, watch
+from kvxfer.api.routes import handshakes, instances, operations, scale, transfers, watch
 from kvxfer.api.schemas import instances as instance_schemas
+from kvxfer.api.schemas import scale as scale_schemas
 from kvxfer.api.schemas import transfers as transfer_schemas
 from kvxfer.api.schemas.problem import Problem
 from kvxfer.kv.layout import KvLayout
@@ -29,7 +31,7 @@ OPERATIONS = [
 
 MODELS_WITH_EXAMPLES = [
     model
-    for module in (instance_schemas, transfer_schemas)
+    for module in (instance_schemas, transfer_schemas, scale_schemas)
     for model in vars(module).values()
     if isinstance(model, type)
     and issubclass(model, BaseModel)
@@ -52,7 +54,7 @@ def test_committed_schema_is_that_of_the_code():
 
 
 def test_every_route_is_in_the_schema():
-    modules = (watch, instances, handshakes, transfers, operations)
+    modules = (watch, instances, handshakes, transfers, scale, operations)
     routes = {
         (route.path, method.lower())
         for module in modules
@@ -116,6 +118,9 @@ def test_bodies_have_examples():
         (transfer_schemas.OpenedTransfer, transfer_records.OpenedTransfer),
         (transfer_schemas.PlanSummary, transfer_records.PlanSummary),
         (transfer_schemas.Handshake, transfer_records.Handshake),
+        (scale_schemas.ScalePlan, scale_records.ScalePlan),
+        (scale_schemas.Demand, scale_records.Demand),
+        (scale_schemas.Clip, scale_records.Clip),
     ],
     ids=lambda value: value.__name__,
 )

@@ -25,7 +25,7 @@ async def test_path_that_is_not_there(api):
     [
         ("PATCH", "/v1/instances", "GET, POST"),
         ("POST", "/v1/instances/p", "DELETE, GET"),
-        ("PUT", "/v1/transfers", "POST"),
+        ("PUT", "/v1/transfers", "GET, POST"),
         ("DELETE", "/healthz", "GET"),
         ("BREW", "/healthz", "GET"),
     ],

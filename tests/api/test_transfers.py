@@ -136,3 +136,23 @@ async def test_prompt_that_fits_no_cache_is_refused_for_good(api):
 async def test_request_that_cannot_be_meant_names_the_member(api, body, field):
     answer = await api.post("/v1/transfers", json=body)
     assert problem(answer, 422, "invalid-argument")["field"] == field
+
+
+async def test_open_transfers_are_listed_without_tickets(api):
+    for name, role in (("p", "prefill"), ("d1", "decode"), ("d2", "decode")):
+        await join(api, name, role)
+    opened = [(await api.post("/v1/transfers", json={})).json() for _ in range(3)]
+    for transfer in opened:
+        del transfer["ticket"]
+    assert (await api.get("/v1/transfers")).json() == {"transfers": opened}
+    assert (await api.get("/v1/transfers?limit=2")).json() == {"transfers": opened[:2]}
+    assert (await api.get("/v1/transfers?instance_id=p")).json() == {"transfers": opened}
+    of_d2 = [t for t in opened if t["decode"]["instance_id"] == "d2"]
+    assert 0 < len(of_d2) < 3
+    assert (await api.get("/v1/transfers?instance_id=d2")).json() == {"transfers": of_d2}
+    assert (await api.get("/v1/transfers?instance_id=x")).json() == {"transfers": []}
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=x", "instance_id=a/b"])
+async def test_list_that_cannot_be_meant_is_refused(api, query):
+    problem(await api.get(f"/v1/transfers?{query}"), 422, "invalid-argument")

@@ -9,7 +9,10 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from kvxfer.api.schemas.instances import Change, Snapshot
 from kvxfer.event_stream import EventParser, ServerSentEvent
+from kvxfer.scheduler.redis_registry import RedisRegistry
+from kvxfer.scheduler.registry import LeasePolicy
 from tests.control_plane import FakeClock, RunningControlPlane
 
 from .conftest import LEASE, join, problem
@@ -20,9 +23,13 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-@pytest.fixture
-def server(clock):
-    with RunningControlPlane(lease_seconds=LEASE, clock=clock) as running:
+@pytest.fixture(params=["embedded", "redis"])
+def server(request, clock):
+    registry = None
+    if request.param == "redis":
+        url = request.getfixturevalue("empty_redis").url
+        registry = RedisRegistry(url, LeasePolicy(LEASE), clock=clock, timeout=10)
+    with RunningControlPlane(lease_seconds=LEASE, clock=clock, registry=registry) as running:
         yield running
 
 
@@ -47,6 +54,8 @@ class Watch:
         event = self._events.pop(0)
         data = json.loads(event.data)
         assert event.id == str(data["id"])
+        schema = {"snapshot": Snapshot, "change": Change}[event.event]
+        assert json.loads(schema.model_validate(data).model_dump_json()) == data
         return event.event, data["id"], data
 
 
@@ -64,7 +73,9 @@ async def test_watch_is_a_snapshot_then_changes(api, clock):
         beat = {"epoch": lease["epoch"], "state": "draining"}
         await api.put("/v1/instances/p/heartbeat", json=beat)
         await api.delete("/v1/instances/p", params={"epoch": lease["epoch"]})
-        clock.advance(LEASE)  # nobody calls: the server itself notices
+        for _ in range(12):
+            clock.advance(LEASE / 12)  # nobody says anything of `d`: the server itself notices
+            await api.get("/readyz")
 
         seen = [await watch.next() for _ in range(4)]
         assert [

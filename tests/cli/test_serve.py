@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,21 @@ import pytest
 from tests.control_plane import CLUSTER_KEY
 
 KVXFER = (sys.executable, "-m", "kvxfer.cli")
+WORKER = {
+    "instance_id": "p",
+    "role": "prefill",
+    "model": "m",
+    "engine_address": "kvx://127.0.0.1:1/a",
+    "http_address": "http://127.0.0.1:2",
+    "num_blocks": 8,
+    "layout": {
+        "num_layers": 1,
+        "num_kv_heads": 1,
+        "head_size": 8,
+        "dtype": "float32",
+        "block_size": 16,
+    },
+}
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -39,10 +55,12 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def serving(*arguments: str, key: bytes = CLUSTER_KEY) -> Iterator[subprocess.Popen[str]]:
+def serving(
+    *arguments: str, key: bytes = CLUSTER_KEY, **variables: str
+) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         (*KVXFER, "serve", *arguments),
-        env=environment(KVXFER_CLUSTER_KEY=key.decode()),
+        env=environment(KVXFER_CLUSTER_KEY=key.decode(), **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -94,22 +112,7 @@ def test_signal_ends_it_gracefully_with_a_watch_open(stop):
 def test_lease_and_transfer_times_are_those_asked_for():
     with serving("--port", "0", "--json", "--lease-seconds", "90") as process:
         url = json.loads(first_line(process))["url"]
-        body = {
-            "instance_id": "p",
-            "role": "prefill",
-            "model": "m",
-            "engine_address": "kvx://127.0.0.1:1/a",
-            "http_address": "http://127.0.0.1:2",
-            "num_blocks": 8,
-            "layout": {
-                "num_layers": 1,
-                "num_kv_heads": 1,
-                "head_size": 8,
-                "dtype": "float32",
-                "block_size": 16,
-            },
-        }
-        lease = httpx.post(url + "/v1/instances", json=body, trust_env=False).json()
+        lease = httpx.post(url + "/v1/instances", json=WORKER, trust_env=False).json()
     assert (lease["lease_seconds"], lease["heartbeat_interval"]) == (90, 30)
 
 
@@ -163,12 +166,101 @@ def test_key_from_a_file(tmp_path: Path):
         assert "url" in json.loads(first_line(process))
 
 
-def test_address_that_others_reach_is_warned_of():
-    with serving("--host", "0.0.0.0", "--port", "0", "--json") as process:
+def test_address_that_others_reach_needs_tokens():
+    ended = run("--host", "0.0.0.0", "--port", "0", KVXFER_CLUSTER_KEY=CLUSTER_KEY.decode())
+    assert (ended.returncode, ended.stdout) == (1, "")
+    error = " ".join(ended.stderr.split())
+    assert "[invalid-argument] whoever reaches 0.0.0.0 could use the control plane" in error
+    assert "--tokens-file" in error
+    assert "--allow-anonymous" in error
+
+
+def test_address_that_others_reach_is_warned_of_where_it_is_wanted_without_tokens():
+    arguments = ("--host", "0.0.0.0", "--allow-anonymous", "--port", "0", "--json")
+    with serving(*arguments) as process:
         assert json.loads(first_line(process))["url"].startswith("http://0.0.0.0:")
         process.terminate()
         _, err = process.communicate(timeout=20)
-    assert "does not ask who calls" in " ".join(err.split())
+    assert "whoever reaches 0.0.0.0 can use the control plane" in " ".join(err.split())
+
+
+TOKEN = "the-token-of-the-admin"
+
+
+@pytest.fixture
+def tokens_file(tmp_path: Path) -> Path:
+    file = tmp_path / "tokens"
+    file.write_text(f"ops admin,router,worker {TOKEN}\n")
+    return file
+
+
+def test_tokens_file_is_asked_and_may_change(tokens_file: Path):
+    arguments = ("--host", "0.0.0.0", "--port", "0", "--json", "--tokens-file", str(tokens_file))
+    with serving(*arguments) as process:
+        url = json.loads(first_line(process))["url"].replace("0.0.0.0", "127.0.0.1")
+        with httpx.Client(base_url=url, trust_env=False) as client:
+            assert client.get("/readyz").status_code == 200
+            assert client.get("/v1/instances").status_code == 401
+            ours = {"Authorization": f"Bearer {TOKEN}"}
+            assert client.get("/v1/instances", headers=ours).status_code == 200
+            new = tokens_file.with_suffix(".new")
+            new.write_text("ops admin another-token-of-theirs\n")
+            new.replace(tokens_file)
+            for _ in range(100):
+                if client.get("/v1/instances", headers=ours).status_code == 401:
+                    break
+                time.sleep(0.1)
+            theirs = {"Authorization": "Bearer another-token-of-theirs"}
+            assert client.get("/v1/instances", headers=theirs).status_code == 200
+            assert client.get("/v1/instances", headers=ours).status_code == 401
+
+
+def test_malformed_tokens_file_is_one_clear_error(tmp_path: Path):
+    file = tmp_path / "tokens"
+    file.write_text("ops admin short\n")
+    ended = run("--port", "0", "--tokens-file", str(file), KVXFER_CLUSTER_KEY=CLUSTER_KEY.decode())
+    assert ended.returncode == 1
+    assert "[invalid-argument] the token on line 1" in ended.stderr
+    assert "short" not in ended.stderr.replace("shorter", "")
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_logs_have_each_request_and_no_secret(tokens_file: Path, log_format: str):
+    arguments = ("--port", "0", "--json", "--tokens-file", str(tokens_file))
+    with serving(*arguments, "--log-level", "debug", "--log-format", log_format) as process:
+        url = json.loads(first_line(process))["url"]
+        ours = {"Authorization": f"Bearer {TOKEN}"}
+        with httpx.Client(base_url=url, trust_env=False, headers=ours) as client:
+            for name, role in (("p", "prefill"), ("d", "decode")):
+                body = {**WORKER, "instance_id": name, "role": role, "state": "ready"}
+                assert client.post("/v1/instances", json=body).status_code == 201
+            opened = client.post("/v1/transfers", json={}, headers={"X-Request-ID": "mine"})
+            ticket = opened.json()["ticket"]
+            # Where a secret has no business to be, and would be quoted.
+            client.get(f"/v1/instances/{ticket[:64]}")
+            client.post("/v1/transfers", json={"ticket": ticket})
+            client.get("/v1/instances", headers={"Authorization": "Bearer wrong-but-secret-too"})
+            client.get("/v1/instances", headers={"X-Request-ID": f"Bearer {TOKEN}"})
+        process.terminate()
+        _, err = process.communicate(timeout=20)
+    for secret in (
+        TOKEN,
+        ticket,
+        ticket.split(".")[2],
+        "wrong-but-secret-too",
+        CLUSTER_KEY.decode(),
+    ):
+        assert secret not in err
+    lines = [line for line in err.splitlines() if "POST" in line and "mine" in line]
+    assert len(lines) == 1
+    if log_format == "json":
+        line = json.loads(lines[0])
+        assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/transfers", 201)
+        assert (line["request_id"], line["caller"], line["level"]) == ("mine", "ops", "info")
+        assert (line["logger"], line["event"]) == ("kvxfer.api.requests", "request")
+        assert line["seconds"] > 0
+        for line in err.splitlines():
+            json.loads(line)
 
 
 def test_missing_server_extra_names_its_install_command():

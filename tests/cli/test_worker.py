@@ -102,11 +102,17 @@ def test_a_worker_is_in_the_fleet_until_it_is_stopped(
     with Process(
         *("worker", "--role", "decode", "--control-plane", control_plane, "--model", model),
         *("--instance-id", f"decode-{number.name}", "--blocks", "40", "--fabrics", "tcp"),
+        *("--label", "zone=eu-1a", "--label", "rack=a=7"),
     ) as worker:
         said = worker.ready
         assert said["instance_id"] == f"decode-{number.name}"
         registered = instances(control_plane)[said["instance_id"]]
         assert registered["state"] == "ready"
+        assert registered["labels"] == {
+            "host": socket.gethostname(),
+            "zone": "eu-1a",
+            "rack": "a=7",
+        }
         assert registered["role"] == said["role"] == "decode"
         assert registered["model"] == said["model"] == "tiny-llama"
         assert registered["http_address"] == said["http_address"]
@@ -150,6 +156,11 @@ def test_an_unknown_fabric_is_refused(model: Path) -> None:
     error = refused("--role", "prefill", "--model", model, "--fabrics", "pigeon")
     assert error.startswith("error [invalid-argument]")
     assert "pigeon" in error
+
+
+@pytest.mark.parametrize("label", ["zone", "=a"])
+def test_a_label_without_name_or_value_is_refused(label: str) -> None:
+    assert "write it as NAME=VALUE" in refused("--role", "decode", "--label", label)
 
 
 def test_a_missing_cluster_key_is_named() -> None:

@@ -15,6 +15,7 @@ from kvxfer.errors import (
     TicketInvalid,
     TransferCancelled,
 )
+from kvxfer.instances import Role
 from kvxfer.kv.block_pool import BlockState
 from kvxfer.reference.worker.completions import (
     CompletionRequest,
@@ -53,6 +54,23 @@ async def test_decode_gives_the_tokens_of_a_single_process(workers: WorkerPair) 
     }
     assert prefill.id == decode.id
     await eventually(workers.all_blocks_free)
+
+
+async def test_load_has_what_was_measured_of_requests(workers: WorkerPair) -> None:
+    prefill, decode = workers.prefill.service, workers.decode.service
+    assert (decode.load().tokens_per_second, decode.load().ttft_p90) == (0, None)
+    _, answer = await complete(workers, workers.request(PROMPT, max_tokens=20))
+    load = decode.load()
+    assert load.ttft_p90 == pytest.approx(answer.timings.first_token)
+    assert load.itl_p90 is not None
+    assert 0 < load.itl_p90 <= answer.timings.decode
+    # One request of twenty tokens since the worker began, however long ago that is.
+    assert load.requests_per_second is not None
+    assert load.tokens_per_second == pytest.approx(20 * load.requests_per_second, rel=0.1)
+    load = prefill.load()
+    assert load.requests_per_second is not None
+    assert load.tokens_per_second == pytest.approx(len(PROMPT) * load.requests_per_second, rel=0.1)
+    assert load.ttft_p90 is None, "decode is where the first token shows"
 
 
 async def test_prefill_says_exactly_what_moved(workers: WorkerPair) -> None:
@@ -218,3 +236,16 @@ def hold_prefill_at(workers: WorkerPair, monkeypatch: pytest.MonkeyPatch, layer:
 
     monkeypatch.setattr(runner, "prefill", held)
     return layers
+
+
+async def test_a_worker_takes_the_side_that_a_ticket_gives_it(workers: WorkerPair) -> None:
+    """After a change of role: what was paired before goes on, what comes is the other way."""
+    before = workers.request(PROMPT, max_tokens=8)
+    workers.prefill.service.take_role(Role.DECODE)
+    workers.decode.service.take_role(Role.PREFILL)
+    await complete(workers, before)
+    after = workers.request(PROMPT, max_tokens=8, turned=True)
+    turned = WorkerPair(workers.decode, workers.prefill, workers.cluster_key)
+    _, decode = await complete(turned, after)
+    assert decode.choices[0].token_ids == single_process().generate(PROMPT, 8)
+    await eventually(workers.all_blocks_free)

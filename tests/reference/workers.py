@@ -55,21 +55,24 @@ class WorkerPair:
     decode: Worker
     cluster_key: str
 
-    def request(self, prompt: str | list[int], **fields: Any) -> CompletionRequest:
-        """A request with a fresh ticket, good for both workers."""
+    def request(
+        self, prompt: str | list[int], *, turned: bool = False, **fields: Any
+    ) -> CompletionRequest:
+        """A request with a fresh ticket, good for both workers; `turned` swaps their sides."""
+        prefill, decode = ("decode", "prefill") if turned else ("prefill", "decode")
         transfer_id = uuid.uuid4().hex
         ticket = Ticket(
             transfer_id=transfer_id,
             request_id=f"request-{transfer_id}",
-            prefill_id="prefill",
+            prefill_id=prefill,
             prefill_epoch=EPOCH,
-            decode_id="decode",
+            decode_id=decode,
             decode_epoch=EPOCH,
             expires_at=time.time() + 60,
         )
         params = KvTransferParams(
             ticket=sign_ticket(ticket, self.cluster_key),
-            prefill_engine_address=self.prefill.engine.address,
+            prefill_engine_address=(self.decode if turned else self.prefill).engine.address,
         )
         return CompletionRequest(prompt=prompt, kv_transfer_params=params, **fields)
 

@@ -7,6 +7,7 @@ import pytest
 
 from kvxfer.instances import InstanceState, Lease, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
 from tests.control_plane import FakeClock, worker
 
@@ -22,7 +23,11 @@ class Fleet:
     clock: FakeClock
 
     async def pass_time(self, seconds: float) -> None:
-        self.clock.advance(seconds)
+        """In steps, as a control plane sweeps twice a second."""
+        while seconds > 0:
+            self.clock.advance(min(seconds, 0.5))
+            seconds -= 0.5
+            await self.registry.sweep()
 
     async def join(
         self,
@@ -35,7 +40,7 @@ class Fleet:
         return await self.registry.register(worker(instance_id, role, **changes), state=state)
 
 
-@pytest.fixture(params=["embedded"])
+@pytest.fixture(params=["embedded", "redis"])
 async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
     """Each implementation of the registry in turn: lease of 6 s, the last 8 changes kept."""
     clock = FakeClock()
@@ -45,7 +50,17 @@ async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
             registry = EmbeddedRegistry(
                 LeasePolicy(LEASE), clock=clock, feed_capacity=FEED_CAPACITY
             )
+        case "redis":
+            server = request.getfixturevalue("empty_redis")
+            registry = RedisRegistry(
+                server.url,
+                LeasePolicy(LEASE),
+                clock=clock,
+                feed_capacity=FEED_CAPACITY,
+                timeout=10,
+            )
         case other:
             raise AssertionError(other)
+    await registry.open()
     yield Fleet(registry, clock)
     await registry.close()

@@ -20,7 +20,7 @@ def feed_with(count: int, *, capacity: int = 4) -> ChangeFeed:
         heartbeat_at=0.0,
     )
     for _ in range(count):
-        feed.append(Change(id=feed.next_id, cause=ChangeCause.STATE_CHANGED, instance=instance))
+        feed.append(Change(id=feed.last_id + 1, cause=ChangeCause.STATE_CHANGED, instance=instance))
     return feed
 
 

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 
-from kvxfer.instances import Role
 from kvxfer.reference.worker import problems
 from kvxfer.reference.worker.completions import (
     CompletionRequest,
@@ -24,11 +23,10 @@ T = TypeVar("T")
 
 def make_app(service: WorkerService) -> FastAPI:
     """`POST /v1/completions` and `GET /healthz` of one worker."""
-    app = FastAPI(title=f"kvxfer {service.role} worker")
+    app = FastAPI(title="kvxfer worker")
     problems.install(app)
-    answer = PrefillCompletion if service.role is Role.PREFILL else DecodeCompletion
 
-    @app.post("/v1/completions", response_model=answer)
+    @app.post("/v1/completions", response_model=PrefillCompletion | DecodeCompletion)
     async def complete(body: CompletionRequest, request: Request) -> Any:
         return await _while_connected(request, service.complete(body))
 

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import secrets
 import signal
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from kvxfer.client import ControlPlaneClient
+from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.errors import InvalidArgument
 from kvxfer.http_listener import bind, url_of
 from kvxfer.instances import InstanceSpec, InstanceState, Role
@@ -29,6 +30,8 @@ from kvxfer.reference.worker.http_server import HttpServer
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.service import WorkerService
 from kvxfer.registration import Registration
+from kvxfer.ticket import TicketKeys
+from kvxfer.watched_file import WatchedFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,10 @@ class WorkerSettings:
     cluster_key: bytes = field(repr=False)
     control_plane: str | None = None
     """URL; None takes what `ControlPlaneClient` takes."""
+    credentials: Credentials | None = None
+    """What the control plane asks for; None takes those of the environment."""
+    ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
+    """Verify the tickets; None takes the key that follows from the cluster key."""
     instance_id: str | None = None
     """None makes one up."""
     host: str = "127.0.0.1"
@@ -53,6 +60,8 @@ class WorkerSettings:
     """None takes all that this host has."""
     threads: int | None = None
     """Of torch; None takes torch's own choice."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Where it runs; `host` is this host's name where it is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,7 @@ class Ready:
 
 
 async def serve_worker(settings: WorkerSettings, announce: Callable[[Ready], None]) -> None:
-    """Runs a worker until SIGTERM or SIGINT.
+    """Runs a worker until SIGTERM or SIGINT, or until the control plane has drained it.
 
     `announce` is called once it is registered and takes requests. The first signal stops it
     gracefully: no new pairs, running requests get a few seconds. A second one stops it at once.
@@ -110,7 +119,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
                 pool,
                 instance_id=instance_id,
                 epoch=0,
-                ticket_key=settings.cluster_key,
+                ticket_key=settings.ticket_keys or settings.cluster_key,
             )
         )
         compute = stack.enter_context(contextlib.closing(ComputeThread()))
@@ -119,7 +128,9 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
         ready = Ready(
             instance_id, settings.role, model.config.name, url_of(listener), engine.address
         )
-        client = await stack.enter_async_context(ControlPlaneClient(settings.control_plane))
+        client = await stack.enter_async_context(
+            ControlPlaneClient(settings.control_plane, credentials=settings.credentials)
+        )
         spec = InstanceSpec(
             instance_id=instance_id,
             role=settings.role,
@@ -129,18 +140,28 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
             layout=layout,
             num_blocks=settings.blocks,
             fabrics=engine.fabrics,
+            labels={"host": socket.gethostname(), **settings.labels},
         )
-        registration = Registration(client, spec, load=service.load, on_epoch=endpoint.set_epoch)
+        registration = Registration(
+            client,
+            spec,
+            load=service.load,
+            on_epoch=endpoint.set_epoch,
+            on_role=service.take_role,
+        )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with registration:
                 announce(ready)
+                drained = asyncio.create_task(registration.drained())
                 try:
-                    await asyncio.shield(serving)
+                    await asyncio.wait((serving, drained), return_when=asyncio.FIRST_COMPLETED)
                 except asyncio.CancelledError:
                     await registration.advance(InstanceState.DRAINING)
-                    server.should_exit = True
-                    await asyncio.shield(serving)
+                finally:
+                    drained.cancel()
+                server.should_exit = True
+                await asyncio.shield(serving)
         finally:
             serving.cancel()
             await asyncio.wait([serving])

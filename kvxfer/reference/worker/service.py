@@ -16,6 +16,7 @@ from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.prefill_session import PrefillSession
+from kvxfer.load_meter import LoadMeter
 from kvxfer.reference.runner import ModelRunner
 from kvxfer.reference.worker.completions import (
     Choice,
@@ -35,7 +36,11 @@ from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail, prompt_
 
 
 class WorkerService:
-    """One worker's model, blocks and transfers. Loop only; the model runs in `compute`."""
+    """One worker's model, blocks and transfers. Loop only; the model runs in `compute`.
+
+    A request is served on the side that its ticket names, so that `role` may change while requests
+    of the role before are under way.
+    """
 
     def __init__(
         self,
@@ -54,10 +59,22 @@ class WorkerService:
         self._engine = engine
         self._compute = compute
         self._requests = 0
+        self._meter = LoadMeter()
 
     def load(self) -> Load:
         """What the control plane hears of this worker."""
-        return Load(running=self._requests, free_blocks=self._pool.num_free)
+        return Load(
+            running=self._requests,
+            free_blocks=self._pool.num_free,
+            requests_per_second=self._meter.requests_per_second,
+            tokens_per_second=self._meter.tokens_per_second,
+            ttft_p90=self._meter.ttft_p90,
+            itl_p90=self._meter.itl_p90,
+        )
+
+    def take_role(self, role: Role) -> None:
+        """What the control plane says of this worker; requests of the role before go on."""
+        self.role = role
 
     def health(self) -> Health:
         return Health(
@@ -79,7 +96,8 @@ class WorkerService:
             raise InvalidArgument(f"this worker runs the model {model!r}, not {request.model!r}")
         self._requests += 1
         try:
-            if self.role is Role.PREFILL:
+            side = self._endpoint.side(request.kv_transfer_params.ticket) or self.role
+            if side is Role.PREFILL:
                 return await self._prefill(request)
             return await self._decode(request)
         finally:
@@ -87,6 +105,7 @@ class WorkerService:
 
     async def _prefill(self, request: CompletionRequest) -> PrefillCompletion:
         tokens = self.runner.encode(request.prompt)
+        self._meter.request(len(tokens))
         num_blocks = self.runner.blocks_for(len(tokens), max_tokens=1)
         ticket = request.kv_transfer_params.ticket
         busy_before = self._engine.busy_seconds()
@@ -140,6 +159,7 @@ class WorkerService:
 
     async def _decode(self, request: CompletionRequest) -> DecodeCompletion:
         arrived = time.perf_counter()
+        self._meter.request()
         tokens = self.runner.encode(request.prompt)
         all_blocks = self.runner.blocks_for(len(tokens), request.max_tokens)
         prompt_blocks = self._layout.blocks_for(len(tokens))
@@ -155,6 +175,8 @@ class WorkerService:
             ) as session:
                 data = await session.wait()
                 complete_at, first_token_at = time.time(), time.perf_counter()
+                self._meter.first_token(first_token_at - arrived)
+                self._meter.tokens(1)
                 received = blocks.enter_context(session.take())
             tail = decode_tail(data, model=self.runner.config.name, tokens=tokens)
             output = await self._generate(
@@ -180,10 +202,13 @@ class WorkerService:
         output = [token]
         steps = self.runner.decode(token, prompt_length, blocks, request.max_tokens)
         while request.ignore_eos or not self.runner.ends(output[-1]):
+            before = time.perf_counter()
             following = await self._compute.run(lambda: next(steps, None))
             if following is None:
                 break
             output.append(following)
+            self._meter.tokens(1)
+            self._meter.next_tokens(time.perf_counter() - before)
         return output
 
     def _choice(self, output: list[int], request: CompletionRequest) -> Choice:

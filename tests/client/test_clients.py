@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
 import socket
 
 import httpx
 import pytest
 
-from kvxfer.client import ControlPlaneClient
+from kvxfer.client import ControlPlaneClient, SyncControlPlaneClient, calls
 from kvxfer.errors import (
     ControlPlaneError,
     ControlPlaneUnavailable,
@@ -45,7 +47,7 @@ def answering(status: int, content: bytes = b"", **headers: str) -> ControlPlane
     def handler(request: httpx.Request) -> httpx.Response:
         return httpx.Response(status, content=content, headers=headers)
 
-    return ControlPlaneClient("http://proxy:1", transport=httpx.MockTransport(handler))
+    return ControlPlaneClient("http://proxy:1", deadline=0, transport=httpx.MockTransport(handler))
 
 
 async def next_of(stream):
@@ -178,7 +180,7 @@ async def test_watch_goes_on_after_an_id(client):
 
 
 async def test_watch_survives_a_restart_of_the_control_plane(monkeypatch):
-    monkeypatch.setattr("kvxfer.client._WATCH_RETRY", 0.01)
+    monkeypatch.setattr("kvxfer.client.watch._RETRY_SECONDS", 0.01)
     with RunningControlPlane() as first:
         async with ControlPlaneClient(first.url) as client:
             watch = client.watch()
@@ -207,6 +209,84 @@ async def test_watch_that_is_refused_raises_the_error(client):
         await next_of(client.watch(-1))
 
 
+# --- what operators ask for ------------------------------------------------------------------
+
+
+async def test_operators_calls(client):
+    lease = await client.register(worker("p"), state=READY)
+    await client.register(worker("d", "decode"), state=READY)
+    opened = await client.open_transfer(prompt_tokens=16)
+    (listed,) = await client.transfers(instance_id="p")
+    assert listed == await client.transfer(opened.transfer_id)
+    assert await client.transfers(instance_id="nobody") == ()
+    moved = await client.change_role("d", Role.BOTH)
+    assert moved == await client.instance("d")
+    drained = await client.drain("p", deadline_seconds=5)
+    assert (drained.state, drained.epoch) == (InstanceState.DRAINING, lease.epoch)
+    assert drained.drain_deadline is not None
+    with pytest.raises(UnknownInstance):
+        await client.drain("nobody")
+
+
+# --- the sync client -------------------------------------------------------------------------
+
+
+def test_sync_client_has_the_same_methods(server):
+    with SyncControlPlaneClient(server.url) as client:
+        client.ready()
+        lease = client.register(worker("p"), state=READY)
+        client.register(worker("d", "decode"), state=READY)
+        assert client.heartbeat("p", lease.epoch, load=Load(running=2)).role is Role.PREFILL
+        assert [i.instance_id for i in client.instances(role=Role.DECODE)] == ["d"]
+        assert client.instance("p").load == Load(running=2)
+        assert client.shake_hands("p", "d").plan.layers == LAYOUT.num_layers
+        opened = client.open_transfer(model="llama")
+        assert [t.transfer_id for t in client.transfers()] == [opened.transfer_id]
+        assert client.transfer(opened.transfer_id).model == "llama"
+        client.release_transfer(opened.transfer_id)
+        watch = client.watch()
+        assert len(next(watch).instances) == 2
+        client.change_role("p", Role.BOTH)
+        assert next(watch).instance.role is Role.BOTH
+        watch.close()
+        client.drain("p")
+        for instance in client.instances():
+            client.deregister(instance.instance_id, instance.epoch)
+        with pytest.raises(UnknownInstance):
+            client.instance("p")
+
+
+def test_both_clients_have_every_call():
+    described = {
+        name
+        for name, value in vars(calls).items()
+        if callable(value) and not name.startswith("_") and inspect.getmodule(value) is calls
+    } - {"Call"}
+    assert len(described) == 14
+    for kind in (ControlPlaneClient, SyncControlPlaneClient):
+        for name in described:
+            assert getattr(kind, name).__doc__ == getattr(calls, name).__doc__
+
+
+async def test_method_keeps_its_name_and_arguments():
+    async with ControlPlaneClient("http://c") as client:
+        assert client.heartbeat.__name__ == "heartbeat"
+        assert list(inspect.signature(client.heartbeat).parameters) == [
+            "instance_id",
+            "epoch",
+            "state",
+            "load",
+        ]
+
+
+def test_sync_watch_without_a_control_plane_says_so():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with SyncControlPlaneClient(url) as client, pytest.raises(ControlPlaneUnavailable):
+            next(client.watch())
+
+
 # --- the control plane itself ----------------------------------------------------------------
 
 
@@ -218,7 +298,7 @@ async def test_absent_control_plane_is_named_with_a_remedy():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        async with ControlPlaneClient(url) as client:
+        async with ControlPlaneClient(url, deadline=0) as client:
             with pytest.raises(ControlPlaneUnavailable) as error:
                 await client.instances()
     assert url in str(error.value)
@@ -228,7 +308,7 @@ async def test_absent_control_plane_is_named_with_a_remedy():
 async def test_control_plane_that_does_not_answer_is_unavailable():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        async with ControlPlaneClient(url, timeout=0.05) as client:
+        async with ControlPlaneClient(url, timeout=0.05, deadline=0) as client:
             with pytest.raises(ControlPlaneUnavailable, match="ReadTimeout"):
                 await client.ready()
 
@@ -259,9 +339,23 @@ async def test_code_of_a_later_control_plane_is_kept_in_the_text():
     assert error.value.details == {"degrees": 90}
 
 
+async def test_error_has_the_request_id_that_the_logs_have(client):
+    with pytest.raises(UnknownInstance) as error:
+        await client.instance("nobody")
+    assert re.fullmatch("[0-9a-f]{32}", error.value.request_id)
+
+
+async def test_defect_of_the_control_plane_is_told_with_its_request_id():
+    problem = b'{"code": "internal-error", "detail": "its log says why"}'
+    headers = {"X-Request-ID": "r-1"}
+    async with answering(500, problem, **headers) as client:
+        with pytest.raises(ControlPlaneError, match=r"why \[internal-error, request r-1\]"):
+            await client.instances()
+
+
 async def test_members_that_a_later_control_plane_adds_are_ignored(client, server):
     await client.register(worker("p"))
-    raw = (await client._send("GET", "/v1/instances/p")).content
+    raw = (await client._http.get("/v1/instances/p")).content
     async with answering(200, raw[:-1] + b',"weights_version":7}') as later:
         assert (await later.instance("p")).instance_id == "p"
 

@@ -1,0 +1,143 @@
+"""Who may call a route: each declares its scopes, and the guard asks before the body is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar, cast
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+
+from kvxfer.api.problems import responses
+from kvxfer.api.rate_limit import RateLimiter
+from kvxfer.api.settings import Settings
+from kvxfer.api.tokens import ANONYMOUS, Caller, Scope
+from kvxfer.errors import BodyTooLarge, Forbidden, RateLimited, Unauthenticated
+from kvxfer.scheduler.clock import Clock
+
+SECURITY_SCHEME: Final = "bearer"
+CALLER_KEY: Final = "kvxfer.caller"
+
+# Wrong tokens per client address: enough for a rotation that goes wrong, useless for guessing.
+_FAILURES_PER_SECOND: Final = 5
+_FAILURE_BURST: Final = 50
+
+_SCOPES: Final = "__kvxfer_scopes__"
+_PUBLIC: Final[frozenset[Scope]] = frozenset()
+_BODY_METHODS: Final = {"POST", "PUT", "PATCH"}
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def allow(*scopes: Scope) -> Callable[[F], F]:
+    """Declares that a route takes a token with any one of these scopes."""
+
+    def declare(endpoint: F) -> F:
+        setattr(endpoint, _SCOPES, frozenset(scopes))
+        return endpoint
+
+    return declare
+
+
+def public(endpoint: F) -> F:
+    """Declares that a route takes no token."""
+    setattr(endpoint, _SCOPES, _PUBLIC)
+    return endpoint
+
+
+class Guard:
+    """Lets a request through or raises. One event loop.
+
+    Without tokens everybody may do everything: the server then listens on loopback only, unless its
+    operator says otherwise.
+    """
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        self._tokens = settings.tokens
+        self._requests: RateLimiter | None = None
+        if self._tokens is not None and settings.rate_limit:
+            burst = max(1, math.ceil(settings.rate_limit))
+            self._requests = RateLimiter(settings.rate_limit, burst, clock)
+        self._failures = RateLimiter(_FAILURES_PER_SECOND, _FAILURE_BURST, clock)
+
+    def admit(self, request: Request, scopes: frozenset[Scope]) -> Caller:
+        """The caller of a route that takes any of `scopes`, all callers where there are none.
+
+        Raises Unauthenticated, Forbidden or RateLimited.
+        """
+        if self._tokens is None:
+            return ANONYMOUS
+        address = "unknown" if request.client is None else request.client.host
+        if not scopes:
+            self._limit(self._requests, ("", address), f"the address {address}")
+            return ANONYMOUS
+        caller = self._authenticate(request, address)
+        request.scope[CALLER_KEY] = caller.name
+        self._limit(self._requests, (caller.name, address), f"{caller.name!r} at {address}")
+        if scopes.isdisjoint(caller.scopes):
+            raise Forbidden(
+                f"{request.method} {request.url.path} takes a token with scope "
+                f"{' or '.join(sorted(scopes))}; that of {caller.name!r} has "
+                f"{', '.join(sorted(caller.scopes))}",
+                scopes=sorted(scopes),
+            )
+        return caller
+
+    def _authenticate(self, request: Request, address: str) -> Caller:
+        assert self._tokens is not None  # noqa: S101 (asked before)
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise Unauthenticated(
+                "the control plane takes a bearer token, and this request has none; name the file "
+                "with your token in KVXFER_TOKEN_FILE, or send `Authorization: Bearer TOKEN`"
+            )
+        caller = self._tokens.current.caller(token.strip())
+        if caller is None:
+            self._limit(self._failures, address, f"the address {address}, with unknown tokens")
+            raise Unauthenticated(
+                "the control plane does not know this token; ask its operator for a new one",
+                invalid_token=True,
+            )
+        return caller
+
+    def _limit(self, limiter: RateLimiter | None, key: object, who: str) -> None:
+        seconds = 0.0 if limiter is None else limiter.wait_seconds(cast(Any, key))
+        if seconds:
+            raise RateLimited(
+                f"too many requests from {who}; come again in {seconds:.3f} s",
+                retry_after_seconds=round(seconds, 3),
+            )
+
+
+class GuardedRoute(APIRoute):
+    """A route that declares its scopes, without which it cannot be made."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        scopes = getattr(endpoint, _SCOPES, None)
+        if scopes is None:
+            raise TypeError(
+                f"route {path} does not say who may call it: put @allow(Scope.…) or @public on "
+                f"{endpoint.__qualname__}"
+            )
+        self.scopes: frozenset[Scope] = scopes
+        errors = responses(Unauthenticated, Forbidden, RateLimited) if scopes else {}
+        if _BODY_METHODS & set(options.get("methods") or ()):
+            errors |= responses(BodyTooLarge)
+        options["responses"] = {**errors, **(options.get("responses") or {})}
+        if scopes:
+            options["openapi_extra"] = {
+                **(options.get("openapi_extra") or {}),
+                "security": [{SECURITY_SCHEME: [scope]} for scope in sorted(scopes)],
+            }
+        super().__init__(path, endpoint, **options)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            guard: Guard = request.app.state.guard
+            guard.admit(request, self.scopes)
+            return await answer(request)
+
+        return guarded

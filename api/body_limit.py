@@ -1,0 +1,57 @@
+"""No more of a request's body is read than its limit."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# No route reads a body of these.
+_WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
+
+
+class LimitBodies:
+    """ASGI middleware: whoever reads a body of more than `max_bytes` gets an HTTPException (413).
+
+    A body whose length is declared is refused before its first byte, any other one at the byte that
+    is too much.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        declared = headers.get("content-length", "")
+        too_much = declared.isdecimal() and int(declared) > self._max_bytes
+        bounded = declared.isdecimal() or scope["method"] in _WITHOUT_BODY
+        if bounded and not too_much and "transfer-encoding" not in headers:
+            # The server hands on no more than what was declared.
+            await self._app(scope, receive, send)
+            return
+        answered = False
+        size = 0
+
+        async def receive_within_limit() -> Message:
+            nonlocal size
+            message = {} if too_much else await receive()
+            size += len(message.get("body", b""))
+            if not (too_much or size > self._max_bytes):
+                return message
+            if answered:  # nobody reads it any more
+                return {"type": "http.disconnect"}
+            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        await self._app(scope, receive_within_limit, send_and_note)

@@ -1,0 +1,67 @@
+"""One id per request, in its answer and in all that is logged about it, and one line at its end."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bind_contextvars
+
+from kvxfer.api.access import CALLER_KEY
+from kvxfer.api.problems import REQUEST_ID_HEADER, REQUEST_ID_KEY
+
+_log = logging.getLogger("kvxfer.api.requests")
+
+# What a client sends goes into logs: no spaces, no control characters, no end.
+_SANE: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class LogRequests:
+    """ASGI middleware. An X-Request-ID that a client sends is kept where it is sane."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        sent = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        request_id = sent if _SANE.fullmatch(sent) else uuid.uuid4().hex
+        scope[REQUEST_ID_KEY] = request_id
+        header = REQUEST_ID_HEADER.lower().encode()
+        status = 500  # of a defect, which is answered further out
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (header, request_id.encode())]
+            await send(message)
+
+        # The server gives each request a context of its own, so nothing has to be taken back.
+        bind_contextvars(request_id=request_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if _log.isEnabledFor(logging.INFO):
+                _log.info("request", extra=_about(scope, status, time.perf_counter() - began))
+
+
+def _about(scope: Scope, status: int, seconds: float) -> dict[str, object]:
+    client = scope.get("client")
+    return {
+        "method": scope["method"],
+        # The path, never the query; nothing that is secret is in a path.
+        "path": scope["path"],
+        "status": status,
+        "seconds": round(seconds, 6),
+        "caller": scope.get(CALLER_KEY, "anonymous"),
+        "address": client[0] if client else None,
+    }

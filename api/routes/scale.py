@@ -1,0 +1,21 @@
+"""An operator asks what the autoscaler would do."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from kvxfer.api.access import GuardedRoute, allow
+from kvxfer.api.context import ControlPlaneDep
+from kvxfer.api.problems import responses
+from kvxfer.api.schemas.scale import ScalePlan
+from kvxfer.api.tokens import Scope
+from kvxfer.errors import ControlPlaneUnavailable, ScalingFailed
+
+router = APIRouter(route_class=GuardedRoute, prefix="/v1/scale", tags=["scaling"])
+
+
+@router.get("/plan", summary="Plan", responses=responses(ScalingFailed, ControlPlaneUnavailable))
+@allow(Scope.ADMIN)
+async def plan(app: ControlPlaneDep) -> ScalePlan:
+    """What the autoscaler would do now, with each rule and bound that had a say. A dry run."""
+    return ScalePlan.model_validate(await app.autoscaler.plan())

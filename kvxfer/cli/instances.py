@@ -1,0 +1,95 @@
+"""`kvxfer instances`: the workers that the control plane knows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kvxfer.cli.connection import (
+    CaFileOption,
+    CertFileOption,
+    ControlPlaneOption,
+    KeyFileOption,
+    TokenFileOption,
+    connect,
+)
+from kvxfer.cli.output import out, show_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvxfer.instances import Instance
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(instances)
+
+
+def instances(
+    role: Annotated[
+        Literal["prefill", "decode", "both"] | None,
+        typer.Option(help="Instances that take this side."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Instances of this model.")] = None,
+    state: Annotated[
+        Literal["joining", "ready", "draining"] | None,
+        typer.Option(help="Instances in this state."),
+    ] = None,
+    control_plane: ControlPlaneOption = None,
+    token_file: TokenFileOption = None,
+    ca_file: CaFileOption = None,
+    cert_file: CertFileOption = None,
+    key_file: KeyFileOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known.")] = False,
+) -> None:
+    """List the workers that the control plane knows."""
+    import msgspec
+
+    from kvxfer.instances import InstanceState, Role
+
+    with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
+        found = client.instances(
+            role=None if role is None else Role(role),
+            model=model,
+            state=None if state is None else InstanceState(state),
+        )
+    if as_json:
+        show_json({"instances": msgspec.to_builtins(found)})
+    elif found:
+        out.print(_table(found, time.time()))
+    else:
+        out.print("no instance matches" if role or model or state else "no instance is registered")
+
+
+def _table(instances: Iterable[Instance], now: float) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2))
+    for name in ("instance", "role", "state", "model"):
+        table.add_column(name, overflow="fold")
+    for name in ("running", "waiting", "transfers", "free blocks", "heartbeat", "drain"):
+        table.add_column(name, justify="right")
+    for instance in instances:
+        free = instance.load.free_blocks
+        table.add_row(
+            instance.instance_id,
+            instance.role,
+            instance.state,
+            instance.model,
+            str(instance.load.running),
+            str(instance.load.waiting),
+            str(instance.reserved.transfers),
+            f"{'?' if free is None else free} of {instance.num_blocks}",
+            f"{max(0.0, now - instance.heartbeat_at):.1f} s ago",
+            _drain(instance, now),
+        )
+    return table
+
+
+def _drain(instance: Instance, now: float) -> str:
+    if instance.drain_deadline is None:
+        return ""
+    return f"{max(0.0, instance.drain_deadline - now):.0f} s left"

@@ -1,0 +1,77 @@
+"""`kvxfer transfers`: the transfers that hold a reservation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvxfer.cli.connection import (
+    CaFileOption,
+    CertFileOption,
+    ControlPlaneOption,
+    KeyFileOption,
+    TokenFileOption,
+    connect,
+)
+from kvxfer.cli.output import out, show_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvxfer.transfers import Transfer
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(transfers)
+
+
+def transfers(
+    instance: Annotated[
+        str | None, typer.Option(metavar="ID", help="Transfers that this instance is a side of.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 1000,
+    control_plane: ControlPlaneOption = None,
+    token_file: TokenFileOption = None,
+    ca_file: CaFileOption = None,
+    cert_file: CertFileOption = None,
+    key_file: KeyFileOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known.")] = False,
+) -> None:
+    """List the open transfers, the oldest first."""
+    import msgspec
+
+    with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
+        found = client.transfers(instance_id=instance, limit=limit)
+    if as_json:
+        show_json({"transfers": msgspec.to_builtins(found)})
+    elif found:
+        out.print(_table(found, time.time()))
+    else:
+        out.print("no transfer is open")
+
+
+def _table(transfers: Iterable[Transfer], now: float) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2))
+    for name in ("transfer", "request", "model", "prefill", "decode"):
+        table.add_column(name, overflow="fold")
+    for name in ("prompt tokens", "blocks", "age", "expires in"):
+        table.add_column(name, justify="right")
+    for transfer in transfers:
+        tokens = transfer.prompt_tokens
+        table.add_row(
+            transfer.transfer_id,
+            transfer.request_id,
+            transfer.model,
+            transfer.prefill.instance_id,
+            transfer.decode.instance_id,
+            "?" if tokens is None else str(tokens),
+            f"{transfer.prefill_blocks} + {transfer.decode_blocks}",
+            f"{max(0.0, now - transfer.created_at):.1f} s",
+            f"{max(0.0, transfer.expires_at - now):.1f} s",
+        )
+    return table

@@ -1,0 +1,30 @@
+"""The control plane as workers, routers and the CLI call it: typed, async and sync.
+
+`url` is that of `kvxfer serve`; without it KVXFER_CONTROL_PLANE, then http://127.0.0.1:8080.
+`credentials` are those of the environment unless given. `timeout` bounds each step of an attempt,
+`deadline` all attempts of a call together, both in seconds; a deadline of 0 is one attempt. Proxy
+settings of the environment are not used: the control plane is part of the cluster.
+
+A call is sent again where it was not carried out (nobody answers, 429, 503 for lack of a registry),
+or where doing it twice does no harm; never before the control plane wants to hear of it again
+(Retry-After). NoCapacity is an answer, not a failure: it is raised at once.
+
+Every method raises the error of `kvxfer.errors` that the control plane names,
+ControlPlaneUnavailable where nobody answers, and UntrustedCertificate where TLS fails.
+"""
+
+from kvxfer.client.clients import (
+    DEFAULT_URL,
+    ENVIRONMENT,
+    ControlPlaneClient,
+    SyncControlPlaneClient,
+)
+from kvxfer.client.credentials import Credentials
+
+__all__ = [
+    "DEFAULT_URL",
+    "ENVIRONMENT",
+    "ControlPlaneClient",
+    "Credentials",
+    "SyncControlPlaneClient",
+]

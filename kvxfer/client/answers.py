@@ -1,0 +1,137 @@
+"""What came of a request: its value, or the error to raise and whether to try again."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any, Final, TypeVar
+
+import httpx
+import msgspec
+
+from kvxfer.client.calls import Call
+from kvxfer.errors import (
+    ControlPlaneError,
+    ControlPlaneUnavailable,
+    KvxferError,
+    LayoutMismatch,
+    RateLimited,
+    UntrustedCertificate,
+    by_code,
+)
+
+_PROBLEM_MEMBERS: Final = frozenset(
+    {"type", "title", "status", "detail", "code", "instance", "request_id"}
+)
+# What only the control plane's log explains.
+_DEFECTS: Final = frozenset({"internal-error"})
+# The request has not left this process.
+_UNSENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+T = TypeVar("T")
+
+
+class Failed(Exception):
+    """One attempt failed with `error`. `again`: another one may do better, after `seconds`."""
+
+    def __init__(self, error: KvxferError, *, again: bool, seconds: float = 0.0) -> None:
+        super().__init__(str(error))
+        self.error, self.again, self.seconds = error, again, seconds
+
+
+def read(response: httpx.Response, call: Call[T], url: str) -> T:
+    """The value of an answer. Raises Failed."""
+    if not response.is_success:
+        error = problem(response, url)
+        unavailable = isinstance(error, ControlPlaneUnavailable | RateLimited)
+        refused = response.status_code in (429, 503)
+        again = unavailable and (refused or call.repeatable)
+        raise Failed(error, again=again, seconds=_retry_after(response, error))
+    try:
+        return call.read(response.content)
+    except msgspec.DecodeError as error:
+        raise Failed(unreadable(url, error), again=False) from error
+
+
+def unanswered(error: httpx.RequestError, call: Call[Any], url: str) -> Failed:
+    """What an attempt without an answer comes to."""
+    named = unavailable(error, url)
+    distrusted = isinstance(named, UntrustedCertificate)
+    again = not distrusted and (isinstance(error, _UNSENT) or call.repeatable)
+    return Failed(named, again=again)
+
+
+def unavailable(error: httpx.RequestError, url: str) -> ControlPlaneError:
+    cause = str(error) or type(error).__name__
+    if isinstance(_root(error), ssl.SSLError):
+        return UntrustedCertificate(
+            f"{url} and this client do not trust each other ({cause}); name the CA of the control "
+            "plane in KVXFER_CA_FILE and, where it asks for one, a client certificate in "
+            "KVXFER_CERT_FILE and KVXFER_KEY_FILE"
+        )
+    if url.startswith("https") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+        # In TLS 1.3 a server learns of a wrong client certificate after the client's handshake.
+        return ControlPlaneUnavailable(
+            f"{url} hung up ({cause}); if it asks for client certificates, name one that it knows "
+            "in KVXFER_CERT_FILE and KVXFER_KEY_FILE"
+        )
+    return ControlPlaneUnavailable(
+        f"no control plane answers at {url} ({cause}); start one with `kvxfer serve`, or name it "
+        "with KVXFER_CONTROL_PLANE"
+    )
+
+
+def unreadable(url: str, error: msgspec.DecodeError) -> ControlPlaneError:
+    return ControlPlaneError(
+        f"{url} answered something that cannot be read ({error}); is it a kvxfer control plane of "
+        "this version?"
+    )
+
+
+def problem(response: httpx.Response, url: str) -> KvxferError:
+    """The error that an answer stands for."""
+    error = _problem(response, url)
+    if isinstance(error, ControlPlaneError):
+        error.request_id = response.headers.get("x-request-id")
+    return error
+
+
+def _problem(response: httpx.Response, url: str) -> KvxferError:
+    """The error that a problem document names."""
+    try:
+        document = msgspec.json.decode(response.content, type=dict[str, Any])
+        code, detail = str(document["code"]), str(document["detail"])
+    except (msgspec.DecodeError, KeyError):
+        away = response.status_code in (502, 503, 504)
+        kind = ControlPlaneUnavailable if away else ControlPlaneError
+        return kind(
+            f"{url} answered HTTP {response.status_code} without a problem document; "
+            "is it a kvxfer control plane?"
+        )
+    details = {name: document[name] for name in document.keys() - _PROBLEM_MEMBERS}
+    kind_of_error = by_code(code)
+    if kind_of_error is LayoutMismatch:
+        return LayoutMismatch(
+            str(details.get("field")), details.get("prefill"), details.get("decode")
+        )
+    if issubclass(kind_of_error, ControlPlaneError):
+        return kind_of_error(detail, **details)
+    if kind_of_error is KvxferError:
+        where = f", request {response.headers.get('x-request-id')}" if code in _DEFECTS else ""
+        return ControlPlaneError(f"{url} refused: {detail} [{code}{where}]", **details)
+    return kind_of_error(detail)
+
+
+def _retry_after(response: httpx.Response, error: KvxferError) -> float:
+    """Seconds: to the fraction where the problem says so, else those of Retry-After."""
+    if isinstance(error, RateLimited):
+        exact = error.details.get("retry_after_seconds")
+        if isinstance(exact, int | float):
+            return max(0.0, float(exact))
+    header = response.headers.get("retry-after", "")
+    return float(header) if header.isdecimal() else 0.0
+
+
+def _root(error: BaseException) -> BaseException:
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return error

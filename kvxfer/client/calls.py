@@ -1,0 +1,185 @@
+"""Every request that the control plane takes, as a description: what to send, what comes back.
+
+Nothing here does I/O. `ControlPlaneClient` and `SyncControlPlaneClient` have one method for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from kvxfer.instances import Instance, InstanceSpec, InstanceState, Lease, Load, Role
+from kvxfer.scaling import ScalePlan
+from kvxfer.transfers import Handshake, OpenedTransfer, Transfer
+
+T = TypeVar("T")
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request. `read` makes a value of the answer's content, or raises msgspec.DecodeError."""
+
+    method: str
+    path: str
+    read: Callable[[bytes], T]
+    body: Any = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    repeatable: bool = True
+    """Whether it may be sent again where nobody knows if it was carried out."""
+
+
+# --- instances -------------------------------------------------------------------------------
+
+
+def register(
+    spec: InstanceSpec,
+    *,
+    state: InstanceState = InstanceState.JOINING,
+    incarnation: str = "",
+) -> Call[Lease]:
+    """Begins a lease; `Registration` does this and keeps it. Raises InstanceExists."""
+    body = {**msgspec.to_builtins(spec), "state": state.value, "incarnation": incarnation}
+    # Without an incarnation nobody could tell the second one from another process.
+    return Call("POST", "/v1/instances", _reads(Lease), body, repeatable=bool(incarnation))
+
+
+def heartbeat(
+    instance_id: str,
+    epoch: int,
+    *,
+    state: InstanceState | None = None,
+    load: Load | None = None,
+) -> Call[Lease]:
+    """Renews a lease. What is None stays as it was. Raises StaleEpoch."""
+    body: dict[str, Any] = {"epoch": epoch}
+    if state is not None:
+        body["state"] = state.value
+    if load is not None:
+        body["load"] = msgspec.to_builtins(load)
+    return Call("PUT", f"{_instance(instance_id)}/heartbeat", _reads(Lease), body)
+
+
+def deregister(instance_id: str, epoch: int) -> Call[None]:
+    """Ends a lease. Raises UnknownInstance or StaleEpoch."""
+    return Call("DELETE", _instance(instance_id), _nothing, params={"epoch": epoch})
+
+
+def instances(
+    *,
+    role: Role | None = None,
+    model: str | None = None,
+    state: InstanceState | None = None,
+) -> Call[tuple[Instance, ...]]:
+    """The live instances that match, ordered by id."""
+    params = _given(role=role, model=model, state=state)
+    return Call("GET", "/v1/instances", lambda c: _InstanceList.read(c).instances, params=params)
+
+
+def instance(instance_id: str) -> Call[Instance]:
+    """Raises UnknownInstance."""
+    return Call("GET", _instance(instance_id), _reads(Instance))
+
+
+def drain(instance_id: str, *, deadline_seconds: float = 60.0) -> Call[Instance]:
+    """Lets an instance finish what it has and leave. Raises UnknownInstance."""
+    body = {"deadline_seconds": deadline_seconds}
+    return Call("POST", f"{_instance(instance_id)}/drain", _reads(Instance), body)
+
+
+def change_role(instance_id: str, role: Role) -> Call[Instance]:
+    """Moves an instance to another side without a restart. Raises UnknownInstance."""
+    return Call("POST", f"{_instance(instance_id)}/role", _reads(Instance), {"role": role.value})
+
+
+# --- transfers -------------------------------------------------------------------------------
+
+
+def shake_hands(prefill_id: str, decode_id: str) -> Call[Handshake]:
+    """What would move between two instances. Raises UnknownInstance or LayoutMismatch."""
+    body = {"prefill_id": prefill_id, "decode_id": decode_id}
+    return Call("POST", "/v1/handshakes", _reads(Handshake), body)
+
+
+def open_transfer(
+    *,
+    request_id: str | None = None,
+    model: str | None = None,
+    prompt_tokens: int | None = None,
+) -> Call[OpenedTransfer]:
+    """Reserves the best pair, each argument as in `TransferRequest`.
+
+    Raises NoCapacity, whose `details["reasons"]` say what is missing, and PromptTooLong.
+    """
+    body = {"request_id": request_id, "model": model, "prompt_tokens": prompt_tokens}
+    return Call("POST", "/v1/transfers", _reads(OpenedTransfer), body, repeatable=False)
+
+
+def transfers(
+    *, instance_id: str | None = None, limit: int | None = None
+) -> Call[tuple[Transfer, ...]]:
+    """The open transfers, of one instance or of all, the oldest first."""
+    params = _given(instance_id=instance_id, limit=limit)
+    return Call("GET", "/v1/transfers", lambda c: _TransferList.read(c).transfers, params=params)
+
+
+def transfer(transfer_id: str) -> Call[Transfer]:
+    """Raises UnknownTransfer where it is not open."""
+    return Call("GET", f"/v1/transfers/{quote(transfer_id, safe='')}", _reads(Transfer))
+
+
+def release_transfer(transfer_id: str) -> Call[None]:
+    """Gives a reservation back. Raises UnknownTransfer."""
+    return Call("DELETE", f"/v1/transfers/{quote(transfer_id, safe='')}", _nothing)
+
+
+# --- scaling ---------------------------------------------------------------------------------
+
+
+def scale_plan() -> Call[ScalePlan]:
+    """What the autoscaler would do now. Raises ScalingFailed where its backend is away."""
+    return Call("GET", "/v1/scale/plan", _reads(ScalePlan))
+
+
+# --- the control plane itself ----------------------------------------------------------------
+
+
+def ready() -> Call[None]:
+    """Returns where the control plane can serve; raises ControlPlaneUnavailable otherwise."""
+    return Call("GET", "/readyz", _nothing)
+
+
+class _InstanceList(msgspec.Struct):
+    instances: tuple[Instance, ...]
+
+    @classmethod
+    def read(cls, content: bytes) -> _InstanceList:
+        return msgspec.json.decode(content, type=cls)
+
+
+class _TransferList(msgspec.Struct):
+    transfers: tuple[Transfer, ...]
+
+    @classmethod
+    def read(cls, content: bytes) -> _TransferList:
+        return msgspec.json.decode(content, type=cls)
+
+
+def _reads(answer: type[A]) -> Callable[[bytes], A]:
+    return lambda content: msgspec.json.decode(content, type=answer)
+
+
+def _nothing(_content: bytes) -> None:
+    return None
+
+
+def _instance(instance_id: str) -> str:
+    return f"/v1/instances/{quote(instance_id, safe='')}"
+
+
+def _given(**params: Any) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if value is not None}

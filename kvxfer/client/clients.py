@@ -1,0 +1,268 @@
+"""The two clients, async and sync: one connection pool each, and the same methods."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from types import TracebackType
+from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, overload
+
+import httpx
+from tenacity import AsyncRetrying, Retrying
+
+from kvxfer.client import calls
+from kvxfer.client.answers import Failed, problem, read, unanswered, unavailable
+from kvxfer.client.calls import Call
+from kvxfer.client.credentials import Credentials
+from kvxfer.client.retries import policy
+from kvxfer.client.watch import PATH as WATCH_PATH
+from kvxfer.client.watch import SILENCE_SECONDS, WatchReader
+from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument
+from kvxfer.instances import Change, Snapshot
+
+ENVIRONMENT: Final = "KVXFER_CONTROL_PLANE"
+DEFAULT_URL: Final = "http://127.0.0.1:8080"
+
+_LEAST_TIMEOUT: Final = 0.01
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Method(Generic[P, T]):
+    """A method of both clients, made of the function that describes its call.
+
+    It has the arguments of that function, and returns what the call does: at once with the sync
+    client, to be awaited with the other.
+    """
+
+    def __init__(self, describe: Callable[P, Call[T]]) -> None:
+        self._describe = describe
+        self.__doc__ = describe.__doc__
+
+    @overload
+    def __get__(self, client: None, owner: type) -> Self: ...
+    @overload
+    def __get__(
+        self, client: ControlPlaneClient, owner: type
+    ) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    @overload
+    def __get__(self, client: SyncControlPlaneClient, owner: type) -> Callable[P, T]: ...
+    def __get__(self, client: Any, owner: type) -> Any:
+        if client is None:
+            return self
+
+        @functools.wraps(self._describe)
+        def send(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return client.send(self._describe(*args, **kwargs))
+
+        return send
+
+
+class _Client:
+    """What both clients are, but for the sending."""
+
+    def __init__(
+        self,
+        url: str | None,
+        credentials: Credentials | None,
+        timeout: float,
+        deadline: float,
+        transport: object,
+    ) -> None:
+        self.url = (url or os.environ.get(ENVIRONMENT) or DEFAULT_URL).rstrip("/")
+        if not self.url.startswith(("http://", "https://")):
+            raise InvalidArgument(
+                f"the control plane's URL is {self.url!r}; write it as http://HOST:PORT"
+            )
+        self._timeout = timeout
+        self._deadline = deadline
+        credentials = credentials or Credentials.from_environment()
+        secured = transport is None and self.url.startswith("https://")
+        self._options: dict[str, Any] = {
+            "base_url": self.url,
+            "timeout": timeout,
+            "transport": transport,
+            "trust_env": False,
+            "auth": credentials.auth(),
+            # Without TLS there is nothing to verify; reading the system's CAs takes 20 ms.
+            "verify": credentials.tls() if secured else False,
+        }
+
+    def _open(self, kind: Callable[..., T]) -> T:
+        try:
+            return kind(**self._options)
+        except httpx.InvalidURL as error:
+            raise InvalidArgument(
+                f"the control plane's URL is {self.url!r} ({error}); write it as http://HOST:PORT"
+            ) from error
+
+    def _request(self, call: Call[Any], give_up: float) -> dict[str, Any]:
+        left = max(give_up - time.monotonic(), _LEAST_TIMEOUT)
+        return {
+            "method": call.method,
+            "url": call.path,
+            "params": dict(call.params) or None,
+            "json": call.body,
+            "timeout": min(self._timeout, left),
+        }
+
+    def _watch_options(self, reader: WatchReader) -> dict[str, Any]:
+        return {
+            "method": "GET",
+            "url": WATCH_PATH,
+            "headers": reader.connect(),
+            "timeout": httpx.Timeout(self._timeout, read=SILENCE_SECONDS),
+        }
+
+    register = _Method(calls.register)
+    heartbeat = _Method(calls.heartbeat)
+    deregister = _Method(calls.deregister)
+    instances = _Method(calls.instances)
+    instance = _Method(calls.instance)
+    drain = _Method(calls.drain)
+    change_role = _Method(calls.change_role)
+    shake_hands = _Method(calls.shake_hands)
+    open_transfer = _Method(calls.open_transfer)
+    transfers = _Method(calls.transfers)
+    transfer = _Method(calls.transfer)
+    release_transfer = _Method(calls.release_transfer)
+    scale_plan = _Method(calls.scale_plan)
+    ready = _Method(calls.ready)
+
+
+class ControlPlaneClient(_Client):
+    """A connection pool to one control plane, of one event loop. `kvxfer.client` says the rest."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        credentials: Credentials | None = None,
+        timeout: float = 5.0,
+        deadline: float = 10.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        super().__init__(url, credentials, timeout, deadline, transport)
+        self._http = self._open(httpx.AsyncClient)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def send(self, call: Call[T], *, deadline: float | None = None) -> T:
+        """Makes a call, within another deadline than the client's where one is given."""
+        seconds = self._deadline if deadline is None else deadline
+        give_up = time.monotonic() + (seconds or self._timeout)
+        try:
+            return await AsyncRetrying(**policy(seconds))(self._attempt, call, give_up)
+        except Failed as failed:
+            raise failed.error from failed.__cause__
+
+    async def _attempt(self, call: Call[T], give_up: float) -> T:
+        try:
+            response = await self._http.request(**self._request(call, give_up))
+        except httpx.RequestError as error:
+            raise unanswered(error, call, self.url) from error
+        return read(response, call, self.url)
+
+    async def watch(self, last_event_id: int | None = None) -> AsyncIterator[Snapshot | Change]:
+        """The changes of the fleet, without end; a Snapshot replaces all that was known.
+
+        Connects again by itself and goes on where it was cut off. Raises ControlPlaneUnavailable
+        only where the first connection fails.
+        """
+        reader = WatchReader(self.url, last_event_id)
+        while True:
+            try:
+                async with self._http.stream(**self._watch_options(reader)) as response:
+                    if not response.is_success:
+                        await response.aread()
+                        raise problem(response, self.url)
+                    async for chunk in response.aiter_bytes():
+                        for item in reader.feed(chunk):
+                            yield item
+            except (httpx.RequestError, ControlPlaneUnavailable) as error:
+                if not reader.connected:
+                    raise _as_unavailable(error, self.url) from error
+            await asyncio.sleep(reader.pause_seconds())
+
+
+class SyncControlPlaneClient(_Client):
+    """A connection pool to one control plane, for threads. `kvxfer.client` says the rest."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        credentials: Credentials | None = None,
+        timeout: float = 5.0,
+        deadline: float = 10.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        super().__init__(url, credentials, timeout, deadline, transport)
+        self._http = self._open(httpx.Client)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def send(self, call: Call[T], *, deadline: float | None = None) -> T:
+        """Makes a call, within another deadline than the client's where one is given."""
+        seconds = self._deadline if deadline is None else deadline
+        give_up = time.monotonic() + (seconds or self._timeout)
+        try:
+            result: T = Retrying(**policy(seconds))(self._attempt, call, give_up)
+            return result
+        except Failed as failed:
+            raise failed.error from failed.__cause__
+
+    def _attempt(self, call: Call[T], give_up: float) -> T:
+        try:
+            response = self._http.request(**self._request(call, give_up))
+        except httpx.RequestError as error:
+            raise unanswered(error, call, self.url) from error
+        return read(response, call, self.url)
+
+    def watch(self, last_event_id: int | None = None) -> Iterator[Snapshot | Change]:
+        """The changes of the fleet, as `ControlPlaneClient.watch` has them."""
+        reader = WatchReader(self.url, last_event_id)
+        while True:
+            try:
+                with self._http.stream(**self._watch_options(reader)) as response:
+                    if not response.is_success:
+                        response.read()
+                        raise problem(response, self.url)
+                    for chunk in response.iter_bytes():
+                        yield from reader.feed(chunk)
+            except (httpx.RequestError, ControlPlaneUnavailable) as error:
+                if not reader.connected:
+                    raise _as_unavailable(error, self.url) from error
+            time.sleep(reader.pause_seconds())
+
+
+def _as_unavailable(error: Exception, url: str) -> Exception:
+    return unavailable(error, url) if isinstance(error, httpx.RequestError) else error

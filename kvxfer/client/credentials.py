@@ -1,0 +1,103 @@
+"""What a client shows to the control plane, and whom it trusts."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import httpx
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.watched_file import WatchedFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """A bearer token, and files for TLS; each may be None.
+
+    The token file is read again when it changes, so that a token is exchanged without a restart.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    """Without it the one in `token_file`."""
+    token_file: Path | None = None
+    ca_file: Path | None = None
+    """Signs the control plane's certificate; None trusts what the system trusts."""
+    cert_file: Path | None = None
+    """The client certificate, for a control plane that asks for one."""
+    key_file: Path | None = None
+    """Its key; None where `cert_file` has it too."""
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """KVXFER_TOKEN, or KVXFER_TOKEN_FILE, and KVXFER_CA_FILE, _CERT_FILE and _KEY_FILE."""
+
+        def file(name: str) -> Path | None:
+            value = os.environ.get(f"KVXFER_{name}_FILE")
+            return Path(value) if value else None
+
+        return cls(
+            token=os.environ.get("KVXFER_TOKEN") or None,
+            token_file=file("TOKEN"),
+            ca_file=file("CA"),
+            cert_file=file("CERT"),
+            key_file=file("KEY"),
+        )
+
+    def auth(self) -> httpx.Auth | None:
+        """Raises InvalidArgument where the token file cannot be read."""
+        if self.token is not None:
+            token = _checked(self.token, "the token")
+            return _Bearer(lambda: token, refresh=lambda: False)
+        if self.token_file is None:
+            return None
+        file = WatchedFile("token file", self.token_file, _parse_token)
+        return _Bearer(lambda: file.current, file.refresh)
+
+    def tls(self) -> ssl.SSLContext:
+        """Raises InvalidArgument, which names the file that does not fit."""
+        if self.key_file is not None and self.cert_file is None:
+            raise InvalidArgument(
+                f"there is a client key, {self.key_file}, but no certificate; set KVXFER_CERT_FILE"
+            )
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidArgument(f"the CA file {self.ca_file} cannot be used: {error}") from error
+        if self.cert_file is not None:
+            try:
+                context.load_cert_chain(self.cert_file, self.key_file)
+            except (OSError, ssl.SSLError) as error:
+                raise InvalidArgument(
+                    f"the client certificate {self.cert_file} with the key "
+                    f"{self.key_file or self.cert_file} cannot be used: {error}"
+                ) from error
+        return context
+
+
+class _Bearer(httpx.Auth):
+    """Adds the token; one that is refused is looked up anew and sent once more if it changed."""
+
+    def __init__(self, token: Callable[[], str], refresh: Callable[[], bool]) -> None:
+        self._token, self._refresh = token, refresh
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        request.headers["Authorization"] = f"Bearer {self._token()}"
+        response = yield request
+        if response.status_code == httpx.codes.UNAUTHORIZED and self._refresh():
+            request.headers["Authorization"] = f"Bearer {self._token()}"
+            yield request
+
+
+def _parse_token(content: bytes) -> str:
+    return _checked(content.decode(errors="replace").strip(), "the content of the token file")
+
+
+def _checked(token: str, what: str) -> str:
+    if not token.isascii() or not token.isprintable() or not token or " " in token:
+        raise InvalidArgument(f"{what} is no bearer token: it is one word of ASCII characters")
+    return token

@@ -1,0 +1,56 @@
+"""The fleet's changes, read from a stream that may be cut off and goes on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from kvxfer.client.answers import unreadable
+from kvxfer.event_stream import EventParser, ServerSentEvent
+from kvxfer.instances import Change, Snapshot
+
+PATH: Final = "/v1/instances/watch"
+# A watch says something at least every 15 s; silence for this long is a dead connection.
+SILENCE_SECONDS: Final = 45.0
+_RETRY_SECONDS: Final = 1.0
+
+
+class WatchReader:
+    """Where a watch stands: over all of its connections, one after the other."""
+
+    def __init__(self, url: str, last_event_id: int | None) -> None:
+        self._url = url
+        self._last_event_id = last_event_id
+        self._parser = EventParser()
+        self.connected = False
+        """Whether there ever was a connection."""
+
+    def connect(self) -> dict[str, str]:
+        """The headers of a new connection."""
+        self._parser = EventParser()
+        return {} if self._last_event_id is None else {"Last-Event-ID": str(self._last_event_id)}
+
+    def feed(self, chunk: bytes) -> Iterator[Snapshot | Change]:
+        self.connected = True
+        for event in self._parser.feed(chunk):
+            item = self._item(event)
+            if item is not None:
+                self._last_event_id = item.id
+                yield item
+
+    def pause_seconds(self) -> float:
+        """Before the next connection; watchers that were cut off together come back apart."""
+        return _RETRY_SECONDS * random.uniform(0.5, 1.5)  # noqa: S311 (no secret)
+
+    def _item(self, event: ServerSentEvent) -> Snapshot | Change | None:
+        kinds: dict[str, type[Snapshot] | type[Change]] = {"snapshot": Snapshot, "change": Change}
+        kind = kinds.get(event.event)
+        if kind is None:
+            return None  # one that a later control plane sends
+        try:
+            return msgspec.json.decode(event.data.encode(), type=kind)
+        except msgspec.DecodeError as error:
+            raise unreadable(self._url, error) from error

@@ -1,0 +1,51 @@
+"""Which registry a URL asks for, and how one of the replicas that share it comes to lead."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvxfer.errors import NotBuilt
+from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.registry import LeasePolicy, Registry
+from kvxfer.scheduler.scaling.leader import Leader, OnlyReplica
+
+EMBEDDED: Final = "embedded"
+
+_LEADER_SECONDS: Final = 30.0
+# A leader campaigns once per round; one that is late keeps its term.
+_ROUNDS_PER_TERM: Final = 3
+_TIMEOUT: Final = 2.0
+
+
+def make_registry(url: str, policy: LeasePolicy) -> Registry:
+    """The embedded registry for `embedded`, else the one in Redis.
+
+    Raises InvalidArgument and NotBuilt.
+    """
+    if url == EMBEDDED:
+        return EmbeddedRegistry(policy)
+    try:
+        from kvxfer.scheduler.redis_registry import RedisRegistry
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "redis":
+            raise
+        raise NotBuilt(
+            "a registry in Redis needs redis, which is not installed: pip install 'kvxfer[server]'"
+        ) from error
+    return RedisRegistry(url, policy)
+
+
+def make_leader(url: str, *, interval: float) -> Leader:
+    """This replica's part in the election of an autoscaler that decides every `interval` seconds.
+
+    `url` is one that `make_registry` took.
+    """
+    if url == EMBEDDED:
+        return OnlyReplica()
+    from kvxfer.scheduler.redis_registry.url import RedisUrl
+    from kvxfer.scheduler.scaling.redis_leader import RedisLeader
+
+    return RedisLeader(
+        RedisUrl.parse(url).client(timeout=_TIMEOUT),
+        seconds=max(_LEADER_SECONDS, _ROUNDS_PER_TERM * interval),
+    )

@@ -1,0 +1,105 @@
+"""The instances and open transfers that a registry knows, kept consistent with each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+
+from kvxfer.instances import Instance, InstanceState, Reserved, Role
+from kvxfer.scheduler.pair_index import PairIndex
+from kvxfer.scheduler.pairing import Pair
+from kvxfer.transfers import Transfer, TransferRequest
+
+
+class Fleet:
+    """Belongs to one event loop. What an instance has reserved follows from its transfers."""
+
+    def __init__(self) -> None:
+        self._instances: dict[str, Instance] = {}
+        self._transfers: dict[str, Transfer] = {}
+        self._held: dict[str, set[str]] = {}
+        self._index = PairIndex()
+
+    def get(self, instance_id: str) -> Instance | None:
+        return self._instances.get(instance_id)
+
+    def transfer(self, transfer_id: str) -> Transfer | None:
+        return self._transfers.get(transfer_id)
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Every open transfer, the oldest first."""
+        return tuple(sorted(self._transfers.values(), key=lambda t: t.created_at))
+
+    @property
+    def open_transfers(self) -> int:
+        return len(self._transfers)
+
+    def held_by(self, instance_id: str) -> Collection[str]:
+        """The ids of the open transfers of an instance."""
+        return tuple(self._held[instance_id])
+
+    def put(self, instance: Instance) -> None:
+        """Adds a registration without transfers, or replaces what was known of the same one."""
+        before = self._instances.get(instance.instance_id)
+        if before is None or before.epoch != instance.epoch:
+            self._held[instance.instance_id] = set()
+            reserved = Reserved()
+        else:
+            reserved = before.reserved
+        if instance.reserved != reserved:
+            instance = replace(instance, reserved=reserved)
+        self._instances[instance.instance_id] = instance
+        self._index.put(instance)
+
+    def remove(self, instance_id: str) -> Instance:
+        """Takes an instance out; its transfers have to be ended before."""
+        self._index.remove(instance_id)
+        del self._held[instance_id]
+        return self._instances.pop(instance_id)
+
+    def open(self, transfer: Transfer) -> None:
+        """Counts a transfer against both of its instances, where it is not counted already."""
+        self._transfers[transfer.transfer_id] = transfer
+        self._count(transfer, 1)
+
+    def end(self, transfer_id: str) -> Transfer:
+        """Gives back what a transfer reserved."""
+        transfer = self._transfers.pop(transfer_id)
+        self._count(transfer, -1)
+        return transfer
+
+    def snapshot(self) -> tuple[Instance, ...]:
+        """Every instance, ordered by id."""
+        return tuple(self._instances[instance_id] for instance_id in sorted(self._instances))
+
+    def census(self) -> Counter[tuple[Role, InstanceState]]:
+        return Counter((i.role, i.state) for i in self._instances.values())
+
+    def choose(self, request: TransferRequest) -> Pair:
+        """As PairIndex.choose."""
+        return self._index.choose(request)
+
+    def find(self, request: TransferRequest) -> Pair | None:
+        """As PairIndex.find."""
+        return self._index.find(request)
+
+    def _count(self, transfer: Transfer, sign: int) -> None:
+        for party, blocks in (
+            (transfer.prefill, transfer.prefill_blocks),
+            (transfer.decode, transfer.decode_blocks),
+        ):
+            instance = self._instances.get(party.instance_id)
+            if instance is None or instance.epoch != party.epoch:
+                continue
+            held = self._held[party.instance_id]
+            if (transfer.transfer_id in held) == (sign > 0):
+                continue
+            (held.add if sign > 0 else held.remove)(transfer.transfer_id)
+            before = instance.reserved
+            after = Reserved(
+                transfers=before.transfers + sign, blocks=before.blocks + sign * blocks
+            )
+            instance = replace(instance, reserved=after)
+            self._instances[party.instance_id] = instance
+            self._index.put(instance)

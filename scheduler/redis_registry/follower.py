@@ -1,0 +1,115 @@
+"""Keeps a mirror up to date: loads the whole once, then follows the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from redis.exceptions import RedisError
+
+from kvxfer.scheduler.fleet import Fleet
+from kvxfer.scheduler.redis_registry.link import Link, trouble_of
+from kvxfer.scheduler.redis_registry.mirror import LogBroken, Mirror
+from kvxfer.scheduler.redis_registry.records import decode_change, decode_instance, decode_transfer
+from kvxfer.scheduler.redis_registry.scripts import script
+
+_BLOCK_SECONDS: Final = 0.5
+_RETRY_SECONDS: Final = 0.1
+_BATCH: Final = 500
+
+_log = logging.getLogger("kvxfer.registry")
+
+
+class Follower:
+    """One task, until `stop`. Whatever goes wrong is tried again.
+
+    It is also what finds out whether Redis is there: it asks twice a second.
+    """
+
+    def __init__(
+        self, link: Link, mirror: Mirror, prefix: str, header: Callable[[], tuple[str, ...]]
+    ) -> None:
+        self._link = link
+        self._mirror = mirror
+        self._prefix = prefix
+        self._header = header
+        self._client = link.reader(block=_BLOCK_SECONDS)
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = self._doubted = False
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="log of the registry")
+
+    async def stop(self) -> None:
+        # Python 3.11's wait_for, in the client, may swallow a cancellation; the flag does not.
+        self._stopping = True
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        await self._client.aclose()
+
+    def doubt(self) -> None:
+        """Somebody waited in vain for a record: load the whole again."""
+        self._doubted = True
+
+    async def _run(self) -> None:
+        while not self._stopping:
+            try:
+                await self._load()
+                self._link.back()
+                while not (self._stopping or self._doubted):
+                    await self._read()
+                self._doubted = False
+            except LogBroken as broken:
+                _log.info("the log in Redis (%s) is loaded anew: %s", self._link.name, broken)
+            except (RedisError, OSError, TimeoutError) as error:
+                self._link.bad(trouble_of(error) or f"{type(error).__name__}: {error}")
+                await asyncio.sleep(_RETRY_SECONDS)
+            except Exception as error:
+                _log.exception("the log in Redis (%s) cannot be followed", self._link.name)
+                self._link.bad(f"{type(error).__name__}: {error}")
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _load(self) -> None:
+        sweep = script("sweep")
+        await self._client.eval(sweep.text, 1, self._prefix, *self._header())
+        async with self._client.pipeline(transaction=True) as pipeline:
+            for key in ("sequence", "changed"):
+                pipeline.get(f"{self._prefix}:{key}")
+            for key in ("instances", "specs", "transfers"):
+                pipeline.hgetall(f"{self._prefix}:{key}")
+            pipeline.xrange(f"{self._prefix}:changes")
+            sequence, changed, members, specs, transfers, entries = await pipeline.execute()
+        fleet, changes = Fleet(), []
+        for number, (instance_id, member) in enumerate(members.items()):
+            fleet.put(decode_instance(member, specs[instance_id]))
+            await _give_way(number)
+        for number, transfer in enumerate(transfers.values()):
+            fleet.open(decode_transfer(transfer))
+            await _give_way(number)
+        for number, (entry_id, fields) in enumerate(entries):
+            changes.append(decode_change(entry_id, fields))
+            await _give_way(number)
+        floor = int(entries[0][1][b"after"] if entries else changed)
+        self._mirror.replace(fleet, int(sequence), floor, changes)
+
+    async def _read(self) -> None:
+        answer: Any = await self._client.xread(
+            {f"{self._prefix}:log": f"{self._mirror.position}-0"},
+            count=_BATCH,
+            block=int(_BLOCK_SECONDS * 1000),
+        )
+        for _, entries in answer:
+            for entry_id, fields in entries:
+                self._mirror.apply(entry_id, fields)
+        self._link.good()
+
+
+async def _give_way(number: int) -> None:
+    """Lets requests be answered while much is decoded."""
+    if number % _BATCH == _BATCH - 1:
+        await asyncio.sleep(0)

@@ -1,0 +1,12 @@
+-- ARGV: [4] id, [5] microseconds that it may take. Returns the member and its spec.
+local id, lasts = ARGV[4], tonumber(ARGV[5])
+
+local member = member_of(id)
+if not member then
+  return {'unknown-instance'}
+end
+member.state = 'draining'
+member.drain_deadline = (now + lasts) / 1000000
+save(id, member)
+change('state-changed', id, member)
+return {'ok', cmsgpack.pack(member), redis.call('HGET', SPECS, id)}

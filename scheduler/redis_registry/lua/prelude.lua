@@ -1,0 +1,146 @@
+-- What every step shares; it is put before each of the other scripts.
+--
+-- KEYS[1] begins every key. ARGV: [1] the time in microseconds, empty for that of this server,
+-- [2] and [3] the lengths of the log and of the changes; a step's own arguments follow.
+--
+-- instances   hash     id -> msgpack of the member: epoch, state, role, incarnation, load, reserved,
+--                      times
+-- specs       hash     id -> what the worker registered, as JSON
+-- transfers   hash     id -> msgpack of the transfer
+-- held:ID     set      the transfers of one instance
+-- expiries    sorted   'i' and an instance's id, or 't' and a transfer's, by the time it runs out
+-- counts      hash     what happened since the registry began
+-- seen        string   when the last step was taken, within 0.1 s
+-- sequence    string   the id of the log's last record
+-- changed     string   the id of the last change
+-- log         stream   every step, for the replicas; a record names the one before it
+-- changes     stream   the records of the log that watchers hear of
+--
+-- A key with a TTL would vanish without anybody hearing of it, so leases are deadlines, and whoever
+-- calls next ends what has run out. All times are this server's: replicas need no common clock.
+
+local PREFIX = KEYS[1]
+local INSTANCES, SPECS = PREFIX .. ':instances', PREFIX .. ':specs'
+local TRANSFERS, HELD = PREFIX .. ':transfers', PREFIX .. ':held:'
+local EXPIRIES, COUNTS = PREFIX .. ':expiries', PREFIX .. ':counts'
+local SEQUENCE, CHANGED = PREFIX .. ':sequence', PREFIX .. ':changed'
+local SEEN = PREFIX .. ':seen'
+local LOG, CHANGES = PREFIX .. ':log', PREFIX .. ':changes'
+local LOG_LENGTH, CHANGES_LENGTH = ARGV[2], ARGV[3]
+local SILENCE = 1000000 -- every replica takes a step twice a second
+local ORDER = {joining = 1, ready = 2, draining = 3}
+
+local now = tonumber(ARGV[1])
+if not now then
+  local time = redis.call('TIME')
+  now = time[1] * 1000000 + time[2]
+end
+
+local function int(number)
+  return string.format('%.0f', number)
+end
+
+-- Ids are at least the time, so they ascend also where this server lost its memory, or its last
+-- steps to a fail-over.
+local sequence = tonumber(redis.call('GET', SEQUENCE) or '0')
+
+local function append(...)
+  local before = int(sequence)
+  sequence = math.max(sequence + 1, now)
+  redis.call('SET', SEQUENCE, int(sequence))
+  redis.call('XADD', LOG, 'MAXLEN', '~', LOG_LENGTH, int(sequence) .. '-0', 'after', before, ...)
+end
+
+if sequence == 0 then
+  append('kind', 'begin')
+  redis.call('SET', CHANGED, int(sequence))
+end
+
+local function member_of(id)
+  local packed = redis.call('HGET', INSTANCES, id)
+  return packed and cmsgpack.unpack(packed)
+end
+
+local function save(id, member)
+  redis.call('HSET', INSTANCES, id, cmsgpack.pack(member))
+end
+
+-- What a worker is told of its lease: epoch, state, role, reserved transfers and blocks, and the
+-- microseconds that it may still take where it is drained.
+local function lease_of(member)
+  local left = ''
+  if member.drain_deadline then
+    left = int(math.max(member.drain_deadline * 1000000 - now, 0))
+  end
+  return {'ok', int(member.epoch), member.state, member.role, int(member.reserved.transfers),
+    int(member.reserved.blocks), left}
+end
+
+local function change(cause, id, member)
+  local packed, spec = cmsgpack.pack(member), redis.call('HGET', SPECS, id)
+  append('kind', 'change', 'cause', cause, 'instance', id, 'member', packed, 'spec', spec)
+  local before = redis.call('GET', CHANGED)
+  redis.call('SET', CHANGED, int(sequence))
+  redis.call('XADD', CHANGES, 'MAXLEN', '=', CHANGES_LENGTH, int(sequence) .. '-0',
+    'after', before, 'cause', cause, 'instance', id, 'member', packed, 'spec', spec)
+end
+
+local function sides_of(transfer)
+  return {
+    {party = transfer.prefill, blocks = transfer.prefill_blocks},
+    {party = transfer.decode, blocks = transfer.decode_blocks},
+  }
+end
+
+local function end_transfer(id, reason)
+  for _, side in ipairs(sides_of(cmsgpack.unpack(redis.call('HGET', TRANSFERS, id)))) do
+    local name = side.party.instance_id
+    local member = member_of(name)
+    member.reserved.transfers = member.reserved.transfers - 1
+    member.reserved.blocks = member.reserved.blocks - side.blocks
+    save(name, member)
+    redis.call('SREM', HELD .. name, id)
+  end
+  redis.call('HDEL', TRANSFERS, id)
+  redis.call('ZREM', EXPIRIES, 't' .. id)
+  redis.call('HINCRBY', COUNTS, reason, 1)
+  append('kind', 'end', 'transfer', id)
+end
+
+local function remove(id, cause)
+  for _, transfer in ipairs(redis.call('SMEMBERS', HELD .. id)) do
+    end_transfer(transfer, 'instance-gone')
+  end
+  local member = member_of(id)
+  member.state = 'gone'
+  change(cause, id, member)
+  redis.call('HDEL', INSTANCES, id)
+  redis.call('HDEL', SPECS, id)
+  redis.call('ZREM', EXPIRIES, 'i' .. id)
+end
+
+-- While no step was taken nobody could renew a lease: this server or all replicas were away, or its
+-- clock was set. That time is not held against the workers.
+local seen = tonumber(redis.call('GET', SEEN) or int(now))
+local silence = now - seen
+if silence > SILENCE then
+  local entries = redis.call('ZRANGE', EXPIRIES, 0, -1, 'WITHSCORES')
+  for i = 1, #entries, 2 do
+    if entries[i]:sub(1, 1) == 'i' then
+      redis.call('ZADD', EXPIRIES, int(entries[i + 1] + silence), entries[i])
+    end
+  end
+end
+if silence == 0 or silence > 100000 or silence < 0 then
+  redis.call('SET', SEEN, int(now))
+end
+
+for _, entry in ipairs(redis.call('ZRANGEBYSCORE', EXPIRIES, '-inf', int(now))) do
+  local kind, id = entry:sub(1, 1), entry:sub(2)
+  if kind == 'i' then
+    remove(id, 'lease-expired')
+    redis.call('HINCRBY', COUNTS, 'leases_expired', 1)
+  elseif redis.call('HEXISTS', TRANSFERS, id) == 1 then
+    end_transfer(id, 'expired')
+  end
+end

@@ -1,0 +1,30 @@
+-- ARGV: [4] id, [5] state, [6] incarnation, [7] lease in microseconds, [8] blocks, [9] HTTP
+-- address, [10] role, [11] spec as JSON. Returns the lease, or who holds the id.
+local id, state, incarnation, lease = ARGV[4], ARGV[5], ARGV[6], tonumber(ARGV[7])
+
+local holder = member_of(id)
+if holder then
+  if incarnation == '' or incarnation ~= holder.incarnation then
+    local remaining = redis.call('ZSCORE', EXPIRIES, 'i' .. id) - now
+    return {'held', holder.http_address, int(holder.epoch), int(remaining)}
+  end
+  remove(id, 'deregistered')
+end
+
+redis.call('HSET', SPECS, id, ARGV[11])
+local member = {
+  epoch = math.max(sequence + 1, now), -- the id that `change` gives to the record
+  state = state,
+  role = ARGV[10],
+  incarnation = incarnation,
+  http_address = ARGV[9],
+  num_blocks = tonumber(ARGV[8]),
+  registered_at = now / 1000000,
+  heartbeat_at = now / 1000000,
+  reserved = {transfers = 0, blocks = 0},
+}
+save(id, member)
+redis.call('ZADD', EXPIRIES, int(now + lease), 'i' .. id)
+redis.call('HINCRBY', COUNTS, 'registrations', 1)
+change('registered', id, member)
+return lease_of(member)

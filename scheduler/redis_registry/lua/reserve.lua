@@ -1,0 +1,34 @@
+-- ARGV: [4] transfer as msgpack, [5] microseconds until it runs out.
+local transfer, lasts = cmsgpack.unpack(ARGV[4]), tonumber(ARGV[5])
+local id, sides = transfer.transfer_id, sides_of(transfer)
+
+if redis.call('HEXISTS', TRANSFERS, id) == 1 then
+  return {'ok'} -- asked again, as the answer was lost
+end
+for _, side in ipairs(sides) do
+  local name, epoch = side.party.instance_id, int(side.party.epoch)
+  local member = member_of(name)
+  if not member or int(member.epoch) ~= epoch then
+    return {'stale', name, epoch, member and int(member.epoch) or ''}
+  end
+  if member.state ~= 'ready' then
+    return {'not-ready', name, member.state}
+  end
+  local unreserved = member.num_blocks - member.reserved.blocks
+  if side.blocks > unreserved then
+    return {'too-few-blocks', name, int(unreserved), int(side.blocks)}
+  end
+end
+for _, side in ipairs(sides) do
+  local name = side.party.instance_id
+  local member = member_of(name)
+  member.reserved.transfers = member.reserved.transfers + 1
+  member.reserved.blocks = member.reserved.blocks + side.blocks
+  save(name, member)
+  redis.call('SADD', HELD .. name, id)
+end
+redis.call('HSET', TRANSFERS, id, ARGV[4])
+redis.call('ZADD', EXPIRIES, int(now + lasts), 't' .. id)
+redis.call('HINCRBY', COUNTS, 'transfers_opened', 1)
+append('kind', 'open', 'transfer', ARGV[4])
+return {'ok'}

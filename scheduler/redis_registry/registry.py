@@ -1,0 +1,304 @@
+"""The registry in Redis: writes are scripts there, reads are answered from the mirror here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Final, NoReturn
+
+from kvxfer.errors import ControlPlaneUnavailable, KvxferError
+from kvxfer.instances import (
+    Change,
+    Instance,
+    InstanceSpec,
+    InstanceState,
+    Lease,
+    Load,
+    Reserved,
+    Role,
+    Snapshot,
+)
+from kvxfer.scheduler import refusals
+from kvxfer.scheduler.clock import Clock
+from kvxfer.scheduler.pairing import Pair
+from kvxfer.scheduler.redis_registry.follower import Follower
+from kvxfer.scheduler.redis_registry.link import Link
+from kvxfer.scheduler.redis_registry.mirror import Mirror
+from kvxfer.scheduler.redis_registry.records import (
+    decode_instance,
+    encode_load,
+    encode_spec,
+    encode_transfer,
+)
+from kvxfer.scheduler.redis_registry.scripts import Step
+from kvxfer.scheduler.redis_registry.url import RedisUrl
+from kvxfer.scheduler.registry import LeasePolicy, Registry, Statistics, TransferEnd
+from kvxfer.transfers import Transfer, TransferRequest
+
+_FEED_CAPACITY: Final = 10_000
+_LOG_LENGTH: Final = 100_000
+_WATCH_BATCH: Final = 100
+_PREFIX: Final = "kvxfer"
+_TIMEOUT: Final = 1.0
+
+
+class RedisRegistry(Registry):
+    """Belongs to one event loop; `open` it first. `url` is as in RedisUrl.
+
+    A read first asks Redis how far the log is and waits until the mirror is there too, so it sees
+    whatever any replica did before. Only `choose` does not wait: `reserve` decides in Redis.
+
+    While Redis is away reads are answered from the mirror as it is (`stale_seconds`), and every
+    other call raises ControlPlaneUnavailable; `timeout` is how long the first one waits for that.
+    Time is that of Redis; `clock` takes its place in tests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        policy: LeasePolicy | None = None,
+        *,
+        clock: Clock | None = None,
+        feed_capacity: int = _FEED_CAPACITY,
+        log_length: int = _LOG_LENGTH,
+        timeout: float = _TIMEOUT,
+    ) -> None:
+        self._policy = policy or LeasePolicy()
+        self._clock = clock
+        self._lengths = (str(log_length), str(feed_capacity))
+        self._link = Link(RedisUrl.parse(url), timeout=timeout)
+        self._mirror = Mirror(feed_capacity=feed_capacity)
+        self._follower = Follower(self._link, self._mirror, _PREFIX, self._header)
+        self._counts: dict[bytes, bytes] = {}
+
+    async def open(self) -> None:
+        self._follower.start()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._link.timeout):
+                await self._mirror.reach(1)
+
+    @property
+    def stale_seconds(self) -> float | None:
+        return None if self._link.trouble is None else self._link.silent_seconds
+
+    # --- instances ---------------------------------------------------------------------------
+
+    async def register(
+        self,
+        spec: InstanceSpec,
+        *,
+        state: InstanceState = InstanceState.JOINING,
+        incarnation: str = "",
+    ) -> Lease:
+        answer = await self._take(
+            "register",
+            spec.instance_id,
+            state.value,
+            incarnation,
+            self._lease_micros,
+            str(spec.num_blocks),
+            spec.http_address,
+            spec.role.value,
+            encode_spec(spec),
+        )
+        return self._lease(spec.instance_id, answer)
+
+    async def heartbeat(
+        self,
+        instance_id: str,
+        epoch: int,
+        *,
+        state: InstanceState | None = None,
+        load: Load | None = None,
+    ) -> Lease:
+        answer = await self._take(
+            "heartbeat",
+            instance_id,
+            str(epoch),
+            "" if state is None else state.value,
+            encode_load(load),
+            self._lease_micros,
+        )
+        return self._lease(instance_id, answer)
+
+    async def deregister(self, instance_id: str, epoch: int) -> None:
+        await self._take("deregister", instance_id, str(epoch))
+
+    async def drain(self, instance_id: str, *, seconds: float) -> Instance:
+        member, spec = await self._take("drain", instance_id, _micros(seconds))
+        return decode_instance(member, spec)
+
+    async def change_role(self, instance_id: str, role: Role) -> Instance:
+        member, spec = await self._take("change_role", instance_id, role.value)
+        return decode_instance(member, spec)
+
+    async def instance(self, instance_id: str) -> Instance:
+        await self._catch_up()
+        instance = self._mirror.fleet.get(instance_id)
+        if instance is None:
+            raise refusals.unknown_instance(instance_id)
+        return instance
+
+    async def instances(self) -> tuple[Instance, ...]:
+        await self._catch_up()
+        return self._mirror.fleet.snapshot()
+
+    async def watch(self, after: int | None = None) -> AsyncIterator[Snapshot | Change]:
+        feed = self._mirror.feed
+        while not feed.closed:
+            if after is None or not feed.covers(after):
+                # Another replica may have told the reader of a change that is not here yet.
+                await self._catch_up()
+                if after is None or not feed.covers(after):
+                    after = feed.last_id
+                    yield Snapshot(id=after, instances=self._mirror.fleet.snapshot())
+                    continue
+            for change in feed.after(after, limit=_WATCH_BATCH):
+                after = change.id
+                yield change
+            await feed.wait(after)
+
+    # --- transfers ---------------------------------------------------------------------------
+
+    async def choose(self, request: TransferRequest) -> Pair:
+        self._require_redis()
+        pair = self._mirror.fleet.find(request)
+        if pair is not None:
+            return pair
+        await self._catch_up()
+        self._require_redis()
+        return self._mirror.fleet.choose(request)
+
+    async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
+        self._require_redis()
+        self._mirror.open(transfer)
+        try:
+            await self._take("reserve", encode_transfer(transfer), _micros(seconds))
+        except KvxferError as refused:
+            self._mirror.undo(transfer.transfer_id)
+            if not isinstance(refused, ControlPlaneUnavailable):
+                await self._catch_up()  # so that the next choice knows what stood in the way
+            raise
+        except BaseException:
+            self._mirror.undo(transfer.transfer_id)
+            raise
+
+    async def transfer(self, transfer_id: str) -> Transfer:
+        await self._catch_up()
+        transfer = self._mirror.fleet.transfer(transfer_id)
+        if transfer is None:
+            raise refusals.unknown_transfer(transfer_id)
+        return transfer
+
+    async def transfers(self) -> tuple[Transfer, ...]:
+        await self._catch_up()
+        return self._mirror.transfers()
+
+    async def release(self, transfer_id: str) -> None:
+        await self._take("release", transfer_id)
+
+    # --- the registry itself -----------------------------------------------------------------
+
+    async def sweep(self) -> None:
+        await self._take("sweep")
+
+    async def statistics(self) -> Statistics:
+        await self._catch_up()
+        with suppress(ControlPlaneUnavailable):
+            self._counts = await self._link.hash(f"{_PREFIX}:counts")
+
+        def count(name: str) -> int:
+            return int(self._counts.get(name.encode(), 0))
+
+        return Statistics(
+            instances=self._mirror.fleet.census(),
+            open_transfers=self._mirror.fleet.open_transfers,
+            registrations=count("registrations"),
+            leases_expired=count("leases_expired"),
+            transfers_opened=count("transfers_opened"),
+            transfers_ended=Counter({end: n for end in TransferEnd if (n := count(end.value))}),
+        )
+
+    async def ping(self) -> None:
+        await self._catch_up()
+
+    async def close(self) -> None:
+        self._mirror.feed.close()
+        await self._follower.stop()
+        await self._link.close()
+
+    # --- between here and Redis --------------------------------------------------------------
+
+    def _header(self) -> tuple[str, ...]:
+        now = "" if self._clock is None else _micros(self._clock.unix())
+        return (now, *self._lengths)
+
+    @property
+    def _lease_micros(self) -> str:
+        return _micros(self._policy.lease_seconds)
+
+    async def _take(self, step: Step, *arguments: str | bytes) -> list[bytes]:
+        """Takes a step in Redis; raises what it refuses."""
+        if self._mirror.feed.closed:
+            raise refusals.stopping()
+        said, *rest = await self._link.take(step, _PREFIX, *self._header(), *arguments)
+        if said != b"ok":
+            _refuse(said.decode(), [part.decode() for part in rest], arguments)
+        return rest
+
+    async def _catch_up(self) -> None:
+        """Waits until the mirror has all that happened before; not while Redis is away."""
+        try:
+            (last,) = await self._take("sweep")
+            async with asyncio.timeout(self._link.timeout):
+                await self._mirror.reach(int(last))
+        except TimeoutError:
+            self._link.bad("its log arrives too late")
+            self._follower.doubt()
+        except ControlPlaneUnavailable:
+            if self._mirror.feed.closed:
+                raise
+        if not self._mirror.loaded:
+            raise self._link.unavailable()
+
+    def _require_redis(self) -> None:
+        if self._mirror.feed.closed:
+            raise refusals.stopping()
+        if self._link.trouble is not None:
+            raise self._link.unavailable()
+
+    def _lease(self, instance_id: str, said: list[bytes]) -> Lease:
+        epoch, state, role, transfers, blocks, left = (part.decode() for part in said)
+        return Lease(
+            instance_id=instance_id,
+            epoch=int(epoch),
+            state=InstanceState(state),
+            lease_seconds=self._policy.lease_seconds,
+            heartbeat_interval=self._policy.heartbeat_interval,
+            role=Role(role),
+            reserved=Reserved(transfers=int(transfers), blocks=int(blocks)),
+            drain_seconds=int(left) / 1e6 if left else None,
+        )
+
+
+def _refuse(said: str, about: list[str], arguments: tuple[str | bytes, ...]) -> NoReturn:
+    match said, about:
+        case "held", [http_address, epoch, micros]:
+            raise refusals.held(str(arguments[0]), http_address, int(epoch), int(micros) / 1e6)
+        case "stale", [name, epoch, living]:
+            raise refusals.stale_epoch(name, int(epoch), int(living) if living else None)
+        case "not-ready", [name, state]:
+            raise refusals.not_ready(name, state)
+        case "too-few-blocks", [name, unreserved, wanted]:
+            raise refusals.too_few_blocks(name, int(unreserved), int(wanted))
+        case "unknown-instance", []:
+            raise refusals.unknown_instance(str(arguments[0]))
+        case "unknown-transfer", []:
+            raise refusals.unknown_transfer(str(arguments[0]))
+    raise AssertionError(f"a script answered {said!r} with {about!r}")
+
+
+def _micros(seconds: float) -> str:
+    return str(round(seconds * 1e6))

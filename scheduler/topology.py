@@ -1,0 +1,28 @@
+"""How far two instances are from each other, by the labels that they registered with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+LABELS: Final = ("zone", "rack", "host", "numa")
+"""The labels that say where an instance runs, the widest first."""
+
+Place: TypeAlias = tuple[str, str, str, str]
+
+
+def place_of(labels: Mapping[str, str]) -> Place:
+    """One word per label of LABELS; a label that is missing is a word of its own, the empty one."""
+    zone, rack, host, numa = (labels.get(label, "") for label in LABELS)
+    return zone, rack, host, numa
+
+
+def distance(one: Place, other: Place) -> int:
+    """0 on one NUMA node, 1 on one host, 2 in one rack, 3 in one zone, 4 beyond.
+
+    Instances without labels are all in one place.
+    """
+    for depth, (word, other_word) in enumerate(zip(one, other, strict=True)):
+        if word != other_word:
+            return len(LABELS) - depth
+    return 0

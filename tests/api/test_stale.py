@@ -1,0 +1,128 @@
+"""The API while its registry is away, and workers that come back to one that forgot them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+
+from kvxfer.client import ControlPlaneClient
+from kvxfer.registration import Registration
+from kvxfer.scheduler.redis_registry import RedisRegistry
+from kvxfer.scheduler.registry import LeasePolicy
+from tests.control_plane import RunningControlPlane, eventually, worker
+from tests.redis_server import RedisServer
+
+from .conftest import join, problem, registration
+
+HEADER = "kvxfer-stale-seconds"
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+def control_plane(redis: RedisServer, *, lease: float = 60.0) -> RunningControlPlane:
+    registry = RedisRegistry(redis.url, LeasePolicy(lease))
+    return RunningControlPlane(registry=registry, retry_after_seconds=2)
+
+
+@pytest.fixture
+async def api(redis) -> AsyncIterator[httpx.AsyncClient]:
+    with control_plane(redis) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=10, trust_env=False) as client:
+            yield client
+
+
+async def is_current(api: httpx.AsyncClient) -> bool:
+    return (await api.get("/readyz")).json() == {"status": "ok"}
+
+
+async def test_reads_are_marked_stale_and_writes_say_when_to_retry(api, redis):
+    lease = await join(api, "p")
+    await join(api, "d", "decode")
+    opened = (await api.post("/v1/transfers", json={})).json()
+    known = (await api.get("/v1/instances")).json()
+    assert known["stale_seconds"] is None
+    assert HEADER not in (await api.get("/readyz")).headers
+
+    redis.kill()
+    listed = await api.get("/v1/instances")
+    assert listed.status_code == 200
+    assert listed.json()["instances"] == known["instances"]
+    assert listed.json()["stale_seconds"] >= 0
+    assert float(listed.headers[HEADER]) >= 0
+    where = f"/v1/transfers/{opened['transfer_id']}"
+    for path in ("/v1/instances/p", "/v1/transfers", where, "/v1/scale/plan", "/metrics"):
+        answer = await api.get(path)
+        assert answer.status_code == 200
+        assert HEADER in answer.headers
+    assert (await api.get("/readyz")).json() == {"status": "stale"}
+    hands = await api.post("/v1/handshakes", json={"prefill_id": "p", "decode_id": "d"})
+    assert hands.status_code == 200
+    assert HEADER in hands.headers
+
+    for refused in (
+        await api.post("/v1/instances", json=registration("q")),
+        await api.put("/v1/instances/p/heartbeat", json={"epoch": lease["epoch"]}),
+        await api.delete("/v1/instances/p", params={"epoch": lease["epoch"]}),
+        await api.post("/v1/instances/p/drain", json={}),
+        await api.post("/v1/instances/p/role", json={"role": "decode"}),
+        await api.post("/v1/transfers", json={}),
+        await api.delete(where),
+    ):
+        body = problem(refused, 503, "control-plane-unavailable")
+        assert refused.headers["retry-after"] == "2"
+        assert f"127.0.0.1:{redis.port}" in body["detail"]
+
+    redis.start()
+    await eventually(lambda: is_current(api))
+    assert (await api.get("/v1/instances")).json() == {"instances": [], "stale_seconds": None}
+
+
+async def test_workers_register_again_where_redis_lost_its_data(redis):
+    with control_plane(redis, lease=0.6) as server:
+        async with ControlPlaneClient(server.url) as client:
+            epochs: list[int] = []
+            async with Registration(client, worker("p"), on_epoch=epochs.append):
+                redis.kill()
+                redis.start()
+
+                async def is_back() -> bool:
+                    return (await client.instance("p")).epoch == epochs[-1] > epochs[0]
+
+                await eventually(is_back)
+
+
+async def test_worker_keeps_its_epoch_where_redis_was_only_away(redis):
+    with control_plane(redis, lease=0.9) as server:
+        async with ControlPlaneClient(server.url) as client:
+            epochs: list[int] = []
+            async with Registration(client, worker("p"), on_epoch=epochs.append):
+                before = await client.instance("p")
+                redis.pause()
+                await asyncio.sleep(2)
+                redis.resume()
+
+                async def has_beaten() -> bool:
+                    return (await client.instance("p")).heartbeat_at > before.heartbeat_at + 2
+
+                await eventually(has_beaten)
+                assert (await client.instance("p")).epoch == before.epoch
+                assert epochs == [before.epoch]
+
+
+async def test_registry_that_was_never_there_makes_the_control_plane_unready(redis):
+    redis.kill()
+    with control_plane(redis) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=10, trust_env=False) as api:
+            assert (await api.get("/healthz")).status_code == 200
+            for path in ("/readyz", "/v1/instances", "/v1/instances/watch"):
+                problem(await api.get(path), 503, "control-plane-unavailable")
+            redis.start()
+            await eventually(lambda: is_current(api))
+            await join(api, "p")

@@ -1,0 +1,140 @@
+"""A Redis server of a test's own, and the Sentinels that watch over several: real processes."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+
+_START_SECONDS = 20
+
+
+class RedisServer:
+    """`redis-server` on a free port, with a folder of its own and nothing kept on disk."""
+
+    def __init__(self, *options: str, sentinel_of: RedisServer | None = None) -> None:
+        self.port = free_port()
+        self._options = options
+        self._folder = Path(tempfile.mkdtemp(prefix="kvxfer-redis-"))
+        self._sentinel_of = sentinel_of
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def client(self) -> Redis:
+        return Redis(port=self.port, socket_timeout=5)
+
+    def start(self) -> None:
+        """Starts it, empty, on the same port as before."""
+        program = shutil.which("redis-server")
+        assert program, "redis-server is missing: run `scripts/setup test`"
+        self._process = subprocess.Popen(
+            [program, *self._arguments()],
+            cwd=self._folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        give_up = time.monotonic() + _START_SECONDS
+        with self.client() as client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except RedisConnectionError:
+                    assert self._process.poll() is None, f"redis-server on {self.port} ended"
+                    assert time.monotonic() < give_up, f"redis-server on {self.port} is silent"
+                    time.sleep(0.02)
+
+    def kill(self) -> None:
+        """Ends it at once: its data is lost."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """It accepts connections (the kernel does) and says nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self._folder)
+
+    def __enter__(self) -> RedisServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _arguments(self) -> list[str]:
+        common = ["--port", str(self.port), "--bind", "127.0.0.1", *self._options]
+        if self._sentinel_of is None:
+            return [*common, "--save", "", "--appendonly", "no"]
+        configuration = self._folder / "sentinel.conf"
+        configuration.write_text(
+            f"sentinel monitor fleet 127.0.0.1 {self._sentinel_of.port} 1\n"
+            "sentinel down-after-milliseconds fleet 500\n"
+            "sentinel failover-timeout fleet 5000\n"
+        )
+        return [str(configuration), *common, "--sentinel"]
+
+
+def wait_for_replica(master: RedisServer, sentinel: RedisServer) -> None:
+    """Until the replica has the master's data and the Sentinel knows of it."""
+    give_up = time.monotonic() + _START_SECONDS
+    with master.client() as data, sentinel.client() as watcher:
+        while True:
+            replicas = []
+            try:
+                replicas = watcher.sentinel_slaves("fleet")
+                synchronised = data.info("replication").get("slave0", {}).get("state") == "online"
+            except RedisError:
+                synchronised = False
+            if replicas and synchronised:
+                return
+            assert time.monotonic() < give_up, "the replica did not come up"
+            time.sleep(0.05)
+
+
+def audit(server: RedisServer) -> Counter[str]:
+    """The open transfers of each instance, after checking that Redis counts them right."""
+    with server.client() as client:
+        members = {
+            name.decode(): msgspec.msgpack.decode(member)["reserved"]
+            for name, member in client.hgetall("kvxfer:instances").items()
+        }
+        transfers = [msgspec.msgpack.decode(t) for t in client.hvals("kvxfer:transfers")]
+        held = {name: client.scard(f"kvxfer:held:{name}") for name in members}
+    opened: Counter[str] = Counter()
+    blocks: Counter[str] = Counter()
+    for transfer in transfers:
+        for side in ("prefill", "decode"):
+            opened[transfer[side]["instance_id"]] += 1
+            blocks[transfer[side]["instance_id"]] += transfer[f"{side}_blocks"]
+    for name, reserved in members.items():
+        assert reserved == {"transfers": opened[name], "blocks": blocks[name]}
+        assert held[name] == opened[name]
+    return opened
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

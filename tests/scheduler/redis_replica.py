@@ -1,0 +1,37 @@
+"""One replica's registry in Redis, for a test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvxfer.scheduler.redis_registry import RedisRegistry
+from kvxfer.scheduler.registry import LeasePolicy
+from tests.control_plane import FakeClock, eventually
+from tests.redis_server import RedisServer
+
+
+@asynccontextmanager
+async def replica(
+    server: RedisServer | str,
+    *,
+    lease: float = 60.0,
+    clock: FakeClock | None = None,
+    timeout: float = 10.0,
+    there: bool = True,
+) -> AsyncIterator[RedisRegistry]:
+    """With a short timeout only where Redis is to be missed: a busy machine takes its time."""
+    url = server if isinstance(server, str) else server.url
+    registry = RedisRegistry(url, LeasePolicy(lease), clock=clock, timeout=timeout)
+    await registry.open()
+    try:
+        if there:
+            await eventually(lambda: is_current(registry))
+        yield registry
+    finally:
+        await registry.close()
+
+
+async def is_current(registry: RedisRegistry) -> bool:
+    await registry.instances()
+    return registry.stale_seconds is None

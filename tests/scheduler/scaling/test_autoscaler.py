@@ -1,0 +1,238 @@
+"""The control loop: who decides, who applies, and what a round that fails leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from kubernetes_asyncio.client import Configuration
+
+from kvxfer.errors import ControlPlaneUnavailable, KvxferError, NotLeader, ScalingFailed
+from kvxfer.instances import InstanceState, Load
+from kvxfer.scaling import ScalePlan
+from kvxfer.scheduler.choice import make_leader
+from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.redis_registry import RedisRegistry
+from kvxfer.scheduler.registry import LeasePolicy
+from kvxfer.scheduler.scaling.autoscaler import Autoscaler
+from kvxfer.scheduler.scaling.kubernetes import KubernetesBackend
+from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
+from kvxfer.scheduler.scaling.redis_leader import RedisLeader
+from tests.control_plane import FakeClock, eventually, worker
+from tests.redis_server import RedisServer
+
+from .kubernetes_api import TOKEN, KubernetesApi, running
+from .test_kubernetes import CONFIG, LWS
+from .test_redis_leader import unanswered
+
+POLICY = ScalingPolicy(
+    interval=0.01,
+    stable_down=100,
+    cooldown_up=0,
+    prefill=RolePolicy(requests=4, max=6),
+    decode=RolePolicy(requests=10, max=6),
+)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+async def registry(clock: FakeClock) -> AsyncIterator[EmbeddedRegistry]:
+    """One prefill worker with 7 requests, one decode worker with none."""
+    registry = EmbeddedRegistry(LeasePolicy(10_000), clock=clock)
+    for name, role in (("p", "prefill"), ("d", "decode")):
+        lease = await registry.register(worker(name, role), state=InstanceState.READY)
+        if role == "prefill":
+            await registry.heartbeat("p", lease.epoch, load=Load(running=7))
+    yield registry
+    await registry.close()
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[KubernetesApi]:
+    api = KubernetesApi()
+    api.add("prefill", 1)
+    api.add("decode", 1, kind=LWS)
+    async with running(api):
+        yield api
+
+
+def kubernetes(api: KubernetesApi) -> KubernetesBackend:
+    cluster = Configuration(host=api.url)
+    cluster.api_key["BearerToken"] = f"Bearer {TOKEN}"
+    return KubernetesBackend(cluster, CONFIG, namespace="llm")
+
+
+async def test_dry_run_decides_and_applies_nothing(registry, clock):
+    autoscaler = Autoscaler(registry, POLICY, policy_name="here.yaml", clock=clock)
+    plan = await autoscaler.round()
+    assert (plan.prefill.current, plan.prefill.wanted, plan.decode.wanted) == (1, 2, 1)
+    assert (plan.backend, plan.leads, plan.policy) == ("none", True, "here.yaml")
+    assert plan.at == clock.unix()
+
+
+async def test_plan_remembers_nothing(registry, clock):
+    autoscaler = Autoscaler(registry, POLICY, clock=clock)
+    for _ in range(3):
+        assert (await autoscaler.plan()).observed_seconds == 0
+        clock.advance(50)
+    await autoscaler.round()
+    clock.advance(50)
+    assert (await autoscaler.plan()).observed_seconds == 50
+
+
+async def test_leader_applies_its_decisions(registry, clock, api):
+    autoscaler = Autoscaler(registry, POLICY, backend=kubernetes(api), clock=clock)
+    plan = await autoscaler.round()
+    assert (plan.backend, plan.leads, plan.prefill.wanted) == ("kubernetes", True, 2)
+    assert api.writes == [("prefill", 2)]
+    assert (await autoscaler.round()).prefill.direction == "hold", "two were asked for already"
+    await autoscaler.close()
+
+
+async def test_workers_are_taken_away_after_the_stable_time(registry, clock, api):
+    api.add("decode", 4, kind=LWS)
+    autoscaler = Autoscaler(registry, POLICY, backend=kubernetes(api), clock=clock)
+    await autoscaler.round()
+    clock.advance(99)
+    await autoscaler.round()
+    assert api.replicas("decode") == 4
+    clock.advance(1)
+    await autoscaler.round()
+    assert api.replicas("decode") == 3
+    await autoscaler.close()
+
+
+async def test_only_the_leader_applies_and_a_follower_takes_over_knowing_the_load(
+    registry, clock, api, redis
+):
+    api.add("decode", 3, kind=LWS)
+    first, second = (
+        Autoscaler(
+            registry, POLICY, backend=kubernetes(api), leader=RedisLeader(redis), clock=clock
+        )
+        for _ in range(2)
+    )
+    assert (await first.round()).leads
+    follower = await second.round()
+    assert (follower.leads, follower.decode.current) == (False, 3)
+    clock.advance(100)
+    await first.close()
+    assert (await second.round()).leads
+    assert api.replicas("decode") == 2, "it has seen the 100 s itself"
+    await second.close()
+
+
+async def test_deposed_leader_in_the_middle_of_a_round_writes_nothing(registry, clock, api, redis):
+    class Deposing(RedisLeader):
+        """Loses its lock between its campaign and its first write."""
+
+        async def campaign(self) -> int | None:
+            token = await super().campaign()
+            await redis.pexpire("kvxfer:{scaling}:leader", 0)
+            self.successor = RedisLeader(redis)
+            assert await self.successor.campaign()
+            return token
+
+    autoscaler = Autoscaler(
+        registry, POLICY, backend=kubernetes(api), leader=Deposing(redis), clock=clock
+    )
+    with pytest.raises(NotLeader):
+        await autoscaler.round()
+    assert api.writes == []
+    assert not (await autoscaler.plan()).leads
+    await autoscaler.close()
+
+
+async def test_rounds_that_fail_are_told_once_and_tried_again(registry, clock, api, caplog):
+    api.fail_with = 403
+    autoscaler = Autoscaler(registry, POLICY, backend=kubernetes(api), clock=clock)
+    plans: list[ScalePlan] = []
+    failures: list[KvxferError | TimeoutError] = []
+    loop = asyncio.create_task(autoscaler.run(plans.append, failures.append))
+    await eventually(lambda: len(failures) >= 3)
+    assert (plans, api.writes) == ([], [])
+    api.fail_with = None
+    await eventually(lambda: len(plans) > 0)
+    loop.cancel()
+    assert api.writes == [("prefill", 2)]
+    assert all(isinstance(failure, ScalingFailed) for failure in failures)
+    assert caplog.text.count("HTTP 403") == 1
+    await autoscaler.close()
+
+
+async def test_a_role_that_cannot_be_scaled_does_not_keep_the_other_one(registry, clock, api):
+    api.add("decode", 8, kind=LWS)
+    api.read_only.add("prefill")
+    autoscaler = Autoscaler(registry, POLICY, backend=kubernetes(api), clock=clock)
+    with pytest.raises(ScalingFailed, match=r"did not scale .* llm/prefill: HTTP 403"):
+        await autoscaler.round()
+    assert api.writes == [("decode", 6)], "max is 6"
+    await autoscaler.close()
+
+
+async def test_without_redis_nothing_is_applied(registry, clock, api):
+    leader = RedisLeader(unanswered(1))
+    autoscaler = Autoscaler(registry, POLICY, backend=kubernetes(api), leader=leader, clock=clock)
+    with pytest.raises(ControlPlaneUnavailable):
+        await autoscaler.round()
+    assert api.writes == []
+    assert (await autoscaler.plan()).prefill.wanted == 2, "the plan needs no leader"
+    await autoscaler.close()
+
+
+async def test_redis_that_is_killed_with_its_data_costs_the_lead_until_it_is_back(
+    registry, clock, api
+):
+    with RedisServer() as server:
+        leader = make_leader(server.url, interval=POLICY.interval)
+        autoscaler = Autoscaler(
+            registry, POLICY, backend=kubernetes(api), leader=leader, clock=clock
+        )
+        assert (await autoscaler.round()).leads
+        before = await leader.campaign()
+        server.kill()
+        with pytest.raises(ControlPlaneUnavailable):
+            await autoscaler.round()
+        assert not (await autoscaler.plan()).leads
+        server.start()
+        assert (await autoscaler.round()).leads
+        assert await leader.campaign() > before
+        await autoscaler.close()
+
+
+async def test_nothing_is_scaled_by_what_was_last_known_of_the_fleet(clock, api):
+    with RedisServer() as server:
+        registry = RedisRegistry(server.url, LeasePolicy(10_000), clock=clock)
+        await registry.open()
+        for name, role in (("p", "prefill"), ("d", "decode")):
+            lease = await registry.register(worker(name, role), state=InstanceState.READY)
+            await registry.heartbeat(name, lease.epoch, load=Load(running=7))
+        autoscaler = Autoscaler(registry, POLICY, backend=kubernetes(api), clock=clock)
+        server.kill()
+        with pytest.raises(ControlPlaneUnavailable, match="the registry is away"):
+            await autoscaler.round()
+        assert api.writes == []
+        assert (await autoscaler.plan()).prefill.wanted == 2, "the plan is of what was known"
+        await autoscaler.close()
+        await registry.close()
+
+
+@pytest.mark.parametrize(("interval", "seconds"), [(1, 30), (60, 180)])
+async def test_term_outlives_a_round_that_is_late(empty_redis, redis, interval, seconds):
+    leader = make_leader(empty_redis.url, interval=interval)
+    assert await leader.campaign()
+    left = await redis.pttl("kvxfer:{scaling}:leader")
+    assert seconds - 10 < left / 1000 <= seconds
+    await leader.close()
+
+
+async def test_requested_is_what_the_backend_was_asked_for(registry, clock, api):
+    api.add("prefill", 5)
+    autoscaler = Autoscaler(registry, POLICY, backend=kubernetes(api), clock=clock)
+    assert (await autoscaler.plan()).prefill.current == 5
+    await autoscaler.close()

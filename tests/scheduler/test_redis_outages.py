@@ -1,0 +1,206 @@
+"""Redis that is away, forgets, or fails over: what the registry in it still promises."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from kvxfer.errors import ControlPlaneUnavailable, StaleEpoch
+from kvxfer.instances import Change, InstanceState, Role, Snapshot
+from kvxfer.scheduler.clock import SystemClock
+from kvxfer.scheduler.transfers import open_transfer
+from kvxfer.transfers import TransferRequest
+from tests.control_plane import eventually, worker
+from tests.redis_server import RedisServer, audit, wait_for_replica
+
+from .redis_replica import is_current, replica
+
+READY = InstanceState.READY
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    """One that the test may stop."""
+    with RedisServer() as running:
+        yield running
+
+
+# --- Redis loses its data --------------------------------------------------------------------
+
+
+async def test_restart_with_data_lost_is_a_new_fleet_with_greater_epochs(server):
+    async with replica(server) as registry:
+        before = await registry.register(worker("p"), state=READY)
+        watch = registry.watch()
+        first = await anext(watch)
+        server.kill()
+        server.start()
+        await eventually(lambda: is_current(registry))
+        with pytest.raises(StaleEpoch, match="register again"):
+            await registry.heartbeat("p", before.epoch)
+        after = await registry.register(worker("p"), state=READY)
+        assert after.epoch > before.epoch
+        assert [i.epoch for i in await registry.instances()] == [after.epoch]
+
+        snapshot = await asyncio.wait_for(anext(watch), 10)
+        assert isinstance(snapshot, Snapshot)
+        assert snapshot.id > first.id
+
+
+async def test_data_that_is_lost_while_redis_stays_up_is_noticed(server):
+    async with replica(server) as registry:
+        before = await registry.register(worker("p"), state=READY)
+        with server.client() as client:
+            client.flushall()
+        assert await registry.instances() == ()
+        assert (await registry.register(worker("p"), state=READY)).epoch > before.epoch
+        assert [i.instance_id for i in await registry.instances()] == ["p"]
+
+
+async def test_replica_that_missed_records_loads_the_whole_again(empty_redis):
+    async with replica(empty_redis, timeout=1) as registry:
+        await registry.register(worker("p"), state=READY)
+        with empty_redis.client() as client:
+            moment = client.pipeline()
+            registered = client.hgetall("kvxfer:instances")[b"p"]
+            moment.hset("kvxfer:instances", "q", registered)
+            moment.hset("kvxfer:specs", "q", msgspec.json.encode(worker("q")))
+            moment.incr("kvxfer:sequence")
+            moment.execute()
+        await eventually(lambda: is_current(registry))
+        assert [i.instance_id for i in await registry.instances()] == ["p", "q"]
+
+
+# --- Redis is away ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["paused", "killed"])
+async def test_while_redis_is_away_reads_tell_what_was_known_and_writes_are_refused(server, how):
+    async with replica(server, timeout=1) as registry:
+        prefill = await registry.register(worker("p"), state=READY)
+        await registry.register(worker("d", Role.DECODE), state=READY)
+        opened = await open_transfer(registry, TransferRequest(), seconds=60, clock=SystemClock())
+        known = await registry.instances()
+        assert registry.stale_seconds is None
+
+        server.pause() if how == "paused" else server.kill()
+        assert await registry.instances() == known
+        assert registry.stale_seconds is not None
+        assert await registry.instance("p") == known[1]
+        assert await registry.transfer(opened.transfer_id) == opened
+        assert (await anext(registry.watch())).instances == known
+        assert (await registry.statistics()).open_transfers == 1
+        await registry.ping()
+        for write in (
+            registry.register(worker("q")),
+            registry.heartbeat("p", prefill.epoch),
+            registry.deregister("p", prefill.epoch),
+            registry.release(opened.transfer_id),
+            open_transfer(registry, TransferRequest(), seconds=60, clock=SystemClock()),
+        ):
+            with pytest.raises(ControlPlaneUnavailable, match="cannot be reached"):
+                await write
+        assert await registry.instances() == known, "what was refused counts nowhere"
+
+        server.resume() if how == "paused" else server.start()
+        await eventually(lambda: is_current(registry))
+        expected = () if how == "killed" else known
+        assert await registry.instances() == expected
+
+
+async def test_time_in_which_nobody_could_renew_ends_no_lease(server):
+    async with replica(server, lease=1.2, timeout=1) as registry:
+        lease = await registry.register(worker("p"), state=READY)
+        server.pause()
+        await asyncio.sleep(2)
+        server.resume()
+        await eventually(lambda: is_current(registry))
+        assert (await registry.heartbeat("p", lease.epoch)).epoch == lease.epoch
+
+
+async def test_lease_ends_by_the_clock_of_redis(server):
+    async with replica(server, lease=0.5) as registry:
+        await registry.register(worker("p"), state=READY)
+        start = await anext(registry.watch())
+        watch = registry.watch(start.id)
+        change = asyncio.ensure_future(anext(watch))
+        async with asyncio.timeout(20):
+            while not change.done():
+                await registry.sweep()
+                await asyncio.sleep(0.05)
+        assert isinstance(change.result(), Change)
+        assert change.result().cause == "lease-expired"
+
+
+async def test_redis_that_was_never_there_is_waited_for(server):
+    server.kill()
+    async with replica(server, timeout=1, there=False) as registry:
+        for call in (registry.instances(), registry.ping(), registry.register(worker("p"))):
+            with pytest.raises(ControlPlaneUnavailable, match=f"127.0.0.1:{server.port}"):
+                await call
+        server.start()
+        await eventually(lambda: is_current(registry))
+        await registry.register(worker("p"))
+
+
+async def test_scripts_that_redis_forgot_are_sent_again(server):
+    async with replica(server) as registry:
+        await registry.register(worker("p"))
+        with server.client() as client:
+            client.script_flush()
+        await registry.register(worker("q"))
+        assert len(await registry.instances()) == 2
+
+
+async def test_redis_without_memory_for_more_is_an_outage_not_a_defect(server):
+    async with replica(server) as registry:
+        lease = await registry.register(worker("p"))
+        with server.client() as client:
+            client.config_set("maxmemory", 1)
+        with pytest.raises(ControlPlaneUnavailable, match="maxmemory"):
+            await registry.heartbeat("p", lease.epoch)
+        with server.client() as client:
+            client.config_set("maxmemory", 0)
+        await eventually(lambda: is_current(registry))
+        await registry.heartbeat("p", lease.epoch)
+
+
+async def test_closed_registry_says_that_it_is_stopping(empty_redis):
+    async with replica(empty_redis) as registry:
+        await registry.close()
+        for call in (registry.instances(), registry.sweep(), registry.statistics()):
+            with pytest.raises(ControlPlaneUnavailable, match="stopping"):
+                await call
+
+
+# --- fail-over -------------------------------------------------------------------------------
+
+
+async def test_sentinel_moves_the_registry_to_the_replica_of_a_master_that_died(server):
+    with (
+        RedisServer("--replicaof", "127.0.0.1", str(server.port)) as standby,
+        RedisServer(sentinel_of=server) as sentinel,
+    ):
+        wait_for_replica(server, sentinel)
+        url = f"redis+sentinel://127.0.0.1:{sentinel.port}/fleet/0"
+        async with replica(url, timeout=1) as registry:
+            lease = await registry.register(worker("p"), state=READY)
+            await registry.register(worker("d", Role.DECODE), state=READY)
+            await open_transfer(registry, TransferRequest(), seconds=60, clock=SystemClock())
+            known = await registry.instances()
+            with server.client() as client:
+                assert client.wait(1, 5000) == 1
+            server.kill()
+
+            assert await registry.instances() == known
+            await eventually(lambda: registry.heartbeat("p", lease.epoch))
+            later = await registry.register(worker("q"), state=READY)
+            assert later.epoch > max(i.epoch for i in known)
+            assert [i.instance_id for i in await registry.instances()] == ["d", "p", "q"]
+            assert (await registry.instance("p")).epoch == lease.epoch
+        with standby.client() as client:
+            assert client.info("replication")["role"] == "master"
+        assert audit(standby) == {"p": 1, "d": 1}
