@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "imm_counter.hpp"
@@ -21,6 +22,12 @@ struct Reception {
   EngineStats& stats;
   // Grows whenever a path moves something: while it does, the engine thread does not sleep.
   std::uint64_t& activity;
+};
+
+// Whom a path leads to.
+struct PathPeer {
+  PeerId id = 0;
+  std::string label;  // for error texts
 };
 
 // How a path reports to the group that owns it. A path must not be destroyed from within a call.

@@ -141,7 +141,8 @@ void DomainGroup::on_lane_dialed(LaneDialer& dialer, Result<UniqueFd> socket) {
   Peer& peer = *found->second;
   if (!socket) return peer.lose(socket.error());
   set_socket_options(socket->get());
-  auto path = lanes_[dialer.lane() % lanes_.size()]->open_path(std::move(*socket), peer.label());
+  auto path = lanes_[dialer.lane() % lanes_.size()]->open_path(std::move(*socket),
+                                                               {peer.id(), peer.label()});
   if (!path) return peer.lose(path.error());
   peer.add_path(std::move(*path), dialer.lane());
   --peer.lanes_to_open;
@@ -181,7 +182,8 @@ void DomainGroup::on_lane_hello(UniqueFd socket, const std::string& hello) {
       static_cast<ssize_t>(kLaneAccepted.size())) {
     return;
   }
-  auto path = lanes_[lane.lane % lanes_.size()]->open_path(std::move(socket), peer->label());
+  auto path =
+      lanes_[lane.lane % lanes_.size()]->open_path(std::move(socket), {peer->id(), peer->label()});
   if (!path) return peer->lose(path.error());
   peer->add_path(std::move(*path), lane.lane);
 }
@@ -210,7 +212,7 @@ void DomainGroup::on_local_link(const SessionId& session, Result<local::LocalLin
     return open_remote_paths(*peer);
   }
   const bool reads_both_ways = link->peer_reads_us && link->we_read_peer;
-  auto path = local_->open_path(std::move(*link), peer->label());
+  auto path = local_->open_path(std::move(*link), {peer->id(), peer->label()});
   if (!path) return peer->lose(path.error());
   peer->add_path(std::move(*path), kLocalPathLane);
   if (!initiator) return;

@@ -45,7 +45,10 @@ Result<std::vector<MrDescriptor>> DomainGroup::grant(Imm imm, std::span<const Re
   }
   // Nobody knows their keys yet.
   for (const RegionPtr& grant : grants) regions_.insert(grant);
-  post([this, imm, grants] { track_grants(imm, grants); });
+  if (!post([this, imm, grants] { track_grants(imm, grants); })) {
+    for (const RegionPtr& grant : grants) regions_.erase(grant->key());
+    return Error{Errc::engine_closed, "this engine was closed"};
+  }
   return descriptors;
 }
 

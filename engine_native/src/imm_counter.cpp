@@ -78,10 +78,15 @@ std::uint64_t ImmCounters::take_arrivals(Imm imm) {
   return slot->count;
 }
 
-bool ImmCounters::add(Imm imm, std::uint64_t arrived) {
+bool ImmCounters::counts(Imm imm, PeerId from) const {
+  const std::lock_guard lock(mutex_);
+  return counts(find(imm), from);
+}
+
+bool ImmCounters::add(Imm imm, PeerId from, std::uint64_t arrived) {
   const std::lock_guard lock(mutex_);
   Slot* slot = find(imm);
-  if (!slot) return false;
+  if (!counts(slot, from)) return false;
   slot->count += arrived;
   slot->last_arrival_ns = now_ns();
   slot->complete = false;  // more than was announced

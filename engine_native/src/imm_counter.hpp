@@ -26,7 +26,7 @@ class ImmCounters {
     pending,
   };
 
-  // Any thread. `writer`: the only peer that is told of the immediate, if any.
+  // Any thread. `writer`: the only peer whose writes count, if any.
   Result<Imm> allocate(std::optional<PeerId> writer = std::nullopt);
   std::uint64_t value(Imm imm) const;
   bool live(Imm imm) const;
@@ -40,8 +40,10 @@ class ImmCounters {
   std::uint64_t take_arrivals(Imm imm);
 
   // Engine thread, which alone decides between "placed" and "dropped".
-  // False, and nothing happens, if the counter is not live.
-  bool add(Imm imm, std::uint64_t arrived);
+  // Whether the counter is live, and this peer may write with it.
+  bool counts(Imm imm, PeerId from) const;
+  // False, and nothing happens, if it is not.
+  bool add(Imm imm, PeerId from, std::uint64_t arrived);
   Released release(Imm imm);
   std::optional<PeerId> writer(Imm imm) const;
 
@@ -65,6 +67,9 @@ class ImmCounters {
   static constexpr std::size_t kSlotsBeforeReuse = 1024;
   static constexpr std::size_t kMaxSlots = 65536;
 
+  static bool counts(const Slot* slot, PeerId from) {
+    return slot && (!slot->writer || *slot->writer == from);
+  }
   Slot* find(Imm imm);
   const Slot* find(Imm imm) const;
   void complete_if_reached(Imm imm, Slot& slot);

@@ -253,8 +253,10 @@ void Peer::pump() {
     Path* path =
         writes.count > 0 ? path_for(*operation, operation->imm && writes.counted) : nullptr;
     if (!path) {
-      // One that may take a single NIC only, or waits for its own writes, does not hold up others.
-      if (writes.count > 0 && !operation->nic) return;
+      // One that waits for its NIC, its windows or its own writes does not hold up others.
+      const bool alone =
+          operation->nic || (operation->destination && operation->destination->windowed);
+      if (writes.count > 0 && !alone) return;
       ++i;
       continue;
     }

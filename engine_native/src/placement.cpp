@@ -2,14 +2,15 @@
 
 namespace kvxfer {
 
-Placement::Placement(Reception& reception, std::uint64_t key, std::optional<Imm> imm)
-    : reception_(&reception), key_(key), imm_(imm) {
-  if (imm_ && !reception.counters.live(*imm_)) {
+Placement::Placement(Reception& reception, PeerId writer, std::uint64_t key, std::optional<Imm> imm)
+    : reception_(&reception), writer_(writer), key_(key), imm_(imm) {
+  if (imm_ && !reception.counters.counts(*imm_, writer)) {
     status_ = Errc::stale_counter;
     return;
   }
   region_ = reception.regions.find(key);
-  if (region_ && region_->granted() && region_->granted()->imm != imm_) region_.reset();
+  const auto* const grant = region_ && region_->granted() ? &*region_->granted() : nullptr;
+  if (grant && (grant->imm != imm_ || grant->writer != writer)) region_.reset();
 }
 
 std::byte* Placement::target(std::uint64_t offset, std::uint32_t length) {
@@ -32,7 +33,7 @@ void Placement::finish(std::uint64_t writes, std::uint64_t bytes) {
   }
   reception_->stats.writes_received += writes;
   reception_->stats.bytes_received += bytes;
-  if (imm_) reception_->counters.add(*imm_, writes);
+  if (imm_) reception_->counters.add(*imm_, writer_, writes);
 }
 
 void Placement::refuse(Errc status) {

@@ -115,7 +115,7 @@ class SimulatedPath final : public NicPath {
     const std::lock_guard lock(network_.mutex_);
     const std::uint64_t key = network_.random_();
     network_.keys_[key] = {address, grant.size(), end_};
-    windows_[grant.key()] = {.address = address, .rkey = key, .valid = true};
+    windows_[grant.key()] = {.address = address, .rkey = key};
     network_.complete(*this, {.path = this, .grant = grant.key()});
     return true;
   }
@@ -134,11 +134,15 @@ class SimulatedPath final : public NicPath {
   }
   std::optional<RemoteKey> window(std::uint64_t grant) const override {
     const auto found = windows_.find(grant);
-    return found == windows_.end() ? std::nullopt : std::optional(found->second);
+    return found == windows_.end() || !found->second.valid ? std::nullopt
+                                                           : std::optional(found->second);
   }
 
   void take(const SimulatedNetwork::Completion& completion) {
     if (completion.grant) {
+      const auto opened = windows_.find(*completion.grant);
+      if (opened == windows_.end() || lost()) return;
+      opened->second.valid = true;
       events_.on_window(*this, *completion.grant);
     } else if (completion.refused) {
       lose({Errc::nic_lost, "the simulated NIC refused a write"});
@@ -155,7 +159,7 @@ class SimulatedPath final : public NicPath {
   SimulatedNetwork& network_;
   std::uint64_t end_ = 0;
   std::uint64_t peer_end_ = 0;
-  std::map<std::uint64_t, RemoteKey> windows_;  // by grant
+  std::map<std::uint64_t, RemoteKey> windows_;  // by grant; valid once they are open
 };
 
 class SimulatedDomain final : public NicDomain, private EventSink {

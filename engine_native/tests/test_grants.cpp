@@ -265,3 +265,48 @@ TEST_CASE("windows follow their grants to paths that come later") {
     }
   }
 }
+
+TEST_CASE("a path that is lost and not replaced holds up no write to a grant") {
+  Windows windows(2, 1);  // two paths to one NIC
+  const Imm imm = good(windows.reader->allocate_counter(windows.to_writer));
+  const MrDescriptor granted = windows.grant(imm);
+  const auto first = windows.submit(granted, imm);
+  CHECK(windows.writer.await(Kind::write, first.id).code == Errc::ok);
+  simulated_network().set_link(windows.writer->nics()[0].name, false);
+  for (int i = 0; i < 3; ++i) {
+    const auto more = windows.submit(granted, imm);
+    const auto done = windows.writer.await(Kind::write, more.id);
+    CHECK_MESSAGE(done.code == Errc::ok, done.text);
+  }
+}
+
+TEST_CASE("neither a counter nor a grant is of use to another peer than its writer") {
+  for (const std::string fabric : {"tcp", "local", "simulated"}) {
+    CAPTURE(fabric);
+    TestEngine reader(options_for(fabric, "reader"));
+    TestEngine writer(options_for(fabric, "writer"));
+    TestEngine other(options_for(fabric, "other"));
+    const PeerId writer_to_reader = writer.connect_to(reader);
+    const PeerId to_writer = reader.await(Kind::peer_up).peer;
+    const PeerId other_to_reader = other.connect_to(reader);
+    const auto destination = good(reader->allocate(kSize));
+    const auto source = good(other->allocate(kSize));
+    std::fill_n(source->data(), kSize, std::byte{0x5a});
+    const Imm imm = good(reader->allocate_counter(to_writer));
+    const RegionRange range{destination, 0, kSize};
+    const auto granted = good(reader->grant(imm, {&range, 1})).front();
+
+    const auto stolen =
+        good(other->write(other_to_reader, source, granted, {.length = kSize}, {.imm = imm}));
+    CHECK(other.await(Kind::write, stolen.id).code != Errc::ok);
+    const auto guessed = good(other->write_imm(other_to_reader, imm));
+    (void)other.await(Kind::write, guessed.id);
+    CHECK(std::all_of(destination->data(), destination->data() + kSize,
+                      [](std::byte byte) { return byte == std::byte{0}; }));
+    const auto counted = good(writer->write_imm(writer_to_reader, imm));
+    CHECK(writer.await(Kind::write, counted.id).code == Errc::ok);
+    good(reader->expect(imm, 1));
+    CHECK(reader.await(Kind::counter, imm).code == Errc::ok);
+    CHECK(reader->counter_value(imm) == 1);
+  }
+}

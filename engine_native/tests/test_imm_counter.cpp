@@ -6,6 +6,8 @@
 using namespace kvxfer;
 using namespace kvxfer::test;
 
+static constexpr PeerId kWriter = 1;
+
 namespace {
 
 struct Counters {
@@ -18,10 +20,10 @@ struct Counters {
 TEST_CASE("arrivals before expect are kept") {
   Counters c;
   const Imm imm = good(c.counters.allocate());
-  c.counters.add(imm, 3);
+  c.counters.add(imm, kWriter, 3);
   CHECK(c.completions->drain().empty());
   good(c.counters.expect(imm, 5));
-  c.counters.add(imm, 2);
+  c.counters.add(imm, kWriter, 2);
   const auto completions = c.completions->drain();
   REQUIRE(completions.size() == 1);
   CHECK(completions[0].id == imm);
@@ -31,7 +33,7 @@ TEST_CASE("arrivals before expect are kept") {
 TEST_CASE("more arrivals than announced are an error, not a completion") {
   Counters c;
   const Imm imm = good(c.counters.allocate());
-  c.counters.add(imm, 6);
+  c.counters.add(imm, kWriter, 6);
   good(c.counters.expect(imm, 5));
   const auto completions = c.completions->drain();
   REQUIRE(completions.size() == 1);
@@ -44,7 +46,7 @@ TEST_CASE("a new total replaces the old one, and its completion where nobody has
   const Imm other = good(c.counters.allocate());
   good(c.counters.expect(other, 0));
   good(c.counters.expect(imm, 1));
-  c.counters.add(imm, 3);  // an error of the old total
+  c.counters.add(imm, kWriter, 3);  // an error of the old total
   good(c.counters.expect(imm, 3));
   auto completions = c.completions->drain();
   REQUIRE(completions.size() == 2);
@@ -53,9 +55,9 @@ TEST_CASE("a new total replaces the old one, and its completion where nobody has
   CHECK(completions[1].code == Errc::ok);
   good(c.counters.expect(imm, 4));
   good(c.counters.expect(imm, 5));  // before the old one is reached
-  c.counters.add(imm, 1);
+  c.counters.add(imm, kWriter, 1);
   CHECK(c.completions->drain().empty());
-  c.counters.add(imm, 1);
+  c.counters.add(imm, kWriter, 1);
   CHECK(c.completions->drain().size() == 1);
 }
 
@@ -64,7 +66,7 @@ TEST_CASE("a counter is complete only while its last total is") {
   Counters c;
   const auto released_after = [&](std::uint64_t first, std::uint64_t second) {
     const Imm imm = good(c.counters.allocate());
-    c.counters.add(imm, 1);
+    c.counters.add(imm, kWriter, 1);
     good(c.counters.expect(imm, first));
     good(c.counters.expect(imm, second));
     return c.counters.release(imm);
@@ -81,7 +83,7 @@ TEST_CASE("an immediate of a released counter is never counted again") {
     CHECK(imm != 0);
     CHECK(used.insert(imm).second);
     for (const Imm old : {*used.begin(), *used.rbegin()}) {
-      if (old != imm) c.counters.add(old, 1);
+      if (old != imm) c.counters.add(old, kWriter, 1);
     }
     CHECK(c.counters.value(imm) == 0);
     c.counters.release(imm);

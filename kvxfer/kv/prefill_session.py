@@ -20,6 +20,7 @@ from kvxfer.errors import (
     MessageTooLarge,
     PeerError,
     PeerLost,
+    ProtocolError,
     StaleCounter,
     TransferCancelled,
     UnknownPeer,
@@ -294,6 +295,8 @@ class PrefillSession:
                     self._loop.call_later, _BACKPRESSURE_SECONDS, self._post_again
                 )
                 return
+            except InvalidArgument as bad:
+                raise ProtocolError(self._says(f"{self._peer_name} offers: {bad}")) from bad
             except UnknownPeer as gone:
                 raise PeerLost(self._says(f"{self._peer_name} is lost")) from gone
             self._queue.popleft()

@@ -12,6 +12,7 @@ from kvxfer.errors import (
     LayoutMismatch,
     OutOfBounds,
     PeerLost,
+    ProtocolError,
     TransferCancelled,
     TransferRefused,
 )
@@ -189,6 +190,21 @@ async def test_blocks_beyond_the_grants_are_an_error_of_both_sides(
         await asyncio.wait_for(receiver.wait(), 1)
     await eventually(lambda: decode.pool.num_free == NUM_BLOCKS)
     assert prefill.pool.num_free == NUM_BLOCKS
+
+
+async def test_grants_that_are_no_descriptors_are_an_error_of_both_sides(
+    pair: tuple[Worker, Worker], rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    planes = LAYERS * len(LAYOUT.parts)
+    monkeypatch.setattr("kvxfer.engine.Counter.grant", lambda counter, ranges: [b"x"] * planes)
+    ticket = make_ticket(prefill, decode)
+    receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
+    with pytest.raises(ProtocolError, match="descriptor"):
+        await asyncio.wait_for(send(prefill, ticket, 2, rng), 1)
+    with pytest.raises(TransferCancelled, match="descriptor"):
+        await asyncio.wait_for(receiver.wait(), 1)
+    await eventually(lambda: decode.pool.num_free == prefill.pool.num_free == NUM_BLOCKS)
 
 
 async def test_early_offers_are_bounded_per_peer(fabric: str) -> None:

@@ -78,7 +78,7 @@ Result<void> LocalDomain::connect(const Session& session) {
   return {};
 }
 
-Result<std::unique_ptr<Path>> LocalDomain::open_path(LocalLink link, std::string peer) {
+Result<std::unique_ptr<Path>> LocalDomain::open_path(LocalLink link, PathPeer peer) {
   auto path = LocalPath::open(std::move(link), std::move(peer), poller_, reception_, path_events_);
   if (!path) return path.error();
   paths_.push_back(path->get());

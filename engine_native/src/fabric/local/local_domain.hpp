@@ -37,7 +37,7 @@ class LocalDomain final : public Domain, private EventSink {
 
   // on_local_link() follows, unless this fails at once.
   Result<void> connect(const Session& session);
-  Result<std::unique_ptr<Path>> open_path(LocalLink link, std::string peer);
+  Result<std::unique_ptr<Path>> open_path(LocalLink link, PathPeer peer);
   void close_path(const Path& path);
   // Gives up on rendezvous that began before `deadline_ns`, and accepts again after a rest.
   void expire(std::uint64_t deadline_ns);

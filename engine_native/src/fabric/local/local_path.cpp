@@ -21,7 +21,7 @@ Error malformed(const char* what) {
 
 }  // namespace
 
-Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, std::string peer, Poller& poller,
+Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, PathPeer peer, Poller& poller,
                                                    Reception reception, PathEvents& events) {
   std::unique_ptr<LocalPath> path(
       new LocalPath(std::move(link), std::move(peer), poller, reception, events));
@@ -32,7 +32,7 @@ Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, std::string p
   return path;
 }
 
-LocalPath::LocalPath(LocalLink link, std::string peer, Poller& poller, Reception reception,
+LocalPath::LocalPath(LocalLink link, PathPeer peer, Poller& poller, Reception reception,
                      PathEvents& events)
     : socket_(std::move(link.socket)),
       out_(std::move(link.out)),
@@ -136,8 +136,9 @@ bool LocalPath::reap() {
       reception_.stats.bytes_sent += batch.bytes;
       reception_.stats.writes_sent += batch.writes.count;
     }
-    events_.on_finished(batch.operation, batch.writes,
-                        status == Errc::ok ? Error{} : refusal(status, *batch.operation, peer_));
+    events_.on_finished(
+        batch.operation, batch.writes,
+        status == Errc::ok ? Error{} : refusal(status, *batch.operation, peer_.label));
     moved = true;
   }
   return moved;
@@ -178,7 +179,7 @@ bool LocalPath::consume() {
 }
 
 Result<std::uint64_t> LocalPath::place(const BatchHead& head, Errc& status) {
-  Placement placement(reception_, head.key,
+  Placement placement(reception_, peer_.id, head.key,
                       head.has_imm ? std::optional<Imm>(head.imm) : std::nullopt);
   // The message that shares a region was sent before the batch that uses it.
   if (head.from_region && !source_.has_region(head.region)) receive_regions();

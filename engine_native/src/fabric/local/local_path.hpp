@@ -32,7 +32,7 @@ struct LocalLink {
 
 class LocalPath final : public Path, private EventSink {
  public:
-  static Result<std::unique_ptr<LocalPath>> open(LocalLink link, std::string peer, Poller& poller,
+  static Result<std::unique_ptr<LocalPath>> open(LocalLink link, PathPeer peer, Poller& poller,
                                                  Reception reception, PathEvents& events);
   ~LocalPath() override;
 
@@ -65,8 +65,7 @@ class LocalPath final : public Path, private EventSink {
     bool last;  // of its operation
   };
 
-  LocalPath(LocalLink link, std::string peer, Poller& poller, Reception reception,
-            PathEvents& events);
+  LocalPath(LocalLink link, PathPeer peer, Poller& poller, Reception reception, PathEvents& events);
 
   void on_events(std::uint32_t events) override;
 
@@ -88,7 +87,7 @@ class LocalPath final : public Path, private EventSink {
   UniqueFd wake_peer_;
   SourceMemory source_;
   bool peer_reads_us_;
-  std::string peer_;
+  PathPeer peer_;
   Poller& poller_;
   Reception reception_;
   PathEvents& events_;

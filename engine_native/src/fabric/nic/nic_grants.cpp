@@ -16,7 +16,7 @@ void send_region(NicLinkOwner& owner, std::uint64_t key, Errc status, const Remo
 }
 
 void NicGrants::add(const RegionPtr& grant, RemoteRegion keys, std::span<NicPath* const> paths) {
-  const bool known = !open_.try_emplace(grant->key(), Open{grant, keys.windowed}).second;
+  const bool known = open_.contains(grant->key());
   std::vector<const NicPath*> open;
   if (keys.windowed) {
     for (NicPath* const path : paths) {
@@ -25,14 +25,18 @@ void NicGrants::add(const RegionPtr& grant, RemoteRegion keys, std::span<NicPath
       if (path->open_window(*grant)) ++keys.opening;
     }
   }
+  open_.insert_or_assign(grant->key(), Open{grant, keys});
   const bool none = keys.windowed && keys.opening == 0 && !paths.empty();
   send_region(owner_, grant->key(), none ? Errc::out_of_memory : Errc::ok, keys);
   for (const NicPath* const path : open) send_window(*path, grant->key());
 }
 
 void NicGrants::open_on(NicPath& path) {
-  for (const auto& [key, open] : open_) {
-    if (open.windowed) path.open_window(*open.grant);
+  for (auto& [key, open] : open_) {
+    if (!open.keys.windowed || path.open_window(*open.grant) || open.keys.opening == 0) continue;
+    // So that nobody waits for it.
+    --open.keys.opening;
+    send_region(owner_, key, Errc::ok, open.keys);
   }
 }
 

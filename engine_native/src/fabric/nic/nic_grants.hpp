@@ -29,7 +29,7 @@ class NicGrants {
  private:
   struct Open {
     RegionPtr grant;
-    bool windowed;
+    RemoteRegion keys;  // as the peer was told
   };
 
   void send_window(const NicPath& path, std::uint64_t key);

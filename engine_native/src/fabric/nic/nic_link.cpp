@@ -165,6 +165,7 @@ void NicLink::refresh_usable() {
   for (const auto& [id, entry] : entries_) {
     if (entry.state == Entry::State::open) usable_.push_back(entry.path.get());
   }
+  regions_.set_paths(usable_.size());
   owner_.on_paths_changed();
 }
 
@@ -214,7 +215,6 @@ void NicLink::close(Entry& entry, std::string_view why, bool failed, std::uint64
   entry.state = Entry::State::closing;
   entry.since_ns = now;
   refresh_usable();
-  regions_.await_no_window();
   entry.path->shut();
   const auto& received = entry.path->received();
   ByteWriter writer;
@@ -345,9 +345,7 @@ void NicLink::shut() {
 
 // --- memory regions --------------------------------------------------------------------------
 
-void NicLink::resolve(const OperationPtr& operation) {
-  regions_.resolve(operation, !usable_.empty());
-}
+void NicLink::resolve(const OperationPtr& operation) { regions_.resolve(operation); }
 
 void NicLink::send_region(std::uint64_t key, Errc status, const RemoteRegion& region) {
   kvxfer::send_region(owner_, key, status, region);
@@ -427,7 +425,9 @@ Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uin
     case NicFrame::region:
       return regions_.on_region(reader) ? Result<void>() : malformed("region");
     case NicFrame::window:
-      return regions_.on_window(reader) ? Result<void>() : malformed("window");
+      return regions_.on_window(reader, [this](PathId id) { return entries_.contains(id); })
+                 ? Result<void>()
+                 : malformed("window");
     case NicFrame::path_ready: {
       const auto found = entries_.find(reader.get<PathId>());
       if (!reader.finished() || ends_.initiator) return malformed("path_ready");

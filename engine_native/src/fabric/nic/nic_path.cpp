@@ -78,7 +78,10 @@ void NicPath::report(Batch& batch) {
   reception_.stats.writes_sent += batch.writes.count;
   ++reception_.activity;
   const OperationPtr operation = std::move(batch.operation);
-  if (operation->imm && batch.writes.counted) delivered_[*operation->imm] += batch.writes.count;
+  // The peer that revoked it has forgotten its count.
+  const bool revoked = operation->arrived || operation->code == Errc::stale_counter;
+  if (operation->imm && batch.writes.counted && !revoked)
+    delivered_[*operation->imm] += batch.writes.count;
   events_.on_finished(operation, batch.writes, {});
 }
 
@@ -106,7 +109,7 @@ void NicPath::add_credit(std::uint64_t consumed_by_peer) {
 void NicPath::count_immediates(Imm imm, std::uint64_t writes, std::uint64_t bytes) {
   ++reception_.activity;
   consumed_ += writes;
-  if (reception_.counters.add(imm, writes)) {
+  if (reception_.counters.add(imm, identity_.peer, writes)) {
     received_[imm] += writes;
     reception_.stats.writes_received += writes;
     reception_.stats.bytes_received += bytes;

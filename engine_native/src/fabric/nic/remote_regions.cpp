@@ -9,7 +9,7 @@ namespace kvxfer {
 namespace {
 
 // What a peer may tell unasked: it must not fill this engine's memory.
-constexpr std::size_t kMaxUnasked = 1u << 18;
+constexpr std::size_t kMaxUnasked = 1u << 16;
 
 // Our own check believed the descriptor; the NIC would break the path over it.
 bool fits(const Operation& operation, const RemoteRegion& region) {
@@ -21,7 +21,7 @@ bool fits(const Operation& operation, const RemoteRegion& region) {
 
 }  // namespace
 
-void RemoteRegions::resolve(const OperationPtr& operation, bool any_path) {
+void RemoteRegions::resolve(const OperationPtr& operation) {
   if (operation->bytes == 0) return owner_.queue(operation);
   const std::uint64_t key = operation->destination_key;
   const auto known = regions_.find(key);
@@ -29,7 +29,7 @@ void RemoteRegions::resolve(const OperationPtr& operation, bool any_path) {
     auto& waiting = asked_[key];
     if (waiting.empty()) owner_.send_nic_frame(NicFrame::resolve, ByteWriter().put(key).take());
     waiting.push_back(operation);
-  } else if (known->second->windows.size() < known->second->opening && any_path) {
+  } else if (opening(*known->second)) {
     opening_[key].push_back(operation);
   } else {
     give(operation, known->second);
@@ -48,19 +48,24 @@ void RemoteRegions::give(const OperationPtr& operation,
   owner_.queue(operation);
 }
 
-void RemoteRegions::give_all(Waiting& waiting, std::uint64_t key) {
-  const auto found = waiting.find(key);
+bool RemoteRegions::opening(const RemoteRegion& region) const {
+  return region.windows.size() < std::min<std::size_t>(region.opening, paths_);
+}
+
+void RemoteRegions::give_open(std::uint64_t key) {
+  const auto waiting = opening_.find(key);
   const auto region = regions_.find(key);
-  if (found == waiting.end() || region == regions_.end()) return;
-  const std::vector<OperationPtr> operations = std::move(found->second);
-  waiting.erase(found);
+  if (waiting == opening_.end() || region == regions_.end() || opening(*region->second)) return;
+  const std::vector<OperationPtr> operations = std::move(waiting->second);
+  opening_.erase(waiting);
   for (const OperationPtr& operation : operations) give(operation, region->second);
 }
 
-void RemoteRegions::await_no_window() {
+void RemoteRegions::set_paths(std::size_t paths) {
+  paths_ = paths;
   std::vector<std::uint64_t> keys;
   for (const auto& [key, operations] : opening_) keys.push_back(key);
-  for (const std::uint64_t key : keys) give_all(opening_, key);
+  for (const std::uint64_t key : keys) give_open(key);
 }
 
 void RemoteRegions::forget(std::uint64_t key) {
@@ -70,6 +75,10 @@ void RemoteRegions::forget(std::uint64_t key) {
   regions_.erase(found);
   opening_.erase(key);
   if (imm == 0) return;
+  if (const auto granted = granted_.find(imm); granted != granted_.end()) {
+    std::erase(granted->second, key);
+    if (granted->second.empty()) granted_.erase(granted);
+  }
   // Operations on a grant may wait for windows that will never open.
   for (const OperationPtr& operation : owner_.operations_with(imm)) {
     if (operation->destination_key != key) continue;
@@ -121,15 +130,20 @@ bool RemoteRegions::on_region(ByteReader reader) {
     return true;
   }
   if (status == Errc::ok) {
-    auto& known = regions_.try_emplace(key, std::make_shared<RemoteRegion>()).first->second;
-    region->windows = std::move(known->windows);
-    *known = *region;  // operations hold it, and see the windows that open later
-    if (region->imm != 0) granted_[region->imm].push_back(key);
+    const auto [known, added] = regions_.try_emplace(key, region);
+    if (!added) {
+      if (known->second->imm != region->imm) return false;
+      region->windows = std::move(known->second->windows);
+      *known->second = *region;  // operations hold it, and see the windows that open later
+    } else if (region->imm != 0) {
+      granted_[region->imm].push_back(key);
+    }
   }
+  give_open(key);
   for (const OperationPtr& operation : waiting) {
     if (operation->code != Errc::ok) continue;
     if (status == Errc::ok) {
-      resolve(operation, true);
+      resolve(operation);
     } else {
       owner_.fail(operation, status, refusal(status, *operation, label_).text);
     }
@@ -137,18 +151,16 @@ bool RemoteRegions::on_region(ByteReader reader) {
   return true;
 }
 
-bool RemoteRegions::on_window(ByteReader reader) {
+bool RemoteRegions::on_window(ByteReader reader, const std::function<bool(PathId)>& exists) {
   const auto key = reader.get<std::uint64_t>();
   const auto path = reader.get<PathId>();
   const auto address = reader.get<std::uint64_t>();
   const auto rkey = reader.get<std::uint64_t>();
   if (!reader.finished()) return false;
   const auto found = regions_.find(key);
-  if (found == regions_.end()) return true;
-  // One for each path: a peer cannot fill this engine's memory with windows.
-  if (found->second->windows.size() >= kMaxNics * kMaxNics) return true;
+  if (found == regions_.end() || !exists(path)) return true;
   found->second->windows[path] = {.address = address, .rkey = rkey, .valid = true};
-  if (found->second->windows.size() >= found->second->opening) give_all(opening_, key);
+  give_open(key);
   return true;
 }
 

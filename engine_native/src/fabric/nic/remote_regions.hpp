@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -21,11 +22,11 @@ class RemoteRegions {
  public:
   RemoteRegions(std::string label, NicLinkOwner& owner) : label_(std::move(label)), owner_(owner) {}
 
-  // Queues the operation once its destination is known, and its windows are open: what goes out
-  // before would all take the first path.
-  void resolve(const OperationPtr& operation, bool any_path);
-  // A path is gone, and its windows will not open.
-  void await_no_window();
+  // Queues the operation once its destination is known, and its windows are open on all paths that
+  // there are: what goes out before would all take the first.
+  void resolve(const OperationPtr& operation);
+  // So many paths are open.
+  void set_paths(std::size_t paths);
   void forget(std::uint64_t key);
   // Those that were granted for the immediate.
   void forget_granted(Imm imm);
@@ -34,16 +35,20 @@ class RemoteRegions {
 
   // False if the frame is malformed.
   bool on_region(ByteReader reader);
-  bool on_window(ByteReader reader);
+  // Windows of paths that do not exist are ignored.
+  bool on_window(ByteReader reader, const std::function<bool(PathId)>& exists);
 
  private:
   using Waiting = std::unordered_map<std::uint64_t, std::vector<OperationPtr>>;
 
   void give(const OperationPtr& operation, const std::shared_ptr<const RemoteRegion>& region);
-  void give_all(Waiting& waiting, std::uint64_t key);
+  void give_open(std::uint64_t key);
+  // Whether windows of it are on their way.
+  bool opening(const RemoteRegion& region) const;
 
   std::string label_;  // of the peer, for error texts
   NicLinkOwner& owner_;
+  std::size_t paths_ = 0;
   std::unordered_map<std::uint64_t, std::shared_ptr<RemoteRegion>> regions_;
   std::unordered_map<Imm, std::vector<std::uint64_t>> granted_;
   Waiting asked_;    // for the peer's answer

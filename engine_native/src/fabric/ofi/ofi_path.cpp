@@ -124,7 +124,7 @@ ssize_t OfiPath::post_one(const Operation& operation, const WireWrite& write, bo
   if (write.length == 0) return post_to_landing(next_sequence_, imm);
   const auto* registration =
       static_cast<const OfiRegistration*>(operation.source->registration(identity().nic));
-  const RemoteKey& key = operation.destination->keys[identity().remote_nic];
+  const RemoteKey& key = remote_key(operation);
   return endpoint_->post({.path = this,
                           .sequence = next_sequence_,
                           .to = to_,

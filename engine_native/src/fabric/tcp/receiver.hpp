@@ -26,8 +26,8 @@ class FrameSink {
 
 class Receiver {
  public:
-  Receiver(int fd, Reception& reception, FrameSink& sink)
-      : fd_(fd), reception_(reception), sink_(sink) {}
+  Receiver(int fd, PeerId writer, Reception& reception, FrameSink& sink)
+      : fd_(fd), writer_(writer), reception_(reception), sink_(sink) {}
 
   // Reads what is there, up to a budget that keeps lanes and heartbeats fair.
   Result<void> pump();
@@ -47,6 +47,7 @@ class Receiver {
   enum class State { header, descriptors, payload };
 
   int fd_;
+  PeerId writer_;
   Reception& reception_;
   FrameSink& sink_;
 

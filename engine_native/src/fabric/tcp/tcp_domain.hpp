@@ -21,7 +21,7 @@ class TcpDomain final : public Domain {
   void forget_source(const MemoryRegion&) override {}
 
   // Takes over a connected, authenticated socket.
-  Result<std::unique_ptr<Path>> open_path(UniqueFd socket, std::string peer) {
+  Result<std::unique_ptr<Path>> open_path(UniqueFd socket, PathPeer peer) {
     auto path = TcpPath::open(std::move(socket), std::move(peer), window_bytes_, poller_,
                               reception_, events_);
     if (!path) return path.error();

@@ -4,7 +4,7 @@
 
 namespace kvxfer::tcp {
 
-Result<std::unique_ptr<TcpPath>> TcpPath::open(UniqueFd socket, std::string peer,
+Result<std::unique_ptr<TcpPath>> TcpPath::open(UniqueFd socket, PathPeer peer,
                                                std::size_t window_bytes, Poller& poller,
                                                Reception reception, PathEvents& events) {
   std::unique_ptr<TcpPath> path(
@@ -13,7 +13,7 @@ Result<std::unique_ptr<TcpPath>> TcpPath::open(UniqueFd socket, std::string peer
   return path;
 }
 
-TcpPath::TcpPath(UniqueFd socket, std::string peer, std::size_t window_bytes, Poller& poller,
+TcpPath::TcpPath(UniqueFd socket, PathPeer peer, std::size_t window_bytes, Poller& poller,
                  Reception reception, PathEvents& events)
     : socket_(std::move(socket)),
       peer_(std::move(peer)),
@@ -21,7 +21,7 @@ TcpPath::TcpPath(UniqueFd socket, std::string peer, std::size_t window_bytes, Po
       reception_(reception),
       events_(events),
       sender_(socket_.get(), window_bytes),
-      receiver_(socket_.get(), reception_, *this) {}
+      receiver_(socket_.get(), peer_.id, reception_, *this) {}
 
 TcpPath::~TcpPath() { poller_.remove(socket_.get(), *this); }
 
@@ -46,7 +46,7 @@ void TcpPath::on_batch_done(std::uint64_t sequence, Errc status) {
 }
 
 Result<void> TcpPath::on_ack(std::uint64_t sequence, Errc status) {
-  return sender_.on_ack(sequence, status, peer_, events_, reception_.stats);
+  return sender_.on_ack(sequence, status, peer_.label, events_, reception_.stats);
 }
 
 void TcpPath::flush() {

@@ -14,7 +14,7 @@ namespace kvxfer::tcp {
 class TcpPath final : public Path, private EventSink, private FrameSink {
  public:
   // Takes over a connected, authenticated, non-blocking socket.
-  static Result<std::unique_ptr<TcpPath>> open(UniqueFd socket, std::string peer,
+  static Result<std::unique_ptr<TcpPath>> open(UniqueFd socket, PathPeer peer,
                                                std::size_t window_bytes, Poller& poller,
                                                Reception reception, PathEvents& events);
   ~TcpPath() override;
@@ -29,7 +29,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   void revoke_region(std::uint64_t key) override { receiver_.revoke_region(key); }
 
  private:
-  TcpPath(UniqueFd socket, std::string peer, std::size_t window_bytes, Poller& poller,
+  TcpPath(UniqueFd socket, PathPeer peer, std::size_t window_bytes, Poller& poller,
           Reception reception, PathEvents& events);
 
   void on_events(std::uint32_t events) override;
@@ -39,7 +39,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   void lose(const Error& error);
 
   UniqueFd socket_;
-  std::string peer_;
+  PathPeer peer_;
   Poller& poller_;
   Reception reception_;
   PathEvents& events_;
