@@ -54,7 +54,11 @@ def choose_pair(instances: Iterable[Instance], request: TransferRequest) -> Pair
     Linear in the number of instances, as layouts are few. Raises PromptTooLong where the prompt
     fits into no cache at all, and NoCapacity with the `reasons` otherwise.
     """
-    fleet = [i for i in instances if request.model in (None, i.model)]
+    fleet = [
+        i
+        for i in instances
+        if request.model in (None, i.model) and i.instance_id not in request.avoid
+    ]
     ready = {
         side: [i for i in fleet if i.state is InstanceState.READY and i.role.serves(side)]
         for side in _SIDES
@@ -184,7 +188,8 @@ def _reasons(
 ) -> list[str]:
     of_model = "" if request.model is None else f" of model {request.model!r}"
     if not fleet:
-        return [f"no instance{of_model} is registered"]
+        beside = f" beside {', '.join(request.avoid)}" if request.avoid else ""
+        return [f"no instance{of_model} is registered{beside}"]
     reasons = []
     for side in _SIDES:
         if not ready[side]:
