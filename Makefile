@@ -35,5 +35,9 @@ chaos:
 	@scripts/setup test
 	@scripts/chaos
 
+chaos-control:
+	@scripts/setup test
+	@scripts/chaos-control
+
 clean:
 	rm -rf build dist .venv
