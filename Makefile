@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs lint bench sanitize chaos clean
+.PHONY: demo test test-verbs lint bench bench-control sanitize chaos chaos-control clean
 
 demo:
 	@scripts/setup demo
@@ -23,6 +23,10 @@ bench:
 	@scripts/setup demo
 	@$(VENV)/kvxfer bench
 
+bench-control:
+	@scripts/setup test
+	@scripts/bench-control
+
 sanitize:
 	@scripts/setup native
 	@scripts/sanitize
@@ -30,6 +34,10 @@ sanitize:
 chaos:
 	@scripts/setup test
 	@scripts/chaos
+
+chaos-control:
+	@scripts/setup test
+	@scripts/chaos-control
 
 clean:
 	rm -rf build dist .venv

@@ -17,6 +17,8 @@ class TransferRequest:
     """None takes any model."""
     prompt_tokens: int | None = None
     """How many KV blocks to reserve on each side follows from it; None reserves none."""
+    avoid: tuple[str, ...] = ()
+    """Ids of instances that do not come into question, as they just failed this request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

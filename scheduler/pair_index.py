@@ -46,9 +46,11 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Search:
-    """One choice: the blocks that the prompt takes per kind, and what was looked up already."""
+    """One choice: the blocks that the prompt takes per kind, whom to leave out, and what was looked
+    up already."""
 
     needs: dict[int, int]
+    avoid: frozenset[str]
     heads: dict[_Shelf, list[InstanceLoad]] = field(default_factory=dict)
 
 
@@ -117,7 +119,8 @@ class PairIndex:
                 number: kind.layout.blocks_for(tokens)
                 for kind, number in self._kinds.items()
                 if request.model in (None, kind.model)
-            }
+            },
+            frozenset(request.avoid),
         )
         weights = (
             self._least_weight(search, ours, theirs, steps)
@@ -169,8 +172,12 @@ class PairIndex:
 
     def _fitting(self, search: _Search, shelf: _Shelf) -> Iterator[InstanceLoad]:
         """Whose blocks for the prompt are neither reserved by others nor reported as used."""
-        need, entries = search.needs[shelf[0]], self._entries
-        return (load for load in self._shelves.get(shelf, ()) if entries[load[2]].available >= need)
+        need, entries, avoid = search.needs[shelf[0]], self._entries, search.avoid
+        return (
+            load
+            for load in self._shelves.get(shelf, ())
+            if entries[load[2]].available >= need and load[2] not in avoid
+        )
 
     def _number(self, kind: Kind) -> int:
         number = self._kinds.get(kind)

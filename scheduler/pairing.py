@@ -108,7 +108,11 @@ def mismatch_of(prefill: Kind, decode: Kind) -> str | None:
 
 def refusal(instances: Iterable[Instance], request: TransferRequest) -> NoCapacity | PromptTooLong:
     """Why no pair of these instances can take the request. Linear in their number."""
-    fleet = [i for i in instances if request.model in (None, i.model)]
+    fleet = [
+        i
+        for i in instances
+        if request.model in (None, i.model) and i.instance_id not in request.avoid
+    ]
     ready = {
         side: [i for i in fleet if i.state is InstanceState.READY and i.role.serves(side)]
         for side in SIDES

@@ -127,6 +127,10 @@ class TransferRequest(BaseModel):
         None,
         description="KV blocks for so many tokens are reserved on both sides; null reserves none.",
     )
+    avoid: Annotated[tuple[InstanceId, ...], Field(max_length=64)] = Field(
+        (),
+        description="Instances that do not come into question, as they just failed this request.",
+    )
 
     def record(self) -> records.TransferRequest:
         return records.TransferRequest(**self.model_dump())

@@ -5,7 +5,7 @@ Nothing here does I/O. `ControlPlaneClient` and `SyncControlPlaneClient` have on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
@@ -110,12 +110,19 @@ def open_transfer(
     request_id: str | None = None,
     model: str | None = None,
     prompt_tokens: int | None = None,
+    avoid: Collection[str] = (),
 ) -> Call[OpenedTransfer]:
     """Reserves the best pair, each argument as in `TransferRequest`.
 
     Raises NoCapacity, whose `details["reasons"]` say what is missing, and PromptTooLong.
     """
-    body = {"request_id": request_id, "model": model, "prompt_tokens": prompt_tokens}
+    body: dict[str, Any] = {
+        "request_id": request_id,
+        "model": model,
+        "prompt_tokens": prompt_tokens,
+    }
+    if avoid:
+        body["avoid"] = list(avoid)
     return Call("POST", "/v1/transfers", _reads(OpenedTransfer), body, repeatable=False)
 
 

@@ -95,6 +95,10 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 
+    async def exit_code(self) -> int:
+        """Waits until the process exits."""
+        return await asyncio.shield(self._exit)
+
     async def ready(self, seconds: float) -> dict[str, Any]:
         """The first line of its output, a JSON object.
 

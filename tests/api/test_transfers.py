@@ -130,12 +130,22 @@ async def test_prompt_that_fits_no_cache_is_refused_for_good(api):
         ({"prompt_tokens": 0}, "prompt_tokens"),
         ({"prompt_token": 5}, "prompt_token"),
         ({"model": ""}, "model"),
+        ({"avoid": ["d"] * 65}, "avoid"),
         ({"request_id": "x" * 257}, "request_id"),
     ],
 )
 async def test_request_that_cannot_be_meant_names_the_member(api, body, field):
     answer = await api.post("/v1/transfers", json=body)
     assert problem(answer, 422, "invalid-argument")["field"] == field
+
+
+async def test_instances_to_avoid_do_not_come_into_question(api):
+    for name, role in (("p", "prefill"), ("d1", "decode"), ("d2", "decode")):
+        await join(api, name, role)
+    body = (await api.post("/v1/transfers", json={"avoid": ["d1"]})).json()
+    assert body["decode"]["instance_id"] == "d2"
+    answer = await api.post("/v1/transfers", json={"avoid": ["d1", "d2"]})
+    assert "no decode instance is ready" in problem(answer, 503, "no-capacity")["reasons"][0]
 
 
 async def test_open_transfers_are_listed_without_tickets(api):

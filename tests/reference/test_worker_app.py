@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvxfer.event_stream import EventParser
 from kvxfer.reference.worker.app import make_app
 
 from .workers import BLOCKS, WorkerPair, eventually, single_process
@@ -46,6 +47,49 @@ async def test_a_completion_goes_through_both_workers(
     assert set(decode["timings"]) == {"prefill", "visible_transfer", "first_token", "decode"}
 
 
+@pytest.mark.parametrize("with_usage", [False, True])
+async def test_decode_streams_a_token_per_event(
+    with_usage: bool,
+    workers: WorkerPair,
+    clients: tuple[httpx.AsyncClient, httpx.AsyncClient],
+) -> None:
+    body = workers.request("over HTTP", max_tokens=20).model_dump()
+    streamed = body | {"stream": True, "stream_options": {"include_usage": with_usage}}
+    _, answer = await asyncio.gather(
+        clients[0].post("/v1/completions", json=body),
+        clients[1].post("/v1/completions", json=streamed),
+    )
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, done = [event.data for event in EventParser().feed(answer.content)]
+    assert done == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    if with_usage:
+        end = chunks.pop()
+        assert end["choices"] == []
+        assert end["usage"] == {"prompt_tokens": 9, "completion_tokens": 20, "total_tokens": 29}
+        assert set(end["timings"]) == {"prefill", "visible_transfer", "first_token", "decode"}
+    single = single_process()
+    expected = single.generate("over HTTP", 20)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [choice["token_ids"] for choice in choices] == [[token] for token in expected]
+    assert "".join(choice["text"] for choice in choices) == single.tokenizer.decode(expected)
+    assert [choice["finish_reason"] for choice in choices] == [None] * 19 + ["length"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert workers.all_blocks_free()
+
+
+async def test_an_error_before_the_first_token_is_no_stream(
+    workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+) -> None:
+    body = workers.request("x", stream=True).model_dump()
+    with workers.decode.pool.hold(BLOCKS):
+        answer = await clients[1].post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (503, "block-pool-exhausted")
+    answer = await clients[0].post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid-argument")
+    assert "stream from decode" in answer.json()["detail"]
+
+
 async def test_health_counts_blocks_and_requests(
     workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
 ) -> None:
@@ -69,7 +113,7 @@ async def test_health_counts_blocks_and_requests(
         ({"prompt": 5}, 422, "invalid-argument", "prompt"),
         ({"max_tokens": 0}, 422, "invalid-argument", "max_tokens: "),
         ({"temperature": 0.7}, 422, "invalid-argument", "temperature: "),
-        ({"stream": True}, 422, "invalid-argument", "stream: "),
+        ({"stream": "maybe"}, 422, "invalid-argument", "stream: "),
         ({"best_of": 3}, 422, "invalid-argument", "best_of: "),
         ({"model": "huge"}, 422, "invalid-argument", "not 'huge'"),
         ({"kv_transfer_params": None}, 422, "invalid-argument", "kv_transfer_params: "),
@@ -108,9 +152,13 @@ async def test_a_full_pool_is_a_503(
     assert (answer.status_code, answer.json()["code"]) == (503, "block-pool-exhausted")
 
 
-async def test_a_client_that_leaves_gives_its_blocks_back(workers: WorkerPair) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_gives_its_blocks_back(
+    stream: bool, workers: WorkerPair
+) -> None:
     app = make_app(workers.decode.service)
-    body = json.dumps(workers.request("nobody prefills this").model_dump()).encode()
+    asked = workers.request("nobody prefills this", stream=stream)
+    body = json.dumps(asked.model_dump()).encode()
     left = asyncio.Event()
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -49,6 +49,7 @@ P, D = instance("p", "prefill"), instance("d", "decode")
     ("fleet", "request_", "expected"),
     [
         ([P, D], {}, ("p", "d")),
+        ([P, instance("p2", "prefill"), D], {"avoid": ("p",)}, ("p2", "d")),
         # least loaded: running, waiting and reserved count alike
         ([instance("p1", "prefill", load=Load(running=1)), P, D], {}, ("p", "d")),
         ([P, instance("d1", "decode", load=Load(waiting=1)), D], {}, ("p", "d")),

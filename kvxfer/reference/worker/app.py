@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.exceptions import HTTPException
 
+from kvxfer.errors import KvxferError
+from kvxfer.http_answer import DONE, EventStream, data_event, while_connected
 from kvxfer.reference.worker import problems
 from kvxfer.reference.worker.completions import (
+    CompletionChunk,
     CompletionRequest,
     DecodeCompletion,
     Health,
     PrefillCompletion,
 )
 from kvxfer.reference.worker.service import WorkerService
-
-T = TypeVar("T")
 
 
 def make_app(service: WorkerService) -> FastAPI:
@@ -28,7 +28,9 @@ def make_app(service: WorkerService) -> FastAPI:
 
     @app.post("/v1/completions", response_model=PrefillCompletion | DecodeCompletion)
     async def complete(body: CompletionRequest, request: Request) -> Any:
-        return await _while_connected(request, service.complete(body))
+        if body.stream:
+            return EventStream(_events(service.stream(body)))
+        return await while_connected(request.receive, service.complete(body))
 
     @app.get("/healthz")
     async def health() -> Health:
@@ -37,26 +39,22 @@ def make_app(service: WorkerService) -> FastAPI:
     return app
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as nobody is there to read it.
-
-    By the time this ends so has `work`, with all it had to give back.
-    """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        # Nobody sees this answer.
-        raise HTTPException(499, "the client has left")
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+async def _events(chunks: AsyncGenerator[CompletionChunk, None]) -> AsyncGenerator[bytes, None]:
+    """`chunks` as OpenAI streams them; an error after the first is an event of its own."""
+    begun = False
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                begun = True
+                yield data_event(_event(chunk))
+        except KvxferError as error:
+            if not begun:
+                raise
+            yield data_event({"error": {"message": str(error), "code": error.code}})
+            return
+    yield DONE
 
 
-async def _disconnected(request: Request) -> None:
-    """Returns when the client has closed the connection; its body was read before."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+def _event(chunk: CompletionChunk) -> dict[str, Any]:
+    """Without the members that only the last chunk has."""
+    return {name: value for name, value in chunk.model_dump().items() if value is not None}

@@ -18,6 +18,12 @@ class KvTransferParams(BaseModel):
     prefill_engine_address: str = Field(description="Whom the decode worker offers its blocks to.")
 
 
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = Field(False, description="One more event, with usage and timings.")
+
+
 class CompletionRequest(BaseModel):
     """Greedy completion of one prompt. What this engine cannot do is refused, not ignored."""
 
@@ -29,7 +35,8 @@ class CompletionRequest(BaseModel):
     ignore_eos: bool = False
     temperature: Literal[0] = 0
     n: Literal[1] = 1
-    stream: Literal[False] = False
+    stream: bool = Field(False, description="Decode only: an event per token.")
+    stream_options: StreamOptions | None = None
     kv_transfer_params: KvTransferParams
 
 
@@ -97,6 +104,25 @@ class DecodeCompletion(Completion):
     """All tokens, with the first."""
 
     timings: DecodeTimings
+
+
+class ChunkChoice(BaseModel):
+    index: int = 0
+    text: str = Field(description="May be empty: a character can take several tokens.")
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class CompletionChunk(BaseModel):
+    """One event of a stream: a token, or at the end usage and timings without one."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    timings: DecodeTimings | None = None
 
 
 class Health(BaseModel):

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.instances import Load, Role
@@ -20,7 +23,9 @@ from kvxfer.load_meter import LoadMeter
 from kvxfer.reference.runner import ModelRunner
 from kvxfer.reference.worker.completions import (
     Choice,
+    ChunkChoice,
     Completion,
+    CompletionChunk,
     CompletionRequest,
     DecodeCompletion,
     DecodeTimings,
@@ -33,6 +38,29 @@ from kvxfer.reference.worker.completions import (
 from kvxfer.reference.worker.compute import Abandon, ComputeThread
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail, prompt_digest
+from kvxfer.reference.worker.text_stream import TextStream
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """What is known of a decode besides its tokens: all but `arrived` with the first one."""
+
+    arrived: float = field(default_factory=time.perf_counter)
+    request_id: str = ""
+    created: int = 0
+    prompt: list[int] = field(default_factory=list)
+    prefill: float = 0.0
+    visible_transfer: float = 0.0
+    first_token_at: float = 0.0
+
+    def timings(self) -> DecodeTimings:
+        """Up to now."""
+        return DecodeTimings(
+            prefill=self.prefill,
+            visible_transfer=self.visible_transfer,
+            first_token=self.first_token_at - self.arrived,
+            decode=time.perf_counter() - self.first_token_at,
+        )
 
 
 class WorkerService:
@@ -91,15 +119,54 @@ class WorkerService:
         Raises InvalidArgument, PromptTooLong, BlockPoolExhausted, and everything that
         `KvEndpoint` and its sessions raise.
         """
+        with self._serving(request) as side:
+            if side is Role.PREFILL:
+                return await self._prefill(request)
+            run = _Decoding()
+            async with contextlib.aclosing(self._decode(request, run)) as tokens:
+                output = [token async for token in tokens]
+            return DecodeCompletion(
+                id=run.request_id,
+                created=run.created,
+                model=self.runner.config.name,
+                choices=[self._choice(output, request)],
+                usage=_usage(run.prompt, output),
+                timings=run.timings(),
+            )
+
+    async def stream(self, request: CompletionRequest) -> AsyncGenerator[CompletionChunk, None]:
+        """The answer of a decode worker, token by token; the next one is computed when it is asked
+        for. Raises what complete() raises, before the first one."""
+        with self._serving(request) as side:
+            if side is Role.PREFILL:
+                raise InvalidArgument(
+                    "stream: prefill has one token to tell, and no stream; stream from decode"
+                )
+            run = _Decoding()
+            output: list[int] = []
+            text = TextStream(self.runner.tokenizer)
+            async with contextlib.aclosing(self._decode(request, run)) as tokens:
+                async for token in tokens:
+                    output.append(token)
+                    reason = self._finish_reason(output, request)
+                    said = text.push(token) + (text.flush() if reason else "")
+                    yield self._chunk(
+                        run, ChunkChoice(text=said, token_ids=[token], finish_reason=reason)
+                    )
+            if request.stream_options is not None and request.stream_options.include_usage:
+                end = self._chunk(run)
+                end.usage, end.timings = _usage(run.prompt, output), run.timings()
+                yield end
+
+    @contextlib.contextmanager
+    def _serving(self, request: CompletionRequest) -> Iterator[Role]:
+        """The side that a request is for; counts it meanwhile."""
         model = self.runner.config.name
         if request.model not in (None, model):
             raise InvalidArgument(f"this worker runs the model {model!r}, not {request.model!r}")
         self._requests += 1
         try:
-            side = self._endpoint.side(request.kv_transfer_params.ticket) or self.role
-            if side is Role.PREFILL:
-                return await self._prefill(request)
-            return await self._decode(request)
+            yield self._endpoint.side(request.kv_transfer_params.ticket) or self.role
         finally:
             self._requests -= 1
 
@@ -157,8 +224,10 @@ class WorkerService:
             computed_at=time.time(),
         )
 
-    async def _decode(self, request: CompletionRequest) -> DecodeCompletion:
-        arrived = time.perf_counter()
+    async def _decode(
+        self, request: CompletionRequest, run: _Decoding
+    ) -> AsyncGenerator[int, None]:
+        """The output tokens, the first of them prefill's; fills in `run` before that one."""
         self._meter.request()
         tokens = self.runner.encode(request.prompt)
         all_blocks = self.runner.blocks_for(len(tokens), request.max_tokens)
@@ -174,50 +243,50 @@ class WorkerService:
                 params.ticket, params.prefill_engine_address, prompt_blocks
             ) as session:
                 data = await session.wait()
-                complete_at, first_token_at = time.time(), time.perf_counter()
-                self._meter.first_token(first_token_at - arrived)
-                self._meter.tokens(1)
+                complete_at, run.first_token_at = time.time(), time.perf_counter()
+                self._meter.first_token(run.first_token_at - run.arrived)
                 received = blocks.enter_context(session.take())
             tail = decode_tail(data, model=self.runner.config.name, tokens=tokens)
-            output = await self._generate(
-                tail.first_token, len(tokens), received.ids.tolist() + table, request
-            )
-        return DecodeCompletion(
-            id=session.request_id,
-            created=int(complete_at),
-            model=self.runner.config.name,
-            choices=[self._choice(output, request)],
-            usage=_usage(tokens, output),
-            timings=DecodeTimings(
-                prefill=tail.prefill_seconds,
-                visible_transfer=max(complete_at - tail.computed_at, 0.0),
-                first_token=first_token_at - arrived,
-                decode=time.perf_counter() - first_token_at,
-            ),
-        )
+            run.request_id, run.created, run.prompt = session.request_id, int(complete_at), tokens
+            run.prefill = tail.prefill_seconds
+            run.visible_transfer = max(complete_at - tail.computed_at, 0.0)
 
-    async def _generate(
-        self, token: int, prompt_length: int, blocks: list[int], request: CompletionRequest
-    ) -> list[int]:
-        output = [token]
-        steps = self.runner.decode(token, prompt_length, blocks, request.max_tokens)
-        while request.ignore_eos or not self.runner.ends(output[-1]):
-            before = time.perf_counter()
-            following = await self._compute.run(lambda: next(steps, None))
-            if following is None:
-                break
-            output.append(following)
-            self._meter.tokens(1)
-            self._meter.next_tokens(time.perf_counter() - before)
-        return output
+            token: int | None = tail.first_token
+            steps = self.runner.decode(
+                tail.first_token, len(tokens), received.ids.tolist() + table, request.max_tokens
+            )
+            while token is not None:
+                self._meter.tokens(1)
+                yield token
+                if self.runner.ends(token) and not request.ignore_eos:
+                    break
+                before = time.perf_counter()
+                token = await self._compute.run(lambda: next(steps, None))
+                if token is not None:
+                    self._meter.next_tokens(time.perf_counter() - before)
 
     def _choice(self, output: list[int], request: CompletionRequest) -> Choice:
-        ended = self.runner.ends(output[-1]) and not request.ignore_eos
         return Choice(
             text=self.runner.tokenizer.decode(output),
             token_ids=output,
-            finish_reason="stop" if ended else "length",
+            finish_reason=self._finish_reason(output, request) or "length",
         )
+
+    def _chunk(self, run: _Decoding, *choices: ChunkChoice) -> CompletionChunk:
+        return CompletionChunk(
+            id=run.request_id,
+            created=run.created,
+            model=self.runner.config.name,
+            choices=list(choices),
+        )
+
+    def _finish_reason(
+        self, output: list[int], request: CompletionRequest
+    ) -> Literal["stop", "length"] | None:
+        """Why nothing comes after `output`; None where something does."""
+        if self.runner.ends(output[-1]) and not request.ignore_eos:
+            return "stop"
+        return "length" if len(output) == request.max_tokens else None
 
 
 def _usage(tokens: list[int], output: list[int]) -> Usage:

@@ -1,0 +1,167 @@
+"""One run: a fleet is registered, routes are measured in turn with the empty one, data is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from benchmarks.control import fleet
+from benchmarks.control.empty import PATH as EMPTY_PATH
+from benchmarks.control.figures import (
+    TARGETS,
+    ControlReport,
+    RegistryFigures,
+    load_figure,
+    route_figure,
+)
+from benchmarks.control.generator import Answers, request, send
+from benchmarks.control.servers import Server, control_plane, empty_server
+from kvxfer.bench.machine import this_machine
+from tests.redis_server import RedisServer
+
+OPEN, HEARTBEAT, EMPTY = "POST /v1/transfers", "heartbeat", "empty route"
+_CREATED, _OK, _GONE, _STALE = 201, 200, 204, 409
+# Between the end of a round and the next: what is left of it settles.
+_PAUSE_SECONDS: Final = 0.1
+
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    instances: int = 10_000
+    registries: Sequence[str] = ("embedded", "redis")
+    connections: int = 16
+    rounds: int = 7
+    seconds: float = 1.0
+    """Of each route in each round."""
+
+
+def run_bench(settings: Settings, step: Step) -> ControlReport:
+    load_average = os.getloadavg()[0]
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    with _generator() as load:
+        figures = [_measure(name, settings, load, step) for name in settings.registries]
+    return ControlReport(
+        started_at=started_at,
+        machine=this_machine(),
+        connections=settings.connections,
+        rounds=settings.rounds,
+        round_seconds=settings.seconds,
+        load_average=load_average,
+        registries=figures,
+    )
+
+
+Load = Callable[[int, Sequence[bytes], int, float | None], Answers]
+
+
+@contextlib.contextmanager
+def _generator() -> Iterator[Load]:
+    """send(), in one process of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        yield lambda *arguments: pool.submit(send, *arguments).result()
+
+
+def _measure(registry: str, settings: Settings, load: Load, step: Step) -> RegistryFigures:
+    with contextlib.ExitStack() as stack:
+        redis = stack.enter_context(RedisServer()) if registry == "redis" else None
+        url = registry if redis is None else redis.url
+        server = stack.enter_context(control_plane(url, secrets.token_hex(32)))
+        empty = stack.enter_context(empty_server())
+
+        before = server.resident_bytes, _used(redis)
+        registrations = [fleet.register(index) for index in range(settings.instances)]
+        joined = load(server.port, registrations, settings.connections, None).expect(_CREATED)
+        after = server.resident_bytes, _used(redis)
+        step(f"{registry}: {settings.instances} instances registered")
+
+        epochs = fleet.epochs(joined)
+        rounds = _rounds(registry, settings, load, (server, empty), epochs, step)
+        routes = [
+            route_figure(route, rounds[route], rounds[EMPTY], TARGETS[registry])
+            for route in (OPEN, HEARTBEAT)
+        ]
+        again = _lose_data(settings, load, server, redis, epochs, registrations)
+        step(f"{registry}: registered again")
+        return RegistryFigures(
+            registry=registry,
+            instances=settings.instances,
+            routes=routes,
+            empty=load_figure(rounds[EMPTY]),
+            registration_seconds=joined.seconds,
+            reregistration_seconds=again,
+            process_bytes_per_instance=(after[0] - before[0]) / settings.instances,
+            redis_bytes_per_instance=(
+                None if redis is None else (after[1] - before[1]) / settings.instances
+            ),
+        )
+
+
+def _rounds(
+    registry: str,
+    settings: Settings,
+    load: Load,
+    servers: tuple[Server, Server],
+    epochs: dict[str, int],
+    step: Step,
+) -> dict[str, list[Answers]]:
+    """Every route for a moment in each round, in an order that turns."""
+    server, empty = servers
+    work = [
+        (EMPTY, empty, [request("POST", EMPTY_PATH)], _OK),
+        (OPEN, server, [fleet.OPEN_TRANSFER], _CREATED),
+        (HEARTBEAT, server, fleet.heartbeats(epochs), _OK),
+    ]
+    found: dict[str, list[Answers]] = {route: [] for route, *_ in work}
+    for number in range(settings.rounds):
+        turn = number % len(work)
+        for route, target, requests, status in [*work[turn:], *work[:turn]]:
+            gc.collect()
+            time.sleep(_PAUSE_SECONDS)
+            answers = load(target.port, requests, settings.connections, settings.seconds)
+            found[route].append(answers.expect(status))
+            if route == OPEN:
+                given_back = fleet.releases(answers.bodies)
+                load(server.port, given_back, settings.connections, None).expect(_GONE)
+        step(f"{registry}: round {number + 1} of {settings.rounds}")
+    return found
+
+
+def _lose_data(
+    settings: Settings,
+    load: Load,
+    server: Server,
+    redis: RedisServer | None,
+    epochs: dict[str, int],
+    registrations: Sequence[bytes],
+) -> float:
+    """Seconds from when the registry is back, empty, until every instance is in it."""
+    pairs = zip(fleet.heartbeats(epochs), registrations, strict=True)
+    requests = [each for pair in pairs for each in pair]
+    if redis is None:
+        server.restart()
+    else:
+        redis.kill()
+        redis.start()
+    answers = load(server.port, requests, settings.connections, None).expect(_STALE, _CREATED)
+    if answers.statuses[_CREATED] != settings.instances:
+        raise RuntimeError(f"{answers.statuses[_CREATED]} of {settings.instances} are back")
+    return answers.seconds
+
+
+def _used(redis: RedisServer | None) -> int:
+    if redis is None:
+        return 0
+    with redis.client() as client:
+        return int(client.info("memory")["used_memory"])

@@ -1,0 +1,1 @@
+"""A whole cluster under load while its processes are killed, drained, added and moved."""

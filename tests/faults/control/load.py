@@ -1,0 +1,132 @@
+"""Constant load on the router: every answer is compared with that of a single process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import httpx
+
+from kvxfer.event_stream import EventParser
+from kvxfer.reference.kv_cache import PagedKvCache
+from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
+
+MAX_TOKENS: Final = 24
+# A request that hangs is one that is not answered in this time.
+HANG_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: list[int]
+    expected: list[int]
+
+
+@dataclass(slots=True)
+class Sent:
+    """One request and what became of it."""
+
+    streamed: bool
+    began: float
+    seconds: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    right: bool = False
+    wrong: bool = False
+    """It ended well, or a token came that is not the one of the single process."""
+    failure: str | None = None
+
+
+def prompts(texts: Sequence[str]) -> list[Prompt]:
+    """`texts` with the tokens that a single process answers."""
+    model, tokenizer = load_model(None)
+    encoded = [tokenizer.encode(text) for text in texts]
+    longest = max(len(tokens) for tokens in encoded)
+    blocks = -(-(longest + MAX_TOKENS) // BLOCK_SIZE)
+    runner = ModelRunner(model, tokenizer, PagedKvCache(model.config, blocks, BLOCK_SIZE))
+    return [
+        Prompt(list(tokens), runner.generate(tokens, MAX_TOKENS, ignore_eos=True))
+        for tokens in encoded
+    ]
+
+
+class Load:
+    """`rate` requests per second, every second one streamed, whether or not others are answered."""
+
+    def __init__(self, http: httpx.AsyncClient, model: str, prompts: list[Prompt], rate: float):
+        self.sent: list[Sent] = []
+        self._http, self._model, self._rate = http, model, rate
+        self._prompts = itertools.cycle(prompts)
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until stop(), and until every request has ended."""
+        async with asyncio.TaskGroup() as requests:
+            due = time.monotonic()
+            while not self._stopping.is_set():
+                sent = Sent(streamed=len(self.sent) % 2 == 0, began=time.monotonic())
+                self.sent.append(sent)
+                requests.create_task(self._ask(sent, next(self._prompts)))
+                due += 1 / self._rate
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    @property
+    def streaming(self) -> int:
+        """Streams that have a token and not all of them."""
+        return sum(bool(s.tokens) and not (s.right or s.wrong or s.failure) for s in self.sent)
+
+    async def _ask(self, sent: Sent, prompt: Prompt) -> None:
+        body = {
+            "model": self._model,
+            "prompt": prompt.tokens,
+            "max_tokens": MAX_TOKENS,
+            "ignore_eos": True,
+            "stream": sent.streamed,
+        }
+        try:
+            async with asyncio.timeout(HANG_SECONDS):
+                await (self._stream if sent.streamed else self._whole)(sent, body)
+        except TimeoutError:
+            sent.failure = f"no end within {HANG_SECONDS:g} s"
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            sent.failure = f"{type(error).__name__}: {error}"
+        sent.seconds = time.monotonic() - sent.began
+        if sent.failure is None:
+            sent.right = sent.tokens == prompt.expected
+        sent.wrong = not sent.right and (
+            sent.failure is None or sent.tokens != prompt.expected[: len(sent.tokens)]
+        )
+
+    async def _whole(self, sent: Sent, body: dict[str, object]) -> None:
+        answer = await self._http.post("/v1/completions", json=body)
+        if answer.is_success:
+            sent.tokens = answer.json()["choices"][0]["token_ids"]
+        else:
+            sent.failure = f"HTTP {answer.status_code}: {answer.json()['error']['message']}"
+
+    async def _stream(self, sent: Sent, body: dict[str, object]) -> None:
+        parser, done = EventParser(), False
+        async with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            if not answer.is_success:
+                error = json.loads(await answer.aread())["error"]
+                sent.failure = f"HTTP {answer.status_code}: {error['message']}"
+                return
+            async for content in answer.aiter_bytes():
+                for event in parser.feed(content):
+                    if event.data == "[DONE]":
+                        done = True
+                        continue
+                    chunk = json.loads(event.data)
+                    if "error" in chunk:
+                        sent.failure = str(chunk["error"]["message"])
+                    for choice in chunk.get("choices", ()):
+                        sent.tokens += choice["token_ids"]
+        if not done and sent.failure is None:
+            sent.failure = "the stream ended without [DONE]"

@@ -1,0 +1,158 @@
+"""A calm phase, then one act after another under the same load, and the rule that all is held to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+
+from .acts import ACTS
+from .cluster import Cluster
+from .load import HANG_SECONDS, Load, Sent, prompts
+
+MAX_EXTRA_SECONDS: Final = 5.0
+CALM: Final = "calm"
+_RETRIES: Final = re.compile(r"^kvxfer_router_retries_total\{.*\} ([0-9.e+]+)$", re.MULTILINE)
+_TEXTS: Final = [
+    f"The {thing} of a {kind} is" + " moved page by page" * length
+    for thing, kind, length in (
+        ("cache", "prompt", 1),
+        ("weight", "layer", 4),
+        ("ticket", "pair", 9),
+        ("lease", "worker", 2),
+        ("epoch", "fleet", 14),
+        ("address", "router", 6),
+    )
+]
+
+
+@dataclass(slots=True)
+class Phase:
+    """The requests that were sent while one thing happened."""
+
+    name: str
+    sent: Sequence[Sent] = ()
+    seconds: float = 0.0
+    """Until the fleet was as it should be again."""
+    retries: int = 0
+    killed_decode: str | None = None
+
+    @property
+    def right(self) -> int:
+        return sum(sent.right for sent in self.sent)
+
+    @property
+    def wrong(self) -> int:
+        return sum(sent.wrong for sent in self.sent)
+
+    @property
+    def failed(self) -> list[Sent]:
+        return [sent for sent in self.sent if sent.failure is not None]
+
+    @property
+    def slowest(self) -> float:
+        return max((sent.seconds for sent in self.sent), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    phases: Sequence[Phase]
+    open_transfers: int
+    leaked_blocks: int
+
+    def broken(self) -> list[str]:
+        """What was not held, in words."""
+        calm, *others = self.phases
+        limit = calm.slowest + MAX_EXTRA_SECONDS
+        addresses = [phase.killed_decode for phase in others if phase.killed_decode]
+        found = []
+        for phase in self.phases:
+            if phase.wrong:
+                found.append(f"{phase.name}: {phase.wrong} wrong answers")
+            if phase.slowest > limit:
+                found.append(
+                    f"{phase.name}: a request took {phase.slowest:.2f} s, the limit is {limit:.2f}"
+                )
+            found += [
+                f"{phase.name}: a request failed: {sent.failure}"
+                for sent in phase.failed
+                if not _excused(sent, addresses)
+            ]
+        if self.open_transfers:
+            found.append(f"{self.open_transfers} reservations are left")
+        if self.leaked_blocks:
+            found.append(f"{self.leaked_blocks} KV blocks are left on idle workers")
+        return found
+
+
+def _excused(sent: Sent, killed: Sequence[str]) -> bool:
+    """A stream whose decode worker was killed after its first token."""
+    return bool(sent.tokens) and any(address in str(sent.failure) for address in killed)
+
+
+async def run(
+    *,
+    rate: float,
+    calm_seconds: float,
+    gap_seconds: float,
+    threads: int,
+    rng: random.Random,
+    tell: Callable[[Phase], None],
+) -> Outcome:
+    expected = await asyncio.to_thread(prompts, _TEXTS)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    async with (
+        Cluster(threads) as cluster,
+        httpx.AsyncClient(
+            base_url=cluster.router, timeout=HANG_SECONDS, limits=limits, trust_env=False
+        ) as http,
+    ):
+        load = Load(http, cluster.model, expected, rate)
+        running = asyncio.create_task(load.run())
+        phases: list[Phase] = []
+        begins: list[int] = []
+        try:
+            # The first requests of a process are slow: they belong to no phase.
+            await _while_running(running, asyncio.sleep(gap_seconds))
+            begins.append(len(load.sent))
+            phases.append(Phase(CALM, seconds=calm_seconds))
+            await _while_running(running, asyncio.sleep(calm_seconds))
+            for name, act in ACTS.items():
+                phase, began = Phase(name), time.monotonic()
+                begins.append(len(load.sent))
+                phases.append(phase)
+                retries = await _retries(http)
+                phase.killed_decode = await _while_running(running, act(cluster, load, rng))
+                phase.seconds = time.monotonic() - began
+                await _while_running(running, asyncio.sleep(gap_seconds))
+                phase.retries = await _retries(http) - retries
+                tell(phase)
+        finally:
+            load.stop()
+        await running
+        for phase, begin, end in zip(phases, begins, [*begins[1:], None], strict=True):
+            phase.sent = load.sent[begin:end]
+        return Outcome(phases, await cluster.open_transfers(), await cluster.leaked_blocks(http))
+
+
+async def _while_running(running: asyncio.Task[None], step: object) -> str | None:
+    """The result of `step`, at once the error of the load where that ends first."""
+    task = asyncio.ensure_future(step)  # type: ignore[call-overload]
+    await asyncio.wait([running, task], return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        task.cancel()
+        await running
+    result = await task
+    return result if isinstance(result, str) else None
+
+
+async def _retries(http: httpx.AsyncClient) -> int:
+    """How many further attempts the router has made so far."""
+    metrics = (await http.get("/metrics")).text
+    return round(sum(float(value) for value in _RETRIES.findall(metrics)))
