@@ -69,6 +69,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.control_plane = control_plane
+    app.state.stopping = control_plane.stopping
     app.state.guard = Guard(settings, control_plane.clock)
     # `watch` comes first: to the route of one instance it would be an id.
     routers = [m.router for m in (watch, instances, handshakes, transfers, scale, operations)]

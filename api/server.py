@@ -1,7 +1,8 @@
-"""The control plane as a process: a bound socket, uvicorn on it, and a graceful stop."""
+"""The control plane, or a router, as a process: a bound socket, uvicorn on it, a graceful stop."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -11,7 +12,6 @@ from typing import Final
 import uvicorn
 from fastapi import FastAPI
 
-from kvxfer.api.context import ControlPlane
 from kvxfer.api.tls import ServerTls
 from kvxfer.http_listener import BACKLOG, url_of
 
@@ -23,8 +23,8 @@ class ControlPlaneServer(uvicorn.Server):
     """Serves one application on one bound socket.
 
     `announce` is called with the URL once connections are accepted. SIGTERM and SIGINT end `run`
-    normally: watches are closed, requests under way are answered, for at most 5 s. With `tls` it
-    speaks HTTPS only.
+    normally: the application's `state.stopping` is set, which closes watches, and requests under
+    way are answered for at most `stop_seconds`. With `tls` it speaks HTTPS only.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class ControlPlaneServer(uvicorn.Server):
         announce: Callable[[str], None],
         *,
         tls: ServerTls | None = None,
+        stop_seconds: int = _STOP_SECONDS,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -43,10 +44,10 @@ class ControlPlaneServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
-                timeout_graceful_shutdown=_STOP_SECONDS,
+                timeout_graceful_shutdown=stop_seconds,
             )
         )
-        self._control_plane: ControlPlane = app.state.control_plane
+        self._stopping: asyncio.Event = app.state.stopping
         self._listener = listener
         self._announce = announce
         self._tls = tls
@@ -70,7 +71,7 @@ class ControlPlaneServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # A watch would keep its connection open for ever.
-        self._control_plane.stopping.set()
+        self._stopping.set()
         await super().shutdown(sockets=sockets)
 
     @contextmanager

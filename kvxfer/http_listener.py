@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 from typing import Final
 
@@ -42,6 +43,11 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     host, port, *_ = listener.getsockname()
     scheme = "https" if tls else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only this host reaches it."""
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def _bind_error(error: OSError, host: str, port: int) -> Exception:

@@ -6,7 +6,19 @@ import sys
 
 import typer
 
-from kvxfer.cli import bench, demo, doctor, drain, instances, role, scale, serve, transfers, worker
+from kvxfer.cli import (
+    bench,
+    demo,
+    doctor,
+    drain,
+    instances,
+    role,
+    router,
+    scale,
+    serve,
+    transfers,
+    worker,
+)
 from kvxfer.cli.output import show_error
 from kvxfer.errors import KvxferError
 
@@ -17,7 +29,19 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for module in (serve, worker, instances, transfers, drain, role, scale, demo, bench, doctor):
+for module in (
+    serve,
+    router,
+    worker,
+    instances,
+    transfers,
+    drain,
+    role,
+    scale,
+    demo,
+    bench,
+    doctor,
+):
     module.register(app)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import sys
 from importlib.util import find_spec
@@ -110,14 +109,14 @@ def serve(
     Workers register with it, routers ask it for pairs. It prints its URL once it accepts
     connections, and stops on SIGTERM or Ctrl-C.
     """
-    _require_server()
+    require_server("the control plane")
     from kvxfer.api.app import create_app
     from kvxfer.api.server import ControlPlaneServer
     from kvxfer.api.settings import Settings
     from kvxfer.api.tls import ServerTls
     from kvxfer.api.tokens import watch_tokens
     from kvxfer.cluster_key import read_cluster_key
-    from kvxfer.http_listener import bind, url_of
+    from kvxfer.http_listener import bind, is_loopback, url_of
     from kvxfer.logs import configure_logging
     from kvxfer.scheduler.embedded import EmbeddedRegistry
     from kvxfer.scheduler.registry import LeasePolicy
@@ -141,7 +140,7 @@ def serve(
     registry = EmbeddedRegistry(LeasePolicy(lease_seconds))
     scaling = None if scaling_policy is None else read_scaling_file(scaling_policy)
     listener = bind(host, port)
-    if settings.tokens is None and not _is_loopback(listener.getsockname()[0]):
+    if settings.tokens is None and not is_loopback(listener):
         if not allow_anonymous:
             listener.close()
             raise InvalidArgument(
@@ -175,7 +174,8 @@ def serve(
     ControlPlaneServer(app, listener, announce, tls=tls).serve_forever()
 
 
-def _require_server() -> None:
+def require_server(what: str) -> None:
+    """Raises NotBuilt with the pip command where a package of `kvxfer[server]` is missing."""
     for package in _SERVER_PACKAGES:
         try:
             found = find_spec(package) is not None
@@ -183,10 +183,5 @@ def _require_server() -> None:
             found = False
         if not found:
             raise NotBuilt(
-                f"the control plane needs {package}, which is not installed: "
-                "pip install 'kvxfer[server]'"
+                f"{what} needs {package}, which is not installed: pip install 'kvxfer[server]'"
             )
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback

@@ -15,6 +15,7 @@ from kvxfer.errors import (
     TransferCancelled,
     TransferError,
 )
+from kvxfer.http_answer import DONE, data_event
 
 TRANSFER = {
     "transfer_id": "t1",
@@ -50,9 +51,16 @@ PREFILL = ANSWER | {
     "transfer": {"fabric": "tcp", "bytes": 1, "pages": 1, "writes": 1, "seconds": 0.1},
     "timings": {"prefill": 0.5, "send": 0.0},
 }
-DECODE = ANSWER | {
-    "timings": {"prefill": 0.5, "visible_transfer": 0.0, "first_token": 0.6, "decode": 0.0}
-}
+CHOICE = {"index": 0, "text": "a", "token_ids": [97], "finish_reason": "length"}
+TIMINGS = {"prefill": 0.5, "visible_transfer": 0.0, "first_token": 0.6, "decode": 0.0}
+DECODE = [
+    {"id": "r1", "created": 0, "model": "demo", "choices": [CHOICE]},
+    {"choices": [], "usage": ANSWER["usage"], "timings": TIMINGS},
+]
+
+
+def stream(*events: Any) -> httpx.Response:
+    return httpx.Response(200, content=b"".join(map(data_event, events)) + DONE)
 
 
 def problem(status: int, code: str, detail: str) -> httpx.Response:
@@ -94,15 +102,17 @@ async def route(network: Network) -> Any:
 
 
 async def test_both_workers_get_the_same_request_and_the_reservation_goes_back() -> None:
-    network = Network(httpx.Response(200, json=PREFILL), httpx.Response(200, json=DECODE))
+    network = Network(httpx.Response(200, json=PREFILL), stream(*DECODE))
     routed = await route(network)
     assert routed.decode.choices[0].token_ids == [97]
     assert routed.prefill.transfer.fabric == "tcp"
-    assert network.asked["prefill"] == network.asked["decode"]
-    assert network.asked["decode"]["kv_transfer_params"] == {
-        "ticket": "signed",
-        "prefill_engine_address": "kvx://h:1/aa",
-    }
+    assert network.asked["prefill"]["prompt"] == network.asked["decode"]["prompt"] == [1, 2, 3]
+    assert routed.decode.timings.first_token == 0.6
+    for asked in network.asked.values():
+        assert asked["kv_transfer_params"] == {
+            "ticket": "signed",
+            "prefill_engine_address": "kvx://h:1/aa",
+        }
     assert network.released
 
 

@@ -73,7 +73,7 @@ async def test_decode_streams_a_token_per_event(
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [choice["token_ids"] for choice in choices] == [[token] for token in expected]
     assert "".join(choice["text"] for choice in choices) == single.tokenizer.decode(expected)
-    assert [choice.get("finish_reason") for choice in choices] == [None] * 19 + ["length"]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 19 + ["length"]
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert workers.all_blocks_free()
 

@@ -46,10 +46,15 @@ async def _events(chunks: AsyncGenerator[CompletionChunk, None]) -> AsyncGenerat
         try:
             async for chunk in chunks:
                 begun = True
-                yield data_event(chunk.model_dump(exclude_none=True))
+                yield data_event(_event(chunk))
         except KvxferError as error:
             if not begun:
                 raise
             yield data_event({"error": {"message": str(error), "code": error.code}})
             return
     yield DONE
+
+
+def _event(chunk: CompletionChunk) -> dict[str, Any]:
+    """Without the members that only the last chunk has."""
+    return {name: value for name, value in chunk.model_dump().items() if value is not None}

@@ -1,0 +1,184 @@
+"""`kvxfer router`: OpenAI's API in front of the fleet."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from kvxfer.cli.connection import (
+    CaFileOption,
+    CertFileOption,
+    ControlPlaneOption,
+    KeyFileOption,
+    TokenFileOption,
+    credentials,
+)
+from kvxfer.cli.output import err, out
+from kvxfer.cli.process_logs import LogFormatOption, LogLevelOption
+from kvxfer.cli.serve import require_server
+from kvxfer.errors import InvalidArgument
+
+_TRUST: Final = "Trust"
+_PATIENCE: Final = "Deadlines and limits"
+# Streams under way when it is told to stop.
+_STOP_SECONDS: Final = 30
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(router)
+
+
+def router(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8000,
+    control_plane: ControlPlaneOption = None,
+    attempts: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Pairs that a request may be tried on.", rich_help_panel=_PATIENCE
+        ),
+    ] = 4,
+    first_token_seconds: Annotated[
+        float,
+        typer.Option(
+            help="From a request's arrival to its first token, with all attempts.",
+            rich_help_panel=_PATIENCE,
+        ),
+    ] = 30.0,
+    capacity_seconds: Annotated[
+        float,
+        typer.Option(
+            help="A request waits so long for a pair before it is a 503.",
+            rich_help_panel=_PATIENCE,
+        ),
+    ] = 5.0,
+    token_seconds: Annotated[
+        float,
+        typer.Option(
+            help="A decode worker that sends no token for so long is given up.",
+            rich_help_panel=_PATIENCE,
+        ),
+    ] = 30.0,
+    client_seconds: Annotated[
+        float,
+        typer.Option(
+            help="A client that takes no token for so long is given up.",
+            rich_help_panel=_PATIENCE,
+        ),
+    ] = 60.0,
+    max_requests: Annotated[
+        int,
+        typer.Option(min=1, help="Under way at once.", rich_help_panel=_PATIENCE),
+    ] = 1024,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Of a request.", rich_help_panel=_PATIENCE)
+    ] = 4 << 20,
+    bytes_per_token: Annotated[
+        float,
+        typer.Option(
+            help="Of a text prompt, to reserve blocks by; token ids are counted.",
+            rich_help_panel=_PATIENCE,
+        ),
+    ] = 4.0,
+    api_keys_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Lines of NAME KEY: the clients that are served. Read again when it changes.",
+            show_default="everybody on this host",
+            rich_help_panel=_TRUST,
+        ),
+    ] = None,
+    allow_anonymous: Annotated[
+        bool,
+        typer.Option(
+            "--allow-anonymous",
+            help="Without API keys, serve other hosts all the same.",
+            rich_help_panel=_TRUST,
+        ),
+    ] = False,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            help="Certificate chain, PEM: HTTPS. Read again when it changes.",
+            rich_help_panel=_TRUST,
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(
+            help="Its key.", show_default="in the certificate's file", rich_help_panel=_TRUST
+        ),
+    ] = None,
+    token_file: TokenFileOption = None,
+    ca_file: CaFileOption = None,
+    cert_file: CertFileOption = None,
+    key_file: KeyFileOption = None,
+    log_level: LogLevelOption = "warning",
+    log_format: LogFormatOption = "text",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the URL as one line of JSON.")
+    ] = False,
+) -> None:
+    """Start a router.
+
+    It serves OpenAI's completions and chat completions: each request gets a pair of workers from
+    the control plane, goes to both, and is answered from decode. Its token at the control plane
+    needs the scope router. It prints its URL once it accepts connections, and stops on SIGTERM or
+    Ctrl-C.
+    """
+    require_server("the router")
+    from kvxfer.api.server import ControlPlaneServer
+    from kvxfer.api.tls import ServerTls
+    from kvxfer.client import ControlPlaneClient
+    from kvxfer.http_listener import bind, is_loopback
+    from kvxfer.logs import configure_logging
+    from kvxfer.router.api_keys import watch_api_keys
+    from kvxfer.router.app import create_app
+    from kvxfer.router.settings import RouterSettings
+
+    configure_logging(log_level, log_format)
+    if tls_key is not None and tls_cert is None:
+        raise InvalidArgument("--tls-key needs --tls-cert")
+    settings = RouterSettings(
+        api_keys=None if api_keys_file is None else watch_api_keys(api_keys_file),
+        attempts=attempts,
+        first_token_seconds=first_token_seconds,
+        capacity_seconds=capacity_seconds,
+        token_seconds=token_seconds,
+        client_seconds=client_seconds,
+        max_requests=max_requests,
+        max_body_bytes=max_body_bytes,
+        bytes_per_token=bytes_per_token,
+    )
+    tls = None if tls_cert is None else ServerTls(tls_cert, tls_key)
+    client = ControlPlaneClient(
+        control_plane,
+        credentials=credentials(token_file, ca_file, cert_file, key_file),
+        deadline=capacity_seconds,
+    )
+    listener = bind(host, port)
+    if settings.api_keys is None and not is_loopback(listener):
+        if not allow_anonymous:
+            listener.close()
+            raise InvalidArgument(
+                f"whoever reaches {host} could use the fleet: name the API keys it accepts with "
+                "--api-keys-file, or say --allow-anonymous where everybody who can reach it may"
+            )
+        err.print(f"[yellow]warning[/] whoever reaches {host} can use the fleet")
+
+    def announce(url: str) -> None:
+        if as_json:
+            sys.stdout.write(json.dumps({"url": url}) + "\n")
+            sys.stdout.flush()
+        else:
+            out.print(
+                f"kvxfer router at {url}, over the control plane at {client.url}", soft_wrap=True
+            )
+
+    ControlPlaneServer(
+        create_app(settings, client), listener, announce, tls=tls, stop_seconds=_STOP_SECONDS
+    ).serve_forever()

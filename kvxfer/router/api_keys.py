@@ -1,0 +1,54 @@
+"""The API keys that the router asks of its own clients."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from starlette.requests import Request
+
+from kvxfer.api.access import CALLER_KEY
+from kvxfer.api.tokens import Caller, Tokens
+from kvxfer.errors import InvalidArgument
+from kvxfer.router.errors import InvalidApiKey
+from kvxfer.watched_file import WatchedFile
+
+_KEY: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
+
+
+def watch_api_keys(path: Path) -> WatchedFile[Tokens]:
+    """The keys of a file, whatever is put into it later. Raises InvalidArgument."""
+    return WatchedFile("API keys file", path, parse_api_keys)
+
+
+def parse_api_keys(content: bytes) -> Tokens:
+    """One line each: NAME KEY; the name goes into logs. Empty lines and those that begin with # say
+    nothing. Raises InvalidArgument, which names the line and never the key."""
+    callers: dict[str, Caller] = {}
+    for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or not _KEY.fullmatch(words[1]):
+            raise InvalidArgument(
+                f"line {number} of the API keys file is not NAME KEY with a key of at least 16 "
+                "characters; take one from `openssl rand -hex 32`"
+            )
+        callers[words[1]] = Caller(words[0], frozenset())
+    if not callers:
+        raise InvalidArgument("the API keys file has no key; write lines of NAME KEY")
+    return Tokens(callers)
+
+
+def require_api_key(request: Request, keys: WatchedFile[Tokens] | None) -> None:
+    """Raises InvalidApiKey. Without `keys` everybody is served."""
+    if keys is None:
+        return
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise InvalidApiKey("this router asks for an API key; send Authorization: Bearer KEY")
+    caller = keys.current.caller(key.strip())
+    if caller is None:
+        raise InvalidApiKey("the API key is not one that this router knows")
+    request.scope[CALLER_KEY] = caller.name

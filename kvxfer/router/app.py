@@ -1,0 +1,148 @@
+"""The router's HTTP API: OpenAI's, and what its operator asks of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvxfer.api.body_limit import LimitBodies
+from kvxfer.api.problems import REQUEST_ID_KEY
+from kvxfer.api.request_log import LogRequests
+from kvxfer.client import ControlPlaneClient
+from kvxfer.errors import ControlPlaneUnavailable, KvxferError
+from kvxfer.http_answer import DONE, EventStream, data_event, while_connected
+from kvxfer.router import errors
+from kvxfer.router.api_keys import require_api_key
+from kvxfer.router.bodies import ChatBody, CompletionBody, read_body
+from kvxfer.router.chat import ChatChunks, chat_completion
+from kvxfer.router.exchange import Chunk
+from kvxfer.router.metrics import Metrics
+from kvxfer.router.routing import Router
+from kvxfer.router.settings import RouterSettings
+
+
+def create_app(settings: RouterSettings, control_plane: ControlPlaneClient) -> FastAPI:
+    """The router over a control plane, whose client it closes when it stops."""
+    metrics = Metrics()
+    router = Router(settings, control_plane, metrics)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with router:
+            yield
+
+    app = FastAPI(title="kvxfer router", version="1", lifespan=lifespan, openapi_url=None)
+    app.state.router = router
+    app.state.stopping = stopping = asyncio.Event()
+    errors.install(app, max_body_bytes=settings.max_body_bytes)
+
+    async def serve(
+        request: Request,
+        body: CompletionBody | ChatBody,
+        prefix: str,
+        whole: Callable[[Chunk], Chunk],
+        piece: Callable[[Chunk], Chunk],
+    ) -> Response:
+        asked = body.request(request.scope[REQUEST_ID_KEY], settings.bytes_per_token)
+        own = {"id": f"{prefix}-{asked.request_id}"}
+        if body.stream:
+            pieces = _events(
+                router.stream(asked), body.include_usage, lambda c: piece({**c, **own})
+            )
+            return EventStream(pieces, stall_seconds=settings.client_seconds)
+        completion = await while_connected(request.receive, router.complete(asked))
+        return JSONResponse(whole({**completion, **own}))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        require_api_key(request, settings.api_keys)
+        body = read_body(CompletionBody, await request.body())
+        return await serve(request, body, "cmpl", _unchanged, _unchanged)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        require_api_key(request, settings.api_keys)
+        body = read_body(ChatBody, await request.body())
+        return await serve(request, body, "chatcmpl", chat_completion, ChatChunks().turn)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        require_api_key(request, settings.api_keys)
+        data = [
+            {
+                "id": instance.model,
+                "object": "model",
+                "created": int(instance.registered_at),
+                "owned_by": "kvxfer",
+            }
+            for instance in await router.models()
+        ]
+        return {"object": "list", "data": data}
+
+    @app.get("/healthz")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    async def ready() -> dict[str, str]:
+        if stopping.is_set():
+            raise ControlPlaneUnavailable("the router is stopping")
+        await router.ready()
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    app.add_middleware(LimitBodies, max_bytes=settings.max_body_bytes)
+    app.add_middleware(_CountAnswers, metrics=metrics)
+    app.add_middleware(LogRequests)
+    return app
+
+
+def _unchanged(chunk: Chunk) -> Chunk:
+    return chunk
+
+
+async def _events(
+    chunks: AsyncGenerator[Chunk, None], include_usage: bool, turn: Callable[[Chunk], Chunk]
+) -> AsyncGenerator[bytes, None]:
+    """A stream as the client gets it. An error after the first token is its last event, and there
+    is no [DONE]."""
+    begun = False
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                begun = True
+                if chunk["choices"] or include_usage:
+                    yield data_event(turn(chunk))
+        except KvxferError as error:
+            if not begun:
+                raise
+            yield data_event({"error": errors.error_object(error)})
+            return
+    yield DONE
+
+
+class _CountAnswers:
+    """ASGI middleware that counts answers by route and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "unmatched")
+                self._metrics.requests.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, send_and_note if scope["type"] == "http" else send)

@@ -1,0 +1,83 @@
+"""Chats over engines that only complete: messages become one prompt, completions become messages.
+
+The prompt is, for each message, its role in `<|…|>` on a line of its own and its content on the
+next lines; `<|assistant|>` at the end asks for the answer:
+
+    <|system|>
+    You are brief.
+    <|user|>
+    Hello!
+    <|assistant|>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from kvxfer.router.exchange import Chunk
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a chat; only text is understood."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+def prompt_of(messages: Sequence[Message]) -> str:
+    said = "".join(f"<|{message.role}|>\n{message.text}\n" for message in messages)
+    return f"{said}<|assistant|>\n"
+
+
+def chat_completion(completion: Chunk) -> Chunk:
+    """A completion as the answer of a chat."""
+    return {
+        **completion,
+        "object": "chat.completion",
+        "choices": [
+            _turned(choice, "message", {"role": "assistant", "content": choice["text"]})
+            for choice in completion["choices"]
+        ],
+    }
+
+
+class ChatChunks:
+    """Turns the chunks of one completion into those of a chat; the first names the role."""
+
+    def __init__(self) -> None:
+        self._begun: set[int] = set()
+
+    def turn(self, chunk: Chunk) -> Chunk:
+        choices = [_turned(choice, "delta", self._delta(choice)) for choice in chunk["choices"]]
+        return {**chunk, "object": "chat.completion.chunk", "choices": choices}
+
+    def _delta(self, choice: dict[str, Any]) -> dict[str, str]:
+        delta = {"content": choice["text"]}
+        if choice["index"] not in self._begun:
+            self._begun.add(choice["index"])
+            delta = {"role": "assistant", **delta}
+        return delta
+
+
+def _turned(choice: dict[str, Any], name: str, said: dict[str, str]) -> dict[str, Any]:
+    rest = {key: value for key, value in choice.items() if key != "text"}
+    return {"finish_reason": None, **rest, name: said}

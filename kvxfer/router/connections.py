@@ -1,0 +1,27 @@
+"""Connections to workers: pooled, and patient only where a deadline of the request takes over."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import httpx
+
+_CONNECT_SECONDS: Final = 2.0
+_WRITE_SECONDS: Final = 10.0
+# Shorter than what servers wait (uvicorn: 5 s), so that no request meets a connection being closed.
+_IDLE_SECONDS: Final = 2.0
+_IDLE_CONNECTIONS: Final = 512
+
+
+def worker_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
+    """Connections to workers, kept open. How long an answer may take is its reader's business."""
+    return httpx.AsyncClient(
+        timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS, write=_WRITE_SECONDS),
+        limits=httpx.Limits(
+            max_connections=None,
+            max_keepalive_connections=_IDLE_CONNECTIONS,
+            keepalive_expiry=_IDLE_SECONDS,
+        ),
+        transport=transport,
+        trust_env=False,
+    )

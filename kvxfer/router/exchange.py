@@ -1,0 +1,248 @@
+"""One request at both workers of a pair: what they answer, and which of them to blame."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any, Final, Self, TypeAlias
+
+import httpx
+import msgspec
+
+from kvxfer.errors import (
+    DeadlineExceeded,
+    KvxferError,
+    LayoutMismatch,
+    LeaseExpired,
+    PeerError,
+    PeerLost,
+    PeerTimeout,
+    ProtocolError,
+    TransferCancelled,
+    TransferError,
+    TransferRefused,
+    by_code,
+)
+from kvxfer.event_stream import EventParser
+from kvxfer.transfers import OpenedTransfer, Party
+
+Chunk: TypeAlias = dict[str, Any]
+"""A JSON object of OpenAI's API: an event of a stream, or a completion."""
+
+PATH: Final = "/v1/completions"
+
+# What a worker says when the other one, or the way to it, has failed.
+_OF_THE_OTHER: Final = (
+    PeerError,
+    TransferCancelled,
+    TransferRefused,
+    LeaseExpired,
+    DeadlineExceeded,
+)
+# Decode has the whole cache by then; prefill's answer is on its way.
+_PREFILL_SECONDS: Final = 1.0
+
+
+class WorkerFailed(Exception):
+    """A worker failed with `error`; `instance_id` is the one that a next attempt should avoid."""
+
+    def __init__(self, error: KvxferError, instance_id: str) -> None:
+        super().__init__(str(error))
+        self.error, self.instance_id = error, instance_id
+
+
+class Exchange:
+    """A request that both workers of a transfer work on. Loop only; use it inside `async with`.
+
+    begin() sends it, chunks() reads decode's stream. Leaving gives up whatever is still under way,
+    at both: a worker whose connection is closed drops the request.
+    """
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        transfer: OpenedTransfer,
+        body: Mapping[str, Any],
+        *,
+        token_seconds: float | None = None,
+    ) -> None:
+        self._http = http
+        self._transfer = transfer
+        self._headers = {"X-Request-ID": transfer.request_id, "Content-Type": "application/json"}
+        params = {
+            "ticket": transfer.ticket,
+            "prefill_engine_address": transfer.prefill.engine_address,
+        }
+        self._body = {**body, "kv_transfer_params": params}
+        self._token_seconds = token_seconds
+        self._responses: list[httpx.Response] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._parser = EventParser()
+        self._events: collections.deque[str] = collections.deque()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._tasks:
+            await asyncio.wait(self._tasks, timeout=_PREFILL_SECONDS)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for response in self._responses:
+            await response.aclose()
+
+    async def begin(self, seconds: float | None = None) -> None:
+        """Sends the request to both, and returns with decode's first token.
+
+        Raises WorkerFailed, also where there is no token within `seconds`.
+        """
+        self._prefill = asyncio.create_task(self._ask_prefill())
+        decode = asyncio.create_task(self._ask_decode())
+        self._tasks = [self._prefill, decode]
+        try:
+            async with asyncio.timeout(seconds):
+                waiting = set(self._tasks)
+                while not decode.done():
+                    done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    if not (decode.done() and decode.exception() is None):
+                        _raise_the_cause(done)
+        except TimeoutError:
+            raise self._failed(
+                self._transfer.decode,
+                DeadlineExceeded(f"there was no token within {seconds:.3g} s"),
+            ) from None
+        self._first = decode.result()
+
+    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+        """Decode's stream from its first token to its usage. Each is read when it is asked for.
+
+        Raises WorkerFailed.
+        """
+        chunk: Chunk | None = self._first
+        while chunk is not None:
+            yield chunk
+            try:
+                async with asyncio.timeout(self._token_seconds):
+                    chunk = await self._next_chunk()
+            except TimeoutError:
+                decode = self._transfer.decode
+                raise WorkerFailed(
+                    PeerTimeout(
+                        f"decode worker {decode.instance_id!r} at {decode.http_address} has sent "
+                        f"no token for {self._token_seconds:g} s"
+                    ),
+                    decode.instance_id,
+                ) from None
+
+    async def prefill_answer(self) -> bytes:
+        """The body of prefill's answer. Raises WorkerFailed."""
+        return await self._prefill
+
+    async def _ask_prefill(self) -> bytes:
+        party = self._transfer.prefill
+        body = {name: value for name, value in self._body.items() if name != "stream_options"}
+        response = await self._post(party, {**body, "max_tokens": 1, "stream": False})
+        return await self._read(party, response)
+
+    async def _ask_decode(self) -> Chunk:
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        response = await self._post(self._transfer.decode, {**self._body, **streamed})
+        self._bytes: AsyncIterator[bytes] = response.aiter_bytes()
+        chunk = await self._next_chunk()
+        if chunk is None:
+            raise self._failed(
+                self._transfer.decode, ProtocolError("its stream has not a single token")
+            )
+        return chunk
+
+    async def _post(self, party: Party, body: Mapping[str, Any]) -> httpx.Response:
+        request = self._http.build_request(
+            "POST",
+            party.http_address + PATH,
+            content=json.dumps(body).encode(),
+            headers=self._headers,
+        )
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx.RequestError as error:
+            raise _lost(party, error) from error
+        self._responses.append(response)
+        if not response.is_success:
+            raise self._failed(party, _problem(party, response, await self._read(party, response)))
+        return response
+
+    async def _read(self, party: Party, response: httpx.Response) -> bytes:
+        try:
+            return await response.aread()
+        except httpx.RequestError as error:
+            raise _lost(party, error) from error
+
+    async def _next_chunk(self) -> Chunk | None:
+        party = self._transfer.decode
+        while not self._events:
+            try:
+                content = await anext(self._bytes)
+            except (httpx.RequestError, StopAsyncIteration) as error:
+                raise _lost(party, error) from error
+            self._events.extend(event.data for event in self._parser.feed(content))
+        data = self._events.popleft()
+        if data == "[DONE]":
+            return None
+        try:
+            chunk = msgspec.json.decode(data, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise self._failed(
+                party, ProtocolError(f"its stream has an event that is no JSON object: {error}")
+            ) from error
+        if isinstance(problem := chunk.get("error"), Mapping):
+            code, detail = str(problem.get("code")), str(problem.get("message"))
+            raise self._failed(party, _error(code, detail))
+        return chunk
+
+    def _failed(self, party: Party, error: KvxferError) -> WorkerFailed:
+        """What `party` answered, or did not."""
+        pair = self._transfer
+        other = pair.prefill if party is pair.decode else pair.decode
+        blamed = other if isinstance(error, _OF_THE_OTHER) else party
+        return WorkerFailed(error, blamed.instance_id)
+
+
+def _raise_the_cause(done: set[asyncio.Task[Any]]) -> None:
+    """Raises what failed rather than how the other side took it."""
+    failed = [error for task in done if (error := task.exception()) is not None]
+    if failed:
+        raise min(
+            failed,
+            key=lambda failure: isinstance(getattr(failure, "error", None), TransferCancelled),
+        )
+
+
+def _lost(party: Party, error: Exception) -> WorkerFailed:
+    cause = str(error) or type(error).__name__
+    if isinstance(error, StopAsyncIteration):
+        cause = "its stream ends before it is done"
+    lost = PeerLost(f"the worker at {party.http_address} does not answer ({cause})")
+    return WorkerFailed(lost, party.instance_id)
+
+
+def _problem(party: Party, response: httpx.Response, content: bytes) -> KvxferError:
+    """The error that a worker's problem document names."""
+    try:
+        problem = msgspec.json.decode(content, type=dict[str, Any])
+        code, detail = str(problem["code"]), str(problem["detail"])
+    except (msgspec.DecodeError, KeyError):
+        return TransferError(
+            f"the worker at {party.http_address} answered HTTP {response.status_code} without a "
+            "problem document"
+        )
+    return _error(code, detail)
+
+
+def _error(code: str, detail: str) -> KvxferError:
+    kind = by_code(code)
+    if kind is KvxferError or kind is LayoutMismatch:
+        return TransferError(f"{detail} [{code}]")
+    return kind(detail)

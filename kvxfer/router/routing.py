@@ -1,0 +1,223 @@
+"""From a request to its tokens: a pair from the control plane, both workers, another pair where one
+fails before the client has seen anything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Final, Self
+
+from kvxfer.client import ControlPlaneClient
+from kvxfer.errors import (
+    ControlPlaneUnavailable,
+    InvalidArgument,
+    KvxferError,
+    NoCapacity,
+    PromptTooLong,
+)
+from kvxfer.instances import Instance, InstanceState
+from kvxfer.router.completion import CompletionRequest, collect
+from kvxfer.router.connections import worker_client
+from kvxfer.router.errors import Overloaded, UnknownModel
+from kvxfer.router.exchange import Chunk, Exchange, WorkerFailed
+from kvxfer.router.metrics import Metrics
+from kvxfer.router.settings import RouterSettings
+from kvxfer.transfers import OpenedTransfer
+
+# Another pair answers these in the same way.
+_FINAL: Final = (InvalidArgument, PromptTooLong)
+# Between two questions for a pair while there is none: full jitter below this.
+_PAUSE_SECONDS: Final = 0.2
+
+
+class Router:
+    """Routes completions over one control plane, whose client it closes. Loop only; use it inside
+    `async with`."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        control_plane: ControlPlaneClient,
+        metrics: Metrics,
+    ) -> None:
+        self._settings = settings
+        self._control_plane = control_plane
+        self._metrics = metrics
+        self._http = worker_client()
+        self._running = 0
+        self._models: set[str] = set()
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*self._releases)
+        await self._http.aclose()
+        await self._control_plane.close()
+
+    async def complete(self, request: CompletionRequest) -> Chunk:
+        """The whole completion. Raises what the control plane or the workers say in the end."""
+        with self._counted():
+            attempts = _Attempts(request, self._settings, self._metrics)
+            while True:
+                try:
+                    async with self._attempt(request, attempts) as exchange:
+                        return await collect(self._timed(exchange))
+                except WorkerFailed as failure:
+                    attempts.failed(failure)
+
+    async def stream(self, request: CompletionRequest) -> AsyncGenerator[Chunk, None]:
+        """The completion as decode's chunks come, the last of them its usage.
+
+        Nothing is read ahead: a reader that waits makes decode wait. Raises as complete() does,
+        after the first token without another attempt.
+        """
+        with self._counted():
+            attempts = _Attempts(request, self._settings, self._metrics)
+            while True:
+                begun = False
+                try:
+                    async with (
+                        self._attempt(request, attempts) as exchange,
+                        aclosing(self._timed(exchange)) as chunks,
+                    ):
+                        async for chunk in chunks:
+                            begun = True
+                            yield chunk
+                        return
+                except WorkerFailed as failure:
+                    if begun:
+                        self._metrics.failed_streams.labels(failure.error.code).inc()
+                        raise failure.error from failure
+                    attempts.failed(failure)
+
+    async def models(self) -> list[Instance]:
+        """One ready instance of each model, by name."""
+        found = await self._control_plane.instances(state=InstanceState.READY)
+        first = {instance.model: instance for instance in reversed(found)}
+        self._models.update(first)
+        return [first[model] for model in sorted(first)]
+
+    async def ready(self) -> None:
+        """Raises ControlPlaneUnavailable where requests could not be served."""
+        await self._control_plane.ready()
+
+    @asynccontextmanager
+    async def _attempt(
+        self, request: CompletionRequest, attempts: _Attempts
+    ) -> AsyncIterator[Exchange]:
+        """An exchange that has its first token."""
+        transfer = await self._pair(request, attempts)
+        token_seconds = self._settings.token_seconds
+        async with Exchange(
+            self._http, transfer, request.body, token_seconds=token_seconds
+        ) as exchange:
+            try:
+                await exchange.begin(attempts.seconds_left())
+            finally:
+                # From here on decode's own load counts the request.
+                self._release(transfer)
+            self._metrics.first_token.observe(time.monotonic() - request.arrived)
+            yield exchange
+
+    async def _pair(self, request: CompletionRequest, attempts: _Attempts) -> OpenedTransfer:
+        """Raises NoCapacity or ControlPlaneUnavailable once the wait for a pair is over."""
+        give_up = time.monotonic() + min(self._settings.capacity_seconds, attempts.seconds_left())
+        while True:
+            try:
+                transfer = await self._control_plane.open_transfer(
+                    request_id=request.request_id,
+                    model=request.model,
+                    prompt_tokens=request.prompt_tokens,
+                    avoid=attempts.avoid,
+                )
+            except (NoCapacity, ControlPlaneUnavailable) as error:
+                if isinstance(error, NoCapacity):
+                    await self._require_model(request.model)
+                pause = random.uniform(0, _PAUSE_SECONDS)  # noqa: S311 (no secret)
+                if time.monotonic() + pause > give_up:
+                    raise
+                await asyncio.sleep(pause)
+            else:
+                self._models.add(request.model)
+                return transfer
+
+    async def _require_model(self, model: str) -> None:
+        """Raises UnknownModel where there are instances and none ever ran the model.
+
+        A fleet that comes back to a control plane which lost its memory is no reason.
+        """
+        if model in self._models:
+            return
+        with contextlib.suppress(ControlPlaneUnavailable):
+            fleet = {instance.model for instance in await self._control_plane.instances()}
+            self._models |= fleet
+            if fleet and model not in fleet:
+                raise UnknownModel(
+                    f"no instance runs the model {model!r}; there are {', '.join(sorted(fleet))}"
+                )
+
+    def _release(self, transfer: OpenedTransfer) -> None:
+        """Gives a reservation back without making the request wait for it."""
+        task = asyncio.create_task(self._release_now(transfer.transfer_id))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release_now(self, transfer_id: str) -> None:
+        # A reservation that cannot be given back ends with its ticket.
+        with contextlib.suppress(KvxferError):
+            await self._control_plane.release_transfer(transfer_id)
+
+    async def _timed(self, exchange: Exchange) -> AsyncGenerator[Chunk, None]:
+        asked: float | None = None
+        async with aclosing(exchange.chunks()) as chunks:
+            async for chunk in chunks:
+                if asked is not None and chunk["choices"]:
+                    self._metrics.inter_token.observe(time.monotonic() - asked)
+                yield chunk
+                asked = time.monotonic()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self._running >= self._settings.max_requests:
+            raise Overloaded(
+                f"{self._running} requests are under way, as many as this router takes; retry"
+            )
+        self._running += 1
+        self._metrics.running.inc()
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self._metrics.aborted.inc()
+            raise
+        finally:
+            self._running -= 1
+            self._metrics.running.dec()
+
+
+class _Attempts:
+    """How often a request was tried, on whom, and until when it may be."""
+
+    def __init__(
+        self, request: CompletionRequest, settings: RouterSettings, metrics: Metrics
+    ) -> None:
+        self._left = settings.attempts
+        self._deadline = request.arrived + settings.first_token_seconds
+        self._metrics = metrics
+        self.avoid: set[str] = set()
+
+    def seconds_left(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def failed(self, failure: WorkerFailed) -> None:
+        """Returns where another attempt may be made; raises the error otherwise."""
+        self._left -= 1
+        if isinstance(failure.error, _FINAL) or not self._left or not self.seconds_left():
+            raise failure.error from failure
+        self.avoid.add(failure.instance_id)
+        self._metrics.retries.labels(failure.error.code).inc()

@@ -1,0 +1,47 @@
+"""What an operator can set about the router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvxfer.api.tokens import Tokens
+from kvxfer.errors import InvalidArgument
+from kvxfer.watched_file import WatchedFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """Raises InvalidArgument where a value cannot be meant."""
+
+    api_keys: WatchedFile[Tokens] | None = field(default=None, repr=False)
+    """Of the router's clients; None serves everybody."""
+    attempts: int = 4
+    """Pairs that a request may be tried on."""
+    first_token_seconds: float = 30.0
+    """From a request's arrival: no attempt is begun later, and none waits longer."""
+    capacity_seconds: float = 5.0
+    """How long a request waits for a pair while there is none."""
+    token_seconds: float = 30.0
+    """A decode worker that is silent for so long between two tokens is given up."""
+    client_seconds: float = 60.0
+    """A client that takes nothing for so long is given up, and its request with it."""
+    max_requests: int = 1024
+    """Under way at once; the next one is answered 503."""
+    max_body_bytes: int = 4 << 20
+    bytes_per_token: float = 4.0
+    """What a prompt of text is taken to hold, for the blocks that are reserved; token ids are
+    counted."""
+
+    def __post_init__(self) -> None:
+        for name in ("attempts", "max_requests", "max_body_bytes"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"{name} is {getattr(self, name)}; use 1 or more")
+        for name in (
+            "first_token_seconds",
+            "capacity_seconds",
+            "token_seconds",
+            "client_seconds",
+            "bytes_per_token",
+        ):
+            if not getattr(self, name) > 0:
+                raise InvalidArgument(f"{name} is {getattr(self, name)}; use more than 0")
