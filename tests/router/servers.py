@@ -1,0 +1,107 @@
+"""A router in a thread of the test, and workers whose HTTP answers a test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from kvxfer.api.server import ControlPlaneServer
+from kvxfer.client import ControlPlaneClient, Credentials, SyncControlPlaneClient
+from kvxfer.http_answer import DONE, data_event
+from kvxfer.http_listener import bind, url_of
+from kvxfer.instances import InstanceState, Role
+from kvxfer.router.app import create_app
+from kvxfer.router.settings import RouterSettings
+from tests.control_plane import worker
+
+USAGE = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+
+
+class RunningRouter:
+    """`kvxfer router` in a thread of this process."""
+
+    def __init__(
+        self, control_plane: str, *, credentials: Credentials | None = None, **settings: Any
+    ) -> None:
+        client = ControlPlaneClient(
+            control_plane, credentials=credentials or Credentials(), deadline=0.3
+        )
+        app = create_app(RouterSettings(**{"capacity_seconds": 0.2, **settings}), client)
+        listener = bind("127.0.0.1", 0)
+        self.url = url_of(listener)
+        self.stopping: asyncio.Event = app.state.stopping
+        self._accepts = threading.Event()
+        self._server = ControlPlaneServer(app, listener, lambda _: self._accepts.set())
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def __enter__(self) -> RunningRouter:
+        self._thread.start()
+        assert self._accepts.wait(20), "the router did not start"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive(), "the router did not stop"
+
+
+Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def http_worker(
+    control_plane: str,
+    instance_id: str,
+    role: Role,
+    answer: Answer,
+    credentials: Credentials | None = None,
+) -> AsyncIterator[None]:
+    """A registered worker that answers every request with `answer`, given body and connection."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            length = int(head.partition("content-length:")[2].split()[0])
+            await answer(json.loads(await reader.readexactly(length)), writer)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    with SyncControlPlaneClient(control_plane, credentials=credentials or Credentials()) as client:
+        spec = worker(instance_id, role, http_address=f"http://{host}:{port}")
+        client.register(spec, state=InstanceState.READY)
+    async with server:
+        yield
+
+
+def answers(status: int, content_type: str, content: bytes) -> Answer:
+    async def answer(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(head(status, content_type) + content)
+
+    return answer
+
+
+def head(status: int, content_type: str) -> bytes:
+    return (
+        f"HTTP/1.1 {status} X\r\nContent-Type: {content_type}\r\nConnection: close\r\n\r\n".encode()
+    )
+
+
+def problem(status: int, code: str) -> Answer:
+    content = json.dumps({"code": code, "detail": f"this is {code}"}).encode()
+    return answers(status, "application/problem+json", content)
+
+
+def chunk(text: str, finish_reason: str | None = None) -> bytes:
+    choice = {"index": 0, "text": text, "token_ids": [7], "finish_reason": finish_reason}
+    return data_event({"id": "x", "created": 1, "model": "llama", "choices": [choice]})
+
+
+PREFILLS = answers(200, "application/json", b"{}")
+USAGE_CHUNK = data_event({"id": "x", "created": 1, "model": "llama", "choices": [], "usage": USAGE})
+DECODES = answers(200, "text/event-stream", chunk("a") + chunk("b", "stop") + USAGE_CHUNK + DONE)

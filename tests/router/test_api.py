@@ -1,0 +1,284 @@
+"""OpenAI's API as the router has it: answers, streams, and one clear error for every bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvxfer.api.tokens import watch_tokens
+from kvxfer.client import Credentials
+from kvxfer.event_stream import EventParser
+from kvxfer.instances import Role
+from kvxfer.router.api_keys import watch_api_keys
+from tests.control_plane import RunningControlPlane
+
+from .servers import DECODES, PREFILLS, USAGE, RunningRouter, http_worker
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ASKED = {"model": "llama", "prompt": "hi"}
+CHATTED = {"model": "llama", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def control_plane() -> Iterator[RunningControlPlane]:
+    with RunningControlPlane(lease_seconds=600) as running:
+        yield running
+
+
+@pytest.fixture
+async def asked(control_plane: RunningControlPlane) -> AsyncIterator[dict[str, dict[str, Any]]]:
+    """What two workers were asked last, by role."""
+    bodies: dict[str, dict[str, Any]] = {}
+
+    def noting(role: Role) -> Any:
+        answer = PREFILLS if role is Role.PREFILL else DECODES
+
+        async def note(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            bodies[role] = body
+            await answer(body, writer)
+
+        return note
+
+    async with (
+        http_worker(control_plane.url, "p", Role.PREFILL, noting(Role.PREFILL)),
+        http_worker(control_plane.url, "d", Role.DECODE, noting(Role.DECODE)),
+    ):
+        yield bodies
+
+
+@pytest.fixture
+async def client(control_plane: RunningControlPlane) -> AsyncIterator[httpx.AsyncClient]:
+    with RunningRouter(control_plane.url, max_body_bytes=1000, bytes_per_token=1) as router:
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            yield client
+
+
+def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()) == {"error"}
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return error
+
+
+def events(answer: httpx.Response) -> list[str]:
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return [event.data for event in EventParser().feed(answer.content)]
+
+
+async def test_a_completion_is_put_together_from_decodes_stream(client, asked) -> None:
+    answer = await client.post(COMPLETIONS, json=ASKED, headers={"X-Request-ID": "mine"})
+    assert answer.headers["x-request-id"] == "mine"
+    body = answer.json()
+    assert body["id"] == "cmpl-mine"
+    assert body["usage"] == USAGE
+    assert body["choices"] == [
+        {"index": 0, "text": "ab", "token_ids": [7, 7], "finish_reason": "stop"}
+    ]
+    prefill, decode = asked["prefill"], asked["decode"]
+    assert prefill["kv_transfer_params"] == decode["kv_transfer_params"]
+    assert (prefill["stream"], prefill["max_tokens"]) == (False, 1)
+    assert decode["stream"] is True
+    assert "max_tokens" not in decode
+
+
+@pytest.mark.parametrize("usage", [False, True])
+async def test_a_stream_has_usage_only_where_it_is_asked_for(client, asked, usage) -> None:
+    body = {**ASKED, "stream": True, "stream_options": {"include_usage": usage}}
+    *chunks, done = events(await client.post(COMPLETIONS, json=body))
+    assert done == "[DONE]"
+    read = [json.loads(chunk) for chunk in chunks]
+    assert [c["text"] for chunk in read for c in chunk["choices"]] == ["a", "b"]
+    assert [chunk["usage"] for chunk in read if "usage" in chunk] == [USAGE] * usage
+
+
+async def test_a_chat_becomes_one_prompt(client, asked) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    body = {"model": "llama", "messages": messages, "max_completion_tokens": 9, "seed": 3}
+    answer = (await client.post(CHAT, json=body)).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert asked["decode"]["prompt"] == "<|system|>\nBe brief.\n<|user|>\nhi\n<|assistant|>\n"
+    assert (asked["decode"]["max_tokens"], asked["decode"]["seed"]) == (9, 3)
+    assert "messages" not in asked["decode"]
+
+
+async def test_a_chat_streams_deltas(client, asked) -> None:
+    *chunks, done = events(await client.post(CHAT, json={**CHATTED, "stream": True}))
+    assert done == "[DONE]"
+    read = [json.loads(chunk) for chunk in chunks]
+    assert {chunk["object"] for chunk in read} == {"chat.completion.chunk"}
+    deltas = [choice["delta"] for chunk in read for choice in chunk["choices"]]
+    assert deltas == [{"role": "assistant", "content": "a"}, {"content": "b"}]
+
+
+async def test_models_are_those_of_ready_instances(client, asked) -> None:
+    answer = (await client.get("/v1/models")).json()
+    assert answer["object"] == "list"
+    assert [(model["id"], model["object"]) for model in answer["data"]] == [("llama", "model")]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param", "message"),
+    [
+        (COMPLETIONS, "{", None, "the body is no JSON: "),
+        (COMPLETIONS, b"\xff", None, "the body is no JSON: "),
+        (COMPLETIONS, "", None, "the body is no JSON: "),
+        (COMPLETIONS, "[]", None, "the body is no JSON object"),
+        (COMPLETIONS, {"prompt": "hi"}, "model", "model: Field required"),
+        (COMPLETIONS, {**ASKED, "model": ""}, "model", "model: "),
+        (COMPLETIONS, {"model": "llama"}, "prompt", "prompt: Field required"),
+        (COMPLETIONS, {**ASKED, "prompt": [1, "a"]}, "prompt", "prompt: it is text or a list"),
+        (COMPLETIONS, {**ASKED, "prompt": ["a", "b"]}, "prompt", "one prompt"),
+        (COMPLETIONS, {**ASKED, "max_tokens": 0}, "max_tokens", "max_tokens: "),
+        (COMPLETIONS, {**ASKED, "stream": "yes"}, "stream", "stream: "),
+        (COMPLETIONS, {**ASKED, "stream_options": {"x": 1}}, "stream_options", "stream_options.x"),
+        (COMPLETIONS, {**ASKED, "kv_transfer_params": {}}, "kv_transfer_params", "router makes"),
+        (CHAT, {"model": "llama"}, "messages", "messages: Field required"),
+        (CHAT, {**CHATTED, "messages": []}, "messages", "messages: "),
+        (CHAT, {**CHATTED, "messages": [{"role": "x", "content": ""}]}, "messages", ".role: "),
+        (CHAT, {**CHATTED, "messages": [{"role": "user"}]}, "messages", ".content: "),
+    ],
+)
+async def test_a_bad_body_names_the_member(client, asked, route, body, param, message) -> None:
+    content = json.dumps(body) if isinstance(body, dict) else body
+    error = error_of(await client.post(route, content=content), 400, "invalid-argument")
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+async def test_what_json_allows_and_numbers_do_not_is_the_workers_business(client, asked) -> None:
+    content = '{"model": "llama", "prompt": "hi", "top_p": NaN, "seed": 1' + "0" * 40 + "}"
+    assert (await client.post(COMPLETIONS, content=content)).status_code == 200
+
+
+async def test_a_body_that_is_too_large_is_not_read(client, asked) -> None:
+    answer = await client.post(COMPLETIONS, json={**ASKED, "prompt": "x" * 1000})
+    assert "1000 bytes" in error_of(answer, 413, "body-too-large")["message"]
+
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b" " * 100
+
+    answer = await client.post(COMPLETIONS, content=endless())
+    error_of(answer, 413, "body-too-large")
+
+
+async def test_a_prompt_that_no_worker_can_hold_is_too_long(control_plane, asked) -> None:
+    with RunningRouter(control_plane.url) as router:
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            ids = {**ASKED, "prompt": [1] * (64 * 16 + 1)}
+            answer = await client.post(COMPLETIONS, json=ids)
+            error_of(answer, 400, "context_length_exceeded")
+            text = {**ASKED, "prompt": "x" * (64 * 16 + 1)}
+            assert (await client.post(COMPLETIONS, json=text)).status_code == 200
+
+
+async def test_without_workers_it_is_a_503_that_says_when_to_come_again(client) -> None:
+    for stream in (False, True):
+        answer = await client.post(COMPLETIONS, json={**ASKED, "stream": stream})
+        error = error_of(answer, 503, "no-capacity")
+        assert "no instance of model 'llama' is registered" in error["message"]
+        assert answer.headers["retry-after"] == "1"
+
+
+async def test_a_model_that_nobody_runs_is_not_found(client, asked) -> None:
+    error = error_of(
+        await client.post(COMPLETIONS, json={**ASKED, "model": "qwen"}), 404, "model_not_found"
+    )
+    assert error["param"] == "model"
+    assert "there are llama" in error["message"]
+
+
+async def test_other_paths_and_methods_are_refused_in_the_same_shape(client) -> None:
+    error_of(await client.get("/v1/nothing"), 404, "not-found")
+    assert (
+        "use POST" in error_of(await client.get(COMPLETIONS), 405, "method-not-allowed")["message"]
+    )
+
+
+async def test_without_a_control_plane_it_is_not_ready() -> None:
+    with RunningRouter("http://127.0.0.1:9") as router:
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            assert (await client.get("/healthz")).status_code == 200
+            error_of(await client.get("/readyz"), 503, "control-plane-unavailable")
+            answer = await client.post(COMPLETIONS, json=ASKED)
+            error_of(answer, 503, "control-plane-unavailable")
+            assert answer.headers["retry-after"] == "1"
+
+
+async def test_more_requests_than_it_may_have_are_turned_away(control_plane) -> None:
+    came, go_on = asyncio.Event(), asyncio.Event()
+
+    async def waits(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        came.set()
+        await go_on.wait()
+        await DECODES(body, writer)
+
+    with RunningRouter(control_plane.url, max_requests=1) as router:
+        async with (
+            http_worker(control_plane.url, "p", Role.PREFILL, PREFILLS),
+            http_worker(control_plane.url, "d", Role.DECODE, waits),
+            httpx.AsyncClient(base_url=router.url) as client,
+        ):
+            first = asyncio.create_task(client.post(COMPLETIONS, json=ASKED))
+            await came.wait()
+            error_of(await client.post(COMPLETIONS, json=ASKED), 503, "overloaded")
+            go_on.set()
+            assert (await first).status_code == 200
+
+
+async def test_clients_show_an_api_key(control_plane, asked, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# who\nalice 0123456789abcdef0123\n")
+    with RunningRouter(control_plane.url, api_keys=watch_api_keys(keys)) as router:
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic x"}):
+                for answer in (
+                    await client.post(COMPLETIONS, json=ASKED, headers=headers),
+                    await client.post(CHAT, json=CHATTED, headers=headers),
+                    await client.get("/v1/models", headers=headers),
+                ):
+                    error_of(answer, 401, "invalid_api_key")
+                    assert answer.headers["www-authenticate"] == "Bearer"
+            headers = {"Authorization": "Bearer 0123456789abcdef0123"}
+            answer = await client.post(COMPLETIONS, json=ASKED, headers=headers)
+            assert answer.status_code == 200
+            assert (await client.get("/healthz")).status_code == 200
+
+
+@pytest.mark.parametrize(("scope", "status"), [("router", 200), ("worker", 502)])
+async def test_its_token_at_the_control_plane_needs_the_scope_router(
+    tmp_path: Path, scope: str, status: int
+) -> None:
+    token, joining = "0123456789abcdef0123", "abcdef01234567890123"
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"edge {scope} {token}\nnode worker {joining}\n")
+    with (
+        RunningControlPlane(lease_seconds=600, tokens=watch_tokens(tokens)) as control_plane,
+        RunningRouter(control_plane.url, credentials=Credentials(token=token)) as router,
+    ):
+        joins = Credentials(token=joining)
+        async with (
+            http_worker(control_plane.url, "p", Role.PREFILL, PREFILLS, joins),
+            http_worker(control_plane.url, "d", Role.DECODE, DECODES, joins),
+            httpx.AsyncClient(base_url=router.url) as client,
+        ):
+            answer = await client.post(COMPLETIONS, json=ASKED)
+            assert answer.status_code == status
+            if status == 502:
+                error = error_of(answer, 502, "forbidden")
+                assert "does not let this router in" in error["message"]
+                assert token not in answer.text
