@@ -97,7 +97,7 @@ class Exchange:
     async def begin(self, seconds: float | None = None) -> None:
         """Sends the request to both, and returns with decode's first token.
 
-        Raises WorkerFailed, also where there is no token within `seconds`.
+        Raises WorkerFailed, or DeadlineExceeded where there is no token within `seconds`.
         """
         self._prefill = asyncio.create_task(self._ask_prefill())
         decode = asyncio.create_task(self._ask_decode())
@@ -110,10 +110,7 @@ class Exchange:
                     if not (decode.done() and decode.exception() is None):
                         _raise_the_cause(done)
         except TimeoutError:
-            raise self._failed(
-                self._transfer.decode,
-                DeadlineExceeded(f"there was no token within {seconds:.3g} s"),
-            ) from None
+            raise DeadlineExceeded(f"there was no token within {seconds:.3g} s") from None
         self._first = decode.result()
 
     async def chunks(self) -> AsyncGenerator[Chunk, None]:
@@ -153,9 +150,7 @@ class Exchange:
         self._bytes: AsyncIterator[bytes] = response.aiter_bytes()
         chunk = await self._next_chunk()
         if chunk is None:
-            raise self._failed(
-                self._transfer.decode, ProtocolError("its stream has not a single token")
-            )
+            raise _unreadable(self._transfer.decode, "without a single token")
         return chunk
 
     async def _post(self, party: Party, body: Mapping[str, Any]) -> httpx.Response:
@@ -171,7 +166,7 @@ class Exchange:
             raise _lost(party, error) from error
         self._responses.append(response)
         if not response.is_success:
-            raise self._failed(party, _problem(party, response, await self._read(party, response)))
+            raise self._said(party, _problem(party, response, await self._read(party, response)))
         return response
 
     async def _read(self, party: Party, response: httpx.Response) -> bytes:
@@ -194,16 +189,14 @@ class Exchange:
         try:
             chunk = msgspec.json.decode(data, type=dict[str, Any])
         except msgspec.DecodeError as error:
-            raise self._failed(
-                party, ProtocolError(f"its stream has an event that is no JSON object: {error}")
-            ) from error
+            raise _unreadable(party, f"with an event that is no JSON object ({error})") from error
         if isinstance(problem := chunk.get("error"), Mapping):
             code, detail = str(problem.get("code")), str(problem.get("message"))
-            raise self._failed(party, _error(code, detail))
+            raise self._said(party, _error(code, detail))
         return chunk
 
-    def _failed(self, party: Party, error: KvxferError) -> WorkerFailed:
-        """What `party` answered, or did not."""
+    def _said(self, party: Party, error: KvxferError) -> WorkerFailed:
+        """What comes of an error that `party` tells of."""
         pair = self._transfer
         other = pair.prefill if party is pair.decode else pair.decode
         blamed = other if isinstance(error, _OF_THE_OTHER) else party
@@ -226,6 +219,11 @@ def _lost(party: Party, error: Exception) -> WorkerFailed:
         cause = "its stream ends before it is done"
     lost = PeerLost(f"the worker at {party.http_address} does not answer ({cause})")
     return WorkerFailed(lost, party.instance_id)
+
+
+def _unreadable(party: Party, how: str) -> WorkerFailed:
+    error = ProtocolError(f"the worker at {party.http_address} sent a stream {how}")
+    return WorkerFailed(error, party.instance_id)
 
 
 def _problem(party: Party, response: httpx.Response, content: bytes) -> KvxferError:

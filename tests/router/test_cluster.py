@@ -1,0 +1,336 @@
+"""`kvxfer router` over a real cluster: control plane and workers as processes, real KV transfers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import transformers
+
+from kvxfer.event_stream import EventParser
+from kvxfer.reference.kv_cache import PagedKvCache
+from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
+
+BLOCKS = 512
+MODEL = "tiny-llama"
+LONG = 3000  # tokens: what is under way stays so until a test has done its worst
+
+
+class Cluster:
+    """Processes by name, and where they can be reached."""
+
+    def __init__(self, model: Path) -> None:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("KVXFER_")}
+        self._environment = {**kept, "KVXFER_CLUSTER_KEY": "0123456789abcdef" * 2}
+        self._model = model
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._urls: dict[str, str] = {}
+        self._start("control", "serve", "--port", "0", "--lease-seconds", "2")
+        self.control_plane = self._url("control", "url")
+        self._environment["KVXFER_CONTROL_PLANE"] = self.control_plane
+        self._start("router", "router", "--port", "0", "--bytes-per-token", "1")
+        self.router = self._url("router", "url")
+
+    def workers(self, *names: str) -> None:
+        """Starts those that do not run, and returns when they are in the fleet."""
+        missing = [name for name in names if name not in self._processes]
+        for name in missing:
+            self._start(
+                name,
+                *("worker", "--role", name.partition("-")[0], "--instance-id", name),
+                *("--model", str(self._model), "--blocks", str(BLOCKS), "--threads", "1"),
+            )
+        for name in missing:
+            self._urls[name] = self._url(name, "http_address")
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        self._processes[name].send_signal(number)
+
+    def kill(self, name: str) -> None:
+        """kill -9; the name is free again once its lease has ended."""
+        process = self._processes.pop(name)
+        process.kill()
+        process.communicate()
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.communicate()
+
+    def instances(self) -> list[str]:
+        found = httpx.get(f"{self.control_plane}/v1/instances").json()["instances"]
+        return [instance["instance_id"] for instance in found]
+
+    def open_transfers(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]]
+        found = httpx.get(f"{self.control_plane}/v1/transfers").json()["transfers"]
+        return found
+
+    def idle(self) -> bool:
+        """Whether no reservation is open and every block of every worker is free."""
+        health = [
+            httpx.get(f"{url}/healthz").json()
+            for name, url in self._urls.items()
+            if name in self._processes
+        ]
+        busy = any(h["free_blocks"] != BLOCKS or h["running"] for h in health)
+        return not busy and not self.open_transfers()
+
+    def metric(self, name: str) -> float:
+        lines = httpx.get(f"{self.router}/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    def _start(self, name: str, *arguments: str) -> None:
+        self._processes[name] = subprocess.Popen(
+            [sys.executable, "-m", "kvxfer.cli", *arguments, "--json"],
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def _url(self, name: str, key: str) -> str:
+        output = self._processes[name].stdout
+        assert output is not None
+        return str(json.loads(output.readline())[key])
+
+
+async def until(condition: Any) -> None:
+    """Returns when `condition` holds; fails after 20 s."""
+    async with asyncio.timeout(20):
+        while not await asyncio.to_thread(condition):
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / MODEL
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+            initializer_range=0.2,
+        )
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(model: Path) -> ModelRunner:
+    """The same model in this process."""
+    torch.set_num_threads(1)
+    llama, tokenizer = load_model(model)
+    return ModelRunner(llama, tokenizer, PagedKvCache(llama.config, BLOCKS, BLOCK_SIZE))
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path) -> Iterator[Cluster]:
+    cluster = Cluster(model)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+async def cluster(whole: Cluster) -> AsyncIterator[Cluster]:
+    """Two prefill and two decode workers, idle; idle again in the end."""
+    names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+    running = set(whole._processes)
+    # One that was killed comes back when its lease has ended.
+    await until(lambda: set(whole.instances()) <= running)
+    await asyncio.to_thread(whole.workers, *names)
+    await until(lambda: set(names) <= set(whole.instances()) and whole.idle())
+    yield whole
+    await until(whole.idle)
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=cluster.router, timeout=60) as client:
+        yield client
+
+
+def asked(prompt: str | Sequence[int], max_tokens: int = 24, **fields: Any) -> dict[str, Any]:
+    fields = {"model": MODEL, "max_tokens": max_tokens, "ignore_eos": True, **fields}
+    return {**fields, "prompt": prompt}
+
+
+class Stream:
+    """The events of an answer, as they come."""
+
+    def __init__(self, answer: httpx.Response) -> None:
+        self._bytes = answer.aiter_bytes()
+
+    async def __aiter__(self) -> AsyncIterator[dict[str, Any] | None]:
+        """None is [DONE]."""
+        parser = EventParser()
+        async for part in self._bytes:
+            for event in parser.feed(part):
+                yield None if event.data == "[DONE]" else json.loads(event.data)
+
+
+@contextlib.asynccontextmanager
+async def streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[Any]:
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        yield aiter(Stream(answer))
+
+
+async def test_tokens_are_those_of_a_single_process(
+    cluster: Cluster, client: httpx.AsyncClient, single: ModelRunner
+) -> None:
+    prompt = "The cache moves. " * 20
+    expected = single.generate(prompt, 24, ignore_eos=True)
+    answer = (await client.post("/v1/completions", json=asked(prompt))).json()
+    assert answer["choices"][0]["token_ids"] == expected
+    assert answer["choices"][0]["text"] == single.tokenizer.decode(expected)
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+
+    async with streamed(client, asked(prompt)) as events:
+        *chunks, done = [event async for event in events]
+    assert done is None
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [token for choice in choices for token in choice["token_ids"]] == expected
+    assert "".join(choice["text"] for choice in choices) == single.tokenizer.decode(expected)
+
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+    answer = (await client.post("/v1/chat/completions", json=chat)).json()
+    expected = single.generate("<|user|>\nhi\n<|assistant|>\n", 8)
+    assert answer["choices"][0]["message"]["content"] == single.tokenizer.decode(expected)
+
+
+async def test_32_at_once_get_each_their_own_answer(
+    cluster: Cluster, client: httpx.AsyncClient, single: ModelRunner
+) -> None:
+    prompts = [f"Request {i}: " + "page " * (i + 1) for i in range(32)]
+
+    async def stream(prompt: str) -> list[int]:
+        async with streamed(client, asked(prompt)) as events:
+            return [t async for e in events if e for t in e["choices"][0]["token_ids"]]
+
+    async def whole(prompt: str) -> list[int]:
+        answer = (await client.post("/v1/completions", json=asked(prompt))).json()
+        tokens: list[int] = answer["choices"][0]["token_ids"]
+        return tokens
+
+    answers = await asyncio.gather(
+        *(stream(prompt) if i % 2 else whole(prompt) for i, prompt in enumerate(prompts))
+    )
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        assert tokens == single.generate(prompt, 24, ignore_eos=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_the_first_token_is_forgotten_on_both_sides(
+    cluster: Cluster, client: httpx.AsyncClient, stream: bool
+) -> None:
+    aborted = cluster.metric("kvxfer_router_aborted_total")
+    cluster.send("prefill-0", signal.SIGSTOP)
+    try:
+        request = asyncio.create_task(
+            client.post("/v1/completions", json=asked("x" * 300, stream=stream))
+        )
+        await until(cluster.open_transfers)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        await until(lambda: not cluster.open_transfers())
+    finally:
+        cluster.send("prefill-0", signal.SIGCONT)
+    await until(cluster.idle)
+    assert cluster.metric("kvxfer_router_aborted_total") == aborted + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_after_the_first_token_is_forgotten_on_both_sides(
+    cluster: Cluster, client: httpx.AsyncClient, stream: bool
+) -> None:
+    body = asked("leave me", LONG)
+    if stream:
+        async with streamed(client, body) as events:
+            assert await anext(events)
+            assert not await asyncio.to_thread(cluster.idle)
+    else:
+        begun = cluster.metric("kvxfer_router_time_to_first_token_seconds_count")
+        request = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(
+            lambda: cluster.metric("kvxfer_router_time_to_first_token_seconds_count") > begun
+        )
+        assert not await asyncio.to_thread(cluster.idle)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+    await until(cluster.idle)
+
+
+@pytest.mark.parametrize("doomed", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_worker_killed_before_the_first_token_costs_a_retry_and_no_answer(
+    cluster: Cluster, client: httpx.AsyncClient, single: ModelRunner, doomed: str, stream: bool
+) -> None:
+    retries = cluster.metric("kvxfer_router_retries_total")
+    # Frozen, so that the request is there when it dies.
+    cluster.send(doomed, signal.SIGSTOP)
+    request = asyncio.create_task(
+        client.post("/v1/completions", json=asked("not in vain", stream=stream))
+    )
+    await until(cluster.open_transfers)
+    (transfer,) = cluster.open_transfers()
+    assert doomed in (transfer["prefill"]["instance_id"], transfer["decode"]["instance_id"])
+    cluster.kill(doomed)
+    answer = await request
+    assert answer.status_code == 200, answer.text
+    events = [event.data for event in EventParser().feed(answer.content)]
+    chunks = [json.loads(e) for e in events if e != "[DONE]"] if stream else [answer.json()]
+    tokens = [t for chunk in chunks for t in chunk["choices"][0]["token_ids"]]
+    assert tokens == single.generate("not in vain", 24, ignore_eos=True)
+    assert cluster.metric("kvxfer_router_retries_total") == retries + 1
+
+
+async def test_a_decode_worker_killed_after_the_first_token_ends_the_stream_with_an_error(
+    cluster: Cluster, client: httpx.AsyncClient
+) -> None:
+    async with streamed(client, asked("cut short", LONG)) as events:
+        assert await anext(events)
+        cluster.kill("decode-0")
+        *_, last = [event async for event in events]
+    assert last is not None, "the stream says that it is complete"
+    assert last["error"]["code"] == "peer-lost"
+    assert last["error"]["type"] == "server_error"
+
+
+async def test_an_answer_in_one_piece_survives_its_decode_worker(
+    cluster: Cluster, client: httpx.AsyncClient, single: ModelRunner
+) -> None:
+    begun = cluster.metric("kvxfer_router_time_to_first_token_seconds_count")
+    request = asyncio.create_task(client.post("/v1/completions", json=asked("again", 600)))
+    await until(lambda: cluster.metric("kvxfer_router_time_to_first_token_seconds_count") > begun)
+    cluster.kill("decode-0")
+    answer = (await request).json()
+    assert answer["choices"][0]["token_ids"] == single.generate("again", 600, ignore_eos=True)
+
+
+async def test_a_slow_client_gets_every_token(
+    cluster: Cluster, client: httpx.AsyncClient, single: ModelRunner
+) -> None:
+    tokens: list[int] = []
+    async with streamed(client, asked("slowly", 60)) as events:
+        async for event in events:
+            tokens += event["choices"][0]["token_ids"] if event else []
+            await asyncio.sleep(0.02)
+    assert tokens == single.generate("slowly", 60, ignore_eos=True)
