@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Final, Self, TypeAlias
@@ -185,6 +186,10 @@ class Exchange:
             self._events.extend(event.data for event in self._parser.feed(content))
         data = self._events.popleft()
         if data == "[DONE]":
+            # Only a connection whose answer is read to its end can be used again.
+            with contextlib.suppress(httpx.RequestError):
+                async for _ in self._bytes:
+                    pass
             return None
         try:
             chunk = msgspec.json.decode(data, type=dict[str, Any])

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI, Request, Response
 
-from kvxfer.instances import Role
-from tests.control_plane import RunningControlPlane
+from kvxfer.client import SyncControlPlaneClient
+from kvxfer.http_answer import DONE, EventStream
+from kvxfer.http_listener import bind, url_of
+from kvxfer.instances import InstanceState, Role
+from kvxfer.reference.worker.http_server import HttpServer
+from tests.control_plane import RunningControlPlane, worker
 
 from .servers import (
     DECODES,
@@ -184,6 +189,39 @@ async def test_after_the_first_token_a_stream_ends_with_an_error_and_an_answer_i
         assert answer.json()["choices"][0]["text"] == "ab"
         metrics = (await client.get("/metrics")).text
     assert f'kvxfer_router_failed_streams_total{{code="{code}"}} 1.0' in metrics
+
+
+async def test_connections_to_workers_are_kept(control_plane: RunningControlPlane) -> None:
+    """Over the real server of a worker: an answer that is not read to its end costs one."""
+    connections: set[Any] = set()
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        connections.add(request.client)
+        if not (await request.json())["stream"]:
+            return Response(b"{}")
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            for event in (chunk("a", "stop"), DONE):
+                yield event
+
+        return EventStream(events())
+
+    with bind("127.0.0.1", 0) as listener:
+        server = HttpServer(app)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        async with Fleet(control_plane).routed() as client:
+            for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+                spec = worker(name, role, http_address=url_of(listener))
+                with SyncControlPlaneClient(control_plane.url) as registering:
+                    registering.register(spec, state=InstanceState.READY)
+            for stream in (True, False) * 3:
+                answer = await client.post("/v1/completions", json={**ASKED, "stream": stream})
+                assert answer.status_code == 200
+        server.should_exit = True
+        await serving
+    assert len(connections) == 2
 
 
 class Endless:

@@ -1,0 +1,67 @@
+"""`kvxfer router` as a command: where it listens, its stop, and why it refuses to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.control_plane import RunningControlPlane
+
+ROUTER = (sys.executable, "-m", "kvxfer.cli", "router", "--port", "0")
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVXFER_")}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_it_is_stopped(number: signal.Signals) -> None:
+    with RunningControlPlane() as control_plane:
+        process = subprocess.Popen(
+            [*ROUTER, "--control-plane", control_plane.url, "--json"],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"]
+        assert httpx.get(f"{url}/readyz").json() == {"status": "ok"}
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--host", "0.0.0.0"], "name the API keys it accepts with --api-keys-file"),
+        (["--api-keys-file", "/nowhere"], "the API keys file /nowhere cannot be read"),
+        (["--api-keys-file", "KEYS"], "line 2 of the API keys file is not NAME KEY"),
+        (["--tls-key", "key.pem"], "--tls-key needs --tls-cert"),
+        (["--first-token-seconds", "0"], "first_token_seconds is 0.0; use more than 0"),
+        (["--control-plane", "nowhere"], "the control plane's URL is 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(options: list[str], error: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice 0123456789abcdef0123\nbob secret\n")
+    ended = subprocess.run(
+        [*ROUTER, *(str(keys) if option == "KEYS" else option for option in options)],
+        env={**environment(), "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error [invalid-argument] ")
+    assert error in " ".join(ended.stderr.split())
+    assert "secret" not in ended.stderr
+    assert "Traceback" not in ended.stderr
