@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Final, Self
 
-from kvxfer.client import ControlPlaneClient
+from kvxfer.client import ControlPlaneClient, calls
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InvalidArgument,
@@ -130,12 +130,14 @@ class Router:
         give_up = time.monotonic() + min(self._settings.capacity_seconds, attempts.seconds_left())
         while True:
             try:
-                transfer = await self._control_plane.open_transfer(
+                call = calls.open_transfer(
                     request_id=request.request_id,
                     model=request.model,
                     prompt_tokens=request.prompt_tokens,
                     avoid=attempts.avoid,
                 )
+                left = max(give_up - time.monotonic(), 0.0)
+                transfer = await self._control_plane.send(call, deadline=left)
             except (NoCapacity, ControlPlaneUnavailable) as error:
                 if isinstance(error, NoCapacity):
                     await self._require_model(request.model)
