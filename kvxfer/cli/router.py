@@ -39,7 +39,7 @@ def router(
     attempts: Annotated[
         int,
         typer.Option(
-            min=1, help="Pairs that a request may be tried on.", rich_help_panel=_PATIENCE
+            min=1, max=64, help="Pairs that a request may be tried on.", rich_help_panel=_PATIENCE
         ),
     ] = 4,
     first_token_seconds: Annotated[

@@ -7,11 +7,12 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import Final, Self
+from typing import Any, Final, Self
 
-from kvxfer.client import ControlPlaneClient
+from kvxfer.client import ControlPlaneClient, calls
+from kvxfer.client.calls import Call
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InvalidArgument,
@@ -130,12 +131,14 @@ class Router:
         give_up = time.monotonic() + min(self._settings.capacity_seconds, attempts.seconds_left())
         while True:
             try:
-                transfer = await self._control_plane.open_transfer(
+                call = calls.open_transfer(
                     request_id=request.request_id,
                     model=request.model,
                     prompt_tokens=request.prompt_tokens,
                     avoid=attempts.avoid,
                 )
+                left = max(give_up - time.monotonic(), 0.0)
+                transfer = await self._open(call, left)
             except (NoCapacity, ControlPlaneUnavailable) as error:
                 if isinstance(error, NoCapacity):
                     await self._require_model(request.model)
@@ -146,6 +149,15 @@ class Router:
             else:
                 self._models.add(request.model)
                 return transfer
+
+    async def _open(self, call: Call[OpenedTransfer], seconds: float) -> OpenedTransfer:
+        """Where the client leaves meanwhile, what was opened is given back."""
+        opening = asyncio.create_task(self._control_plane.send(call, deadline=seconds))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            self._background(self._release_opened(opening))
+            raise
 
     async def _require_model(self, model: str) -> None:
         """Raises UnknownModel where there are instances and none ever ran the model.
@@ -164,7 +176,14 @@ class Router:
 
     def _release(self, transfer: OpenedTransfer) -> None:
         """Gives a reservation back without making the request wait for it."""
-        task = asyncio.create_task(self._release_now(transfer.transfer_id))
+        self._background(self._release_now(transfer.transfer_id))
+
+    async def _release_opened(self, opening: asyncio.Task[OpenedTransfer]) -> None:
+        with contextlib.suppress(KvxferError):
+            await self._release_now((await opening).transfer_id)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 

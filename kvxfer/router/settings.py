@@ -16,7 +16,7 @@ class RouterSettings:
     api_keys: WatchedFile[Tokens] | None = field(default=None, repr=False)
     """Of the router's clients; None serves everybody."""
     attempts: int = 4
-    """Pairs that a request may be tried on."""
+    """Pairs that a request may be tried on, at most 64."""
     first_token_seconds: float = 30.0
     """From a request's arrival: no attempt is begun later, and none waits longer."""
     capacity_seconds: float = 5.0
@@ -36,6 +36,8 @@ class RouterSettings:
         for name in ("attempts", "max_requests", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}; use 1 or more")
+        if self.attempts > 64:  # as many as `avoid` of POST /v1/transfers takes
+            raise InvalidArgument(f"attempts is {self.attempts}; use 64 or fewer")
         for name in (
             "first_token_seconds",
             "capacity_seconds",

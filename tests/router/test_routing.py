@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvxfer.instances import InstanceState, Role
 from kvxfer.reference.worker.http_server import HttpServer
 from tests.control_plane import RunningControlPlane, worker
 
+from .cluster import until
 from .servers import (
     DECODES,
     PREFILLS,
@@ -189,6 +191,32 @@ async def test_after_the_first_token_a_stream_ends_with_an_error_and_an_answer_i
         assert answer.json()["choices"][0]["text"] == "ab"
         metrics = (await client.get("/metrics")).text
     assert f'kvxfer_router_failed_streams_total{{code="{code}"}} 1.0' in metrics
+
+
+async def test_a_pair_that_comes_after_the_client_has_left_goes_back(
+    control_plane: RunningControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = control_plane.registry
+    reserve, reserved, answer = registry.reserve, threading.Event(), threading.Event()
+
+    async def reserve_slowly(*arguments: Any, **options: Any) -> None:
+        await reserve(*arguments, **options)
+        reserved.set()
+        await asyncio.to_thread(answer.wait, 20)
+
+    monkeypatch.setattr(registry, "reserve", reserve_slowly)
+    fleet = Fleet(control_plane, p1=PREFILLS, d1=DECODES)
+    async with fleet.routed(capacity_seconds=10) as client:
+        request = asyncio.create_task(client.post("/v1/completions", json=ASKED))
+        assert await asyncio.to_thread(reserved.wait, 20)
+        assert len(await registry.transfers()) == 1
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        metrics, transfers = client.base_url.join("/metrics"), f"{control_plane.url}/v1/transfers"
+        await until(lambda: "aborted_total 1.0" in httpx.get(metrics).text)
+        answer.set()
+        await until(lambda: httpx.get(transfers).json() == {"transfers": []})
+    assert fleet.asked == []
 
 
 async def test_connections_to_workers_are_kept(control_plane: RunningControlPlane) -> None:

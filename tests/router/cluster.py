@@ -1,0 +1,106 @@
+"""Control plane, router and workers as processes that a test freezes and kills."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+BLOCKS = 512
+
+
+class Cluster:
+    """Processes by name, and where they can be reached."""
+
+    def __init__(self, model: Path) -> None:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("KVXFER_")}
+        self._environment = {**kept, "KVXFER_CLUSTER_KEY": "0123456789abcdef" * 2}
+        self._model = model
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._urls: dict[str, str] = {}
+        self._start("control", "serve", "--port", "0", "--lease-seconds", "2")
+        self.control_plane = self._url("control", "url")
+        self._environment["KVXFER_CONTROL_PLANE"] = self.control_plane
+        self._start("router", "router", "--port", "0", "--bytes-per-token", "1")
+        self.router = self._url("router", "url")
+
+    @property
+    def running(self) -> set[str]:
+        """The names of its processes."""
+        return set(self._processes)
+
+    def workers(self, *names: str) -> None:
+        """Starts those that do not run, and returns when they are in the fleet."""
+        missing = [name for name in names if name not in self._processes]
+        for name in missing:
+            self._start(
+                name,
+                *("worker", "--role", name.partition("-")[0], "--instance-id", name),
+                *("--model", str(self._model), "--blocks", str(BLOCKS), "--threads", "1"),
+            )
+        for name in missing:
+            self._urls[name] = self._url(name, "http_address")
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        self._processes[name].send_signal(number)
+
+    def kill(self, name: str) -> None:
+        """kill -9; the name is free again once its lease has ended."""
+        process = self._processes.pop(name)
+        process.kill()
+        process.communicate()
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.communicate()
+
+    def instances(self) -> list[str]:
+        found = httpx.get(f"{self.control_plane}/v1/instances").json()["instances"]
+        return [instance["instance_id"] for instance in found]
+
+    def open_transfers(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]]
+        found = httpx.get(f"{self.control_plane}/v1/transfers").json()["transfers"]
+        return found
+
+    def idle(self) -> bool:
+        """Whether no reservation is open and every block of every worker is free."""
+        health = [
+            httpx.get(f"{url}/healthz").json()
+            for name, url in self._urls.items()
+            if name in self._processes
+        ]
+        busy = any(h["free_blocks"] != BLOCKS or h["running"] for h in health)
+        return not busy and not self.open_transfers()
+
+    def metric(self, name: str) -> float:
+        lines = httpx.get(f"{self.router}/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    def _start(self, name: str, *arguments: str) -> None:
+        self._processes[name] = subprocess.Popen(
+            [sys.executable, "-m", "kvxfer.cli", *arguments, "--json"],
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def _url(self, name: str, key: str) -> str:
+        output = self._processes[name].stdout
+        assert output is not None
+        return str(json.loads(output.readline())[key])
+
+
+async def until(condition: Any) -> None:
+    """Returns when `condition` holds; fails after 20 s."""
+    async with asyncio.timeout(20):
+        while not await asyncio.to_thread(condition):  # noqa: ASYNC110 (processes raise no event)
+            await asyncio.sleep(0.02)
