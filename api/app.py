@@ -70,8 +70,9 @@ def create_app(
     app.state.control_plane = control_plane
     app.state.stopping = control_plane.stopping
     app.state.guard = Guard(settings, control_plane.clock)
-    # `watch` comes first: to the route of one instance it would be an id.
-    routers = [m.router for m in (watch, instances, handshakes, transfers, scale, operations)]
+    # Routes are tried in this order, so the busiest come first; and `watch` before `instances`, to
+    # whose route of one instance it would be an id.
+    routers = [m.router for m in (transfers, watch, instances, handshakes, scale, operations)]
     for router in routers:
         if unguarded := [r for r in router.routes if not isinstance(r, GuardedRoute)]:
             raise TypeError(f"{unguarded[0]} is open to all: make its router of GuardedRoute")

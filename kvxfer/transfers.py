@@ -65,6 +65,11 @@ class OpenedTransfer(Transfer):
 
     ticket: str
 
+    @classmethod
+    def of(cls, transfer: Transfer, ticket: str) -> OpenedTransfer:
+        told = {name: getattr(transfer, name) for name in Transfer.__slots__}
+        return cls(**told, ticket=ticket)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSummary:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-import msgspec
 from fastapi import APIRouter, Path, Query, Response
 
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
+from kvxfer.api.records import record_response
 from kvxfer.api.schemas.instances import (
     DrainRequest,
     Epoch,
@@ -41,16 +41,16 @@ _DRAIN_DEFAULTS: Final = DrainRequest()
     "",
     status_code=201,
     summary="Register",
+    response_model=Lease,
     responses=responses(InvalidArgument, InstanceExists, ControlPlaneUnavailable),
 )
 @allow(Scope.WORKER)
-async def register(body: RegisterInstance, app: ControlPlaneDep, response: Response) -> Lease:
+async def register(body: RegisterInstance, app: ControlPlaneDep) -> Response:
     """Begins a lease with a new epoch. Send heartbeats to keep it."""
     lease = await app.registry.register(
         body.record(), state=InstanceState(body.state), incarnation=body.incarnation
     )
-    response.headers["Location"] = f"{router.prefix}/{lease.instance_id}"
-    return Lease.model_validate(lease)
+    return record_response(lease, status_code=201, location=f"{router.prefix}/{lease.instance_id}")
 
 
 @router.get(
@@ -76,9 +76,7 @@ async def list_instances(
         and model in (None, instance.model)
         and state in (None, instance.state)
     ]
-    # Records are known to be valid: through pydantic, a large fleet would hold up all others.
-    body = {"instances": listed, "stale_seconds": app.registry.stale_seconds}
-    return Response(msgspec.json.encode(body), media_type="application/json")
+    return record_response({"instances": listed, "stale_seconds": app.registry.stale_seconds})
 
 
 @router.get(
@@ -94,10 +92,11 @@ async def get(instance_id: _InstanceId, app: ControlPlaneDep) -> Instance:
 @router.put(
     "/{instance_id}/heartbeat",
     summary="Heartbeat",
+    response_model=Lease,
     responses=responses(InvalidArgument, StaleEpoch, ControlPlaneUnavailable),
 )
 @allow(Scope.WORKER)
-async def heartbeat(instance_id: _InstanceId, body: Heartbeat, app: ControlPlaneDep) -> Lease:
+async def heartbeat(instance_id: _InstanceId, body: Heartbeat, app: ControlPlaneDep) -> Response:
     """Renews the lease. On stale-epoch the worker has lost its lease and registers again."""
     lease = await app.registry.heartbeat(
         instance_id,
@@ -106,7 +105,7 @@ async def heartbeat(instance_id: _InstanceId, body: Heartbeat, app: ControlPlane
         load=None if body.load is None else body.load.record(),
     )
     app.metrics.heartbeats.inc()
-    return Lease.model_validate(lease)
+    return record_response(lease)
 
 
 @router.post(

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Path, Query, Response
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
+from kvxfer.api.records import record_response
 from kvxfer.api.schemas.instances import InstanceId
 from kvxfer.api.schemas.transfers import (
     OpenedTransfer,
@@ -28,6 +29,7 @@ from kvxfer.errors import (
 )
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.ticket import Ticket, sign_ticket
+from kvxfer.transfers import OpenedTransfer as OpenedTransferRecord
 from kvxfer.transfers import Transfer as TransferRecord
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/transfers", tags=["transfers"])
@@ -38,10 +40,11 @@ _TransferId = Annotated[TransferId, Path(max_length=128)]
     "",
     status_code=201,
     summary="Open",
+    response_model=OpenedTransfer,
     responses=responses(InvalidArgument, PromptTooLong, NoCapacity, ControlPlaneUnavailable),
 )
 @allow(Scope.ROUTER)
-async def open_(body: TransferRequest, app: ControlPlaneDep, response: Response) -> OpenedTransfer:
+async def open_(body: TransferRequest, app: ControlPlaneDep) -> Response:
     """Reserves the best pair and returns it with a signed ticket for both workers.
 
     The reservation ends by DELETE, with `expires_at`, or when one of the two instances is gone.
@@ -50,8 +53,11 @@ async def open_(body: TransferRequest, app: ControlPlaneDep, response: Response)
         app.registry, body.record(), seconds=app.settings.transfer_seconds, clock=app.clock
     )
     ticket = sign_ticket(_ticket(transfer), app.settings.signing_keys)
-    response.headers["Location"] = f"{router.prefix}/{transfer.transfer_id}"
-    return OpenedTransfer(**Transfer.model_validate(transfer).model_dump(), ticket=ticket)
+    return record_response(
+        OpenedTransferRecord.of(transfer, ticket),
+        status_code=201,
+        location=f"{router.prefix}/{transfer.transfer_id}",
+    )
 
 
 @router.get("", summary="List", responses=responses(InvalidArgument, ControlPlaneUnavailable))

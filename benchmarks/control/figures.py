@@ -20,6 +20,8 @@ class LoadFigure:
     per_second: float
     p50_ms: float
     p99_ms: float
+    cpu_us: float
+    """Processor time of the server per request, in microseconds; that of Redis is not in it."""
     generator_cores: float
     """Processor time of the load generator per second: at 1 it would be the bottleneck."""
 
@@ -79,6 +81,7 @@ def route_figure(
         per_second=load.per_second,
         p50_ms=load.p50_ms,
         p99_ms=load.p99_ms,
+        cpu_us=load.cpu_us,
         generator_cores=load.generator_cores,
         route=route,
         ratio=median(ratios),
@@ -93,6 +96,7 @@ def load_figure(rounds: Sequence[Answers]) -> LoadFigure:
         per_second=median(each.per_second for each in rounds),
         p50_ms=_percentile(ordered, 0.5) * 1e3,
         p99_ms=_percentile(ordered, 0.99) * 1e3,
+        cpu_us=sum(each.server_cpu_seconds for each in rounds) / len(ordered) * 1e6,
         generator_cores=max(each.cpu_seconds / each.seconds for each in rounds),
     )
 

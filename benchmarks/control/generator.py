@@ -32,6 +32,7 @@ class Answers:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     """Of the load generator."""
+    server_cpu_seconds: float = 0.0
     statuses: Counter[int] = field(default_factory=Counter)
     latencies: list[float] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)

@@ -28,10 +28,10 @@ from benchmarks.control.servers import Server, control_plane, empty_server
 from kvxfer.bench.machine import this_machine
 from tests.redis_server import RedisServer
 
-OPEN, HEARTBEAT, EMPTY = "POST /v1/transfers", "heartbeat", "empty route"
+OPEN, HEARTBEAT, EMPTY = "open transfer", "heartbeat", "empty route"
 _CREATED, _OK, _GONE, _STALE = 201, 200, 204, 409
 # Between the end of a round and the next: what is left of it settles.
-_PAUSE_SECONDS: Final = 0.1
+_PAUSE_SECONDS: Final = 0.05
 
 Step = Callable[[str], None]
 
@@ -41,8 +41,8 @@ class Settings:
     instances: int = 10_000
     registries: Sequence[str] = ("embedded", "redis")
     connections: int = 16
-    rounds: int = 7
-    seconds: float = 1.0
+    rounds: int = 16
+    seconds: float = 0.4
     """Of each route in each round."""
 
 
@@ -129,7 +129,9 @@ def _rounds(
         for route, target, requests, status in [*work[turn:], *work[:turn]]:
             gc.collect()
             time.sleep(_PAUSE_SECONDS)
+            cpu = target.cpu_seconds
             answers = load(target.port, requests, settings.connections, settings.seconds)
+            answers.server_cpu_seconds = target.cpu_seconds - cpu
             found[route].append(answers.expect(status))
             if route == OPEN:
                 given_back = fleet.releases(answers.bodies)

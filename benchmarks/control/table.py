@@ -26,9 +26,9 @@ def report_tables(report: ControlReport) -> Iterator[RenderableType]:
 
 def _routes(report: ControlReport) -> Table:
     table = Table(title="Requests", title_justify="left")
-    table.add_column("registry")
+    table.add_column("registry", no_wrap=True)
     table.add_column("route", no_wrap=True)
-    for column in ("per s", "p50 ms", "p99 ms", "ratio", "target", "load"):
+    for column in ("per s", "p50 ms", "p99 ms", "CPU µs", "ratio", "target", "load"):
         table.add_column(column, justify="right")
     for figures in report.registries:
         empty = figures.empty
@@ -38,6 +38,7 @@ def _routes(report: ControlReport) -> Table:
             f"{empty.per_second:,.0f}",
             f"{empty.p50_ms:.1f}",
             f"{empty.p99_ms:.1f}",
+            f"{empty.cpu_us:.0f}",
             None,
             None,
             f"{empty.generator_cores:.0%}",
@@ -49,12 +50,15 @@ def _routes(report: ControlReport) -> Table:
                 f"{each.per_second:,.0f}",
                 f"{each.p50_ms:.1f}",
                 f"{each.p99_ms:.1f}",
+                f"{each.cpu_us:.0f}",
                 Text(f"{each.ratio:.2f}", style="green" if each.met else "bold red"),
-                f"≥ {each.target:.2f}",
+                f"≥{each.target:.2f}",
                 f"{each.generator_cores:.0%}",
             )
         table.add_section()
-    table.caption = "load: processor time of the load generator, of one core"
+    table.caption = (
+        "CPU µs: of the server, per request; load: the load generator's share of one core"
+    )
     return table
 
 

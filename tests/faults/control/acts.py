@@ -35,7 +35,8 @@ async def kill_prefill(cluster: Cluster, load: Load, rng: random.Random) -> None
 async def kill_decode(cluster: Cluster, load: Load, rng: random.Random) -> str:
     victim = _one(cluster, Role.DECODE, rng)
     async with asyncio.timeout(_DRAIN_SECONDS):
-        while not load.streaming:  # so that some stream is likely to be lost
+        # So that some stream is likely to be lost.
+        while not load.streaming:  # noqa: ASYNC110 (a glance is enough)
             await asyncio.sleep(0.001)
     cluster.kill_worker(victim)
     await cluster.whole()
@@ -43,10 +44,12 @@ async def kill_decode(cluster: Cluster, load: Load, rng: random.Random) -> str:
 
 
 async def lose_redis(cluster: Cluster, load: Load, rng: random.Random) -> None:
+    before = {name: instance.epoch for name, instance in (await cluster.fleet()).items()}
     cluster.redis.kill()
     await asyncio.sleep(_AWAY_SECONDS)
     await asyncio.to_thread(cluster.redis.start)
-    await cluster.whole()
+    # A replica that has not yet heard of the loss tells of the fleet before it.
+    await cluster.whole(lambda fleet: all(fleet[name].epoch > before[name] for name in before))
 
 
 async def drain(cluster: Cluster, load: Load, rng: random.Random) -> None:
@@ -67,17 +70,17 @@ async def add(cluster: Cluster, load: Load, rng: random.Random) -> None:
 async def change_role(cluster: Cluster, load: Load, rng: random.Random) -> None:
     moved = _one(cluster, Role.DECODE, rng)
     await cluster.client.change_role(moved, Role.PREFILL)
-    await cluster.whole({moved: Role.PREFILL})
+    await cluster.whole(lambda fleet: fleet[moved].role is Role.PREFILL)
 
 
 ACTS: Final[dict[str, Act]] = {
-    "kill -9 a replica": kill_replica,
-    "kill -9 a prefill worker": kill_prefill,
-    "kill -9 a decode worker": kill_decode,
-    "kill -9 Redis, its data lost": lose_redis,
-    "drain a prefill worker": drain,
-    "add a prefill and a decode worker": add,
-    "a decode worker becomes prefill": change_role,
+    "kill -9 replica": kill_replica,
+    "kill -9 prefill": kill_prefill,
+    "kill -9 decode": kill_decode,
+    "kill -9 Redis, data lost": lose_redis,
+    "drain prefill": drain,
+    "add prefill and decode": add,
+    "role decode to prefill": change_role,
 }
 
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import secrets
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, Final, Self
 
 from kvxfer.client import ControlPlaneClient, Credentials
@@ -113,31 +113,28 @@ class Cluster:
 
     # --- the fleet ---------------------------------------------------------------------------
 
-    async def whole(self, roles: Mapping[str, Role] | None = None) -> None:
-        """Waits until exactly the workers that live are ready, those in `roles` with that role."""
+    async def whole(self, until: Callable[[dict[str, Instance]], bool] = bool) -> None:
+        """Waits until exactly the workers that live are ready, and `until` is true of them."""
         async with asyncio.timeout(_PATIENCE_SECONDS):
-            while not self._as_expected(await self._fleet(), roles or {}):
+            while True:
+                fleet = await self.fleet()
+                ready = all(each.state is InstanceState.READY for each in fleet.values())
+                if set(fleet) == set(self.workers) and ready and until(fleet):
+                    return
                 await asyncio.sleep(_POLL_SECONDS)
 
-    def _as_expected(self, fleet: list[Instance] | None, roles: Mapping[str, Role]) -> bool:
-        if fleet is None:
-            return False
-        ready = {i.instance_id: i.role for i in fleet if i.state is InstanceState.READY}
-        return set(ready) == set(self.workers) == {i.instance_id for i in fleet} and all(
-            ready[name] is role for name, role in roles.items()
-        )
-
-    async def _fleet(self) -> list[Instance] | None:
+    async def fleet(self) -> dict[str, Instance]:
+        """As a replica tells it; empty where none can."""
         try:
-            return list(await self.client.instances())
+            return {each.instance_id: each for each in await self.client.instances()}
         except KvxferError:
-            return None
+            return {}
 
     async def open_transfers(self) -> int:
         """Reservations once they had the time to be given back."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2):
-                while await self.client.transfers():
+                while await self.client.transfers():  # noqa: ASYNC110 (of another process)
                     await asyncio.sleep(_POLL_SECONDS)
         return len(await self.client.transfers())
 

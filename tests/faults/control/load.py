@@ -16,7 +16,7 @@ from kvxfer.event_stream import EventParser
 from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
 
-MAX_TOKENS: Final = 24
+MAX_TOKENS: Final = 16
 # A request that hangs is one that is not answered in this time.
 HANG_SECONDS: Final = 60.0
 
@@ -55,23 +55,34 @@ def prompts(texts: Sequence[str]) -> list[Prompt]:
 
 
 class Load:
-    """`rate` requests per second, every second one streamed, whether or not others are answered."""
+    """Requests to the router, every second one streamed."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str, prompts: list[Prompt], rate: float):
+    def __init__(self, http: httpx.AsyncClient, model: str, prompts: list[Prompt]) -> None:
         self.sent: list[Sent] = []
-        self._http, self._model, self._rate = http, model, rate
+        self._http, self._model = http, model
         self._prompts = itertools.cycle(prompts)
         self._stopping = asyncio.Event()
 
-    async def run(self) -> None:
-        """Until stop(), and until every request has ended."""
+    async def closed(self, number: int, *, concurrency: int) -> float:
+        """So many requests, so many at once; how many there were per second."""
+        began = time.monotonic()
+        gate = asyncio.Semaphore(concurrency)
+
+        async def one() -> None:
+            async with gate:
+                await self._ask(self._next(), next(self._prompts))
+
+        await asyncio.gather(*(one() for _ in range(number)))
+        return number / (time.monotonic() - began)
+
+    async def run(self, rate: float) -> None:
+        """`rate` per second, whether or not others are answered, until stop(); returns once every
+        request has ended."""
         async with asyncio.TaskGroup() as requests:
             due = time.monotonic()
             while not self._stopping.is_set():
-                sent = Sent(streamed=len(self.sent) % 2 == 0, began=time.monotonic())
-                self.sent.append(sent)
-                requests.create_task(self._ask(sent, next(self._prompts)))
-                due += 1 / self._rate
+                requests.create_task(self._ask(self._next(), next(self._prompts)))
+                due += 1 / rate
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
 
     def stop(self) -> None:
@@ -81,6 +92,11 @@ class Load:
     def streaming(self) -> int:
         """Streams that have a token and not all of them."""
         return sum(bool(s.tokens) and not (s.right or s.wrong or s.failure) for s in self.sent)
+
+    def _next(self) -> Sent:
+        sent = Sent(streamed=len(self.sent) % 2 == 0, began=time.monotonic())
+        self.sent.append(sent)
+        return sent
 
     async def _ask(self, sent: Sent, prompt: Prompt) -> None:
         body = {
