@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
-from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, unpack
+from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack, unpack
 
 _HASH_BYTES: Final = 8
 # A hash with more holders than these is not searched holder by holder.
@@ -107,18 +107,9 @@ class PrefixIndex:
 
 def merged(held: bytes, added: bytes, removed: bytes, *, reset: bool) -> bytes:
     """The packed hashes after a step, the newest last; blocks.lua in Redis does the same."""
-    if reset:
-        held = b""
-    for gone in (removed, added):
-        for at in range(0, len(gone), _HASH_BYTES):
-            held = _without(held, gone[at : at + _HASH_BYTES])
-    return (held + added)[-MAX_HASHES_PER_INSTANCE * _HASH_BYTES :]
-
-
-def _without(packed: bytes, one: bytes) -> bytes:
-    at = packed.find(one)
-    while at >= 0:
-        if at % _HASH_BYTES == 0:
-            return packed[:at] + packed[at + _HASH_BYTES :]
-        at = packed.find(one, at + 1)
-    return packed
+    kept = {} if reset else dict.fromkeys(unpack(held))
+    new = unpack(added)
+    for number in (*unpack(removed), *new):
+        kept.pop(number, None)
+    kept.update(dict.fromkeys(new))
+    return pack(kept)[-MAX_HASHES_PER_INSTANCE * _HASH_BYTES :]

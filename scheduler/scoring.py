@@ -94,6 +94,13 @@ class WeightedScorer(Scorer):
             "prefix": -weights.prefix * prefix_tokens / 1000,
         }
 
+    def load(self, instance: Instance) -> float:
+        # What load_parts adds up to, without the dict: this is asked for every heartbeat.
+        weights, load = self.weights, instance.load
+        requests = weights.running * load.running + weights.waiting * load.waiting
+        cost = requests + weights.reserved * instance.reserved.transfers
+        return cost + weights.occupancy * occupancy(instance) if weights.occupancy else cost
+
 
 def available_blocks(instance: Instance) -> int:
     """Blocks that a new transfer may count on.

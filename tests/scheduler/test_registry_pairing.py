@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.errors import NoCapacity, StaleEpoch
 from kvxfer.instances import BlockUpdate, InstanceState, Load, PublishedBlocks, Role
-from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes
+from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes, pack
 from kvxfer.scheduler.clock import SystemClock
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import Registry
@@ -75,6 +75,15 @@ async def test_only_the_newest_blocks_are_kept(fleet):
     assert await choose(fleet.registry) == ("q", 32), "the second is still there"
     await fleet.registry.publish_blocks("q", epochs["q"], update((5000,)))
     assert await choose(fleet.registry) == ("p", 0)
+
+
+async def test_hash_is_only_taken_out_where_it_begins(fleet):
+    """The bytes of 1 and 512, side by side, have those of 256 across their border."""
+    epochs = await join_three(fleet)
+    assert pack([256]) in pack([1, 512])
+    await fleet.registry.publish_blocks("q", epochs["q"], update((1, 512)))
+    assert (await fleet.registry.publish_blocks("q", epochs["q"], update((), (256,)))).held == 2
+    assert await choose(fleet.registry, (1, 512)) == ("q", 32)
 
 
 async def test_blocks_go_with_the_lease(fleet):

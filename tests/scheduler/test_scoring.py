@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from itertools import product
 
 import pytest
 
 from kvxfer.instances import Instance, Load
-from kvxfer.scheduler.pair_index import choose_pair
+from kvxfer.prefix_hashes import pack
+from kvxfer.scheduler.pair_index import PairIndex, choose_pair
+from kvxfer.scheduler.pairing import fabric_steps, kind_of
 from kvxfer.scheduler.scoring import Scorer, WeightedScorer, Weights
+from kvxfer.scheduler.topology import distance, place_of
 from kvxfer.transfers import Score, TransferRequest
 
 from .test_pair_index import at
@@ -114,6 +118,8 @@ def test_parts_add_up_to_the_cost(seed):
             for role in ("prefill", "decode")
             for number in range(3)
         ]
+        for one in fleet:
+            assert scorer.load(one) == pytest.approx(sum(scorer.load_parts(one).values()))
         score = choose_pair(fleet, TransferRequest(explain=True), scorer=scorer).score
         assert score is not None
         parts = [*score.prefill.values(), *score.decode.values(), *score.pair.values()]
@@ -149,3 +155,48 @@ def test_third_party_scorer_ranks_by_what_it_likes():
 def test_weight_that_would_upset_the_order_is_refused(weight):
     with pytest.raises(ValueError, match=r"distance is .*; write 0 to 1000000"):
         Weights(distance=weight)
+
+
+@pytest.mark.parametrize("seed", [random.randrange(2**32)])
+def test_no_pair_costs_less_than_the_chosen_one_whatever_the_weights(seed):
+    """Against the slow way: add up every pair, with loads, places, fabrics and cached prefixes."""
+    source = random.Random(seed)
+    hashes = tuple(range(100, 130))
+    for _ in range(200):
+        weights = {name: source.choice([0, 0.3, 1, 5]) for name in Weights.__struct_fields__}
+        scorer = WeightedScorer(Weights(**weights))
+        fleet = {
+            f"i{number}": at(
+                f"i{number}",
+                source.choice(["prefill", "decode", "both"]),
+                f"{source.choice('xy')}/{source.choice('xy')}",
+                running=source.randrange(4),
+                fabrics=source.choice([("tcp",), ("verbs", "tcp"), ("ofi", "verbs", "tcp")]),
+            )
+            for number in range(12)
+        }
+        index = PairIndex(fleet.values(), scorer=scorer)
+        depths = {name: source.choice([0, 0, 3, 30]) for name in fleet}
+        for name, depth in depths.items():
+            index.publish(name, pack(hashes[:depth]), b"", reset=True)
+        costs = {
+            (prefill.instance_id, decode.instance_id): scorer.load(prefill)
+            + scorer.load(decode)
+            + scorer.pair(
+                distance(place_of(prefill.labels), place_of(decode.labels)),
+                fabric_steps(kind_of(prefill), kind_of(decode)),
+                depths[prefill.instance_id] * 100,
+            )
+            for prefill, decode in product(fleet.values(), fleet.values())
+            if prefill is not decode
+            and prefill.role in ("prefill", "both")
+            and decode.role in ("decode", "both")
+        }
+        request = TransferRequest(prefix_hashes=hashes, tokens_per_hash=100, explain=True)
+        if not costs:
+            continue
+        pair = index.choose(request)
+        chosen = costs[pair.prefill.instance_id, pair.decode.instance_id]
+        assert chosen == pytest.approx(min(costs.values()))
+        assert pair.score is not None
+        assert pair.score.cost == pytest.approx(chosen)
