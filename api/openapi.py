@@ -13,11 +13,11 @@ from pydantic.json_schema import models_json_schema
 
 from kvxfer.api.access import SECURITY_SCHEME
 from kvxfer.api.schemas.instances import Change, Snapshot
-from kvxfer.api.schemas.problem import Problem
+from kvxfer.api.schemas.problem import LayoutMismatchProblem, Problem
 from kvxfer.api.staleness import DESCRIPTION, HEADER
 
 # Named by responses that FastAPI does not derive from a return type.
-_FURTHER_MODELS = (Change, Snapshot, Problem)
+_FURTHER_MODELS = (Change, Snapshot, Problem, LayoutMismatchProblem)
 
 
 def describe(app: FastAPI) -> dict[str, Any]:

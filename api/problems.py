@@ -54,6 +54,8 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     ControlPlaneUnavailable: 503,
     ScalingFailed: 502,
 }
+# Errors whose problem documents have a model of their own.
+_MODEL: Final[dict[type[KvxferError], str]] = {LayoutMismatch: "LayoutMismatchProblem"}
 # Members of an error that documentation can show; answers carry the real ones.
 _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
     InvalidArgument: {
@@ -167,11 +169,13 @@ def responses(*errors: type[KvxferError]) -> dict[int | str, dict[str, Any]]:
 
 
 def _response(errors: Sequence[type[KvxferError]]) -> dict[str, Any]:
+    models = dict.fromkeys(_MODEL.get(error, "Problem") for error in errors)
+    schemas = [{"$ref": f"#/components/schemas/{model}"} for model in models]
     return {
         "description": " or ".join(error.code for error in errors),
         "content": {
             MEDIA_TYPE: {
-                "schema": {"$ref": "#/components/schemas/Problem"},
+                "schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas},
                 "examples": {error.code: {"value": _example(error)} for error in errors},
             }
         },

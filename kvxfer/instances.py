@@ -116,6 +116,27 @@ class Lease:
     """How long a worker that is drained may still take; None where nobody has asked it to."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockUpdate:
+    """What changed about the KV blocks that an instance has cached, as 64-bit hashes."""
+
+    added: tuple[int, ...] = ()
+    """The newest last. Hashes that were there already count as new."""
+    removed: tuple[int, ...] = ()
+    reset: bool = False
+    """Whether `added` is all there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedBlocks:
+    """The answer to a BlockUpdate."""
+
+    held: int
+    """How many hashes of the instance the control plane has now."""
+    capacity: int
+    """How many it keeps: the newest."""
+
+
 class ChangeCause(StrEnum):
     """Why an instance changed."""
 

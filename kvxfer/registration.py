@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
+from kvxfer.cached_blocks import CachedBlocks
 from kvxfer.client import ControlPlaneClient, calls
 from kvxfer.errors import (
     ControlPlaneUnavailable,
@@ -39,6 +40,7 @@ class Registration:
     registration: the first one, and each later one after a lease was lost, which happens when this
     process was frozen for longer than its lease or the control plane forgot it. `on_role` is called
     with the role that an operator gives this instance; it keeps that role over a lost lease.
+    What `cached` has to tell is published after each heartbeat.
 
     While the control plane is away the worker keeps working, and is back in the fleet within one
     heartbeat interval of its return.
@@ -57,6 +59,7 @@ class Registration:
         load: Callable[[], Load] | None = None,
         on_epoch: Callable[[int], None] | None = None,
         on_role: Callable[[Role], None] | None = None,
+        cached: CachedBlocks | None = None,
         patience: float = 10.0,
     ) -> None:
         self._client = client
@@ -65,6 +68,7 @@ class Registration:
         self._load = load
         self._on_epoch = on_epoch
         self._on_role = on_role
+        self._cached = cached
         self._patience = patience
         self._incarnation = uuid.uuid4().hex
         self._lease: Lease | None = None
@@ -144,6 +148,7 @@ class Registration:
             try:
                 async with asyncio.timeout(max(self._interval, _RETRY_SECONDS)):
                     await self._renew()
+                    await self._publish_cached()
             except TimeoutError:
                 self._note_trouble(f"no answer from {self._client.url} in {self._interval} s")
             except KvxferError as error:
@@ -206,6 +211,19 @@ class Registration:
                 _log.warning("%s", error)
                 self._lease = None
         await self._register()
+
+    async def _publish_cached(self) -> None:
+        update = None if self._cached is None else self._cached.take(self._epoch)
+        if self._cached is None or update is None:
+            return
+        try:
+            await self._client.send(
+                calls.publish_blocks(self.instance_id, self._epoch, update),
+                deadline=_STEP_SECONDS,
+            )
+        except BaseException:
+            self._cached.lost()
+            raise
 
     async def _register(self) -> None:
         # A lease begins as joining or ready; what comes after is said by a heartbeat.

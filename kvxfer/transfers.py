@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvxfer.instances import Instance
+from kvxfer.kv.layout import Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +21,13 @@ class TransferRequest:
     """How many KV blocks to reserve on each side follows from it; None reserves none."""
     avoid: tuple[str, ...] = ()
     """Ids of instances that do not come into question, as they just failed this request."""
+    prefix_hashes: tuple[int, ...] = ()
+    """Chain hashes of the prompt's beginning (kvxfer.prefix_hashes), at most 256: prefill instances
+    that published them are preferred."""
+    tokens_per_hash: int | None = None
+    """Tokens from one of them to the next; None is the block size of the prefill instance."""
+    explain: bool = False
+    """Whether the transfer is to say why it got its pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +50,23 @@ class Party:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Why a pair was chosen: no other pair that was looked at had less cost."""
+
+    cost: float
+    """The sum of all parts."""
+    prefill: Mapping[str, float]
+    """What the load of the prefill instance costs, by its parts."""
+    decode: Mapping[str, float]
+    pair: Mapping[str, float]
+    """What the two are to each other."""
+    distance: int
+    """0 on one NUMA node, 1 on one host, 2 in one rack, 3 in one zone, 4 beyond."""
+    prefix_tokens: int
+    """Tokens of the prompt that prefill is taken to have in its cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
     """An open transfer: a pair that is reserved for one request until `expires_at`.
 
@@ -57,6 +83,8 @@ class Transfer:
     decode_blocks: int
     created_at: float
     expires_at: float
+    score: Score | None = None
+    """Why this pair, where the request asked for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +100,27 @@ class OpenedTransfer(Transfer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCopy:
+    """What of one block of one layer moves from a part of prefill's to a part of decode's."""
+
+    prefill_part: Part
+    decode_part: Part
+    runs: int
+    """Ranges of contiguous bytes."""
+    bytes: int
+    """Over all runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLayer:
+    """Which layer goes where; each side counts from 0 on its own rank."""
+
+    prefill_layer: int
+    decode_layer: int
+    copies: tuple[PlannedCopy, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSummary:
     """What moves per block of a pair."""
 
@@ -83,6 +132,8 @@ class PlanSummary:
     prefill_block_size: int
     """Tokens per block."""
     decode_block_size: int
+    layer_map: tuple[PlannedLayer, ...]
+    """One for each of `layers`, in the order in which they move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

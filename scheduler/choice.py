@@ -8,6 +8,7 @@ from kvxfer.errors import NotBuilt
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
 from kvxfer.scheduler.scaling.leader import Leader, OnlyReplica
+from kvxfer.scheduler.scoring import Scorer
 
 EMBEDDED: Final = "embedded"
 
@@ -17,13 +18,13 @@ _ROUNDS_PER_TERM: Final = 3
 _TIMEOUT: Final = 2.0
 
 
-def make_registry(url: str, policy: LeasePolicy) -> Registry:
+def make_registry(url: str, policy: LeasePolicy, scorer: Scorer | None = None) -> Registry:
     """The embedded registry for `embedded`, else the one in Redis.
 
     Raises InvalidArgument and NotBuilt.
     """
     if url == EMBEDDED:
-        return EmbeddedRegistry(policy)
+        return EmbeddedRegistry(policy, scorer=scorer)
     try:
         from kvxfer.scheduler.redis_registry import RedisRegistry
     except ModuleNotFoundError as error:
@@ -32,7 +33,7 @@ def make_registry(url: str, policy: LeasePolicy) -> Registry:
         raise NotBuilt(
             "a registry in Redis needs redis, which is not installed: pip install 'kvxfer[server]'"
         ) from error
-    return RedisRegistry(url, policy)
+    return RedisRegistry(url, policy, scorer=scorer)
 
 
 def make_leader(url: str, *, interval: float) -> Leader:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 from kvxfer.instances import (
+    BlockUpdate,
     Change,
     ChangeCause,
     Instance,
@@ -16,15 +17,18 @@ from kvxfer.instances import (
     InstanceState,
     Lease,
     Load,
+    PublishedBlocks,
     Role,
     Snapshot,
 )
+from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
 from kvxfer.scheduler import refusals
 from kvxfer.scheduler.clock import Clock, SystemClock
 from kvxfer.scheduler.feed import ChangeFeed
 from kvxfer.scheduler.fleet import Fleet
 from kvxfer.scheduler.pairing import Pair
 from kvxfer.scheduler.registry import LeasePolicy, Registry, Statistics, TransferEnd
+from kvxfer.scheduler.scoring import Scorer
 from kvxfer.transfers import Party, Transfer, TransferRequest
 
 _FEED_CAPACITY: Final = 10_000
@@ -56,11 +60,12 @@ class EmbeddedRegistry(Registry):
         *,
         clock: Clock | None = None,
         feed_capacity: int = _FEED_CAPACITY,
+        scorer: Scorer | None = None,
     ) -> None:
         self._policy = policy or LeasePolicy()
         self._clock = clock or SystemClock()
         self._feed = ChangeFeed(last_id=int(self._clock.unix() * 1e6), capacity=feed_capacity)
-        self._fleet = Fleet()
+        self._fleet = Fleet(scorer)
         self._holders: dict[str, _Holder] = {}
         # One entry per instance and transfer; a renewed lease is put back when its turn comes.
         self._expiries: list[_Expiry] = []
@@ -140,6 +145,16 @@ class EmbeddedRegistry(Registry):
         if after.state is not before.state:
             self._publish(ChangeCause.STATE_CHANGED, after)
         return self._lease(after)
+
+    async def publish_blocks(
+        self, instance_id: str, epoch: int, update: BlockUpdate
+    ) -> PublishedBlocks:
+        self._begin()
+        self._living(instance_id, epoch)
+        held = self._fleet.publish(
+            instance_id, pack(update.added), pack(update.removed), reset=update.reset
+        )
+        return PublishedBlocks(held=held, capacity=MAX_HASHES_PER_INSTANCE)
 
     async def deregister(self, instance_id: str, epoch: int) -> None:
         self._begin()

@@ -9,17 +9,18 @@ from dataclasses import replace
 from kvxfer.instances import Instance, InstanceState, Reserved, Role
 from kvxfer.scheduler.pair_index import PairIndex
 from kvxfer.scheduler.pairing import Pair
+from kvxfer.scheduler.scoring import Scorer
 from kvxfer.transfers import Transfer, TransferRequest
 
 
 class Fleet:
     """Belongs to one event loop. What an instance has reserved follows from its transfers."""
 
-    def __init__(self) -> None:
+    def __init__(self, scorer: Scorer | None = None) -> None:
         self._instances: dict[str, Instance] = {}
         self._transfers: dict[str, Transfer] = {}
         self._held: dict[str, set[str]] = {}
-        self._index = PairIndex()
+        self._index = PairIndex(scorer=scorer)
 
     def get(self, instance_id: str) -> Instance | None:
         return self._instances.get(instance_id)
@@ -57,6 +58,10 @@ class Fleet:
         self._index.remove(instance_id)
         del self._held[instance_id]
         return self._instances.pop(instance_id)
+
+    def publish(self, instance_id: str, added: bytes, removed: bytes, *, reset: bool) -> int:
+        """As PrefixIndex.publish."""
+        return self._index.publish(instance_id, added, removed, reset=reset)
 
     def open(self, transfer: Transfer) -> None:
         """Counts a transfer against both of its instances, where it is not counted already."""

@@ -7,7 +7,7 @@ from kvxfer.instances import Instance, Role
 from kvxfer.kv.plan import TransferPlan, plan_transfer
 from kvxfer.scheduler.pairing import check_pair, common_fabrics
 from kvxfer.scheduler.registry import Registry
-from kvxfer.transfers import Handshake, Party, PlanSummary
+from kvxfer.transfers import Handshake, Party, PlannedCopy, PlannedLayer, PlanSummary
 
 
 async def shake_hands(registry: Registry, prefill_id: str, decode_id: str) -> Handshake:
@@ -47,4 +47,20 @@ def _summary(plan: TransferPlan) -> PlanSummary:
         bytes_per_block=plan.bytes_per_block,
         prefill_block_size=plan.prefill.block_size,
         decode_block_size=plan.decode.block_size,
+        layer_map=tuple(
+            PlannedLayer(
+                prefill_layer=layer.src_layer,
+                decode_layer=layer.dst_layer,
+                copies=tuple(
+                    PlannedCopy(
+                        prefill_part=copy.src_part,
+                        decode_part=copy.dst_part,
+                        runs=copy.count,
+                        bytes=copy.length * copy.count,
+                    )
+                    for copy in layer.copies
+                ),
+            )
+            for layer in plan.layers
+        ),
     )

@@ -4,44 +4,36 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, TypeAlias
 
 from kvxfer.instances import Instance, InstanceState, Role
 from kvxfer.scheduler.pairing import (
-    SIDES,
-    InstanceLoad,
     Kind,
     Pair,
-    available_blocks,
     blocks_for,
     fabric_steps,
-    instance_load,
     kind_of,
     mismatch_of,
     refusal,
 )
-from kvxfer.scheduler.topology import LABELS, Place, distance, place_of
-from kvxfer.transfers import TransferRequest
+from kvxfer.scheduler.prefix_index import PrefixIndex
+from kvxfer.scheduler.scoring import Scorer, WeightedScorer, available_blocks, occupancy
+from kvxfer.scheduler.shelves import Entry, LoadKey, Shelf, depths, shelves_of, stands
+from kvxfer.scheduler.topology import LABELS, distance, place_of
+from kvxfer.transfers import Score, TransferRequest
 
 # How many of the least loaded prefill instances a choice looks at.
 _PREFILLS: Final = 16
+# Among how many of them it looks for those that have a block which very many have.
+_SIFTED: Final = 256
 
-# (number of the kind, side, the first words of the place) -> loads, ascending.
-_Shelf: TypeAlias = tuple[int, Role, tuple[str, ...]]
 # (cost, used, prefill id, decode id): of two pairs the lesser one is chosen.
-_Weight: TypeAlias = tuple[int, float, str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    instance: Instance
-    kind: int
-    place: Place
-    load: InstanceLoad
-    available: int
+_Weight: TypeAlias = tuple[float, float, str, str]
+# What a pair costs beside both loads, by the distance of the two.
+_Apart: TypeAlias = list[float]
 
 
 @dataclass(slots=True)
@@ -50,37 +42,44 @@ class _Search:
     up already."""
 
     needs: dict[int, int]
+    request: TransferRequest
     avoid: frozenset[str]
-    heads: dict[_Shelf, list[InstanceLoad]] = field(default_factory=dict)
+    depths: dict[str, int] = field(default_factory=dict)
+    """How many of the request's hashes lead to the deepest one that a prefill instance has."""
+    heads: dict[Shelf, list[LoadKey]] = field(default_factory=dict)
+    apart: dict[tuple[int, int], _Apart] = field(default_factory=dict)
 
 
 class PairIndex:
     """Belongs to one event loop. `put` and `remove` cost O(log n) comparisons."""
 
-    def __init__(self, instances: Iterable[Instance] = ()) -> None:
-        self._entries: dict[str, _Entry] = {}
+    def __init__(self, instances: Iterable[Instance] = (), *, scorer: Scorer | None = None) -> None:
+        self._scorer = scorer or WeightedScorer()
+        self._prefixes = PrefixIndex()
+        self._entries: dict[str, Entry] = {}
         self._kinds: dict[Kind, int] = {}
         self._last_kind = 0
         self._of_kind: Counter[int] = Counter()
         # Two kinds that match, by number -> how far down prefill's fabrics the common one is.
         self._matches: dict[tuple[int, int], int] = {}
-        self._shelves: dict[_Shelf, list[InstanceLoad]] = {}
+        self._shelves: dict[Shelf, list[LoadKey]] = {}
         for instance in instances:
             self.put(instance)
 
     def put(self, instance: Instance) -> None:
         """Adds an instance, or takes note that the one with its id changed."""
         before = self._entries.get(instance.instance_id)
-        load = instance_load(instance)
+        load = self._scorer.load(instance), occupancy(instance), instance.instance_id
         if before is not None and before.instance.epoch == instance.epoch:
             kind, place = before.kind, before.place
         else:
             kind, place = self._number(kind_of(instance)), place_of(instance.labels)
-        entry = _Entry(instance, kind, place, load, available_blocks(instance))
-        if before is None or _stands(before) != _stands(entry):
+            self._prefixes.remove(instance.instance_id)
+        entry = Entry(instance, kind, place, load, available_blocks(instance))
+        if before is None or stands(before) != stands(entry):
             if before is not None:
                 self._unshelve(before)
-            for shelf in _shelves_of(entry):
+            for shelf in shelves_of(entry):
                 insort(self._shelves.setdefault(shelf, []), load)
         self._entries[instance.instance_id] = entry
         self._of_kind[kind] += 1
@@ -89,22 +88,25 @@ class PairIndex:
 
     def remove(self, instance_id: str) -> None:
         entry = self._entries.pop(instance_id)
+        self._prefixes.remove(instance_id)
         self._unshelve(entry)
         self._forget(entry.kind)
+
+    def publish(self, instance_id: str, added: bytes, removed: bytes, *, reset: bool) -> int:
+        """As PrefixIndex.publish, for an instance that is here."""
+        return self._prefixes.publish(instance_id, added, removed, reset=reset)
 
     def choose(self, request: TransferRequest) -> Pair:
         """The pair of least cost of two ready instances with one model and layouts that map.
 
-        The cost is what both have running, waiting and reserved, plus their distance in steps
-        (scheduler/topology.py), plus one for each fabric that prefill would rather use: a pair in
-        one rack is taken before one across the zone while it has no more than one request more. Of
-        equal pairs the one with less of its KV cache in use, then the first by id. An instance
-        takes part where the blocks of the prompt are neither reserved by others nor reported as
-        used.
+        The cost is the scorer's (scheduler/scoring.py). Of equal pairs the one with less of its KV
+        cache in use, then the first by id. An instance takes part where the blocks of the prompt
+        are neither reserved by others nor reported as used.
 
-        Looks at the 16 least loaded prefill instances of each kind, and for each at the least
-        loaded decode instance of its NUMA node, host, rack, zone and of all. Raises PromptTooLong
-        where the prompt fits into no cache at all, and NoCapacity with the `reasons` otherwise.
+        Looks at the 16 least loaded prefill instances of each kind and at those that have most of
+        the prompt's prefix (PrefixIndex.longest), and for each at the least loaded decode instance
+        of its NUMA node, host, rack, zone and of all. Raises PromptTooLong where the prompt fits
+        into no cache at all, and NoCapacity with the `reasons` otherwise.
         """
         pair = self.find(request)
         if pair is None:
@@ -120,8 +122,11 @@ class PairIndex:
                 for kind, number in self._kinds.items()
                 if request.model in (None, kind.model)
             },
+            request,
             frozenset(request.avoid),
         )
+        if request.prefix_hashes:
+            search.depths = self._depths_of(search)
         weights = (
             self._least_weight(search, ours, theirs, steps)
             for (ours, theirs), steps in self._matches.items()
@@ -131,7 +136,83 @@ class PairIndex:
         if best is None:
             return None
         prefill, decode = (self._entries[instance_id].instance for instance_id in best[2:])
-        return Pair(prefill, decode, blocks_for(prefill, request), blocks_for(decode, request))
+        return Pair(
+            prefill,
+            decode,
+            blocks_for(prefill, request),
+            blocks_for(decode, request),
+            score=self._score(search, *best[2:]) if request.explain else None,
+        )
+
+    def _score(self, search: _Search, prefill_id: str, decode_id: str) -> Score:
+        prefill, decode = self._entries[prefill_id], self._entries[decode_id]
+        steps = self._matches[prefill.kind, decode.kind]
+        apart, tokens = distance(prefill.place, decode.place), self._tokens(search, prefill_id)
+        scorer = self._scorer
+        return Score(
+            cost=prefill.load[0] + decode.load[0] + scorer.pair(apart, steps, tokens),
+            prefill=dict(scorer.load_parts(prefill.instance)),
+            decode=dict(scorer.load_parts(decode.instance)),
+            pair=dict(scorer.pair_parts(apart, steps, tokens)),
+            distance=apart,
+            prefix_tokens=tokens,
+        )
+
+    def _depths_of(self, search: _Search) -> dict[str, int]:
+        """What the least loaded prefill instances, and those that have most, have of the prefix."""
+        kinds = sorted({ours for ours, _ in self._matches if ours in search.needs})
+
+        def least_loaded(count: int) -> Iterator[str]:
+            for kind in kinds:
+                fitting = self._fitting(search, (kind, Role.PREFILL, ()))
+                yield from (name for _, _, name in islice(fitting, count))
+
+        def takes_part(name: str) -> bool:
+            entry = self._entries[name]
+            return (
+                name not in search.avoid
+                and entry.instance.state is InstanceState.READY
+                and entry.instance.role.serves(Role.PREFILL)
+                and entry.available >= search.needs.get(entry.kind, entry.available + 1)
+            )
+
+        return self._prefixes.longest(
+            search.request.prefix_hashes,
+            asked=list(least_loaded(_PREFILLS)),
+            least_loaded=lambda: least_loaded(_SIFTED),
+            takes_part=takes_part,
+        )
+
+    def _tokens(self, search: _Search, name: str) -> int:
+        """Tokens of the prompt that an instance is taken to have in its cache."""
+        depth, request = search.depths.get(name, 0), search.request
+        if not depth:
+            return 0
+        each = request.tokens_per_hash or self._entries[name].instance.layout.block_size
+        return min(depth * each, request.prompt_tokens or depth * each)
+
+    def _apart(self, search: _Search, steps: int, tokens: int) -> _Apart:
+        costs = search.apart.get((steps, tokens))
+        if costs is None:
+            costs = [self._scorer.pair(apart, steps, tokens) for apart in range(len(LABELS) + 1)]
+            search.apart[steps, tokens] = costs
+        return costs
+
+    def _prefills(
+        self, search: _Search, ours: int, steps: int
+    ) -> Sequence[tuple[float, LoadKey, _Apart]]:
+        """The prefill instances to look at, by what a pair with them costs at least but for the
+        load of decode."""
+        loads = list(islice(self._fitting(search, (ours, Role.PREFILL, ())), _PREFILLS))
+        least = {load[2] for load in loads}
+        cached = (self._entries[name] for name in search.depths if name not in least)
+        loads += [entry.load for entry in cached if entry.kind == ours]
+        found = []
+        for load in loads:
+            apart = self._apart(search, steps, self._tokens(search, load[2]))
+            found.append((load[0] + apart[0], load, apart))
+        found.sort(key=lambda item: item[:2])
+        return found
 
     def _least_weight(self, search: _Search, ours: int, theirs: int, steps: int) -> _Weight | None:
         """That of the best pair of these two kinds."""
@@ -140,37 +221,34 @@ class PairIndex:
             return None
         least = everywhere[0]
         best: _Weight | None = None
-        prefills = self._fitting(search, (ours, Role.PREFILL, ()))
-        for requests, used, name in islice(prefills, _PREFILLS):
-            # No pair with this prefill instance or one after it can weigh less than this.
-            bound = (requests + least[0] + steps, used + least[1], name, "")
-            if best is not None and bound > best:
-                break
+        for floor, (load, used, name), apart in self._prefills(search, ours, steps):
+            # No pair with this prefill instance can weigh less than this.
+            if best is not None and (floor + least[0], used + least[1], name, "") > best:
+                continue
             place, nearest = self._entries[name].place, 0
-            for depth in _depths(place):
-                floor = requests + least[0] + nearest + steps
-                if best is not None and nearest and floor >= best[0]:
+            for depth in depths(place):
+                if best is not None and nearest and load + least[0] + apart[nearest] >= best[0]:
                     break  # whoever is farther costs no less
                 heads = self._heads(search, (theirs, Role.DECODE, place[:depth]))
                 nearest = len(LABELS) - depth + 1
                 decode = next((head for head in heads if head[2] != name), None)
                 if decode is None:
                     continue
-                apart = distance(place, self._entries[decode[2]].place)
-                cost = requests + decode[0] + apart + steps
+                steps_apart = distance(place, self._entries[decode[2]].place)
+                cost = load + decode[0] + apart[steps_apart]
                 weight = (cost, used + decode[1], name, decode[2])
                 if best is None or weight < best:
                     best = weight
         return best
 
-    def _heads(self, search: _Search, shelf: _Shelf) -> list[InstanceLoad]:
+    def _heads(self, search: _Search, shelf: Shelf) -> list[LoadKey]:
         """The first two that fit: two, as the first may be the prefill instance itself."""
         heads = search.heads.get(shelf)
         if heads is None:
             heads = search.heads[shelf] = list(islice(self._fitting(search, shelf), 2))
         return heads
 
-    def _fitting(self, search: _Search, shelf: _Shelf) -> Iterator[InstanceLoad]:
+    def _fitting(self, search: _Search, shelf: Shelf) -> Iterator[LoadKey]:
         """Whose blocks for the prompt are neither reserved by others nor reported as used."""
         need, entries, avoid = search.needs[shelf[0]], self._entries, search.avoid
         return (
@@ -201,41 +279,16 @@ class PairIndex:
                 pair: steps for pair, steps in self._matches.items() if number not in pair
             }
 
-    def _unshelve(self, entry: _Entry) -> None:
-        for shelf in _shelves_of(entry):
+    def _unshelve(self, entry: Entry) -> None:
+        for shelf in shelves_of(entry):
             loads = self._shelves[shelf]
             del loads[bisect_left(loads, entry.load)]
             if not loads:
                 del self._shelves[shelf]
 
 
-def choose_pair(instances: Iterable[Instance], request: TransferRequest) -> Pair:
+def choose_pair(
+    instances: Iterable[Instance], request: TransferRequest, *, scorer: Scorer | None = None
+) -> Pair:
     """`PairIndex.choose` among these instances."""
-    return PairIndex(instances).choose(request)
-
-
-def _stands(entry: _Entry) -> tuple[object, ...]:
-    """What decides on which shelves an entry stands, and where."""
-    instance = entry.instance
-    return entry.load, instance.state, instance.role, entry.kind, entry.place
-
-
-def _depths(place: Place) -> list[int]:
-    """How many words of the place a shelf goes by, the nearest first; 0 is everywhere.
-
-    A label that is missing makes no shelf: where one instance lacks it, all are taken to.
-    """
-    return [depth for depth in range(len(place), 0, -1) if place[depth - 1]] + [0]
-
-
-def _shelves_of(entry: _Entry) -> Iterator[_Shelf]:
-    if entry.instance.state is not InstanceState.READY:
-        return
-    for side in SIDES:
-        if not entry.instance.role.serves(side):
-            continue
-        if side is Role.PREFILL:
-            yield entry.kind, side, ()
-        else:
-            for depth in _depths(entry.place):
-                yield entry.kind, side, entry.place[:depth]
+    return PairIndex(instances, scorer=scorer).choose(request)

@@ -6,19 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, TypeAlias
+from typing import Final
 
 from kvxfer.errors import LayoutMismatch, NoCapacity, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Role
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.plan import plan_transfer
-from kvxfer.transfers import TransferRequest
+from kvxfer.scheduler.scoring import available_blocks, occupancy
+from kvxfer.transfers import Score, TransferRequest
 
 SIDES: Final = (Role.PREFILL, Role.DECODE)
 _MISMATCHES_TOLD: Final = 3
-
-InstanceLoad: TypeAlias = tuple[int, float, str]
-"""Requests running, waiting and reserved; the share of the KV cache in use; the id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +27,8 @@ class Pair:
     decode: Instance
     prefill_blocks: int
     decode_blocks: int
+    score: Score | None = None
+    """Why this pair, where the request asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,6 @@ class Kind:
 
 def kind_of(instance: Instance) -> Kind:
     return Kind(instance.model, instance.layout, instance.fabrics)
-
-
-def instance_load(instance: Instance) -> InstanceLoad:
-    requests = instance.load.running + instance.load.waiting + instance.reserved.transfers
-    return requests, 1 - available_blocks(instance) / instance.num_blocks, instance.instance_id
 
 
 def fabric_steps(prefill: Kind, decode: Kind) -> int:
@@ -80,16 +75,6 @@ def common_fabrics(prefill: Instance, decode: Instance) -> tuple[str, ...]:
 def blocks_for(instance: Instance, request: TransferRequest) -> int:
     """KV blocks that the prompt takes on the instance; 0 where its length is not known."""
     return instance.layout.blocks_for(request.prompt_tokens or 0)
-
-
-def available_blocks(instance: Instance) -> int:
-    """Blocks that a new transfer may count on.
-
-    A block that is reserved may already be in use too, so the two are not added up.
-    """
-    unreserved = instance.num_blocks - instance.reserved.blocks
-    free = instance.load.free_blocks
-    return unreserved if free is None else min(unreserved, free)
 
 
 def fits(instance: Instance, request: TransferRequest) -> bool:
@@ -182,7 +167,7 @@ def _reasons(
 
 
 def _mismatches(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> list[str]:
-    """One sentence for each two kinds that do not match, about the least loaded of each."""
+    """One sentence for each two kinds that do not match, about the emptiest of each."""
     ours, theirs = ({kind_of(i): i for i in _by_load(side)} for side in (prefills, decodes))
     return [
         f"prefill {prefill.instance_id!r} and decode {decode.instance_id!r} do not match: {said}"
@@ -193,5 +178,5 @@ def _mismatches(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> li
 
 
 def _by_load(instances: Sequence[Instance]) -> list[Instance]:
-    """The most loaded first, so that in a dict the least loaded one of a key stays."""
-    return sorted(instances, key=instance_load, reverse=True)
+    """The fullest first, so that in a dict the emptiest one of a key stays."""
+    return sorted(instances, key=lambda i: (occupancy(i), i.instance_id), reverse=True)

@@ -12,12 +12,14 @@ from enum import StrEnum
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.instances import (
+    BlockUpdate,
     Change,
     Instance,
     InstanceSpec,
     InstanceState,
     Lease,
     Load,
+    PublishedBlocks,
     Role,
     Snapshot,
 )
@@ -109,6 +111,15 @@ class Registry(ABC):
         """Renews the lease. A state that lies behind the current one is ignored; None keeps both.
 
         Raises StaleEpoch where the id does not live under this epoch.
+        """
+
+    @abstractmethod
+    async def publish_blocks(
+        self, instance_id: str, epoch: int, update: BlockUpdate
+    ) -> PublishedBlocks:
+        """Takes note of KV blocks that an instance has cached; they go with its registration.
+
+        It may be repeated. It renews no lease. Raises StaleEpoch.
         """
 
     @abstractmethod

@@ -32,6 +32,7 @@ async def open_transfer(
             decode_blocks=pair.decode_blocks,
             created_at=now,
             expires_at=now + seconds,
+            score=pair.score,
         )
         try:
             await registry.reserve(transfer, seconds=seconds)

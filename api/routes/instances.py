@@ -11,6 +11,7 @@ from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
 from kvxfer.api.records import record_response
 from kvxfer.api.schemas.instances import (
+    BlockUpdate,
     DrainRequest,
     Epoch,
     Heartbeat,
@@ -19,6 +20,7 @@ from kvxfer.api.schemas.instances import (
     InstanceList,
     Lease,
     LiveState,
+    PublishedBlocks,
     RegisterInstance,
     RoleChange,
 )
@@ -106,6 +108,25 @@ async def heartbeat(instance_id: _InstanceId, body: Heartbeat, app: ControlPlane
     )
     app.metrics.heartbeats.inc()
     return record_response(lease)
+
+
+@router.post(
+    "/{instance_id}/blocks",
+    summary="Publish cached blocks",
+    responses=responses(InvalidArgument, StaleEpoch, ControlPlaneUnavailable),
+)
+@allow(Scope.WORKER)
+async def publish_blocks(
+    instance_id: _InstanceId, body: BlockUpdate, app: ControlPlaneDep
+) -> PublishedBlocks:
+    """Says which prefixes a worker has in its KV cache, so that prompts with one of them go to it.
+
+    The newest 1,024 hashes are kept. They go with the lease: after a new registration send all
+    of them with `reset`. This renews no lease.
+    """
+    return PublishedBlocks.model_validate(
+        await app.registry.publish_blocks(instance_id, body.epoch, body.record())
+    )
 
 
 @router.post(

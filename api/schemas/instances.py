@@ -9,6 +9,7 @@ from pydantic.config import JsonDict
 
 from kvxfer import instances as records
 from kvxfer.kv.layout import HeadOrder, KvArrangement, KvLayout
+from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, from_text
 
 InstanceId = Annotated[
     str,
@@ -30,6 +31,15 @@ Epoch = Annotated[
 # Numbers that any language's 32-bit signed integer can hold.
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
+# JSON has no 64-bit numbers.
+BlockHash = Annotated[
+    str,
+    Field(
+        pattern=r"^[0-9a-f]{16}$",
+        description="A 64-bit chain hash, 16 hexadecimal digits: it names a prefix of a prompt.",
+        examples=["9f1c2a7be0d44c5e"],
+    ),
+]
 # What feeds the autoscaler; null where it is not measured.
 Measured = Annotated[float | None, Field(ge=0, le=1e12, allow_inf_nan=False)]
 # What a client may ask for; an instance that is gone is not held any more.
@@ -302,6 +312,42 @@ class Lease(BaseModel):
     drain_seconds: float | None = Field(
         None, description="How long a worker that is drained may still take; null for others."
     )
+
+
+class BlockUpdate(BaseModel):
+    """What changed about the KV blocks that a worker has cached. It may be sent again."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [{"epoch": 1795046400000001, "added": ["9f1c2a7be0d44c5e"], "removed": []}]
+        },
+    )
+
+    epoch: Epoch
+    added: list[BlockHash] = Field(
+        default_factory=list,
+        max_length=MAX_HASHES_PER_INSTANCE,
+        description="The newest last; those that were there already count as new.",
+    )
+    removed: list[BlockHash] = Field(default_factory=list, max_length=MAX_HASHES_PER_INSTANCE)
+    reset: bool = Field(False, description="Whether `added` is all there is.")
+
+    def record(self) -> records.BlockUpdate:
+        return records.BlockUpdate(
+            added=from_text(self.added), removed=from_text(self.removed), reset=self.reset
+        )
+
+
+class PublishedBlocks(BaseModel):
+    """How many block hashes the control plane has of an instance now."""
+
+    model_config = ConfigDict(
+        from_attributes=True, json_schema_extra={"examples": [{"held": 417, "capacity": 1024}]}
+    )
+
+    held: int
+    capacity: int = Field(description="How many it keeps: the newest.")
 
 
 class DrainRequest(BaseModel):

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from dataclasses import fields
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from kvxfer.kv.layout import KvLayout
+
+_COMPARED: Final = ["model", "fabrics", *(field.name for field in fields(KvLayout))]
 
 
 class InvalidMember(BaseModel):
@@ -13,25 +20,40 @@ class InvalidMember(BaseModel):
     message: str
 
 
-class Problem(BaseModel):
-    """What went wrong, with whom, and what to do about it (RFC 9457).
-
-    `code` is the stable name to program against. Members beyond these say more about one code:
-    `field`, `prefill` and `decode` of layout-mismatch; `reasons` of no-capacity; `errors` of
-    invalid-argument; `instance_id`, `epoch` and `lease_remaining_seconds` of instance-exists.
-    """
-
+class _Problem(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     type: str = Field(description="`urn:kvxfer:error:` and the code.")
     title: str
     status: int
     detail: str
-    code: str
     instance: str = Field(description="Path of the request that failed.")
     request_id: str | None = Field(
         None, description="The X-Request-ID of the request, as in the logs."
     )
+
+
+class Problem(_Problem):
+    """What went wrong, with whom, and what to do about it (RFC 9457).
+
+    `code` is the stable name to program against. Members beyond these say more about one code:
+    `reasons` of no-capacity; `errors` of invalid-argument; `instance_id`, `epoch` and
+    `lease_remaining_seconds` of instance-exists.
+    """
+
+    code: str
     field: str | None = Field(None, description="The member that is at fault, where it is one.")
     errors: list[InvalidMember] | None = None
     reasons: list[str] | None = None
+
+
+class LayoutMismatchProblem(_Problem):
+    """Two instances cannot transfer to each other (RFC 9457)."""
+
+    code: Literal["layout-mismatch"]
+    field: str = Field(
+        description="The first thing that cannot be mapped: of the instance, or of its layout.",
+        json_schema_extra={"enum": [*_COMPARED]},
+    )
+    prefill: JsonValue = Field(description="What it is at prefill.")
+    decode: JsonValue = Field(description="What it is at decode.")

@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
 from kvxfer import transfers as records
-from kvxfer.api.schemas.instances import Epoch, InstanceId, PositiveCount
+from kvxfer.api.schemas.instances import BlockHash, Epoch, InstanceId, PositiveCount
+from kvxfer.kv.layout import Part
+from kvxfer.prefix_hashes import MAX_HASHES_PER_REQUEST, from_text
 
 TransferId = Annotated[str, Field(examples=["3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a"])]
 
@@ -35,6 +37,15 @@ _TRANSFER: JsonDict = {
     "decode_blocks": 119,
     "created_at": 1795046460.0,
     "expires_at": 1795046520.0,
+    "score": None,
+}
+_SCORE: JsonDict = {
+    "cost": 4.2,
+    "prefill": {"running": 2.0, "waiting": 1.0, "reserved": 0.0, "occupancy": 0.0},
+    "decode": {"running": 1.0, "waiting": 0.0, "reserved": 0.0, "occupancy": 0.0},
+    "pair": {"distance": 1.0, "fabric": 0.0, "prefix": -0.8},
+    "distance": 1,
+    "prefix_tokens": 1600,
 }
 
 
@@ -61,6 +72,27 @@ class HandshakeRequest(BaseModel):
     decode_id: InstanceId
 
 
+class PlannedCopy(BaseModel):
+    """What of one block of one layer moves from a part of prefill's to a part of decode's."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    prefill_part: Part
+    decode_part: Part
+    runs: int = Field(description="Ranges of contiguous bytes.")
+    bytes: int = Field(description="Over all runs.")
+
+
+class PlannedLayer(BaseModel):
+    """Which layer goes where; each side counts from 0 on its own rank."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    prefill_layer: int
+    decode_layer: int
+    copies: list[PlannedCopy]
+
+
 class PlanSummary(BaseModel):
     """What moves per block of a pair."""
 
@@ -73,6 +105,9 @@ class PlanSummary(BaseModel):
     bytes_per_block: int = Field(description="Bytes that one block takes over all layers.")
     prefill_block_size: int = Field(description="Tokens per block.")
     decode_block_size: int = Field(description="Tokens per block.")
+    layer_map: list[PlannedLayer] = Field(
+        description="One for each of `layers`, in the order in which they move."
+    )
 
 
 class Handshake(BaseModel):
@@ -87,11 +122,26 @@ class Handshake(BaseModel):
                     "decode": _DECODE,
                     "fabrics": ["tcp"],
                     "plan": {
-                        "layers": 28,
-                        "copies_per_block": 56,
-                        "bytes_per_block": 1835008,
+                        "layers": 1,
+                        "copies_per_block": 2,
+                        "bytes_per_block": 65536,
                         "prefill_block_size": 16,
                         "decode_block_size": 16,
+                        "layer_map": [
+                            {
+                                "prefill_layer": 0,
+                                "decode_layer": 0,
+                                "copies": [
+                                    {
+                                        "prefill_part": part,
+                                        "decode_part": part,
+                                        "runs": 1,
+                                        "bytes": 32768,
+                                    }
+                                    for part in ("K", "V")
+                                ],
+                            }
+                        ],
                     },
                 }
             ]
@@ -131,9 +181,46 @@ class TransferRequest(BaseModel):
         (),
         description="Instances that do not come into question, as they just failed this request.",
     )
+    prefix_hashes: list[BlockHash] = Field(
+        default_factory=list,
+        max_length=MAX_HASHES_PER_REQUEST,
+        description=(
+            "Chain hashes of the prompt's beginning, in its order: prefill workers that published "
+            "them are preferred."
+        ),
+    )
+    tokens_per_hash: PositiveCount | None = Field(
+        None, description="Null: the block size of the prefill instance."
+    )
+    explain: bool = Field(False, description="Whether to say in `score` why it is this pair.")
 
     def record(self) -> records.TransferRequest:
-        return records.TransferRequest(**self.model_dump())
+        return records.TransferRequest(
+            request_id=self.request_id,
+            model=self.model,
+            prompt_tokens=self.prompt_tokens,
+            avoid=self.avoid,
+            prefix_hashes=from_text(self.prefix_hashes),
+            tokens_per_hash=self.tokens_per_hash,
+            explain=self.explain,
+        )
+
+
+class Score(BaseModel):
+    """Why a pair was chosen: no other pair that was looked at had less cost."""
+
+    model_config = ConfigDict(from_attributes=True, json_schema_extra={"examples": [_SCORE]})
+
+    cost: float = Field(description="The sum of all parts; the unit is one request in a queue.")
+    prefill: dict[str, float] = Field(description="What the load of the prefill instance costs.")
+    decode: dict[str, float] = Field(description="What the load of the decode instance costs.")
+    pair: dict[str, float] = Field(description="What the two are to each other.")
+    distance: int = Field(
+        description="0 on one NUMA node, 1 on one host, 2 in one rack, 3 in one zone, 4 beyond."
+    )
+    prefix_tokens: int = Field(
+        description="Tokens of the prompt that prefill is taken to have in its cache."
+    )
 
 
 class Transfer(BaseModel):
@@ -152,6 +239,9 @@ class Transfer(BaseModel):
     created_at: float
     expires_at: float = Field(
         description="From then on the ticket is void and the reservation is given back."
+    )
+    score: Score | None = Field(
+        None, description="Why this pair; null where its request had no `explain`."
     )
 
 

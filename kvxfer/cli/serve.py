@@ -52,6 +52,14 @@ def serve(
             show_default="no autoscaler",
         ),
     ] = None,
+    pairing_policy: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML or TOML: which scorer ranks the pairs, and its weights.",
+            show_default="least loaded, near, cached prefix",
+        ),
+    ] = None,
     tokens_file: Annotated[
         Path | None,
         typer.Option(
@@ -128,6 +136,7 @@ def serve(
     from kvxfer.http_listener import bind, is_loopback, url_of
     from kvxfer.logs import configure_logging
     from kvxfer.scheduler.choice import make_leader, make_registry
+    from kvxfer.scheduler.pairing_file import read_pairing_file
     from kvxfer.scheduler.registry import LeasePolicy
     from kvxfer.scheduler.scaling.autoscaler import Autoscaler
     from kvxfer.scheduler.scaling.backends import make_backend
@@ -146,7 +155,8 @@ def serve(
         max_body_bytes=max_body_bytes,
     )
     tls = None if tls_cert is None else ServerTls(tls_cert, tls_key, tls_client_ca)
-    fleet = make_registry(registry, LeasePolicy(lease_seconds))
+    scorer = None if pairing_policy is None else read_pairing_file(pairing_policy)
+    fleet = make_registry(registry, LeasePolicy(lease_seconds), scorer)
     scaling = None if scaling_policy is None else read_scaling_file(scaling_policy)
     listener = bind(host, port)
     if settings.tokens is None and not is_loopback(listener):

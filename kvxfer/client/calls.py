@@ -5,14 +5,24 @@ Nothing here does I/O. `ControlPlaneClient` and `SyncControlPlaneClient` have on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from kvxfer.instances import Instance, InstanceSpec, InstanceState, Lease, Load, Role
+from kvxfer.instances import (
+    BlockUpdate,
+    Instance,
+    InstanceSpec,
+    InstanceState,
+    Lease,
+    Load,
+    PublishedBlocks,
+    Role,
+)
+from kvxfer.prefix_hashes import as_text
 from kvxfer.scaling import ScalePlan
 from kvxfer.transfers import Handshake, OpenedTransfer, Transfer
 
@@ -64,6 +74,17 @@ def heartbeat(
     return Call("PUT", f"{_instance(instance_id)}/heartbeat", _reads(Lease), body)
 
 
+def publish_blocks(instance_id: str, epoch: int, update: BlockUpdate) -> Call[PublishedBlocks]:
+    """Says which KV blocks an instance has cached. Raises StaleEpoch."""
+    body = {
+        "epoch": epoch,
+        "added": as_text(update.added),
+        "removed": as_text(update.removed),
+        "reset": update.reset,
+    }
+    return Call("POST", f"{_instance(instance_id)}/blocks", _reads(PublishedBlocks), body)
+
+
 def deregister(instance_id: str, epoch: int) -> Call[None]:
     """Ends a lease. Raises UnknownInstance or StaleEpoch."""
     return Call("DELETE", _instance(instance_id), _nothing, params={"epoch": epoch})
@@ -111,6 +132,9 @@ def open_transfer(
     model: str | None = None,
     prompt_tokens: int | None = None,
     avoid: Collection[str] = (),
+    prefix_hashes: Sequence[int] = (),
+    tokens_per_hash: int | None = None,
+    explain: bool = False,
 ) -> Call[OpenedTransfer]:
     """Reserves the best pair, each argument as in `TransferRequest`.
 
@@ -120,6 +144,9 @@ def open_transfer(
         "request_id": request_id,
         "model": model,
         "prompt_tokens": prompt_tokens,
+        "prefix_hashes": as_text(prefix_hashes),
+        "tokens_per_hash": tokens_per_hash,
+        "explain": explain,
     }
     if avoid:
         body["avoid"] = list(avoid)

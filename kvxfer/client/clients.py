@@ -120,6 +120,7 @@ class _Client:
 
     register = _Method(calls.register)
     heartbeat = _Method(calls.heartbeat)
+    publish_blocks = _Method(calls.publish_blocks)
     deregister = _Method(calls.deregister)
     instances = _Method(calls.instances)
     instance = _Method(calls.instance)

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from redis.exceptions import RedisError
 
-from kvxfer.scheduler.fleet import Fleet
 from kvxfer.scheduler.redis_registry.link import Link, trouble_of
 from kvxfer.scheduler.redis_registry.mirror import LogBroken, Mirror
 from kvxfer.scheduler.redis_registry.records import decode_change, decode_instance, decode_transfer
@@ -80,13 +79,17 @@ class Follower:
         async with self._client.pipeline(transaction=True) as pipeline:
             for key in ("sequence", "changed"):
                 pipeline.get(f"{self._prefix}:{key}")
-            for key in ("instances", "specs", "transfers"):
+            for key in ("instances", "specs", "blocks", "transfers"):
                 pipeline.hgetall(f"{self._prefix}:{key}")
             pipeline.xrange(f"{self._prefix}:changes")
-            sequence, changed, members, specs, transfers, entries = await pipeline.execute()
-        fleet, changes = Fleet(), []
+            answers = await pipeline.execute()
+        sequence, changed, members, specs, blocks, transfers, entries = answers
+        fleet, changes = self._mirror.empty_fleet(), []
         for number, (instance_id, member) in enumerate(members.items()):
             fleet.put(decode_instance(member, specs[instance_id]))
+            await _give_way(number)
+        for number, (instance_id, packed) in enumerate(blocks.items()):
+            fleet.publish(instance_id.decode(), packed, b"", reset=True)
             await _give_way(number)
         for number, transfer in enumerate(transfers.values()):
             fleet.open(decode_transfer(transfer))

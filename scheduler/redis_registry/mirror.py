@@ -15,6 +15,7 @@ from kvxfer.scheduler.redis_registry.records import (
     decode_transfer,
     id_of,
 )
+from kvxfer.scheduler.scoring import Scorer
 from kvxfer.transfers import Transfer
 
 
@@ -25,14 +26,19 @@ class LogBroken(Exception):
 class Mirror:
     """Belongs to one event loop. Empty until the first `replace`."""
 
-    def __init__(self, *, feed_capacity: int) -> None:
-        self.fleet = Fleet()
+    def __init__(self, *, feed_capacity: int, scorer: Scorer | None = None) -> None:
+        self._scorer = scorer
+        self.fleet = self.empty_fleet()
         self.feed = ChangeFeed(last_id=0, capacity=feed_capacity)
         self.loaded = False
         self.position = 0
         # Opened here before Redis has said so, so that the next choice already counts them.
         self._provisional: set[str] = set()
         self._news = asyncio.Event()
+
+    def empty_fleet(self) -> Fleet:
+        """One to fill and give to `replace`."""
+        return Fleet(self._scorer)
 
     def replace(self, fleet: Fleet, position: int, floor: int, changes: Sequence[Change]) -> None:
         """Holds `fleet` from now on, which is that of the log's record `position`."""
@@ -50,6 +56,8 @@ class Mirror:
                 self._change(decode_change(entry_id, fields))
             case b"beat":
                 self._beat(fields)
+            case b"blocks":
+                self._blocks(fields)
             case b"open":
                 self._open(decode_transfer(fields[b"transfer"]))
             case b"end":
@@ -96,6 +104,14 @@ class Mirror:
                 heartbeat_at=float(fields[b"heartbeat_at"]),
                 load=decode_load(fields[b"load"]) or instance.load,
             )
+        )
+
+    def _blocks(self, fields: Mapping[bytes, bytes]) -> None:
+        self.fleet.publish(
+            fields[b"instance"].decode(),
+            fields[b"added"],
+            fields[b"removed"],
+            reset=fields[b"reset"] == b"1",
         )
 
     def _open(self, transfer: Transfer) -> None:

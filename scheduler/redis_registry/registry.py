@@ -10,16 +10,19 @@ from typing import Final, NoReturn
 
 from kvxfer.errors import ControlPlaneUnavailable, KvxferError
 from kvxfer.instances import (
+    BlockUpdate,
     Change,
     Instance,
     InstanceSpec,
     InstanceState,
     Lease,
     Load,
+    PublishedBlocks,
     Reserved,
     Role,
     Snapshot,
 )
+from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
 from kvxfer.scheduler import refusals
 from kvxfer.scheduler.clock import Clock
 from kvxfer.scheduler.pairing import Pair
@@ -35,6 +38,7 @@ from kvxfer.scheduler.redis_registry.records import (
 from kvxfer.scheduler.redis_registry.scripts import Step
 from kvxfer.scheduler.redis_registry.url import RedisUrl
 from kvxfer.scheduler.registry import LeasePolicy, Registry, Statistics, TransferEnd
+from kvxfer.scheduler.scoring import Scorer
 from kvxfer.transfers import Transfer, TransferRequest
 
 _FEED_CAPACITY: Final = 10_000
@@ -64,12 +68,13 @@ class RedisRegistry(Registry):
         feed_capacity: int = _FEED_CAPACITY,
         log_length: int = _LOG_LENGTH,
         timeout: float = _TIMEOUT,
+        scorer: Scorer | None = None,
     ) -> None:
         self._policy = policy or LeasePolicy()
         self._clock = clock
         self._lengths = (str(log_length), str(feed_capacity))
         self._link = Link(RedisUrl.parse(url), timeout=timeout)
-        self._mirror = Mirror(feed_capacity=feed_capacity)
+        self._mirror = Mirror(feed_capacity=feed_capacity, scorer=scorer)
         self._follower = Follower(self._link, self._mirror, _PREFIX, self._header)
         self._counts: dict[bytes, bytes] = {}
 
@@ -122,6 +127,20 @@ class RedisRegistry(Registry):
             self._lease_micros,
         )
         return self._lease(instance_id, answer)
+
+    async def publish_blocks(
+        self, instance_id: str, epoch: int, update: BlockUpdate
+    ) -> PublishedBlocks:
+        (held,) = await self._take(
+            "blocks",
+            instance_id,
+            str(epoch),
+            "1" if update.reset else "",
+            pack(update.added),
+            pack(update.removed),
+            str(MAX_HASHES_PER_INSTANCE),
+        )
+        return PublishedBlocks(held=int(held), capacity=MAX_HASHES_PER_INSTANCE)
 
     async def deregister(self, instance_id: str, epoch: int) -> None:
         await self._take("deregister", instance_id, str(epoch))

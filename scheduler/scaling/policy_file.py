@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from kvxfer.errors import InvalidArgument, NotBuilt
+from kvxfer.scheduler.documents import convert, read_document
 from kvxfer.scheduler.scaling.policy import ScalingPolicy
 from kvxfer.scheduler.scaling.worker_model import WorkerModel
 
 _NAME: Final = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$"
-_AT: Final = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
 
 
 class ScaleTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,11 +77,7 @@ def read_scaling_file(path: Path) -> ScalingFile:
 
     Raises InvalidArgument that names the file, the member, its value and the remedy.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"the scaling policy {path} cannot be read: {error}") from error
-    return parse_scaling_file(str(path), _parse(path, text))
+    return parse_scaling_file(str(path), read_document(path, "scaling policy"))
 
 
 def read_bundled_policy() -> ScalingFile:
@@ -93,51 +87,5 @@ def read_bundled_policy() -> ScalingFile:
 
 
 def parse_scaling_file(name: str, document: Any) -> ScalingFile:
-    document = {} if document is None else document
-    try:
-        return msgspec.convert(document, ScalingFile)
-    except msgspec.ValidationError as error:
-        raise InvalidArgument(f"{name}: {_sentence(str(error), document)}") from error
-
-
-def _parse(path: Path, text: str) -> Any:
-    if path.suffix == ".toml":
-        try:
-            return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise InvalidArgument(f"{path} is no TOML: {error}") from error
-    try:
-        import yaml
-    except ModuleNotFoundError as error:
-        raise NotBuilt(
-            f"{path} is YAML, which needs PyYAML: pip install 'kvxfer[server]', or write TOML "
-            "into a file whose name ends in .toml"
-        ) from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InvalidArgument(f"{path} is no YAML: {' '.join(str(error).split())}") from error
-
-
-def _sentence(message: str, document: Any) -> str:
-    """msgspec's words with the path in front and the value that is at fault."""
-    found = _AT.match(message)
-    what, path = (found["what"], found["path"]) if found else (message, None)
-    keys = re.findall(r"\.?([^.\[\]]+)", path or "")
-    where = ".".join(keys)
-    if unknown := re.match(r"Object contains unknown field `(.*)`", what):
-        return f"{'.'.join([*keys, unknown[1]])} is not known; docs/scaling.md lists what is"
-    if what.startswith(("Expected", "Invalid")):
-        value = document
-        for key in keys:
-            value = value.get(key) if isinstance(value, Mapping) else _item(value, key)
-        if path == ".backend.kind":
-            what = "write kubernetes or processes"
-        return f"{where or 'the file'} is {value!r}: {what[0].lower()}{what[1:]}"
-    return f"{where}: {what}" if where else what
-
-
-def _item(value: Any, key: str) -> Any:
-    if isinstance(value, list | tuple) and key.isdigit() and int(key) < len(value):
-        return value[int(key)]
-    return None
+    kinds = {".backend.kind": "write kubernetes or processes"}
+    return convert(name, document, ScalingFile, reference="docs/scaling.md", remedies=kinds)

@@ -1,5 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
+import pytest
+
+from kvxfer.api.schemas.problem import LayoutMismatchProblem
+from kvxfer.kv.layout import KvLayout
+from tests.control_plane import LAYOUT
+
 from .conftest import join, problem
 
 
@@ -31,15 +39,49 @@ async def test_pair_that_maps_gets_both_addresses_and_the_plan(api):
             "bytes_per_block": 4096,
             "prefill_block_size": 16,
             "decode_block_size": 16,
+            "layer_map": [
+                {
+                    "prefill_layer": layer,
+                    "decode_layer": layer,
+                    "copies": [
+                        {"prefill_part": part, "decode_part": part, "runs": 1, "bytes": 1024}
+                        for part in ("K", "V")
+                    ],
+                }
+                for layer in range(2)
+            ],
         },
     }
 
 
-async def test_layouts_that_do_not_map_are_refused_by_the_field(api):
+@pytest.mark.parametrize(
+    ("field", "change", "prefill", "decode"),
+    [
+        ("block_size", {"block_size": 32}, 16, 32),
+        ("dtype", {"dtype": "bfloat16"}, "float32", "bfloat16"),
+        ("model", {"model": "qwen"}, "llama", "qwen"),
+        ("fabrics", {"fabrics": ["ofi"]}, ["local", "tcp"], ["ofi"]),
+        ("order", {"layout": replace(LAYOUT, order="HND")}, "NHD", "HND"),
+    ],
+)
+async def test_layouts_that_do_not_map_are_refused_by_the_field(
+    api, field, change, prefill, decode
+):
     await join(api, "p")
-    await join(api, "d", "decode", block_size=32)
+    await join(api, "d", "decode", **change)
     body = problem(await shake(api, "p", "d"), 409, "layout-mismatch")
-    assert (body["field"], body["prefill"], body["decode"]) == ("block_size", 16, 32)
+    assert (body["field"], body["prefill"], body["decode"]) == (field, prefill, decode)
+    assert LayoutMismatchProblem.model_validate(body).field == field
+
+
+async def test_schema_names_every_field_that_may_not_map(api):
+    schema = (await api.get("/openapi.json")).json()
+    refused = schema["paths"]["/v1/handshakes"]["post"]["responses"]["409"]["content"]
+    assert refused["application/problem+json"]["schema"] == {
+        "$ref": "#/components/schemas/LayoutMismatchProblem"
+    }
+    named = schema["components"]["schemas"]["LayoutMismatchProblem"]["properties"]["field"]["enum"]
+    assert named == ["model", "fabrics", *(field.name for field in fields(KvLayout))]
 
 
 async def test_unknown_and_misused_instances_are_named(api):

@@ -284,3 +284,43 @@ async def test_order_that_cannot_be_meant_names_the_member(api, what, body, fiel
     await join(api, "p")
     answer = await api.post(f"/v1/instances/p/{what}", json=body)
     assert problem(answer, 422, "invalid-argument")["field"] == field
+
+
+async def test_published_blocks_draw_prompts_and_the_answer_says_why(api):
+    await join(api, "p")
+    lease = await join(api, "q")
+    await join(api, "d", "decode")
+    blocks = ["000000000000000a", "ffffffffffffffff"]
+    body = {"epoch": lease["epoch"], "added": blocks}
+    answer = await api.post("/v1/instances/q/blocks", json=body)
+    assert (answer.status_code, answer.json()) == (200, {"held": 2, "capacity": 1024})
+    request = {"prefix_hashes": blocks, "explain": True}
+    opened = (await api.post("/v1/transfers", json=request)).json()
+    assert opened["prefill"]["instance_id"] == "q"
+    assert opened["score"] == {
+        "cost": -0.016,
+        "prefill": {"running": 0.0, "waiting": 0.0, "reserved": 0.0, "occupancy": 0.0},
+        "decode": {"running": 0.0, "waiting": 0.0, "reserved": 0.0, "occupancy": 0.0},
+        "pair": {"distance": 0.0, "fabric": 0.0, "prefix": -0.016},
+        "distance": 0,
+        "prefix_tokens": 32,
+    }
+    again = (await api.get(f"/v1/transfers/{opened['transfer_id']}")).json()
+    assert again["score"] == opened["score"]
+    assert (await api.post("/v1/transfers", json={})).json()["score"] is None
+
+
+@pytest.mark.parametrize(
+    "added", [["xyz"], ["0A" * 8], [1], ["00" * 8] * 1025], ids=["short", "case", "number", "many"]
+)
+async def test_hashes_that_are_none_are_refused(api, added):
+    lease = await join(api, "p")
+    body = {"epoch": lease["epoch"], "added": added}
+    refused = problem(await api.post("/v1/instances/p/blocks", json=body), 422, "invalid-argument")
+    assert refused["field"].startswith("added")
+
+
+async def test_blocks_of_another_epoch_are_stale(api):
+    await join(api, "p")
+    answer = await api.post("/v1/instances/p/blocks", json={"epoch": 1})
+    problem(answer, 409, "stale-epoch")

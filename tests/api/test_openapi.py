@@ -17,7 +17,7 @@ from kvxfer.api.routes import handshakes, instances, operations, scale, transfer
 from kvxfer.api.schemas import instances as instance_schemas
 from kvxfer.api.schemas import scale as scale_schemas
 from kvxfer.api.schemas import transfers as transfer_schemas
-from kvxfer.api.schemas.problem import Problem
+from kvxfer.api.schemas.problem import LayoutMismatchProblem, Problem
 from kvxfer.kv.layout import KvLayout
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -75,9 +75,10 @@ def test_operation_has_summary_and_documented_errors(path, method, operation):
         (media_type,) = response["content"]
         assert media_type == "application/problem+json"
         content = response["content"][media_type]
-        assert content["schema"] == {"$ref": "#/components/schemas/Problem"}
         for code, example in content["examples"].items():
-            problem = Problem.model_validate(example["value"])
+            model = LayoutMismatchProblem if code == "layout-mismatch" else Problem
+            assert content["schema"] == {"$ref": f"#/components/schemas/{model.__name__}"}
+            problem = model.model_validate(example["value"])
             assert (problem.code, problem.status) == (code, int(status))
             assert problem.detail
 
@@ -116,6 +117,10 @@ def test_bodies_have_examples():
         (transfer_schemas.Party, transfer_records.Party),
         (transfer_schemas.Transfer, transfer_records.Transfer),
         (transfer_schemas.OpenedTransfer, transfer_records.OpenedTransfer),
+        (transfer_schemas.Score, transfer_records.Score),
+        (instance_schemas.PublishedBlocks, instance_records.PublishedBlocks),
+        (transfer_schemas.PlannedCopy, transfer_records.PlannedCopy),
+        (transfer_schemas.PlannedLayer, transfer_records.PlannedLayer),
         (transfer_schemas.PlanSummary, transfer_records.PlanSummary),
         (transfer_schemas.Handshake, transfer_records.Handshake),
         (scale_schemas.ScalePlan, scale_records.ScalePlan),

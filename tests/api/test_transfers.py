@@ -40,6 +40,7 @@ async def test_transfer_names_the_pair_and_carries_a_ticket_for_exactly_it(api, 
         "decode_blocks": 3,
         "created_at": clock.unix(),
         "expires_at": clock.unix() + 30,
+        "score": None,
     }
     assert verify_ticket(ticket, CLUSTER_KEY, now=clock.unix()) == Ticket(
         transfer_id=body["transfer_id"],

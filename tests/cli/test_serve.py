@@ -279,3 +279,23 @@ def test_missing_server_extra_names_its_install_command():
     assert ended.returncode == 1
     assert "[not-built]" in ended.stderr
     assert "pip install 'kvxfer[server]'" in " ".join(ended.stderr.split())
+
+
+def test_pairing_policy_decides_and_a_bad_one_keeps_serve_from_starting(tmp_path):
+    policy = tmp_path / "pairing.toml"
+    policy.write_text("[weights]\nrunning = 7\n")
+    with serving("--port", "0", "--json", "--pairing-policy", str(policy)) as process:
+        url = json.loads(first_line(process))["url"]
+        with httpx.Client(base_url=url, trust_env=False) as client:
+            for name, role in (("p", "prefill"), ("d", "decode")):
+                body = {**WORKER, "instance_id": name, "role": role, "state": "ready"}
+                lease = client.post("/v1/instances", json=body).json()
+            beat = {"epoch": lease["epoch"], "load": {"running": 2}}
+            client.put("/v1/instances/d/heartbeat", json=beat).raise_for_status()
+            opened = client.post("/v1/transfers", json={"explain": True}).json()
+            assert opened["score"]["decode"]["running"] == 14.0
+    policy.write_text("[weights]\nrunning = -7\n")
+    key = CLUSTER_KEY.decode()
+    ended = run("--port", "0", "--pairing-policy", str(policy), KVXFER_CLUSTER_KEY=key)
+    assert ended.returncode == 1
+    assert "running is -7.0; write 0 to 1000000" in " ".join(ended.stderr.split())

@@ -10,7 +10,8 @@ import pytest
 from kvxfer.errors import LayoutMismatch, NoCapacity, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Load, Reserved
 from kvxfer.scheduler.pair_index import choose_pair
-from kvxfer.scheduler.pairing import available_blocks, check_pair, common_fabrics
+from kvxfer.scheduler.pairing import check_pair, common_fabrics
+from kvxfer.scheduler.scoring import available_blocks
 from kvxfer.transfers import TransferRequest
 from tests.control_plane import worker
 

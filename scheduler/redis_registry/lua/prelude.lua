@@ -6,6 +6,7 @@
 -- instances   hash     id -> msgpack of the member: epoch, state, role, incarnation, load, reserved,
 --                      times
 -- specs       hash     id -> what the worker registered, as JSON
+-- blocks      hash     id -> the hashes of the blocks it has cached, eight bytes each, the newest last
 -- transfers   hash     id -> msgpack of the transfer
 -- held:ID     set      the transfers of one instance
 -- expiries    sorted   'i' and an instance's id, or 't' and a transfer's, by the time it runs out
@@ -21,6 +22,7 @@
 
 local PREFIX = KEYS[1]
 local INSTANCES, SPECS = PREFIX .. ':instances', PREFIX .. ':specs'
+local BLOCKS = PREFIX .. ':blocks'
 local TRANSFERS, HELD = PREFIX .. ':transfers', PREFIX .. ':held:'
 local EXPIRIES, COUNTS = PREFIX .. ':expiries', PREFIX .. ':counts'
 local SEQUENCE, CHANGED = PREFIX .. ':sequence', PREFIX .. ':changed'
@@ -116,6 +118,7 @@ local function remove(id, cause)
   change(cause, id, member)
   redis.call('HDEL', INSTANCES, id)
   redis.call('HDEL', SPECS, id)
+  redis.call('HDEL', BLOCKS, id)
   redis.call('ZREM', EXPIRIES, 'i' .. id)
 end
 

@@ -1,0 +1,50 @@
+"""Hashes that name the prefixes of a prompt, so that cached KV blocks can be found by them."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+MAX_HASHES_PER_REQUEST: Final = 256
+MAX_HASHES_PER_INSTANCE: Final = 1024
+"""The newest ones stay."""
+
+_HASH_BYTES: Final = 8
+
+
+def chain_hashes(tokens: Sequence[int], tokens_per_hash: int, *, salt: str = "") -> tuple[int, ...]:
+    """One 64-bit hash per full block of tokens, each over the one before it and its own tokens.
+
+    So a hash names the whole prefix up to its block, as vLLM's block hashes do. `salt` is what else
+    decides on the KV cache, above all the model, then adapters. The control plane never computes a
+    hash: any other 64-bit chain hash will do where all workers of a model and the routers share it.
+    """
+    parent = hashlib.blake2b(salt.encode(), digest_size=_HASH_BYTES).digest()
+    hashes = []
+    for end in range(tokens_per_hash, len(tokens) + 1, tokens_per_hash):
+        block = tokens[end - tokens_per_hash : end]
+        content = parent + struct.pack(f"<{tokens_per_hash}q", *block)
+        parent = hashlib.blake2b(content, digest_size=_HASH_BYTES).digest()
+        hashes.append(int.from_bytes(parent, "big"))
+    return tuple(hashes)
+
+
+def as_text(hashes: Iterable[int]) -> list[str]:
+    """As the REST API has them: 16 hexadecimal digits, as JSON has no 64-bit numbers."""
+    return [f"{number:016x}" for number in hashes]
+
+
+def from_text(texts: Iterable[str]) -> tuple[int, ...]:
+    return tuple(int(text, 16) for text in texts)
+
+
+def pack(hashes: Iterable[int]) -> bytes:
+    """Eight bytes each, without those that come twice."""
+    distinct = tuple(dict.fromkeys(hashes))
+    return struct.pack(f">{len(distinct)}Q", *distinct)
+
+
+def unpack(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f">{len(packed) // _HASH_BYTES}Q", packed)

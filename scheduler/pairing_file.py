@@ -1,0 +1,74 @@
+"""The pairing file: which scorer ranks the pairs, and how it is set."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.scheduler.documents import convert, read_document
+from kvxfer.scheduler.scoring import Scorer, WeightedScorer, Weights
+
+ENTRY_POINTS: Final = "kvxfer.scorers"
+_WEIGHTED: Final = "weighted"
+_REFERENCE: Final = "docs/pairing.md"
+
+
+class PairingFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    scorer: str = _WEIGHTED
+    """`weighted`, or the name of an entry point of the group `kvxfer.scorers`."""
+    weights: Weights = Weights()
+    """Of the scorer `weighted`."""
+    options: dict[str, Any] = {}
+    """Of any other scorer: the keyword arguments that it is made with."""
+
+
+def read_pairing_file(path: Path) -> Scorer:
+    """The scorer that the file asks for.
+
+    Raises InvalidArgument that names the file, the member, its value and the remedy.
+    """
+    return parse_pairing_file(str(path), read_document(path, "pairing policy"))
+
+
+def parse_pairing_file(name: str, document: Any) -> Scorer:
+    file = convert(name, document, PairingFile, reference=_REFERENCE)
+    if file.scorer == _WEIGHTED:
+        if file.options:
+            raise InvalidArgument(
+                f"{name}: options is {file.options!r}, but the scorer 'weighted' has none; write "
+                "weights"
+            )
+        return WeightedScorer(file.weights)
+    if file.weights != Weights():
+        raise InvalidArgument(
+            f"{name}: weights are those of the scorer 'weighted', and scorer is {file.scorer!r}; "
+            "write options"
+        )
+    return _third_party(name, file)
+
+
+def _third_party(name: str, file: PairingFile) -> Scorer:
+    found = entry_points(group=ENTRY_POINTS)
+    if file.scorer not in found.names:
+        known = ", ".join(sorted({_WEIGHTED, *found.names}))
+        raise InvalidArgument(
+            f"{name}: scorer is {file.scorer!r}, which no installed package has as an entry point "
+            f"of the group {ENTRY_POINTS!r}; choose one of {known}"
+        )
+    try:
+        scorer = found[file.scorer].load()(**file.options)
+    except Exception as error:
+        raise InvalidArgument(
+            f"{name}: the scorer {file.scorer!r} cannot be made with options {file.options!r} "
+            f"({type(error).__name__}: {error}); see its own documentation"
+        ) from error
+    if not isinstance(scorer, Scorer):
+        raise InvalidArgument(
+            f"{name}: the scorer {file.scorer!r} gave a {type(scorer).__name__}; it has to be a "
+            "kvxfer.scheduler.scoring.Scorer"
+        )
+    return scorer

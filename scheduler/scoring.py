@@ -1,0 +1,117 @@
+"""What a pair costs: of two pairs the one of less cost is chosen."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import msgspec
+
+from kvxfer.instances import Instance
+
+
+class Scorer(ABC):
+    """The cost of a pair is the load of each instance plus what the two are to each other.
+
+    All numbers are finite and follow from the arguments alone: every replica of the control plane
+    comes to the same ones. `pair_parts` sums to no less where the distance is greater; the search
+    skips far instances because of that. Models, layouts and free blocks are no matter of cost: a
+    pair that does not match is none.
+    """
+
+    @abstractmethod
+    def load_parts(self, instance: Instance) -> Mapping[str, float]:
+        """What speaks against an instance by itself, whichever side it takes."""
+
+    @abstractmethod
+    def pair_parts(
+        self, distance: int, fabric_steps: int, prefix_tokens: int
+    ) -> Mapping[str, float]:
+        """What speaks against a pair.
+
+        Its distance in steps (scheduler/topology.py), how many fabrics prefill would rather use,
+        and, with a negative part, how many tokens of the prompt prefill has in its cache.
+        """
+
+    def load(self, instance: Instance) -> float:
+        """The sum of `load_parts`; asked once per heartbeat."""
+        return sum(self.load_parts(instance).values())
+
+    def pair(self, distance: int, fabric_steps: int, prefix_tokens: int) -> float:
+        """The sum of `pair_parts`; asked some dozen times per request."""
+        return sum(self.pair_parts(distance, fabric_steps, prefix_tokens).values())
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What each thing costs. The unit is one request in a queue."""
+
+    running: float = 1.0
+    """One request that is computed."""
+    waiting: float = 1.0
+    """One request that is queued."""
+    reserved: float = 1.0
+    """One transfer that was opened and not released: it is on its way, or under way."""
+    occupancy: float = 0.0
+    """A KV cache that is full; one that is half full costs half. With 0 it only decides between
+    pairs of equal cost."""
+    distance: float = 1.0
+    """One step between the two: NUMA node, host, rack, zone."""
+    fabric: float = 1.0
+    """One fabric that prefill would rather use than the best one in common."""
+    prefix: float = 0.5
+    """1,000 tokens of the prompt that prefill has in its cache make a pair cheaper by this much:
+    a request in a queue is taken to be one of 2,000 tokens."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            weight = getattr(self, name)
+            if not 0 <= weight <= 1e6:
+                raise ValueError(f"{name} is {weight}; write 0 to 1000000")
+
+
+class WeightedScorer(Scorer):
+    """The sum of all things by their weights."""
+
+    def __init__(self, weights: Weights | None = None) -> None:
+        self.weights = weights or Weights()
+
+    def load_parts(self, instance: Instance) -> Mapping[str, float]:
+        weights, load = self.weights, instance.load
+        return {
+            "running": weights.running * load.running,
+            "waiting": weights.waiting * load.waiting,
+            "reserved": weights.reserved * instance.reserved.transfers,
+            "occupancy": weights.occupancy * occupancy(instance),
+        }
+
+    def pair_parts(
+        self, distance: int, fabric_steps: int, prefix_tokens: int
+    ) -> Mapping[str, float]:
+        weights = self.weights
+        return {
+            "distance": weights.distance * distance,
+            "fabric": weights.fabric * fabric_steps,
+            "prefix": -weights.prefix * prefix_tokens / 1000,
+        }
+
+    def load(self, instance: Instance) -> float:
+        # What load_parts adds up to, without the dict: this is asked for every heartbeat.
+        weights, load = self.weights, instance.load
+        requests = weights.running * load.running + weights.waiting * load.waiting
+        cost = requests + weights.reserved * instance.reserved.transfers
+        return cost + weights.occupancy * occupancy(instance) if weights.occupancy else cost
+
+
+def available_blocks(instance: Instance) -> int:
+    """Blocks that a new transfer may count on.
+
+    A block that is reserved may already be in use too, so the two are not added up.
+    """
+    unreserved = instance.num_blocks - instance.reserved.blocks
+    free = instance.load.free_blocks
+    return unreserved if free is None else min(unreserved, free)
+
+
+def occupancy(instance: Instance) -> float:
+    """The share of the KV cache that is reserved or in use."""
+    return 1 - available_blocks(instance) / instance.num_blocks

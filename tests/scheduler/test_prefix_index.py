@@ -1,0 +1,186 @@
+"""Prompts go where their prefix is, as far as that is worth more than the load."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from kvxfer.instances import InstanceState, Load
+from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes, pack, unpack
+from kvxfer.scheduler.pair_index import PairIndex
+from kvxfer.scheduler.prefix_index import PrefixIndex, merged
+from kvxfer.transfers import TransferRequest
+
+from .test_pairing import instance
+
+A, B = chain_hashes(range(2000), 16), chain_hashes(range(9000, 11000), 16)
+D = instance("d", "decode")
+
+
+def busy(name: str, requests: int, **spec: object):
+    return instance(name, "prefill", load=Load(running=requests), **spec)
+
+
+@pytest.mark.parametrize(
+    ("prefills", "published", "request_", "expected", "tokens"),
+    [
+        # nobody has it, nobody is asked for it
+        ([busy("p", 0), busy("q", 1)], {"q": B}, {"prefix_hashes": A}, "p", 0),
+        ([busy("p", 0), busy("q", 1)], {"q": A}, {}, "p", 0),
+        # 2,000 tokens are worth one request, and then the id decides
+        ([busy("q", 0), busy("p", 1)], {"p": A}, {"prefix_hashes": A}, "p", 2000),
+        ([busy("p", 0), busy("q", 1)], {"q": A}, {"prefix_hashes": A}, "p", 0),
+        ([busy("p", 1), busy("q", 1)], {"q": A[:1]}, {"prefix_hashes": A}, "q", 16),
+        ([busy("p", 0), busy("q", 2)], {"q": A}, {"prefix_hashes": A}, "p", 0),
+        # the longer prefix
+        (
+            [busy("p", 0), busy("q", 0)],
+            {"p": A[:10], "q": A[:11]},
+            {"prefix_hashes": A},
+            "q",
+            176,
+        ),
+        # only every fourth hash was published: the deepest one names all before it
+        ([busy("p", 0), busy("q", 0)], {"q": A[3::4]}, {"prefix_hashes": A[:10]}, "q", 128),
+        # tokens per hash as the request says, never more than the prompt has
+        (
+            [busy("p", 0), busy("q", 0)],
+            {"q": A[:2]},
+            {"prefix_hashes": A[:2], "tokens_per_hash": 64},
+            "q",
+            128,
+        ),
+        (
+            [busy("p", 0), busy("q", 0)],
+            {"q": A[:2]},
+            {"prefix_hashes": A[:2], "prompt_tokens": 20},
+            "q",
+            20,
+        ),
+        # who has it but cannot take the request is none
+        (
+            [busy("p", 0), busy("q", 0, state="draining")],
+            {"q": A},
+            {"prefix_hashes": A},
+            "p",
+            0,
+        ),
+        (
+            [busy("p", 0), busy("q", 0, blocks=64)],
+            {"q": A},
+            {"prefix_hashes": A, "prompt_tokens": 16},
+            "p",
+            0,
+        ),
+        ([busy("p", 0), busy("q", 0, model="qwen")], {"q": A}, {"prefix_hashes": A}, "p", 0),
+        # what decode has cached is no matter
+        ([busy("p", 0), busy("q", 1)], {"d": A}, {"prefix_hashes": A}, "p", 0),
+    ],
+)
+def test_cached_prefix_is_weighed_against_load(prefills, published, request_, expected, tokens):
+    index = PairIndex([*prefills, D])
+    for name, hashes in published.items():
+        index.publish(name, pack(hashes), b"", reset=False)
+    pair = index.choose(TransferRequest(**request_, explain=True))
+    assert pair.prefill.instance_id == expected
+    assert pair.score is not None
+    assert pair.score.prefix_tokens == tokens
+    assert pair.score.pair["prefix"] == pytest.approx(-0.5 * tokens / 1000)
+
+
+def test_one_holder_is_found_in_a_fleet_of_which_few_are_looked_at():
+    index = PairIndex([busy(f"p{n:03}", 0) for n in range(300)] + [D])
+    index.publish("p250", pack(A), b"", reset=False)
+    assert index.choose(TransferRequest(prefix_hashes=A)).prefill.instance_id == "p250"
+
+
+def test_least_loaded_of_many_holders_is_found_beyond_the_first_that_are_looked_at():
+    """200 instances have the beginning, but none of the 100 that are idle."""
+    idle = [busy(f"a{n:03}", 0) for n in range(100)]
+    holders = [busy(f"b{n:03}", 1 + n // 10) for n in range(200)]
+    index = PairIndex([*idle, *holders, D])
+    for holder in holders:
+        index.publish(holder.instance_id, pack(A[:1]), b"", reset=False)
+    request = TransferRequest(prefix_hashes=A[:1], tokens_per_hash=4000)
+    assert index.choose(request).prefill.instance_id == "b000"
+
+
+def test_blocks_go_with_the_instance_and_with_its_registration():
+    index = PairIndex([busy("p", 0), busy("q", 0), D])
+    request = TransferRequest(prefix_hashes=A)
+    index.publish("q", pack(A), b"", reset=False)
+    index.put(busy("q", 0))
+    assert index.choose(request).prefill.instance_id == "q", "a heartbeat changes nothing"
+    index.put(replace(busy("q", 0), epoch=2))
+    assert index.choose(request).prefill.instance_id == "p"
+    index.publish("q", pack(A), b"", reset=False)
+    index.remove("q")
+    index.put(busy("q", 0))
+    assert index.choose(request).prefill.instance_id == "p"
+
+
+def test_newest_hashes_stay():
+    full = merged(b"", pack(range(MAX_HASHES_PER_INSTANCE)), b"", reset=False)
+    assert unpack(full) == tuple(range(MAX_HASHES_PER_INSTANCE))
+    again = merged(full, pack([0, 5000]), pack([7]), reset=False)
+    rest = [n for n in range(1, MAX_HASHES_PER_INSTANCE) if n != 7]
+    assert unpack(again) == (*rest, 0, 5000), "0 came again, 7 went, so all others have room"
+    assert unpack(merged(again, pack([5001]), b"", reset=False))[0] == 2
+    assert unpack(merged(again, pack([1]), b"", reset=True)) == (1,)
+
+
+@pytest.mark.parametrize("seed", [random.randrange(2**32)])
+def test_longest_is_what_the_slow_way_finds_after_any_history(seed):
+    source = random.Random(seed)
+    index, held = PrefixIndex(), dict[str, list[int]]()
+    for _ in range(600):
+        name = f"i{source.randrange(90)}"
+        added = source.sample(range(40), source.randrange(6))
+        removed = source.sample(range(40), source.randrange(4))
+        match source.choice(["publish", "publish", "reset", "remove"]):
+            case "publish":
+                kept = [n for n in held.get(name, []) if n not in added and n not in removed]
+                held[name] = kept + added
+                count = index.publish(name, pack(added), pack(removed), reset=False)
+                assert count == len(held[name])
+            case "reset":
+                held[name] = added
+                index.publish(name, pack(added), b"", reset=True)
+            case "remove":
+                held.pop(name, None)
+                index.remove(name)
+        hashes = source.sample(range(40), 10)
+        asked = source.sample(sorted(held), min(3, len(held)))
+        found = index.longest(
+            hashes, asked=asked, least_loaded=lambda: iter(held), takes_part=lambda _: True
+        )
+        depths = {
+            name: max(depth for depth in range(1, 11) if hashes[depth - 1] in has)
+            for name, has in held.items()
+            if not set(hashes).isdisjoint(has)
+        }
+        assert found.items() <= depths.items()
+        assert all(name in found for name in asked if name in depths)
+        others = sorted((d for n, d in depths.items() if n not in asked), reverse=True)
+        assert (
+            sorted((d for n, d in found.items() if n not in asked), reverse=True)[:16]
+            == (others[:16])
+        )
+
+
+def test_chain_hashes_name_the_prefix_before_them():
+    one, two = chain_hashes([1, 2, 3, 4, 5], 2), chain_hashes([9, 2, 3, 4], 2)
+    assert len(one) == 2, "the last token fills no block"
+    assert one[0] == chain_hashes([1, 2, 7], 2)[0]
+    assert set(one).isdisjoint(two)
+    assert set(one).isdisjoint(chain_hashes([1, 2, 3, 4], 2, salt="qwen"))
+    assert all(0 <= number < 2**64 for number in one)
+
+
+def test_instance_that_leaves_a_state_stays_known():
+    index = PairIndex([busy("p", 0), busy("q", 0), D])
+    index.publish("q", pack(A), b"", reset=False)
+    index.put(replace(busy("q", 0), state=InstanceState.DRAINING))
+    assert index.choose(TransferRequest(prefix_hashes=A)).prefill.instance_id == "p"
