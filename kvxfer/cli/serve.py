@@ -17,8 +17,8 @@ from kvxfer.errors import InvalidArgument, NotBuilt
 
 _SERVER_PACKAGES: Final = ("fastapi", "prometheus_client", "structlog", "uvicorn")
 _TRUST: Final = "Trust"
-# A full collection walks over the records of the whole fleet while everybody waits: rarer ones halve
-# the p99 with 10,000 instances (docs/performance.md).
+# A full collection walks over the records of the whole fleet while everybody waits: rarer ones
+# halve the p99 with 10,000 instances (docs/performance.md).
 _GC_THRESHOLDS: Final = (50_000, 50, 100)
 
 
