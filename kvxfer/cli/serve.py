@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from importlib.util import find_spec
@@ -16,6 +17,9 @@ from kvxfer.errors import InvalidArgument, NotBuilt
 
 _SERVER_PACKAGES: Final = ("fastapi", "prometheus_client", "structlog", "uvicorn")
 _TRUST: Final = "Trust"
+# A full collection walks over the records of the whole fleet while everybody waits: rarer ones
+# halve the p99 with 10,000 instances (docs/performance.md).
+_GC_THRESHOLDS: Final = (50_000, 50, 100)
 
 
 def register(app: typer.Typer) -> None:
@@ -190,6 +194,7 @@ def serve(
         else:
             out.print(f"kvxfer control plane at {url}, its API at {url}/docs", soft_wrap=True)
 
+    gc.set_threshold(*_GC_THRESHOLDS)
     app = create_app(settings, fleet, autoscaler=autoscaler)
     ControlPlaneServer(app, listener, announce, tls=tls).serve_forever()
 

@@ -96,7 +96,7 @@ class Outcome:
 
 def _excused(sent: Sent, killed: Sequence[str]) -> bool:
     """A stream whose decode worker was killed after its first token."""
-    return bool(sent.tokens) and any(address in str(sent.failure) for address in killed)
+    return bool(sent.tokens) and any(f" {address} " in str(sent.failure) for address in killed)
 
 
 async def run(
