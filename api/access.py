@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar, cast
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from kvxfer.api.plain_call import plain_call
 from kvxfer.api.problems import responses
 from kvxfer.api.rate_limit import RateLimiter
 from kvxfer.api.settings import Settings
@@ -134,10 +135,12 @@ class GuardedRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         answer = super().get_route_handler()
+        answer_plain = plain_call(self.endpoint, set(self.param_convertors))
 
         async def guarded(request: Request) -> Response:
             guard: Guard = request.app.state.guard
             guard.admit(request, self.scopes)
-            return await answer(request)
+            plain = None if answer_plain is None else await answer_plain(request)
+            return await answer(request) if plain is None else plain
 
         return guarded

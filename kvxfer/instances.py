@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+from msgspec import Struct, field
 
 from kvxfer.kv.layout import KvLayout
 
@@ -34,8 +35,7 @@ class InstanceState(StrEnum):
         return max(self, wanted, key=order.index)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class Load(Struct, frozen=True, kw_only=True):
     """What a worker says of itself with each heartbeat."""
 
     running: int = 0
@@ -55,16 +55,14 @@ class Load:
     """90th percentile of the seconds between two tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reserved:
+class Reserved(Struct, frozen=True, kw_only=True):
     """What open transfers hold of an instance."""
 
     transfers: int = 0
     blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceSpec:
+class InstanceSpec(Struct, frozen=True, kw_only=True):
     """What a worker registers."""
 
     instance_id: str
@@ -81,8 +79,7 @@ class InstanceSpec:
     """Where it runs: pairs that are near by zone, rack, host and numa are preferred."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instance(InstanceSpec):
+class Instance(InstanceSpec, frozen=True, kw_only=True):
     """A registered worker. Times are seconds since the Unix epoch."""
 
     epoch: int
@@ -96,8 +93,7 @@ class Instance(InstanceSpec):
     """Until when it may finish what it has; None where nobody has asked it to drain."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class Lease(Struct, frozen=True, kw_only=True):
     """The answer to a registration and to each heartbeat."""
 
     instance_id: str
@@ -116,8 +112,7 @@ class Lease:
     """How long a worker that is drained may still take; None where nobody has asked it to."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockUpdate:
+class BlockUpdate(Struct, frozen=True, kw_only=True):
     """What changed about the KV blocks that an instance has cached, as 64-bit hashes."""
 
     added: tuple[int, ...] = ()
@@ -127,8 +122,7 @@ class BlockUpdate:
     """Whether `added` is all there is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedBlocks:
+class PublishedBlocks(Struct, frozen=True, kw_only=True):
     """The answer to a BlockUpdate."""
 
     held: int
@@ -147,8 +141,7 @@ class ChangeCause(StrEnum):
     LEASE_EXPIRED = "lease-expired"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(Struct, frozen=True, kw_only=True):
     """One step of the fleet. Heartbeats that only report load are no change."""
 
     id: int
@@ -157,8 +150,7 @@ class Change:
     """The instance after the change."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True, kw_only=True):
     """Every live instance at the moment of change `id`; it replaces whatever was known before."""
 
     id: int

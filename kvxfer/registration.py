@@ -8,9 +8,10 @@ import random
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
+
+from msgspec.structs import replace
 
 from kvxfer.cached_blocks import CachedBlocks
 from kvxfer.client import ControlPlaneClient, calls

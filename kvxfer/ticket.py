@@ -18,6 +18,7 @@ from typing import Final
 
 import jwt
 import msgspec
+from jwt.algorithms import HMACAlgorithm
 
 from kvxfer.cluster_key import as_cluster_key
 from kvxfer.errors import InvalidArgument, TicketExpired, TicketInvalid
@@ -85,6 +86,20 @@ def watch_ticket_keys(path: Path) -> WatchedFile[TicketKeys]:
     return WatchedFile("ticket keys file", path, lambda content: TicketKeys(content.split()))
 
 
+class _DerivedKeys(HMACAlgorithm):
+    """HS256 with keys of `TicketKeys`, of which nobody has to find out at each use that they are no
+    certificate: that takes as long as the signature."""
+
+    def prepare_key(self, key: str | bytes) -> bytes:
+        assert isinstance(key, bytes)  # noqa: S101 (no matter of input)
+        return key
+
+
+_jws: Final = jwt.PyJWS()
+_jws.unregister_algorithm(_ALGORITHM)
+_jws.register_algorithm(_ALGORITHM, _DerivedKeys(HMACAlgorithm.SHA256))
+
+
 class _Side(msgspec.Struct, frozen=True):
     id: str
     epoch: int
@@ -110,8 +125,8 @@ def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
         decode=_Side(ticket.decode_id, ticket.decode_epoch),
         exp=ticket.expires_at,
     )
-    return jwt.encode(
-        msgspec.to_builtins(claims),
+    return _jws.encode(
+        msgspec.json.encode(claims),
         keys.signing_key,
         algorithm=_ALGORITHM,
         headers={"kid": keys.signing_id},

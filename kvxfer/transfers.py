@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from kvxfer.instances import Instance
 from kvxfer.kv.layout import Part
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferRequest:
+class TransferRequest(Struct, frozen=True, kw_only=True):
     """What a router asks for."""
 
     request_id: str | None = None
@@ -30,8 +30,7 @@ class TransferRequest:
     """Whether the transfer is to say why it got its pair."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Party:
+class Party(Struct, frozen=True, kw_only=True):
     """One side of a pair, and where to reach it."""
 
     instance_id: str
@@ -49,8 +48,7 @@ class Party:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class Score(Struct, frozen=True, kw_only=True):
     """Why a pair was chosen: no other pair that was looked at had less cost."""
 
     cost: float
@@ -66,8 +64,7 @@ class Score:
     """Tokens of the prompt that prefill is taken to have in its cache."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(Struct, frozen=True, kw_only=True):
     """An open transfer: a pair that is reserved for one request until `expires_at`.
 
     Times are seconds since the Unix epoch.
@@ -87,20 +84,18 @@ class Transfer:
     """Why this pair, where the request asked for it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedTransfer(Transfer):
+class OpenedTransfer(Transfer, frozen=True, kw_only=True):
     """The answer to a transfer request: only it carries the ticket."""
 
     ticket: str
 
     @classmethod
     def of(cls, transfer: Transfer, ticket: str) -> OpenedTransfer:
-        told = {name: getattr(transfer, name) for name in Transfer.__slots__}
+        told = {name: getattr(transfer, name) for name in Transfer.__struct_fields__}
         return cls(**told, ticket=ticket)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCopy:
+class PlannedCopy(Struct, frozen=True, kw_only=True):
     """What of one block of one layer moves from a part of prefill's to a part of decode's."""
 
     prefill_part: Part
@@ -111,8 +106,7 @@ class PlannedCopy:
     """Over all runs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedLayer:
+class PlannedLayer(Struct, frozen=True, kw_only=True):
     """Which layer goes where; each side counts from 0 on its own rank."""
 
     prefill_layer: int
@@ -120,8 +114,7 @@ class PlannedLayer:
     copies: tuple[PlannedCopy, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSummary:
+class PlanSummary(Struct, frozen=True, kw_only=True):
     """What moves per block of a pair."""
 
     layers: int
@@ -136,8 +129,7 @@ class PlanSummary:
     """One for each of `layers`, in the order in which they move."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Handshake:
+class Handshake(Struct, frozen=True, kw_only=True):
     """A pair of instances that can transfer to each other."""
 
     prefill: Party

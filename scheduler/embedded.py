@@ -5,8 +5,10 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
+
+from msgspec.structs import replace
 
 from kvxfer.instances import (
     BlockUpdate,

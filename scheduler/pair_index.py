@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, TypeAlias
@@ -200,18 +200,21 @@ class PairIndex:
 
     def _prefills(
         self, search: _Search, ours: int, steps: int
-    ) -> Sequence[tuple[float, LoadKey, _Apart]]:
+    ) -> Iterable[tuple[float, LoadKey, _Apart]]:
         """The prefill instances to look at, by what a pair with them costs at least but for the
-        load of decode."""
-        loads = list(islice(self._fitting(search, (ours, Role.PREFILL, ())), _PREFILLS))
-        least = {load[2] for load in loads}
+        load of decode, then by use and id."""
+        loads = islice(self._fitting(search, (ours, Role.PREFILL, ())), _PREFILLS)
+        if not search.depths:
+            apart = self._apart(search, steps, 0)
+            return ((load[0] + apart[0], load, apart) for load in loads)
+        least = {load[2]: load for load in loads}
         cached = (self._entries[name] for name in search.depths if name not in least)
-        loads += [entry.load for entry in cached if entry.kind == ours]
+        least.update((entry.load[2], entry.load) for entry in cached if entry.kind == ours)
         found = []
-        for load in loads:
+        for load in least.values():
             apart = self._apart(search, steps, self._tokens(search, load[2]))
             found.append((load[0] + apart[0], load, apart))
-        found.sort(key=lambda item: item[:2])
+        found.sort(key=lambda item: (item[0], *item[1][1:]))
         return found
 
     def _least_weight(self, search: _Search, ours: int, theirs: int, steps: int) -> _Weight | None:
@@ -222,9 +225,9 @@ class PairIndex:
         least = everywhere[0]
         best: _Weight | None = None
         for floor, (load, used, name), apart in self._prefills(search, ours, steps):
-            # No pair with this prefill instance can weigh less than this.
+            # No pair with this prefill instance, or one that comes after it, can weigh less.
             if best is not None and (floor + least[0], used + least[1], name, "") > best:
-                continue
+                break
             place, nearest = self._entries[name].place, 0
             for depth in depths(place):
                 if best is not None and nearest and load + least[0] + apart[nearest] >= best[0]:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from kvxfer.errors import KvxferError
 from kvxfer.instances import InstanceSpec, Role
 from kvxfer.kv.layout import KvLayout
@@ -52,7 +54,7 @@ def worker(instance_id: str, role: Role | str = Role.PREFILL, **changes: Any) ->
         layout=replace(LAYOUT, **layout),
         num_blocks=64,
     )
-    return replace(spec, **changes)
+    return msgspec.structs.replace(spec, **changes)
 
 
 async def eventually(step: Callable[[], T | Awaitable[T]]) -> T:

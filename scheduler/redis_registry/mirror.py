@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from kvxfer.instances import Change, InstanceState
 from kvxfer.scheduler.feed import ChangeFeed

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from typing import Any
 
 import httpx
 import pytest
+from msgspec import to_builtins
 
 from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
@@ -43,7 +43,7 @@ def registration(instance_id: str, role: str = "prefill", **changes: Any) -> dic
     """The body that registers a worker, ready unless it is changed."""
     state = changes.pop("state", "ready")
     incarnation = changes.pop("incarnation", "")
-    body = asdict(worker(instance_id, role, **changes))
+    body = to_builtins(worker(instance_id, role, **changes))
     return {**body, "state": state, "incarnation": incarnation}
 
 

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 import pytest
+from msgspec import to_builtins
 
 from kvxfer.api.schemas.instances import InstanceList
 from kvxfer.instances import Load
@@ -38,7 +38,7 @@ async def test_instance_is_told_as_it_was_registered(api, clock):
         "epoch": lease["epoch"],
         "registered_at": clock.unix(),
         "heartbeat_at": clock.unix(),
-        "load": asdict(Load()),
+        "load": to_builtins(Load()),
         "reserved": {"transfers": 0, "blocks": 0},
         "drain_deadline": None,
     }
@@ -164,7 +164,7 @@ async def test_heartbeat_renews_the_lease_and_takes_state_and_load(api, clock):
     told = (await api.get("/v1/instances/p")).json()
     assert (told["state"], told["load"]) == (
         "ready",
-        asdict(Load(running=3, waiting=1, free_blocks=9)),
+        to_builtins(Load(running=3, waiting=1, free_blocks=9)),
     )
 
 

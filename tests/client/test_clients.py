@@ -61,8 +61,8 @@ async def test_registered_instance_comes_back_as_it_was(client):
     spec = worker("p", labels={"zone": "\u2028"}, fabrics=("tcp",))
     lease = await client.register(spec, state=READY)
     instance = await client.instance("p")
-    assert {name: getattr(instance, name) for name in spec.__dataclass_fields__} == {
-        name: getattr(spec, name) for name in spec.__dataclass_fields__
+    assert {name: getattr(instance, name) for name in spec.__struct_fields__} == {
+        name: getattr(spec, name) for name in spec.__struct_fields__
     }
     assert (instance.epoch, instance.state, instance.layout) == (lease.epoch, READY, LAYOUT)
     assert await client.instances() == (instance,)

@@ -13,7 +13,7 @@ def feed_with(count: int, *, capacity: int = 4) -> ChangeFeed:
     feed = ChangeFeed(last_id=100, capacity=capacity)
     spec = worker("p")
     instance = Instance(
-        **{name: getattr(spec, name) for name in spec.__dataclass_fields__},
+        **{name: getattr(spec, name) for name in spec.__struct_fields__},
         epoch=1,
         state=InstanceState.READY,
         registered_at=0.0,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import product
 
 import pytest
+from msgspec.structs import replace
 
 from kvxfer.errors import NoCapacity
 from kvxfer.instances import Instance, InstanceState, Load, Reserved

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvxfer.errors import LayoutMismatch, NoCapacity, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Load, Reserved
@@ -28,7 +28,7 @@ def instance(
 ) -> Instance:
     registered = worker(instance_id, role, **spec)
     return Instance(
-        **{name: getattr(registered, name) for name in registered.__dataclass_fields__},
+        **{name: getattr(registered, name) for name in registered.__struct_fields__},
         epoch=1,
         state=InstanceState(state),
         registered_at=0.0,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from kvxfer.instances import InstanceState, Load
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes, pack, unpack

@@ -6,9 +6,9 @@ import asyncio
 import random
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from kvxfer.errors import KvxferError, NoCapacity
 from kvxfer.instances import InstanceState, Load, Role

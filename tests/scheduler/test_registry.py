@@ -87,7 +87,7 @@ async def test_registered_instance_is_what_the_worker_said_and_when(fleet):
     lease = await fleet.registry.register(spec, state=READY)
     instance = await fleet.registry.instance("p")
     assert instance == Instance(
-        **{name: getattr(spec, name) for name in spec.__dataclass_fields__},
+        **{name: getattr(spec, name) for name in spec.__struct_fields__},
         epoch=lease.epoch,
         state=READY,
         registered_at=fleet.clock.unix(),

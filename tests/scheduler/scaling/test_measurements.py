@@ -14,7 +14,7 @@ def instance(name: str, role: str, *, state: str = "ready", **changes: object) -
     reserved = changes.pop("reserved", Reserved())
     spec = worker(name, role, **changes)
     return Instance(
-        **{field: getattr(spec, field) for field in spec.__dataclass_fields__},
+        **{field: getattr(spec, field) for field in spec.__struct_fields__},
         epoch=1,
         state=InstanceState(state),
         registered_at=0,
