@@ -153,6 +153,7 @@ class MeasureRequests:
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
+        self._children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -179,5 +180,12 @@ class MeasureRequests:
         # Labels come from a fixed set: whoever scans paths or makes up methods grows nothing.
         route = getattr(scope.get("route"), "path", "unmatched")
         method = scope["method"] if scope["method"] in _METHODS else "other"
-        self._metrics.requests.labels(method, route, str(status)).inc()
-        self._metrics.request_seconds.labels(method, route).observe(seconds)
+        found = self._children.get((method, route, status))
+        if found is None:
+            found = self._children[method, route, status] = (
+                self._metrics.requests.labels(method, route, str(status)),
+                self._metrics.request_seconds.labels(method, route),
+            )
+        count, histogram = found
+        count.inc()
+        histogram.observe(seconds)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import time
-import uuid
+from itertools import count
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -20,6 +21,10 @@ _log = logging.getLogger("kvxfer.api.requests")
 # What a client sends goes into logs: no spaces, no control characters, no end.
 _SANE: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
+# Ids that are made here: which process, and its how manieth request.
+_PROCESS: Final = secrets.token_hex(8)
+_numbers: Final = count(1)
+
 
 class LogRequests:
     """ASGI middleware. An X-Request-ID that a client sends is kept where it is sane."""
@@ -33,7 +38,7 @@ class LogRequests:
             return
         began = time.perf_counter()
         sent = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        request_id = sent if _SANE.fullmatch(sent) else uuid.uuid4().hex
+        request_id = sent if _SANE.fullmatch(sent) else f"{_PROCESS}-{next(_numbers)}"
         scope[REQUEST_ID_KEY] = request_id
         header = REQUEST_ID_HEADER.lower().encode()
         status = 500  # of a defect, which is answered further out

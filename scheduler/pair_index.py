@@ -5,9 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from typing import Final, TypeAlias
+
+from msgspec import Struct
 
 from kvxfer.instances import Instance, InstanceState, Role
 from kvxfer.scheduler.pairing import (
@@ -29,6 +31,7 @@ from kvxfer.transfers import Score, TransferRequest
 _PREFILLS: Final = 16
 # Among how many of them it looks for those that have a block which very many have.
 _SIFTED: Final = 256
+_APART_KEPT: Final = 4096
 
 # (cost, used, prefill id, decode id): of two pairs the lesser one is chosen.
 _Weight: TypeAlias = tuple[float, float, str, str]
@@ -36,18 +39,16 @@ _Weight: TypeAlias = tuple[float, float, str, str]
 _Apart: TypeAlias = list[float]
 
 
-@dataclass(slots=True)
-class _Search:
+class _Search(Struct):
     """One choice: the blocks that the prompt takes per kind, whom to leave out, and what was looked
     up already."""
 
     needs: dict[int, int]
     request: TransferRequest
     avoid: frozenset[str]
-    depths: dict[str, int] = field(default_factory=dict)
+    depths: dict[str, int] = {}
     """How many of the request's hashes lead to the deepest one that a prefill instance has."""
-    heads: dict[Shelf, list[LoadKey]] = field(default_factory=dict)
-    apart: dict[tuple[int, int], _Apart] = field(default_factory=dict)
+    heads: dict[Shelf, list[LoadKey]] = {}
 
 
 class PairIndex:
@@ -55,6 +56,8 @@ class PairIndex:
 
     def __init__(self, instances: Iterable[Instance] = (), *, scorer: Scorer | None = None) -> None:
         self._scorer = scorer or WeightedScorer()
+        # A scorer's numbers follow from its arguments alone.
+        self._apart = lru_cache(_APART_KEPT)(self._costs)
         self._prefixes = PrefixIndex()
         self._entries: dict[str, Entry] = {}
         self._kinds: dict[Kind, int] = {}
@@ -82,9 +85,10 @@ class PairIndex:
             for shelf in shelves_of(entry):
                 insort(self._shelves.setdefault(shelf, []), load)
         self._entries[instance.instance_id] = entry
-        self._of_kind[kind] += 1
-        if before is not None:
-            self._forget(before.kind)
+        if before is None or before.kind != kind:
+            self._of_kind[kind] += 1
+            if before is not None:
+                self._forget(before.kind)
 
     def remove(self, instance_id: str) -> None:
         entry = self._entries.pop(instance_id)
@@ -191,12 +195,8 @@ class PairIndex:
         each = request.tokens_per_hash or self._entries[name].instance.layout.block_size
         return min(depth * each, request.prompt_tokens or depth * each)
 
-    def _apart(self, search: _Search, steps: int, tokens: int) -> _Apart:
-        costs = search.apart.get((steps, tokens))
-        if costs is None:
-            costs = [self._scorer.pair(apart, steps, tokens) for apart in range(len(LABELS) + 1)]
-            search.apart[steps, tokens] = costs
-        return costs
+    def _costs(self, steps: int, tokens: int) -> _Apart:
+        return [self._scorer.pair(apart, steps, tokens) for apart in range(len(LABELS) + 1)]
 
     def _prefills(
         self, search: _Search, ours: int, steps: int
@@ -205,14 +205,14 @@ class PairIndex:
         load of decode, then by use and id."""
         loads = islice(self._fitting(search, (ours, Role.PREFILL, ())), _PREFILLS)
         if not search.depths:
-            apart = self._apart(search, steps, 0)
+            apart = self._apart(steps, 0)
             return ((load[0] + apart[0], load, apart) for load in loads)
         least = {load[2]: load for load in loads}
         cached = (self._entries[name] for name in search.depths if name not in least)
         least.update((entry.load[2], entry.load) for entry in cached if entry.kind == ours)
         found = []
         for load in least.values():
-            apart = self._apart(search, steps, self._tokens(search, load[2]))
+            apart = self._apart(steps, self._tokens(search, load[2]))
             found.append((load[0] + apart[0], load, apart))
         found.sort(key=lambda item: (item[0], *item[1][1:]))
         return found

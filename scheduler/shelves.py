@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from kvxfer.instances import Instance, InstanceState, Role
 from kvxfer.scheduler.pairing import SIDES
@@ -16,8 +17,7 @@ Shelf: TypeAlias = tuple[int, Role, tuple[str, ...]]
 """The number of the kind, the side, and the first words of the place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """An instance and what the index goes by."""
 
     instance: Instance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from typing import Final
 
 from kvxfer.errors import NoCapacity, StaleEpoch
@@ -17,7 +17,7 @@ async def open_transfer(
     registry: Registry, request: TransferRequest, *, seconds: float, clock: Clock
 ) -> Transfer:
     """Reserves the best pair for `seconds`. Raises NoCapacity or PromptTooLong."""
-    transfer_id = uuid.uuid4().hex
+    transfer_id = secrets.token_hex(16)
     for _ in range(_ATTEMPTS):
         pair = await registry.choose(request)
         now = clock.unix()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Final, cast
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import (
@@ -30,11 +32,18 @@ from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.scheduler.redis_registry.scripts import Step, script
 from kvxfer.scheduler.redis_registry.url import RedisUrl
 
-_CONCURRENT_CALLS: Final = 64
+_BATCH: Final = 64
 # What a server answers that is there but cannot serve now; other ResponseErrors are defects.
 _UNABLE: Final = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "NOPERM", "BUSY")
 
 _log = logging.getLogger("kvxfer.registry")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    step: Step
+    arguments: tuple[str | bytes, ...]
+    answer: asyncio.Future[list[bytes]]
 
 
 class Link:
@@ -52,7 +61,8 @@ class Link:
         self._told: str | None = None
         self._url = url
         self._client = url.client(timeout=timeout)
-        self._gate = asyncio.Semaphore(_CONCURRENT_CALLS)
+        self._asked: deque[_Asked] = deque()
+        self._sender: asyncio.Task[None] | None = None
 
     @property
     def silent_seconds(self) -> float:
@@ -93,37 +103,89 @@ class Link:
         )
 
     async def take(self, step: Step, prefix: str, *arguments: str | bytes) -> list[bytes]:
-        """Takes one step. Raises ControlPlaneUnavailable; whether it was taken is then unknown."""
-        chosen = script(step)
-        async with self._call():
-            try:
-                answer = await self._client.evalsha(chosen.sha, 1, prefix, *arguments)
-            except NoScriptError:
-                answer = await self._client.eval(chosen.text, 1, prefix, *arguments)
-        return cast("list[bytes]", answer)
+        """Takes one step. Raises ControlPlaneUnavailable; whether it was taken is then unknown.
+
+        Steps that are asked for while others are on their way go together: for Redis it is the
+        same, and here it takes less than half the time.
+        """
+        self._require_good()
+        asked = _Asked(step, (prefix, *arguments), asyncio.get_running_loop().create_future())
+        self._asked.append(asked)
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send(), name="steps of the registry")
+        return await asked.answer
 
     async def hash(self, key: str) -> dict[bytes, bytes]:
-        async with self._call():
-            return cast("dict[bytes, bytes]", await self._client.hgetall(key))
+        self._require_good()
+        try:
+            async with asyncio.timeout(self.timeout):
+                return cast("dict[bytes, bytes]", await self._client.hgetall(key))
+        except (RedisError, OSError, TimeoutError) as error:
+            raise self._failed(error) from error
 
     async def close(self) -> None:
+        self.trouble = "this control plane is stopping"
+        if self._sender is not None:
+            self._sender.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._sender
         await self._client.aclose()
 
-    @asynccontextmanager
-    async def _call(self) -> AsyncIterator[None]:
+    async def _send(self) -> None:
+        """Takes all steps that are asked for, and those that are by then."""
+        batch: list[_Asked] = []
+        try:
+            while self._asked:
+                batch = [self._asked.popleft() for _ in range(min(len(self._asked), _BATCH))]
+                try:
+                    self._require_good()
+                    async with asyncio.timeout(self.timeout):
+                        answers = await self._execute(batch)
+                except Exception as error:
+                    answers = [error] * len(batch)
+                for asked, answer in zip(batch, answers, strict=True):
+                    self._answer(asked.answer, answer)
+        finally:
+            self._sender = None
+            for asked in (*batch, *self._asked):
+                self._answer(asked.answer, self.unavailable())
+            self._asked.clear()
+
+    async def _execute(self, batch: Sequence[_Asked]) -> list[Any]:
+        """What Redis says to each: the step's answer or an error."""
+        async with self._client.pipeline(transaction=False) as pipeline:
+            for asked in batch:
+                pipeline.evalsha(script(asked.step).sha, 1, *asked.arguments)
+            answers: list[Any] = await pipeline.execute(raise_on_error=False)
+            unknown = [i for i, said in enumerate(answers) if isinstance(said, NoScriptError)]
+            for i in unknown:
+                pipeline.eval(script(batch[i].step).text, 1, *batch[i].arguments)
+            for i, said in zip(unknown, await pipeline.execute(raise_on_error=False), strict=True):
+                answers[i] = said
+        return answers
+
+    def _answer(self, future: asyncio.Future[list[bytes]], answer: Any) -> None:
+        if future.done():
+            return  # nobody waits any more
+        if isinstance(answer, Exception):
+            future.set_exception(self._failed(answer))
+        else:
+            future.set_result(answer)
+
+    def _require_good(self) -> None:
         if self.trouble is not None:
             raise self.unavailable()
-        try:
-            async with asyncio.timeout(self.timeout), self._gate:
-                if self.trouble is not None:
-                    raise self.unavailable()
-                yield
-        except (RedisError, OSError, TimeoutError) as error:
-            trouble = trouble_of(error)
-            if trouble is None:
-                raise
+
+    def _failed(self, error: Exception) -> Exception:
+        """What to raise for an error of the client."""
+        trouble = trouble_of(error)
+        if trouble is not None:
             self.bad(trouble)
-            raise self.unavailable() from error
+        elif not isinstance(error, ControlPlaneUnavailable):
+            return error
+        unavailable = self.unavailable()
+        unavailable.__cause__ = error
+        return unavailable
 
 
 def trouble_of(error: Exception) -> str | None:

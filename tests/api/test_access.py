@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -286,7 +287,7 @@ async def test_request_id_is_made_where_none_is_sane(api, sent):
         for _ in range(2)
     ]
     assert first != second
-    assert len(first) == 32
+    assert re.fullmatch(r"[0-9a-f]{16}-\d+", first)
 
 
 async def test_request_id_is_on_the_answer_to_a_defect(api, monkeypatch, caplog):
