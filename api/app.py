@@ -76,7 +76,8 @@ def create_app(
     for router in routers:
         if unguarded := [r for r in router.routes if not isinstance(r, GuardedRoute)]:
             raise TypeError(f"{unguarded[0]} is open to all: make its router of GuardedRoute")
-        app.include_router(router)
+        # As they are: one that is included would be gone through anew with each request.
+        app.router.routes.extend(router.routes)
     problems.install(app, routers)
     app.add_middleware(LimitBodies, max_bytes=settings.max_body_bytes)
     app.add_middleware(MarkStale, registry=registry)
