@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -17,12 +15,21 @@ from kvxfer.cli.connection import (
     TokenFileOption,
     credentials,
 )
-from kvxfer.cli.output import err, out
 from kvxfer.cli.process_logs import LogFormatOption, LogLevelOption
-from kvxfer.cli.serve import require_server
+from kvxfer.cli.serving import (
+    TRUST_PANEL,
+    AllowAnonymousOption,
+    HostOption,
+    PortOption,
+    TlsCertOption,
+    TlsKeyOption,
+    UrlAsJsonOption,
+    announcement,
+    listen,
+    require_server,
+)
 from kvxfer.errors import InvalidArgument
 
-_TRUST: Final = "Trust"
 _PATIENCE: Final = "Deadlines and limits"
 # Streams under way when it is told to stop.
 _STOP_SECONDS: Final = 30
@@ -33,8 +40,8 @@ def register(app: typer.Typer) -> None:
 
 
 def router(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8000,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
     control_plane: ControlPlaneOption = None,
     attempts: Annotated[
         int,
@@ -89,39 +96,19 @@ def router(
         typer.Option(
             help="Lines of NAME KEY: the clients that are served. Read again when it changes.",
             show_default="everybody on this host",
-            rich_help_panel=_TRUST,
+            rich_help_panel=TRUST_PANEL,
         ),
     ] = None,
-    allow_anonymous: Annotated[
-        bool,
-        typer.Option(
-            "--allow-anonymous",
-            help="Without API keys, serve other hosts all the same.",
-            rich_help_panel=_TRUST,
-        ),
-    ] = False,
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(
-            help="Certificate chain, PEM: HTTPS. Read again when it changes.",
-            rich_help_panel=_TRUST,
-        ),
-    ] = None,
-    tls_key: Annotated[
-        Path | None,
-        typer.Option(
-            help="Its key.", show_default="in the certificate's file", rich_help_panel=_TRUST
-        ),
-    ] = None,
+    allow_anonymous: AllowAnonymousOption = False,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,
     cert_file: CertFileOption = None,
     key_file: KeyFileOption = None,
     log_level: LogLevelOption = "warning",
     log_format: LogFormatOption = "text",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the URL as one line of JSON.")
-    ] = False,
+    as_json: UrlAsJsonOption = False,
 ) -> None:
     """Start a router.
 
@@ -134,7 +121,6 @@ def router(
     from kvxfer.api.server import ControlPlaneServer
     from kvxfer.api.tls import ServerTls
     from kvxfer.client import ControlPlaneClient
-    from kvxfer.http_listener import bind, is_loopback
     from kvxfer.logs import configure_logging
     from kvxfer.router.api_keys import watch_api_keys
     from kvxfer.router.app import create_app
@@ -160,25 +146,22 @@ def router(
         credentials=credentials(token_file, ca_file, cert_file, key_file),
         deadline=capacity_seconds,
     )
-    listener = bind(host, port)
-    if settings.api_keys is None and not is_loopback(listener):
-        if not allow_anonymous:
-            listener.close()
-            raise InvalidArgument(
-                f"whoever reaches {host} could use the fleet: name the API keys it accepts with "
-                "--api-keys-file, or say --allow-anonymous where everybody who can reach it may"
-            )
-        err.print(f"[yellow]warning[/] whoever reaches {host} can use the fleet")
+    listener = listen(
+        host,
+        port,
+        anonymous=settings.api_keys is None,
+        allowed=allow_anonymous,
+        what="the fleet",
+        remedy="name the API keys it accepts with --api-keys-file",
+    )
 
-    def announce(url: str) -> None:
-        if as_json:
-            sys.stdout.write(json.dumps({"url": url}) + "\n")
-            sys.stdout.flush()
-        else:
-            out.print(
-                f"kvxfer router at {url}, over the control plane at {client.url}", soft_wrap=True
-            )
+    def told(url: str) -> str:
+        return f"kvxfer router at {url}, over the control plane at {client.url}"
 
     ControlPlaneServer(
-        create_app(settings, client), listener, announce, tls=tls, stop_seconds=_STOP_SECONDS
+        create_app(settings, client),
+        listener,
+        announcement(as_json, told),
+        tls=tls,
+        stop_seconds=_STOP_SECONDS,
     ).serve_forever()

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import gc
-import json
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from kvxfer.cli.output import err, out
 from kvxfer.cli.process_logs import LogFormatOption, LogLevelOption
-from kvxfer.errors import InvalidArgument, NotBuilt
+from kvxfer.cli.serving import (
+    TRUST_PANEL,
+    AllowAnonymousOption,
+    HostOption,
+    PortOption,
+    TlsCertOption,
+    TlsKeyOption,
+    UrlAsJsonOption,
+    announcement,
+    listen,
+    require_server,
+)
+from kvxfer.errors import InvalidArgument
 
-_SERVER_PACKAGES: Final = ("fastapi", "prometheus_client", "structlog", "uvicorn")
-_TRUST: Final = "Trust"
 # A full collection walks over the records of the whole fleet while everybody waits: rarer ones
 # halve the p99 with 10,000 instances (docs/performance.md).
 _GC_THRESHOLDS: Final = (50_000, 50, 100)
@@ -27,8 +33,8 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8080,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8080,
     cluster_key_file: Annotated[
         Path | None,
         typer.Option(help="File that holds the cluster key; KVXFER_CLUSTER_KEY without it."),
@@ -70,42 +76,25 @@ def serve(
             envvar="KVXFER_TOKENS_FILE",
             help="Lines of NAME SCOPES TOKEN: who may call what. Read again when it changes.",
             show_default="everybody on this host may call everything",
-            rich_help_panel=_TRUST,
+            rich_help_panel=TRUST_PANEL,
         ),
     ] = None,
-    allow_anonymous: Annotated[
-        bool,
-        typer.Option(
-            "--allow-anonymous",
-            help="Without a tokens file, serve other hosts all the same.",
-            rich_help_panel=_TRUST,
-        ),
-    ] = False,
+    allow_anonymous: AllowAnonymousOption = False,
     ticket_keys_file: Annotated[
         Path | None,
         typer.Option(
             help="Keys of the tickets, one per line; the first signs. Read again when it changes.",
             show_default="one that follows from the cluster key",
-            rich_help_panel=_TRUST,
+            rich_help_panel=TRUST_PANEL,
         ),
     ] = None,
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(
-            help="Certificate chain, PEM: HTTPS. Read again when it changes.",
-            rich_help_panel=_TRUST,
-        ),
-    ] = None,
-    tls_key: Annotated[
-        Path | None,
-        typer.Option(
-            help="Its key.", show_default="in the certificate's file", rich_help_panel=_TRUST
-        ),
-    ] = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
     tls_client_ca: Annotated[
         Path | None,
         typer.Option(
-            help="Only clients with a certificate of this CA are served.", rich_help_panel=_TRUST
+            help="Only clients with a certificate of this CA are served.",
+            rich_help_panel=TRUST_PANEL,
         ),
     ] = None,
     rate_limit: Annotated[
@@ -113,17 +102,15 @@ def serve(
         typer.Option(
             min=0,
             help="Requests per second of one token at one address; 0 is no limit.",
-            rich_help_panel=_TRUST,
+            rich_help_panel=TRUST_PANEL,
         ),
     ] = 2000.0,
     max_body_bytes: Annotated[
-        int, typer.Option(min=1, help="Of a request.", rich_help_panel=_TRUST)
+        int, typer.Option(min=1, help="Of a request.", rich_help_panel=TRUST_PANEL)
     ] = 1 << 20,
     log_level: LogLevelOption = "warning",
     log_format: LogFormatOption = "text",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the URL as one line of JSON.")
-    ] = False,
+    as_json: UrlAsJsonOption = False,
 ) -> None:
     """Start the control plane.
 
@@ -137,7 +124,7 @@ def serve(
     from kvxfer.api.tls import ServerTls
     from kvxfer.api.tokens import watch_tokens
     from kvxfer.cluster_key import read_cluster_key
-    from kvxfer.http_listener import bind, is_loopback, url_of
+    from kvxfer.http_listener import url_of
     from kvxfer.logs import configure_logging
     from kvxfer.scheduler.choice import make_leader, make_registry
     from kvxfer.scheduler.pairing_file import read_pairing_file
@@ -162,15 +149,14 @@ def serve(
     scorer = None if pairing_policy is None else read_pairing_file(pairing_policy)
     fleet = make_registry(registry, LeasePolicy(lease_seconds), scorer)
     scaling = None if scaling_policy is None else read_scaling_file(scaling_policy)
-    listener = bind(host, port)
-    if settings.tokens is None and not is_loopback(listener):
-        if not allow_anonymous:
-            listener.close()
-            raise InvalidArgument(
-                f"whoever reaches {host} could use the control plane: name the tokens it accepts "
-                "with --tokens-file, or say --allow-anonymous where everybody who can reach it may"
-            )
-        err.print(f"[yellow]warning[/] whoever reaches {host} can use the control plane")
+    listener = listen(
+        host,
+        port,
+        anonymous=settings.tokens is None,
+        allowed=allow_anonymous,
+        what="the control plane",
+        remedy="name the tokens it accepts with --tokens-file",
+    )
     autoscaler = None
     if scaling is not None:
         autoscaler = Autoscaler(
@@ -187,26 +173,9 @@ def serve(
             ),
         )
 
-    def announce(url: str) -> None:
-        if as_json:
-            sys.stdout.write(json.dumps({"url": url}) + "\n")
-            sys.stdout.flush()
-        else:
-            out.print(f"kvxfer control plane at {url}, its API at {url}/docs", soft_wrap=True)
+    def told(url: str) -> str:
+        return f"kvxfer control plane at {url}, its API at {url}/docs"
 
     gc.set_threshold(*_GC_THRESHOLDS)
     app = create_app(settings, fleet, autoscaler=autoscaler)
-    ControlPlaneServer(app, listener, announce, tls=tls).serve_forever()
-
-
-def require_server(what: str) -> None:
-    """Raises NotBuilt with the pip command where a package of `kvxfer[server]` is missing."""
-    for package in _SERVER_PACKAGES:
-        try:
-            found = find_spec(package) is not None
-        except ValueError:  # it was tried before, and taken out
-            found = False
-        if not found:
-            raise NotBuilt(
-                f"{what} needs {package}, which is not installed: pip install 'kvxfer[server]'"
-            )
+    ControlPlaneServer(app, listener, announcement(as_json, told), tls=tls).serve_forever()

@@ -1,0 +1,89 @@
+"""What `kvxfer serve` and `kvxfer router` have in common: options, a listener, where it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from socket import socket
+from typing import Annotated, Final
+
+import typer
+
+from kvxfer.cli.output import err, out
+from kvxfer.errors import InvalidArgument, NotBuilt
+
+TRUST_PANEL: Final = "Trust"
+_SERVER_PACKAGES: Final = ("fastapi", "prometheus_client", "structlog", "uvicorn")
+
+HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")]
+TlsCertOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Certificate chain, PEM: HTTPS. Read again when it changes.",
+        rich_help_panel=TRUST_PANEL,
+    ),
+]
+TlsKeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Its key.", show_default="in the certificate's file", rich_help_panel=TRUST_PANEL
+    ),
+]
+AllowAnonymousOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-anonymous",
+        help="Without a file of those who may, serve other hosts all the same.",
+        rich_help_panel=TRUST_PANEL,
+    ),
+]
+UrlAsJsonOption = Annotated[bool, typer.Option("--json", help="Print the URL as one line of JSON.")]
+
+
+def require_server(what: str) -> None:
+    """Raises NotBuilt with the pip command where a package of `kvxfer[server]` is missing."""
+    for package in _SERVER_PACKAGES:
+        try:
+            found = find_spec(package) is not None
+        except ValueError:  # it was tried before, and taken out
+            found = False
+        if not found:
+            raise NotBuilt(
+                f"{what} needs {package}, which is not installed: pip install 'kvxfer[server]'"
+            )
+
+
+def listen(
+    host: str, port: int, *, anonymous: bool, allowed: bool, what: str, remedy: str
+) -> socket:
+    """A listener; one that other hosts reach and that serves `anonymous` callers has to be
+    `allowed`. Raises InvalidArgument, which says that they could use `what`, and `remedy`."""
+    from kvxfer.http_listener import bind, is_loopback
+
+    listener = bind(host, port)
+    if anonymous and not is_loopback(listener):
+        if not allowed:
+            listener.close()
+            raise InvalidArgument(
+                f"whoever reaches {host} could use {what}: {remedy}, or say --allow-anonymous "
+                "where everybody who can reach it may"
+            )
+        err.print(f"[yellow]warning[/] whoever reaches {host} can use {what}")
+    return listener
+
+
+def announcement(as_json: bool, text: Callable[[str], str]) -> Callable[[str], None]:
+    """What tells the URL once connections are accepted, as `text` of it or as JSON."""
+
+    def announce(url: str) -> None:
+        if as_json:
+            sys.stdout.write(json.dumps({"url": url}) + "\n")
+            sys.stdout.flush()
+        else:
+            out.print(text(url), soft_wrap=True)
+
+    return announce
