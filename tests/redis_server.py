@@ -38,7 +38,7 @@ class RedisServer:
         return Redis(port=self.port, socket_timeout=5)
 
     def start(self) -> None:
-        """Starts it, empty, on the same port as before."""
+        """Starts it on the same port as before, with what it had if it was stopped, else empty."""
         program = shutil.which("redis-server")
         assert program, "redis-server is missing: run `scripts/setup test`"
         self._process = subprocess.Popen(
@@ -64,6 +64,15 @@ class RedisServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+            (self._folder / "dump.rdb").unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """Ends it with its data written down."""
+        assert self._process is not None
+        with self.client() as client:
+            client.shutdown(save=True)
+        self._process.wait()
+        self._process = None
 
     def pause(self) -> None:
         """It accepts connections (the kernel does) and says nothing."""
