@@ -35,7 +35,7 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def client(self) -> Redis:
-        return Redis(port=self.port, socket_timeout=5)
+        return Redis(port=self.port, socket_timeout=_START_SECONDS)
 
     def start(self) -> None:
         """Starts it on the same port as before, with what it had if it was stopped, else empty."""

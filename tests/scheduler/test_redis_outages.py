@@ -13,7 +13,7 @@ from kvxfer.instances import Change, InstanceState, Role, Snapshot
 from kvxfer.scheduler.clock import SystemClock
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from tests.control_plane import eventually, worker
+from tests.control_plane import PATIENCE, eventually, worker
 from tests.redis_server import RedisServer, audit, wait_for_replica
 
 from .redis_replica import is_current, replica
@@ -45,7 +45,7 @@ async def test_restart_with_data_lost_is_a_new_fleet_with_greater_epochs(server)
         assert after.epoch > before.epoch
         assert [i.epoch for i in await registry.instances()] == [after.epoch]
 
-        snapshot = await asyncio.wait_for(anext(watch), 10)
+        snapshot = await asyncio.wait_for(anext(watch), PATIENCE)
         assert isinstance(snapshot, Snapshot)
         assert snapshot.id > first.id
 
@@ -127,7 +127,7 @@ async def test_lease_ends_by_the_clock_of_redis(server):
         start = await anext(registry.watch())
         watch = registry.watch(start.id)
         change = asyncio.ensure_future(anext(watch))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while not change.done():
                 await registry.sweep()
                 await asyncio.sleep(0.05)
