@@ -49,6 +49,11 @@ class Cluster:
         for name in missing:
             self._urls[name] = self._url(name, "http_address")
 
+    def add(self, name: str, *arguments: str) -> str:
+        """Starts one more process; returns its URL."""
+        self._start(name, *arguments)
+        return self._url(name, "url")
+
     def send(self, name: str, number: signal.Signals) -> None:
         self._processes[name].send_signal(number)
 
