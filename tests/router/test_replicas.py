@@ -62,8 +62,8 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
             most = 0
             while not answers.done():
                 for url in replicas:
-                    for each_one in (await client.get(f"{url}/v1/instances")).json()["instances"]:
-                        reserved = each_one["reserved"]
+                    for instance in (await client.get(f"{url}/v1/instances")).json()["instances"]:
+                        reserved = instance["reserved"]
                         assert reserved["blocks"] == each * reserved["transfers"] <= BLOCKS
                         most = max(most, reserved["transfers"])
             assert most == 2
