@@ -9,6 +9,9 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -106,7 +109,31 @@ class RedisServer:
         return [str(configuration), *common, "--sentinel"]
 
 
-def wait_for_replica(master: RedisServer, sentinel: RedisServer) -> None:
+@dataclass(frozen=True)
+class Watched:
+    """A master, its replica, and the Sentinel that puts the one in the other's place."""
+
+    master: RedisServer
+    standby: RedisServer
+    sentinel: RedisServer
+
+    @property
+    def url(self) -> str:
+        return f"redis+sentinel://127.0.0.1:{self.sentinel.port}/fleet/0"
+
+
+@contextmanager
+def watched() -> Iterator[Watched]:
+    with (
+        RedisServer() as master,
+        RedisServer("--replicaof", "127.0.0.1", str(master.port)) as standby,
+        RedisServer(sentinel_of=master) as sentinel,
+    ):
+        _wait_for_replica(master, sentinel)
+        yield Watched(master, standby, sentinel)
+
+
+def _wait_for_replica(master: RedisServer, sentinel: RedisServer) -> None:
     """Until the replica has the master's data and the Sentinel knows of it."""
     give_up = time.monotonic() + _START_SECONDS
     with master.client() as data, sentinel.client() as watcher:
