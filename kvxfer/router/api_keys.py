@@ -13,7 +13,7 @@ from kvxfer.api.rate_limit import RateLimiter
 from kvxfer.api.tokens import Caller, Tokens
 from kvxfer.errors import InvalidArgument
 from kvxfer.router.errors import InvalidApiKey, TooManyWrongKeys
-from kvxfer.scheduler.clock import Clock, SystemClock
+from kvxfer.scheduler.clock import SystemClock
 from kvxfer.watched_file import WatchedFile
 
 _KEY: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
@@ -46,9 +46,9 @@ def parse_api_keys(content: bytes) -> Tokens:
 class ApiKeyGuard:
     """Lets a request through or raises. One event loop. Without `keys` everybody is served."""
 
-    def __init__(self, keys: WatchedFile[Tokens] | None, clock: Clock | None = None) -> None:
+    def __init__(self, keys: WatchedFile[Tokens] | None) -> None:
         self._keys = keys
-        self._failures = RateLimiter(FAILURES_PER_SECOND, FAILURE_BURST, clock or SystemClock())
+        self._failures = RateLimiter(FAILURES_PER_SECOND, FAILURE_BURST, SystemClock())
 
     def admit(self, request: Request) -> None:
         """Raises InvalidApiKey, or TooManyWrongKeys where they come too fast from one address."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final, cast
 
 from redis.asyncio import Redis
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
     BusyLoadingError,
     NoScriptError,
@@ -130,6 +132,9 @@ def trouble_of(error: Exception) -> str | None:
     """What to say where Redis cannot serve; None where the error is a defect of this program."""
     if isinstance(error, TimeoutError | RedisTimeoutError):
         return "no answer in time"
+    if isinstance(error, MasterNotFoundError):
+        # It shows the whole client of each Sentinel before what that one said.
+        return re.sub(r"<.*?>\)>\)> - ", "", str(error))
     if isinstance(
         error,
         RedisConnectionError
