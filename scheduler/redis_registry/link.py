@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from redis.asyncio import Redis
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
     BusyLoadingError,
     NoScriptError,
@@ -192,6 +194,9 @@ def trouble_of(error: Exception) -> str | None:
     """What to say where Redis cannot serve; None where the error is a defect of this program."""
     if isinstance(error, TimeoutError | RedisTimeoutError):
         return "no answer in time"
+    if isinstance(error, MasterNotFoundError):
+        # It shows the whole client of each Sentinel before what that one said.
+        return re.sub(r"<.*?>\)>\)> - ", "", str(error))
     if isinstance(
         error,
         RedisConnectionError
