@@ -21,7 +21,7 @@ from kvxfer.instances import Instance, InstanceState, Load, Role, Snapshot
 from kvxfer.registration import Registration
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import FakeClock, RunningControlPlane, worker
+from tests.control_plane import PATIENCE, FakeClock, RunningControlPlane, worker
 from tests.redis_server import RedisServer
 
 READY = InstanceState.READY
@@ -101,7 +101,8 @@ def test_transfers_as_a_table_and_as_json(server, client):
 
 
 def test_what_is_listed_says_how_stale_it_is(redis):
-    with RunningControlPlane(registry=RedisRegistry(redis.url, LeasePolicy(600))) as server:
+    registry = RedisRegistry(redis.url, LeasePolicy(600), timeout=PATIENCE)
+    with RunningControlPlane(registry=registry) as server:
         with SyncControlPlaneClient(server.url) as client:
             client.register(worker("p"), state=READY)
             client.register(worker("d", "decode"), state=READY)
