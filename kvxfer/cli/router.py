@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -28,6 +29,11 @@ _PATIENCE: Final = "Deadlines and limits"
 _STOP_SECONDS: Final = 30
 
 
+class RouterHandshake(StrEnum):
+    DIRECT = "direct"
+    BROKERED = "brokered"
+
+
 def register(app: typer.Typer) -> None:
     app.command()(router)
 
@@ -36,6 +42,12 @@ def router(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8000,
     control_plane: ControlPlaneOption = None,
+    handshake: Annotated[
+        RouterHandshake,
+        typer.Option(
+            help="How block tables get to prefill: from decode's engine, or by the control plane."
+        ),
+    ] = RouterHandshake.DIRECT,
     attempts: Annotated[
         int,
         typer.Option(
@@ -145,6 +157,7 @@ def router(
         raise InvalidArgument("--tls-key needs --tls-cert")
     settings = RouterSettings(
         api_keys=None if api_keys_file is None else watch_api_keys(api_keys_file),
+        handshake=handshake.value,
         attempts=attempts,
         first_token_seconds=first_token_seconds,
         capacity_seconds=capacity_seconds,

@@ -106,6 +106,10 @@ class Link:
         async with self._call():
             return cast("dict[bytes, bytes]", await self._client.hgetall(key))
 
+    async def field(self, key: str, name: str) -> bytes | None:
+        async with self._call():
+            return cast("bytes | None", await self._client.hget(key, name))
+
     async def close(self) -> None:
         await self._client.aclose()
 
