@@ -38,6 +38,7 @@ from kvxfer.errors import (
     UnknownInstance,
     UnknownTransfer,
 )
+from kvxfer.http_answer import ClientLeft
 
 MEDIA_TYPE: Final = "application/problem+json"
 REQUEST_ID_HEADER: Final = "X-Request-ID"
@@ -311,6 +312,8 @@ def _invalid_member(item: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _answer_http(request: Request, error: HTTPException, routers: Sequence[APIRouter]) -> Response:
+    if isinstance(error, ClientLeft):
+        return Response(status_code=error.status_code)
     status = HTTPStatus(error.status_code)
     code = status.phrase.lower().replace(" ", "-")
     detail, headers = str(error.detail), dict(error.headers or {})
