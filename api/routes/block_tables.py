@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
@@ -91,13 +90,14 @@ async def get(
     ] = 0.0,
 ) -> Response:
     """The block table of an open transfer. A wait ends at once where the transfer ends."""
-    work = _until_stopping(app, app.registry.block_table(transfer_id, wait_seconds=wait_seconds))
+    work = _until_stopping(app, transfer_id, wait_seconds)
     return record_response(await while_connected(request.receive, work))
 
 
 async def _until_stopping(
-    app: ControlPlane, look: Coroutine[Any, Any, BlockTableRecord]
+    app: ControlPlane, transfer_id: str, wait_seconds: float
 ) -> BlockTableRecord:
+    look = app.registry.block_table(transfer_id, wait_seconds=wait_seconds)
     looking = asyncio.create_task(look)
     stopping = asyncio.create_task(app.stopping.wait())
     try:

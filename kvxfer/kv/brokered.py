@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from kvxfer.client import calls
 from kvxfer.errors import (
@@ -23,6 +24,7 @@ from kvxfer.errors import (
 from kvxfer.instances import Role
 from kvxfer.kv.block_table import BlockTable, sign_block_table, verify_block_table
 from kvxfer.kv.identity import require_peer
+from kvxfer.kv.messages import Expect
 from kvxfer.kv.session_state import PrefillState
 
 if TYPE_CHECKING:
@@ -71,11 +73,13 @@ class Brokered:
 
     def publish(self, session: DecodeSession, ticket: Ticket) -> None:
         """Leaves the session's block table at the control plane."""
-        self._send(session, self._publish(session, ticket))
+        self._send(session, partial(self._publish, session, ticket))
 
-    def fetch(self, session: PrefillSession, ticket: Ticket, decode_address: str) -> None:
+    def fetch(
+        self, session: PrefillSession, ticket: Ticket, token: str, decode_address: str
+    ) -> None:
         """Connects to decode, and takes its OFFER up as soon as it is at the control plane."""
-        self._send(session, self._fetch(session, ticket, decode_address))
+        self._send(session, partial(self._fetch, session, ticket, token, decode_address))
 
     def ended(self, session: PrefillSession | DecodeSession) -> None:
         """Nothing is done for the session any more."""
@@ -84,17 +88,17 @@ class Brokered:
             errand.cancel()
 
     def _send(
-        self, session: PrefillSession | DecodeSession, errand: Coroutine[Any, Any, None]
+        self, session: PrefillSession | DecodeSession, errand: Callable[[], Awaitable[None]]
     ) -> None:
         task = asyncio.get_running_loop().create_task(self._run(session, errand))
         self._errands[session] = task
         task.add_done_callback(lambda _: self._errands.pop(session, None))
 
     async def _run(
-        self, session: PrefillSession | DecodeSession, errand: Coroutine[Any, Any, None]
+        self, session: PrefillSession | DecodeSession, errand: Callable[[], Awaitable[None]]
     ) -> None:
         try:
-            await errand
+            await errand()
         except UnknownTransfer as ended:
             session.fail(
                 TransferCancelled(
@@ -109,14 +113,13 @@ class Brokered:
         call = calls.put_block_table(table)
         await self.require().send(call, deadline=session.lease_remaining)
 
-    async def _fetch(self, session: PrefillSession, ticket: Ticket, decode_address: str) -> None:
+    async def _fetch(
+        self, session: PrefillSession, ticket: Ticket, token: str, decode_address: str
+    ) -> None:
         pair = await self._pairs.meet(decode_address)
         require_peer(ticket, Role.DECODE, pair.hello, f"at {decode_address} is")
         session.meet(pair)
-        reason = pair.given_up(ticket.transfer_id)
-        if reason is not None:
-            session.cancelled_by_peer(reason)
-            return
+        pair.send(Expect(ticket.transfer_id, token))
         table = await self._ask(session)
         if session.state is not PrefillState.WAITING:
             return  # decode has sent its OFFER itself

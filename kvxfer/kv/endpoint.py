@@ -6,10 +6,11 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Final
 
-from kvxfer.errors import EngineClosed, InvalidArgument, TransferCancelled
+from kvxfer.errors import EngineClosed, InvalidArgument
 from kvxfer.instances import Role
 from kvxfer.kv.brokered import Brokered
 from kvxfer.kv.decode_session import DecodeSession
+from kvxfer.kv.expectations import Expectations
 from kvxfer.kv.identity import Identity, require_peer
 from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.pairs import Pairs
@@ -84,7 +85,10 @@ class KvEndpoint:
             max_early_offers_per_peer=max_early_offers_per_peer,
             ended=self._prefill_ended,
         )
-        self._reception = Reception(self._identity, self._pairs, self._rendezvous)
+        self._expectations = Expectations()
+        self._reception = Reception(
+            self._identity, self._pairs, self._rendezvous, self._expectations
+        )
         self._brokered = Brokered(control_plane, self._identity, self._pairs, self._rendezvous)
 
     @property
@@ -122,7 +126,7 @@ class KvEndpoint:
             return
         self._open = False
         reason = f"instance {self.instance_id!r} closes"
-        self._pairs.give_up(EngineClosed(reason))
+        self._expectations.close(EngineClosed(reason))
         for pair in self._pairs:
             for session in list(pair.decodes.values()):
                 await session.cancel(reason)
@@ -163,7 +167,7 @@ class KvEndpoint:
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
         session = await self._rendezvous.request(claims, blocks, lease)
         if decode_address is not None:
-            self._brokered.fetch(session, claims, decode_address)
+            self._brokered.fetch(session, claims, ticket, decode_address)
         return session
 
     async def decode_session(
@@ -177,11 +181,13 @@ class KvEndpoint:
         """Offers `num_blocks` free blocks to the prefill worker at an engine address.
 
         Returns when the OFFER is sent. Without an address the handshake is brokered: it waits until
-        prefill has connected here, takes the blocks then, and leaves the OFFER at the control plane
-        while the session begins. Raises TicketInvalid, TicketExpired, LayoutMismatch,
-        BlockPoolExhausted; ConnectFailed, PeerRestarted and other EngineErrors of the connection,
-        or DeadlineExceeded where no KV endpoint answers there; LeaseExpired where prefill does not
-        connect, and TransferCancelled where it has given up already.
+        prefill has connected here and expects the OFFER, takes the blocks then, and leaves the
+        OFFER at the control plane while the session begins.
+
+        Raises TicketInvalid, TicketExpired, LayoutMismatch and BlockPoolExhausted; with an address
+        ConnectFailed, PeerRestarted and other EngineErrors of the connection, or DeadlineExceeded
+        where no KV endpoint answers there; without one LeaseExpired where prefill does not come,
+        and TransferCancelled or PeerLost where it has given up or is gone already.
         """
         claims = self._verify(ticket)
         self._identity.require(claims, Role.DECODE)
@@ -189,8 +195,7 @@ class KvEndpoint:
         if prefill_address is None:
             self._brokered.require()
             begun = time.monotonic()
-            pair = await self._pairs.arrival(claims, lease)
-            _require_wanted(pair, claims)
+            pair = await self._expectations.prefill_of(claims, lease)
             lease = max(lease - (time.monotonic() - begun), _LEAST_LEASE_SECONDS)
         else:
             pair = await self._pairs.meet(prefill_address)
@@ -244,13 +249,3 @@ class KvEndpoint:
                 f"the KV endpoint of instance {self.instance_id!r} is closed; "
                 "use it inside `async with`"
             )
-
-
-def _require_wanted(pair: KvPair, claims: Ticket) -> None:
-    """Raises TransferCancelled where prefill has given the transfer up before decode came."""
-    reason = pair.given_up(claims.transfer_id)
-    if reason is not None:
-        raise TransferCancelled(
-            f"transfer {claims.transfer_id}: cancelled by prefill worker "
-            f"{claims.prefill_id!r}: {reason}"
-        )

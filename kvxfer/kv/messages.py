@@ -13,7 +13,7 @@ import msgspec
 from kvxfer.errors import ProtocolError
 from kvxfer.kv.layout import KvLayout
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 # A message of the engine is at most 1 MiB; this leaves room for the rest of DONE.
 MAX_TAIL_BYTES: Final = (1 << 20) - 1024
 
@@ -45,6 +45,13 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     grants: tuple[bytes, ...]
     imm: int
     lease_seconds: float
+
+
+class Expect(msgspec.Struct, frozen=True, tag="expect"):
+    """prefill → decode, in a brokered handshake: I wait for your offer, over this connection."""
+
+    transfer_id: str
+    ticket: str
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -86,7 +93,7 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
     total: int
 
 
-Message: TypeAlias = Hello | Offer | Accepted | Refused | Done | Cancel | Cancelled
+Message: TypeAlias = Hello | Offer | Expect | Accepted | Refused | Done | Cancel | Cancelled
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)

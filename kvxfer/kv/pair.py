@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.kv.cache import KvCache
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.decode_session import DecodeSession
     from kvxfer.kv.prefill_session import PrefillSession
-
-_MAX_GIVEN_UP: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,6 @@ class KvPair:
         self.prefills: dict[str, PrefillSession] = {}
         self.decodes: dict[str, DecodeSession] = {}
         self.error: KvxferError | None = None
-        self._given_up: dict[str, str] = {}
         self._cache = cache
         self._hello: Hello | None = None
         self._greeted: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
@@ -124,11 +121,6 @@ class KvPair:
     def send(self, message: Message) -> None:
         """Raises PeerLost, or MessageTooLarge."""
         self.peer.send(encode(message))
-
-    @property
-    def is_greeted(self) -> bool:
-        """Whether its HELLO is here."""
-        return self._hello is not None
 
     @property
     def hello(self) -> Hello:
@@ -159,16 +151,6 @@ class KvPair:
     async def greeted(self) -> Hello:
         """Waits for the peer's HELLO. Raises the error that ended the connection before."""
         return await asyncio.shield(self._greeted)
-
-    def give_up(self, transfer_id: str, reason: str) -> None:
-        """The peer gives a transfer up of which nothing is known here, yet or any more."""
-        self._given_up[transfer_id] = reason
-        if len(self._given_up) > _MAX_GIVEN_UP:
-            del self._given_up[next(iter(self._given_up))]
-
-    def given_up(self, transfer_id: str) -> str | None:
-        """Why the peer has given a transfer up, if it has lately."""
-        return self._given_up.get(transfer_id)
 
     def lose(self, error: KvxferError) -> None:
         """The connection has ended."""

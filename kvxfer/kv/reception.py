@@ -23,6 +23,7 @@ from kvxfer.kv.messages import (
     Cancel,
     Cancelled,
     Done,
+    Expect,
     Hello,
     Offer,
     Refused,
@@ -31,6 +32,7 @@ from kvxfer.kv.messages import (
 
 if TYPE_CHECKING:
     from kvxfer.engine import Peer
+    from kvxfer.kv.expectations import Expectations
     from kvxfer.kv.identity import Identity
     from kvxfer.kv.pair import KvPair
     from kvxfer.kv.pairs import Pairs
@@ -42,10 +44,17 @@ logger = logging.getLogger(__name__)
 class Reception:
     """The EngineHandler of an endpoint: called by the engine on the loop."""
 
-    def __init__(self, identity: Identity, pairs: Pairs, rendezvous: Rendezvous) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        pairs: Pairs,
+        rendezvous: Rendezvous,
+        expectations: Expectations,
+    ) -> None:
         self._identity = identity
         self._pairs = pairs
         self._rendezvous = rendezvous
+        self._expectations = expectations
 
     def peer_up(self, peer: Peer) -> None:
         self._pairs.of(peer)
@@ -71,9 +80,11 @@ class Reception:
     def _dispatch(self, pair: KvPair, data: bytes) -> None:
         match decode(data):
             case Hello() as hello:
-                self._pairs.greeted(pair, hello)
+                pair.greet(hello)
             case Offer() as offer:
                 self._on_offer(pair, offer)
+            case Expect() as expect:
+                self._on_expect(pair, expect)
             case Cancel(transfer_id, reason):
                 self._on_cancel(pair, transfer_id, reason)
             # Below, a transfer that is unknown has ended here in the meantime.
@@ -107,10 +118,24 @@ class Reception:
             with contextlib.suppress(EngineError):
                 pair.send(Refused(offer.transfer_id, error.code, str(error)))
 
+    def _on_expect(self, pair: KvPair, expect: Expect) -> None:
+        hello = pair.hello
+        try:
+            claims = self._identity.verify(expect.ticket)
+            self._identity.require(claims, Role.DECODE)
+            require_peer(claims, Role.PREFILL, hello, "an offer is expected by")
+        except TransferError as error:
+            logger.info("expected offer refused: %s", error)
+            with contextlib.suppress(EngineError):
+                pair.send(Cancel(expect.transfer_id, str(error)))
+        else:
+            self._expectations.expect(claims, pair)
+
     def _on_cancel(self, pair: KvPair, transfer_id: str, reason: str) -> None:
         if session := pair.decodes.get(transfer_id):
             session.cancelled_by_peer(reason)
         else:
+            self._expectations.cancel(pair, transfer_id, reason)
             self._rendezvous.cancel(pair, transfer_id, reason)
 
     def drop(self, pair: KvPair, error: KvxferError) -> None:
@@ -118,6 +143,7 @@ class Reception:
         self._pairs.remove(pair, error)
         for session in list(pair.decodes.values()):
             session.peer_lost(error)
+        self._expectations.drop(pair, error)
         self._rendezvous.drop(pair, error)
 
 

@@ -122,7 +122,6 @@ class Rendezvous:
         if session is not None:
             session.cancelled_by_peer(reason)
             return
-        pair.give_up(transfer_id, reason)
         early = self._early.take(transfer_id)
         if early is not None:
             early.lease.end()

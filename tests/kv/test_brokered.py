@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,10 +29,11 @@ from kvxfer.errors import (
     TransferCancelled,
 )
 from kvxfer.instances import InstanceSpec, InstanceState, Role
+from kvxfer.kv.block_table import BlockTable
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.kv.session_state import DecodeState, PrefillState
-from kvxfer.ticket import verify_ticket
+from kvxfer.ticket import sign_ticket, verify_ticket
 from tests.block_tables import block_table
 from tests.control_plane import CLUSTER_KEY, RunningControlPlane
 
@@ -136,6 +138,22 @@ async def met(session: PrefillSession) -> None:
     await eventually(lambda: session.pair is not None)
 
 
+@pytest_asyncio.fixture
+async def ask(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[asyncio.Event]:
+    """Prefill expects offers, and asks the control plane for them only once this is set."""
+    event = asyncio.Event()
+    brokered = fleet.prefill.endpoint._brokered
+    really = brokered._ask
+
+    async def later(session: PrefillSession) -> BlockTable:
+        await event.wait()
+        return await really(session)
+
+    monkeypatch.setattr(brokered, "_ask", later)
+    yield event
+    event.set()
+
+
 async def told(session: PrefillSession | DecodeSession) -> KvxferError:
     """The error of a session, which it has within a second."""
     with pytest.raises(KvxferError) as caught:
@@ -197,7 +215,7 @@ async def test_decode_that_is_aborted_while_it_waits_for_prefill_leaves_nothing(
     with pytest.raises(asyncio.CancelledError):
         await decoding
     assert fleet.all_free()
-    assert not fleet.decode.endpoint._pairs._expected
+    assert not len(fleet.decode.endpoint._expectations)
     # The ticket is as good as before.
     sent, received = await asyncio.gather(fleet.send(ticket, rng), fleet.receive(ticket))
     assert sent == received
@@ -216,40 +234,17 @@ async def test_prefill_that_is_aborted_while_it_waits_for_the_table_leaves_nothi
     await eventually(lambda: not fleet.server.registry._arrivals._waiting)
     assert not fleet.prefill.endpoint._brokered._errands
     # Decode, which comes later, is told at once, and takes no block.
-    (pair,) = fleet.decode.endpoint._pairs
-    await eventually(lambda: pair.given_up(transfer_of(ticket)) is not None)
+    expected = fleet.decode.endpoint._expectations._expected[transfer_of(ticket)]
+    await eventually(lambda: expected.error is not None)
     with pytest.raises(TransferCancelled, match="cancelled by prefill worker 'p': changed my mind"):
         await asyncio.wait_for(fleet.begin_decode(ticket), TOLD_SECONDS)
     assert fleet.all_free()
 
 
-async def test_decode_that_gives_up_after_its_offer_tells_prefill_that_comes_later(
-    fleet: Fleet, rng: random.Random
-) -> None:
-    await fleet.connect(rng)
-    ticket = await fleet.ticket()
-    receiver = await fleet.begin_decode(ticket)
-    await fleet.client.block_table(transfer_of(ticket), wait_seconds=5)
-    await receiver.cancel("out of patience")
-    assert fleet.all_free()
-    sender = await fleet.begin_prefill(ticket)
-    error = await told(sender)
-    assert "cancelled by decode worker 'd': out of patience" in str(error)
-    assert isinstance(error, TransferCancelled)
-    await eventually(fleet.all_free)
-
-
-async def test_decode_that_gives_up_while_prefill_asks_for_the_table_tells_it(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("ask")
+async def test_decode_that_gives_up_before_prefill_has_the_table_tells_it(fleet: Fleet) -> None:
     ticket = await fleet.ticket()
     sender = await fleet.begin_prefill(ticket)
-    await met(sender)
-
-    async def never(*_: object, **__: object) -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(fleet.decode.endpoint._brokered, "_publish", never)
     receiver = await fleet.begin_decode(ticket)
     await receiver.cancel("out of patience")
     assert "cancelled by decode worker 'd': out of patience" in str(await told(sender))
@@ -261,7 +256,7 @@ async def test_decode_that_gives_up_while_prefill_asks_for_the_table_tells_it(
 async def test_a_lease_ends_the_wait(fleet: Fleet, waits: str) -> None:
     ticket = await fleet.ticket()
     if waits == "for the connection":
-        with pytest.raises(LeaseExpired, match=r"'p' of epoch \d+ did not connect within 0.1 s"):
+        with pytest.raises(LeaseExpired, match=r"'p' did not ask for an offer within 0.1 s"):
             await fleet.begin_decode(ticket, lease_seconds=0.1)
     else:
         sender = await fleet.begin_prefill(ticket, lease_seconds=0.3)
@@ -272,21 +267,23 @@ async def test_a_lease_ends_the_wait(fleet: Fleet, waits: str) -> None:
     assert fleet.all_free()
 
 
-async def test_a_transfer_that_is_released_ends_both_waits(
-    fleet: Fleet, rng: random.Random
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_transfer_that_is_released_ends_both_sides(
+    fleet: Fleet, ask: asyncio.Event, side: str
 ) -> None:
-    await fleet.connect(rng)
+    if side == "prefill":
+        ask.set()
     ticket = await fleet.ticket()
     sender = await fleet.begin_prefill(ticket)
     await met(sender)
     await fleet.release(ticket)
-    error = await told(sender)
+    if side == "decode":
+        error = await told(await fleet.begin_decode(ticket))
+        assert isinstance(await told(sender), TransferCancelled)
+    else:
+        error = await told(sender)
     assert isinstance(error, TransferCancelled)
     assert "it has ended at the control plane" in str(error)
-    ticket = await fleet.ticket()
-    await fleet.release(ticket)
-    receiver = await fleet.begin_decode(ticket)
-    assert "it has ended at the control plane" in str(await told(receiver))
     assert fleet.all_free()
 
 
@@ -303,14 +300,26 @@ async def test_prefill_is_told_when_decode_dies_while_it_waits_for_the_table(
     assert fleet.all_free()
 
 
-async def test_decode_is_told_when_prefill_dies_before_it_took_the_offer(
-    fleet: Fleet, rng: random.Random
-) -> None:
-    await fleet.connect(rng)
-    receiver = await fleet.begin_decode(await fleet.ticket())
+@pytest.mark.usefixtures("ask")
+async def test_decode_is_told_when_prefill_dies_before_it_took_the_offer(fleet: Fleet) -> None:
+    ticket = await fleet.ticket()
+    sender = await fleet.begin_prefill(ticket)
+    receiver = await fleet.begin_decode(ticket)
     await fleet.prefill.engine.close()
     assert isinstance(await told(receiver), PeerLost)
+    assert isinstance(await told(sender), KvxferError)
     assert fleet.all_free()
+
+
+async def test_decode_that_comes_after_prefill_has_died_is_told_at_once(fleet: Fleet) -> None:
+    ticket = await fleet.ticket()
+    sender = await fleet.begin_prefill(ticket)
+    await eventually(lambda: transfer_of(ticket) in fleet.decode.endpoint._expectations._expected)
+    await fleet.prefill.engine.close()
+    assert isinstance(await told(sender), KvxferError)
+    await eventually(lambda: not fleet.decode.engine.peers)
+    with pytest.raises(PeerLost):
+        await asyncio.wait_for(fleet.begin_decode(ticket), TOLD_SECONDS)
 
 
 async def test_prefill_is_told_when_decode_is_gone_before_it_comes(fleet: Fleet) -> None:
@@ -328,10 +337,7 @@ async def test_an_endpoint_that_closes_ends_every_wait(fleet: Fleet) -> None:
         await asyncio.wait_for(waiting, TOLD_SECONDS)
 
 
-async def test_decode_is_told_when_the_endpoint_of_prefill_closes(
-    fleet: Fleet, rng: random.Random
-) -> None:
-    await fleet.connect(rng)
+async def test_decode_is_told_when_the_endpoint_of_prefill_closes(fleet: Fleet) -> None:
     ticket = await fleet.ticket()
     sender = await fleet.begin_prefill(ticket)
     await met(sender)
@@ -347,10 +353,10 @@ async def test_decode_is_told_when_the_endpoint_of_prefill_closes(
 
 @pytest.mark.parametrize("altered", ["imm", "blocks", "another transfer"])
 async def test_a_table_that_was_altered_at_the_control_plane_is_refused(
-    fleet: Fleet, rng: random.Random, altered: str
+    fleet: Fleet, ask: asyncio.Event, altered: str
 ) -> None:
-    await fleet.connect(rng)
     ticket = await fleet.ticket()
+    sender = await fleet.begin_prefill(ticket)
     receiver = await fleet.begin_decode(ticket)
     transfer_id = transfer_of(ticket)
     table = await fleet.client.block_table(transfer_id, wait_seconds=5)
@@ -365,7 +371,7 @@ async def test_a_table_that_was_altered_at_the_control_plane_is_refused(
             other = verify_ticket(await fleet.ticket(), CLUSTER_KEY)
             table = block_table(other)
     fleet.server.registry._tables[transfer_id] = table
-    sender = await fleet.begin_prefill(ticket)
+    ask.set()
     error = await told(sender)
     assert isinstance(error, TicketInvalid)
     assert isinstance(await told(receiver), TransferCancelled)
@@ -385,17 +391,52 @@ async def test_prefill_that_is_sent_to_another_decode_worker_does_not_ask(
     assert "names decode worker 'd'" in str(error)
 
 
-async def test_decode_does_not_wait_for_a_prefill_worker_of_a_later_epoch(fleet: Fleet) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"decode_id": "e"}, "names decode worker 'e' of epoch"),
+        ({"decode_epoch": 1}, "names decode worker 'd' of epoch 1, this is 'd'"),
+        ({"prefill_epoch": 1}, "names prefill worker 'p' of epoch 1, an offer is expected by 'p'"),
+        ({"expires_at": 1.0}, "expired"),
+    ],
+    ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
+)
+async def test_decode_refuses_a_prefill_worker_whose_ticket_is_not_for_them(
+    fleet: Fleet, change: dict[str, Any], said: str
+) -> None:
+    good = await fleet.ticket()
+    bad = sign_ticket(replace(verify_ticket(good, CLUSTER_KEY), **change), CLUSTER_KEY)
+    brokered = fleet.prefill.endpoint._brokered
+    sender = await fleet.begin_prefill(good, lease_seconds=5)
+    brokered.ended(sender)
+    brokered.fetch(sender, verify_ticket(good, CLUSTER_KEY), bad, fleet.decode.engine.address)
+    error = await told(sender)
+    assert isinstance(error, TransferCancelled)
+    assert said in str(error)
+    assert not fleet.decode.endpoint._expectations._expected.get(transfer_of(good))
+
+
+async def test_two_decode_requests_with_one_ticket_are_one_too_many(fleet: Fleet) -> None:
     ticket = await fleet.ticket()
-    waiting = asyncio.create_task(fleet.begin_decode(ticket))
+    first = asyncio.create_task(fleet.begin_decode(ticket, lease_seconds=0.2))
     await asyncio.sleep(0.02)
-    epoch = fleet.prefill.endpoint.epoch
-    fleet.prefill.endpoint.set_epoch(epoch + 1)
-    await fleet.prefill.engine.connect(fleet.decode.engine.address)
-    with pytest.raises(TicketInvalid, match=rf"of epoch {epoch}, connected is 'p' of epoch"):
-        await asyncio.wait_for(waiting, TOLD_SECONDS)
-    with pytest.raises(TicketInvalid, match="connected is 'p' of epoch"):
-        await asyncio.wait_for(fleet.begin_decode(ticket), TOLD_SECONDS)
+    with pytest.raises(TicketInvalid, match="another decode request waits"):
+        await fleet.begin_decode(ticket)
+    with pytest.raises(LeaseExpired):
+        await first
+
+
+async def test_it_works_over_the_right_one_of_two_connections(
+    fleet: Fleet, rng: random.Random
+) -> None:
+    """Two engines that dial each other at once are connected twice."""
+    await asyncio.gather(
+        fleet.prefill.engine.connect(fleet.decode.engine.address),
+        fleet.decode.engine.connect(fleet.prefill.engine.address),
+    )
+    await eventually(lambda: len(fleet.decode.engine.peers) == 2)
+    for _ in range(3):
+        await fleet.connect(rng)
 
 
 async def test_tables_of_unequal_length_are_an_error_of_both_sides(
@@ -466,12 +507,13 @@ async def test_a_control_plane_that_is_away_is_the_error(
     await fleet.connect(rng)
     ticket = await fleet.ticket()
     await asyncio.to_thread(fleet.server.stop)
-    session: PrefillSession | DecodeSession
+    sender = await fleet.begin_prefill(ticket, lease_seconds=0.5 if side == "prefill" else 5)
     if side == "prefill":
-        session = await fleet.begin_prefill(ticket, lease_seconds=0.5)
+        assert isinstance(await told(sender), ControlPlaneUnavailable)
     else:
-        session = await fleet.begin_decode(ticket, lease_seconds=0.5)
-    assert isinstance(await told(session), ControlPlaneUnavailable)
+        receiver = await fleet.begin_decode(ticket, lease_seconds=0.5)
+        assert isinstance(await told(receiver), ControlPlaneUnavailable)
+        assert isinstance(await told(sender), TransferCancelled)
     assert fleet.all_free()
 
 
@@ -519,4 +561,4 @@ async def test_whatever_is_given_up_and_when_nothing_is_left(
     await eventually(lambda: not fleet.server.registry._arrivals._waiting)
     for each in (fleet.prefill, fleet.decode):
         assert not each.endpoint._brokered._errands
-        assert not each.endpoint._pairs._expected
+        assert not len(each.endpoint._expectations)
