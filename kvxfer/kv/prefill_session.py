@@ -241,6 +241,8 @@ class PrefillSession:
 
     def meet(self, pair: KvPair) -> None:
         """Decode is connected; from now on each side is told of the other's end."""
+        if self._pair is not None:
+            self._pair.prefills.pop(self.transfer_id, None)
         self._pair = pair
         pair.prefills[self.transfer_id] = self
 

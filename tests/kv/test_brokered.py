@@ -426,19 +426,23 @@ async def test_two_decode_requests_with_one_ticket_are_one_too_many(fleet: Fleet
         await first
 
 
-async def test_it_works_over_the_right_one_of_two_connections(
-    fleet: Fleet, rng: random.Random
-) -> None:
-    """Two engines that dial each other at once are connected twice."""
+async def dial_at_once(fleet: Fleet) -> None:
+    """Until both are connected twice: where one is faster there is one connection."""
     prefill, decode = fleet.prefill.engine, fleet.decode.engine
-    while True:  # until they dial at once: where one is faster there is one connection
+    while True:
         await asyncio.gather(prefill.connect(decode.address), decode.connect(prefill.address))
         await asyncio.sleep(0.02)
         if len(prefill.peers) == len(decode.peers) == 2:
-            break
+            return
         for peer in decode.peers:
             peer.fence()
         await eventually(lambda: not prefill.peers and not decode.peers)
+
+
+async def test_it_works_over_the_right_one_of_two_connections(
+    fleet: Fleet, rng: random.Random
+) -> None:
+    await dial_at_once(fleet)
     for _ in range(3):
         await fleet.connect(rng)
 
@@ -479,17 +483,29 @@ async def test_a_pool_without_room_leaves_the_ticket_good(fleet: Fleet, rng: ran
     assert await fleet.receive(ticket) == await sending
 
 
-async def test_a_direct_offer_is_taken_by_a_prefill_worker_that_asks_for_the_table(
-    fleet: Fleet, rng: random.Random
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+async def test_a_direct_offer_is_taken_by_a_prefill_worker_that_was_told_otherwise(
+    fleet: Fleet, rng: random.Random, first: str
 ) -> None:
-    ticket = await fleet.ticket()
-    sending = asyncio.create_task(fleet.send(ticket, rng))
     address = fleet.prefill.engine.address
-    async with await fleet.decode.endpoint.decode_session(ticket, address, 3) as receiver:
-        await receiver.wait()
-        with receiver.take() as hold:
-            assert fleet.decode.contents(hold.ids.tolist()) == await sending
+
+    async def receive(ticket: str) -> list[bytes]:
+        async with await fleet.decode.endpoint.decode_session(ticket, address, 3) as receiver:
+            await receiver.wait()
+            with receiver.take() as hold:
+                return fleet.decode.contents(hold.ids.tolist())
+
+    await dial_at_once(fleet)
+    for _ in range(3):
+        ticket = await fleet.ticket()
+        steps = [fleet.send(ticket, rng), receive(ticket)]
+        if first == "decode":
+            steps.reverse()
+        begun = asyncio.create_task(steps[0])
+        await asyncio.sleep(0.02)
+        assert await steps[1] == await begun
     assert not fleet.prefill.endpoint._brokered._errands
+    assert not any(pair.prefills for pair in fleet.prefill.endpoint._pairs)
 
 
 async def test_an_endpoint_without_a_control_plane_says_so(fabric: str) -> None:
