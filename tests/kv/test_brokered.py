@@ -525,16 +525,21 @@ async def test_a_control_plane_that_is_away_is_the_error(
     fleet: Fleet, rng: random.Random, side: str
 ) -> None:
     await fleet.connect(rng)
-    ticket = await fleet.ticket()
+    tickets = [await fleet.ticket() for _ in range(4)]
     await asyncio.to_thread(fleet.server.stop)
-    sender = await fleet.begin_prefill(ticket, lease_seconds=0.5 if side == "prefill" else 5)
-    if side == "prefill":
-        assert isinstance(await told(sender), ControlPlaneUnavailable)
-    else:
-        receiver = await fleet.begin_decode(ticket, lease_seconds=0.5)
-        assert isinstance(await told(receiver), ControlPlaneUnavailable)
-        assert isinstance(await told(sender), TransferCancelled)
-    assert fleet.all_free()
+    errors = set()
+    for ticket in tickets:
+        sender = await fleet.begin_prefill(ticket, lease_seconds=0.3 if side == "prefill" else 5)
+        if side == "prefill":
+            errors.add(type(await told(sender)))
+        else:
+            receiver = await fleet.begin_decode(ticket, lease_seconds=0.3)
+            errors.add(type(await told(receiver)))
+            assert isinstance(await told(sender), TransferCancelled)
+        assert fleet.all_free()
+    # Tried until the lease ends, which may come first by a moment.
+    assert ControlPlaneUnavailable in errors
+    assert errors <= {ControlPlaneUnavailable, LeaseExpired}
 
 
 # --- everything at random --------------------------------------------------------------------
