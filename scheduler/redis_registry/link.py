@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -118,10 +118,16 @@ class Link:
         return await asked.answer
 
     async def hash(self, key: str) -> dict[bytes, bytes]:
+        return cast("dict[bytes, bytes]", await self._read(self._client.hgetall, key))
+
+    async def field(self, key: str, name: str) -> bytes | None:
+        return cast("bytes | None", await self._read(self._client.hget, key, name))
+
+    async def _read(self, command: Callable[..., Any], *arguments: str) -> Any:
         self._require_good()
         try:
             async with asyncio.timeout(self.timeout):
-                return cast("dict[bytes, bytes]", await self._client.hgetall(key))
+                return await command(*arguments)
         except (RedisError, OSError, TimeoutError) as error:
             raise self._failed(error) from error
 

@@ -19,6 +19,12 @@ def asked(prompt: str | Sequence[int], max_tokens: int = 24, **fields: Any) -> d
     return {**fields, "prompt": prompt}
 
 
+def tokens_of(answer: httpx.Response) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
 class Stream:
     """The events of an answer, as they come."""
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,7 @@ from kvxfer.event_stream import EventParser
 from kvxfer.reference.runner import ModelRunner
 
 from .cluster import Cluster, until
-from .completions import MODEL, asked, streamed
+from .completions import MODEL, asked, streamed, tokens_of
 
 LONG = 3000  # tokens: what is under way stays so until a test has done its worst
 
@@ -90,6 +91,53 @@ async def test_32_at_once_get_each_their_own_answer(
     )
     for prompt, tokens in zip(prompts, answers, strict=True):
         assert tokens == single.generate(prompt, 24, ignore_eos=True)
+
+
+async def test_the_brokered_handshake_gives_the_same_tokens(
+    cluster: Cluster, client: httpx.AsyncClient, single: ModelRunner
+) -> None:
+    prompts = [f"By way of the control plane, {i}: " + "page " * (8 * i + 1) for i in range(8)]
+    tables = 'kvxfer_http_requests_total{method="POST",route="%s/block-table",status="201"}'
+    posted = partial(cluster.metric, tables % "/v1/transfers/{transfer_id}", cluster.control_plane)
+    before = posted()
+    direct = [client.post("/v1/completions", json=asked(prompt)) for prompt in prompts]
+    direct_tokens = [tokens_of(answer) for answer in await asyncio.gather(*direct)]
+    assert posted() == before
+    async with httpx.AsyncClient(base_url=cluster.brokering_router, timeout=60) as brokered:
+        calls = [brokered.post("/v1/completions", json=asked(prompt)) for prompt in prompts]
+        tokens = [tokens_of(answer) for answer in await asyncio.gather(*calls)]
+    assert tokens == direct_tokens
+    assert tokens == [single.generate(prompt, 24, ignore_eos=True) for prompt in prompts]
+    assert posted() == before + len(prompts)
+
+
+@pytest.mark.parametrize("frozen", ["prefill-0", "decode-0"])
+async def test_a_client_that_leaves_a_brokered_handshake_is_forgotten_on_both_sides(
+    cluster: Cluster, frozen: str
+) -> None:
+    cluster.send(frozen, signal.SIGSTOP)
+    try:
+        async with httpx.AsyncClient(base_url=cluster.brokering_router, timeout=60) as brokered:
+            request = asyncio.create_task(brokered.post("/v1/completions", json=asked("x" * 300)))
+            await until(cluster.open_transfers)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+        await until(lambda: not cluster.open_transfers())
+    finally:
+        cluster.send(frozen, signal.SIGCONT)
+    await until(cluster.idle)
+
+
+@pytest.mark.parametrize("doomed", ["prefill-0", "decode-0"])
+async def test_a_worker_killed_in_a_brokered_handshake_costs_a_retry_and_no_answer(
+    cluster: Cluster, single: ModelRunner, doomed: str
+) -> None:
+    cluster.send(doomed, signal.SIGSTOP)
+    async with httpx.AsyncClient(base_url=cluster.brokering_router, timeout=60) as brokered:
+        request = asyncio.create_task(brokered.post("/v1/completions", json=asked("not in vain")))
+        await until(cluster.open_transfers)
+        cluster.kill(doomed)
+        assert tokens_of(await request) == single.generate("not in vain", 24, ignore_eos=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
