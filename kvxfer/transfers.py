@@ -83,6 +83,12 @@ class Transfer(Struct, frozen=True, kw_only=True):
     score: Score | None = None
     """Why this pair, where the request asked for it."""
 
+    def blocks_on(self, instance_id: str) -> int:
+        """KV blocks that it reserves on one of its two instances."""
+        return (
+            self.prefill_blocks if instance_id == self.prefill.instance_id else self.decode_blocks
+        )
+
 
 class OpenedTransfer(Transfer, frozen=True, kw_only=True):
     """The answer to a transfer request: only it carries the ticket."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from kvxfer.instances import Change, InstanceState
+from kvxfer.instances import Change, Instance, InstanceState, Reserved
 from kvxfer.scheduler.arrivals import Arrivals
 from kvxfer.scheduler.feed import ChangeFeed
 from kvxfer.scheduler.fleet import Fleet
@@ -38,7 +38,7 @@ class Mirror:
         self.loaded = False
         self.position = 0
         # Opened here before Redis has said so, so that the next choice already counts them.
-        self._provisional: set[str] = set()
+        self._provisional: dict[str, Transfer] = {}
         self._news = asyncio.Event()
 
     def empty_fleet(self) -> Fleet:
@@ -90,8 +90,39 @@ class Mirror:
 
     def open(self, transfer: Transfer) -> None:
         """Counts a transfer that is about to be reserved."""
-        self._provisional.add(transfer.transfer_id)
-        self.fleet.open(transfer)
+        if self.fleet.transfer(transfer.transfer_id) is None:
+            self._provisional[transfer.transfer_id] = transfer
+            self.fleet.open(transfer)
+
+    def instance(self, instance_id: str) -> Instance | None:
+        """Without what is reserved on it that Redis has not taken yet, as all that is told."""
+        instance = self.fleet.get(instance_id)
+        if instance is None:
+            return None
+        transfers = blocks = 0
+        for transfer in self._provisional.values():
+            if transfer.transfer_id in self.fleet.held_by(instance_id):
+                transfers += 1
+                blocks += transfer.blocks_on(instance_id)
+        if not transfers:
+            return instance
+        counted = instance.reserved
+        told = Reserved(transfers=counted.transfers - transfers, blocks=counted.blocks - blocks)
+        return replace(instance, reserved=told)
+
+    def instances(self) -> tuple[Instance, ...]:
+        """Every instance, ordered by id, as `instance` has it."""
+        concerned = {
+            party.instance_id
+            for transfer in self._provisional.values()
+            for party in (transfer.prefill, transfer.decode)
+        }
+        told = {name: self.instance(name) for name in concerned}
+        return tuple(told.get(i.instance_id) or i for i in self.fleet.snapshot())
+
+    @property
+    def open_transfers(self) -> int:
+        return self.fleet.open_transfers - len(self._provisional)
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Every open transfer, the oldest first, without those that Redis has not taken yet."""
@@ -99,8 +130,7 @@ class Mirror:
 
     def undo(self, transfer_id: str) -> None:
         """The transfer was not reserved, as far as is known here."""
-        if transfer_id in self._provisional:
-            self._provisional.remove(transfer_id)
+        if self._provisional.pop(transfer_id, None) is not None:
             self.fleet.end(transfer_id)
 
     def _change(self, change: Change) -> None:
@@ -131,7 +161,7 @@ class Mirror:
         )
 
     def _open(self, transfer: Transfer) -> None:
-        self._provisional.discard(transfer.transfer_id)
+        self._provisional.pop(transfer.transfer_id, None)
         self.fleet.open(transfer)
 
     def _table(self, transfer_id: str) -> None:

@@ -158,14 +158,14 @@ class RedisRegistry(Registry):
 
     async def instance(self, instance_id: str) -> Instance:
         await self._catch_up()
-        instance = self._mirror.fleet.get(instance_id)
+        instance = self._mirror.instance(instance_id)
         if instance is None:
             raise refusals.unknown_instance(instance_id)
         return instance
 
     async def instances(self) -> tuple[Instance, ...]:
         await self._catch_up()
-        return self._mirror.fleet.snapshot()
+        return self._mirror.instances()
 
     async def watch(self, after: int | None = None) -> AsyncIterator[Snapshot | Change]:
         feed = self._mirror.feed
@@ -175,7 +175,7 @@ class RedisRegistry(Registry):
                 await self._catch_up()
                 if after is None or not feed.covers(after):
                     after = feed.last_id
-                    yield Snapshot(id=after, instances=self._mirror.fleet.snapshot())
+                    yield Snapshot(id=after, instances=self._mirror.instances())
                     continue
             for change in feed.after(after, limit=_WATCH_BATCH):
                 after = change.id
@@ -258,7 +258,7 @@ class RedisRegistry(Registry):
 
         return Statistics(
             instances=self._mirror.fleet.census(),
-            open_transfers=self._mirror.fleet.open_transfers,
+            open_transfers=self._mirror.open_transfers,
             registrations=count("registrations"),
             leases_expired=count("leases_expired"),
             transfers_opened=count("transfers_opened"),

@@ -120,6 +120,28 @@ async def test_choices_under_way_already_count_for_the_next_one(empty_redis):
         )
 
 
+async def test_what_is_not_yet_reserved_is_told_to_nobody(empty_redis):
+    async with replica(empty_redis) as registry:
+        for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+            await registry.register(worker(name, role), state=READY)
+        kept, under_way = [
+            await open_transfer(
+                registry, TransferRequest(prompt_tokens=40), seconds=60, clock=clock
+            )
+            for clock in (SystemClock(), SystemClock())
+        ]
+        await registry.release(under_way.transfer_id)
+        counted = await registry.instances()
+        # As while Redis is asked for it.
+        registry._mirror.open(under_way)
+        assert registry._mirror.fleet.get("p").reserved.transfers == 2
+        assert await registry.instances() == counted
+        assert [await registry.instance(name) for name in ("d", "p")] == list(counted)
+        assert (await anext(registry.watch())).instances == counted
+        assert (await registry.statistics()).open_transfers == 1
+        assert await registry.transfers() == (kept,)
+
+
 async def test_watch_goes_on_at_another_replica_also_at_one_that_starts_later(empty_redis):
     async with replica(empty_redis) as one, replica(empty_redis) as other:
         start = await anext(one.watch())
