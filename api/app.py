@@ -16,10 +16,19 @@ from kvxfer.api.context import ControlPlane
 from kvxfer.api.metrics import MeasureRequests, Metrics
 from kvxfer.api.openapi import describe
 from kvxfer.api.request_log import LogRequests
-from kvxfer.api.routes import handshakes, instances, operations, scale, transfers, watch
+from kvxfer.api.routes import (
+    block_tables,
+    handshakes,
+    instances,
+    operations,
+    scale,
+    transfers,
+    watch,
+)
 from kvxfer.api.settings import Settings
 from kvxfer.api.staleness import MarkStale
 from kvxfer.errors import ControlPlaneUnavailable
+from kvxfer.kv.block_table import MAX_JSON_BYTES
 from kvxfer.scheduler.clock import Clock, SystemClock
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
@@ -72,14 +81,19 @@ def create_app(
     app.state.guard = Guard(settings, control_plane.clock)
     # Routes are tried in this order, so the busiest come first; and `watch` before `instances`, to
     # whose route of one instance it would be an id.
-    routers = [m.router for m in (transfers, watch, instances, handshakes, scale, operations)]
+    modules = (transfers, block_tables, watch, instances, handshakes, scale, operations)
+    routers = [module.router for module in modules]
     for router in routers:
         if unguarded := [r for r in router.routes if not isinstance(r, GuardedRoute)]:
             raise TypeError(f"{unguarded[0]} is open to all: make its router of GuardedRoute")
         # As they are: one that is included would be gone through anew with each request.
         app.router.routes.extend(router.routes)
     problems.install(app, routers)
-    app.add_middleware(LimitBodies, max_bytes=settings.max_body_bytes)
+    app.add_middleware(
+        LimitBodies,
+        max_bytes=settings.max_body_bytes,
+        at_least={"/block-table": MAX_JSON_BYTES},
+    )
     app.add_middleware(MarkStale, registry=registry)
     app.add_middleware(MeasureRequests, metrics=control_plane.metrics)
     app.add_middleware(LogRequests)

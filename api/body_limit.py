@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Final
 
@@ -16,21 +17,29 @@ _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
 class LimitBodies:
     """ASGI middleware: whoever reads a body of more than `max_bytes` gets an HTTPException (413).
 
-    A body whose length is declared is refused before its first byte, any other one at the byte that
-    is too much.
+    `at_least` has the bytes that are read in any case, by how the path ends. A body whose length is
+    declared is refused before its first byte, any other one at the byte that is too much.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, at_least: Mapping[str, int] | None = None
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._at_least = dict(at_least or {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        limit = max(
+            self._max_bytes,
+            *(n for ending, n in self._at_least.items() if scope["path"].endswith(ending)),
+            0,
+        )
         declared = headers.get("content-length", "")
-        too_much = declared.isdecimal() and int(declared) > self._max_bytes
+        too_much = declared.isdecimal() and int(declared) > limit
         bounded = declared.isdecimal() or scope["method"] in _WITHOUT_BODY
         if bounded and not too_much and "transfer-encoding" not in headers:
             # The server hands on no more than what was declared.
@@ -43,11 +52,14 @@ class LimitBodies:
             nonlocal size
             message = {} if too_much else await receive()
             size += len(message.get("body", b""))
-            if not (too_much or size > self._max_bytes):
+            if not (too_much or size > limit):
                 return message
             if answered:  # nobody reads it any more
                 return {"type": "http.disconnect"}
-            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            raise HTTPException(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the body is larger than the {limit} bytes that are read",
+            )
 
         async def send_and_note(message: Message) -> None:
             nonlocal answered

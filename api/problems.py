@@ -16,6 +16,8 @@ from starlette.exceptions import HTTPException
 
 from kvxfer.api.context import control_plane
 from kvxfer.errors import (
+    BlockTableExists,
+    BlockTableMismatch,
     BodyTooLarge,
     ControlPlaneError,
     ControlPlaneUnavailable,
@@ -29,10 +31,14 @@ from kvxfer.errors import (
     RateLimited,
     ScalingFailed,
     StaleEpoch,
+    TicketExpired,
+    TicketInvalid,
     Unauthenticated,
+    UnknownBlockTable,
     UnknownInstance,
     UnknownTransfer,
 )
+from kvxfer.http_answer import ClientLeft
 
 MEDIA_TYPE: Final = "application/problem+json"
 REQUEST_ID_HEADER: Final = "X-Request-ID"
@@ -46,6 +52,10 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     StaleEpoch: 409,
     UnknownInstance: 404,
     UnknownTransfer: 404,
+    UnknownBlockTable: 404,
+    BlockTableExists: 409,
+    BlockTableMismatch: 409,
+    TicketInvalid: 403,
     Unauthenticated: 401,
     Forbidden: 403,
     BodyTooLarge: 413,
@@ -101,6 +111,29 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "detail": "no transfer '3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a' is open: it was released, it "
         "expired, or one of its instances is gone",
         "transfer_id": "3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a",
+    },
+    UnknownBlockTable: {
+        "detail": "transfer '3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a' has no block table yet; ask again, "
+        "with wait_seconds to be answered as soon as it has",
+        "transfer_id": "3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a",
+    },
+    BlockTableExists: {
+        "detail": "transfer '3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a' has another block table already; a "
+        "transfer takes one, open a new one",
+        "transfer_id": "3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a",
+    },
+    BlockTableMismatch: {
+        "detail": "the block table is of transfer '5b1c…', and was sent for "
+        "'3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a'",
+        "transfer_id": "3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a",
+    },
+    TicketInvalid: {
+        "detail": "the block table of transfer 3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a cannot be trusted "
+        "(its signature does not fit); pass it on as decode made it"
+    },
+    TicketExpired: {
+        "detail": "the ticket of transfer 3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a expired 0.4 s ago; ask "
+        "the control plane for a new one"
     },
     NoCapacity: {
         "detail": "no pair of instances can take the request now; retry, or add what the reasons "
@@ -279,6 +312,8 @@ def _invalid_member(item: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _answer_http(request: Request, error: HTTPException, routers: Sequence[APIRouter]) -> Response:
+    if isinstance(error, ClientLeft):
+        return Response(status_code=error.status_code)
     status = HTTPStatus(error.status_code)
     code = status.phrase.lower().replace(" ", "-")
     detail, headers = str(error.detail), dict(error.headers or {})
@@ -290,8 +325,6 @@ def _answer_http(request: Request, error: HTTPException, routers: Sequence[APIRo
         detail = "the body is no JSON text in UTF-8"
     elif status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         code = BodyTooLarge.code
-        limit = control_plane(request).settings.max_body_bytes
-        detail = f"the body is larger than the {limit} bytes that are read"
     elif status is HTTPStatus.METHOD_NOT_ALLOWED:
         # Starlette names the methods of one route only; a path may have several.
         allowed = headers["Allow"] = ", ".join(_methods(request.url.path, routers))

@@ -272,6 +272,24 @@ class UnknownTransfer(ControlPlaneError):
     code = "unknown-transfer"
 
 
+class UnknownBlockTable(ControlPlaneError):
+    """The transfer is open, and decode has not sent its block table yet."""
+
+    code = "unknown-block-table"
+
+
+class BlockTableExists(ControlPlaneError):
+    """The transfer has a block table already, and it is another one."""
+
+    code = "block-table-exists"
+
+
+class BlockTableMismatch(ControlPlaneError):
+    """The block table is of another transfer, pair or epoch than the one it was sent for."""
+
+    code = "block-table-mismatch"
+
+
 class Unauthenticated(ControlPlaneError):
     """The request carries no bearer token, or one that the control plane does not know."""
 

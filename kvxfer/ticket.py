@@ -64,12 +64,12 @@ class TicketKeys:
     def signing_key(self) -> bytes:
         return self._by_id[self.signing_id]
 
-    def find(self, key_id: object) -> bytes:
-        """Raises TicketInvalid where there is no such key."""
+    def find(self, key_id: object, what: str = "the ticket") -> bytes:
+        """Raises TicketInvalid where there is no such key; `what` was signed with it."""
         key = self._by_id.get(key_id) if isinstance(key_id, str) else None
         if key is None:
             raise TicketInvalid(
-                "the ticket cannot be trusted (it was signed with a key that is not known here); "
+                f"{what} cannot be trusted (it was signed with a key that is not known here); "
                 "take one from a control plane that has the same cluster key or ticket keys"
             )
         return key
@@ -116,7 +116,7 @@ class _Claims(msgspec.Struct, frozen=True):
 
 def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
     """The ticket as a token. A cluster key may stand for the key that follows from it."""
-    keys = _ticket_keys(keys)
+    keys = as_ticket_keys(keys)
     claims = _Claims(
         iss=_ISSUER,
         jti=ticket.transfer_id,
@@ -141,7 +141,7 @@ def verify_ticket(
     Raises TicketInvalid where it was not signed with one of the keys or is damaged, TicketExpired
     (a TicketInvalid) where it is too late.
     """
-    keys = _ticket_keys(keys)
+    keys = as_ticket_keys(keys)
     if len(token) > _MAX_LENGTH:
         raise TicketInvalid(
             f"the ticket has {len(token)} characters; a real one has at most {_MAX_LENGTH}"
@@ -178,7 +178,8 @@ def verify_ticket(
     )
 
 
-def _ticket_keys(keys: TicketKeys | bytes | str) -> TicketKeys:
+def as_ticket_keys(keys: TicketKeys | bytes | str) -> TicketKeys:
+    """The keys, or the one that follows from a cluster key."""
     return keys if isinstance(keys, TicketKeys) else derived_ticket_keys(keys)
 
 

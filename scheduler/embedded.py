@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -23,8 +24,10 @@ from kvxfer.instances import (
     Role,
     Snapshot,
 )
+from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
 from kvxfer.scheduler import refusals
+from kvxfer.scheduler.arrivals import Arrivals
 from kvxfer.scheduler.clock import Clock, SystemClock
 from kvxfer.scheduler.feed import ChangeFeed
 from kvxfer.scheduler.fleet import Fleet
@@ -69,6 +72,8 @@ class EmbeddedRegistry(Registry):
         self._feed = ChangeFeed(last_id=int(self._clock.unix() * 1e6), capacity=feed_capacity)
         self._fleet = Fleet(scorer)
         self._holders: dict[str, _Holder] = {}
+        self._tables: dict[str, BlockTable] = {}
+        self._arrivals = Arrivals()
         # One entry per instance and transfer; a renewed lease is put back when its turn comes.
         self._expiries: list[_Expiry] = []
         self._registrations = 0
@@ -234,6 +239,25 @@ class EmbeddedRegistry(Registry):
             raise refusals.unknown_transfer(transfer_id)
         self._end_transfer(transfer_id, TransferEnd.RELEASED)
 
+    async def put_block_table(self, transfer_id: str, table: BlockTable) -> None:
+        await self.transfer(transfer_id)
+        if self._tables.setdefault(transfer_id, table) != table:
+            raise refusals.block_table_exists(transfer_id)
+        self._arrivals.announce(transfer_id)
+
+    async def block_table(self, transfer_id: str, *, wait_seconds: float = 0.0) -> BlockTable:
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + wait_seconds
+        while True:
+            await self.transfer(transfer_id)
+            table = self._tables.get(transfer_id)
+            if table is not None:
+                return table
+            left = give_up - loop.time()
+            if left <= 0:
+                raise refusals.unknown_block_table(transfer_id)
+            await self._arrivals.wait(transfer_id, left)
+
     # --- the registry itself -----------------------------------------------------------------
 
     async def sweep(self) -> None:
@@ -255,6 +279,7 @@ class EmbeddedRegistry(Registry):
 
     async def close(self) -> None:
         self._feed.close()
+        self._arrivals.announce_all()
 
     def _begin(self) -> float:
         """The start of every step: what has run out by now is ended. Returns the time."""
@@ -314,6 +339,8 @@ class EmbeddedRegistry(Registry):
 
     def _end_transfer(self, transfer_id: str, end: TransferEnd) -> None:
         self._fleet.end(transfer_id)
+        self._tables.pop(transfer_id, None)
+        self._arrivals.announce(transfer_id)
         self._transfers_ended[end] += 1
 
     def _publish(self, cause: ChangeCause, instance: Instance) -> None:

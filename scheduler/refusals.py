@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from kvxfer.errors import (
+    BlockTableExists,
     ControlPlaneUnavailable,
     InstanceExists,
     NoCapacity,
     StaleEpoch,
+    UnknownBlockTable,
     UnknownInstance,
     UnknownTransfer,
 )
@@ -63,5 +65,21 @@ def unknown_transfer(transfer_id: str) -> UnknownTransfer:
     return UnknownTransfer(
         f"no transfer {transfer_id!r} is open: it was released, it expired, or one of its "
         "instances is gone",
+        transfer_id=transfer_id,
+    )
+
+
+def unknown_block_table(transfer_id: str) -> UnknownBlockTable:
+    return UnknownBlockTable(
+        f"transfer {transfer_id!r} has no block table yet; ask again, with wait_seconds to be "
+        "answered as soon as it has",
+        transfer_id=transfer_id,
+    )
+
+
+def block_table_exists(transfer_id: str) -> BlockTableExists:
+    return BlockTableExists(
+        f"transfer {transfer_id!r} has another block table already; a transfer takes one, open a "
+        "new one",
         transfer_id=transfer_id,
     )

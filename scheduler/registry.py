@@ -23,6 +23,7 @@ from kvxfer.instances import (
     Role,
     Snapshot,
 )
+from kvxfer.kv.block_table import BlockTable
 from kvxfer.scheduler.pairing import Pair
 from kvxfer.transfers import Transfer, TransferRequest
 
@@ -182,6 +183,22 @@ class Registry(ABC):
     @abstractmethod
     async def release(self, transfer_id: str) -> None:
         """Ends a transfer and gives back what it reserved. Raises UnknownTransfer."""
+
+    @abstractmethod
+    async def put_block_table(self, transfer_id: str, table: BlockTable) -> None:
+        """Keeps decode's block table as long as the transfer is open. The same again is no news.
+
+        Raises UnknownTransfer, and BlockTableExists where there is another one.
+        """
+
+    @abstractmethod
+    async def block_table(self, transfer_id: str, *, wait_seconds: float = 0.0) -> BlockTable:
+        """The block table of an open transfer, for which it waits.
+
+        Raises UnknownTransfer, also as soon as the transfer ends, UnknownBlockTable after the wait,
+        and ControlPlaneUnavailable where the registry cannot be reached: it is no read that could
+        be answered from what was last known.
+        """
 
     @abstractmethod
     async def sweep(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -35,6 +36,11 @@ _PATIENCE: Final = "Deadlines and limits"
 _STOP_SECONDS: Final = 30
 
 
+class RouterHandshake(StrEnum):
+    DIRECT = "direct"
+    BROKERED = "brokered"
+
+
 def register(app: typer.Typer) -> None:
     app.command()(router)
 
@@ -43,6 +49,12 @@ def router(
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
     control_plane: ControlPlaneOption = None,
+    handshake: Annotated[
+        RouterHandshake,
+        typer.Option(
+            help="How block tables get to prefill: from decode's engine, or by the control plane."
+        ),
+    ] = RouterHandshake.DIRECT,
     attempts: Annotated[
         int,
         typer.Option(
@@ -131,6 +143,7 @@ def router(
         raise InvalidArgument("--tls-key needs --tls-cert")
     settings = RouterSettings(
         api_keys=None if api_keys_file is None else watch_api_keys(api_keys_file),
+        handshake=handshake.value,
         attempts=attempts,
         first_token_seconds=first_token_seconds,
         capacity_seconds=capacity_seconds,

@@ -22,6 +22,7 @@ from kvxfer.instances import (
     PublishedBlocks,
     Role,
 )
+from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import as_text
 from kvxfer.scaling import ScalePlan
 from kvxfer.transfers import Handshake, OpenedTransfer, Transfer
@@ -41,6 +42,8 @@ class Call(Generic[T]):
     params: Mapping[str, Any] = field(default_factory=dict)
     repeatable: bool = True
     """Whether it may be sent again where nobody knows if it was carried out."""
+    wait_seconds: float = 0.0
+    """How long the control plane may take for its answer, beside what the way takes."""
 
 
 # --- instances -------------------------------------------------------------------------------
@@ -171,6 +174,24 @@ def release_transfer(transfer_id: str) -> Call[None]:
     return Call("DELETE", f"/v1/transfers/{quote(transfer_id, safe='')}", _nothing)
 
 
+def put_block_table(table: BlockTable) -> Call[None]:
+    """Hands decode's block table over, for prefill to fetch; again it is the same.
+
+    Raises UnknownTransfer, TicketInvalid, BlockTableMismatch or BlockTableExists.
+    """
+    return Call("POST", _block_table(table.offer.transfer_id), _nothing, msgspec.to_builtins(table))
+
+
+def block_table(transfer_id: str, *, wait_seconds: float = 0.0) -> Call[BlockTable]:
+    """The block table of a transfer, for which the control plane waits at most so long (30 s).
+
+    Raises UnknownTransfer, also when the transfer ends meanwhile, and UnknownBlockTable.
+    """
+    params = {"wait_seconds": wait_seconds}
+    path = _block_table(transfer_id)
+    return Call("GET", path, _reads(BlockTable), params=params, wait_seconds=wait_seconds)
+
+
 # --- scaling ---------------------------------------------------------------------------------
 
 
@@ -213,6 +234,10 @@ def _nothing(_content: bytes) -> None:
 
 def _instance(instance_id: str) -> str:
     return f"/v1/instances/{quote(instance_id, safe='')}"
+
+
+def _block_table(transfer_id: str) -> str:
+    return f"/v1/transfers/{quote(transfer_id, safe='')}/block-table"
 
 
 def _given(**params: Any) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class _Client:
             "url": call.path,
             "params": dict(call.params) or None,
             "json": call.body,
-            "timeout": min(self._timeout, left),
+            "timeout": min(self._timeout + call.wait_seconds, left),
         }
 
     def _watch_options(self, reader: WatchReader) -> dict[str, Any]:
@@ -131,6 +131,8 @@ class _Client:
     transfers = _Method(calls.transfers)
     transfer = _Method(calls.transfer)
     release_transfer = _Method(calls.release_transfer)
+    put_block_table = _Method(calls.put_block_table)
+    block_table = _Method(calls.block_table)
     scale_plan = _Method(calls.scale_plan)
     ready = _Method(calls.ready)
 

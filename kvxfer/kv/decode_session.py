@@ -17,8 +17,9 @@ from kvxfer.errors import (
     StaleCounter,
     TransferCancelled,
 )
+from kvxfer.kv.block_ids import pack_block_table
 from kvxfer.kv.lease import Lease
-from kvxfer.kv.messages import Cancel, Done, Offer, pack_block_table
+from kvxfer.kv.messages import Cancel, Done, Offer
 from kvxfer.kv.session_state import (
     DECODE_TRANSITIONS,
     DecodeEvent,
@@ -95,18 +96,25 @@ class DecodeSession:
         """Which fabric the blocks come over."""
         return self.pair.peer.fabric
 
+    @property
+    def lease_remaining(self) -> float:
+        """Seconds until the transfer ends."""
+        return self._lease.remaining()
+
+    def message(self) -> Offer:
+        """The OFFER of the blocks."""
+        return Offer(
+            transfer_id=self.transfer_id,
+            ticket=self._token,
+            blocks=pack_block_table(self._blocks.ids),
+            grants=self._grants,
+            imm=self._counter.imm,
+            lease_seconds=self._lease.seconds,
+        )
+
     def offer(self) -> None:
         """Sends the OFFER. Raises EngineError; the caller then cancels."""
-        self.pair.send(
-            Offer(
-                transfer_id=self.transfer_id,
-                ticket=self._token,
-                blocks=pack_block_table(self._blocks.ids),
-                grants=self._grants,
-                imm=self._counter.imm,
-                lease_seconds=self._lease.seconds,
-            )
-        )
+        self.pair.send(self.message())
 
     async def wait(self) -> bytes:
         """Waits until every byte is there and returns the tail that prefill sent with DONE.
@@ -135,6 +143,10 @@ class DecodeSession:
         self._give_up(DecodeEvent.ABORT, error, reason)
         if self._error is not None:
             await self._freed.wait()
+
+    def fail(self, error: KvxferError) -> None:
+        """Gives the transfer up for a reason that was found here."""
+        self._give_up(DecodeEvent.ABORT, error)
 
     async def __aenter__(self) -> Self:
         return self
@@ -181,7 +193,7 @@ class DecodeSession:
         except DeadlineExceeded:
             self._lease_over()
         except EngineError as error:
-            self._give_up(DecodeEvent.ABORT, error)
+            self.fail(error)
         else:
             self._complete(total, tail)
 
@@ -191,7 +203,7 @@ class DecodeSession:
         arrived = self._counter.value
         if arrived != total:
             problem = f"{arrived} writes arrived, {self._peer_name} announced {total}"
-            self._give_up(DecodeEvent.ABORT, ProtocolError(self._says(problem)))
+            self.fail(ProtocolError(self._says(problem)))
             return
         self._counter.release()  # afterwards no write of this transfer can land
         self._blocks.complete()

@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import Final, TypeAlias
 
 import msgspec
-import numpy as np
 
-from kvxfer.errors import InvalidArgument, ProtocolError
-from kvxfer.kv.block_pool import BlockIds
+from kvxfer.errors import ProtocolError
 from kvxfer.kv.layout import KvLayout
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 # A message of the engine is at most 1 MiB; this leaves room for the rest of DONE.
 MAX_TAIL_BYTES: Final = (1 << 20) - 1024
 
@@ -47,6 +45,13 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     grants: tuple[bytes, ...]
     imm: int
     lease_seconds: float
+
+
+class Expect(msgspec.Struct, frozen=True, tag="expect"):
+    """prefill → decode, in a brokered handshake: I wait for your offer, over this connection."""
+
+    transfer_id: str
+    ticket: str
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -88,7 +93,7 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
     total: int
 
 
-Message: TypeAlias = Hello | Offer | Accepted | Refused | Done | Cancel | Cancelled
+Message: TypeAlias = Hello | Offer | Expect | Accepted | Refused | Done | Cancel | Cancelled
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
@@ -107,34 +112,3 @@ def decode(data: bytes) -> Message:
             f"a message of {len(data)} bytes is not of the KV protocol ({error}); "
             "run the same version of kvxfer on both sides"
         ) from None
-
-
-def pack_block_table(ids: BlockIds) -> bytes:
-    """A block table as it goes over the wire: little-endian int32."""
-    return ids.astype("<i4", copy=False).tobytes()
-
-
-def unpack_block_table(table: bytes, num_blocks: int) -> BlockIds:
-    """The block ids of a table of a pool of `num_blocks`.
-
-    Raises InvalidArgument for an empty or ragged table, an id outside the pool, or one that is
-    there twice.
-    """
-    if not table or len(table) % 4:
-        raise InvalidArgument(
-            f"a block table of {len(table)} bytes; send 4 bytes for each of at least one block"
-        )
-    ids = np.frombuffer(table, dtype="<i4").astype(np.int32, copy=False)
-    outside = np.flatnonzero((ids < 0) | (ids >= num_blocks))
-    if len(outside):
-        raise InvalidArgument(
-            f"block {int(ids[outside[0]])} of the block table is outside the pool; "
-            f"its blocks are 0 to {num_blocks - 1}"
-        )
-    unique, times = np.unique(ids, return_counts=True)
-    if len(unique) != len(ids):
-        raise InvalidArgument(
-            f"block {int(unique[times > 1][0])} is in the block table {int(times.max())} times; "
-            "a block receives one part of the cache only"
-        )
-    return ids

@@ -97,6 +97,7 @@ class PrefillSession:
             PREFILL_TRANSITIONS,
             PrefillState.WAITING,
         )
+        self._pair: KvPair | None = None
         self._target: _Target | None = None
         self._layers: list[int] = []
         # Writes that wait for room in the engine, in order.
@@ -132,8 +133,13 @@ class PrefillSession:
 
     @property
     def pair(self) -> KvPair | None:
-        """The decode worker's connection; None until the OFFER has come."""
-        return self._target.pair if self._target else None
+        """The decode worker's connection; None until it is known."""
+        return self._pair
+
+    @property
+    def lease_remaining(self) -> float:
+        """Seconds until the transfer ends, as far as is known here."""
+        return self._lease.remaining()
 
     @property
     def fabric(self) -> str | None:
@@ -233,6 +239,11 @@ class PrefillSession:
 
     # What the endpoint hears from decode.
 
+    def meet(self, pair: KvPair) -> None:
+        """Decode is connected; from now on each side is told of the other's end."""
+        self._pair = pair
+        pair.prefills[self.transfer_id] = self
+
     def accept(
         self,
         pair: KvPair,
@@ -253,7 +264,7 @@ class PrefillSession:
             )
         target = _Target(pair, pair.writes, offer.grants, blocks - blocks.min(), offer.imm)
         self._lease.renew(lease_seconds)
-        pair.prefills[self.transfer_id] = self
+        self.meet(pair)
         try:
             with self._lock:
                 self._machine.advance(PrefillEvent.OFFER)
@@ -396,10 +407,10 @@ class PrefillSession:
 
     def _say_last_word(self, delivered: int) -> None:
         """Tells decode that nothing is under way any more."""
-        if self._target is None or self._last_word_event is PrefillEvent.PEER_LOST:
+        if self._pair is None or self._last_word_event is PrefillEvent.PEER_LOST:
             return
         with contextlib.suppress(EngineError):
-            self._target.pair.send(
+            self._pair.send(
                 Cancelled(self.transfer_id, delivered)
                 if self._last_word_event is PrefillEvent.PEER_CANCEL
                 else Cancel(self.transfer_id, self._reason)

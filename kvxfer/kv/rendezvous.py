@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from kvxfer.errors import (
@@ -14,8 +15,9 @@ from kvxfer.errors import (
     LeaseExpired,
     TransferCancelled,
 )
+from kvxfer.kv.block_ids import unpack_block_table
 from kvxfer.kv.early_offers import EarlyOffer, EarlyOffers
-from kvxfer.kv.messages import Cancelled, Offer, Refused, unpack_block_table
+from kvxfer.kv.messages import Cancelled, Offer, Refused
 from kvxfer.kv.prefill_session import PrefillSession
 
 if TYPE_CHECKING:
@@ -43,11 +45,13 @@ class Rendezvous:
         ledger: TransferLedger,
         *,
         max_early_offers_per_peer: int,
+        ended: Callable[[PrefillSession], None],
     ) -> None:
         self._instance_id = instance_id
         self._num_layers = num_layers
         self._ledger = ledger
         self._sessions: dict[str, PrefillSession] = {}
+        self._on_end = ended
         self._early = EarlyOffers(max_early_offers_per_peer)
 
     async def request(
@@ -169,3 +173,4 @@ class Rendezvous:
             session.pair.prefills.pop(session.transfer_id, None)
         if session.error is not None:
             self._ledger.fail(session.transfer_id, session.error)
+        self._on_end(session)

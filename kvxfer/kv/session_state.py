@@ -62,6 +62,9 @@ PREFILL_TRANSITIONS: Final[Mapping[tuple[PrefillState, PrefillEvent], PrefillSta
     (_P.WAITING, _PE.OFFER): _P.SENDING,
     (_P.WAITING, _PE.ABORT): _P.CANCELLING,
     (_P.WAITING, _PE.LEASE_OVER): _P.CANCELLING,
+    # Of a brokered handshake, where decode is met before its OFFER is here.
+    (_P.WAITING, _PE.PEER_CANCEL): _P.CANCELLING,
+    (_P.WAITING, _PE.PEER_LOST): _P.CANCELLING,
     (_P.SENDING, _PE.FINISH): _P.DRAINING,
     (_P.SENDING, _PE.ABORT): _P.CANCELLING,
     (_P.SENDING, _PE.LEASE_OVER): _P.CANCELLING,

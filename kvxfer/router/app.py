@@ -41,7 +41,7 @@ def create_app(settings: RouterSettings, control_plane: ControlPlaneClient) -> F
     app = FastAPI(title="kvxfer router", version="1", lifespan=lifespan, openapi_url=None)
     app.state.router = router
     app.state.stopping = stopping = asyncio.Event()
-    errors.install(app, max_body_bytes=settings.max_body_bytes)
+    errors.install(app)
 
     async def serve(
         request: Request,

@@ -102,7 +102,7 @@ def error_object(error: KvxferError) -> dict[str, Any]:
     }
 
 
-def install(app: FastAPI, *, max_body_bytes: int) -> None:
+def install(app: FastAPI) -> None:
     """Makes every error of the application one of OpenAI's shape."""
 
     @app.exception_handler(KvxferError)
@@ -125,7 +125,7 @@ def install(app: FastAPI, *, max_body_bytes: int) -> None:
         message = f"there is no {request.url.path} here; see /v1/completions, /v1/chat/completions"
         if error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
             code = BodyTooLarge.code
-            message = f"the body is larger than the {max_body_bytes} bytes that are read"
+            message = str(error.detail)
         elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             code = "method-not-allowed"
             allowed = (error.headers or {}).get("Allow", "")

@@ -27,6 +27,7 @@ from kvxfer.errors import (
     by_code,
 )
 from kvxfer.event_stream import EventParser
+from kvxfer.router.settings import Handshake
 from kvxfer.transfers import OpenedTransfer, Party
 
 Chunk: TypeAlias = dict[str, Any]
@@ -67,6 +68,7 @@ class Exchange:
         transfer: OpenedTransfer,
         body: Mapping[str, Any],
         *,
+        handshake: Handshake = "direct",
         token_seconds: float | None = None,
     ) -> None:
         self._http = http
@@ -76,6 +78,9 @@ class Exchange:
             "ticket": transfer.ticket,
             "prefill_engine_address": transfer.prefill.engine_address,
         }
+        if handshake == "brokered":
+            params["handshake"] = handshake
+            params["decode_engine_address"] = transfer.decode.engine_address
         self._body = {**body, "kv_transfer_params": params}
         self._token_seconds = token_seconds
         self._responses: list[httpx.Response] = []

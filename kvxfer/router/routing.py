@@ -114,9 +114,12 @@ class Router:
     ) -> AsyncIterator[Exchange]:
         """An exchange that has its first token."""
         transfer = await self._pair(request, attempts)
-        token_seconds = self._settings.token_seconds
         async with Exchange(
-            self._http, transfer, request.body, token_seconds=token_seconds
+            self._http,
+            transfer,
+            request.body,
+            handshake=self._settings.handshake,
+            token_seconds=self._settings.token_seconds,
         ) as exchange:
             try:
                 await exchange.begin(attempts.seconds_left())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from kvxfer.api.tokens import Tokens
 from kvxfer.errors import InvalidArgument
 from kvxfer.watched_file import WatchedFile
+
+Handshake: TypeAlias = Literal["direct", "brokered"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +18,9 @@ class RouterSettings:
 
     api_keys: WatchedFile[Tokens] | None = field(default=None, repr=False)
     """Of the router's clients; None serves everybody."""
+    handshake: Handshake = "direct"
+    """How workers exchange block tables: decode's engine sends them to prefill's, or they go by the
+    control plane."""
     attempts: int = 4
     """Pairs that a request may be tried on, at most 64."""
     first_token_seconds: float = 30.0

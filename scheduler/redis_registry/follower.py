@@ -81,9 +81,10 @@ class Follower:
                 pipeline.get(f"{self._prefix}:{key}")
             for key in ("instances", "specs", "blocks", "transfers"):
                 pipeline.hgetall(f"{self._prefix}:{key}")
+            pipeline.hkeys(f"{self._prefix}:tables")
             pipeline.xrange(f"{self._prefix}:changes")
             answers = await pipeline.execute()
-        sequence, changed, members, specs, blocks, transfers, entries = answers
+        sequence, changed, members, specs, blocks, transfers, tables, entries = answers
         fleet, changes = self._mirror.empty_fleet(), []
         for number, (instance_id, member) in enumerate(members.items()):
             fleet.put(decode_instance(member, specs[instance_id]))
@@ -98,7 +99,9 @@ class Follower:
             changes.append(decode_change(entry_id, fields))
             await _give_way(number)
         floor = int(entries[0][1][b"after"] if entries else changed)
-        self._mirror.replace(fleet, int(sequence), floor, changes)
+        self._mirror.replace(
+            fleet, int(sequence), floor, changes, (transfer_id.decode() for transfer_id in tables)
+        )
 
     async def _read(self) -> None:
         answer: Any = await self._client.xread(

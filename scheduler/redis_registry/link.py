@@ -123,6 +123,10 @@ class Link:
         except (RedisError, OSError, TimeoutError) as error:
             raise self._failed(error) from error
 
+    async def field(self, key: str, name: str) -> bytes | None:
+        async with self._call():
+            return cast("bytes | None", await self._client.hget(key, name))
+
     async def close(self) -> None:
         self.trouble = "this control plane is stopping"
         if self._sender is not None:

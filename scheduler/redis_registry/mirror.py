@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from kvxfer.instances import Change, InstanceState
+from kvxfer.scheduler.arrivals import Arrivals
 from kvxfer.scheduler.feed import ChangeFeed
 from kvxfer.scheduler.fleet import Fleet
 from kvxfer.scheduler.redis_registry.records import (
@@ -31,6 +32,9 @@ class Mirror:
         self._scorer = scorer
         self.fleet = self.empty_fleet()
         self.feed = ChangeFeed(last_id=0, capacity=feed_capacity)
+        self.tables: set[str] = set()
+        """The transfers that have a block table, which itself is in Redis alone."""
+        self.arrivals = Arrivals()
         self.loaded = False
         self.position = 0
         # Opened here before Redis has said so, so that the next choice already counts them.
@@ -41,9 +45,18 @@ class Mirror:
         """One to fill and give to `replace`."""
         return Fleet(self._scorer)
 
-    def replace(self, fleet: Fleet, position: int, floor: int, changes: Sequence[Change]) -> None:
+    def replace(
+        self,
+        fleet: Fleet,
+        position: int,
+        floor: int,
+        changes: Sequence[Change],
+        tables: Iterable[str] = (),
+    ) -> None:
         """Holds `fleet` from now on, which is that of the log's record `position`."""
         self.fleet, self.position, self.loaded = fleet, position, True
+        self.tables = set(tables)
+        self.arrivals.announce_all()
         self._provisional.clear()
         self.feed.reload(floor, changes)
         self._wake()
@@ -61,8 +74,10 @@ class Mirror:
                 self._blocks(fields)
             case b"open":
                 self._open(decode_transfer(fields[b"transfer"]))
+            case b"table":
+                self._table(fields[b"transfer"].decode())
             case b"end":
-                self.fleet.end(fields[b"transfer"].decode())
+                self._end(fields[b"transfer"].decode())
             case other:
                 raise LogBroken(f"unknown record {other!r}")
         self.position = id_of(entry_id)
@@ -118,6 +133,15 @@ class Mirror:
     def _open(self, transfer: Transfer) -> None:
         self._provisional.discard(transfer.transfer_id)
         self.fleet.open(transfer)
+
+    def _table(self, transfer_id: str) -> None:
+        self.tables.add(transfer_id)
+        self.arrivals.announce(transfer_id)
+
+    def _end(self, transfer_id: str) -> None:
+        self.fleet.end(transfer_id)
+        self.tables.discard(transfer_id)
+        self.arrivals.announce(transfer_id)
 
     def _wake(self) -> None:
         self._news.set()

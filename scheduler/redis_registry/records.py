@@ -17,6 +17,7 @@ from kvxfer.instances import (
     Reserved,
     Role,
 )
+from kvxfer.kv.block_table import BlockTable
 from kvxfer.transfers import Transfer
 
 
@@ -36,6 +37,7 @@ class _Member(msgspec.Struct, frozen=True):
 _member = msgspec.msgpack.Decoder(_Member)
 _spec = msgspec.json.Decoder(InstanceSpec)
 _transfer = msgspec.msgpack.Decoder(Transfer)
+_table = msgspec.msgpack.Decoder(BlockTable)
 _load = msgspec.msgpack.Decoder(Load)
 
 _encode_json = msgspec.json.Encoder().encode
@@ -60,6 +62,14 @@ def encode_transfer(transfer: Transfer) -> bytes:
 
 def decode_transfer(raw: bytes) -> Transfer:
     return _transfer.decode(raw)
+
+
+def encode_table(table: BlockTable) -> bytes:
+    return _encode(table)
+
+
+def decode_table(raw: bytes) -> BlockTable:
+    return _table.decode(raw)
 
 
 def decode_instance(member: bytes, spec: bytes) -> Instance:

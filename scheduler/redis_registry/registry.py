@@ -22,6 +22,7 @@ from kvxfer.instances import (
     Role,
     Snapshot,
 )
+from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
 from kvxfer.scheduler import refusals
 from kvxfer.scheduler.clock import Clock
@@ -31,8 +32,10 @@ from kvxfer.scheduler.redis_registry.link import Link
 from kvxfer.scheduler.redis_registry.mirror import Mirror
 from kvxfer.scheduler.redis_registry.records import (
     decode_instance,
+    decode_table,
     encode_load,
     encode_spec,
+    encode_table,
     encode_transfer,
 )
 from kvxfer.scheduler.redis_registry.scripts import Step
@@ -218,6 +221,28 @@ class RedisRegistry(Registry):
     async def release(self, transfer_id: str) -> None:
         await self._take("release", transfer_id)
 
+    async def put_block_table(self, transfer_id: str, table: BlockTable) -> None:
+        await self._take("block_table", transfer_id, encode_table(table))
+
+    async def block_table(self, transfer_id: str, *, wait_seconds: float = 0.0) -> BlockTable:
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + wait_seconds
+        await self._catch_up()
+        while True:
+            self._require_redis()
+            if self._mirror.fleet.transfer(transfer_id) is None:
+                raise refusals.unknown_transfer(transfer_id)
+            left = give_up - loop.time()
+            if transfer_id in self._mirror.tables:
+                packed = await self._link.field(f"{_PREFIX}:tables", transfer_id)
+                if packed is not None:
+                    return decode_table(packed)
+                await self._catch_up()  # the transfer has ended meanwhile
+            elif left > 0:
+                await self._mirror.arrivals.wait(transfer_id, left)
+            if left <= 0:
+                raise refusals.unknown_block_table(transfer_id)
+
     # --- the registry itself -----------------------------------------------------------------
 
     async def sweep(self) -> None:
@@ -245,6 +270,7 @@ class RedisRegistry(Registry):
 
     async def close(self) -> None:
         self._mirror.feed.close()
+        self._mirror.arrivals.announce_all()
         await self._follower.stop()
         await self._link.close()
 
@@ -314,6 +340,8 @@ def _refuse(said: str, about: list[str], arguments: tuple[str | bytes, ...]) -> 
             raise refusals.too_few_blocks(name, int(unreserved), int(wanted))
         case "unknown-instance", []:
             raise refusals.unknown_instance(str(arguments[0]))
+        case "table-exists", []:
+            raise refusals.block_table_exists(str(arguments[0]))
         case "unknown-transfer", []:
             raise refusals.unknown_transfer(str(arguments[0]))
     raise AssertionError(f"a script answered {said!r} with {about!r}")

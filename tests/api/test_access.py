@@ -42,6 +42,8 @@ TAKES = {
     ("get", "/v1/transfers"): "worker router admin",
     ("get", "/v1/transfers/{transfer_id}"): "worker router admin",
     ("delete", "/v1/transfers/{transfer_id}"): "router admin",
+    ("post", "/v1/transfers/{transfer_id}/block-table"): "worker router",
+    ("get", "/v1/transfers/{transfer_id}/block-table"): "worker",
     ("get", "/v1/scale/plan"): "admin",
     ("get", "/metrics"): "monitor admin",
 }

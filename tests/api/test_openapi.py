@@ -13,7 +13,16 @@ from kvxfer import instances as instance_records
 from kvxfer import scaling as scale_records
 from kvxfer import transfers as transfer_records
 from kvxfer.api.openapi import render
-from kvxfer.api.routes import handshakes, instances, operations, scale, transfers, watch
+from kvxfer.api.routes import (
+    block_tables,
+    handshakes,
+    instances,
+    operations,
+    scale,
+    transfers,
+    watch,
+)
+from kvxfer.api.schemas import block_tables as block_table_schemas
 from kvxfer.api.schemas import instances as instance_schemas
 from kvxfer.api.schemas import scale as scale_schemas
 from kvxfer.api.schemas import transfers as transfer_schemas
@@ -31,7 +40,7 @@ OPERATIONS = [
 
 MODELS_WITH_EXAMPLES = [
     model
-    for module in (instance_schemas, transfer_schemas, scale_schemas)
+    for module in (instance_schemas, transfer_schemas, scale_schemas, block_table_schemas)
     for model in vars(module).values()
     if isinstance(model, type)
     and issubclass(model, BaseModel)
@@ -54,7 +63,7 @@ def test_committed_schema_is_that_of_the_code():
 
 
 def test_every_route_is_in_the_schema():
-    modules = (watch, instances, handshakes, transfers, scale, operations)
+    modules = (watch, instances, handshakes, transfers, block_tables, scale, operations)
     routes = {
         (route.path, method.lower())
         for module in modules

@@ -5,12 +5,11 @@ import random
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.errors import InvalidArgument, ProtocolError
+from kvxfer.errors import ProtocolError
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import (
     Accepted,
@@ -23,8 +22,6 @@ from kvxfer.kv.messages import (
     Refused,
     decode,
     encode,
-    pack_block_table,
-    unpack_block_table,
 )
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", block_size=4)
@@ -110,32 +107,3 @@ def test_damaged_messages_never_raise_anything_else(rng: random.Random) -> None:
             data[rng.randrange(len(data))] = rng.randrange(256)
         with contextlib.suppress(ProtocolError):
             decode(bytes(data))
-
-
-@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50, unique=True))
-def test_a_block_table_survives_the_wire(ids: list[int]) -> None:
-    table = pack_block_table(np.array(ids, dtype=np.int32))
-    assert len(table) == 4 * len(ids)
-    assert unpack_block_table(table, 2**31).tolist() == ids
-
-
-def test_a_block_table_is_little_endian() -> None:
-    assert pack_block_table(np.array([1, 258], dtype=np.int32)) == b"\1\0\0\0\2\1\0\0"
-    big = np.array([1, 258], dtype=">i4")
-    assert pack_block_table(big) == b"\1\0\0\0\2\1\0\0"
-
-
-@pytest.mark.parametrize(
-    ("table", "named"),
-    [
-        (b"", "a block table of 0 bytes"),
-        (b"\1\0\0", "a block table of 3 bytes"),
-        (b"\x08\0\0\0", "block 8 of the block table is outside the pool; its blocks are 0 to 7"),
-        (b"\0\0\0\0\xff\xff\xff\xff", "block -1 of the block table is outside the pool"),
-        (b"\3\0\0\0\1\0\0\0\3\0\0\0", "block 3 is in the block table 2 times"),
-    ],
-)
-def test_a_wrong_block_table_is_named(table: bytes, named: str) -> None:
-    with pytest.raises(InvalidArgument) as caught:
-        unpack_block_table(table, 8)
-    assert named in str(caught.value)

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
+from kvxfer.client import ControlPlaneClient
 from kvxfer.engine import Engine
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
@@ -73,6 +74,8 @@ async def worker(
     epoch: int = 1,
     lease_seconds: float = 20.0,
     max_early_offers_per_peer: int = 64,
+    ticket_key: bytes = KEY,
+    control_plane: ControlPlaneClient | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker; when it ends in good order all its blocks are free."""
     async with Engine(cluster_key=KEY, name=name, fabrics=(fabric,)) as engine:
@@ -84,7 +87,8 @@ async def worker(
                 pool,
                 instance_id=name,
                 epoch=epoch,
-                ticket_key=KEY,
+                ticket_key=ticket_key,
+                control_plane=control_plane,
                 lease_seconds=lease_seconds,
                 max_early_offers_per_peer=max_early_offers_per_peer,
             ) as endpoint:

@@ -14,6 +14,12 @@ from kvxfer.reference.worker.app import make_app
 
 from .workers import BLOCKS, WorkerPair, eventually, single_process
 
+BROKERED = {
+    "ticket": "x",
+    "prefill_engine_address": "kvx://h:1/a",
+    "handshake": "brokered",
+}
+
 pytestmark = pytest.mark.parametrize("workers", ["local"], indirect=True)
 
 
@@ -117,6 +123,24 @@ async def test_health_counts_blocks_and_requests(
         ({"best_of": 3}, 422, "invalid-argument", "best_of: "),
         ({"model": "huge"}, 422, "invalid-argument", "not 'huge'"),
         ({"kv_transfer_params": None}, 422, "invalid-argument", "kv_transfer_params: "),
+        (
+            {"kv_transfer_params": BROKERED},
+            422,
+            "invalid-argument",
+            "brokered handshake needs decode_engine_address",
+        ),
+        (
+            {"kv_transfer_params": {**BROKERED, "decode_engine_address": "kvx://h:1/b"}},
+            403,
+            "ticket-invalid",
+            "ticket",
+        ),
+        (
+            {"kv_transfer_params": {**BROKERED, "handshake": "by pigeon"}},
+            422,
+            "invalid-argument",
+            "kv_transfer_params.handshake: ",
+        ),
         (
             {"kv_transfer_params": {"ticket": "x", "prefill_engine_address": "kvx://h:1/a"}},
             403,

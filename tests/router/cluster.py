@@ -30,6 +30,8 @@ class Cluster:
         self._environment["KVXFER_CONTROL_PLANE"] = self.control_plane
         self._start("router", "router", "--port", "0", "--bytes-per-token", "1")
         self.router = self._url("router", "url")
+        self._start("brokering", "router", "--port", "0", "--handshake", "brokered")
+        self.brokering_router = self._url("brokering", "url")
 
     @property
     def running(self) -> set[str]:
@@ -81,8 +83,9 @@ class Cluster:
         busy = any(h["free_blocks"] != BLOCKS or h["running"] for h in health)
         return not busy and not self.open_transfers()
 
-    def metric(self, name: str) -> float:
-        lines = httpx.get(f"{self.router}/metrics").text.splitlines()
+    def metric(self, name: str, url: str | None = None) -> float:
+        """A metric of the router, or of what is at another URL."""
+        lines = httpx.get(f"{url or self.router}/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
     def _start(self, name: str, *arguments: str) -> None:

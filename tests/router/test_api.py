@@ -85,9 +85,24 @@ async def test_a_completion_is_put_together_from_decodes_stream(client, asked) -
     ]
     prefill, decode = asked["prefill"], asked["decode"]
     assert prefill["kv_transfer_params"] == decode["kv_transfer_params"]
+    assert prefill["kv_transfer_params"].keys() == {"ticket", "prefill_engine_address"}
     assert (prefill["stream"], prefill["max_tokens"]) == (False, 1)
     assert decode["stream"] is True
     assert "max_tokens" not in decode
+
+
+async def test_both_workers_are_told_of_a_brokered_handshake(control_plane, asked) -> None:
+    with RunningRouter(control_plane.url, handshake="brokered") as router:
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            assert (await client.post(COMPLETIONS, json=ASKED)).status_code == 200
+    for side in ("prefill", "decode"):
+        params = asked[side]["kv_transfer_params"]
+        assert params.pop("ticket")
+        assert params == {
+            "handshake": "brokered",
+            "prefill_engine_address": "kvx://127.0.0.1:7400/p",
+            "decode_engine_address": "kvx://127.0.0.1:7400/d",
+        }
 
 
 @pytest.mark.parametrize("usage", [False, True])

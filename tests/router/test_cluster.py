@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,12 @@ def asked(prompt: str | Sequence[int], max_tokens: int = 24, **fields: Any) -> d
     return {**fields, "prompt": prompt}
 
 
+def tokens_of(answer: httpx.Response) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
 class Stream:
     """The events of an answer, as they come."""
 
@@ -148,6 +155,53 @@ async def test_32_at_once_get_each_their_own_answer(
     )
     for prompt, tokens in zip(prompts, answers, strict=True):
         assert tokens == single.generate(prompt, 24, ignore_eos=True)
+
+
+async def test_the_brokered_handshake_gives_the_same_tokens(
+    cluster: Cluster, client: httpx.AsyncClient, single: ModelRunner
+) -> None:
+    prompts = [f"By way of the control plane, {i}: " + "page " * (8 * i + 1) for i in range(8)]
+    tables = 'kvxfer_http_requests_total{method="POST",route="%s/block-table",status="201"}'
+    posted = partial(cluster.metric, tables % "/v1/transfers/{transfer_id}", cluster.control_plane)
+    before = posted()
+    direct = [client.post("/v1/completions", json=asked(prompt)) for prompt in prompts]
+    direct_tokens = [tokens_of(answer) for answer in await asyncio.gather(*direct)]
+    assert posted() == before
+    async with httpx.AsyncClient(base_url=cluster.brokering_router, timeout=60) as brokered:
+        calls = [brokered.post("/v1/completions", json=asked(prompt)) for prompt in prompts]
+        tokens = [tokens_of(answer) for answer in await asyncio.gather(*calls)]
+    assert tokens == direct_tokens
+    assert tokens == [single.generate(prompt, 24, ignore_eos=True) for prompt in prompts]
+    assert posted() == before + len(prompts)
+
+
+@pytest.mark.parametrize("frozen", ["prefill-0", "decode-0"])
+async def test_a_client_that_leaves_a_brokered_handshake_is_forgotten_on_both_sides(
+    cluster: Cluster, frozen: str
+) -> None:
+    cluster.send(frozen, signal.SIGSTOP)
+    try:
+        async with httpx.AsyncClient(base_url=cluster.brokering_router, timeout=60) as brokered:
+            request = asyncio.create_task(brokered.post("/v1/completions", json=asked("x" * 300)))
+            await until(cluster.open_transfers)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+        await until(lambda: not cluster.open_transfers())
+    finally:
+        cluster.send(frozen, signal.SIGCONT)
+    await until(cluster.idle)
+
+
+@pytest.mark.parametrize("doomed", ["prefill-0", "decode-0"])
+async def test_a_worker_killed_in_a_brokered_handshake_costs_a_retry_and_no_answer(
+    cluster: Cluster, single: ModelRunner, doomed: str
+) -> None:
+    cluster.send(doomed, signal.SIGSTOP)
+    async with httpx.AsyncClient(base_url=cluster.brokering_router, timeout=60) as brokered:
+        request = asyncio.create_task(brokered.post("/v1/completions", json=asked("not in vain")))
+        await until(cluster.open_transfers)
+        cluster.kill(doomed)
+        assert tokens_of(await request) == single.generate("not in vain", 24, ignore_eos=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvxfer.instances import Role
 
@@ -16,6 +16,30 @@ class KvTransferParams(BaseModel):
 
     ticket: str
     prefill_engine_address: str = Field(description="Whom the decode worker offers its blocks to.")
+    handshake: Literal["direct", "brokered"] = Field(
+        "direct",
+        description="Direct: decode connects to prefill and sends its block table. Brokered: "
+        "prefill connects to decode, and the block table goes by the control plane.",
+    )
+    decode_engine_address: str | None = Field(
+        None, description="Whom the prefill worker connects to in a brokered handshake."
+    )
+
+    @model_validator(mode="after")
+    def _address_of_decode(self) -> Self:
+        if self.handshake == "brokered" and self.decode_engine_address is None:
+            raise ValueError("a brokered handshake needs decode_engine_address")
+        return self
+
+    @property
+    def prefill_dials(self) -> str | None:
+        """The address that the prefill worker connects to, if it does."""
+        return self.decode_engine_address if self.handshake == "brokered" else None
+
+    @property
+    def decode_dials(self) -> str | None:
+        """The address that the decode worker connects to, if it does."""
+        return self.prefill_engine_address if self.handshake == "direct" else None
 
 
 class StreamOptions(BaseModel):

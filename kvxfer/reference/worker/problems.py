@@ -10,6 +10,8 @@ from fastapi.responses import JSONResponse
 
 from kvxfer.errors import (
     BlockPoolExhausted,
+    ControlPlaneError,
+    ControlPlaneUnavailable,
     DeadlineExceeded,
     InvalidArgument,
     KvxferError,
@@ -35,6 +37,9 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     PeerError: 502,
     LeaseExpired: 504,
     DeadlineExceeded: 504,
+    # Of a brokered handshake.
+    ControlPlaneUnavailable: 503,
+    ControlPlaneError: 502,
 }
 
 

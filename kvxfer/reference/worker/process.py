@@ -111,6 +111,9 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
         # The first run loads and tunes kernels; no request should pay for that.
         runner.generate([0], max_tokens=2)
         pool = BlockPool(settings.blocks)
+        client = await stack.enter_async_context(
+            ControlPlaneClient(settings.control_plane, credentials=settings.credentials)
+        )
         endpoint = await stack.enter_async_context(
             # Its epoch comes with the registration, and again with each later one.
             KvEndpoint(
@@ -120,6 +123,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
                 instance_id=instance_id,
                 epoch=0,
                 ticket_key=settings.ticket_keys or settings.cluster_key,
+                control_plane=client,
             )
         )
         compute = stack.enter_context(contextlib.closing(ComputeThread()))
@@ -127,9 +131,6 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
         server = HttpServer(make_app(service))
         ready = Ready(
             instance_id, settings.role, model.config.name, url_of(listener), engine.address
-        )
-        client = await stack.enter_async_context(
-            ControlPlaneClient(settings.control_plane, credentials=settings.credentials)
         )
         spec = InstanceSpec(
             instance_id=instance_id,

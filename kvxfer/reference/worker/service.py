@@ -174,10 +174,12 @@ class WorkerService:
         tokens = self.runner.encode(request.prompt)
         self._meter.request(len(tokens))
         num_blocks = self.runner.blocks_for(len(tokens), max_tokens=1)
-        ticket = request.kv_transfer_params.ticket
+        params = request.kv_transfer_params
         busy_before = self._engine.busy_seconds()
         with self._pool.hold(num_blocks) as hold:
-            async with await self._endpoint.prefill_session(ticket, hold) as session:
+            async with await self._endpoint.prefill_session(
+                params.ticket, hold, decode_address=params.prefill_dials
+            ) as session:
                 abandon = Abandon()
                 tail = await self._compute.run(
                     lambda: self._compute_prompt(tokens, hold.ids.tolist(), session, abandon),
@@ -240,7 +242,7 @@ class WorkerService:
                 output_blocks = blocks.enter_context(self._pool.hold(all_blocks - prompt_blocks))
                 table = output_blocks.ids.tolist()
             async with await self._endpoint.decode_session(
-                params.ticket, params.prefill_engine_address, prompt_blocks
+                params.ticket, params.decode_dials, prompt_blocks
             ) as session:
                 data = await session.wait()
                 complete_at, run.first_token_at = time.time(), time.perf_counter()

@@ -8,6 +8,7 @@
 -- specs       hash     id -> what the worker registered, as JSON
 -- blocks      hash     id -> the hashes of the blocks it has cached, eight bytes each, the newest last
 -- transfers   hash     id -> msgpack of the transfer
+-- tables      hash     id of a transfer -> msgpack of its block table
 -- held:ID     set      the transfers of one instance
 -- expiries    sorted   'i' and an instance's id, or 't' and a transfer's, by the time it runs out
 -- counts      hash     what happened since the registry began
@@ -24,6 +25,7 @@ local PREFIX = KEYS[1]
 local INSTANCES, SPECS = PREFIX .. ':instances', PREFIX .. ':specs'
 local BLOCKS = PREFIX .. ':blocks'
 local TRANSFERS, HELD = PREFIX .. ':transfers', PREFIX .. ':held:'
+local TABLES = PREFIX .. ':tables'
 local EXPIRIES, COUNTS = PREFIX .. ':expiries', PREFIX .. ':counts'
 local SEQUENCE, CHANGED = PREFIX .. ':sequence', PREFIX .. ':changed'
 local SEEN = PREFIX .. ':seen'
@@ -104,6 +106,7 @@ local function end_transfer(id, reason)
     redis.call('SREM', HELD .. name, id)
   end
   redis.call('HDEL', TRANSFERS, id)
+  redis.call('HDEL', TABLES, id)
   redis.call('ZREM', EXPIRIES, 't' .. id)
   redis.call('HINCRBY', COUNTS, reason, 1)
   append('kind', 'end', 'transfer', id)

@@ -1,0 +1,125 @@
+"""A decode worker leaves its block table, and the prefill worker of the pair fetches it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Final
+
+from fastapi import APIRouter, Path, Query, Request, Response
+
+from kvxfer.api.access import GuardedRoute, allow
+from kvxfer.api.context import ControlPlane, ControlPlaneDep
+from kvxfer.api.problems import responses
+from kvxfer.api.records import record_response
+from kvxfer.api.schemas.block_tables import BlockTable
+from kvxfer.api.schemas.transfers import TransferId
+from kvxfer.api.tokens import Scope
+from kvxfer.errors import (
+    BlockTableExists,
+    BlockTableMismatch,
+    ControlPlaneUnavailable,
+    InvalidArgument,
+    TicketExpired,
+    TicketInvalid,
+    UnknownBlockTable,
+    UnknownTransfer,
+)
+from kvxfer.http_answer import while_connected
+from kvxfer.kv.block_table import BlockTable as BlockTableRecord
+from kvxfer.kv.block_table import verify_block_table
+from kvxfer.scheduler import refusals
+from kvxfer.ticket import Ticket
+from kvxfer.transfers import Transfer
+
+PATH: Final = "/v1/transfers/{transfer_id}/block-table"
+
+router = APIRouter(route_class=GuardedRoute, tags=["transfers"])
+_TransferId = Annotated[TransferId, Path(max_length=128)]
+
+
+@router.post(
+    PATH,
+    status_code=201,
+    summary="Put block table",
+    response_class=Response,
+    responses=responses(
+        InvalidArgument,
+        TicketInvalid,
+        TicketExpired,
+        UnknownTransfer,
+        BlockTableExists,
+        BlockTableMismatch,
+        ControlPlaneUnavailable,
+    ),
+)
+@allow(Scope.WORKER, Scope.ROUTER)
+async def put(transfer_id: _TransferId, body: BlockTable, app: ControlPlaneDep) -> Response:
+    """Leaves decode's block table for prefill, where decode cannot send it to prefill itself.
+
+    Decode signs it, so a router may carry it and can change nothing of it. A transfer takes one
+    table, which ends with the transfer; the same again changes nothing.
+    """
+    table = body.record()
+    ticket = verify_block_table(table, app.settings.signing_keys, now=app.clock.unix())
+    if ticket.transfer_id != transfer_id:
+        raise BlockTableMismatch(
+            f"the block table is of transfer {ticket.transfer_id!r}, and was sent for "
+            f"{transfer_id!r}",
+            transfer_id=transfer_id,
+        )
+    _require_pair(await app.registry.transfer(transfer_id), ticket)
+    await app.registry.put_block_table(transfer_id, table)
+    return Response(status_code=201, headers={"Location": PATH.format(transfer_id=transfer_id)})
+
+
+@router.get(
+    PATH,
+    summary="Get block table",
+    response_model=BlockTable,
+    responses=responses(
+        InvalidArgument, UnknownTransfer, UnknownBlockTable, ControlPlaneUnavailable
+    ),
+)
+@allow(Scope.WORKER)
+async def get(
+    transfer_id: _TransferId,
+    request: Request,
+    app: ControlPlaneDep,
+    wait_seconds: Annotated[
+        float, Query(ge=0, le=30, description="Answer as soon as there is one, so long at most.")
+    ] = 0.0,
+) -> Response:
+    """The block table of an open transfer. A wait ends at once where the transfer ends."""
+    work = _until_stopping(app, transfer_id, wait_seconds)
+    return record_response(await while_connected(request.receive, work))
+
+
+async def _until_stopping(
+    app: ControlPlane, transfer_id: str, wait_seconds: float
+) -> BlockTableRecord:
+    look = app.registry.block_table(transfer_id, wait_seconds=wait_seconds)
+    looking = asyncio.create_task(look)
+    stopping = asyncio.create_task(app.stopping.wait())
+    try:
+        await asyncio.wait((looking, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not looking.done():
+            raise refusals.stopping()
+        return looking.result()
+    finally:
+        for task in (looking, stopping):
+            task.cancel()
+
+
+def _require_pair(transfer: Transfer, ticket: Ticket) -> None:
+    """Raises BlockTableMismatch where the ticket is not of the pair that is reserved."""
+    for side, party, said in (
+        ("prefill", transfer.prefill, (ticket.prefill_id, ticket.prefill_epoch)),
+        ("decode", transfer.decode, (ticket.decode_id, ticket.decode_epoch)),
+    ):
+        if said != (party.instance_id, party.epoch):
+            raise BlockTableMismatch(
+                f"the ticket of the block table names {side} worker {said[0]!r} of epoch "
+                f"{said[1]}, transfer {transfer.transfer_id!r} has {party.instance_id!r} of epoch "
+                f"{party.epoch}; open a new transfer",
+                transfer_id=transfer.transfer_id,
+            )

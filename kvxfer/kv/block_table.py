@@ -1,0 +1,80 @@
+"""A block table that goes by way of the control plane: decode's OFFER, signed by decode.
+
+It is signed with a key that follows from the cluster's ticket keys. So whoever carries it, a router
+or the control plane's other clients, can neither make one nor change a block id, the immediate, a
+grant or the time in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Final
+
+import msgspec
+
+from kvxfer.errors import TicketInvalid
+from kvxfer.kv.messages import Offer
+from kvxfer.ticket import Ticket, TicketKeys, as_ticket_keys, verify_ticket
+
+# As JSON: base64 of the longest OFFER that fits into a message, with room for the rest.
+MAX_JSON_BYTES: Final = 3 << 19
+
+_KEY_PURPOSE: Final = b"kvxfer block table"
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class BlockTable(msgspec.Struct, frozen=True, kw_only=True):
+    """decode → control plane → prefill. As JSON its bytes are base64 (RFC 4648)."""
+
+    offer: Offer
+    decode_id: str
+    decode_epoch: int
+    kid: str
+    """Which of the ticket keys signed it."""
+    mac: bytes
+    """HMAC-SHA256 over the msgpack of offer, decode_id and decode_epoch."""
+
+
+def sign_block_table(offer: Offer, ticket: Ticket, keys: TicketKeys | bytes | str) -> BlockTable:
+    """The table of an OFFER that decode makes under `ticket`."""
+    keys = as_ticket_keys(keys)
+    return BlockTable(
+        offer=offer,
+        decode_id=ticket.decode_id,
+        decode_epoch=ticket.decode_epoch,
+        kid=keys.signing_id,
+        mac=_mac(keys.signing_key, offer, ticket.decode_id, ticket.decode_epoch),
+    )
+
+
+def verify_block_table(
+    table: BlockTable, keys: TicketKeys | bytes | str, *, now: float | None = None
+) -> Ticket:
+    """The ticket of a table that decode made under it, and nobody changed.
+
+    Raises TicketInvalid where table or ticket was not signed with one of the keys or is damaged, or
+    they are not of one transfer and decode worker; TicketExpired where it is too late at `now`.
+    """
+    keys = as_ticket_keys(keys)
+    offer = table.offer
+    what = f"the block table of transfer {offer.transfer_id}"
+    key = keys.find(table.kid, what)
+    if not hmac.compare_digest(table.mac, _mac(key, offer, table.decode_id, table.decode_epoch)):
+        raise TicketInvalid(
+            f"{what} cannot be trusted (its signature does not fit); pass it on as decode made it"
+        )
+    ticket = verify_ticket(offer.ticket, keys, now=now)
+    if ticket.transfer_id != offer.transfer_id:
+        raise TicketInvalid(f"{what} carries the ticket of transfer {ticket.transfer_id}")
+    if (table.decode_id, table.decode_epoch) != (ticket.decode_id, ticket.decode_epoch):
+        raise TicketInvalid(
+            f"{what} is from {table.decode_id!r} of epoch {table.decode_epoch}, its ticket names "
+            f"decode worker {ticket.decode_id!r} of epoch {ticket.decode_epoch}"
+        )
+    return ticket
+
+
+def _mac(key: bytes, offer: Offer, decode_id: str, decode_epoch: int) -> bytes:
+    own = hmac.digest(key, _KEY_PURPOSE, hashlib.sha256)
+    return hmac.digest(own, _encode((offer, decode_id, decode_epoch)), hashlib.sha256)

@@ -1,0 +1,140 @@
+"""The brokered handshake: prefill dials decode, and the block table goes by the control plane.
+
+For a decode worker that cannot reach prefill first. What it sends, the OFFER, is the same, and once
+prefill has it everything goes on over the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from kvxfer.client import calls
+from kvxfer.errors import (
+    InvalidArgument,
+    KvxferError,
+    TicketInvalid,
+    TransferCancelled,
+    UnknownBlockTable,
+    UnknownTransfer,
+)
+from kvxfer.instances import Role
+from kvxfer.kv.block_table import BlockTable, sign_block_table, verify_block_table
+from kvxfer.kv.identity import require_peer
+from kvxfer.kv.messages import Expect
+from kvxfer.kv.session_state import PrefillState
+
+if TYPE_CHECKING:
+    from kvxfer.client import ControlPlaneClient
+    from kvxfer.kv.decode_session import DecodeSession
+    from kvxfer.kv.identity import Identity
+    from kvxfer.kv.pairs import Pairs
+    from kvxfer.kv.prefill_session import PrefillSession
+    from kvxfer.kv.rendezvous import Rendezvous
+    from kvxfer.ticket import Ticket
+
+logger = logging.getLogger(__name__)
+
+# One question for a block table; short enough for every proxy in between.
+_POLL_SECONDS: Final = 10.0
+
+
+class Brokered:
+    """The errands of an endpoint's sessions to the control plane. Loop only.
+
+    An errand ends with its session, so the session's lease is its deadline; the session fails with
+    the errand's error.
+    """
+
+    def __init__(
+        self,
+        control_plane: ControlPlaneClient | None,
+        identity: Identity,
+        pairs: Pairs,
+        rendezvous: Rendezvous,
+    ) -> None:
+        self._client = control_plane
+        self._identity = identity
+        self._pairs = pairs
+        self._rendezvous = rendezvous
+        self._errands: dict[PrefillSession | DecodeSession, asyncio.Task[None]] = {}
+
+    def require(self) -> ControlPlaneClient:
+        """Raises InvalidArgument where the endpoint knows no control plane."""
+        if self._client is None:
+            raise InvalidArgument(
+                f"the KV endpoint of instance {self._identity.instance_id!r} has no control plane "
+                "for a brokered handshake; make it with control_plane=, or use the direct one"
+            )
+        return self._client
+
+    def publish(self, session: DecodeSession, ticket: Ticket) -> None:
+        """Leaves the session's block table at the control plane."""
+        self._send(session, partial(self._publish, session, ticket))
+
+    def fetch(
+        self, session: PrefillSession, ticket: Ticket, token: str, decode_address: str
+    ) -> None:
+        """Connects to decode, and takes its OFFER up as soon as it is at the control plane."""
+        self._send(session, partial(self._fetch, session, ticket, token, decode_address))
+
+    def ended(self, session: PrefillSession | DecodeSession) -> None:
+        """Nothing is done for the session any more."""
+        errand = self._errands.pop(session, None)
+        if errand is not None:
+            errand.cancel()
+
+    def _send(
+        self, session: PrefillSession | DecodeSession, errand: Callable[[], Awaitable[None]]
+    ) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(session, errand))
+        self._errands[session] = task
+        task.add_done_callback(lambda _: self._errands.pop(session, None))
+
+    async def _run(
+        self, session: PrefillSession | DecodeSession, errand: Callable[[], Awaitable[None]]
+    ) -> None:
+        try:
+            await errand()
+        except UnknownTransfer as ended:
+            session.fail(
+                TransferCancelled(
+                    f"transfer {session.transfer_id}: it has ended at the control plane: {ended}"
+                )
+            )
+        except KvxferError as error:
+            session.fail(error)
+
+    async def _publish(self, session: DecodeSession, ticket: Ticket) -> None:
+        table = sign_block_table(session.message(), ticket, self._identity.keys)
+        call = calls.put_block_table(table)
+        await self.require().send(call, deadline=session.lease_remaining)
+
+    async def _fetch(
+        self, session: PrefillSession, ticket: Ticket, token: str, decode_address: str
+    ) -> None:
+        pair = await self._pairs.meet(decode_address)
+        require_peer(ticket, Role.DECODE, pair.hello, f"at {decode_address} is")
+        session.meet(pair)
+        pair.send(Expect(ticket.transfer_id, token))
+        table = await self._ask(session)
+        if session.state is not PrefillState.WAITING:
+            return  # decode has sent its OFFER itself
+        if verify_block_table(table, self._identity.keys) != ticket:
+            raise TicketInvalid(
+                f"the block table of transfer {ticket.transfer_id} is not for the ticket of the "
+                "prefill request; give both sides the same ticket"
+            )
+        self._rendezvous.offer(pair, table.offer, ticket)
+
+    async def _ask(self, session: PrefillSession) -> BlockTable:
+        while True:
+            left = session.lease_remaining
+            call = calls.block_table(session.transfer_id, wait_seconds=min(_POLL_SECONDS, left))
+            try:
+                return await self.require().send(call, deadline=left)
+            except UnknownBlockTable:
+                continue

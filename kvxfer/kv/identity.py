@@ -1,0 +1,71 @@
+"""Who an endpoint is to a ticket: its instance id and epoch, and the keys that verify tickets."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from kvxfer.cluster_key import as_cluster_key
+from kvxfer.errors import TicketInvalid
+from kvxfer.instances import Role
+from kvxfer.kv.messages import Hello
+from kvxfer.ticket import Ticket, TicketKeys, as_ticket_keys, verify_ticket
+from kvxfer.watched_file import WatchedFile
+
+Side: TypeAlias = Literal[Role.PREFILL, Role.DECODE]
+
+
+class Identity:
+    """Loop only. `epoch` changes with each new registration."""
+
+    def __init__(
+        self, instance_id: str, epoch: int, ticket_key: bytes | str | WatchedFile[TicketKeys]
+    ) -> None:
+        self.instance_id = instance_id
+        self.epoch = epoch
+        self._key = (
+            ticket_key if isinstance(ticket_key, WatchedFile) else as_cluster_key(ticket_key)
+        )
+
+    @property
+    def keys(self) -> TicketKeys:
+        """The cluster's ticket keys as they are now."""
+        if isinstance(self._key, WatchedFile):
+            return self._key.current
+        return as_ticket_keys(self._key)
+
+    def verify(self, token: str) -> Ticket:
+        """Raises TicketInvalid and TicketExpired."""
+        return verify_ticket(token, self.keys)
+
+    def side(self, ticket: Ticket) -> Role | None:
+        """The side that a ticket gives to this instance; None where it names others."""
+        this = (self.instance_id, self.epoch)
+        if this == named(ticket, Role.PREFILL):
+            return Role.PREFILL
+        return Role.DECODE if this == named(ticket, Role.DECODE) else None
+
+    def require(self, ticket: Ticket, side: Side) -> None:
+        """Raises TicketInvalid where the ticket names another instance or epoch for `side`."""
+        if named(ticket, side) != (self.instance_id, self.epoch):
+            raise _names(ticket, side, f"this is {self.instance_id!r} of epoch {self.epoch}")
+
+
+def require_peer(ticket: Ticket, side: Side, hello: Hello, where: str) -> None:
+    """Raises TicketInvalid where the peer that said `hello` is not what the ticket names."""
+    if named(ticket, side) != (hello.instance_id, hello.epoch):
+        raise _names(ticket, side, f"{where} {hello.instance_id!r} of epoch {hello.epoch}")
+
+
+def named(ticket: Ticket, side: Side) -> tuple[str, int]:
+    """Instance id and epoch of one side."""
+    if side is Role.PREFILL:
+        return ticket.prefill_id, ticket.prefill_epoch
+    return ticket.decode_id, ticket.decode_epoch
+
+
+def _names(ticket: Ticket, side: Side, found: str) -> TicketInvalid:
+    instance_id, epoch = named(ticket, side)
+    return TicketInvalid(
+        f"the ticket of transfer {ticket.transfer_id} names {side} worker {instance_id!r} of epoch "
+        f"{epoch}, {found}; ask for a new ticket"
+    )

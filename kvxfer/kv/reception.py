@@ -1,0 +1,156 @@
+"""What an endpoint hears from its peers, and to whom it passes it on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from kvxfer.errors import (
+    EngineError,
+    KvxferError,
+    LayoutMismatch,
+    ProtocolError,
+    TicketInvalid,
+    TransferError,
+    TransferRefused,
+    by_code,
+)
+from kvxfer.instances import Role
+from kvxfer.kv.identity import require_peer
+from kvxfer.kv.messages import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Done,
+    Expect,
+    Hello,
+    Offer,
+    Refused,
+    decode,
+)
+
+if TYPE_CHECKING:
+    from kvxfer.engine import Peer
+    from kvxfer.kv.expectations import Expectations
+    from kvxfer.kv.identity import Identity
+    from kvxfer.kv.pair import KvPair
+    from kvxfer.kv.pairs import Pairs
+    from kvxfer.kv.rendezvous import Rendezvous
+
+logger = logging.getLogger(__name__)
+
+
+class Reception:
+    """The EngineHandler of an endpoint: called by the engine on the loop."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        pairs: Pairs,
+        rendezvous: Rendezvous,
+        expectations: Expectations,
+    ) -> None:
+        self._identity = identity
+        self._pairs = pairs
+        self._rendezvous = rendezvous
+        self._expectations = expectations
+
+    def peer_up(self, peer: Peer) -> None:
+        self._pairs.of(peer)
+
+    def peer_lost(self, peer: Peer, error: KvxferError) -> None:
+        pair = self._pairs.get(peer)
+        if pair is not None:
+            logger.info("peer %s is lost: %s", peer.engine_id, error)
+            self.drop(pair, error)
+
+    def message(self, peer: Peer, data: bytes) -> None:
+        pair = self._pairs.get(peer)
+        if pair is None:
+            return  # cut off, with messages of it still on their way
+        try:
+            self._dispatch(pair, data)
+        except ProtocolError as error:
+            logger.warning("peer %s is cut off: %s", peer.engine_id, error)
+            with contextlib.suppress(EngineError):  # it may be lost already
+                peer.fence()
+            self.drop(pair, error)
+
+    def _dispatch(self, pair: KvPair, data: bytes) -> None:
+        match decode(data):
+            case Hello() as hello:
+                pair.greet(hello)
+            case Offer() as offer:
+                self._on_offer(pair, offer)
+            case Expect() as expect:
+                self._on_expect(pair, expect)
+            case Cancel(transfer_id, reason):
+                self._on_cancel(pair, transfer_id, reason)
+            # Below, a transfer that is unknown has ended here in the meantime.
+            case Accepted(transfer_id):
+                if session := pair.decodes.get(transfer_id):
+                    session.accepted()
+            case Refused(transfer_id, code, reason):
+                if session := pair.decodes.get(transfer_id):
+                    session.refused(_refusal(pair, transfer_id, code, reason))
+            case Done() as done:
+                if session := pair.decodes.get(done.transfer_id):
+                    session.done(done)
+            case Cancelled(transfer_id):
+                if session := pair.decodes.get(transfer_id):
+                    session.cancel_answered()
+
+    def _on_offer(self, pair: KvPair, offer: Offer) -> None:
+        hello = pair.hello
+        try:
+            claims = self._identity.verify(offer.ticket)
+            self._identity.require(claims, Role.PREFILL)
+            if claims.transfer_id != offer.transfer_id:
+                raise TicketInvalid(
+                    f"the offer of transfer {offer.transfer_id} carries the ticket of transfer "
+                    f"{claims.transfer_id}"
+                )
+            require_peer(claims, Role.DECODE, hello, "the offer is from")
+            self._rendezvous.offer(pair, offer, claims)
+        except TransferError as error:
+            logger.info("offer refused: %s", error)
+            with contextlib.suppress(EngineError):
+                pair.send(Refused(offer.transfer_id, error.code, str(error)))
+
+    def _on_expect(self, pair: KvPair, expect: Expect) -> None:
+        hello = pair.hello
+        try:
+            claims = self._identity.verify(expect.ticket)
+            self._identity.require(claims, Role.DECODE)
+            require_peer(claims, Role.PREFILL, hello, "an offer is expected by")
+        except TransferError as error:
+            logger.info("expected offer refused: %s", error)
+            with contextlib.suppress(EngineError):
+                pair.send(Cancel(expect.transfer_id, str(error)))
+        else:
+            self._expectations.expect(claims, pair)
+
+    def _on_cancel(self, pair: KvPair, transfer_id: str, reason: str) -> None:
+        if session := pair.decodes.get(transfer_id):
+            session.cancelled_by_peer(reason)
+        else:
+            self._expectations.cancel(pair, transfer_id, reason)
+            self._rendezvous.cancel(pair, transfer_id, reason)
+
+    def drop(self, pair: KvPair, error: KvxferError) -> None:
+        """Ends everything with a peer that is gone; no block of its transfers stays taken."""
+        self._pairs.remove(pair, error)
+        for session in list(pair.decodes.values()):
+            session.peer_lost(error)
+        self._expectations.drop(pair, error)
+        self._rendezvous.drop(pair, error)
+
+
+def _refusal(pair: KvPair, transfer_id: str, code: str, reason: str) -> TransferError:
+    """The error that decode raises for a REFUSED: prefill's own where it is about transfers."""
+    text = f"transfer {transfer_id}: refused by prefill worker {pair.hello.instance_id!r}: {reason}"
+    kind = by_code(code)
+    if issubclass(kind, TransferError) and kind is not LayoutMismatch:
+        return kind(text)
+    return TransferRefused(f"{text} ({code})")

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from kvxfer.client import ControlPlaneClient, SyncControlPlaneClient
+from kvxfer.errors import ControlPlaneUnavailable, UnknownBlockTable, UnknownTransfer
+from kvxfer.instances import InstanceState, Role
+from kvxfer.kv.block_table import BlockTable
+from kvxfer.ticket import Ticket, sign_ticket, verify_ticket
+from tests.block_tables import block_table
+from tests.control_plane import CLUSTER_KEY, RunningControlPlane, worker
+
+from .conftest import join, problem
+
+
+class Opened:
+    """An open transfer between p and d, and its ticket."""
+
+    def __init__(self, body: dict[str, Any], now: float) -> None:
+        self.ticket = verify_ticket(body["ticket"], CLUSTER_KEY, now=now)
+        self.token = body["ticket"]
+        self.path = f"/v1/transfers/{body['transfer_id']}/block-table"
+
+    def table(self, ticket: Ticket | None = None, **offer: Any) -> BlockTable:
+        offer = {"ticket": self.token, **offer} if ticket is None else offer
+        return block_table(ticket or self.ticket, **offer)
+
+
+@pytest.fixture
+async def opened(api, clock) -> Opened:
+    await join(api, "p")
+    await join(api, "d", "decode")
+    return await open_another(api, clock)
+
+
+async def open_another(api, clock) -> Opened:
+    return Opened((await api.post("/v1/transfers", json={})).json(), clock.unix())
+
+
+def as_json(table: BlockTable, **offer: Any) -> dict[str, Any]:
+    body: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(table))
+    return {**body, "offer": {**body["offer"], **offer}}
+
+
+async def test_table_is_put_and_fetched_as_decode_made_it(api, opened):
+    table = opened.table()
+    answer = await api.post(opened.path, json=as_json(table))
+    assert (answer.status_code, answer.content) == (201, b"")
+    assert answer.headers["location"] == opened.path
+    answer = await api.get(opened.path)
+    assert answer.status_code == 200
+    assert answer.json() == as_json(table)
+    assert msgspec.json.decode(answer.content, type=BlockTable) == table
+
+
+async def test_same_table_again_is_no_error_and_another_one_is(api, opened):
+    for _ in range(2):
+        assert (await api.post(opened.path, json=as_json(opened.table()))).status_code == 201
+    answer = await api.post(opened.path, json=as_json(opened.table(imm=1)))
+    body = problem(answer, 409, "block-table-exists")
+    assert body["transfer_id"] == opened.ticket.transfer_id
+    assert (await api.get(opened.path)).json() == as_json(opened.table())
+
+
+def changed(data: str) -> str:
+    raw = bytearray(base64.b64decode(data))
+    raw[-1] ^= 1
+    return base64.b64encode(raw).decode()
+
+
+@pytest.mark.parametrize("member", ["blocks", "grants", "imm", "lease_seconds", "mac", "decode_id"])
+async def test_table_that_somebody_altered_on_the_way_is_refused(api, opened, member):
+    body = as_json(opened.table())
+    match member:
+        case "blocks":
+            body["offer"]["blocks"] = changed(body["offer"]["blocks"])
+        case "grants":
+            body["offer"]["grants"][2] = changed(body["offer"]["grants"][2])
+        case "imm" | "lease_seconds":
+            body["offer"][member] += 1
+        case "mac":
+            body["mac"] = changed(body["mac"])
+        case _:
+            body["decode_id"] = "other"
+    detail = problem(await api.post(opened.path, json=body), 403, "ticket-invalid")["detail"]
+    assert "signature does not fit" in detail
+    problem(await api.get(opened.path), 404, "unknown-block-table")
+
+
+async def test_foreign_ticket_is_refused(api, opened):
+    foreign = sign_ticket(opened.ticket, b"the key of another cluster")
+    body = as_json(block_table(opened.ticket, ticket=foreign))
+    detail = problem(await api.post(opened.path, json=body), 403, "ticket-invalid")["detail"]
+    assert "the ticket cannot be trusted" in detail
+
+
+async def test_table_of_another_cluster_is_refused(api, opened):
+    body = as_json(block_table(opened.ticket, key=b"the key of another cluster"))
+    problem(await api.post(opened.path, json=body), 403, "ticket-invalid")
+
+
+async def test_ticket_that_has_expired_is_refused(api, opened, clock):
+    clock.advance(30)
+    body = problem(await api.post(opened.path, json=as_json(opened.table())), 403, "ticket-expired")
+    assert "expired 0.0 s ago" in body["detail"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prefill_epoch": 1}, "names prefill worker 'p' of epoch 1"),
+        ({"decode_epoch": 1}, "names decode worker 'd' of epoch 1"),
+        ({"prefill_id": "q"}, "names prefill worker 'q'"),
+        ({"decode_id": "e"}, "names decode worker 'e'"),
+    ],
+)
+async def test_stale_epoch_or_another_pair_is_refused(api, opened, change, said):
+    table = opened.table(replace(opened.ticket, **change))
+    body = problem(await api.post(opened.path, json=as_json(table)), 409, "block-table-mismatch")
+    assert said in body["detail"]
+    problem(await api.get(opened.path), 404, "unknown-block-table")
+
+
+async def test_table_of_another_transfer_is_refused(api, opened, clock):
+    other = await open_another(api, clock)
+    answer = await api.post(opened.path, json=as_json(other.table()))
+    body = problem(answer, 409, "block-table-mismatch")
+    assert repr(other.ticket.transfer_id) in body["detail"]
+    for transfer in (opened, other):
+        problem(await api.get(transfer.path), 404, "unknown-block-table")
+
+
+async def test_transfer_that_is_not_open_is_unknown(api, opened):
+    await api.delete(opened.path.removesuffix("/block-table"))
+    problem(await api.post(opened.path, json=as_json(opened.table())), 404, "unknown-transfer")
+    problem(await api.get(opened.path, params={"wait_seconds": 30}), 404, "unknown-transfer")
+
+
+async def test_table_ends_with_the_registration_of_its_decode_worker(api, opened):
+    await api.post(opened.path, json=as_json(opened.table()))
+    await api.delete("/v1/instances/d", params={"epoch": opened.ticket.decode_epoch})
+    problem(await api.get(opened.path), 404, "unknown-transfer")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"blocks": "AwA"}, "offer.blocks"),
+        ({"blocks": "A wA="}, "offer.blocks"),
+        ({"grants": ["!"]}, "offer.grants.0"),
+        ({"imm": 1 << 32}, "offer.imm"),
+        ({"imm": -1}, "offer.imm"),
+        ({"lease_seconds": 0}, "offer.lease_seconds"),
+        ({"type": "accepted"}, "offer.type"),
+        ({"extra": 1}, "offer.extra"),
+    ],
+)
+async def test_what_cannot_be_a_table_is_refused_by_its_member(api, opened, change, field):
+    answer = await api.post(opened.path, json=as_json(opened.table(), **change))
+    assert problem(answer, 422, "invalid-argument")["field"] == field
+
+
+@pytest.mark.parametrize("wait", ["-1", "31", "nan", "x"])
+async def test_wait_that_cannot_be_meant_is_refused(api, opened, wait):
+    answer = await api.get(opened.path, params={"wait_seconds": wait})
+    assert problem(answer, 422, "invalid-argument")["field"] == "wait_seconds"
+
+
+async def test_wait_is_answered_as_soon_as_the_table_is_there(api, opened):
+    waiting = asyncio.create_task(api.get(opened.path, params={"wait_seconds": 30}))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await api.post(opened.path, json=as_json(opened.table()))
+    assert (await asyncio.wait_for(waiting, 10)).json() == as_json(opened.table())
+
+
+async def test_wait_in_vain_says_that_there_is_none_yet(api, opened):
+    answer = await api.get(opened.path, params={"wait_seconds": 0.05})
+    assert problem(answer, 404, "unknown-block-table")["transfer_id"] == opened.ticket.transfer_id
+
+
+async def test_large_table_is_read_and_one_that_is_too_large_is_not(api, opened):
+    large = opened.table(blocks=bytes(4 * 250_000))
+    body = msgspec.json.encode(large)
+    assert len(body) > 1 << 20, "larger than other bodies may be"
+    headers = {"content-type": "application/json"}
+    assert (await api.post(opened.path, content=body, headers=headers)).status_code == 201
+    assert msgspec.json.decode((await api.get(opened.path)).content, type=BlockTable) == large
+    answer = await api.post(opened.path, content=b" " * (2 << 20), headers=headers)
+    assert "1572864 bytes" in problem(answer, 413, "body-too-large")["detail"]
+    elsewhere = await api.post("/v1/transfers", content=body, headers=headers)
+    assert "1048576 bytes" in problem(elsewhere, 413, "body-too-large")["detail"]
+
+
+# --- over a real connection ------------------------------------------------------------------
+
+
+async def open_over(client: ControlPlaneClient) -> BlockTable:
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        await client.register(worker(name, role), state=InstanceState.READY)
+    opened = await client.open_transfer()
+    return block_table(verify_ticket(opened.ticket, CLUSTER_KEY))
+
+
+async def test_clients_wait_longer_than_their_timeout_for_a_table():
+    with RunningControlPlane() as server:
+        async with ControlPlaneClient(server.url, timeout=0.2) as client:
+            table = await open_over(client)
+            transfer_id = table.offer.transfer_id
+            began = time.monotonic()
+            with pytest.raises(UnknownBlockTable):
+                await client.block_table(transfer_id, wait_seconds=0.6)
+            assert time.monotonic() - began >= 0.6
+            waiting = asyncio.create_task(client.block_table(transfer_id, wait_seconds=9))
+            await asyncio.sleep(0.3)
+            await client.put_block_table(table)
+            assert await waiting == table
+        with SyncControlPlaneClient(server.url) as client:
+            client.put_block_table(table)
+            assert client.block_table(transfer_id) == table
+            client.release_transfer(transfer_id)
+            with pytest.raises(UnknownTransfer):
+                client.put_block_table(table)
+
+
+async def test_client_that_leaves_ends_its_wait(caplog):
+    with RunningControlPlane() as server:
+        async with ControlPlaneClient(server.url) as client:
+            transfer_id = (await open_over(client)).offer.transfer_id
+            path = f"{server.url}/v1/transfers/{transfer_id}/block-table"
+            async with httpx.AsyncClient() as http:
+                with pytest.raises(httpx.ReadTimeout):
+                    await http.get(path, params={"wait_seconds": 30}, timeout=0.3)
+                arrivals = server.registry._arrivals
+                async with asyncio.timeout(10):
+                    while arrivals._waiting:  # noqa: ASYNC110 (it is in another thread)
+                        await asyncio.sleep(0.01)
+                metrics = (await http.get(f"{server.url}/metrics")).text
+    assert 'status="499"' in metrics
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_control_plane_that_stops_ends_the_waits():
+    with RunningControlPlane() as server:
+        async with ControlPlaneClient(server.url, deadline=0) as client:
+            transfer_id = (await open_over(client)).offer.transfer_id
+            waiting = asyncio.create_task(client.block_table(transfer_id, wait_seconds=30))
+            await asyncio.sleep(0.2)
+            began = time.monotonic()
+            await asyncio.to_thread(server.stop)
+            with pytest.raises(ControlPlaneUnavailable):
+                await waiting
+            assert time.monotonic() - began < 20

@@ -1,0 +1,564 @@
+"""The brokered handshake over real engines and a real control plane."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from kvxfer.client import ControlPlaneClient
+from kvxfer.errors import (
+    BlockPoolExhausted,
+    ControlPlaneUnavailable,
+    EngineClosed,
+    InvalidArgument,
+    KvxferError,
+    LayoutMismatch,
+    LeaseExpired,
+    PeerError,
+    PeerLost,
+    TicketInvalid,
+    TransferCancelled,
+)
+from kvxfer.instances import InstanceSpec, InstanceState, Role
+from kvxfer.kv.block_table import BlockTable
+from kvxfer.kv.decode_session import DecodeSession
+from kvxfer.kv.prefill_session import PrefillSession
+from kvxfer.kv.session_state import DecodeState, PrefillState
+from kvxfer.ticket import sign_ticket, verify_ticket
+from tests.block_tables import block_table
+from tests.control_plane import CLUSTER_KEY, RunningControlPlane
+
+from .workers import LAYERS, LAYOUT, NUM_BLOCKS, Worker, eventually, make_ticket, worker
+
+TOLD_SECONDS = 1.0
+
+
+@dataclass
+class Fleet:
+    """A prefill and a decode worker that are registered, and not connected to each other."""
+
+    prefill: Worker
+    decode: Worker
+    client: ControlPlaneClient
+    server: RunningControlPlane
+
+    async def register(self, registered: Worker, role: Role) -> None:
+        spec = InstanceSpec(
+            instance_id=registered.endpoint.instance_id,
+            role=role,
+            model="m",
+            engine_address=registered.engine.address,
+            http_address="http://127.0.0.1:1",
+            layout=LAYOUT,
+            num_blocks=NUM_BLOCKS,
+        )
+        lease = await self.client.register(spec, state=InstanceState.READY)
+        registered.endpoint.set_epoch(lease.epoch)
+
+    async def ticket(self) -> str:
+        return (await self.client.open_transfer()).ticket
+
+    async def release(self, ticket: str) -> None:
+        await self.client.release_transfer(transfer_of(ticket))
+
+    async def begin_prefill(
+        self, ticket: str, blocks: int = 3, lease_seconds: float | None = None
+    ) -> PrefillSession:
+        with self.prefill.pool.hold(blocks) as hold:  # the session pins them
+            return await self.prefill.endpoint.prefill_session(
+                ticket,
+                hold,
+                decode_address=self.decode.engine.address,
+                lease_seconds=lease_seconds,
+            )
+
+    async def begin_decode(
+        self, ticket: str, blocks: int = 3, lease_seconds: float | None = None
+    ) -> DecodeSession:
+        return await self.decode.endpoint.decode_session(
+            ticket, None, blocks, lease_seconds=lease_seconds
+        )
+
+    async def send(self, ticket: str, rng: random.Random, blocks: int = 3) -> list[bytes]:
+        with self.prefill.pool.hold(blocks) as hold:
+            self.prefill.fill(hold.ids.tolist(), rng)
+            async with await self.prefill.endpoint.prefill_session(
+                ticket, hold, decode_address=self.decode.engine.address
+            ) as session:
+                for layer in range(LAYERS):
+                    session.write_layer(layer)
+                await session.finish(b"tail")
+            return self.prefill.contents(hold.ids.tolist())
+
+    async def receive(self, ticket: str, blocks: int = 3) -> list[bytes]:
+        async with await self.begin_decode(ticket, blocks) as session:
+            assert await session.wait() == b"tail"
+            with session.take() as hold:
+                return self.decode.contents(hold.ids.tolist())
+
+    async def connect(self, rng: random.Random) -> None:
+        """Leaves both connected, by a transfer that went well."""
+        ticket = await self.ticket()
+        sent, received = await asyncio.gather(self.send(ticket, rng), self.receive(ticket))
+        assert sent == received
+
+    def all_free(self) -> bool:
+        return self.prefill.pool.num_free == self.decode.pool.num_free == NUM_BLOCKS
+
+
+@pytest_asyncio.fixture
+async def fleet(fabric: str) -> AsyncIterator[Fleet]:
+    with RunningControlPlane(lease_seconds=60, transfer_seconds=120) as server:
+        async with (
+            ControlPlaneClient(server.url) as client,
+            worker("p", fabric, ticket_key=CLUSTER_KEY, control_plane=client) as prefill,
+            worker("d", fabric, ticket_key=CLUSTER_KEY, control_plane=client) as decode,
+        ):
+            fleet = Fleet(prefill, decode, client, server)
+            await fleet.register(prefill, Role.PREFILL)
+            await fleet.register(decode, Role.DECODE)
+            yield fleet
+
+
+def transfer_of(ticket: str) -> str:
+    return verify_ticket(ticket, CLUSTER_KEY).transfer_id
+
+
+async def met(session: PrefillSession) -> None:
+    """Waits until prefill knows its decode worker, and so asks for the table."""
+    await eventually(lambda: session.pair is not None)
+
+
+@pytest_asyncio.fixture
+async def ask(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[asyncio.Event]:
+    """Prefill expects offers, and asks the control plane for them only once this is set."""
+    event = asyncio.Event()
+    brokered = fleet.prefill.endpoint._brokered
+    really = brokered._ask
+
+    async def later(session: PrefillSession) -> BlockTable:
+        await event.wait()
+        return await really(session)
+
+    monkeypatch.setattr(brokered, "_ask", later)
+    yield event
+    event.set()
+
+
+async def told(session: PrefillSession | DecodeSession) -> KvxferError:
+    """The error of a session, which it has within a second."""
+    with pytest.raises(KvxferError) as caught:
+        await asyncio.wait_for(session.wait(), TOLD_SECONDS)
+    return caught.value
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+async def test_the_cache_arrives_whichever_side_comes_first(
+    fleet: Fleet, rng: random.Random, first: str
+) -> None:
+    for _ in range(3):  # not connected, then connected
+        ticket = await fleet.ticket()
+        steps = [fleet.send(ticket, rng, 5), fleet.receive(ticket, 5)]
+        if first == "decode":
+            steps.reverse()
+        begun = asyncio.create_task(steps[0])
+        await asyncio.sleep(0.02)
+        assert await steps[1] == await begun
+        assert fleet.all_free()
+        assert len(fleet.decode.engine.peers) == 1
+
+
+async def test_prefill_dials_and_decode_does_not(fleet: Fleet) -> None:
+    ticket = await fleet.ticket()
+    decoding = asyncio.create_task(fleet.begin_decode(ticket))
+    await asyncio.sleep(0.1)
+    assert not decoding.done()
+    assert not fleet.decode.engine.peers
+    assert fleet.decode.pool.num_free == NUM_BLOCKS
+    sender = await fleet.begin_prefill(ticket)
+    receiver = await decoding
+    await eventually(lambda: receiver.state is DecodeState.RECEIVING)
+    table = await fleet.client.block_table(transfer_of(ticket))
+    assert table.offer.ticket == ticket
+    assert (table.decode_id, table.decode_epoch) == ("d", fleet.decode.endpoint.epoch)
+    await sender.cancel("seen enough")
+    assert isinstance(await told(receiver), TransferCancelled)
+
+
+async def test_many_at_once_get_each_their_own_blocks(fleet: Fleet, rng: random.Random) -> None:
+    tickets = [await fleet.ticket() for _ in range(8)]
+    sides = [fleet.send(ticket, rng, 2) for ticket in tickets]
+    sides += [fleet.receive(ticket, 2) for ticket in tickets]
+    results = await asyncio.gather(*sides)
+    assert results[:8] == results[8:]
+
+
+# --- somebody gives up -----------------------------------------------------------------------
+
+
+async def test_decode_that_is_aborted_while_it_waits_for_prefill_leaves_nothing(
+    fleet: Fleet, rng: random.Random
+) -> None:
+    ticket = await fleet.ticket()
+    decoding = asyncio.create_task(fleet.begin_decode(ticket))
+    await asyncio.sleep(0.05)
+    decoding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await decoding
+    assert fleet.all_free()
+    assert not len(fleet.decode.endpoint._expectations)
+    # The ticket is as good as before.
+    sent, received = await asyncio.gather(fleet.send(ticket, rng), fleet.receive(ticket))
+    assert sent == received
+
+
+async def test_prefill_that_is_aborted_while_it_waits_for_the_table_leaves_nothing(
+    fleet: Fleet,
+) -> None:
+    ticket = await fleet.ticket()
+    sender = await fleet.begin_prefill(ticket)
+    await met(sender)
+    await eventually(lambda: bool(fleet.server.registry._arrivals._waiting))
+    await sender.cancel("changed my mind")
+    assert sender.state is PrefillState.CANCELLED
+    assert fleet.all_free()
+    await eventually(lambda: not fleet.server.registry._arrivals._waiting)
+    assert not fleet.prefill.endpoint._brokered._errands
+    # Decode, which comes later, is told at once, and takes no block.
+    expected = fleet.decode.endpoint._expectations._expected[transfer_of(ticket)]
+    await eventually(lambda: expected.error is not None)
+    with pytest.raises(TransferCancelled, match="cancelled by prefill worker 'p': changed my mind"):
+        await asyncio.wait_for(fleet.begin_decode(ticket), TOLD_SECONDS)
+    assert fleet.all_free()
+
+
+@pytest.mark.usefixtures("ask")
+async def test_decode_that_gives_up_before_prefill_has_the_table_tells_it(fleet: Fleet) -> None:
+    ticket = await fleet.ticket()
+    sender = await fleet.begin_prefill(ticket)
+    receiver = await fleet.begin_decode(ticket)
+    await receiver.cancel("out of patience")
+    assert "cancelled by decode worker 'd': out of patience" in str(await told(sender))
+    await eventually(lambda: receiver.state is DecodeState.CANCELLED)  # prefill has answered
+    assert fleet.all_free()
+
+
+@pytest.mark.parametrize("waits", ["for the connection", "for the table"])
+async def test_a_lease_ends_the_wait(fleet: Fleet, waits: str) -> None:
+    ticket = await fleet.ticket()
+    if waits == "for the connection":
+        with pytest.raises(LeaseExpired, match=r"'p' did not ask for an offer within 0.1 s"):
+            await fleet.begin_decode(ticket, lease_seconds=0.1)
+    else:
+        sender = await fleet.begin_prefill(ticket, lease_seconds=0.3)
+        error = await told(sender)
+        assert isinstance(error, LeaseExpired)
+        assert "decode worker 'd' made no offer within 0.3 s" in str(error)
+        await eventually(lambda: not fleet.server.registry._arrivals._waiting)
+    assert fleet.all_free()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_transfer_that_is_released_ends_both_sides(
+    fleet: Fleet, ask: asyncio.Event, side: str
+) -> None:
+    if side == "prefill":
+        ask.set()
+    ticket = await fleet.ticket()
+    sender = await fleet.begin_prefill(ticket)
+    await met(sender)
+    await fleet.release(ticket)
+    if side == "decode":
+        error = await told(await fleet.begin_decode(ticket))
+        assert isinstance(await told(sender), TransferCancelled)
+    else:
+        error = await told(sender)
+    assert isinstance(error, TransferCancelled)
+    assert "it has ended at the control plane" in str(error)
+    assert fleet.all_free()
+
+
+# --- somebody dies ---------------------------------------------------------------------------
+
+
+async def test_prefill_is_told_when_decode_dies_while_it_waits_for_the_table(
+    fleet: Fleet,
+) -> None:
+    sender = await fleet.begin_prefill(await fleet.ticket())
+    await met(sender)
+    await fleet.decode.engine.close()
+    assert isinstance(await told(sender), PeerLost)
+    assert fleet.all_free()
+
+
+@pytest.mark.usefixtures("ask")
+async def test_decode_is_told_when_prefill_dies_before_it_took_the_offer(fleet: Fleet) -> None:
+    ticket = await fleet.ticket()
+    sender = await fleet.begin_prefill(ticket)
+    receiver = await fleet.begin_decode(ticket)
+    await fleet.prefill.engine.close()
+    assert isinstance(await told(receiver), PeerLost)
+    assert isinstance(await told(sender), KvxferError)
+    assert fleet.all_free()
+
+
+async def test_decode_that_comes_after_prefill_has_died_is_told_at_once(fleet: Fleet) -> None:
+    ticket = await fleet.ticket()
+    sender = await fleet.begin_prefill(ticket)
+    await eventually(lambda: transfer_of(ticket) in fleet.decode.endpoint._expectations._expected)
+    await fleet.prefill.engine.close()
+    assert isinstance(await told(sender), KvxferError)
+    await eventually(lambda: not fleet.decode.engine.peers)
+    with pytest.raises(PeerLost):
+        await asyncio.wait_for(fleet.begin_decode(ticket), TOLD_SECONDS)
+
+
+async def test_prefill_is_told_when_decode_is_gone_before_it_comes(fleet: Fleet) -> None:
+    ticket = await fleet.ticket()
+    await fleet.decode.engine.close()
+    assert isinstance(await told(await fleet.begin_prefill(ticket)), PeerError)
+    assert fleet.all_free()
+
+
+async def test_an_endpoint_that_closes_ends_every_wait(fleet: Fleet) -> None:
+    waiting = asyncio.create_task(fleet.begin_decode(await fleet.ticket()))
+    await asyncio.sleep(0.02)
+    await fleet.decode.endpoint.close()
+    with pytest.raises(EngineClosed, match="instance 'd' closes"):
+        await asyncio.wait_for(waiting, TOLD_SECONDS)
+
+
+async def test_decode_is_told_when_the_endpoint_of_prefill_closes(fleet: Fleet) -> None:
+    ticket = await fleet.ticket()
+    sender = await fleet.begin_prefill(ticket)
+    await met(sender)
+    await fleet.prefill.endpoint.close()
+    assert "instance 'p' closes" in str(await told(sender))
+    with pytest.raises(TransferCancelled, match="instance 'p' closes"):
+        # Before CANCEL is here there is a session, which hears of it.
+        await asyncio.wait_for((await fleet.begin_decode(ticket)).wait(), TOLD_SECONDS)
+
+
+# --- what does not fit together --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("altered", ["imm", "blocks", "another transfer"])
+async def test_a_table_that_was_altered_at_the_control_plane_is_refused(
+    fleet: Fleet, ask: asyncio.Event, altered: str
+) -> None:
+    ticket = await fleet.ticket()
+    sender = await fleet.begin_prefill(ticket)
+    receiver = await fleet.begin_decode(ticket)
+    transfer_id = transfer_of(ticket)
+    table = await fleet.client.block_table(transfer_id, wait_seconds=5)
+    match altered:
+        case "imm":
+            offer = msgspec.structs.replace(table.offer, imm=table.offer.imm + 1)
+            table = msgspec.structs.replace(table, offer=offer)
+        case "blocks":
+            offer = msgspec.structs.replace(table.offer, blocks=table.offer.blocks[:8])
+            table = msgspec.structs.replace(table, offer=offer)
+        case _:
+            other = verify_ticket(await fleet.ticket(), CLUSTER_KEY)
+            table = block_table(other)
+    fleet.server.registry._tables[transfer_id] = table
+    ask.set()
+    error = await told(sender)
+    assert isinstance(error, TicketInvalid)
+    assert isinstance(await told(receiver), TransferCancelled)
+    assert fleet.all_free()
+
+
+async def test_prefill_that_is_sent_to_another_decode_worker_does_not_ask(
+    fleet: Fleet, fabric: str
+) -> None:
+    async with worker("e", fabric) as other:
+        with fleet.prefill.pool.hold(1) as hold:
+            sender = await fleet.prefill.endpoint.prefill_session(
+                await fleet.ticket(), hold, decode_address=other.engine.address
+            )
+            error = await told(sender)
+    assert isinstance(error, TicketInvalid)
+    assert "names decode worker 'd'" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"decode_id": "e"}, "names decode worker 'e' of epoch"),
+        ({"decode_epoch": 1}, "names decode worker 'd' of epoch 1, this is 'd'"),
+        ({"prefill_epoch": 1}, "names prefill worker 'p' of epoch 1, an offer is expected by 'p'"),
+        ({"expires_at": 1.0}, "expired"),
+    ],
+    ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
+)
+async def test_decode_refuses_a_prefill_worker_whose_ticket_is_not_for_them(
+    fleet: Fleet, change: dict[str, Any], said: str
+) -> None:
+    good = await fleet.ticket()
+    bad = sign_ticket(replace(verify_ticket(good, CLUSTER_KEY), **change), CLUSTER_KEY)
+    brokered = fleet.prefill.endpoint._brokered
+    sender = await fleet.begin_prefill(good, lease_seconds=5)
+    brokered.ended(sender)
+    brokered.fetch(sender, verify_ticket(good, CLUSTER_KEY), bad, fleet.decode.engine.address)
+    error = await told(sender)
+    assert isinstance(error, TransferCancelled)
+    assert said in str(error)
+    assert not fleet.decode.endpoint._expectations._expected.get(transfer_of(good))
+
+
+async def test_two_decode_requests_with_one_ticket_are_one_too_many(fleet: Fleet) -> None:
+    ticket = await fleet.ticket()
+    first = asyncio.create_task(fleet.begin_decode(ticket, lease_seconds=0.2))
+    await asyncio.sleep(0.02)
+    with pytest.raises(TicketInvalid, match="another decode request waits"):
+        await fleet.begin_decode(ticket)
+    with pytest.raises(LeaseExpired):
+        await first
+
+
+async def test_it_works_over_the_right_one_of_two_connections(
+    fleet: Fleet, rng: random.Random
+) -> None:
+    """Two engines that dial each other at once are connected twice."""
+    await asyncio.gather(
+        fleet.prefill.engine.connect(fleet.decode.engine.address),
+        fleet.decode.engine.connect(fleet.prefill.engine.address),
+    )
+    await eventually(lambda: len(fleet.decode.engine.peers) == 2)
+    for _ in range(3):
+        await fleet.connect(rng)
+
+
+async def test_tables_of_unequal_length_are_an_error_of_both_sides(
+    fleet: Fleet, rng: random.Random
+) -> None:
+    ticket = await fleet.ticket()
+    sender = await fleet.begin_prefill(ticket, 2)
+    receiver = await fleet.begin_decode(ticket, 3)
+    text = "offers 3 blocks for the 2 blocks of prefill"
+    assert text in str(await told(sender))
+    assert text in str(await told(receiver))
+    assert fleet.all_free()
+
+
+async def test_layouts_that_differ_are_refused_before_a_block_is_taken(
+    fleet: Fleet, fabric: str
+) -> None:
+    other = replace(LAYOUT, dtype="bfloat16")
+    async with worker(
+        "d", fabric, layout=other, ticket_key=CLUSTER_KEY, control_plane=fleet.client
+    ) as decode:
+        decode.endpoint.set_epoch(fleet.decode.endpoint.epoch)
+        fleet.decode = decode
+        ticket = await fleet.ticket()
+        sender = await fleet.begin_prefill(ticket)
+        with pytest.raises(LayoutMismatch):
+            await fleet.begin_decode(ticket)
+        await sender.cancel("the router heard of it")
+
+
+async def test_a_pool_without_room_leaves_the_ticket_good(fleet: Fleet, rng: random.Random) -> None:
+    ticket = await fleet.ticket()
+    sending = asyncio.create_task(fleet.send(ticket, rng))
+    with fleet.decode.pool.hold(NUM_BLOCKS), pytest.raises(BlockPoolExhausted):
+        await fleet.begin_decode(ticket)
+    assert await fleet.receive(ticket) == await sending
+
+
+async def test_a_direct_offer_is_taken_by_a_prefill_worker_that_asks_for_the_table(
+    fleet: Fleet, rng: random.Random
+) -> None:
+    ticket = await fleet.ticket()
+    sending = asyncio.create_task(fleet.send(ticket, rng))
+    address = fleet.prefill.engine.address
+    async with await fleet.decode.endpoint.decode_session(ticket, address, 3) as receiver:
+        await receiver.wait()
+        with receiver.take() as hold:
+            assert fleet.decode.contents(hold.ids.tolist()) == await sending
+    assert not fleet.prefill.endpoint._brokered._errands
+
+
+async def test_an_endpoint_without_a_control_plane_says_so(fabric: str) -> None:
+    async with worker("p", fabric) as prefill, worker("d", fabric) as decode:
+        ticket = make_ticket(prefill, decode)
+        with pytest.raises(InvalidArgument, match="'d' has no control plane"):
+            await decode.endpoint.decode_session(ticket, None, 1)
+        with (
+            prefill.pool.hold(1) as hold,
+            pytest.raises(InvalidArgument, match="'p' has no control plane"),
+        ):
+            await prefill.endpoint.prefill_session(ticket, hold, decode_address="kvx://h:1/a")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_control_plane_that_is_away_is_the_error(
+    fleet: Fleet, rng: random.Random, side: str
+) -> None:
+    await fleet.connect(rng)
+    ticket = await fleet.ticket()
+    await asyncio.to_thread(fleet.server.stop)
+    sender = await fleet.begin_prefill(ticket, lease_seconds=0.5 if side == "prefill" else 5)
+    if side == "prefill":
+        assert isinstance(await told(sender), ControlPlaneUnavailable)
+    else:
+        receiver = await fleet.begin_decode(ticket, lease_seconds=0.5)
+        assert isinstance(await told(receiver), ControlPlaneUnavailable)
+        assert isinstance(await told(sender), TransferCancelled)
+    assert fleet.all_free()
+
+
+# --- everything at random --------------------------------------------------------------------
+
+
+async def test_whatever_is_given_up_and_when_nothing_is_left(
+    fleet: Fleet, rng: random.Random
+) -> None:
+    outcomes = set()
+
+    async def side(step: Callable[[], Awaitable[object]]) -> object:
+        await asyncio.sleep(rng.random() * 0.02)
+        try:
+            return await step()
+        except KvxferError as error:
+            return error.code
+
+    for _ in range(60):
+        ticket = await fleet.ticket()
+        tasks = [
+            asyncio.create_task(side(partial(fleet.send, ticket, rng))),
+            asyncio.create_task(side(partial(fleet.receive, ticket))),
+        ]
+        await asyncio.sleep(rng.random() * 0.05)
+        match rng.randrange(4):
+            case 0:
+                rng.choice(tasks).cancel()
+            case 1:
+                await fleet.release(ticket)
+        began = time.monotonic()
+        _, late = await asyncio.wait(tasks, timeout=TOLD_SECONDS)
+        for task in late:
+            # The other side was gone before they were connected: a router would say so.
+            assert any(t.cancelled() for t in tasks), time.monotonic() - began
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        if all(isinstance(result, list) for result in results):
+            assert results[0] == results[1]
+        outcomes |= {r if isinstance(r, str) else type(r).__name__ for r in results}
+        await eventually(fleet.all_free)
+        fleet.prefill.pool.check()
+        fleet.decode.pool.check()
+    assert {"list", "CancelledError"} <= outcomes, outcomes
+    await eventually(lambda: not fleet.server.registry._arrivals._waiting)
+    for each in (fleet.prefill, fleet.decode):
+        assert not each.endpoint._brokered._errands
+        assert not len(each.endpoint._expectations)

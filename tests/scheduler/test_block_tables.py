@@ -1,0 +1,234 @@
+"""Block tables: what every implementation of the registry promises of them, and replicas beyond."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from kvxfer.errors import (
+    BlockTableExists,
+    ControlPlaneUnavailable,
+    UnknownBlockTable,
+    UnknownTransfer,
+)
+from kvxfer.instances import Role, Snapshot
+from kvxfer.scheduler.clock import SystemClock
+from kvxfer.scheduler.transfers import open_transfer
+from kvxfer.transfers import TransferRequest
+from tests.block_tables import block_table
+from tests.control_plane import worker
+from tests.redis_server import RedisServer
+
+from .redis_replica import replica
+from .test_registry import LEASE, READY, open_between, take
+
+TABLE = block_table()
+
+
+@pytest.fixture
+async def opened(fleet):
+    """A fleet with the open transfer t-1 between p and d."""
+    await fleet.join("p")
+    await fleet.join("d", Role.DECODE)
+    await open_between(fleet, "p", "d")
+    return fleet
+
+
+async def begun(waiting: asyncio.Task[object]) -> None:
+    """A wait that has begun, and has no answer yet."""
+    done, _ = await asyncio.wait([waiting], timeout=0.05)
+    assert not done
+
+
+async def test_table_is_kept_as_decode_made_it(opened):
+    await opened.registry.put_block_table("t-1", TABLE)
+    for _ in range(2):
+        assert await opened.registry.block_table("t-1") == TABLE
+
+
+async def test_transfer_takes_one_table_and_the_same_again(opened):
+    await opened.registry.put_block_table("t-1", TABLE)
+    await opened.registry.put_block_table("t-1", TABLE)
+    for other in (block_table(imm=65538), block_table(blocks=b"\4\0\0\0\7\0\0\0")):
+        with pytest.raises(BlockTableExists, match="'t-1' has another block table already"):
+            await opened.registry.put_block_table("t-1", other)
+    assert await opened.registry.block_table("t-1") == TABLE
+
+
+async def test_transfer_that_is_not_open_has_no_table(fleet):
+    with pytest.raises(UnknownTransfer):
+        await fleet.registry.put_block_table("t-1", TABLE)
+    began = time.monotonic()
+    with pytest.raises(UnknownTransfer):
+        await fleet.registry.block_table("t-1", wait_seconds=30)
+    assert time.monotonic() - began < 20
+
+
+async def test_wait_ends_with_the_table(opened):
+    waits = [
+        asyncio.create_task(opened.registry.block_table("t-1", wait_seconds=30)) for _ in range(3)
+    ]
+    await begun(waits[0])
+    await opened.registry.put_block_table("t-1", TABLE)
+    assert await asyncio.gather(*waits) == [TABLE] * 3
+
+
+async def test_wait_in_vain_ends_by_itself(opened):
+    for seconds in (0.0, 0.05):
+        with pytest.raises(UnknownBlockTable, match="'t-1' has no block table yet"):
+            await opened.registry.block_table("t-1", wait_seconds=seconds)
+
+
+async def test_news_of_other_transfers_do_not_end_a_wait(opened):
+    waiting = asyncio.create_task(opened.registry.block_table("t-1", wait_seconds=30))
+    await begun(waiting)
+    await open_between(opened, "p", "d", transfer_id="t-2")
+    await opened.registry.put_block_table("t-2", TABLE)
+    await opened.registry.release("t-2")
+    await begun(waiting)
+    await opened.registry.put_block_table("t-1", TABLE)
+    assert await waiting == TABLE
+
+
+@pytest.mark.parametrize("end", ["released", "expired", "instance gone"])
+@pytest.mark.parametrize("there", [True, False], ids=["with a table", "without"])
+async def test_table_and_waits_end_with_the_transfer(opened, end, there):
+    epoch = (await opened.registry.instance("d")).epoch
+    if there:
+        await opened.registry.put_block_table("t-1", TABLE)
+    else:
+        waiting = asyncio.create_task(opened.registry.block_table("t-1", wait_seconds=30))
+        await begun(waiting)
+    match end:
+        case "released":
+            await opened.registry.release("t-1")
+        case "expired":
+            for _ in range(12):
+                await opened.pass_time(LEASE - 0.5)
+                for name in ("p", "d"):
+                    member = await opened.registry.instance(name)
+                    await opened.registry.heartbeat(name, member.epoch)
+        case _:
+            await opened.registry.deregister("d", epoch)
+    if not there:
+        with pytest.raises(UnknownTransfer):
+            await asyncio.wait_for(waiting, 10)
+    with pytest.raises(UnknownTransfer):
+        await opened.registry.block_table("t-1")
+    # Nothing of it is left for a transfer of that name.
+    if end == "instance gone":
+        await opened.join("d", Role.DECODE)
+    await open_between(opened, "p", "d")
+    with pytest.raises(UnknownBlockTable):
+        await opened.registry.block_table("t-1")
+
+
+async def test_wait_that_is_given_up_leaves_nothing(opened):
+    waiting = asyncio.create_task(opened.registry.block_table("t-1", wait_seconds=30))
+    await begun(waiting)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    registry = opened.registry
+    arrivals = registry._mirror.arrivals if hasattr(registry, "_mirror") else registry._arrivals
+    assert not arrivals._waiting
+
+
+async def test_registry_that_closes_ends_the_waits(opened):
+    waiting = asyncio.create_task(opened.registry.block_table("t-1", wait_seconds=30))
+    await begun(waiting)
+    await opened.registry.close()
+    with pytest.raises(ControlPlaneUnavailable, match="stopping"):
+        await asyncio.wait_for(waiting, 10)
+
+
+async def test_watchers_of_the_fleet_do_not_hear_of_tables(opened):
+    (before,) = await take(opened.registry, 1, None)
+    await opened.registry.put_block_table("t-1", TABLE)
+    (after,) = await take(opened.registry, 1, None)
+    assert isinstance(after, Snapshot)
+    assert after.id == before.id
+
+
+# --- replicas --------------------------------------------------------------------------------
+
+
+async def open_at(registry) -> str:
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        await registry.register(worker(name, role), state=READY)
+    opened = await open_transfer(registry, TransferRequest(), seconds=60, clock=SystemClock())
+    return opened.transfer_id
+
+
+async def test_wait_at_one_replica_ends_with_a_table_at_another(empty_redis):
+    async with replica(empty_redis) as one, replica(empty_redis) as other:
+        transfer_id = await open_at(one)
+        waiting = asyncio.create_task(other.block_table(transfer_id, wait_seconds=30))
+        await begun(waiting)
+        await one.put_block_table(transfer_id, TABLE)
+        assert await asyncio.wait_for(waiting, 10) == TABLE
+        with pytest.raises(BlockTableExists):
+            await other.put_block_table(transfer_id, block_table(imm=1))
+        waiting = asyncio.create_task(one.block_table(transfer_id, wait_seconds=30))
+        assert await waiting == TABLE
+
+
+async def test_wait_at_one_replica_ends_with_a_release_at_another(empty_redis):
+    async with replica(empty_redis) as one, replica(empty_redis) as other:
+        transfer_id = await open_at(one)
+        waiting = asyncio.create_task(other.block_table(transfer_id, wait_seconds=30))
+        await begun(waiting)
+        await one.release(transfer_id)
+        with pytest.raises(UnknownTransfer):
+            await asyncio.wait_for(waiting, 10)
+
+
+async def test_replica_that_comes_later_finds_the_table(empty_redis):
+    async with replica(empty_redis) as one:
+        transfer_id = await open_at(one)
+        await one.put_block_table(transfer_id, TABLE)
+        async with replica(empty_redis) as late:
+            assert await late.block_table(transfer_id) == TABLE
+
+
+async def test_table_is_in_redis_once_and_goes_with_its_transfer(empty_redis):
+    table = block_table(blocks=bytes(400_000))
+    async with replica(empty_redis) as one:
+        transfer_id = await open_at(one)
+        await one.put_block_table(transfer_id, table)
+        assert await one.block_table(transfer_id) == table
+        with empty_redis.client() as client:
+            assert client.hlen("kvxfer:tables") == 1
+            assert client.memory_usage("kvxfer:log", samples=0) < 100_000
+            await one.release(transfer_id)
+            assert client.hlen("kvxfer:tables") == 0
+
+
+async def test_while_redis_is_away_there_is_no_table_and_a_wait_ends_with_that():
+    with RedisServer() as server:
+        async with replica(server, timeout=0.5) as registry:
+            transfer_id = await open_at(registry)
+            waiting = asyncio.create_task(registry.block_table(transfer_id, wait_seconds=2))
+            await begun(waiting)
+            server.kill()
+            with pytest.raises(ControlPlaneUnavailable):
+                await asyncio.wait_for(waiting, 20)
+            for step in (
+                registry.block_table(transfer_id),
+                registry.put_block_table(transfer_id, TABLE),
+            ):
+                with pytest.raises(ControlPlaneUnavailable):
+                    await step
+
+
+async def test_wait_ends_where_redis_comes_back_without_its_data():
+    with RedisServer() as server:
+        async with replica(server, timeout=2.0) as registry:
+            transfer_id = await open_at(registry)
+            waiting = asyncio.create_task(registry.block_table(transfer_id, wait_seconds=30))
+            await begun(waiting)
+            server.kill()
+            server.start()
+            with pytest.raises(UnknownTransfer):
+                await asyncio.wait_for(waiting, 20)
