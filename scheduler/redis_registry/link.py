@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -116,16 +116,18 @@ class Link:
         return await asked.answer
 
     async def hash(self, key: str) -> dict[bytes, bytes]:
+        return cast("dict[bytes, bytes]", await self._read(lambda client: client.hgetall(key)))
+
+    async def field(self, key: str, name: str) -> bytes | None:
+        return cast("bytes | None", await self._read(lambda client: client.hget(key, name)))
+
+    async def _read(self, ask: Callable[[Redis], Any]) -> Any:
         self._require_good()
         try:
             async with asyncio.timeout(self.timeout):
-                return cast("dict[bytes, bytes]", await self._client.hgetall(key))
+                return await ask(self._client)
         except (RedisError, OSError, TimeoutError) as error:
             raise self._failed(error) from error
-
-    async def field(self, key: str, name: str) -> bytes | None:
-        async with self._call():
-            return cast("bytes | None", await self._client.hget(key, name))
 
     async def close(self) -> None:
         self.trouble = "this control plane is stopping"
