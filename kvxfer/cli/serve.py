@@ -106,7 +106,10 @@ def serve(
         ),
     ] = 2000.0,
     max_body_bytes: Annotated[
-        int, typer.Option(min=1, help="Of a request.", rich_help_panel=TRUST_PANEL)
+        int,
+        typer.Option(
+            min=1, help="Of a request; block tables may have 1.5 MiB.", rich_help_panel=TRUST_PANEL
+        ),
     ] = 1 << 20,
     log_level: LogLevelOption = "warning",
     log_format: LogFormatOption = "text",

@@ -25,7 +25,6 @@ from kvxfer.instances import Role
 from kvxfer.kv.block_table import BlockTable, sign_block_table, verify_block_table
 from kvxfer.kv.identity import require_peer
 from kvxfer.kv.messages import Expect
-from kvxfer.kv.session_state import PrefillState
 
 if TYPE_CHECKING:
     from kvxfer.client import ControlPlaneClient
@@ -118,11 +117,11 @@ class Brokered:
     ) -> None:
         pair = await self._pairs.meet(decode_address)
         require_peer(ticket, Role.DECODE, pair.hello, f"at {decode_address} is")
+        if session.pairs:
+            return  # decode has sent its OFFER itself
         session.meet(pair)
         pair.send(Expect(ticket.transfer_id, token))
         table = await self._ask(session)
-        if session.state is not PrefillState.WAITING:
-            return  # decode has sent its OFFER itself
         if verify_block_table(table, self._identity.keys) != ticket:
             raise TicketInvalid(
                 f"the block table of transfer {ticket.transfer_id} is not for the ticket of the "

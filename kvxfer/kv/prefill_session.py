@@ -80,8 +80,8 @@ class PrefillSession:
             PrefillState.WAITING,
         )
         # Where decode is connected, whether or not its OFFER is here.
-        self._pairs: list[KvPair] = []
-        self._outbounds: dict[int, Outbound] = {}  # by decode rank
+        self._pairs: dict[int, KvPair] = {}  # by decode rank
+        self._outbounds: dict[int, Outbound] = {}
         # Decode ranks whose OFFER has not come; None until the first has said how many there are.
         self._awaited: set[int] | None = None
         self._layers: list[int] = []
@@ -116,7 +116,7 @@ class PrefillSession:
     @property
     def pairs(self) -> tuple[KvPair, ...]:
         """The connections to decode's ranks, as far as they are known."""
-        return tuple(self._pairs)
+        return tuple(self._pairs.values())
 
     @property
     def lease_remaining(self) -> float:
@@ -222,9 +222,11 @@ class PrefillSession:
 
     def meet(self, pair: KvPair) -> None:
         """A decode rank is connected; from now on each side is told of the other's end."""
-        if pair not in self._pairs:
-            self._pairs.append(pair)
-            pair.prefills[self.transfer_id] = self
+        rank = pair.hello.layout.rank
+        if rank in self._pairs:
+            self._pairs[rank].prefills.pop(self.transfer_id, None)
+        self._pairs[rank] = pair
+        pair.prefills[self.transfer_id] = self
 
     def accept(
         self,
@@ -392,7 +394,7 @@ class PrefillSession:
 
     def _say_last_words(self) -> None:
         """Tells decode's ranks that nothing is under way any more."""
-        for pair in self._pairs:
+        for pair in self._pairs.values():
             heard = self._last_words.get(pair)
             if heard is PrefillEvent.PEER_LOST:
                 continue
