@@ -53,6 +53,7 @@ class DecodeSession:
         cache: KvCache,
         blocks: BlockLease,
         inbounds: Sequence[Inbound],
+        first_block: int,
         lease_seconds: float,
         ended: Callable[[DecodeSession], None],
     ) -> None:
@@ -61,6 +62,7 @@ class DecodeSession:
         self._token = token
         self._cache = cache
         self._blocks = blocks
+        self._first_block = first_block
         self._table = pack_block_table(blocks.ids)
         self._inbounds = tuple(inbounds)
         self._ended = ended
@@ -248,6 +250,7 @@ class DecodeSession:
             grants=inbound.grants,
             imm=inbound.counter.imm,
             lease_seconds=self._lease.seconds,
+            first_block=self._first_block,
         )
 
     def _says(self, what: str) -> str:

@@ -179,6 +179,7 @@ class KvEndpoint:
         prefill_address: str | Sequence[str] | None,
         num_blocks: int,
         *,
+        first_block: int = 0,
         lease_seconds: float | None = None,
     ) -> DecodeSession:
         """Offers `num_blocks` free blocks to the prefill worker at an engine address.
@@ -186,6 +187,9 @@ class KvEndpoint:
         Of a prefill worker with several ranks all addresses are given, in the order of its ranks
         (KvLayout.rank); those that have a part of these blocks get an OFFER. Every rank of this
         worker does the same with an endpoint of its own, under one ticket.
+
+        The blocks are for the prompt from its block `first_block` on: those before it are here
+        already, and prefill leaves them out.
 
         Returns when the OFFER is sent. Without an address the handshake is brokered: it waits until
         prefill has connected here and expects the OFFER, takes the blocks then, and leaves the
@@ -210,7 +214,7 @@ class KvEndpoint:
         else:
             addresses = [prefill_address] if isinstance(prefill_address, str) else prefill_address
             pairs = await self._pairs.meet_sources(claims, addresses)
-        session = self._begin(claims, ticket, pairs, num_blocks, lease)
+        session = self._begin(claims, ticket, pairs, num_blocks, first_block, lease)
         try:
             if prefill_address is None:
                 self._brokered.publish(session, claims)
@@ -227,10 +231,13 @@ class KvEndpoint:
         ticket: str,
         pairs: Sequence[KvPair],
         num_blocks: int,
+        first_block: int,
         lease_seconds: float,
     ) -> DecodeSession:
         """A session that has its blocks, which nobody has been offered yet."""
         self._require_open()
+        if first_block < 0:
+            raise InvalidArgument(f"first_block is {first_block}; pass 0 or more")
         with contextlib.ExitStack() as undo:
             blocks = undo.enter_context(self._pool.offer(num_blocks))
             inbounds = []
@@ -242,7 +249,14 @@ class KvEndpoint:
             # Last, so that a request which finds no free blocks may try again with its ticket.
             self._ledger.claim(claims, "decode session")
             session = DecodeSession(
-                claims, ticket, self._cache, blocks, inbounds, lease_seconds, self._decode_ended
+                claims,
+                ticket,
+                self._cache,
+                blocks,
+                inbounds,
+                first_block,
+                lease_seconds,
+                self._decode_ended,
             )
             undo.pop_all()
         self._decodes.add(session)

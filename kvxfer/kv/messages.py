@@ -40,7 +40,8 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     `blocks`: decode's block table, the same for every prefill rank. `grants`: an MR descriptor for
     each part of each layer that the plan of the two ranks writes to, in order. It opens the plane
     from the table's lowest block to the end of its highest, to this prefill rank and for this
-    transfer only.
+    transfer only. `first_block`: which block of the prompt the table begins with; those before it
+    decode has already.
     """
 
     transfer_id: str
@@ -49,6 +50,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     grants: tuple[bytes, ...]
     imm: int
     lease_seconds: float
+    first_block: int = 0
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):

@@ -73,7 +73,8 @@ class Outbound:
     def _post(self, write: PlaneWrite, timeout: float) -> None:
         runs = write.runs
         if runs not in self._offsets:
-            self._offsets[runs] = runs.offsets(self._source, self._target)
+            first = self._offer.first_block
+            self._offsets[runs] = runs.offsets(self._source, self._target, first)
         source, target = self._offsets[runs]
         if not len(source):
             return  # runs of blocks that the prompt has not

@@ -34,16 +34,19 @@ class Runs:
     of_cycle: np.ndarray[tuple[int, int], np.dtype[np.int64]]
     """A row for each run: prefill's block, its offset there, decode's block, its offset there."""
 
-    def offsets(self, source: BlockIds, target: BlockIds) -> tuple[Offsets, Offsets]:
+    def offsets(
+        self, source: BlockIds, target: BlockIds, first_block: int = 0
+    ) -> tuple[Offsets, Offsets]:
         """Where each run begins in prefill's plane and in decode's, in the order of the tokens.
 
-        Both tables begin with the prompt. Runs of blocks that they have not are left out: the
-        last cycle may be filled in part.
+        Prefill's table begins with the prompt, decode's with `first_block` of it. Runs of blocks
+        that they have not are left out: the last cycle may be filled in part.
         """
         src_block, src_offset, dst_block, dst_offset = self.of_cycle.T
         cycle = np.arange(-(-len(source) // self.src_blocks), dtype=np.int64)[:, np.newaxis]
-        src, dst = cycle * self.src_blocks + src_block, cycle * self.dst_blocks + dst_block
-        there = (src < len(source)) & (dst < len(target))
+        src = cycle * self.src_blocks + src_block
+        dst = cycle * self.dst_blocks + dst_block - first_block
+        there = (src < len(source)) & (dst >= 0) & (dst < len(target))
         return (
             source.astype(np.int64)[src[there]] * self.src_stride
             + np.broadcast_to(src_offset, there.shape)[there],

@@ -241,7 +241,7 @@ class PrefillSession:
         tables are not of the same prompt, or the rank has offered before; nothing was sent then.
         """
         layout = pair.hello.layout
-        self._check_offer(layout, len(blocks))
+        self._check_offer(layout, offer.first_block, len(blocks))
         outbound = Outbound(pair, offer, self._blocks, blocks)
         self._lease.renew(lease_seconds)
         self.meet(pair)
@@ -280,11 +280,12 @@ class PrefillSession:
                 f"layer {layer} was written before; write each layer once, when it is computed"
             )
 
-    def _check_offer(self, decode: KvLayout, num_blocks: int) -> None:
-        if not blocks_match(self._layout, len(self._blocks), decode, num_blocks):
+    def _check_offer(self, decode: KvLayout, first_block: int, num_blocks: int) -> None:
+        if not blocks_match(self._layout, len(self._blocks), decode, first_block + num_blocks):
+            after = f" after {first_block} that it has" if first_block else ""
             raise InvalidArgument(
-                f"transfer {self.transfer_id}: {self._peer_name} offers {num_blocks} blocks for "
-                f"the {len(self._blocks)} blocks of prefill ({decode.block_size} and "
+                f"transfer {self.transfer_id}: {self._peer_name} offers {num_blocks} blocks{after} "
+                f"for the {len(self._blocks)} blocks of prefill ({decode.block_size} and "
                 f"{self._layout.block_size} tokens each); both sides take as many blocks as the "
                 "prompt needs"
             )

@@ -107,6 +107,8 @@ class Rendezvous:
                 )
             if not 0 <= offer.imm <= _MAX_IMM:
                 raise InvalidArgument(f"immediate {offer.imm} has more than 32 bits")
+            if offer.first_block < 0:
+                raise InvalidArgument(f"first_block is {offer.first_block}; pass 0 or more")
             if session is None:
                 self._early.keep(pair, offer, blocks, self._expired)
             else:

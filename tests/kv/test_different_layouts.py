@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.errors import InvalidArgument, LeaseExpired, ProtocolError, TransferCancelled
+from kvxfer.errors import (
+    InvalidArgument,
+    LeaseExpired,
+    ProtocolError,
+    TransferCancelled,
+    TransferRefused,
+)
 from kvxfer.kv.block_pool import BlockIds, BlockState
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.head_order import permute_on_host
@@ -34,10 +40,10 @@ MLA = KvLayout(num_layers=6, num_kv_heads=1, head_size=64, dtype="uint8", block_
 
 
 async def transfer(
-    prefill: Worker, decode: Worker, tokens: int, rng: random.Random
+    prefill: Worker, decode: Worker, tokens: int, rng: random.Random, first_block: int = 0
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """What a prompt's blocks held at prefill and hold at decode, token by token as far as both
-    have room; no other block of decode has changed."""
+    """What a prompt's blocks held at prefill and hold at decode, token by token from `first_block`
+    of decode on and as far as both have room; no other block of decode has changed."""
     ticket = make_ticket(prefill, decode)
     ours, theirs = prefill.cache.layout, decode.cache.layout
     everything = range(decode.pool.num_blocks)
@@ -45,7 +51,10 @@ async def transfer(
     with prefill.scatter(rng, prefill.pool.num_blocks - 4), decode.scatter(rng, 12):
         sending = asyncio.create_task(sent_by(prefill, ticket, ours.blocks_for(tokens), rng))
         async with await decode.endpoint.decode_session(
-            ticket, prefill.engine.address, theirs.blocks_for(tokens)
+            ticket,
+            prefill.engine.address,
+            theirs.blocks_for(tokens) - first_block,
+            first_block=first_block,
         ) as session:
             assert await session.wait() == b"tail"
             with session.take() as hold:
@@ -56,8 +65,10 @@ async def transfer(
     of_plane = len(everything)
     for index, (was, now) in enumerate(zip(before, after, strict=True)):
         assert was == now or index % of_plane in table
+    first = first_block * theirs.block_size
+    sent = sent[:, :, first:]
     room = min(sent.shape[2], received.shape[2])
-    assert room >= tokens
+    assert room >= tokens - first
     return sent[:, :, :room], received[:, :, :room]
 
 
@@ -102,6 +113,35 @@ async def test_every_token_gets_to_its_place(
             np.testing.assert_array_equal(received, sent)
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(4, 4), (8, 2), (2, 8), (6, 4), (4, 6)], ids=lambda size: f"b{size}"
+)
+async def test_blocks_that_decode_has_already_are_left_out(
+    fabric: str, rng: random.Random, prefill: int, decode: int
+) -> None:
+    ours = dataclasses.replace(LAYOUT, block_size=prefill)
+    theirs = dataclasses.replace(LAYOUT, block_size=decode, order="HND")
+    async with worker("p", fabric, layout=ours) as p, worker("d", fabric, layout=theirs) as d:
+        for first_block in range(theirs.blocks_for(19)):
+            sent, received = await transfer(p, d, 19, rng, first_block)
+            np.testing.assert_array_equal(received, sent)
+
+
+async def test_a_first_block_behind_the_prompt_is_refused(fabric: str) -> None:
+    async with worker("p", fabric) as p, worker("d", fabric) as d:
+        ticket = make_ticket(p, d)
+        with pytest.raises(InvalidArgument, match="first_block is -1; pass 0 or more"):
+            await d.endpoint.decode_session(ticket, p.engine.address, 1, first_block=-1)
+        with p.pool.hold(3) as hold:
+            session = await p.endpoint.prefill_session(ticket, hold)
+            receiver = await d.endpoint.decode_session(ticket, p.engine.address, 2, first_block=2)
+            text = r"offers 2 blocks after 2 that it has for the 3 blocks of prefill"
+            with pytest.raises(InvalidArgument, match=text):
+                await asyncio.wait_for(session.wait(), 1)
+            with pytest.raises(TransferRefused, match=text):
+                await asyncio.wait_for(receiver.wait(), 1)
+
+
 async def test_a_cache_that_cannot_reorder_heads_gets_them_in_order(
     fabric: str, rng: random.Random
 ) -> None:
@@ -122,7 +162,7 @@ async def test_blocks_that_no_prompt_takes_on_both_sides_are_refused(
             text = r"offers 3 blocks for the 3 blocks of prefill \(8 and 4 tokens each\)"
             with pytest.raises(InvalidArgument, match=text):
                 await asyncio.wait_for(session.wait(), 1)
-            with pytest.raises(Exception, match=text):
+            with pytest.raises(TransferRefused, match=text):
                 await asyncio.wait_for(receiver.wait(), 1)
 
 
