@@ -158,7 +158,8 @@ class Round:
                 steps = self.network.steps()
                 if steps and self.rng.random() < 0.7:
                     self.rng.choice(steps)()
-                await asyncio.sleep(0)
+                # What a thread does takes its time, and no steps.
+                await asyncio.sleep(0.001 if self.permuting() and not steps else 0)
                 alone = [name for name, task in tasks.items() if task.done()]
                 if len(alone) == 2 and not self.network.steps():
                     break
@@ -179,6 +180,12 @@ class Round:
         waiting = self.decode_session
         if waiting is not None and waiting.state is DecodeState.OFFERED and self.network_idle():
             waiting._lease_over()
+
+    def permuting(self) -> bool:
+        """Whether a thread is reordering heads."""
+        session = self.decode_session
+        future = None if session is None else session._permuting
+        return future is not None and not future.done()
 
     def network_idle(self) -> bool:
         return not self.network.steps()
