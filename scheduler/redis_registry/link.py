@@ -116,16 +116,16 @@ class Link:
         return await asked.answer
 
     async def hash(self, key: str) -> dict[bytes, bytes]:
-        return cast("dict[bytes, bytes]", await self._read(lambda client: client.hgetall(key)))
+        return cast("dict[bytes, bytes]", await self._read(self._client.hgetall, key))
 
     async def field(self, key: str, name: str) -> bytes | None:
-        return cast("bytes | None", await self._read(lambda client: client.hget(key, name)))
+        return cast("bytes | None", await self._read(self._client.hget, key, name))
 
-    async def _read(self, ask: Callable[[Redis], Any]) -> Any:
+    async def _read(self, command: Callable[..., Any], *arguments: str) -> Any:
         self._require_good()
         try:
             async with asyncio.timeout(self.timeout):
-                return await ask(self._client)
+                return await command(*arguments)
         except (RedisError, OSError, TimeoutError) as error:
             raise self._failed(error) from error
 

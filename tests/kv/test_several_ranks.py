@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import random
-from collections.abc import AsyncIterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,112 +15,17 @@ from kvxfer.errors import (
     PeerError,
     TransferCancelled,
 )
-from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.kv.session_state import DecodeState, PrefillState
 
+from .fleet import LAYOUT, MLA, TOKENS, fleet, part_of, sized
 from .workers import (
     NUM_BLOCKS,
-    Worker,
     early_offers,
     eventually,
     heads_by_token,
-    make_ticket,
-    worker,
 )
-
-TOKENS = 11
-LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_size=16, dtype="bfloat16", block_size=4)
-MLA = dataclasses.replace(LAYOUT, num_kv_heads=1, mla=True)
-
-
-class Fleet:
-    """The ranks of a prefill and a decode instance."""
-
-    def __init__(self, prefill: list[Worker], decode: list[Worker]) -> None:
-        self.prefill, self.decode = prefill, decode
-
-    @property
-    def addresses(self) -> list[str]:
-        return [rank.engine.address for rank in self.prefill]
-
-    def ticket(self) -> str:
-        return make_ticket(self.prefill[0], self.decode[0])
-
-    def fill(self, cache: np.ndarray[Any, Any]) -> None:
-        """The cache of a prompt, by (layer, K or V, token, head, byte), into blocks 0, 1, …"""
-        for rank in self.prefill:
-            layout = rank.cache.layout
-            put(rank, list(range(layout.blocks_for(TOKENS))), part_of(cache, layout))
-
-    async def offers(self, ticket: str) -> list[DecodeSession]:
-        return [
-            await rank.endpoint.decode_session(
-                ticket, self.addresses, rank.cache.layout.blocks_for(TOKENS)
-            )
-            for rank in self.decode
-        ]
-
-    async def requests(self, ticket: str, stack: contextlib.AsyncExitStack) -> list[PrefillSession]:
-        sessions = []
-        for rank in self.prefill:
-            hold = stack.enter_context(rank.pool.hold(rank.cache.layout.blocks_for(TOKENS)))
-            sessions.append(await rank.endpoint.prefill_session(ticket, hold))
-        return sessions
-
-
-def part_of(cache: np.ndarray[Any, Any], layout: KvLayout) -> np.ndarray[Any, Any]:
-    """A rank's part of a whole cache."""
-    layers = slice(layout.first_layer, layout.first_layer + layout.layers_per_rank)
-    heads = slice(layout.first_head, layout.first_head + layout.heads_per_rank)
-    return cache[layers, :, :, heads]
-
-
-def put(rank: Worker, blocks: list[int], part: np.ndarray[Any, Any]) -> None:
-    """A rank's part of a cache into its blocks."""
-    layout = rank.cache.layout
-    vectors = part.shape[1]
-    size = layout.block_bytes // vectors
-    for layer, vector in np.ndindex(part.shape[:2]):
-        name = layout.parts[vector] if len(layout.parts) == 2 else layout.parts[0]
-        plane = np.frombuffer(rank.cache.buffer(layer, name), np.uint8)
-        tokens = part[layer, vector]
-        for index, block in enumerate(blocks):
-            begin = index * layout.block_size
-            some = np.zeros((layout.block_size, *tokens.shape[1:]), np.uint8)
-            some[: len(tokens) - begin] = tokens[begin : begin + layout.block_size]
-            if layout.order == "HND":
-                some = some.swapaxes(0, 1)
-            at = block * layout.part_bytes + (vector * size if len(layout.parts) == 1 else 0)
-            plane[at : at + size] = some.reshape(-1)
-
-
-@contextlib.asynccontextmanager
-async def fleet(
-    fabric: str, prefill: KvLayout, decode: KvLayout, **options: Any
-) -> AsyncIterator[Fleet]:
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def ranks(name: str, layout: KvLayout) -> list[Worker]:
-            return [
-                await stack.enter_async_context(
-                    worker(
-                        f"{name}{rank}",
-                        fabric,
-                        layout=layout.of_rank(rank),
-                        instance_id=name,
-                        **options,
-                    )
-                )
-                for rank in range(layout.num_ranks)
-            ]
-
-        yield Fleet(await ranks("p", prefill), await ranks("d", decode))
-
-
-def sized(layout: KvLayout, tp: int, pp: int, **changes: Any) -> KvLayout:
-    return dataclasses.replace(layout, tp_size=tp, pp_size=pp, **changes)
 
 
 @pytest.mark.parametrize(
@@ -305,80 +207,3 @@ async def test_a_rank_that_gets_nothing_from_a_prefill_rank_is_not_met_by_it(fab
             await receiver.cancel("enough")
         with pytest.raises(InvalidArgument, match="1 engine addresses"):
             await ranks.decode[0].endpoint.decode_session(ranks.ticket(), ranks.addresses[1], 3)
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        (sized(LAYOUT, 2, 2), sized(LAYOUT, 1, 1)),
-        (sized(LAYOUT, 1, 1), sized(LAYOUT, 2, 2)),
-        (sized(LAYOUT, 2, 1), sized(LAYOUT, 1, 2, order="HND", block_size=6)),
-    ],
-    ids=["4 to 1", "1 to 4", "2 to 2"],
-)
-async def test_whatever_happens_to_a_rank_no_block_stays_taken_and_no_wrong_byte_is_taken(
-    fabric: str, rng: random.Random, prefill: KvLayout, decode: KvLayout
-) -> None:
-    """Many transfers at once, most of them with a rank that is cancelled at a random moment."""
-    nbytes = LAYOUT.num_layers * 2 * TOKENS * LAYOUT.num_kv_heads * LAYOUT.vector_bytes
-    shape = (LAYOUT.num_layers, 2, TOKENS, LAYOUT.num_kv_heads, LAYOUT.vector_bytes)
-    room = asyncio.Semaphore(5)
-    ends: list[str] = []
-
-    async def one(ranks: Fleet, seed: int) -> None:
-        choices = random.Random(seed)
-        sessions: list[PrefillSession | DecodeSession] = []
-        ticket = ranks.ticket()
-        cache = np.frombuffer(choices.randbytes(nbytes), np.uint8).reshape(shape)
-
-        async def pause() -> None:
-            for _ in range(choices.randrange(10)):
-                await asyncio.sleep(0)
-
-        async def send(rank: Worker) -> None:
-            await pause()
-            layout = rank.cache.layout
-            with rank.pool.hold(layout.blocks_for(TOKENS)) as hold:
-                put(rank, hold.ids.tolist(), part_of(cache, layout))
-                async with await rank.endpoint.prefill_session(ticket, hold) as session:
-                    sessions.append(session)
-                    for layer in range(layout.layers_per_rank):
-                        session.write_layer(layer)
-                        await pause()
-                    await session.finish(b"tail")
-
-        async def receive(rank: Worker) -> None:
-            await pause()
-            layout = rank.cache.layout
-            async with await rank.endpoint.decode_session(
-                ticket, ranks.addresses, layout.blocks_for(TOKENS)
-            ) as session:
-                sessions.append(session)
-                assert await session.wait() == b"tail"
-                with session.take() as hold:
-                    found = heads_by_token(rank.cache, hold.ids.tolist())[:, :, :TOKENS]
-                    np.testing.assert_array_equal(found, part_of(cache, layout))
-
-        async with room:
-            tasks = [asyncio.create_task(send(rank)) for rank in ranks.prefill]
-            tasks += [asyncio.create_task(receive(rank)) for rank in ranks.decode]
-            choices.shuffle(tasks)
-            mishap = choices.random() < 0.7
-            if mishap:
-                for _ in range(choices.randrange(40)):
-                    await asyncio.sleep(0)
-                if sessions and choices.random() < 0.5:
-                    await choices.choice(sessions).cancel("mishap")
-                else:
-                    tasks[0].cancel()
-            found = await asyncio.gather(*tasks, return_exceptions=True)
-        failures = [failure for failure in found if failure is not None]
-        allowed = (TransferCancelled, LeaseExpired, asyncio.CancelledError)
-        assert all(isinstance(failure, allowed) for failure in failures), failures
-        assert mishap or not failures
-        ends.append("failed" if failures else "done")
-
-    async with fleet(fabric, prefill, decode, lease_seconds=2.0) as ranks:
-        await asyncio.gather(*(one(ranks, rng.getrandbits(32)) for _ in range(40)))
-    assert ends.count("done") >= 5
-    assert ends.count("failed") >= 5
