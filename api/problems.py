@@ -86,10 +86,10 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "instance, 'decode-0', has 4096; shorten the prompt or give the instances more blocks"
     },
     LayoutMismatch: {
-        "detail": str(LayoutMismatch("block_size", 16, 32)),
-        "field": "block_size",
-        "prefill": 16,
-        "decode": 32,
+        "detail": str(LayoutMismatch("head_size", 128, 64)),
+        "field": "head_size",
+        "prefill": 128,
+        "decode": 64,
     },
     InstanceExists: {
         "detail": "instance 'prefill-0' is alive at http://10.0.0.5:8000 (epoch "

@@ -75,6 +75,9 @@ class InstanceSpec(Struct, frozen=True, kw_only=True):
     layout: KvLayout
     num_blocks: int
     fabrics: tuple[str, ...] = ("local", "tcp")
+    rank_addresses: tuple[str, ...] = ()
+    """Where the engine of each rank listens, in the order of KvLayout.rank; empty where the one at
+    `engine_address` is all that is registered."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Where it runs: pairs that are near by zone, rack, host and numa are preferred."""
 

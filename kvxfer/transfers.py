@@ -37,6 +37,8 @@ class Party(Struct, frozen=True, kw_only=True):
     epoch: int
     engine_address: str
     http_address: str
+    rank_addresses: tuple[str, ...] = ()
+    """The engine address of each rank, where it has registered more than one."""
 
     @classmethod
     def of(cls, instance: Instance) -> Party:
@@ -45,6 +47,7 @@ class Party(Struct, frozen=True, kw_only=True):
             epoch=instance.epoch,
             engine_address=instance.engine_address,
             http_address=instance.http_address,
+            rank_addresses=instance.rank_addresses,
         )
 
 
@@ -102,7 +105,7 @@ class OpenedTransfer(Transfer, frozen=True, kw_only=True):
 
 
 class PlannedCopy(Struct, frozen=True, kw_only=True):
-    """What of one block of one layer moves from a part of prefill's to a part of decode's."""
+    """What of one cycle of one layer moves from a part of prefill's to a part of decode's."""
 
     prefill_part: Part
     decode_part: Part
@@ -121,18 +124,33 @@ class PlannedLayer(Struct, frozen=True, kw_only=True):
 
 
 class PlanSummary(Struct, frozen=True, kw_only=True):
-    """What moves per block of a pair."""
+    """What moves between one rank of each side, per cycle: the fewest tokens that fill whole blocks
+    on both."""
 
+    prefill_rank: int
+    decode_rank: int
     layers: int
-    copies_per_block: int
-    """Runs of contiguous bytes that one block takes over all layers."""
-    bytes_per_block: int
-    """Bytes that one block takes over all layers."""
+    cycle_tokens: int
+    runs_per_cycle: int
+    """Ranges of contiguous bytes that one cycle takes over all layers."""
+    bytes_per_cycle: int
+    """Bytes that one cycle takes over all layers."""
     prefill_block_size: int
     """Tokens per block."""
     decode_block_size: int
+    permutes: bool
+    """Whether decode puts the heads of its blocks into its own order after they have arrived."""
     layer_map: tuple[PlannedLayer, ...]
     """One for each of `layers`, in the order in which they move."""
+
+
+class RankPair(Struct, frozen=True, kw_only=True):
+    """A rank of prefill that writes to a rank of decode."""
+
+    prefill_rank: int
+    decode_rank: int
+    layers: int
+    bytes_per_token: int
 
 
 class Handshake(Struct, frozen=True, kw_only=True):
@@ -143,3 +161,6 @@ class Handshake(Struct, frozen=True, kw_only=True):
     fabrics: tuple[str, ...]
     """The fabrics that both have, in the order that prefill prefers."""
     plan: PlanSummary
+    """Between the ranks whose layouts are registered."""
+    rank_pairs: tuple[RankPair, ...]
+    """All ranks of both instances that transfer to each other."""

@@ -117,6 +117,7 @@ class EmbeddedRegistry(Registry):
             layout=spec.layout,
             num_blocks=spec.num_blocks,
             fabrics=spec.fabrics,
+            rank_addresses=spec.rank_addresses,
             labels=spec.labels,
             epoch=epoch,
             state=state,

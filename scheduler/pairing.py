@@ -11,12 +11,13 @@ from typing import Final
 from kvxfer.errors import LayoutMismatch, NoCapacity, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Role
 from kvxfer.kv.layout import KvLayout
-from kvxfer.kv.plan import plan_transfer
+from kvxfer.kv.ranks import require_mappable, sources, targets
 from kvxfer.scheduler.scoring import available_blocks, occupancy
 from kvxfer.transfers import Score, TransferRequest
 
 SIDES: Final = (Role.PREFILL, Role.DECODE)
 _MISMATCHES_TOLD: Final = 3
+_OF_RANKS: Final = ("tp_size", "tp_rank", "pp_size", "pp_rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,14 @@ class Kind:
     model: str
     layout: KvLayout
     fabrics: tuple[str, ...]
+    whole: bool = True
+    """Whether all ranks are registered, and not `layout`'s alone."""
 
 
 def kind_of(instance: Instance) -> Kind:
-    return Kind(instance.model, instance.layout, instance.fabrics)
+    layout = instance.layout
+    whole = len(instance.rank_addresses) == layout.num_ranks or layout.num_ranks == 1
+    return Kind(instance.model, layout, instance.fabrics, whole)
 
 
 def fabric_steps(prefill: Kind, decode: Kind) -> int:
@@ -117,11 +122,18 @@ def _compare(prefill: Kind, decode: Kind) -> LayoutMismatch | None:
         return LayoutMismatch("model", prefill.model, decode.model)
     if not set(prefill.fabrics) & set(decode.fabrics):
         return LayoutMismatch("fabrics", sorted(prefill.fabrics), sorted(decode.fabrics))
+    ours, theirs = prefill.layout, decode.layout
     try:
-        plan_transfer(prefill.layout, decode.layout)
+        require_mappable(ours, theirs)
     except LayoutMismatch as mismatch:
         return mismatch
-    return None
+    if prefill.whole and decode.whole:
+        return None
+    # A rank that is registered alone takes only a rank that needs nobody else.
+    if sources(ours, theirs) == (ours.rank,) and targets(ours, theirs) == (theirs.rank,):
+        return None
+    field = next(name for name in _OF_RANKS if getattr(ours, name) != getattr(theirs, name))
+    return LayoutMismatch(field, getattr(ours, field), getattr(theirs, field))
 
 
 def _prompt_too_long(

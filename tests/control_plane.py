@@ -47,7 +47,9 @@ class FakeClock:
 
 def worker(instance_id: str, role: Role | str = Role.PREFILL, **changes: Any) -> InstanceSpec:
     """A worker as it would register, with what is changed about it."""
-    layout = {name: changes.pop(name) for name in ("block_size", "dtype") if name in changes}
+    layout = {
+        name: changes.pop(name) for name in ("block_size", "dtype", "order") if name in changes
+    }
     spec = InstanceSpec(
         instance_id=instance_id,
         role=Role(role),

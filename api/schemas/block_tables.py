@@ -23,6 +23,7 @@ _TABLE: JsonDict = {
         "grants": ["a3Z4bXIxMjM0NTY3OA=="],
         "imm": 65537,
         "lease_seconds": 58.7,
+        "first_block": 0,
     },
     "decode_id": "decode-0",
     "decode_epoch": 1795046400000002,
@@ -58,6 +59,9 @@ class Offer(BaseModel):
     )
     imm: int = Field(ge=0, lt=1 << 32, description="The immediate that decode counts.")
     lease_seconds: float = Field(gt=0, allow_inf_nan=False)
+    first_block: int = Field(
+        0, ge=0, lt=1 << 31, description="The block of the prompt that the table begins with."
+    )
 
 
 class BlockTable(BaseModel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.config import JsonDict
@@ -65,6 +65,7 @@ _SPEC: JsonDict = {
     "model": "llama-3.2-3b",
     "engine_address": "kvx://10.0.0.5:7400/9f1c2a7be0d44c5e8a3b6d7f01e2c3d4",
     "http_address": "http://10.0.0.5:8000",
+    "rank_addresses": [],
     "layout": _LAYOUT,
     "num_blocks": 4096,
     "fabrics": ["local", "tcp"],
@@ -80,6 +81,9 @@ _INSTANCE: JsonDict = {
     "reserved": {"transfers": 1, "blocks": 12},
     "drain_deadline": None,
 }
+
+
+EngineAddress: TypeAlias = Annotated[str, Field(pattern=r"^kvx://\S+$", max_length=512)]
 
 
 class Layout(BaseModel):
@@ -151,9 +155,7 @@ class _Spec(BaseModel):
     model: str = Field(
         min_length=1, max_length=256, description="Only instances of one model make a pair."
     )
-    engine_address: str = Field(
-        pattern=r"^kvx://\S+$", max_length=512, description="Where the transfer engine listens."
-    )
+    engine_address: EngineAddress = Field(description="Where the transfer engine listens.")
     http_address: str = Field(
         pattern=r"^https?://\S+$", max_length=512, description="Where the inference API listens."
     )
@@ -164,6 +166,14 @@ class _Spec(BaseModel):
         min_length=1,
         max_length=16,
         description="What the engine can transfer over, the best one first.",
+    )
+    rank_addresses: tuple[EngineAddress, ...] = Field(
+        (),
+        max_length=1024,
+        description=(
+            "Where the engine of each rank listens, stage by stage and in a stage by `tp_rank`; "
+            "empty where the one at `engine_address` is all that is registered."
+        ),
     )
     labels: dict[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=256)]] = (
         Field(
@@ -205,6 +215,16 @@ class RegisterInstance(_Spec):
             raise ValueError("'watch' is the name of a route; choose another instance_id")
         return instance_id
 
+    @model_validator(mode="after")
+    def _has_an_address_for_each_rank(self) -> RegisterInstance:
+        ranks = self.layout.tp_size * self.layout.pp_size
+        if self.rank_addresses and len(self.rank_addresses) != ranks:
+            raise ValueError(
+                f"rank_addresses has {len(self.rank_addresses)} addresses, the layout {ranks} "
+                "ranks; give the address of each, or none"
+            )
+        return self
+
     def record(self) -> records.InstanceSpec:
         return records.InstanceSpec(
             instance_id=self.instance_id,
@@ -215,6 +235,7 @@ class RegisterInstance(_Spec):
             layout=self.layout.record(),
             num_blocks=self.num_blocks,
             fabrics=self.fabrics,
+            rank_addresses=self.rank_addresses,
             labels=self.labels,
         )
 

@@ -19,12 +19,14 @@ _PREFILL: JsonDict = {
     "epoch": 1795046400000001,
     "engine_address": "kvx://10.0.0.5:7400/9f1c2a7be0d44c5e8a3b6d7f01e2c3d4",
     "http_address": "http://10.0.0.5:8000",
+    "rank_addresses": [],
 }
 _DECODE: JsonDict = {
     "instance_id": "decode-0",
     "epoch": 1795046400000002,
     "engine_address": "kvx://10.0.0.6:7400/0c7be19dd2f84e0b9a51c3f6e8d7b2a4",
     "http_address": "http://10.0.0.6:8000",
+    "rank_addresses": [],
 }
 _TRANSFER: JsonDict = {
     "transfer_id": "3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a",
@@ -58,6 +60,9 @@ class Party(BaseModel):
     epoch: Epoch
     engine_address: str
     http_address: str
+    rank_addresses: list[str] = Field(
+        [], description="The engine of each rank, where more than one is registered."
+    )
 
 
 class HandshakeRequest(BaseModel):
@@ -73,7 +78,7 @@ class HandshakeRequest(BaseModel):
 
 
 class PlannedCopy(BaseModel):
-    """What of one block of one layer moves from a part of prefill's to a part of decode's."""
+    """What of one cycle of one layer moves from a part of prefill's to a part of decode's."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -94,20 +99,38 @@ class PlannedLayer(BaseModel):
 
 
 class PlanSummary(BaseModel):
-    """What moves per block of a pair."""
+    """What moves between one rank of each side, per cycle: the fewest tokens that fill whole blocks
+    on both."""
 
     model_config = ConfigDict(from_attributes=True)
 
+    prefill_rank: int
+    decode_rank: int
     layers: int
-    copies_per_block: int = Field(
-        description="Runs of contiguous bytes that one block takes over all layers."
+    cycle_tokens: int
+    runs_per_cycle: int = Field(
+        description="Ranges of contiguous bytes that one cycle takes over all layers."
     )
-    bytes_per_block: int = Field(description="Bytes that one block takes over all layers.")
+    bytes_per_cycle: int = Field(description="Bytes that one cycle takes over all layers.")
     prefill_block_size: int = Field(description="Tokens per block.")
     decode_block_size: int = Field(description="Tokens per block.")
+    permutes: bool = Field(
+        description="Decode puts the heads of its blocks into its own order when they are there."
+    )
     layer_map: list[PlannedLayer] = Field(
         description="One for each of `layers`, in the order in which they move."
     )
+
+
+class RankPair(BaseModel):
+    """A rank of prefill that writes to a rank of decode."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    prefill_rank: int
+    decode_rank: int
+    layers: int
+    bytes_per_token: int
 
 
 class Handshake(BaseModel):
@@ -122,11 +145,15 @@ class Handshake(BaseModel):
                     "decode": _DECODE,
                     "fabrics": ["tcp"],
                     "plan": {
+                        "prefill_rank": 0,
+                        "decode_rank": 0,
                         "layers": 1,
-                        "copies_per_block": 2,
-                        "bytes_per_block": 65536,
+                        "cycle_tokens": 16,
+                        "runs_per_cycle": 2,
+                        "bytes_per_cycle": 65536,
                         "prefill_block_size": 16,
                         "decode_block_size": 16,
+                        "permutes": False,
                         "layer_map": [
                             {
                                 "prefill_layer": 0,
@@ -143,6 +170,14 @@ class Handshake(BaseModel):
                             }
                         ],
                     },
+                    "rank_pairs": [
+                        {
+                            "prefill_rank": 0,
+                            "decode_rank": 0,
+                            "layers": 1,
+                            "bytes_per_token": 4096,
+                        }
+                    ],
                 }
             ]
         },
@@ -153,7 +188,10 @@ class Handshake(BaseModel):
     fabrics: list[str] = Field(
         description="The fabrics that both have, in the order that prefill prefers."
     )
-    plan: PlanSummary
+    plan: PlanSummary = Field(description="Between the ranks whose layouts are registered.")
+    rank_pairs: list[RankPair] = Field(
+        description="All ranks of both instances that transfer to each other."
+    )
 
 
 class TransferRequest(BaseModel):

@@ -117,7 +117,7 @@ class Brokered:
     ) -> None:
         pair = await self._pairs.meet(decode_address)
         require_peer(ticket, Role.DECODE, pair.hello, f"at {decode_address} is")
-        if session.pair is not None:
+        if session.pairs:
             return  # decode has sent its OFFER itself
         session.meet(pair)
         pair.send(Expect(ticket.transfer_id, token))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import InvalidArgument
+from kvxfer.kv.head_order import Permute, permute_on_host
 from kvxfer.kv.layout import KvLayout, Part
 
 if TYPE_CHECKING:
@@ -29,13 +30,21 @@ class KvCache:
     """`num_blocks` blocks of a layout in registered memory. Any thread; it only holds data.
 
     `planes[layer][i]` is the plane of `layout.parts[i]`, layers counted from 0 on this rank.
-    Raises InvalidArgument where a plane is missing or leaves its memory region.
+    `permute` reorders the heads of blocks from a peer with the other head order; with None they are
+    put in order on the way, in many small writes. Raises InvalidArgument where a plane is missing
+    or leaves its memory region.
     """
 
     def __init__(
-        self, layout: KvLayout, num_blocks: int, planes: Sequence[Sequence[KvPlane]]
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        planes: Sequence[Sequence[KvPlane]],
+        *,
+        permute: Permute | None = permute_on_host,
     ) -> None:
         self.layout = layout
+        self.permute = permute
         self.num_blocks = num_blocks
         self.planes = tuple(tuple(layer) for layer in planes)
         self._memory: Memory | None = None
@@ -71,7 +80,14 @@ class KvCache:
             )
 
     @classmethod
-    def allocate(cls, engine: Engine, layout: KvLayout, num_blocks: int) -> KvCache:
+    def allocate(
+        cls,
+        engine: Engine,
+        layout: KvLayout,
+        num_blocks: int,
+        *,
+        permute: Permute | None = permute_on_host,
+    ) -> KvCache:
         """A cache in new shareable memory of the engine, plane after plane, layer after layer.
 
         The cache owns the memory; `buffer()` gives access to it.
@@ -94,6 +110,7 @@ class KvCache:
                     ]
                     for layer in range(layout.layers_per_rank)
                 ],
+                permute=permute,
             )
         except BaseException:
             memory.close()
@@ -103,7 +120,13 @@ class KvCache:
 
     @classmethod
     def register(
-        cls, engine: Engine, layout: KvLayout, num_blocks: int, arrays: Sequence[Sequence[Any]]
+        cls,
+        engine: Engine,
+        layout: KvLayout,
+        num_blocks: int,
+        arrays: Sequence[Sequence[Any]],
+        *,
+        permute: Permute | None = permute_on_host,
     ) -> KvCache:
         """A cache in memory that the caller has: `arrays[layer][i]` for `layout.parts[i]`.
 
@@ -119,7 +142,7 @@ class KvCache:
                 planes.append(
                     [KvPlane(region, 0, region.nbytes // num_blocks) for region in registered]
                 )
-            cache = cls(layout, num_blocks, planes)
+            cache = cls(layout, num_blocks, planes, permute=permute)
         except BaseException:
             for region in regions:
                 region.close()

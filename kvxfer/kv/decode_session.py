@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvxfer.errors import (
-    DeadlineExceeded,
-    EngineError,
     KvxferError,
     LeaseExpired,
     ProtocolError,
-    StaleCounter,
     TransferCancelled,
 )
 from kvxfer.kv.block_ids import pack_block_table
+from kvxfer.kv.block_pool import BlockState
 from kvxfer.kv.lease import Lease
-from kvxfer.kv.messages import Cancel, Done, Offer
-from kvxfer.kv.session_state import (
-    DECODE_TRANSITIONS,
-    DecodeEvent,
-    DecodeState,
-    StateMachine,
-)
+from kvxfer.kv.messages import Offer
+from kvxfer.kv.session_state import DecodeEvent, DecodeState
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from kvxfer.engine import Counter
     from kvxfer.kv.block_pool import BlockHold, BlockLease
-    from kvxfer.kv.pair import KvPair
+    from kvxfer.kv.cache import KvCache
+    from kvxfer.kv.inbound import Inbound
     from kvxfer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
 
-_ENDED = frozenset({DecodeState.TAKEN, DecodeState.CANCELLED, DecodeState.FAILED})
-_EXPECTED = {
+_PROGRESS: Final = tuple(DecodeState)
+_EXPECTED: Final = {
     DecodeState.OFFERED: "take up the offer",
     DecodeState.RECEIVING: "send every layer",
     DecodeState.COUNTING: "deliver every write it announced",
@@ -47,54 +39,60 @@ _EXPECTED = {
 
 
 class DecodeSession:
-    """Blocks under offer to one prefill worker. Loop only.
+    """Blocks under offer to the prefill ranks that have a part of them. Loop only.
 
     An async context manager: leaving it gives the blocks back unless take() has handed them over.
-    Made by KvEndpoint.decode_session().
+    The blocks are complete when each of the ranks has sent its part; when one fails, the transfer
+    has failed and the others are told. Made by KvEndpoint.decode_session().
     """
 
     def __init__(
         self,
         ticket: Ticket,
         token: str,
-        pair: KvPair,
+        cache: KvCache,
         blocks: BlockLease,
-        counter: Counter,
-        grants: Sequence[bytes],
+        inbounds: Sequence[Inbound],
+        first_block: int,
         lease_seconds: float,
         ended: Callable[[DecodeSession], None],
     ) -> None:
         self.transfer_id = ticket.transfer_id
         self.request_id = ticket.request_id
-        self.nbytes = len(blocks) * pair.inbound_plan.bytes_per_block
-        self._peer_name = f"prefill worker {ticket.prefill_id!r}"
         self._token = token
-        self.pair = pair
+        self._cache = cache
         self._blocks = blocks
-        self._counter = counter
-        self._grants = tuple(grants)
+        self._first_block = first_block
+        self._table = pack_block_table(blocks.ids)
+        self._inbounds = tuple(inbounds)
         self._ended = ended
-        self._machine = StateMachine(
-            f"transfer {ticket.transfer_id} with {self._peer_name}",
-            DECODE_TRANSITIONS,
-            DecodeState.OFFERED,
-        )
         self._error: KvxferError | None = None
+        self._still_writing = len(self._inbounds)
         self._freed = asyncio.Event()  # the blocks of a transfer that failed
-        self._counting: asyncio.Task[None] | None = None
+        self._permuting: asyncio.Future[None] | None = None
         self._tail: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         # A failure that nobody waits for is no unhandled error.
         self._tail.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._lease = Lease(lease_seconds, self._lease_over)
+        for inbound in self._inbounds:
+            inbound.begin(self)
 
     @property
     def state(self) -> DecodeState:
-        return self._machine.state
+        """What is true of all prefill ranks: of the states with each, the earliest."""
+        return min((inbound.state for inbound in self._inbounds), key=_PROGRESS.index)
 
     @property
     def fabric(self) -> str:
         """Which fabric the blocks come over."""
-        return self.pair.peer.fabric
+        return self._inbounds[0].pair.peer.fabric
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that come into the blocks, where prefill fills all of them."""
+        tokens = len(self._blocks) * self._cache.layout.block_size
+        plans = [inbound.pair.inbound_plan for inbound in self._inbounds]
+        return sum(plan.bytes_per_cycle * tokens // plan.cycle_tokens for plan in plans)
 
     @property
     def lease_remaining(self) -> float:
@@ -102,26 +100,22 @@ class DecodeSession:
         return self._lease.remaining()
 
     def message(self) -> Offer:
-        """The OFFER of the blocks."""
-        return Offer(
-            transfer_id=self.transfer_id,
-            ticket=self._token,
-            blocks=pack_block_table(self._blocks.ids),
-            grants=self._grants,
-            imm=self._counter.imm,
-            lease_seconds=self._lease.seconds,
-        )
+        """The OFFER of the blocks to the one prefill rank that they come from."""
+        [inbound] = self._inbounds
+        return self._offer_to(inbound)
 
     def offer(self) -> None:
-        """Sends the OFFER. Raises EngineError; the caller then cancels."""
-        self.pair.send(self.message())
+        """Sends an OFFER to each prefill rank. Raises EngineError; the caller then cancels."""
+        for inbound in self._inbounds:
+            inbound.pair.send(self._offer_to(inbound))
 
     async def wait(self) -> bytes:
         """Waits until every byte is there and returns the tail that prefill sent with DONE.
 
-        Ends with the lease at the latest. Raises TransferRefused, TicketInvalid or TicketExpired
-        (prefill refuses), TransferCancelled, LeaseExpired, PeerLost or PeerTimeout; the blocks are
-        free by then. Cancelling the task that waits leaves the transfer as it is.
+        Of several prefill ranks it is the tail of the last one that sent any. Ends with the lease
+        at the latest. Raises TransferRefused, TicketInvalid or TicketExpired (prefill refuses),
+        TransferCancelled, LeaseExpired, PeerLost or PeerTimeout; the blocks are free by then.
+        Cancelling the task that waits leaves the transfer as it is.
         """
         return await asyncio.shield(self._tail)
 
@@ -133,20 +127,20 @@ class DecodeSession:
         if self._error is not None:
             raise self._error
         hold = self._blocks.take()
-        self._machine.advance(DecodeEvent.TAKE)
-        self._end()
+        for inbound in self._inbounds:
+            inbound.taken()
         return hold
 
     async def cancel(self, reason: str) -> None:
         """Gives the transfer up; the blocks are free when this returns. Any number of times."""
         error = TransferCancelled(self._says(f"cancelled here: {reason}"))
-        self._give_up(DecodeEvent.ABORT, error, reason)
+        self.give_up(DecodeEvent.ABORT, error, reason)
         if self._error is not None:
             await self._freed.wait()
 
     def fail(self, error: KvxferError) -> None:
         """Gives the transfer up for a reason that was found here."""
-        self._give_up(DecodeEvent.ABORT, error)
+        self.give_up(DecodeEvent.ABORT, error)
 
     async def __aenter__(self) -> Self:
         return self
@@ -159,95 +153,105 @@ class DecodeSession:
     ) -> None:
         await self.cancel("its session was left" if error is None else repr(error))
 
-    # What the endpoint hears from prefill.
+    # What the inbounds say.
 
     def accepted(self) -> None:
-        if self._machine.advance(DecodeEvent.ACCEPTED) is DecodeState.RECEIVING:
+        """A prefill rank may write into the blocks now."""
+        if self._blocks.block_state() is BlockState.OFFERED:
             self._blocks.receive()
 
-    def done(self, done: Done) -> None:
-        if self._machine.advance(DecodeEvent.DONE) is not DecodeState.COUNTING:
+    def counted(self) -> None:
+        """A prefill rank's part is there."""
+        if any(inbound.state is not DecodeState.COMPLETE for inbound in self._inbounds):
             return
-        if done.total < 1:
-            raise ProtocolError(self._says(f"DONE announces {done.total} writes"))
-        self._counting = asyncio.get_running_loop().create_task(self._count(done.total, done.tail))
-
-    def refused(self, error: KvxferError) -> None:
-        self._give_up(DecodeEvent.REFUSED, error)
-
-    def cancelled_by_peer(self, reason: str) -> None:
-        error = TransferCancelled(self._says(f"cancelled by {self._peer_name}: {reason}"))
-        self._give_up(DecodeEvent.PEER_CANCEL, error)
-
-    def cancel_answered(self) -> None:
-        self._give_up(DecodeEvent.PEER_CANCELLED, TransferCancelled(self._says("cancelled")))
-
-    def peer_lost(self, error: KvxferError) -> None:
-        self._give_up(DecodeEvent.PEER_LOST, error)
-
-    async def _count(self, total: int, tail: bytes) -> None:
-        try:
-            await self._counter.wait(total, self._lease.remaining())
-        except StaleCounter:
-            return  # revoked here, by whoever gave the transfer up
-        except DeadlineExceeded:
-            self._lease_over()
-        except EngineError as error:
-            self.fail(error)
-        else:
-            self._complete(total, tail)
-
-    def _complete(self, total: int, tail: bytes) -> None:
-        if not self._machine.allows(DecodeEvent.COUNTED):
+        plan = self._inbounds[0].pair.inbound_plan  # the order of arrival is the same for all
+        if self._cache.permute is None or not plan.permutes:
+            self._complete()
             return
-        arrived = self._counter.value
-        if arrived != total:
-            problem = f"{arrived} writes arrived, {self._peer_name} announced {total}"
-            self.fail(ProtocolError(self._says(problem)))
-            return
-        self._counter.release()  # afterwards no write of this transfer can land
-        self._blocks.complete()
-        self._machine.advance(DecodeEvent.COUNTED)
-        self._tail.set_result(tail)
+        permute, ids, order = self._cache.permute, self._blocks.ids, plan.arrival_order
+        loop = asyncio.get_running_loop()
+        self._permuting = loop.run_in_executor(None, permute, self._cache, ids, order)
+        self._permuting.add_done_callback(self._permuted)
 
-    def _lease_over(self) -> None:
-        doing = _EXPECTED.get(self.state)
-        what = f"{self._peer_name} did not {doing}" if doing else "nobody took the blocks"
-        what = f"{what} within {self._lease.seconds:g} s"
-        self._give_up(DecodeEvent.LEASE_OVER, LeaseExpired(self._says(what)), what)
+    def give_up(
+        self,
+        event: DecodeEvent,
+        error: KvxferError,
+        reason: str = "",
+        *,
+        of: Inbound | None = None,
+    ) -> None:
+        """Ends the transfer with an error, because of one prefill rank or for all of them at once.
 
-    def _give_up(self, event: DecodeEvent, error: KvxferError, reason: str = "") -> None:
-        """Ends the transfer with an error. Does nothing where the state does not allow the event.
-
-        Nothing can be written into the blocks from the moment they go back to the pool. `reason`
-        is what prefill is told, the error itself where it is empty.
+        Does nothing where the state does not allow the event. Nothing can be written into the
+        blocks from the moment they go back to the pool. `reason` is what prefill is told, the error
+        itself where it is empty.
         """
-        if not self._machine.allows(event):
-            return
-        before, after = self.state, self._machine.advance(event)
-        if after is before:
-            return
-        if before is not DecodeState.CANCELLING:
+        hit = self._inbounds if of is None else (of,)
+        if self._error is None and any(inbound.fails_by(event) for inbound in hit):
             self._error = error
             logger.info("%s", error)
-            if after is DecodeState.CANCELLING:
-                # First, so that prefill hears the reason before its writes are refused.
-                with contextlib.suppress(EngineError):
-                    self.pair.send(Cancel(self.transfer_id, reason or str(error)))
-            self._counter.revoke(self._revoked)
-        if after in _ENDED:
-            self._end()
+        for inbound in hit:
+            inbound.give_up(event, reason or str(error))
+        if self._error is not None and of is not None:
+            for inbound in self._inbounds:
+                inbound.give_up(DecodeEvent.ABORT, str(error))
 
-    def _revoked(self) -> None:
-        """No write of this transfer can land any more."""
+    def revoked(self) -> None:
+        """No write of one of the prefill ranks can land any more."""
+        self._still_writing -= 1
+        self._release_if_nobody_writes()
+
+    def inbound_ended(self) -> None:
+        if all(inbound.ended for inbound in self._inbounds):
+            self._lease.end()
+            self._ended(self)
+
+    def _lease_over(self) -> None:
+        late = next((i for i in self._inbounds if i.state in _EXPECTED), None)
+        if late is not None:
+            what = f"{late.peer_name} did not {_EXPECTED[late.state]}"
+        elif self._permuting is not None and not self._permuting.done():
+            what = "the heads of the blocks were not put in order"
+        else:
+            what = "nobody took the blocks"
+        what = f"{what} within {self._lease.seconds:g} s"
+        self.give_up(DecodeEvent.LEASE_OVER, LeaseExpired(self._says(what)), what)
+
+    def _permuted(self, permuting: asyncio.Future[None]) -> None:
+        problem = permuting.exception()
+        if self._error is not None:
+            self._release_if_nobody_writes()
+        elif problem is not None:
+            what = f"the heads of its blocks could not be put in order: {problem!r}"
+            self.fail(ProtocolError(self._says(what)))
+        else:
+            self._complete()
+
+    def _complete(self) -> None:
+        self._blocks.complete()
+        tails = [inbound.tail for inbound in self._inbounds if inbound.tail]
+        self._tail.set_result(tails[-1] if tails else b"")
+
+    def _release_if_nobody_writes(self) -> None:
+        """Gives the blocks of a failed transfer back, once that harms nobody."""
+        if self._still_writing or (self._permuting is not None and not self._permuting.done()):
+            return
         self._blocks.release()
         if not self._tail.done() and self._error is not None:
             self._tail.set_exception(self._error)
         self._freed.set()
 
-    def _end(self) -> None:
-        self._lease.end()
-        self._ended(self)
+    def _offer_to(self, inbound: Inbound) -> Offer:
+        return Offer(
+            transfer_id=self.transfer_id,
+            ticket=self._token,
+            blocks=self._table,
+            grants=inbound.grants,
+            imm=inbound.counter.imm,
+            lease_seconds=self._lease.seconds,
+            first_block=self._first_block,
+        )
 
     def _says(self, what: str) -> str:
         return f"transfer {self.transfer_id}: {what}"

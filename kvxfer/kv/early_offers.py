@@ -28,11 +28,12 @@ class EarlyOffers:
 
     def __init__(self, max_per_peer: int) -> None:
         self._max_per_peer = max_per_peer
-        self._offers: dict[str, EarlyOffer] = {}
+        # By transfer, and the ranks of decode in it.
+        self._offers: dict[str, dict[KvPair, EarlyOffer]] = {}
         self._per_peer: collections.Counter[KvPair] = collections.Counter()
 
     def __len__(self) -> int:
-        return len(self._offers)
+        return self._per_peer.total()
 
     def keep(
         self,
@@ -52,28 +53,33 @@ class EarlyOffers:
             )
 
         def expire() -> None:
-            early = self.take(offer.transfer_id)
-            if early is not None:
-                expired(early)
+            expired(self._remove(offer.transfer_id, pair))
 
         lease = Lease(offer.lease_seconds, expire)
-        self._offers[offer.transfer_id] = EarlyOffer(pair, offer, blocks, lease)
+        early = EarlyOffer(pair, offer, blocks, lease)
+        self._offers.setdefault(offer.transfer_id, {})[pair] = early
         self._per_peer[pair] += 1
 
-    def take(self, transfer_id: str) -> EarlyOffer | None:
-        """Removes and returns the offer of a transfer, its lease still running."""
-        early = self._offers.pop(transfer_id, None)
-        if early is not None:
-            self._per_peer[early.pair] -= 1
-            if not self._per_peer[early.pair]:
-                del self._per_peer[early.pair]
-        return early
+    def take(self, transfer_id: str) -> list[EarlyOffer]:
+        """Removes and returns the offers of a transfer, their leases still running."""
+        return [self._remove(transfer_id, pair) for pair in list(self._offers.get(transfer_id, ()))]
 
     def take_all(self, pair: KvPair | None = None) -> list[EarlyOffer]:
         """Removes and returns the offers of one peer, or of all."""
         found = [
-            transfer_id
-            for transfer_id, early in self._offers.items()
-            if pair is None or early.pair is pair
+            (transfer_id, peer)
+            for transfer_id, by_peer in self._offers.items()
+            for peer in by_peer
+            if pair is None or peer is pair
         ]
-        return [early for transfer_id in found if (early := self.take(transfer_id))]
+        return [self._remove(transfer_id, peer) for transfer_id, peer in found]
+
+    def _remove(self, transfer_id: str, pair: KvPair) -> EarlyOffer:
+        by_peer = self._offers[transfer_id]
+        early = by_peer.pop(pair)
+        if not by_peer:
+            del self._offers[transfer_id]
+        self._per_peer[pair] -= 1
+        if not self._per_peer[pair]:
+            del self._per_peer[pair]
+        return early

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvxfer.errors import EngineClosed, InvalidArgument
@@ -11,9 +13,11 @@ from kvxfer.instances import Role
 from kvxfer.kv.brokered import Brokered
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.expectations import Expectations
-from kvxfer.kv.identity import Identity, require_peer
+from kvxfer.kv.identity import Identity
+from kvxfer.kv.inbound import Inbound
 from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.pairs import Pairs
+from kvxfer.kv.ranks import sources, targets
 from kvxfer.kv.reception import Reception
 from kvxfer.kv.rendezvous import Rendezvous
 from kvxfer.kv.transfer_ledger import TransferLedger
@@ -78,9 +82,10 @@ class KvEndpoint:
         self._open = False
         self._pairs = Pairs(engine, cache, self._identity, connect_timeout)
         self._ledger = TransferLedger()
+        self._decodes: set[DecodeSession] = set()
         self._rendezvous = Rendezvous(
             instance_id,
-            cache.layout.layers_per_rank,
+            cache.layout,
             self._ledger,
             max_early_offers_per_peer=max_early_offers_per_peer,
             ended=self._prefill_ended,
@@ -127,9 +132,7 @@ class KvEndpoint:
         self._open = False
         reason = f"instance {self.instance_id!r} closes"
         self._expectations.close(EngineClosed(reason))
-        for pair in self._pairs:
-            for session in list(pair.decodes.values()):
-                await session.cancel(reason)
+        await asyncio.gather(*(session.cancel(reason) for session in list(self._decodes)))
         await self._rendezvous.close(reason)
         for pair in self._pairs:
             self._reception.drop(pair, EngineClosed(reason))
@@ -173,18 +176,27 @@ class KvEndpoint:
     async def decode_session(
         self,
         ticket: str,
-        prefill_address: str | None,
+        prefill_address: str | Sequence[str] | None,
         num_blocks: int,
         *,
+        first_block: int = 0,
         lease_seconds: float | None = None,
     ) -> DecodeSession:
         """Offers `num_blocks` free blocks to the prefill worker at an engine address.
+
+        Of a prefill worker with several ranks all addresses are given, in the order of its ranks
+        (KvLayout.rank); those that have a part of these blocks get an OFFER. Every rank of this
+        worker does the same with an endpoint of its own, under one ticket.
+
+        The blocks are for the prompt from its block `first_block` on: those before it are here
+        already, and prefill leaves them out.
 
         Returns when the OFFER is sent. Without an address the handshake is brokered: it waits until
         prefill has connected here and expects the OFFER, takes the blocks then, and leaves the
         OFFER at the control plane while the session begins.
 
         Raises TicketInvalid, TicketExpired, LayoutMismatch and BlockPoolExhausted; with an address
+        InvalidArgument where a rank's address is missing or is not that of the rank,
         ConnectFailed, PeerRestarted and other EngineErrors of the connection, or DeadlineExceeded
         where no KV endpoint answers there; without one LeaseExpired where prefill does not come,
         and TransferCancelled or PeerLost where it has given up or is gone already.
@@ -196,11 +208,13 @@ class KvEndpoint:
             self._brokered.require()
             begun = time.monotonic()
             pair = await self._expectations.prefill_of(claims, lease)
+            self._require_alone(pair)
+            pairs: tuple[KvPair, ...] = (pair,)
             lease = max(lease - (time.monotonic() - begun), _LEAST_LEASE_SECONDS)
         else:
-            pair = await self._pairs.meet(prefill_address)
-            require_peer(claims, Role.PREFILL, pair.hello, f"at {prefill_address} is")
-        session = self._begin(claims, ticket, pair, num_blocks, lease)
+            addresses = [prefill_address] if isinstance(prefill_address, str) else prefill_address
+            pairs = await self._pairs.meet_sources(claims, addresses)
+        session = self._begin(claims, ticket, pairs, num_blocks, first_block, lease)
         try:
             if prefill_address is None:
                 self._brokered.publish(session, claims)
@@ -212,28 +226,54 @@ class KvEndpoint:
         return session
 
     def _begin(
-        self, claims: Ticket, ticket: str, pair: KvPair, num_blocks: int, lease_seconds: float
+        self,
+        claims: Ticket,
+        ticket: str,
+        pairs: Sequence[KvPair],
+        num_blocks: int,
+        first_block: int,
+        lease_seconds: float,
     ) -> DecodeSession:
         """A session that has its blocks, which nobody has been offered yet."""
-        # Raises LayoutMismatch, before any block is taken.
-        _ = pair.inbound_plan
         self._require_open()
+        if first_block < 0:
+            raise InvalidArgument(f"first_block is {first_block}; pass 0 or more")
         with contextlib.ExitStack() as undo:
             blocks = undo.enter_context(self._pool.offer(num_blocks))
-            counter = self._engine.counter(pair.peer)
-            undo.callback(counter.release)
-            grants = counter.grant(grant_ranges(self._cache, blocks.ids))
+            inbounds = []
+            for pair in pairs:
+                counter = self._engine.counter(pair.peer)
+                undo.callback(counter.release)
+                grants = counter.grant(grant_ranges(self._cache, pair.inbound_plan, blocks.ids))
+                inbounds.append(Inbound(pair, claims.transfer_id, counter, grants))
             # Last, so that a request which finds no free blocks may try again with its ticket.
             self._ledger.claim(claims, "decode session")
             session = DecodeSession(
-                claims, ticket, pair, blocks, counter, grants, lease_seconds, self._decode_ended
+                claims,
+                ticket,
+                self._cache,
+                blocks,
+                inbounds,
+                first_block,
+                lease_seconds,
+                self._decode_ended,
             )
             undo.pop_all()
-        pair.decodes[claims.transfer_id] = session
+        self._decodes.add(session)
         return session
 
+    def _require_alone(self, pair: KvPair) -> None:
+        """Raises InvalidArgument where a transfer of the pair takes more than these two ranks."""
+        ours, theirs = self._cache.layout, pair.hello.layout
+        if sources(theirs, ours) != (theirs.rank,) or targets(theirs, ours) != (ours.rank,):
+            raise InvalidArgument(
+                f"rank {ours.rank} of {self.instance_id!r} and rank {theirs.rank} of "
+                f"{pair.hello.instance_id!r} transfer to other ranks too, which a brokered "
+                "handshake cannot; use the direct one"
+            )
+
     def _decode_ended(self, session: DecodeSession) -> None:
-        session.pair.decodes.pop(session.transfer_id, None)
+        self._decodes.discard(session)
         self._brokered.ended(session)
 
     def _prefill_ended(self, session: PrefillSession) -> None:

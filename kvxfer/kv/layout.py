@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias, get_args
 
 from kvxfer.errors import InvalidArgument
@@ -20,6 +20,10 @@ ITEM_BYTES: Final[dict[str, int]] = {
     "int8": 1,
     "uint8": 1,
 }
+
+# Layouts come from other processes too, and what is done for each rank or layer has to end.
+_MOST: Final = 1 << 16
+_MOST_RANKS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +56,12 @@ class KvLayout:
     mla: bool = False
 
     def __post_init__(self) -> None:
-        for field in (
-            "num_layers",
-            "num_kv_heads",
-            "head_size",
-            "block_size",
-            "tp_size",
-            "pp_size",
-        ):
-            self._require_int(field, minimum=1)
+        for field in ("num_layers", "num_kv_heads", "head_size", "block_size"):
+            self._require_int(field, minimum=1, maximum=_MOST)
+        for field in ("tp_size", "pp_size"):
+            self._require_int(field, minimum=1, maximum=_MOST_RANKS)
         for field in ("tp_rank", "pp_rank"):
-            self._require_int(field, minimum=0)
+            self._require_int(field, minimum=0, maximum=_MOST_RANKS)
         self._require_one_of("dtype", tuple(ITEM_BYTES))
         self._require_one_of("order", get_args(HeadOrder))
         self._require_one_of("kv", get_args(KvArrangement))
@@ -90,15 +89,32 @@ class KvLayout:
                 "choose one that divides the number of layers"
             )
 
-    def _require_int(self, field: str, *, minimum: int) -> None:
+    def _require_int(self, field: str, *, minimum: int, maximum: int) -> None:
         value = getattr(self, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise InvalidArgument(f"KvLayout.{field} is {value!r}; pass an integer >= {minimum}")
+        if value > maximum:
+            raise InvalidArgument(f"KvLayout.{field} is {value}; pass at most {maximum}")
 
     def _require_one_of(self, field: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, field)
         if value not in allowed:
             raise InvalidArgument(f"KvLayout.{field} is {value!r}; use one of {', '.join(allowed)}")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the instance."""
+        return self.pp_size * self.tp_size
+
+    @property
+    def rank(self) -> int:
+        """This rank among all of its instance: stage by stage, in a stage by `tp_rank`."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    def of_rank(self, rank: int) -> KvLayout:
+        """The layout of another rank of the same instance."""
+        pp_rank, tp_rank = divmod(rank, self.tp_size)
+        return replace(self, pp_rank=pp_rank, tp_rank=tp_rank)
 
     @property
     def item_bytes(self) -> int:
@@ -109,6 +125,16 @@ class KvLayout:
     def heads_per_rank(self) -> int:
         """KV heads that lie on this rank; more ranks than heads means each head is repeated."""
         return max(1, self.num_kv_heads // self.tp_size)
+
+    @property
+    def first_head(self) -> int:
+        """Whole-model index of this rank's first KV head."""
+        return self.tp_rank * self.num_kv_heads // self.tp_size
+
+    @property
+    def head_replicas(self) -> int:
+        """Ranks of a pipeline stage that have the same KV heads as this one, itself among them."""
+        return max(1, self.tp_size // self.num_kv_heads)
 
     @property
     def layers_per_rank(self) -> int:
@@ -126,10 +152,15 @@ class KvLayout:
         return ("KV",) if self.mla or self.kv == "interleaved" else ("K", "V")
 
     @property
+    def vector_bytes(self) -> int:
+        """Bytes of one head of one token, K or V alone."""
+        return self.head_size * self.item_bytes
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token in one layer on this rank, K and V together."""
         vectors = 1 if self.mla else 2
-        return vectors * self.heads_per_rank * self.head_size * self.item_bytes
+        return vectors * self.heads_per_rank * self.vector_bytes
 
     @property
     def block_bytes(self) -> int:

@@ -13,7 +13,7 @@ import msgspec
 from kvxfer.errors import ProtocolError
 from kvxfer.kv.layout import KvLayout
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 # A message of the engine is at most 1 MiB; this leaves room for the rest of DONE.
 MAX_TAIL_BYTES: Final = (1 << 20) - 1024
 
@@ -21,7 +21,8 @@ MAX_TAIL_BYTES: Final = (1 << 20) - 1024
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Both ways when two engines meet, and again when the sender has a new epoch.
 
-    `block_strides`: bytes from block to block, of each part of each layer.
+    `block_strides`: bytes from block to block, of each part of each layer. `permutes`: the sender
+    can reorder the heads of its blocks after they have arrived.
     """
 
     version: int
@@ -30,13 +31,17 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     layout: KvLayout
     num_blocks: int
     block_strides: tuple[tuple[int, ...], ...]
+    permutes: bool
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """decode → prefill: write into these blocks, with this immediate, within this time.
 
-    `grants`: an MR descriptor for each part of each layer, in order. It opens the plane from the
-    table's lowest block to the end of its highest, to prefill and for this transfer only.
+    `blocks`: decode's block table, the same for every prefill rank. `grants`: an MR descriptor for
+    each part of each layer that the plan of the two ranks writes to, in order. It opens the plane
+    from the table's lowest block to the end of its highest, to this prefill rank and for this
+    transfer only. `first_block`: which block of the prompt the table begins with; those before it
+    decode has already.
     """
 
     transfer_id: str
@@ -45,6 +50,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     grants: tuple[bytes, ...]
     imm: int
     lease_seconds: float
+    first_block: int = 0
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
@@ -69,7 +75,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """prefill → decode: `total` writes were posted; the cache is complete when all have arrived."""
+    """prefill → decode: `total` writes were posted; this rank's part of the cache is complete when
+    all have arrived."""
 
     transfer_id: str
     total: int

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import KvxferError, ProtocolError
-from kvxfer.kv.cache import KvCache
 from kvxfer.kv.messages import PROTOCOL_VERSION, Hello, Message, encode
-from kvxfer.kv.plan import LayerPlan, StridedCopy, TransferPlan, plan_transfer
+from kvxfer.kv.plan import TransferPlan, plan_transfer
+from kvxfer.kv.plane_writes import PlaneWrite, bind_plan
 
 if TYPE_CHECKING:
     from kvxfer.engine import MemoryRegion, Peer
     from kvxfer.kv.block_pool import BlockIds
-    from kvxfer.kv.decode_session import DecodeSession
+    from kvxfer.kv.cache import KvCache
+    from kvxfer.kv.inbound import Inbound
     from kvxfer.kv.prefill_session import PrefillSession
-
-
-@dataclass(frozen=True, slots=True)
-class PlaneWrite:
-    """One strided copy with everything but the block tables: what Peer.write_pages is given.
-
-    `dst`: an index into Offer.grants; `dst_offset` is that of the lowest block offered.
-    """
-
-    src: MemoryRegion
-    dst: int
-    page_length: int
-    src_offset: int
-    dst_offset: int
-    src_stride: int
-    dst_stride: int
 
 
 def hello_from(cache: KvCache, *, instance_id: str, epoch: int) -> Hello:
@@ -44,11 +28,14 @@ def hello_from(cache: KvCache, *, instance_id: str, epoch: int) -> Hello:
         layout=cache.layout,
         num_blocks=cache.num_blocks,
         block_strides=tuple(tuple(p.block_stride for p in layer) for layer in cache.planes),
+        permutes=cache.permute is not None,
     )
 
 
-def grant_ranges(cache: KvCache, blocks: BlockIds) -> list[tuple[MemoryRegion, int, int]]:
-    """What a writer to these blocks needs of each plane: region, offset and bytes."""
+def grant_ranges(
+    cache: KvCache, plan: TransferPlan, blocks: BlockIds
+) -> list[tuple[MemoryRegion, int, int]]:
+    """What a writer of this plan to these blocks needs of each plane: region, offset and bytes."""
     low, high = int(blocks.min()), int(blocks.max())
     return [
         (
@@ -56,8 +43,8 @@ def grant_ranges(cache: KvCache, blocks: BlockIds) -> list[tuple[MemoryRegion, i
             plane.offset + low * plane.block_stride,
             (high - low) * plane.block_stride + cache.layout.part_bytes,
         )
-        for layer in cache.planes
-        for plane in layer
+        for layer in plan.layers
+        for plane in cache.planes[layer.dst_layer]
     ]
 
 
@@ -82,35 +69,13 @@ def check_hello(hello: Hello) -> None:
         )
 
 
-def bind_plan(plan: TransferPlan, src: KvCache, dst: Hello) -> tuple[tuple[PlaneWrite, ...], ...]:
-    """The writes of a plan between two real caches, by prefill layer."""
-
-    def bind(layer: LayerPlan, copy: StridedCopy, run: int) -> PlaneWrite:
-        source = src.plane(layer.src_layer, copy.src_part)
-        part = dst.layout.parts.index(copy.dst_part)
-        return PlaneWrite(
-            src=source.region,
-            dst=layer.dst_layer * len(dst.layout.parts) + part,
-            page_length=copy.length,
-            src_offset=source.offset + copy.src_offset + run * copy.src_stride,
-            dst_offset=copy.dst_offset + run * copy.dst_stride,
-            src_stride=source.block_stride,
-            dst_stride=dst.block_strides[layer.dst_layer][part],
-        )
-
-    return tuple(
-        tuple(bind(layer, copy, run) for copy in layer.copies for run in range(copy.count))
-        for layer in plan.layers
-    )
-
-
 class KvPair:
     """One connected peer of a KvEndpoint, and the sessions with it by transfer id. Loop only."""
 
     def __init__(self, peer: Peer, cache: KvCache) -> None:
         self.peer = peer
         self.prefills: dict[str, PrefillSession] = {}
-        self.decodes: dict[str, DecodeSession] = {}
+        self.decodes: dict[str, Inbound] = {}
         self.error: KvxferError | None = None
         self._cache = cache
         self._hello: Hello | None = None
@@ -139,6 +104,7 @@ class KvPair:
             hello.instance_id != self._hello.instance_id
             or hello.layout != self._hello.layout
             or hello.block_strides != self._hello.block_strides
+            or hello.permutes != self._hello.permutes
         ):
             raise ProtocolError(
                 f"instance {self._hello.instance_id!r} changed its id or cache in mid-connection; "
@@ -159,12 +125,18 @@ class KvPair:
             self._greeted.set_exception(error)
 
     @cached_property
+    def outbound_plan(self) -> TransferPlan:
+        """What we write to the peer, where we prefill. Raises LayoutMismatch."""
+        hello = self.hello
+        return plan_transfer(self._cache.layout, hello.layout, decode_permutes=hello.permutes)
+
+    @cached_property
     def writes(self) -> tuple[tuple[PlaneWrite, ...], ...]:
         """Our writes to the peer, by layer, where we prefill. Raises LayoutMismatch."""
-        plan = plan_transfer(self._cache.layout, self.hello.layout)
-        return bind_plan(plan, self._cache, self.hello)
+        return bind_plan(self.outbound_plan, self._cache, self.hello)
 
     @cached_property
     def inbound_plan(self) -> TransferPlan:
         """What the peer writes to us, where it prefills. Raises LayoutMismatch."""
-        return plan_transfer(self.hello.layout, self._cache.layout)
+        permutes = self._cache.permute is not None
+        return plan_transfer(self.hello.layout, self._cache.layout, decode_permutes=permutes)

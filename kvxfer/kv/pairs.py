@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvxfer.errors import DeadlineExceeded, EngineError, KvxferError, PeerLost
+from kvxfer.errors import DeadlineExceeded, EngineError, InvalidArgument, KvxferError, PeerLost
+from kvxfer.instances import Role
+from kvxfer.kv.identity import require_peer
 from kvxfer.kv.pair import KvPair, hello_from
+from kvxfer.kv.ranks import sources
 
 if TYPE_CHECKING:
     from kvxfer.engine import Engine, Peer
     from kvxfer.kv.cache import KvCache
     from kvxfer.kv.identity import Identity
+    from kvxfer.ticket import Ticket
 
 
 class Pairs:
@@ -71,6 +75,46 @@ class Pairs:
             ) from None
         if pair.error is not None:
             raise pair.error
+        return pair
+
+    async def meet_sources(self, ticket: Ticket, addresses: Sequence[str]) -> tuple[KvPair, ...]:
+        """The ranks of a ticket's prefill worker that write to this cache, in order of their rank.
+
+        `addresses` are those of all its ranks, in order; of one it may be that alone. Raises
+        as meet() does, TicketInvalid where another worker is there, LayoutMismatch, and
+        InvalidArgument where an address is missing or is not that of the rank.
+        """
+        layout = self._cache.layout
+        # Any rank can say which ones they are: ask one that is likely to be among them.
+        first = await self._meet_prefill(
+            ticket, addresses[layout.rank * len(addresses) // layout.num_ranks]
+        )
+        theirs = first.hello.layout
+        ranks = sources(theirs, layout)
+        if ranks == (theirs.rank,):
+            return (first,)
+        if len(addresses) != theirs.num_ranks:
+            raise InvalidArgument(
+                f"{len(addresses)} engine addresses of prefill worker "
+                f"{first.hello.instance_id!r} with its {theirs.num_ranks} ranks, of which "
+                f"{', '.join(map(str, ranks))} write to rank {layout.rank} here; pass the address "
+                "of each of its ranks, in their order"
+            )
+        pairs = await asyncio.gather(
+            *(self._meet_prefill(ticket, addresses[rank]) for rank in ranks)
+        )
+        for rank, pair in zip(ranks, pairs, strict=True):
+            if pair.hello.layout != theirs.of_rank(rank):
+                raise InvalidArgument(
+                    f"the engine at {addresses[rank]} is rank {pair.hello.layout.rank} of "
+                    f"{pair.hello.instance_id!r} and not rank {rank}; pass the addresses in the "
+                    "order of the ranks, which have layouts that differ in nothing else"
+                )
+        return tuple(pairs)
+
+    async def _meet_prefill(self, ticket: Ticket, address: str) -> KvPair:
+        pair = await self.meet(address)
+        require_peer(ticket, Role.PREFILL, pair.hello, f"at {address} is")
         return pair
 
     def _greet(self, pair: KvPair) -> None:

@@ -1,18 +1,28 @@
-"""Which byte ranges of a prefill block go where in a decode block."""
+"""Which byte ranges of prefill's blocks go where in decode's, for one rank of each.
+
+Block sizes may differ, so a plan is made for a *cycle*: the fewest tokens that fill whole blocks on
+both sides. Of the last cycle of a prompt those copies are made whose blocks are there.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise, product
+from typing import NamedTuple
 
-from kvxfer.errors import LayoutMismatch
-from kvxfer.kv.layout import KvLayout, Part
+from kvxfer.kv.layout import HeadOrder, KvLayout, Part
+from kvxfer.kv.ranks import heads_between, layers_between, require_mappable
 
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """`count` runs of `length` bytes out of each block of a prefill plane into a decode plane.
+    """`count` runs of `length` bytes from a block of a prefill plane to a block of a decode plane.
 
-    Run `i` lies at `src_offset + i * src_stride` from the start of the prefill block and goes to
+    The blocks are counted from the first of the cycle on each side. Run `i` lies at
+    `src_offset + i * src_stride` from the start of the prefill block and goes to
     `dst_offset + i * dst_stride` from the start of the decode block. Where a block lies is the
     plane's business (`kvxfer.kv.cache.KvPlane`), so a plan holds for every pool of its layouts.
     """
@@ -21,6 +31,8 @@ class StridedCopy:
     dst_part: Part
     length: int
     count: int = 1
+    src_block: int = 0
+    dst_block: int = 0
     src_offset: int = 0
     dst_offset: int = 0
     src_stride: int = 0
@@ -29,7 +41,8 @@ class StridedCopy:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """The copies of one layer; layers are counted from 0 on each side's own rank."""
+    """The copies of one layer, in the order of its tokens; layers are counted from 0 on each side's
+    own rank."""
 
     src_layer: int
     dst_layer: int
@@ -38,33 +51,173 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What moves from one prefill rank to one decode rank, for each prefill layer in turn."""
+    """What moves from one prefill rank to one decode rank, for each prefill layer in turn.
+
+    Without layers there is nothing to move between the two.
+    """
 
     prefill: KvLayout
     decode: KvLayout
+    arrival_order: HeadOrder
+    """How the heads lie in decode's blocks when the last byte has come."""
     layers: tuple[LayerPlan, ...]
 
     @property
-    def bytes_per_block(self) -> int:
-        """Bytes that one block takes over all layers."""
+    def permutes(self) -> bool:
+        """Whether decode has to put the heads of its blocks into its own order then."""
+        return self.arrival_order != self.decode.order
+
+    @property
+    def cycle_tokens(self) -> int:
+        return math.lcm(self.prefill.block_size, self.decode.block_size)
+
+    @property
+    def src_blocks(self) -> int:
+        """Prefill's blocks in a cycle."""
+        return self.cycle_tokens // self.prefill.block_size
+
+    @property
+    def dst_blocks(self) -> int:
+        """Decode's blocks in a cycle."""
+        return self.cycle_tokens // self.decode.block_size
+
+    @property
+    def bytes_per_cycle(self) -> int:
+        """Bytes that a cycle takes over all layers."""
         return sum(copy.length * copy.count for layer in self.layers for copy in layer.copies)
 
+    @property
+    def runs_per_cycle(self) -> int:
+        """Ranges of contiguous bytes that a cycle takes over all layers."""
+        return sum(copy.count for layer in self.layers for copy in layer.copies)
 
-def plan_transfer(prefill: KvLayout, decode: KvLayout) -> TransferPlan:
+
+@lru_cache(maxsize=1024)
+def plan_transfer(
+    prefill: KvLayout, decode: KvLayout, *, decode_permutes: bool = True
+) -> TransferPlan:
     """The plan of a pair of ranks. A pure function: both sides compute the same plan.
 
-    Raises LayoutMismatch with the first field in which the layouts differ.
+    `decode_permutes`: decode can reorder heads after arrival. Otherwise they are put in order on
+    the way, in as many runs as that takes. Raises LayoutMismatch with the field that no plan can
+    bridge.
     """
-    for field in fields(KvLayout):
-        ours, theirs = getattr(prefill, field.name), getattr(decode, field.name)
-        if ours != theirs:
-            raise LayoutMismatch(field.name, ours, theirs)
-    whole_block = tuple(
-        StridedCopy(src_part=part, dst_part=part, length=prefill.part_bytes)
-        for part in prefill.parts
+    require_mappable(prefill, decode)
+    order = _arrival_order(prefill, decode) if decode_permutes else decode.order
+    layers = layers_between(prefill, decode)
+    copies = tuple(_copies(prefill, replace(decode, order=order))) if layers else ()
+    return TransferPlan(
+        prefill=prefill,
+        decode=decode,
+        arrival_order=order,
+        layers=tuple(
+            LayerPlan(layer - prefill.first_layer, layer - decode.first_layer, copies)
+            for layer in layers
+        ),
     )
-    layers = tuple(
-        LayerPlan(src_layer=layer, dst_layer=layer, copies=whole_block)
-        for layer in range(prefill.layers_per_rank)
-    )
-    return TransferPlan(prefill=prefill, decode=decode, layers=layers)
+
+
+def blocks_match(prefill: KvLayout, src_blocks: int, decode: KvLayout, dst_blocks: int) -> bool:
+    """Whether there is a prompt that takes so many blocks on each side."""
+    least = max((src_blocks - 1) * prefill.block_size, (dst_blocks - 1) * decode.block_size)
+    most = min(src_blocks * prefill.block_size, dst_blocks * decode.block_size)
+    return least < most
+
+
+def _arrival_order(prefill: KvLayout, decode: KvLayout) -> HeadOrder:
+    """The order in which prefill's bytes make the longest runs.
+
+    A block of decode then arrives as if decode had that order, from however many prefill ranks and
+    blocks, so it is put right in place, block by block. The answer is the same for all of them:
+    it depends on nothing that differs among the ranks of an instance.
+    """
+    one_head, one_token = prefill.heads_per_rank == 1, prefill.block_size == 1
+    if decode.heads_per_rank == 1 or decode.block_size == 1 or (one_head and one_token):
+        return decode.order
+    if one_head:
+        return "HND"
+    return "NHD" if one_token else prefill.order
+
+
+class _Axis(NamedTuple):
+    """A dimension of what is copied: its extent, and bytes from one to the next on each side."""
+
+    extent: int
+    src: int
+    dst: int
+
+
+def _copies(src: KvLayout, dst: KvLayout) -> Iterator[StridedCopy]:
+    """The copies of one cycle of one layer."""
+    heads = heads_between(src, dst)
+    src_token, src_head = _strides(src)
+    dst_token, dst_head = _strides(dst)
+    cycle = math.lcm(src.block_size, dst.block_size)
+    cuts = sorted({*range(0, cycle, src.block_size), *range(0, cycle, dst.block_size), cycle})
+    for begin, end in pairwise(cuts):
+        axes = [
+            _Axis(end - begin, src_token, dst_token),
+            _Axis(len(heads), src_head, dst_head),
+        ]
+        src_offset = begin % src.block_size * src_token + (heads[0] - src.first_head) * src_head
+        dst_offset = begin % dst.block_size * dst_token + (heads[0] - dst.first_head) * dst_head
+        vectors = 1 if src.mla else 2
+        if src.parts == dst.parts == ("KV",):  # K and V of a block are one more dimension
+            axes.append(_Axis(vectors, src.part_bytes // vectors, dst.part_bytes // vectors))
+            vectors = 1
+        for vector in range(vectors):
+            src_part, src_begin = _place(src, vector)
+            dst_part, dst_begin = _place(dst, vector)
+            length, inner, outer = _runs(src.vector_bytes, axes)
+            for at in product(*(range(axis.extent) for axis in outer)):
+                yield StridedCopy(
+                    src_part=src_part,
+                    dst_part=dst_part,
+                    length=length,
+                    count=inner.extent,
+                    src_block=begin // src.block_size,
+                    dst_block=begin // dst.block_size,
+                    src_offset=src_begin + src_offset + _dot(at, [axis.src for axis in outer]),
+                    dst_offset=dst_begin + dst_offset + _dot(at, [axis.dst for axis in outer]),
+                    src_stride=inner.src,
+                    dst_stride=inner.dst,
+                )
+
+
+def _strides(layout: KvLayout) -> tuple[int, int]:
+    """Bytes from token to token and from head to head within K or V of a block."""
+    vector = layout.vector_bytes
+    if layout.order == "HND":
+        return vector, layout.block_size * vector
+    return layout.heads_per_rank * vector, vector
+
+
+def _place(layout: KvLayout, vector: int) -> tuple[Part, int]:
+    """The plane of K (0) or V (1), and where in a block of it that begins."""
+    if len(layout.parts) == 1:
+        return layout.parts[0], vector * layout.part_bytes // 2
+    return layout.parts[vector], 0
+
+
+def _runs(length: int, axes: Sequence[_Axis]) -> tuple[int, _Axis, tuple[_Axis, ...]]:
+    """The longest runs that the axes allow: their length, the axis along which they repeat evenly,
+    and the axes around that one."""
+    left: list[_Axis] = []
+    for axis in sorted(axes, key=lambda axis: axis.src):
+        if axis.extent == 1:
+            continue
+        if not left and axis.src == axis.dst == length:
+            length *= axis.extent
+        elif left and (axis.src, axis.dst) == (
+            left[-1].extent * left[-1].src,
+            left[-1].extent * left[-1].dst,
+        ):
+            left[-1] = left[-1]._replace(extent=left[-1].extent * axis.extent)
+        else:
+            left.append(axis)
+    inner = left[0] if left else _Axis(1, 0, 0)
+    return length, inner, tuple(reversed(left[1:]))
+
+
+def _dot(at: Sequence[int], strides: Sequence[int]) -> int:
+    return sum(index * stride for index, stride in zip(at, strides, strict=True))

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import (
-    Backpressure,
     EngineError,
     InvalidArgument,
     KvxferError,
     LeaseExpired,
     MessageTooLarge,
     PeerError,
-    PeerLost,
-    ProtocolError,
     StaleCounter,
     TransferCancelled,
-    UnknownPeer,
 )
 from kvxfer.kv.lease import Lease
-from kvxfer.kv.messages import (
-    MAX_TAIL_BYTES,
-    Accepted,
-    Cancel,
-    Cancelled,
-    Done,
-    Offer,
-)
+from kvxfer.kv.messages import MAX_TAIL_BYTES, Cancel, Cancelled, Offer
+from kvxfer.kv.outbound import Outbound
+from kvxfer.kv.plan import blocks_match
+from kvxfer.kv.ranks import targets
 from kvxfer.kv.session_state import (
     PREFILL_TRANSITIONS,
     PrefillEvent,
@@ -47,7 +37,8 @@ if TYPE_CHECKING:
 
     from kvxfer.engine import Operation
     from kvxfer.kv.block_pool import BlockHold, BlockIds
-    from kvxfer.kv.pair import KvPair, PlaneWrite
+    from kvxfer.kv.layout import KvLayout
+    from kvxfer.kv.pair import KvPair
     from kvxfer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
@@ -58,19 +49,9 @@ _CAUSE_SECONDS = 0.5
 _BACKPRESSURE_SECONDS = 0.005
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Where the accepted OFFER says the layers go."""
-
-    pair: KvPair
-    writes: tuple[tuple[PlaneWrite, ...], ...]
-    grants: tuple[bytes, ...]
-    blocks: BlockIds  # counted from where the grants begin
-    imm: int
-
-
 class PrefillSession:
-    """Blocks of one request on their way to one decode worker.
+    """Blocks of one request on their way to one decode worker, to each of its ranks that has a part
+    of them. When one rank fails, the transfer has failed and the others are told.
 
     write_layer(): any thread. Everything else: the endpoint's loop. An async context manager:
     leaving it before finish() has returned cancels the transfer. Made by
@@ -81,14 +62,15 @@ class PrefillSession:
         self,
         ticket: Ticket,
         blocks: BlockHold,
-        num_layers: int,
+        layout: KvLayout,
         lease_seconds: float,
         ended: Callable[[PrefillSession], None],
     ) -> None:
         self.transfer_id = ticket.transfer_id
         self.request_id = ticket.request_id
         self._peer_name = f"decode worker {ticket.decode_id!r}"
-        self._num_layers = num_layers
+        self._layout = layout
+        self._num_layers = layout.layers_per_rank
         self._loop = asyncio.get_running_loop()
         # Guards everything below against write_layer() in other threads.
         self._lock = threading.Lock()
@@ -97,18 +79,18 @@ class PrefillSession:
             PREFILL_TRANSITIONS,
             PrefillState.WAITING,
         )
-        self._pair: KvPair | None = None
-        self._target: _Target | None = None
+        # Where decode is connected, whether or not its OFFER is here.
+        self._pairs: dict[int, KvPair] = {}  # by decode rank
+        self._outbounds: dict[int, Outbound] = {}
+        # Decode ranks whose OFFER has not come; None until the first has said how many there are.
+        self._awaited: set[int] | None = None
         self._layers: list[int] = []
-        # Writes that wait for room in the engine, in order.
-        self._queue: collections.deque[PlaneWrite] = collections.deque()
-        self._operations: list[Operation] = []
         self._tail: bytes | None = None
         self._error: KvxferError | None = None
         self._reason = ""
-        # Set when decode has given the transfer up or is lost, and which of both it was.
+        # Set when a decode rank has given the transfer up or is lost, and which of both it was.
         self._last_word = asyncio.Event()
-        self._last_word_event: PrefillEvent | None = None
+        self._last_words: dict[KvPair, PrefillEvent] = {}
         self._settling: asyncio.Task[None] | None = None
         self._on_end = ended
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -132,9 +114,9 @@ class PrefillSession:
         return self._error
 
     @property
-    def pair(self) -> KvPair | None:
-        """The decode worker's connection; None until it is known."""
-        return self._pair
+    def pairs(self) -> tuple[KvPair, ...]:
+        """The connections to decode's ranks, as far as they are known."""
+        return tuple(self._pairs.values())
 
     @property
     def lease_remaining(self) -> float:
@@ -144,19 +126,19 @@ class PrefillSession:
     @property
     def fabric(self) -> str | None:
         """Which fabric the blocks go over; None until the OFFER has come."""
-        return self._target.pair.peer.fabric if self._target else None
+        return next((out.pair.peer.fabric for out in self._outbounds.values()), None)
 
     @property
     def nbytes(self) -> int:
         """Bytes posted so far."""
         with self._lock:
-            return sum(operation.nbytes for operation in self._operations)
+            return sum(operation.nbytes for operation in self._operations())
 
     @property
     def writes(self) -> int:
         """Writes posted so far, after coalescing: what the receiver's counter grows by."""
         with self._lock:
-            return sum(operation.writes for operation in self._operations)
+            return sum(operation.writes for operation in self._operations())
 
     def write_layer(self, layer: int) -> None:
         """Sends a layer whose K and V are computed; kept until the OFFER comes if it has not.
@@ -171,9 +153,9 @@ class PrefillSession:
                     raise self._error
                 self._check_layer(layer)
                 self._layers.append(layer)
-                if self._target is not None:
-                    self._queue.extend(self._target.writes[layer])
-                    self._post(self._target)
+                for outbound in self._outbounds.values():
+                    outbound.add(layer)
+                self._post()
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)
             raise
@@ -202,8 +184,7 @@ class PrefillSession:
                             f"{', '.join(map(str, missing))}; write_layer() every layer first"
                         )
                     self._tail = tail
-                    if self._target is not None:
-                        self._post(self._target)
+                    self._post()
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)
         await self.wait()
@@ -240,10 +221,11 @@ class PrefillSession:
     # What the endpoint hears from decode.
 
     def meet(self, pair: KvPair) -> None:
-        """Decode is connected; from now on each side is told of the other's end."""
-        if self._pair is not None:
-            self._pair.prefills.pop(self.transfer_id, None)
-        self._pair = pair
+        """A decode rank is connected; from now on each side is told of the other's end."""
+        rank = pair.hello.layout.rank
+        if rank in self._pairs:
+            self._pairs[rank].prefills.pop(self.transfer_id, None)
+        self._pairs[rank] = pair
         pair.prefills[self.transfer_id] = self
 
     def accept(
@@ -253,37 +235,37 @@ class PrefillSession:
         blocks: BlockIds,
         lease_seconds: float,
     ) -> None:
-        """Takes the OFFER up and sends what is written already.
+        """Takes an OFFER up and sends what is written already.
 
         The transfer now has the time that decode gives it. Raises InvalidArgument where the block
-        tables differ in length; nothing was sent then.
+        tables are not of the same prompt, or the rank has offered before; nothing was sent then.
         """
-        if len(blocks) != len(self._blocks):
-            raise InvalidArgument(
-                f"transfer {self.transfer_id}: {self._peer_name} offers {len(blocks)} blocks for "
-                f"the {len(self._blocks)} blocks of prefill; both sides take as many blocks as "
-                "the prompt needs"
-            )
-        target = _Target(pair, pair.writes, offer.grants, blocks - blocks.min(), offer.imm)
+        layout = pair.hello.layout
+        self._check_offer(layout, offer.first_block, len(blocks))
+        outbound = Outbound(pair, offer, self._blocks, blocks)
         self._lease.renew(lease_seconds)
         self.meet(pair)
         try:
             with self._lock:
-                self._machine.advance(PrefillEvent.OFFER)
-                self._target = target
-                pair.send(Accepted(self.transfer_id))
+                if self._awaited is None:
+                    self._awaited = set(targets(self._layout, layout))
+                self._awaited.discard(layout.rank)
+                if not self._awaited:
+                    self._machine.advance(PrefillEvent.OFFER)
+                self._outbounds[layout.rank] = outbound
+                outbound.accept()
                 for layer in self._layers:
-                    self._queue.extend(target.writes[layer])
-                self._post(target)
+                    outbound.add(layer)
+                self._post()
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)
 
-    def cancelled_by_peer(self, reason: str) -> None:
+    def cancelled_by_peer(self, pair: KvPair, reason: str) -> None:
         error = TransferCancelled(self._says(f"cancelled by {self._peer_name}: {reason}"))
-        self._peer_left(PrefillEvent.PEER_CANCEL, error)
+        self._peer_left(pair, PrefillEvent.PEER_CANCEL, error)
 
-    def peer_lost(self, error: KvxferError) -> None:
-        self._peer_left(PrefillEvent.PEER_LOST, error)
+    def peer_lost(self, pair: KvPair, error: KvxferError) -> None:
+        self._peer_left(pair, PrefillEvent.PEER_LOST, error)
 
     def fail(self, error: KvxferError) -> None:
         self._give_up(PrefillEvent.ABORT, error)
@@ -298,54 +280,60 @@ class PrefillSession:
                 f"layer {layer} was written before; write each layer once, when it is computed"
             )
 
-    def _post(self, target: _Target) -> None:
-        """Posts what is queued, and DONE when that was the last of the transfer."""
-        while self._queue:
-            try:
-                self._operations.append(self._post_plane(target, self._queue[0]))
-            except Backpressure:
-                self._loop.call_soon_threadsafe(
-                    self._loop.call_later, _BACKPRESSURE_SECONDS, self._post_again
-                )
-                return
-            except InvalidArgument as bad:
-                raise ProtocolError(self._says(f"{self._peer_name} offers: {bad}")) from bad
-            except UnknownPeer as gone:
-                raise PeerLost(self._says(f"{self._peer_name} is lost")) from gone
-            self._queue.popleft()
-        if self._tail is not None:
-            self._machine.advance(PrefillEvent.FINISH)
-            total = sum(operation.writes for operation in self._operations)
-            target.pair.send(Done(self.transfer_id, total, self._tail))
-            self._start_settling()
+    def _check_offer(self, decode: KvLayout, first_block: int, num_blocks: int) -> None:
+        if not blocks_match(self._layout, len(self._blocks), decode, first_block + num_blocks):
+            after = f" after {first_block} that it has" if first_block else ""
+            raise InvalidArgument(
+                f"transfer {self.transfer_id}: {self._peer_name} offers {num_blocks} blocks{after} "
+                f"for the {len(self._blocks)} blocks of prefill ({decode.block_size} and "
+                f"{self._layout.block_size} tokens each); both sides take as many blocks as the "
+                "prompt needs"
+            )
+        if decode.rank in self._outbounds or decode.rank not in targets(self._layout, decode):
+            raise InvalidArgument(
+                f"transfer {self.transfer_id}: rank {decode.rank} of {self._peer_name} has offered "
+                f"its blocks before, or gets nothing from rank {self._layout.rank} of prefill; "
+                "each rank of decode needs an engine and an endpoint of its own"
+            )
 
-    def _post_plane(self, target: _Target, write: PlaneWrite) -> Operation:
-        return target.pair.peer.write_pages(
-            write.src,
-            target.grants[write.dst],
-            page_length=write.page_length,
-            src_pages=self._blocks,
-            dst_pages=target.blocks,
-            src_stride=write.src_stride,
-            dst_stride=write.dst_stride,
-            src_offset=write.src_offset,
-            dst_offset=write.dst_offset,
-            imm=target.imm,
-            # The lease ends first, and says why.
-            timeout=self._lease.remaining() + _CAUSE_SECONDS,
-        )
+    def _operations(self) -> list[Operation]:
+        return [operation for out in self._outbounds.values() for operation in out.operations]
+
+    def _post(self) -> None:
+        """Posts what is queued, and DONE to each decode rank that has been sent everything."""
+        # The lease ends first, and says why.
+        timeout = self._lease.remaining() + _CAUSE_SECONDS
+        # One rank that has no room does not hold up the others.
+        had_room = [outbound.post(timeout) for outbound in self._outbounds.values()]
+        if not all(had_room):
+            self._loop.call_soon_threadsafe(
+                self._loop.call_later, _BACKPRESSURE_SECONDS, self._post_again
+            )
+        if self._tail is None:
+            return
+        for outbound in self._outbounds.values():
+            if not outbound.waits and not outbound.announced:
+                outbound.announce(self._tail)
+        if self._machine.state is PrefillState.SENDING and all(
+            outbound.announced for outbound in self._outbounds.values()
+        ):
+            self._machine.advance(PrefillEvent.FINISH)
+            self._start_settling()
 
     def _post_again(self) -> None:
         try:
             with self._lock:
-                if self._error is None and self._queue and self._target is not None:
-                    self._post(self._target)
+                if self._error is None:
+                    self._post()
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)
 
     def _lease_over(self) -> None:
-        if self._target is None:
+        if self._awaited is None:
             what = f"{self._peer_name} made no offer"
+        elif self._awaited:
+            missing = ", ".join(map(str, sorted(self._awaited)))
+            what = f"{self._peer_name} made no offer for its ranks {missing}"
         elif self._tail is None:
             what = "the engine did not write every layer"
         else:
@@ -366,7 +354,7 @@ class PrefillSession:
                 return
             self._error, self._reason = error, reason or str(error)
             logger.info("%s", error)
-            for operation in self._operations:
+            for operation in self._operations():
                 operation.cancel()
         self._loop.call_soon_threadsafe(self._start_settling)
 
@@ -374,9 +362,9 @@ class PrefillSession:
         if self._settling is None:
             self._settling = self._loop.create_task(self._settle())
 
-    def _peer_left(self, event: PrefillEvent, error: KvxferError) -> None:
+    def _peer_left(self, pair: KvPair, event: PrefillEvent, error: KvxferError) -> None:
         with self._lock:
-            self._last_word_event = event
+            self._last_words[pair] = event
             if isinstance(self._error, _SYMPTOMS):
                 self._error = error
         self._give_up(event, error)
@@ -384,11 +372,9 @@ class PrefillSession:
 
     async def _settle(self) -> None:
         """Waits until nothing is under way, then ends the transfer. Runs once per session."""
-        delivered = 0
-        for operation in self._operations:
+        for operation in self._operations():
             try:
                 await operation
-                delivered += operation.writes
             except KvxferError as failure:
                 self._give_up(PrefillEvent.ABORT, failure)
         if isinstance(self._error, _SYMPTOMS):
@@ -400,23 +386,34 @@ class PrefillSession:
         self._pin.release()
         self._lease.end()
         if cause is not None:
-            self._say_last_word(delivered)
+            self._say_last_words()
         self._on_end(self)
         if cause is None:
             self._ended.set_result(None)
         else:
             self._ended.set_exception(cause)
 
-    def _say_last_word(self, delivered: int) -> None:
-        """Tells decode that nothing is under way any more."""
-        if self._pair is None or self._last_word_event is PrefillEvent.PEER_LOST:
-            return
-        with contextlib.suppress(EngineError):
-            self._pair.send(
-                Cancelled(self.transfer_id, delivered)
-                if self._last_word_event is PrefillEvent.PEER_CANCEL
-                else Cancel(self.transfer_id, self._reason)
-            )
+    def _say_last_words(self) -> None:
+        """Tells decode's ranks that nothing is under way any more."""
+        for pair in self._pairs.values():
+            heard = self._last_words.get(pair)
+            if heard is PrefillEvent.PEER_LOST:
+                continue
+            with contextlib.suppress(EngineError):
+                pair.send(
+                    Cancelled(self.transfer_id, self._delivered_to(pair))
+                    if heard is PrefillEvent.PEER_CANCEL
+                    else Cancel(self.transfer_id, self._reason)
+                )
+
+    def _delivered_to(self, pair: KvPair) -> int:
+        return sum(
+            operation.writes
+            for outbound in self._outbounds.values()
+            if outbound.pair is pair
+            for operation in outbound.operations
+            if operation.error is None
+        )
 
     def _says(self, what: str) -> str:
         return f"transfer {self.transfer_id}: {what}"

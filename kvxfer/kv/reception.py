@@ -89,17 +89,17 @@ class Reception:
                 self._on_cancel(pair, transfer_id, reason)
             # Below, a transfer that is unknown has ended here in the meantime.
             case Accepted(transfer_id):
-                if session := pair.decodes.get(transfer_id):
-                    session.accepted()
+                if inbound := pair.decodes.get(transfer_id):
+                    inbound.accepted()
             case Refused(transfer_id, code, reason):
-                if session := pair.decodes.get(transfer_id):
-                    session.refused(_refusal(pair, transfer_id, code, reason))
+                if inbound := pair.decodes.get(transfer_id):
+                    inbound.refused(_refusal(pair, transfer_id, code, reason))
             case Done() as done:
-                if session := pair.decodes.get(done.transfer_id):
-                    session.done(done)
+                if inbound := pair.decodes.get(done.transfer_id):
+                    inbound.done(done)
             case Cancelled(transfer_id):
-                if session := pair.decodes.get(transfer_id):
-                    session.cancel_answered()
+                if inbound := pair.decodes.get(transfer_id):
+                    inbound.cancel_answered()
 
     def _on_offer(self, pair: KvPair, offer: Offer) -> None:
         hello = pair.hello
@@ -132,8 +132,8 @@ class Reception:
             self._expectations.expect(claims, pair)
 
     def _on_cancel(self, pair: KvPair, transfer_id: str, reason: str) -> None:
-        if session := pair.decodes.get(transfer_id):
-            session.cancelled_by_peer(reason)
+        if inbound := pair.decodes.get(transfer_id):
+            inbound.cancelled_by_peer(reason)
         else:
             self._expectations.cancel(pair, transfer_id, reason)
             self._rendezvous.cancel(pair, transfer_id, reason)
@@ -141,8 +141,8 @@ class Reception:
     def drop(self, pair: KvPair, error: KvxferError) -> None:
         """Ends everything with a peer that is gone; no block of its transfers stays taken."""
         self._pairs.remove(pair, error)
-        for session in list(pair.decodes.values()):
-            session.peer_lost(error)
+        for inbound in list(pair.decodes.values()):
+            inbound.peer_lost(error)
         self._expectations.drop(pair, error)
         self._rendezvous.drop(pair, error)
 

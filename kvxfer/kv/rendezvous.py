@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvxfer.errors import (
@@ -22,6 +22,7 @@ from kvxfer.kv.prefill_session import PrefillSession
 
 if TYPE_CHECKING:
     from kvxfer.kv.block_pool import BlockHold
+    from kvxfer.kv.layout import KvLayout
     from kvxfer.kv.pair import KvPair
     from kvxfer.kv.transfer_ledger import TransferLedger
     from kvxfer.ticket import Ticket
@@ -41,14 +42,14 @@ class Rendezvous:
     def __init__(
         self,
         instance_id: str,
-        num_layers: int,
+        layout: KvLayout,
         ledger: TransferLedger,
         *,
         max_early_offers_per_peer: int,
         ended: Callable[[PrefillSession], None],
     ) -> None:
         self._instance_id = instance_id
-        self._num_layers = num_layers
+        self._layout = layout
         self._ledger = ledger
         self._sessions: dict[str, PrefillSession] = {}
         self._on_end = ended
@@ -68,17 +69,17 @@ class Rendezvous:
             raise failure
         early = self._early.take(transfer_id)
         try:
-            session = PrefillSession(claims, blocks, self._num_layers, lease_seconds, self._ended)
+            session = PrefillSession(claims, blocks, self._layout, lease_seconds, self._ended)
         except KvxferError as error:
             self._abandon(transfer_id, error, early)
             raise
         self._sessions[transfer_id] = session
-        if early is not None:
-            early.lease.end()
+        for index, one in enumerate(early):
+            one.lease.end()
             try:
-                session.accept(early.pair, early.offer, early.blocks, early.lease.remaining())
+                session.accept(one.pair, one.offer, one.blocks, one.lease.remaining())
             except KvxferError as error:
-                self._refuse(early.pair, transfer_id, error)
+                self._abandon(transfer_id, error, early[index:])
                 await session.cancel(str(error))
                 raise
         return session
@@ -88,7 +89,7 @@ class Rendezvous:
 
         Raises TicketInvalid where the ticket was used for an offer before.
         """
-        self._ledger.claim(claims, "offer")
+        self._ledger.claim(claims, "offer", pair.hello.layout.rank)
         session = self._sessions.get(claims.transfer_id)
         try:
             failure = session.error if session else self._ledger.failure(claims.transfer_id)
@@ -97,7 +98,8 @@ class Rendezvous:
             # Raises LayoutMismatch, before any byte moves.
             _ = pair.writes
             blocks = unpack_block_table(offer.blocks, pair.hello.num_blocks)
-            planes = sum(map(len, pair.hello.block_strides))
+            plan = pair.outbound_plan
+            planes = len(plan.layers) * len(plan.decode.parts)
             if len(offer.grants) != planes:
                 raise InvalidArgument(
                     f"{len(offer.grants)} grants for the {planes} planes of "
@@ -105,6 +107,8 @@ class Rendezvous:
                 )
             if not 0 <= offer.imm <= _MAX_IMM:
                 raise InvalidArgument(f"immediate {offer.imm} has more than 32 bits")
+            if offer.first_block < 0:
+                raise InvalidArgument(f"first_block is {offer.first_block}; pass 0 or more")
             if session is None:
                 self._early.keep(pair, offer, blocks, self._expired)
             else:
@@ -112,7 +116,7 @@ class Rendezvous:
         except KvxferError as error:
             self._refuse(pair, claims.transfer_id, error)
             if session is None:
-                self._ledger.fail(claims.transfer_id, error)
+                self._abandon(claims.transfer_id, error, self._early.take(claims.transfer_id))
             else:
                 session.fail(error)
 
@@ -120,31 +124,33 @@ class Rendezvous:
         """Decode gives a transfer up."""
         session = pair.prefills.get(transfer_id)
         if session is not None:
-            session.cancelled_by_peer(reason)
+            session.cancelled_by_peer(pair, reason)
             return
         early = self._early.take(transfer_id)
-        if early is not None:
-            early.lease.end()
+        if early:
             error = TransferCancelled(
                 f"transfer {transfer_id}: cancelled by decode worker "
                 f"{pair.hello.instance_id!r}: {reason}"
             )
-            self._ledger.fail(transfer_id, error)
+            self._abandon(transfer_id, error, [one for one in early if one.pair is not pair])
+            for one in early:
+                one.lease.end()
         with contextlib.suppress(EngineError):
             pair.send(Cancelled(transfer_id, 0))
 
     def drop(self, pair: KvPair, error: KvxferError) -> None:
         """The decode worker is gone."""
-        for early in self._early.take_all(pair):
-            early.lease.end()
-            self._ledger.fail(early.offer.transfer_id, error)
+        for lost in self._early.take_all(pair):
+            lost.lease.end()
+            transfer_id = lost.offer.transfer_id
+            self._abandon(transfer_id, error, self._early.take(transfer_id))
         for session in list(pair.prefills.values()):
-            session.peer_lost(error)
+            session.peer_lost(pair, error)
 
     async def close(self, reason: str) -> None:
         """Cancels every session and offer; nothing of them is under way when this returns."""
         for early in self._early.take_all():
-            self._abandon(early.offer.transfer_id, TransferCancelled(reason), early)
+            self._abandon(early.offer.transfer_id, TransferCancelled(reason), [early])
         await asyncio.gather(*(session.cancel(reason) for session in self._sessions.values()))
 
     def _expired(self, early: EarlyOffer) -> None:
@@ -153,14 +159,14 @@ class Rendezvous:
             f"transfer {transfer_id}: no request came to prefill worker "
             f"{self._instance_id!r} within {early.lease.seconds:g} s"
         )
-        self._abandon(transfer_id, error, early)
+        self._abandon(transfer_id, error, [early, *self._early.take(transfer_id)])
 
-    def _abandon(self, transfer_id: str, error: KvxferError, early: EarlyOffer | None) -> None:
+    def _abandon(self, transfer_id: str, error: KvxferError, early: Sequence[EarlyOffer]) -> None:
         """Ends a transfer that has no session here."""
         self._ledger.fail(transfer_id, error)
-        if early is not None:
-            early.lease.end()
-            self._refuse(early.pair, transfer_id, error)
+        for one in early:
+            one.lease.end()
+            self._refuse(one.pair, transfer_id, error)
 
     def _refuse(self, pair: KvPair, transfer_id: str, error: KvxferError) -> None:
         logger.info("offer refused: %s", error)
@@ -169,8 +175,8 @@ class Rendezvous:
 
     def _ended(self, session: PrefillSession) -> None:
         del self._sessions[session.transfer_id]
-        if session.pair is not None:
-            session.pair.prefills.pop(session.transfer_id, None)
+        for pair in session.pairs:
+            pair.prefills.pop(session.transfer_id, None)
         if session.error is not None:
             self._ledger.fail(session.transfer_id, session.error)
         self._on_end(session)

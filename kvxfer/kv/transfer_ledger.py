@@ -19,23 +19,24 @@ class TransferLedger:
     """
 
     def __init__(self) -> None:
-        self._used: dict[str, set[Use]] = {}
+        self._used: dict[str, set[tuple[Use, int]]] = {}
         self._failures: dict[str, KvxferError] = {}
         self._expiries: list[tuple[float, str]] = []
 
-    def claim(self, ticket: Ticket, use: Use) -> None:
-        """Uses the ticket once for `use`. Raises TicketInvalid the second time."""
+    def claim(self, ticket: Ticket, use: Use, rank: int = 0) -> None:
+        """Uses the ticket once for `use` by a rank of the peer. Raises TicketInvalid the second
+        time."""
         self._forget_expired()
         uses = self._used.get(ticket.transfer_id)
         if uses is None:
             uses = self._used[ticket.transfer_id] = set()
             heapq.heappush(self._expiries, (ticket.expires_at, ticket.transfer_id))
-        if use in uses:
+        if (use, rank) in uses:
             raise TicketInvalid(
                 f"the ticket of transfer {ticket.transfer_id} was already used for its {use}; "
                 "ask the control plane for a new one"
             )
-        uses.add(use)
+        uses.add((use, rank))
 
     def fail(self, transfer_id: str, error: KvxferError) -> None:
         """Records why the transfer ended, for whoever comes for it later."""

@@ -74,10 +74,12 @@ class Exchange:
         self._http = http
         self._transfer = transfer
         self._headers = {"X-Request-ID": transfer.request_id, "Content-Type": "application/json"}
-        params = {
+        params: dict[str, Any] = {
             "ticket": transfer.ticket,
             "prefill_engine_address": transfer.prefill.engine_address,
         }
+        if transfer.prefill.rank_addresses:
+            params["prefill_rank_addresses"] = list(transfer.prefill.rank_addresses)
         if handshake == "brokered":
             params["handshake"] = handshake
             params["decode_engine_address"] = transfer.decode.engine_address

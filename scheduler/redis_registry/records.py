@@ -83,6 +83,7 @@ def decode_instance(member: bytes, spec: bytes) -> Instance:
         layout=said.layout,
         num_blocks=said.num_blocks,
         fabrics=said.fabrics,
+        rank_addresses=said.rank_addresses,
         labels=said.labels,
         epoch=held.epoch,
         state=held.state,

@@ -25,20 +25,26 @@ async def test_pair_that_maps_gets_both_addresses_and_the_plan(api):
             "epoch": prefill["epoch"],
             "engine_address": "kvx://127.0.0.1:7400/p",
             "http_address": "http://127.0.0.1:8000",
+            "rank_addresses": [],
         },
         "decode": {
             "instance_id": "d",
             "epoch": decode["epoch"],
             "engine_address": "kvx://127.0.0.1:7400/d",
             "http_address": "http://127.0.0.1:8000",
+            "rank_addresses": [],
         },
         "fabrics": ["tcp"],
         "plan": {
+            "prefill_rank": 0,
+            "decode_rank": 0,
             "layers": 2,
-            "copies_per_block": 4,
-            "bytes_per_block": 4096,
+            "cycle_tokens": 16,
+            "runs_per_cycle": 4,
+            "bytes_per_cycle": 4096,
             "prefill_block_size": 16,
             "decode_block_size": 16,
+            "permutes": False,
             "layer_map": [
                 {
                     "prefill_layer": layer,
@@ -51,17 +57,35 @@ async def test_pair_that_maps_gets_both_addresses_and_the_plan(api):
                 for layer in range(2)
             ],
         },
+        "rank_pairs": [{"prefill_rank": 0, "decode_rank": 0, "layers": 2, "bytes_per_token": 256}],
     }
+
+
+async def test_ranks_that_transfer_to_each_other_are_told(api):
+    prefill = replace(LAYOUT, tp_size=2)
+    await join(api, "p", layout=prefill, rank_addresses=("kvx://h:1/a", "kvx://h:2/b"))
+    await join(api, "d", "decode", order="HND", block_size=24)
+    body = (await shake(api, "p", "d")).json()
+    assert body["rank_pairs"] == [
+        {"prefill_rank": rank, "decode_rank": 0, "layers": 2, "bytes_per_token": 128}
+        for rank in (0, 1)
+    ]
+    plan = body["plan"]
+    assert (plan["cycle_tokens"], plan["permutes"]) == (48, False)
+    assert plan["bytes_per_cycle"] == 48 * 128
+    assert body["prefill"]["rank_addresses"] == ["kvx://h:1/a", "kvx://h:2/b"]
 
 
 @pytest.mark.parametrize(
     ("field", "change", "prefill", "decode"),
     [
-        ("block_size", {"block_size": 32}, 16, 32),
+        ("block_size", {"block_size": 1999}, 16, 1999),
+        ("num_layers", {"layout": replace(LAYOUT, num_layers=4)}, 2, 4),
+        # one rank of two, and nothing is known of the other
+        ("tp_size", {"layout": replace(LAYOUT, tp_size=2)}, 1, 2),
         ("dtype", {"dtype": "bfloat16"}, "float32", "bfloat16"),
         ("model", {"model": "qwen"}, "llama", "qwen"),
         ("fabrics", {"fabrics": ["ofi"]}, ["local", "tcp"], ["ofi"]),
-        ("order", {"layout": replace(LAYOUT, order="HND")}, "NHD", "HND"),
     ],
 )
 async def test_layouts_that_do_not_map_are_refused_by_the_field(

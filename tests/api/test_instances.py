@@ -29,7 +29,9 @@ async def test_registration_answers_with_the_lease_and_where_the_instance_is(api
 
 
 async def test_instance_is_told_as_it_was_registered(api, clock):
-    body = registration("p", labels={"zone": "a"}, fabrics=["tcp"])
+    body = registration(
+        "p", labels={"zone": "a"}, fabrics=["tcp"], rank_addresses=["kvx://127.0.0.1:7400/p"]
+    )
     lease = (await api.post("/v1/instances", json=body)).json()
     told = (await api.get("/v1/instances/p")).json()
     del body["incarnation"]
@@ -46,7 +48,7 @@ async def test_instance_is_told_as_it_was_registered(api, clock):
 
 async def test_least_registration_takes_defaults(api):
     body = registration("p")
-    for name in ("fabrics", "labels", "state", "incarnation"):
+    for name in ("fabrics", "labels", "state", "incarnation", "rank_addresses"):
         del body[name]
     body["layout"] = {
         name: body["layout"][name]
@@ -56,6 +58,17 @@ async def test_least_registration_takes_defaults(api):
     told = (await api.get("/v1/instances/p")).json()
     assert (told["state"], told["fabrics"]) == ("joining", ["local", "tcp"])
     assert told["layout"] == registration("p")["layout"]
+
+
+async def test_addresses_are_those_of_all_ranks_or_none(api):
+    layout = {**registration("p")["layout"], "tp_size": 2}
+    ranks = ["kvx://10.0.0.1:7400/a", "kvx://10.0.0.1:7401/b"]
+    body = registration("p", layout=layout, rank_addresses=ranks[:1])
+    said = problem(await api.post("/v1/instances", json=body), 422, "invalid-argument")
+    assert "rank_addresses has 1 addresses, the layout 2 ranks" in str(said)
+    body["rank_addresses"] = ranks
+    assert (await api.post("/v1/instances", json=body)).status_code == 201
+    assert (await api.get("/v1/instances/p")).json()["rank_addresses"] == ranks
 
 
 async def test_duplicate_of_a_live_id_is_refused_with_a_remedy(api, clock):

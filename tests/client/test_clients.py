@@ -148,13 +148,17 @@ async def test_refused_transfer_says_why(client):
 async def test_handshake_gives_the_plan_or_the_field_that_does_not_map(client):
     await client.register(worker("p"))
     await client.register(worker("d", "decode"))
-    await client.register(worker("d32", "decode", block_size=32))
+    await client.register(worker("d16", "decode", dtype="float16"))
     hands = await client.shake_hands("p", "d")
-    assert (hands.fabrics, hands.plan.bytes_per_block) == (("local", "tcp"), 4096)
+    assert (hands.fabrics, hands.plan.bytes_per_cycle) == (("local", "tcp"), 4096)
     with pytest.raises(LayoutMismatch) as mismatch:
-        await client.shake_hands("p", "d32")
+        await client.shake_hands("p", "d16")
     error = mismatch.value
-    assert (error.field, error.prefill, error.decode) == ("block_size", 16, 32)
+    assert (error.field, error.prefill, error.decode) == (
+        "dtype",
+        "float32",
+        "float16",
+    )
 
 
 # --- watch -----------------------------------------------------------------------------------

@@ -27,6 +27,10 @@ class Region:
     def nbytes(self) -> int:
         return len(self.data)
 
+    @property
+    def address(self) -> int:
+        return int(self.data.ctypes.data)
+
     def close(self) -> None:
         pass
 
@@ -135,8 +139,8 @@ class Peer:
 
     def write_pages(
         self, src: Any, dst: bytes, *, page_length: int, src_pages: Any, dst_pages: Any,
-        src_stride: int, dst_stride: int, src_offset: int, dst_offset: int, imm: int,
-        timeout: float,
+        src_stride: int, dst_stride: int, src_offset: int = 0, dst_offset: int = 0, imm: int = 0,
+        timeout: float = 0,
     ) -> Operation:  # fmt: skip
         if not self.alive:
             raise PeerLost(f"{self.engine_id} is lost")

@@ -135,7 +135,7 @@ def transfer_of(ticket: str) -> str:
 
 async def met(session: PrefillSession) -> None:
     """Waits until prefill knows its decode worker, and so asks for the table."""
-    await eventually(lambda: session.pair is not None)
+    await eventually(lambda: bool(session.pairs))
 
 
 @pytest_asyncio.fixture

@@ -24,11 +24,20 @@ def never(early: EarlyOffer) -> None:
 async def test_an_offer_is_taken_once() -> None:
     offers, pair = EarlyOffers(4), _pair("a")
     offers.keep(pair, offer("t"), BLOCKS, never)
-    early = offers.take("t")
-    assert early is not None
+    [early] = offers.take("t")
     assert (early.pair, early.offer.transfer_id, early.blocks.tolist()) == (pair, "t", [1, 2])
     early.lease.end()
-    assert offers.take("t") is None
+    assert offers.take("t") == []
+    assert len(offers) == 0
+
+
+async def test_the_ranks_of_a_transfer_are_taken_together() -> None:
+    offers = EarlyOffers(1)
+    first, second = _pair("a"), _pair("b")
+    offers.keep(first, offer("t"), BLOCKS, never)
+    offers.keep(second, offer("t"), BLOCKS, never)
+    assert len(offers) == 2
+    assert [early.pair for early in offers.take("t")] == [first, second]
     assert len(offers) == 0
 
 

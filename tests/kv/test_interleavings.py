@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.session_state import DecodeState, PrefillState
 from kvxfer.ticket import Ticket, sign_ticket
 
-from .steered import Engine, Network, Write
+from .steered import Engine, Network, Region, Write
+from .workers import heads_by_token
 
 KEY = b"k" * 32
-LAYERS, BLOCKS, POOL = 3, 2, 6
+LAYERS, TOKENS, POOL = 3, 4, 6
 ROUNDS = 600
 
 
@@ -38,17 +40,11 @@ class Side:
             engine, self.cache, self.pool, instance_id=name, epoch=1, ticket_key=KEY
         )
 
-    def block_of(self, offset: int) -> int:
-        return offset % (POOL * self.cache.layout.part_bytes) // self.cache.layout.part_bytes
-
-    def contents(self, blocks: list[int]) -> list[bytes]:
-        layout = self.cache.layout
-        return [
-            bytes(self.cache.buffer(layer, part)[b * layout.part_bytes :][: layout.part_bytes])
-            for layer in range(layout.layers_per_rank)
-            for part in layout.parts
-            for b in blocks
-        ]
+    def block_of(self, region: Region, offset: int) -> int:
+        """The block that an offset into a region, granted or of the whole cache, lies in."""
+        plane = POOL * self.cache.layout.part_bytes
+        at = region.address + offset - self.cache.planes[0][0].region.address
+        return at % plane // self.cache.layout.part_bytes
 
 
 class Round:
@@ -58,13 +54,20 @@ class Round:
         self.rng = rng
         layout = KvLayout(
             num_layers=LAYERS,
-            num_kv_heads=1,
+            num_kv_heads=rng.choice([1, 2]),
             head_size=4,
             dtype="uint8",
             block_size=2,
+            order=rng.choice(["NHD", "HND"]),
             kv=rng.choice(["separate", "interleaved"]),
         )
-        self.prefill, self.decode = Side("prefill", layout), Side("decode", layout)
+        other = replace(
+            layout,
+            block_size=rng.choice([1, 2]),
+            order=rng.choice(["NHD", "HND"]),
+            kv=rng.choice(["separate", "interleaved"]),
+        )
+        self.prefill, self.decode = Side("prefill", layout), Side("decode", other)
         self.network = Network(self.prefill.engine, self.decode.engine)
         self.network.random = rng
         self.network.max_queued = rng.choice([1, 3, 100])
@@ -74,26 +77,26 @@ class Round:
         )
         # A task that is cancelled before it runs leaves it at that.
         self.outcomes: dict[str, object] = dict.fromkeys(("prefill", "decode"), "task cancelled")
-        self.sent: list[bytes] = []
-        self.received: list[bytes] = []
+        self.sent = self.received = b""
         self.prefill_session: Any = None
         self.decode_session: Any = None
 
     def check_landing(self, write: Write) -> None:
         """No byte lands in a block that its pool may give to somebody else, or is read from one."""
-        target = self.decode.pool.state(self.decode.block_of(write.dst))
+        target = self.decode.pool.state(self.decode.block_of(write.destination, write.dst))
         assert target in (BlockState.OFFERED, BlockState.RECEIVING)
-        assert self.prefill.pool.state(self.prefill.block_of(write.src)) is BlockState.HELD
+        source = self.prefill.pool.state(self.prefill.block_of(write.source, write.src))
+        assert source is BlockState.HELD
 
     async def run_prefill(self) -> None:
         await self.pause()
-        with self.prefill.pool.hold(BLOCKS) as hold:
+        with self.prefill.pool.hold(self.prefill.cache.layout.blocks_for(TOKENS)) as hold:
             blocks = hold.ids.tolist()
             for layer in range(LAYERS):
                 for part in self.prefill.cache.layout.parts:
                     plane = np.frombuffer(self.prefill.cache.buffer(layer, part), np.uint8)
                     plane[:] = np.frombuffer(self.rng.randbytes(len(plane)), np.uint8)
-            self.sent = self.prefill.contents(blocks)
+            self.sent = heads_by_token(self.prefill.cache, blocks).tobytes()
             async with await self.prefill.endpoint.prefill_session(self.ticket, hold) as session:
                 self.prefill_session = session
                 if self.rng.random() < 0.5:
@@ -109,13 +112,16 @@ class Round:
 
     async def run_decode(self) -> None:
         await self.pause()
-        session = await self.decode.endpoint.decode_session(self.ticket, "kvx://prefill", BLOCKS)
+        session = await self.decode.endpoint.decode_session(
+            self.ticket, "kvx://prefill", self.decode.cache.layout.blocks_for(TOKENS)
+        )
         async with session:
             self.decode_session = session
             assert await session.wait() == b"tail"
             await self.pause()
             with session.take() as hold:
-                self.received = self.decode.contents(hold.ids.tolist())
+                blocks = hold.ids.tolist()
+                self.received = heads_by_token(self.decode.cache, blocks).tobytes()
 
     async def pause(self) -> None:
         for _ in range(self.rng.randrange(12)):
@@ -152,7 +158,8 @@ class Round:
                 steps = self.network.steps()
                 if steps and self.rng.random() < 0.7:
                     self.rng.choice(steps)()
-                await asyncio.sleep(0)
+                # What a thread does takes its time, and no steps.
+                await asyncio.sleep(0.001 if self.permuting() and not steps else 0)
                 alone = [name for name, task in tasks.items() if task.done()]
                 if len(alone) == 2 and not self.network.steps():
                     break
@@ -173,6 +180,12 @@ class Round:
         waiting = self.decode_session
         if waiting is not None and waiting.state is DecodeState.OFFERED and self.network_idle():
             waiting._lease_over()
+
+    def permuting(self) -> bool:
+        """Whether a thread is reordering heads."""
+        session = self.decode_session
+        future = None if session is None else session._permuting
+        return future is not None and not future.done()
 
     def network_idle(self) -> bool:
         return not self.network.steps()

@@ -59,6 +59,21 @@ def test_pipeline_stages_divide_the_layers() -> None:
     assert [stage.first_layer for stage in stages] == [0, 2]
 
 
+def test_ranks_count_stage_by_stage() -> None:
+    layout = KvLayout(**BASE, pp_size=2, tp_size=4)
+    assert layout.num_ranks == 8
+    ranks = [layout.of_rank(rank) for rank in range(8)]
+    assert [rank.rank for rank in ranks] == list(range(8))
+    assert [(rank.pp_rank, rank.tp_rank) for rank in ranks[3:5]] == [(0, 3), (1, 0)]
+    assert [rank.first_head for rank in ranks] == [0, 2, 4, 6] * 2
+
+
+def test_more_ranks_than_heads_have_each_head_several_times() -> None:
+    layout = KvLayout(**(BASE | {"num_kv_heads": 2}), tp_size=6)
+    assert layout.head_replicas == 3
+    assert [layout.of_rank(rank).first_head for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2), (160, 10), (161, 11)]
 )
@@ -83,6 +98,9 @@ def test_blocks_for_rounds_up(tokens: int, blocks: int) -> None:
         ({"pp_rank": 1}, "pp_rank is 1 of pp_size 1"),
         ({"pp_size": 3}, "pp_size is 3 for 4 layers"),
         ({"tp_rank": -1}, "tp_rank is -1"),
+        ({"block_size": 65537}, "block_size is 65537; pass at most 65536"),
+        ({"tp_size": 2048}, "tp_size is 2048; pass at most 1024"),
+        ({"pp_size": 2048}, "pp_size is 2048; pass at most 1024"),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], named: str) -> None:

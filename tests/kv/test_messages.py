@@ -32,6 +32,7 @@ HELLO = Hello(
     layout=LAYOUT,
     num_blocks=32,
     block_strides=((256, 256), (256, 320)),
+    permutes=True,
 )
 MESSAGES: list[Message] = [
     HELLO,

@@ -8,18 +8,11 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import PeerLost, ProtocolError
-from kvxfer.kv.cache import KvCache, KvPlane
+from kvxfer.kv.cache import KvCache
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import Hello, encode
-from kvxfer.kv.pair import (
-    KvPair,
-    PlaneWrite,
-    bind_plan,
-    check_hello,
-    grant_ranges,
-    hello_from,
-)
-from kvxfer.kv.plan import LayerPlan, StridedCopy, TransferPlan, plan_transfer
+from kvxfer.kv.pair import KvPair, check_hello, grant_ranges, hello_from
+from kvxfer.kv.plan import plan_transfer
 
 from .steered import Engine
 
@@ -51,12 +44,20 @@ def test_a_hello_describes_every_plane_and_gives_no_permission() -> None:
 
 
 def test_a_grant_goes_from_the_lowest_block_to_the_end_of_the_highest() -> None:
-    cache = allocated("peer", 5)
+    cache, plan = allocated("peer", 5), plan_transfer(LAYOUT, LAYOUT)
     region = cache.planes[0][0].region
-    assert grant_ranges(cache, np.array([3, 1], dtype=np.int32)) == [
+    assert grant_ranges(cache, plan, np.array([3, 1], dtype=np.int32)) == [
         (region, plane * 40 + 8, 24) for plane in range(4)
     ]
-    assert grant_ranges(cache, np.array([4], dtype=np.int32))[3] == (region, 3 * 40 + 32, 8)
+    assert grant_ranges(cache, plan, np.array([4], dtype=np.int32))[3] == (region, 3 * 40 + 32, 8)
+
+
+def test_only_layers_that_the_writer_has_are_granted() -> None:
+    cache = allocated("peer", 5)
+    stage = dataclasses.replace(LAYOUT, pp_size=2, pp_rank=1)
+    blocks = np.array([0], dtype=np.int32)
+    granted = grant_ranges(cache, plan_transfer(stage, LAYOUT), blocks)
+    assert [offset for _, offset, _ in granted] == [2 * 40, 3 * 40]
 
 
 @pytest.mark.parametrize(
@@ -77,42 +78,6 @@ def test_a_hello_that_cannot_be_used_is_refused_by_name(
         check_hello(hello(**changes))
 
 
-def test_a_plan_is_bound_to_the_offsets_and_strides_of_both_caches() -> None:
-    src = allocated("p", 3)
-    region = src.planes[0][0].region
-    padded = KvCache(
-        LAYOUT, 2, [[KvPlane(region, 1 + 2 * part, 16) for part in (0, 1)] for _ in range(2)]
-    )
-    writes = bind_plan(plan_transfer(LAYOUT, LAYOUT), padded, hello())
-    assert writes == tuple(
-        tuple(
-            PlaneWrite(
-                src=region,
-                dst=2 * layer + part,
-                page_length=8,
-                src_offset=1 + 2 * part,
-                dst_offset=0,
-                src_stride=16,
-                dst_stride=8,
-            )
-            for part in (0, 1)
-        )
-        for layer in (0, 1)
-    )
-
-
-def test_a_copy_of_several_runs_becomes_a_write_for_each() -> None:
-    src = allocated("p", 3)
-    copy = StridedCopy("K", "V", 2, count=2, src_offset=1, dst_offset=2, src_stride=4, dst_stride=3)
-    plan = TransferPlan(LAYOUT, LAYOUT, (LayerPlan(1, 0, (copy,)),))
-    [[first, second]] = bind_plan(plan, src, hello())
-    assert (first.dst, second.dst) == (1, 1)
-    assert (first.src_offset, first.dst_offset) == (48 + 1, 2)
-    assert (second.src_offset, second.dst_offset) == (48 + 1 + 4, 2 + 3)
-    assert (first.page_length, first.src_stride, first.dst_stride) == (2, 8, 8)
-    assert plan.bytes_per_block == 4
-
-
 async def test_a_later_hello_may_bring_another_epoch_only() -> None:
     pair = pair_with(allocated("p", 3))
     with pytest.raises(ProtocolError, match="before its HELLO"):
@@ -126,6 +91,7 @@ async def test_a_later_hello_may_bring_another_epoch_only() -> None:
         {"instance_id": "another"},
         {"layout": other},
         {"block_strides": ((8, 8), (8, 16))},
+        {"permutes": False},
     ):
         with pytest.raises(ProtocolError, match="changed its id or cache"):
             pair.greet(hello(**changes))

@@ -112,6 +112,7 @@ async def test_prefill_refuses_an_offer_of_another_layout_itself(
     other = dataclasses.replace(LAYOUT, head_size=64)
     async with worker("p", fabric) as prefill, worker("d", fabric, layout=other) as decode:
         monkeypatch.setattr(KvPair, "inbound_plan", plan_transfer(other, other))
+        monkeypatch.setattr("kvxfer.kv.pairs.sources", lambda prefill, decode: (0,))
         ticket = make_ticket(prefill, decode)
         with prefill.pool.hold(1) as hold:
             session = await prefill.endpoint.prefill_session(ticket, hold)
@@ -167,7 +168,7 @@ async def test_grants_that_do_not_fit_the_planes_are_refused(
     prefill, decode = pair
     planes = LAYERS * len(LAYOUT.parts)
     monkeypatch.setattr(
-        "kvxfer.kv.endpoint.grant_ranges", lambda cache, blocks: grant_ranges(cache, blocks)[1:]
+        "kvxfer.kv.endpoint.grant_ranges", lambda *granted: grant_ranges(*granted)[1:]
     )
     ticket = make_ticket(prefill, decode)
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
@@ -180,7 +181,8 @@ async def test_blocks_beyond_the_grants_are_an_error_of_both_sides(
 ) -> None:
     prefill, decode = pair
     monkeypatch.setattr(
-        "kvxfer.kv.endpoint.grant_ranges", lambda cache, blocks: grant_ranges(cache, blocks[:1])
+        "kvxfer.kv.endpoint.grant_ranges",
+        lambda cache, plan, blocks: grant_ranges(cache, plan, blocks[:1]),
     )
     ticket = make_ticket(prefill, decode)
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 3)

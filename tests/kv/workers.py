@@ -9,6 +9,9 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from kvxfer.client import ControlPlaneClient
 from kvxfer.engine import Engine
@@ -16,6 +19,7 @@ from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.head_order import Permute, permute_on_host
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.session_state import DecodeState
 from kvxfer.ticket import Ticket, sign_ticket
@@ -76,16 +80,18 @@ async def worker(
     max_early_offers_per_peer: int = 64,
     ticket_key: bytes = KEY,
     control_plane: ControlPlaneClient | None = None,
+    instance_id: str | None = None,
+    permute: Permute | None = permute_on_host,
 ) -> AsyncIterator[Worker]:
     """A worker; when it ends in good order all its blocks are free."""
     async with Engine(cluster_key=KEY, name=name, fabrics=(fabric,)) as engine:
-        with KvCache.allocate(engine, layout, num_blocks) as cache:
+        with KvCache.allocate(engine, layout, num_blocks, permute=permute) as cache:
             pool = BlockPool(num_blocks)
             async with KvEndpoint(
                 engine,
                 cache,
                 pool,
-                instance_id=name,
+                instance_id=instance_id or name,
                 epoch=epoch,
                 ticket_key=ticket_key,
                 control_plane=control_plane,
@@ -112,6 +118,26 @@ def make_ticket(
         ),
         KEY,
     )
+
+
+def heads_by_token(cache: KvCache, blocks: Sequence[int]) -> np.ndarray[Any, Any]:
+    """What blocks hold, whatever the layout: bytes by layer, K and V, token, head."""
+    layout = cache.layout
+    tokens, heads = layout.block_size, layout.heads_per_rank
+    inner = (heads, tokens) if layout.order == "HND" else (tokens, heads)
+    vectors = 1 if layout.mla else 2
+    made = np.empty(
+        (layout.layers_per_rank, vectors, len(blocks), tokens, heads, layout.vector_bytes), np.uint8
+    )
+    for layer in range(layout.layers_per_rank):
+        planes = [np.frombuffer(cache.buffer(layer, part), np.uint8) for part in layout.parts]
+        for vector in range(vectors):
+            plane = planes[vector if len(planes) == 2 else 0].reshape(cache.num_blocks, -1)
+            of_block = plane.shape[1] // (vectors // len(planes))
+            begin = 0 if len(planes) == 2 else vector * of_block
+            found = plane[list(blocks), begin : begin + of_block].reshape(len(blocks), *inner, -1)
+            made[layer, vector] = found.swapaxes(1, 2) if layout.order == "HND" else found
+    return made.reshape(layout.layers_per_rank, vectors, -1, heads, layout.vector_bytes)
 
 
 async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
@@ -141,7 +167,8 @@ async def send(
         async with await prefill.endpoint.prefill_session(
             ticket, hold, lease_seconds=lease_seconds
         ) as session:
-            for layer in rng.sample(range(LAYERS), LAYERS):
+            layers = prefill.cache.layout.layers_per_rank
+            for layer in rng.sample(range(layers), layers):
                 session.write_layer(layer)
                 await asyncio.sleep(0)
             await session.finish(tail)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 import threading
 
 import pytest
@@ -24,7 +26,7 @@ from kvxfer.reference.worker.completions import (
 )
 
 from .tiny import TINY
-from .workers import BLOCKS, WorkerPair, eventually, single_process
+from .workers import BLOCKS, WorkerPair, eventually, single_process, start_worker
 
 PROMPT = "the cache of this prompt moves"
 
@@ -54,6 +56,23 @@ async def test_decode_gives_the_tokens_of_a_single_process(workers: WorkerPair) 
     }
     assert prefill.id == decode.id
     await eventually(workers.all_blocks_free)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 8), (8, 2), (4, 6), (6, 4)])
+async def test_workers_of_different_block_sizes_give_the_same_tokens(
+    prefill: int, decode: int
+) -> None:
+    expected = single_process().generate(PROMPT, 20)
+    async with contextlib.AsyncExitStack() as stack:
+        key = secrets.token_hex(16)
+        workers = WorkerPair(
+            await start_worker(stack, Role.PREFILL, key, "local", block_size=prefill),
+            await start_worker(stack, Role.DECODE, key, "local", block_size=decode),
+            key,
+        )
+        _, answer = await complete(workers, workers.request(PROMPT, max_tokens=20))
+        assert answer.choices[0].token_ids == expected
+        await eventually(workers.all_blocks_free)
 
 
 async def test_load_has_what_was_measured_of_requests(workers: WorkerPair) -> None:

@@ -83,14 +83,18 @@ class WorkerPair:
 
 
 async def start_worker(
-    stack: contextlib.AsyncExitStack, role: Role, key: str, fabric: str
+    stack: contextlib.AsyncExitStack,
+    role: Role,
+    key: str,
+    fabric: str,
+    block_size: int = BLOCK_SIZE,
 ) -> Worker:
     layout = KvLayout(
         num_layers=TINY.num_layers,
         num_kv_heads=TINY.num_kv_heads,
         head_size=TINY.head_size,
         dtype="float32",
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
     )
     engine = await stack.enter_async_context(
         MeteredEngine(cluster_key=key, name=str(role), fabrics=(fabric,))

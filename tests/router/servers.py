@@ -65,6 +65,7 @@ async def http_worker(
     role: Role,
     answer: Answer,
     credentials: Credentials | None = None,
+    **changes: Any,
 ) -> AsyncIterator[None]:
     """A registered worker that answers every request with `answer`, given body and connection."""
 
@@ -79,7 +80,7 @@ async def http_worker(
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
     with SyncControlPlaneClient(control_plane, credentials=credentials or Credentials()) as client:
-        spec = worker(instance_id, role, http_address=f"http://{host}:{port}")
+        spec = worker(instance_id, role, http_address=f"http://{host}:{port}", **changes)
         client.register(spec, state=InstanceState.READY)
     async with server:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ from kvxfer.api.tokens import watch_tokens
 from kvxfer.client import Credentials
 from kvxfer.event_stream import EventParser
 from kvxfer.instances import Role
+from kvxfer.reference.worker.completions import KvTransferParams
 from kvxfer.router.api_keys import watch_api_keys
-from tests.control_plane import RunningControlPlane
+from tests.control_plane import LAYOUT, RunningControlPlane
 
 from .servers import DECODES, PREFILLS, USAGE, RunningRouter, http_worker
 
@@ -31,23 +33,25 @@ def control_plane() -> Iterator[RunningControlPlane]:
         yield running
 
 
+def noting(bodies: dict[str, dict[str, Any]], role: Role) -> Any:
+    """An answer that keeps what it was asked."""
+    answer = PREFILLS if role is Role.PREFILL else DECODES
+
+    async def note(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        bodies[role] = body
+        await answer(body, writer)
+
+    return note
+
+
 @pytest.fixture
 async def asked(control_plane: RunningControlPlane) -> AsyncIterator[dict[str, dict[str, Any]]]:
     """What two workers were asked last, by role."""
     bodies: dict[str, dict[str, Any]] = {}
 
-    def noting(role: Role) -> Any:
-        answer = PREFILLS if role is Role.PREFILL else DECODES
-
-        async def note(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-            bodies[role] = body
-            await answer(body, writer)
-
-        return note
-
     async with (
-        http_worker(control_plane.url, "p", Role.PREFILL, noting(Role.PREFILL)),
-        http_worker(control_plane.url, "d", Role.DECODE, noting(Role.DECODE)),
+        http_worker(control_plane.url, "p", Role.PREFILL, noting(bodies, Role.PREFILL)),
+        http_worker(control_plane.url, "d", Role.DECODE, noting(bodies, Role.DECODE)),
     ):
         yield bodies
 
@@ -103,6 +107,24 @@ async def test_both_workers_are_told_of_a_brokered_handshake(control_plane, aske
             "prefill_engine_address": "kvx://127.0.0.1:7400/p",
             "decode_engine_address": "kvx://127.0.0.1:7400/d",
         }
+
+
+async def test_workers_are_told_where_every_rank_of_prefill_is(control_plane) -> None:
+    bodies: dict[str, dict[str, Any]] = {}
+    ranks = ["kvx://127.0.0.1:7400/p", "kvx://127.0.0.1:7401/p"]
+    both = {"layout": dataclasses.replace(LAYOUT, tp_size=2), "rank_addresses": tuple(ranks)}
+    url = control_plane.url
+    async with (
+        http_worker(url, "p", Role.PREFILL, noting(bodies, Role.PREFILL), **both),
+        http_worker(url, "d", Role.DECODE, noting(bodies, Role.DECODE)),
+    ):
+        with RunningRouter(url) as router:
+            async with httpx.AsyncClient(base_url=router.url) as client:
+                assert (await client.post(COMPLETIONS, json=ASKED)).status_code == 200
+    for side in ("prefill", "decode"):
+        params = bodies[side]["kv_transfer_params"]
+        assert params["prefill_rank_addresses"] == ranks
+        assert KvTransferParams(**params).decode_dials == ranks
 
 
 @pytest.mark.parametrize("usage", [False, True])

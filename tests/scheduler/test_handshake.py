@@ -8,7 +8,7 @@ from kvxfer.errors import InvalidArgument, LayoutMismatch, UnknownInstance
 from kvxfer.kv.layout import KvLayout
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.handshake import shake_hands
-from kvxfer.transfers import PlannedCopy, PlannedLayer, PlanSummary
+from kvxfer.transfers import PlannedCopy, PlannedLayer, PlanSummary, RankPair
 from tests.control_plane import LAYOUT, worker
 
 
@@ -30,11 +30,15 @@ async def test_pair_that_maps_gets_addresses_fabrics_and_plan(registry):
     assert hands.fabrics == ("local", "tcp")
     # 2 layers of K and V: 16 tokens, 2 heads of 8 float32
     assert hands.plan == PlanSummary(
+        prefill_rank=0,
+        decode_rank=0,
         layers=2,
-        copies_per_block=4,
-        bytes_per_block=2 * 2 * 16 * 2 * 8 * 4,
+        cycle_tokens=16,
+        runs_per_cycle=4,
+        bytes_per_cycle=2 * 2 * 16 * 2 * 8 * 4,
         prefill_block_size=16,
         decode_block_size=16,
+        permutes=False,
         layer_map=tuple(
             PlannedLayer(
                 prefill_layer=layer,
@@ -47,6 +51,41 @@ async def test_pair_that_maps_gets_addresses_fabrics_and_plan(registry):
             for layer in range(2)
         ),
     )
+    assert hands.rank_pairs == (
+        RankPair(prefill_rank=0, decode_rank=0, layers=2, bytes_per_token=2 * 2 * 2 * 8 * 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "cycle", "runs", "permutes"),
+    [
+        ({"block_size": 32}, 32, 2 * 2 * 2, False),
+        ({"order": "HND"}, 16, 2 * 2, True),
+        ({"kv": "interleaved"}, 16, 2 * 2, False),
+    ],
+)
+async def test_other_block_sizes_and_orders_map(registry, change, cycle, runs, permutes):
+    await registry.register(worker("other", "decode", layout=replace(LAYOUT, **change)))
+    plan = (await shake_hands(registry, "p", "other")).plan
+    assert (plan.cycle_tokens, plan.runs_per_cycle, plan.permutes) == (cycle, runs, permutes)
+    assert plan.bytes_per_cycle == cycle * 2 * 2 * 2 * 8 * 4
+    copied = sum(copy.bytes for layer in plan.layer_map for copy in layer.copies)
+    assert copied == plan.bytes_per_cycle
+
+
+async def test_instances_with_all_their_ranks_map(registry):
+    ranks = tuple(f"kvx://127.0.0.1:740{rank}/r" for rank in range(2))
+    for field in ("tp_size", "pp_size"):
+        layout = replace(LAYOUT, **{field: 2})
+        await registry.register(worker(field, "both", layout=layout, rank_addresses=ranks))
+    for prefill, decode, expected in (
+        ("p", "tp_size", [(0, 0), (0, 1)]),
+        ("pp_size", "d", [(0, 0), (1, 0)]),
+        ("tp_size", "pp_size", [(0, 0), (1, 0), (0, 1), (1, 1)]),
+    ):
+        hands = await shake_hands(registry, prefill, decode)
+        assert [(pair.prefill_rank, pair.decode_rank) for pair in hands.rank_pairs] == expected
+    assert hands.prefill.rank_addresses == ranks
 
 
 async def test_role_both_takes_either_side(registry):
@@ -66,13 +105,11 @@ async def test_role_both_takes_either_side(registry):
                 ("num_kv_heads", 4, {}),
                 ("head_size", 16, {}),
                 ("dtype", "bfloat16", {}),
-                ("block_size", 32, {}),
+                ("block_size", 1999, {}),
                 ("tp_size", 2, {}),
                 ("tp_rank", 1, {"tp_size": 2}),
                 ("pp_size", 2, {}),
                 ("pp_rank", 1, {"pp_size": 2}),
-                ("order", "HND", {}),
-                ("kv", "interleaved", {}),
                 ("mla", True, {"num_kv_heads": 1}),
             )
         ),
@@ -102,8 +139,13 @@ async def test_pair_that_does_not_map_is_refused_by_the_field(field, change):
 
 async def test_every_field_of_a_layout_is_compared():
     marks = test_pair_that_does_not_map_is_refused_by_the_field.pytestmark
-    tried = {field for field, _ in marks[0].args[1]}
-    assert tried == {"model", "fabrics", *(field.name for field in fields(KvLayout))}
+    refused = {field for field, _ in marks[0].args[1]}
+    map_always = {"order", "kv"}
+    assert refused | map_always == {
+        "model",
+        "fabrics",
+        *(field.name for field in fields(KvLayout)),
+    }
 
 
 @pytest.mark.parametrize(

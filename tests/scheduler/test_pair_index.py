@@ -117,6 +117,7 @@ def test_index_that_is_kept_up_to_date_finds_what_the_slow_way_finds(seed):
                     source.choice(["prefill", "decode", "both"]),
                     labels={level: source.choice("xy") for level in levels},
                     block_size=source.choice([16, 32]),
+                    dtype=source.choice(["float32", "int8"]),
                 )
                 fleet[name] = replace(joined, epoch=step + 1)
             case "leave" if known:
@@ -141,7 +142,7 @@ def test_index_that_is_kept_up_to_date_finds_what_the_slow_way_finds(seed):
             if prefill is not decode
             and prefill.role in ("prefill", "both")
             and decode.role in ("decode", "both")
-            and prefill.layout == decode.layout
+            and prefill.layout.dtype == decode.layout.dtype
             and all(
                 i.state is InstanceState.READY
                 and i.layout.blocks_for(request.prompt_tokens or 0)

@@ -96,12 +96,18 @@ P, D = instance("p", "prefill"), instance("d", "decode")
         (
             [
                 instance("p16", "prefill"),
-                instance("p32", "prefill", load=Load(running=5), block_size=32),
+                instance("p8", "prefill", load=Load(running=5), dtype="int8"),
                 instance("d16", "decode", load=Load(running=9)),
-                instance("d32", "decode", block_size=32),
+                instance("d8", "decode", dtype="int8"),
             ],
             {},
-            ("p32", "d32"),
+            ("p8", "d8"),
+        ),
+        # block sizes may differ: 160 tokens are 10 blocks and 5
+        (
+            [P, instance("d32", "decode", block_size=32, load=Load(free_blocks=5))],
+            {"prompt_tokens": 160},
+            ("p", "d32"),
         ),
         # a fabric in common
         (
@@ -199,7 +205,10 @@ def test_refusal_is_the_same_whoever_came_first():
 
 
 def test_many_mismatches_are_counted_not_listed():
-    fleet = [P, *(instance(f"d{n}", "decode", block_size=2**n) for n in (5, 6, 7, 8, 9))]
+    fleet = [
+        P,
+        *(instance(f"d{n}", "decode", block_size=n) for n in (1997, 1999, 2003, 2011, 2017)),
+    ]
     with pytest.raises(NoCapacity) as refusal:
         choose_pair(fleet, TransferRequest())
     reasons = refusal.value.details["reasons"]
@@ -233,6 +242,7 @@ def test_choice_is_the_best_of_all_pairs(seed):
                 transfers=source.randrange(3),
                 blocks=source.randrange(64),
                 block_size=source.choice([16, 32]),
+                dtype=source.choice(["float32", "int8"]),
                 model=source.choice(["llama", "qwen"]),
             )
             for number in range(source.randrange(1, 9))
@@ -256,7 +266,7 @@ def test_choice_is_the_best_of_all_pairs(seed):
                 and all(i.state is InstanceState.READY for i in sides)
                 and prefill.model == decode.model
                 and request.model in (None, prefill.model)
-                and prefill.layout == decode.layout
+                and prefill.layout.dtype == decode.layout.dtype
                 and all(
                     -(-(request.prompt_tokens or 0) // i.layout.block_size) <= available_blocks(i)
                     for i in sides
@@ -276,11 +286,11 @@ def test_choice_is_the_best_of_all_pairs(seed):
 def test_check_pair_names_the_first_thing_that_differs():
     check_pair(P, D)
     with pytest.raises(LayoutMismatch) as mismatch:
-        check_pair(P, instance("d", "decode", block_size=32))
+        check_pair(P, instance("d", "decode", block_size=32, dtype="int8"))
     assert (mismatch.value.field, mismatch.value.prefill, mismatch.value.decode) == (
-        "block_size",
-        16,
-        32,
+        "dtype",
+        "float32",
+        "int8",
     )
 
 

@@ -16,6 +16,9 @@ class KvTransferParams(BaseModel):
 
     ticket: str
     prefill_engine_address: str = Field(description="Whom the decode worker offers its blocks to.")
+    prefill_rank_addresses: list[str] = Field(
+        [], description="The engine of each prefill rank, where there is more than one."
+    )
     handshake: Literal["direct", "brokered"] = Field(
         "direct",
         description="Direct: decode connects to prefill and sends its block table. Brokered: "
@@ -37,9 +40,11 @@ class KvTransferParams(BaseModel):
         return self.decode_engine_address if self.handshake == "brokered" else None
 
     @property
-    def decode_dials(self) -> str | None:
-        """The address that the decode worker connects to, if it does."""
-        return self.prefill_engine_address if self.handshake == "direct" else None
+    def decode_dials(self) -> str | list[str] | None:
+        """The address that the decode worker connects to, or those of all ranks, if it does."""
+        if self.handshake != "direct":
+            return None
+        return self.prefill_rank_addresses or self.prefill_engine_address
 
 
 class StreamOptions(BaseModel):

@@ -1,0 +1,162 @@
+"""What one prefill rank sends to a decode session: its offer, its count, its last word."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from kvxfer.errors import (
+    DeadlineExceeded,
+    EngineError,
+    KvxferError,
+    ProtocolError,
+    StaleCounter,
+    TransferCancelled,
+)
+from kvxfer.kv.messages import Cancel, Done
+from kvxfer.kv.session_state import (
+    DECODE_TRANSITIONS,
+    DecodeEvent,
+    DecodeState,
+    StateMachine,
+)
+
+if TYPE_CHECKING:
+    from kvxfer.engine import Counter
+    from kvxfer.kv.decode_session import DecodeSession
+    from kvxfer.kv.pair import KvPair
+
+ENDED: Final = frozenset({DecodeState.TAKEN, DecodeState.CANCELLED, DecodeState.FAILED})
+
+
+class Inbound:
+    """The states of a transfer between one prefill rank and one decode rank. Loop only.
+
+    Made by KvEndpoint for each prefill rank that the session's blocks come from; the session hears
+    of everything that concerns the others too.
+    """
+
+    def __init__(
+        self, pair: KvPair, transfer_id: str, counter: Counter, grants: Sequence[bytes]
+    ) -> None:
+        hello = pair.hello
+        rank = f"rank {hello.layout.rank} of " if hello.layout.num_ranks > 1 else ""
+        self.pair = pair
+        self.counter = counter
+        self.grants = tuple(grants)
+        self.peer_name = f"{rank}prefill worker {hello.instance_id!r}"
+        self.tail = b""
+        self._transfer_id = transfer_id
+        self._machine = StateMachine(
+            f"transfer {transfer_id} with {self.peer_name}",
+            DECODE_TRANSITIONS,
+            DecodeState.OFFERED,
+        )
+        self._session: DecodeSession
+        self._counting: asyncio.Task[None] | None = None
+
+    def begin(self, session: DecodeSession) -> None:
+        """From now on the session hears of what the prefill rank does."""
+        self._session = session
+        self.pair.decodes[self._transfer_id] = self
+
+    @property
+    def state(self) -> DecodeState:
+        return self._machine.state
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    # What the endpoint hears from prefill.
+
+    def accepted(self) -> None:
+        if self._machine.advance(DecodeEvent.ACCEPTED) is DecodeState.RECEIVING:
+            self._session.accepted()
+
+    def done(self, done: Done) -> None:
+        if self._machine.advance(DecodeEvent.DONE) is not DecodeState.COUNTING:
+            return
+        if (done.total < 1) is bool(self.pair.inbound_plan.layers):
+            raise ProtocolError(self._says(f"DONE announces {done.total} writes"))
+        self.tail = done.tail
+        self._counting = asyncio.get_running_loop().create_task(self._count(done.total))
+
+    def refused(self, error: KvxferError) -> None:
+        self._session.give_up(DecodeEvent.REFUSED, error, of=self)
+
+    def cancelled_by_peer(self, reason: str) -> None:
+        error = TransferCancelled(self._says(f"cancelled by {self.peer_name}: {reason}"))
+        self._session.give_up(DecodeEvent.PEER_CANCEL, error, of=self)
+
+    def cancel_answered(self) -> None:
+        error = TransferCancelled(self._says("cancelled"))
+        self._session.give_up(DecodeEvent.PEER_CANCELLED, error, of=self)
+
+    def peer_lost(self, error: KvxferError) -> None:
+        self._session.give_up(DecodeEvent.PEER_LOST, error, of=self)
+
+    # What the session says.
+
+    def taken(self) -> None:
+        self._machine.advance(DecodeEvent.TAKE)
+        self._end()
+
+    def fails_by(self, event: DecodeEvent) -> bool:
+        """Whether the event ends the transfer, which has not failed yet."""
+        state = self.state
+        return (
+            state is not DecodeState.CANCELLING
+            and self._machine.allows(event)
+            and DECODE_TRANSITIONS[state, event] is not state
+        )
+
+    def give_up(self, event: DecodeEvent, reason: str) -> None:
+        """Ends this part of a transfer that has failed; prefill hears the reason if it takes part
+        still. Does nothing where the state does not allow the event."""
+        if not self._machine.allows(event):
+            return
+        failing = self.fails_by(event)
+        after = self._machine.advance(event)
+        if failing:
+            if after is DecodeState.CANCELLING:
+                # First, so that prefill hears the reason before its writes are refused.
+                with contextlib.suppress(EngineError):
+                    self.pair.send(Cancel(self._transfer_id, reason))
+            self.counter.revoke(self._session.revoked)
+        if after in ENDED:
+            self._end()
+
+    async def _count(self, total: int) -> None:
+        try:
+            if total:
+                await self.counter.wait(total, self._session.lease_remaining)
+        except StaleCounter:
+            return  # revoked here, by whoever gave the transfer up
+        except DeadlineExceeded:
+            return  # the lease is over now, too, and says so
+        except EngineError as error:
+            self._session.fail(error)
+        else:
+            self._complete(total)
+
+    def _complete(self, total: int) -> None:
+        if not self._machine.allows(DecodeEvent.COUNTED):
+            return
+        arrived = self.counter.value
+        if arrived != total:
+            problem = f"{arrived} writes arrived, {self.peer_name} announced {total}"
+            self._session.fail(ProtocolError(self._says(problem)))
+            return
+        self.counter.release()  # afterwards no write of this rank can land
+        self._machine.advance(DecodeEvent.COUNTED)
+        self._session.counted()
+
+    def _end(self) -> None:
+        self.pair.decodes.pop(self._transfer_id, None)
+        self._session.inbound_ended()
+
+    def _says(self, what: str) -> str:
+        return f"transfer {self._transfer_id}: {what}"

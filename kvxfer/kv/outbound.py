@@ -1,0 +1,100 @@
+"""What a prefill session sends to one decode rank: where it goes, what waits, what is under way."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING
+
+from kvxfer.errors import Backpressure, InvalidArgument, PeerLost, ProtocolError, UnknownPeer
+from kvxfer.kv.messages import Accepted, Done, Offer
+
+if TYPE_CHECKING:
+    from kvxfer.engine import Operation
+    from kvxfer.kv.block_pool import BlockIds
+    from kvxfer.kv.pair import KvPair
+    from kvxfer.kv.plane_writes import Offsets, PlaneWrite, Runs
+
+
+class Outbound:
+    """An accepted OFFER. Its session's lock guards it."""
+
+    def __init__(self, pair: KvPair, offer: Offer, source: BlockIds, target: BlockIds) -> None:
+        self.pair = pair
+        self.operations: list[Operation] = []
+        self.announced = False
+        self._writes = pair.writes
+        self._offer = offer
+        self._source = source
+        self._target = target - target.min()  # counted from where the grants begin
+        # Writes that wait for room in the engine, in order.
+        self._queue: collections.deque[PlaneWrite] = collections.deque()
+        # The same for every layer whose blocks lie equally far apart.
+        self._offsets: dict[Runs, tuple[Offsets, Offsets]] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether the engine has not taken every write yet."""
+        return bool(self._queue)
+
+    @property
+    def posted(self) -> int:
+        """Writes posted so far, after coalescing: what the receiver's counter grows by."""
+        return sum(operation.writes for operation in self.operations)
+
+    def accept(self) -> None:
+        self.pair.send(Accepted(self._offer.transfer_id))
+
+    def add(self, layer: int) -> None:
+        """Puts a layer into the queue."""
+        self._queue.extend(self._writes[layer])
+
+    def post(self, timeout: float) -> bool:
+        """Posts what is queued, as far as the engine has room; whether it had.
+
+        Raises ProtocolError where the OFFER does not hold what it says, and other EngineErrors.
+        """
+        while self._queue:
+            try:
+                self._post(self._queue[0], timeout)
+            except Backpressure:
+                return False
+            except InvalidArgument as bad:
+                raise ProtocolError(self._says(f"{self._name} offers: {bad}")) from bad
+            except UnknownPeer as gone:
+                raise PeerLost(self._says(f"{self._name} is lost")) from gone
+            self._queue.popleft()
+        return True
+
+    def announce(self, tail: bytes) -> None:
+        """Sends DONE, once."""
+        self.announced = True
+        self.pair.send(Done(self._offer.transfer_id, self.posted, tail))
+
+    def _post(self, write: PlaneWrite, timeout: float) -> None:
+        runs = write.runs
+        if runs not in self._offsets:
+            first = self._offer.first_block
+            self._offsets[runs] = runs.offsets(self._source, self._target, first)
+        source, target = self._offsets[runs]
+        if not len(source):
+            return  # runs of blocks that the prompt has not
+        operation = self.pair.peer.write_pages(
+            write.src,
+            self._offer.grants[write.dst],
+            page_length=runs.length,
+            src_pages=source,
+            dst_pages=target,
+            src_stride=1,
+            dst_stride=1,
+            src_offset=write.src_offset,
+            imm=self._offer.imm,
+            timeout=timeout,
+        )
+        self.operations.append(operation)
+
+    @property
+    def _name(self) -> str:
+        return f"decode worker {self.pair.hello.instance_id!r}"
+
+    def _says(self, what: str) -> str:
+        return f"transfer {self._offer.transfer_id}: {what}"

@@ -1,0 +1,127 @@
+"""Which rank of a prefill instance writes what to which rank of a decode instance.
+
+Pure functions of two layouts, so that every rank of both sides comes to the same answer. Each byte
+of a decode rank is written by exactly one prefill rank, and each prefill rank writes to somebody
+or is at least told that it has nothing to write.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+from kvxfer.errors import LayoutMismatch
+from kvxfer.kv.layout import KvLayout
+
+_SAME_ON_BOTH_SIDES: Final = ("num_layers", "num_kv_heads", "head_size", "dtype", "mla")
+_MAX_BLOCKS_IN_CYCLE: Final = 1024
+
+
+def require_mappable(prefill: KvLayout, decode: KvLayout) -> None:
+    """Raises LayoutMismatch with the first field that no plan can bridge: of the model, or block
+    sizes of which it takes more than a thousand until both end at the same token."""
+    for field in _SAME_ON_BOTH_SIDES:
+        ours, theirs = getattr(prefill, field), getattr(decode, field)
+        if ours != theirs:
+            raise LayoutMismatch(field, ours, theirs)
+    cycle = math.lcm(prefill.block_size, decode.block_size)
+    if cycle // prefill.block_size + cycle // decode.block_size > _MAX_BLOCKS_IN_CYCLE:
+        raise LayoutMismatch("block_size", prefill.block_size, decode.block_size)
+
+
+def heads_between(prefill: KvLayout, decode: KvLayout) -> range:
+    """The KV heads that lie on both ranks, by their index in the whole model."""
+    return range(
+        max(prefill.first_head, decode.first_head),
+        min(
+            prefill.first_head + prefill.heads_per_rank,
+            decode.first_head + decode.heads_per_rank,
+        ),
+    )
+
+
+def layers_between(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
+    """The layers that a prefill rank writes to a decode rank, by their index in the whole model."""
+    turn = _turn(prefill, decode)
+    if turn is None:
+        return ()
+    first, of = turn
+    return tuple(layer for layer in _layers_on_both(prefill, decode) if layer % of == first)
+
+
+@lru_cache(maxsize=1024)
+def sources(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
+    """The ranks of the prefill instance that a decode rank offers its blocks to.
+
+    Of `prefill` the rank does not matter. Raises LayoutMismatch.
+    """
+    require_mappable(prefill, decode)
+    heads = [
+        rank
+        for rank in range(prefill.tp_size)
+        if _turn(replace(prefill, tp_rank=rank), decode) is not None
+    ]
+    return tuple(
+        stage * prefill.tp_size + rank
+        for stage in range(prefill.pp_size)
+        if _layers_on_both(replace(prefill, pp_rank=stage), decode)
+        for rank in heads
+    )
+
+
+@lru_cache(maxsize=1024)
+def targets(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
+    """The ranks of the decode instance that offer their blocks to a prefill rank.
+
+    Of `decode` the rank does not matter. Raises LayoutMismatch.
+    """
+    require_mappable(prefill, decode)
+    heads = [
+        rank
+        for rank in range(decode.tp_size)
+        if _turn(prefill, replace(decode, tp_rank=rank)) is not None
+    ]
+    return tuple(
+        stage * decode.tp_size + rank
+        for stage in range(decode.pp_size)
+        if _layers_on_both(prefill, replace(decode, pp_rank=stage))
+        for rank in heads
+    )
+
+
+def bytes_per_token(prefill: KvLayout, decode: KvLayout) -> int:
+    """What a prefill rank writes to a decode rank for each token."""
+    vectors = 1 if decode.mla else 2
+    heads = len(heads_between(prefill, decode))
+    return len(layers_between(prefill, decode)) * vectors * heads * decode.vector_bytes
+
+
+def _layers_on_both(prefill: KvLayout, decode: KvLayout) -> range:
+    return range(
+        max(prefill.first_layer, decode.first_layer),
+        min(
+            prefill.first_layer + prefill.layers_per_rank,
+            decode.first_layer + decode.layers_per_rank,
+        ),
+    )
+
+
+def _turn(prefill: KvLayout, decode: KvLayout) -> tuple[int, int] | None:
+    """(i, n) where the prefill rank writes every n-th layer from layer i on; None where it writes
+    none, as the ranks have no head in common or another replica of the heads writes.
+
+    With m replicas of a head at prefill and n at decode, replica j serves replica j * n // m where
+    m > n, and those that serve the same one take turns by layer. Otherwise each serves several.
+    """
+    if not heads_between(prefill, decode):
+        return None
+    ours, theirs = prefill.head_replicas, decode.head_replicas
+    replica, served = prefill.tp_rank % ours, decode.tp_rank % theirs
+    if ours <= theirs:
+        return (0, 1) if served * ours // theirs == replica else None
+    if replica * theirs // ours != served:
+        return None
+    first, end = -(-served * ours // theirs), -(-(served + 1) * ours // theirs)
+    return replica - first, end - first

@@ -1,0 +1,205 @@
+"""Plans of random pairs of instances, against an oracle that knows every element by its name.
+
+Every number in a cache is the identity of one element: layer, token, K or V, head and dimension.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from kvxfer.kv.cache import KvCache
+from kvxfer.kv.head_order import permute_on_host
+from kvxfer.kv.layout import KvLayout
+from kvxfer.kv.pair import hello_from
+from kvxfer.kv.plan import plan_transfer
+from kvxfer.kv.plane_writes import bind_plan
+from kvxfer.kv.ranks import sources, targets
+
+from .steered import Engine
+
+UNTOUCHED = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pair of instances, by the layouts of their first ranks, and one prompt."""
+
+    prefill: KvLayout
+    decode: KvLayout
+    tokens: int
+    seed: int
+    permutes: bool
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    mla = draw(st.booleans()) if draw(st.integers(0, 3)) == 0 else False
+    num_heads = 1 if mla else draw(st.sampled_from([1, 2, 3, 4]))
+    num_layers = draw(st.sampled_from([1, 2, 3]))
+    head_size = draw(st.sampled_from([1, 2]))
+
+    def instance() -> KvLayout:
+        return KvLayout(
+            num_layers=num_layers,
+            num_kv_heads=num_heads,
+            head_size=head_size,
+            dtype="float32",
+            block_size=draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
+            tp_size=draw(
+                st.sampled_from(divisors(num_heads))
+                | st.sampled_from([num_heads * 2, num_heads * 3])
+            ),
+            pp_size=draw(st.sampled_from(divisors(num_layers))),
+            order=draw(st.sampled_from(["NHD", "HND"])),
+            kv=draw(st.sampled_from(["separate", "interleaved"])),
+            mla=mla,
+        )
+
+    return Case(
+        prefill=instance(),
+        decode=instance(),
+        tokens=draw(st.integers(1, 30)),
+        seed=draw(st.integers(0, 1000)),
+        permutes=draw(st.booleans()),
+    )
+
+
+@dataclass
+class Rank:
+    """One rank's cache, and the blocks that the prompt has in it."""
+
+    layout: KvLayout
+    cache: KvCache
+    blocks: np.ndarray[Any, Any]
+    memory: np.ndarray[Any, Any]
+
+
+def rank_of(layout: KvLayout, tokens: int, rng: random.Random) -> Rank:
+    needed = layout.blocks_for(tokens)
+    num_blocks = needed + 2
+    engine: Any = Engine("rank")
+    cache = KvCache.allocate(engine, layout, num_blocks)
+    blocks = np.array(rng.sample(range(num_blocks), needed), dtype=np.int32)
+    memory = np.frombuffer(cache.planes[0][0].region.data, np.uint32)
+    memory[:] = UNTOUCHED
+    return Rank(layout, cache, blocks, memory)
+
+
+def place(rank: Rank, layer: int, token: int, vector: int, head: int, dim: int) -> int:
+    """Where an element lies in a rank's memory. Layers and heads are counted on the rank."""
+    layout = rank.layout
+    block = int(rank.blocks[token // layout.block_size])
+    row = token % layout.block_size
+    if layout.order == "NHD":
+        within = (row * layout.heads_per_rank + head) * layout.head_size + dim
+    else:
+        within = (head * layout.block_size + row) * layout.head_size + dim
+    if not layout.mla and layout.kv == "interleaved":
+        within += vector * layout.block_size * layout.heads_per_rank * layout.head_size
+    plane = rank.cache.planes[layer][vector if len(layout.parts) == 2 else 0]
+    return (plane.offset + block * plane.block_stride) // 4 + within
+
+
+def expected(rank: Rank, tokens: int) -> np.ndarray[Any, Any]:
+    """The memory of a rank that holds `tokens` tokens of the prompt, element by element."""
+    layout = rank.layout
+    memory = np.full_like(rank.memory, UNTOUCHED)
+    for layer in range(layout.layers_per_rank):
+        for token in range(tokens):
+            for vector in range(1 if layout.mla else 2):
+                for head in range(layout.heads_per_rank):
+                    # Of replicated heads each rank has one: rank r of 6 for 2 heads has r // 3.
+                    whole = (
+                        layout.tp_rank // (layout.tp_size // layout.num_kv_heads)
+                        if layout.tp_size > layout.num_kv_heads
+                        else layout.tp_rank * layout.heads_per_rank + head
+                    )
+                    name = (layout.pp_rank * layout.layers_per_rank + layer) * 1000 + token
+                    for dim in range(layout.head_size):
+                        memory[place(rank, layer, token, vector, head, dim)] = (
+                            (name * 2 + vector) * 10 + whole
+                        ) * 10 + dim
+    return memory
+
+
+def receive(case: Case, prefills: list[Rank], decode: Rank, written: np.ndarray[Any, Any]) -> None:
+    """All that the ranks of prefill write to one of decode, counted element by element."""
+    hello = hello_from(decode.cache, instance_id="d", epoch=1)
+    orders = set()
+    for prefill in prefills:
+        plan = plan_transfer(prefill.layout, decode.layout, decode_permutes=case.permutes)
+        orders.add(plan.arrival_order)
+        assert bool(plan.layers) <= (prefill.layout.rank in sources(prefill.layout, decode.layout))
+        low = int(decode.blocks.min())
+        granted = [
+            decode.cache.planes[layer.dst_layer][part]
+            for layer in plan.layers
+            for part in range(len(decode.layout.parts))
+        ]
+        for layer in bind_plan(plan, prefill.cache, hello):
+            for write in layer:
+                src, dst = write.runs.offsets(prefill.blocks, decode.blocks - low)
+                plane = granted[write.dst]
+                base = plane.offset + low * plane.block_stride
+                for begin, to in zip(src + write.src_offset, dst + base, strict=True):
+                    end = begin + write.runs.length
+                    span = slice(to // 4, (to + write.runs.length) // 4)
+                    decode.memory[span] = prefill.memory[begin // 4 : end // 4]
+                    written[span] += 1
+    assert len(orders) == 1
+    if orders != {decode.layout.order}:
+        permute_on_host(decode.cache, decode.blocks, orders.pop())
+
+
+@settings(max_examples=500, derandomize=True, deadline=None)
+@given(cases())
+def test_every_element_gets_to_its_place_once(case: Case) -> None:
+    rng = random.Random(case.seed)
+    prefills, decodes = (
+        [rank_of(layout.of_rank(rank), case.tokens, rng) for rank in range(layout.num_ranks)]
+        for layout in (case.prefill, case.decode)
+    )
+    # What moves is whole blocks: up to the end of the last block of whoever has the smaller rest.
+    room = min(
+        layout.blocks_for(case.tokens) * layout.block_size for layout in (case.prefill, case.decode)
+    )
+    for prefill in prefills:
+        prefill.memory[:] = expected(prefill, room)
+        assert targets(prefill.layout, case.decode)
+    for decode in decodes:
+        written = np.zeros_like(decode.memory)
+        receive(case, prefills, decode, written)
+        wanted = expected(decode, room)
+        np.testing.assert_array_equal(decode.memory, wanted)
+        assert written.max() == 1
+        assert written.sum() == np.count_nonzero(wanted != UNTOUCHED)
+    plan = plan_transfer(case.prefill, case.decode, decode_permutes=case.permutes)
+    event(f"permutes: {plan.permutes}")
+    event(f"same block size: {case.prefill.block_size == case.decode.block_size}")
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(cases())
+def test_sources_and_targets_are_two_views_of_the_same_pairs(case: Case) -> None:
+    seen = {
+        (source, rank)
+        for rank in range(case.decode.num_ranks)
+        for source in sources(case.prefill, case.decode.of_rank(rank))
+    }
+    assert seen == {
+        (rank, target)
+        for rank in range(case.prefill.num_ranks)
+        for target in targets(case.prefill.of_rank(rank), case.decode)
+    }
+    assert {source for source, _ in seen} == set(range(case.prefill.num_ranks))
+    assert {target for _, target in seen} == set(range(case.decode.num_ranks))
