@@ -21,8 +21,8 @@ SECURITY_SCHEME: Final = "bearer"
 CALLER_KEY: Final = "kvxfer.caller"
 
 # Wrong tokens per client address: enough for a rotation that goes wrong, useless for guessing.
-_FAILURES_PER_SECOND: Final = 5
-_FAILURE_BURST: Final = 50
+FAILURES_PER_SECOND: Final = 5
+FAILURE_BURST: Final = 50
 
 _SCOPES: Final = "__kvxfer_scopes__"
 _PUBLIC: Final[frozenset[Scope]] = frozenset()
@@ -60,7 +60,7 @@ class Guard:
         if self._tokens is not None and settings.rate_limit:
             burst = max(1, math.ceil(settings.rate_limit))
             self._requests = RateLimiter(settings.rate_limit, burst, clock)
-        self._failures = RateLimiter(_FAILURES_PER_SECOND, _FAILURE_BURST, clock)
+        self._failures = RateLimiter(FAILURES_PER_SECOND, FAILURE_BURST, clock)
 
     def admit(self, request: Request, scopes: frozenset[Scope]) -> Caller:
         """The caller of a route that takes any of `scopes`, all callers where there are none.

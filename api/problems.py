@@ -30,6 +30,7 @@ from kvxfer.errors import (
     PromptTooLong,
     RateLimited,
     ScalingFailed,
+    ScorerFailed,
     StaleEpoch,
     TicketExpired,
     TicketInvalid,
@@ -63,6 +64,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     NoCapacity: 503,
     ControlPlaneUnavailable: 503,
     ScalingFailed: 502,
+    ScorerFailed: 500,
 }
 # Errors whose problem documents have a model of their own.
 _MODEL: Final[dict[type[KvxferError], str]] = {LayoutMismatch: "LayoutMismatchProblem"}
@@ -153,6 +155,11 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "retry_after_seconds": 0.012,
     },
     BodyTooLarge: {"detail": "the body is larger than the 1048576 bytes that are read"},
+    ScorerFailed: {
+        "detail": "the scorer Fewest cannot weigh a pair of distance 4, with 0 fabric steps and 0 "
+        "cached tokens (the cost is nan); correct the scorer, or take another one in "
+        "--pairing-policy"
+    },
     ScalingFailed: {
         "detail": "Kubernetes did not read deployments.apps llm/prefill: HTTP 403 Forbidden; give "
         "the service account get and update on its /scale"

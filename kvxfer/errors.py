@@ -318,6 +318,15 @@ class UntrustedCertificate(ControlPlaneError):
     code = "untrusted-certificate"
 
 
+# --- pairing ---------------------------------------------------------------------------------
+
+
+class ScorerFailed(KvxferError):
+    """Another package's scorer gave no number that pairs can be compared by."""
+
+    code = "scorer-failed"
+
+
 # --- scaling ---------------------------------------------------------------------------------
 
 

@@ -28,7 +28,8 @@ _log = logging.getLogger("kvxfer.registration")
 
 _RETRY_SECONDS: Final = 0.25
 _GOODBYE_SECONDS: Final = 2.0
-# The client's own attempts at one step; after that the trouble is told and the next step comes.
+# The client's own attempts at one step, at most one heartbeat interval; after that the trouble is
+# told and the next step comes.
 _STEP_SECONDS: Final = 2.0
 # Part of an interval by which heartbeats come sooner, so that a fleet does not beat in step.
 _JITTER: Final = 0.1
@@ -204,7 +205,7 @@ class Registration:
                             state=self._state,
                             load=self._current_load(),
                         ),
-                        deadline=_STEP_SECONDS,
+                        deadline=self._step_seconds,
                     )
                 )
                 return
@@ -220,7 +221,7 @@ class Registration:
         try:
             await self._client.send(
                 calls.publish_blocks(self.instance_id, self._epoch, update),
-                deadline=_STEP_SECONDS,
+                deadline=self._step_seconds,
             )
         except BaseException:
             self._cached.lost()
@@ -231,7 +232,7 @@ class Registration:
         begin = min(self._state, InstanceState.READY, key=list(InstanceState).index)
         lease = await self._client.send(
             calls.register(self._spec, state=begin, incarnation=self._incarnation),
-            deadline=_STEP_SECONDS,
+            deadline=self._step_seconds,
         )
         self._epoch = lease.epoch
         self._hold(lease)
@@ -261,6 +262,11 @@ class Registration:
         idle = not (load.running or load.waiting or expected)
         if idle or asyncio.get_running_loop().time() >= self._drain_deadline:
             self._drained.set()
+
+    @property
+    def _step_seconds(self) -> float:
+        # A pause that reached beyond the step would be cut off, and the next attempt put off.
+        return min(self._interval, _STEP_SECONDS)
 
     def _current_load(self) -> Load | None:
         if self._load is None:

@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
+from math import inf
 from typing import Final, TypeAlias
 
 from msgspec import Struct
 
 from kvxfer.instances import Instance, InstanceState, Role
+from kvxfer.scheduler.checked_scorer import CheckedScorer
 from kvxfer.scheduler.pairing import (
     Kind,
     Pair,
@@ -56,6 +58,8 @@ class PairIndex:
 
     def __init__(self, instances: Iterable[Instance] = (), *, scorer: Scorer | None = None) -> None:
         self._scorer = scorer or WeightedScorer()
+        if type(self._scorer) is not WeightedScorer:
+            self._scorer = CheckedScorer(self._scorer)
         # A scorer's numbers follow from its arguments alone.
         self._apart = lru_cache(_APART_KEPT)(self._costs)
         self._prefixes = PrefixIndex()
@@ -110,7 +114,8 @@ class PairIndex:
         Looks at the 16 least loaded prefill instances of each kind and at those that have most of
         the prompt's prefix (PrefixIndex.longest), and for each at the least loaded decode instance
         of its NUMA node, host, rack, zone and of all. Raises PromptTooLong where the prompt fits
-        into no cache at all, and NoCapacity with the `reasons` otherwise.
+        into no cache at all, NoCapacity with the `reasons` where there is no pair, and ScorerFailed
+        where there is none whose cost is a number.
         """
         pair = self.find(request)
         if pair is None:
@@ -139,6 +144,8 @@ class PairIndex:
         best = min((weight for weight in weights if weight is not None), default=None)
         if best is None:
             return None
+        if isinstance(self._scorer, CheckedScorer) and best[0] == inf:
+            raise self._scorer.nothing_to_choose()
         prefill, decode = (self._entries[instance_id].instance for instance_id in best[2:])
         return Pair(
             prefill,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -141,7 +141,7 @@ def _prompt_too_long(
 ) -> PromptTooLong | None:
     if not ready or any(blocks_for(i, request) <= i.num_blocks for i in ready):
         return None
-    largest = max(ready, key=lambda i: i.num_blocks * i.layout.block_size)
+    largest = _first(ready, lambda i: i.num_blocks * i.layout.block_size)
     return PromptTooLong(
         f"a prompt of {request.prompt_tokens} tokens takes {blocks_for(largest, request)} KV "
         f"blocks, but the largest ready {side} instance, {largest.instance_id!r}, has "
@@ -163,7 +163,7 @@ def _reasons(
             others = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
             reasons.append(f"no {side} instance{of_model} is ready ({others or 'none registered'})")
         elif not fitting[side]:
-            most = max(ready[side], key=available_blocks)
+            most = _first(ready[side], available_blocks)
             reasons.append(
                 f"no {side} instance{of_model} has the {blocks_for(most, request)} KV blocks free "
                 f"(most: {most.instance_id!r} with {available_blocks(most)})"
@@ -187,6 +187,11 @@ def _mismatches(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> li
         for other, decode in theirs.items()
         if (said := mismatch_of(kind, other)) is not None
     ]
+
+
+def _first(instances: Iterable[Instance], most: Callable[[Instance], int]) -> Instance:
+    """The one that has most, of equal ones the first by id: every replica names the same."""
+    return min(instances, key=lambda i: (-most(i), i.instance_id))
 
 
 def _by_load(instances: Sequence[Instance]) -> list[Instance]:

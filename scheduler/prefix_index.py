@@ -9,6 +9,8 @@ from typing import Final
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack, unpack
 
 _HASH_BYTES: Final = 8
+# An update of more hashes than these is compared as a whole.
+_FEW_HASHES: Final = 64
 # A hash with more holders than these is not searched holder by holder.
 _FEW: Final = 64
 # How many instances are found by their blocks, beside those that are asked for by name.
@@ -24,19 +26,43 @@ class PrefixIndex:
         self._holders: dict[int, str | set[str]] = {}
 
     def publish(self, instance_id: str, added: bytes, removed: bytes, *, reset: bool) -> int:
-        """Takes packed hashes in and out, all others out where `reset`. Returns how many it has."""
+        """Takes packed hashes in and out, all others out where `reset`; none of them twice.
+
+        Returns how many it has.
+        """
         before = self._packed.get(instance_id, b"")
-        after = merged(before, added, removed, reset=reset)
-        had, has = set(unpack(before)), set(unpack(after))
-        for number in had - has:
-            self._drop(number, instance_id)
-        for number in has - had:
-            self._add(number, instance_id)
+        if not reset and len(added) + len(removed) <= _FEW_HASHES * _HASH_BYTES:
+            after = self._step(instance_id, before, added, removed)
+        else:
+            after = merged(before, added, removed, reset=reset)
+            had, has = set(unpack(before)), set(unpack(after))
+            for number in had - has:
+                self._drop(number, instance_id)
+            for number in has - had:
+                self._add(number, instance_id)
         if after:
             self._packed[instance_id] = after
         else:
             self._packed.pop(instance_id, None)
-        return len(has)
+        return len(after) // _HASH_BYTES
+
+    def _step(self, instance_id: str, packed: bytes, added: bytes, removed: bytes) -> bytes:
+        """`merged`, and its holders, without a look at the hashes that stay."""
+        for hashes, comes in ((removed, False), (added, True)):
+            for start in range(0, len(hashes), _HASH_BYTES):
+                one = hashes[start : start + _HASH_BYTES]
+                at = _find(packed, one)
+                if at >= 0:
+                    packed = packed[:at] + packed[at + _HASH_BYTES :]
+                if comes and at < 0:
+                    self._add(int.from_bytes(one, "big"), instance_id)
+                elif at >= 0 and not comes:
+                    self._drop(int.from_bytes(one, "big"), instance_id)
+        packed += added
+        surplus = max(0, len(packed) - MAX_HASHES_PER_INSTANCE * _HASH_BYTES)
+        for number in unpack(packed[:surplus]):
+            self._drop(number, instance_id)
+        return packed[surplus:]
 
     def remove(self, instance_id: str) -> None:
         """The instance is gone, or registered anew."""
@@ -103,6 +129,14 @@ class PrefixIndex:
         holders.remove(instance_id)
         if len(holders) == 1:
             self._holders[number] = holders.pop()
+
+
+def _find(packed: bytes, one: bytes) -> int:
+    """Where a hash begins among others; -1 where it is not there."""
+    at = packed.find(one)
+    while at % _HASH_BYTES and at >= 0:
+        at = packed.find(one, at + 1)
+    return at
 
 
 def merged(held: bytes, added: bytes, removed: bytes, *, reset: bool) -> bytes:

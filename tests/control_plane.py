@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# For what comes at once where the machine has nothing else to do.
+PATIENCE = 30.0
+
 CLUSTER_KEY = b"cluster key of the tests"
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", block_size=16)
 
@@ -61,7 +64,7 @@ def worker(instance_id: str, role: Role | str = Role.PREFILL, **changes: Any) ->
 
 async def eventually(step: Callable[[], T | Awaitable[T]]) -> T:
     """The answer of `step` once it gives one that is neither an error nor false."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE):
         while True:
             with suppress(KvxferError):
                 answer = step()

@@ -25,6 +25,7 @@ from kvxfer.errors import (
     InvalidArgument,
     NoCapacity,
     PromptTooLong,
+    ScorerFailed,
     UnknownTransfer,
 )
 from kvxfer.scheduler.transfers import open_transfer
@@ -41,7 +42,9 @@ _TransferId = Annotated[TransferId, Path(max_length=128)]
     status_code=201,
     summary="Open",
     response_model=OpenedTransfer,
-    responses=responses(InvalidArgument, PromptTooLong, NoCapacity, ControlPlaneUnavailable),
+    responses=responses(
+        InvalidArgument, PromptTooLong, ScorerFailed, NoCapacity, ControlPlaneUnavailable
+    ),
 )
 @allow(Scope.ROUTER)
 async def open_(body: TransferRequest, app: ControlPlaneDep) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -54,10 +55,11 @@ def drain(
     import msgspec
 
     with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
+        since = _latest_change(client) if wait else 0
         told = last = client.drain(instance_id, deadline_seconds=deadline)
         if wait:
             with err.status("") as status:
-                for last in _until_gone(client, told, deadline):
+                for last in _until_gone(client, told, since, deadline):
                     status.update(_progress(last))
     if as_json:
         show_json({"left": wait, "instance": msgspec.to_builtins(last)})
@@ -67,26 +69,80 @@ def drain(
         out.print(_progress(last), highlight=False)
 
 
-def _until_gone(
-    client: SyncControlPlaneClient, instance: Instance, deadline: float
-) -> Iterator[Instance]:
-    """The instance again and again while it is there. Raises DeadlineExceeded."""
-    from kvxfer.errors import DeadlineExceeded, UnknownInstance
+def _latest_change(client: SyncControlPlaneClient) -> int:
+    with closing(client.watch()) as changes:
+        return next(changes).id
 
-    give_up = time.monotonic() + deadline + _GRACE_SECONDS
-    epoch = instance.epoch
-    while instance.epoch == epoch:
+
+def _until_gone(
+    client: SyncControlPlaneClient, instance: Instance, since: int, deadline: float
+) -> Iterator[Instance]:
+    """The instance again and again until it has left, which the changes after `since` tell.
+
+    A control plane that lost its memory knows nothing of that. The worker then registers again, and
+    is told to drain again. Raises DeadlineExceeded.
+    """
+    from kvxfer.errors import DeadlineExceeded
+
+    end = time.monotonic() + deadline
+    while time.monotonic() <= end + _GRACE_SECONDS:
         yield instance
-        if time.monotonic() > give_up:
-            raise DeadlineExceeded(
-                f"instance {instance.instance_id!r} is still there {_GRACE_SECONDS:g} s after its "
-                f"deadline of {deadline:g} s; stop its worker"
-            )
         time.sleep(_POLL_SECONDS)
-        try:
-            instance = client.instance(instance.instance_id)
-        except UnknownInstance:
-            return
+        seen = _find(client, instance.instance_id)
+        if seen is None or seen.epoch != instance.epoch:
+            forgotten_at = _forgotten_at(client, instance, since)
+            if forgotten_at is None:
+                return
+            since = forgotten_at
+            seen = seen or _returned(client, instance.instance_id)
+        if seen.drain_deadline is None:
+            left = max(0.0, end - time.monotonic())
+            seen = client.drain(seen.instance_id, deadline_seconds=left)
+        instance = seen
+    raise DeadlineExceeded(
+        f"instance {instance.instance_id!r} is still there {_GRACE_SECONDS:g} s after its deadline "
+        f"of {deadline:g} s; stop its worker"
+    )
+
+
+def _find(client: SyncControlPlaneClient, instance_id: str) -> Instance | None:
+    from kvxfer.errors import UnknownInstance
+
+    try:
+        return client.instance(instance_id)
+    except UnknownInstance:
+        return None
+
+
+def _returned(client: SyncControlPlaneClient, instance_id: str) -> Instance:
+    """The instance once it has registered again. Raises DeadlineExceeded."""
+    from kvxfer.errors import DeadlineExceeded
+
+    give_up = time.monotonic() + _GRACE_SECONDS
+    while time.monotonic() <= give_up:
+        time.sleep(_POLL_SECONDS)
+        if seen := _find(client, instance_id):
+            return seen
+    raise DeadlineExceeded(
+        f"the control plane lost its memory while instance {instance_id!r} drained, and it has not "
+        f"registered again within {_GRACE_SECONDS:g} s; look whether its worker still runs"
+    )
+
+
+def _forgotten_at(client: SyncControlPlaneClient, instance: Instance, since: int) -> int | None:
+    """None where the changes after `since` tell that this registration has ended; where they are
+    lost, the change to go on from."""
+    from kvxfer.instances import InstanceState, Snapshot
+
+    with closing(client.watch(since)) as changes:
+        for item in changes:
+            if isinstance(item, Snapshot):
+                return item.id
+            told = item.instance
+            ended = told.state is InstanceState.GONE
+            if ended and (told.instance_id, told.epoch) == (instance.instance_id, instance.epoch):
+                return None
+    raise AssertionError("a watch has no end")
 
 
 def _progress(instance: Instance) -> str:

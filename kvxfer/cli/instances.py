@@ -16,7 +16,7 @@ from kvxfer.cli.connection import (
     TokenFileOption,
     connect,
 )
-from kvxfer.cli.output import out, show_json
+from kvxfer.cli.output import out, show_json, show_staleness
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,20 +48,26 @@ def instances(
     """List the workers that the control plane knows."""
     import msgspec
 
+    from kvxfer.client import calls
     from kvxfer.instances import InstanceState, Role
 
+    asked = calls.instances(
+        role=None if role is None else Role(role),
+        model=model,
+        state=None if state is None else InstanceState(state),
+    )
     with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
-        found = client.instances(
-            role=None if role is None else Role(role),
-            model=model,
-            state=None if state is None else InstanceState(state),
-        )
+        answer = client.ask(asked)
+    found = answer.value
     if as_json:
-        show_json({"instances": msgspec.to_builtins(found)})
-    elif found:
+        stale = {"stale_seconds": answer.stale_seconds}
+        show_json({"instances": msgspec.to_builtins(found), **stale})
+        return
+    if found:
         out.print(_table(found, time.time()))
     else:
         out.print("no instance matches" if role or model or state else "no instance is registered")
+    show_staleness(answer.stale_seconds)
 
 
 def _table(instances: Iterable[Instance], now: float) -> Table:

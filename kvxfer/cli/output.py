@@ -27,6 +27,16 @@ def show_error(error: KvxferError, *, as_json: bool) -> None:
         err.print(line, soft_wrap=True)  # one line, however long
 
 
+def show_staleness(stale_seconds: float | None) -> None:
+    """A line below a table, where what it tells is not known to be true any more."""
+    if stale_seconds is not None:
+        line = (
+            f"stale: this was known {stale_seconds:.1f} s ago; the control plane cannot reach its "
+            "registry"
+        )
+        out.print(Text(line, style="yellow"), soft_wrap=True)
+
+
 def show_json(value: Any) -> None:
     json.dump(value, sys.stdout, indent=2)
     sys.stdout.write("\n")

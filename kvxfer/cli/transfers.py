@@ -16,7 +16,7 @@ from kvxfer.cli.connection import (
     TokenFileOption,
     connect,
 )
-from kvxfer.cli.output import out, show_json
+from kvxfer.cli.output import out, show_json, show_staleness
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,14 +43,20 @@ def transfers(
     """List the open transfers, the oldest first."""
     import msgspec
 
+    from kvxfer.client import calls
+
     with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
-        found = client.transfers(instance_id=instance, limit=limit)
+        answer = client.ask(calls.transfers(instance_id=instance, limit=limit))
+    found = answer.value
     if as_json:
-        show_json({"transfers": msgspec.to_builtins(found)})
-    elif found:
+        stale = {"stale_seconds": answer.stale_seconds}
+        show_json({"transfers": msgspec.to_builtins(found), **stale})
+        return
+    if found:
         out.print(_table(found, time.time()))
     else:
         out.print("no transfer is open")
+    show_staleness(answer.stale_seconds)
 
 
 def _table(transfers: Iterable[Transfer], now: float) -> Table:

@@ -9,10 +9,14 @@ A call is sent again where it was not carried out (nobody answers, 429, 503 for 
 or where doing it twice does no harm; never before the control plane wants to hear of it again
 (Retry-After). NoCapacity is an answer, not a failure: it is raised at once.
 
+While its registry is away the control plane tells what it last knew. `client.ask(call)`, with a
+call of `kvxfer.client.calls`, returns what the method of that name does and how old it is.
+
 Every method raises the error of `kvxfer.errors` that the control plane names,
 ControlPlaneUnavailable where nobody answers, and UntrustedCertificate where TLS fails.
 """
 
+from kvxfer.client.answers import Answer
 from kvxfer.client.clients import (
     DEFAULT_URL,
     ENVIRONMENT,
@@ -24,6 +28,7 @@ from kvxfer.client.credentials import Credentials
 __all__ = [
     "DEFAULT_URL",
     "ENVIRONMENT",
+    "Answer",
     "ControlPlaneClient",
     "Credentials",
     "SyncControlPlaneClient",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ssl
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 
 import httpx
 import msgspec
@@ -19,6 +20,7 @@ from kvxfer.errors import (
     by_code,
 )
 
+STALE_HEADER: Final = "Kvxfer-Stale-Seconds"
 _PROBLEM_MEMBERS: Final = frozenset(
     {"type", "title", "status", "detail", "code", "instance", "request_id"}
 )
@@ -30,6 +32,15 @@ _UNSENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[T]):
+    """What the control plane answered, and how old that is."""
+
+    value: T
+    stale_seconds: float | None
+    """While its registry is away the value is what was known so many seconds ago; None else."""
+
+
 class Failed(Exception):
     """One attempt failed with `error`. `again`: another one may do better, after `seconds`."""
 
@@ -38,8 +49,8 @@ class Failed(Exception):
         self.error, self.again, self.seconds = error, again, seconds
 
 
-def read(response: httpx.Response, call: Call[T], url: str) -> T:
-    """The value of an answer. Raises Failed."""
+def read(response: httpx.Response, call: Call[T], url: str) -> Answer[T]:
+    """Raises Failed."""
     if not response.is_success:
         error = problem(response, url)
         unavailable = isinstance(error, ControlPlaneUnavailable | RateLimited)
@@ -47,7 +58,7 @@ def read(response: httpx.Response, call: Call[T], url: str) -> T:
         again = unavailable and (refused or call.repeatable)
         raise Failed(error, again=again, seconds=_retry_after(response, error))
     try:
-        return call.read(response.content)
+        return Answer(call.read(response.content), _stale_seconds(response))
     except msgspec.DecodeError as error:
         raise Failed(unreadable(url, error), again=False) from error
 
@@ -119,6 +130,14 @@ def _problem(response: httpx.Response, url: str) -> KvxferError:
         where = f", request {response.headers.get('x-request-id')}" if code in _DEFECTS else ""
         return ControlPlaneError(f"{url} refused: {detail} [{code}{where}]", **details)
     return kind_of_error(detail)
+
+
+def _stale_seconds(response: httpx.Response) -> float | None:
+    header = response.headers.get(STALE_HEADER, "")
+    try:
+        return float(header) if header else None
+    except ValueError:
+        return None
 
 
 def _retry_after(response: httpx.Response, error: KvxferError) -> float:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from types import TracebackType
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -14,7 +14,7 @@ import httpx
 from tenacity import AsyncRetrying, Retrying
 
 from kvxfer.client import calls
-from kvxfer.client.answers import Failed, problem, read, unanswered, unavailable
+from kvxfer.client.answers import Answer, Failed, problem, read, unanswered, unavailable
 from kvxfer.client.calls import Call
 from kvxfer.client.credentials import Credentials
 from kvxfer.client.retries import policy
@@ -168,6 +168,10 @@ class ControlPlaneClient(_Client):
 
     async def send(self, call: Call[T], *, deadline: float | None = None) -> T:
         """Makes a call, within another deadline than the client's where one is given."""
+        return (await self.ask(call, deadline=deadline)).value
+
+    async def ask(self, call: Call[T], *, deadline: float | None = None) -> Answer[T]:
+        """As `send`, with how stale the value is."""
         seconds = self._deadline if deadline is None else deadline
         give_up = time.monotonic() + (seconds or self._timeout)
         try:
@@ -175,14 +179,16 @@ class ControlPlaneClient(_Client):
         except Failed as failed:
             raise failed.error from failed.__cause__
 
-    async def _attempt(self, call: Call[T], give_up: float) -> T:
+    async def _attempt(self, call: Call[T], give_up: float) -> Answer[T]:
         try:
             response = await self._http.request(**self._request(call, give_up))
         except httpx.RequestError as error:
             raise unanswered(error, call, self.url) from error
         return read(response, call, self.url)
 
-    async def watch(self, last_event_id: int | None = None) -> AsyncIterator[Snapshot | Change]:
+    async def watch(
+        self, last_event_id: int | None = None
+    ) -> AsyncGenerator[Snapshot | Change, None]:
         """The changes of the fleet, without end; a Snapshot replaces all that was known.
 
         Connects again by itself and goes on where it was cut off. Raises ControlPlaneUnavailable
@@ -235,22 +241,26 @@ class SyncControlPlaneClient(_Client):
 
     def send(self, call: Call[T], *, deadline: float | None = None) -> T:
         """Makes a call, within another deadline than the client's where one is given."""
+        return self.ask(call, deadline=deadline).value
+
+    def ask(self, call: Call[T], *, deadline: float | None = None) -> Answer[T]:
+        """As `send`, with how stale the value is."""
         seconds = self._deadline if deadline is None else deadline
         give_up = time.monotonic() + (seconds or self._timeout)
         try:
-            result: T = Retrying(**policy(seconds))(self._attempt, call, give_up)
-            return result
+            answer: Answer[T] = Retrying(**policy(seconds))(self._attempt, call, give_up)
+            return answer
         except Failed as failed:
             raise failed.error from failed.__cause__
 
-    def _attempt(self, call: Call[T], give_up: float) -> T:
+    def _attempt(self, call: Call[T], give_up: float) -> Answer[T]:
         try:
             response = self._http.request(**self._request(call, give_up))
         except httpx.RequestError as error:
             raise unanswered(error, call, self.url) from error
         return read(response, call, self.url)
 
-    def watch(self, last_event_id: int | None = None) -> Iterator[Snapshot | Change]:
+    def watch(self, last_event_id: int | None = None) -> Generator[Snapshot | Change, None, None]:
         """The changes of the fleet, as `ControlPlaneClient.watch` has them."""
         reader = WatchReader(self.url, last_event_id)
         while True:

@@ -8,10 +8,12 @@ from typing import Final
 
 from starlette.requests import Request
 
-from kvxfer.api.access import CALLER_KEY
+from kvxfer.api.access import CALLER_KEY, FAILURE_BURST, FAILURES_PER_SECOND
+from kvxfer.api.rate_limit import RateLimiter
 from kvxfer.api.tokens import Caller, Tokens
 from kvxfer.errors import InvalidArgument
-from kvxfer.router.errors import InvalidApiKey
+from kvxfer.router.errors import InvalidApiKey, TooManyWrongKeys
+from kvxfer.scheduler.clock import SystemClock
 from kvxfer.watched_file import WatchedFile
 
 _KEY: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
@@ -41,14 +43,28 @@ def parse_api_keys(content: bytes) -> Tokens:
     return Tokens(callers)
 
 
-def require_api_key(request: Request, keys: WatchedFile[Tokens] | None) -> None:
-    """Raises InvalidApiKey. Without `keys` everybody is served."""
-    if keys is None:
-        return
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        raise InvalidApiKey("this router asks for an API key; send Authorization: Bearer KEY")
-    caller = keys.current.caller(key.strip())
-    if caller is None:
-        raise InvalidApiKey("the API key is not one that this router knows")
-    request.scope[CALLER_KEY] = caller.name
+class ApiKeyGuard:
+    """Lets a request through or raises. One event loop. Without `keys` everybody is served."""
+
+    def __init__(self, keys: WatchedFile[Tokens] | None) -> None:
+        self._keys = keys
+        self._failures = RateLimiter(FAILURES_PER_SECOND, FAILURE_BURST, SystemClock())
+
+    def admit(self, request: Request) -> None:
+        """Raises InvalidApiKey, or TooManyWrongKeys where they come too fast from one address."""
+        if self._keys is None:
+            return
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise InvalidApiKey("this router asks for an API key; send Authorization: Bearer KEY")
+        caller = self._keys.current.caller(key.strip())
+        if caller is None:
+            address = "unknown" if request.client is None else request.client.host
+            if seconds := self._failures.wait_seconds(address):
+                raise TooManyWrongKeys(
+                    f"too many wrong API keys from the address {address}; come again in "
+                    f"{seconds:.3f} s, with one that this router knows",
+                    seconds,
+                )
+            raise InvalidApiKey("the API key is not one that this router knows")
+        request.scope[CALLER_KEY] = caller.name

@@ -19,7 +19,7 @@ from kvxfer.client import ControlPlaneClient
 from kvxfer.errors import ControlPlaneUnavailable, KvxferError
 from kvxfer.http_answer import DONE, EventStream, data_event, while_connected
 from kvxfer.router import errors
-from kvxfer.router.api_keys import require_api_key
+from kvxfer.router.api_keys import ApiKeyGuard
 from kvxfer.router.bodies import ChatBody, CompletionBody, read_body
 from kvxfer.router.chat import ChatChunks, chat_completion
 from kvxfer.router.exchange import Chunk
@@ -32,6 +32,7 @@ def create_app(settings: RouterSettings, control_plane: ControlPlaneClient) -> F
     """The router over a control plane, whose client it closes when it stops."""
     metrics = Metrics()
     router = Router(settings, control_plane, metrics)
+    guard = ApiKeyGuard(settings.api_keys)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -62,19 +63,19 @@ def create_app(settings: RouterSettings, control_plane: ControlPlaneClient) -> F
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        require_api_key(request, settings.api_keys)
+        guard.admit(request)
         body = read_body(CompletionBody, await request.body())
         return await serve(request, body, "cmpl", _unchanged, _unchanged)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        require_api_key(request, settings.api_keys)
+        guard.admit(request)
         body = read_body(ChatBody, await request.body())
         return await serve(request, body, "chatcmpl", chat_completion, ChatChunks().turn)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
-        require_api_key(request, settings.api_keys)
+        guard.admit(request)
         data = [
             {
                 "id": instance.model,

@@ -45,6 +45,16 @@ class InvalidApiKey(KvxferError):
     code = "invalid-api-key"
 
 
+class TooManyWrongKeys(KvxferError):
+    """An address sends API keys that the router does not know, too fast."""
+
+    code = "too-many-wrong-keys"
+
+    def __init__(self, message: str, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
 class Overloaded(KvxferError):
     """The router has as many requests under way as it may."""
 
@@ -65,6 +75,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     InvalidApiKey: 401,
     UnknownModel: 404,
     BodyTooLarge: 413,
+    TooManyWrongKeys: 429,
     NoCapacity: 503,
     ControlPlaneUnavailable: 503,
     RateLimited: 503,
@@ -78,6 +89,7 @@ _CODES: Final[dict[type[KvxferError], str]] = {
     PromptTooLong: "context_length_exceeded",
     UnknownModel: "model_not_found",
     InvalidApiKey: "invalid_api_key",
+    TooManyWrongKeys: "rate_limit_exceeded",
 }
 
 
@@ -114,6 +126,8 @@ def install(app: FastAPI) -> None:
             details = error.details if isinstance(error, ControlPlaneError) else {}
             seconds = details.get("retry_after_seconds", RETRY_AFTER_SECONDS)
             headers["Retry-After"] = str(math.ceil(cast(float, seconds)))
+        elif isinstance(error, TooManyWrongKeys):
+            headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
         elif isinstance(error, InvalidApiKey):
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse({"error": error_object(error)}, status, headers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from redis.asyncio import Redis
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.exceptions import (
     BusyLoadingError,
     NoScriptError,
@@ -116,16 +118,16 @@ class Link:
         return await asked.answer
 
     async def hash(self, key: str) -> dict[bytes, bytes]:
-        return cast("dict[bytes, bytes]", await self._read(lambda client: client.hgetall(key)))
+        return cast("dict[bytes, bytes]", await self._read(self._client.hgetall, key))
 
     async def field(self, key: str, name: str) -> bytes | None:
-        return cast("bytes | None", await self._read(lambda client: client.hget(key, name)))
+        return cast("bytes | None", await self._read(self._client.hget, key, name))
 
-    async def _read(self, ask: Callable[[Redis], Any]) -> Any:
+    async def _read(self, command: Callable[..., Any], *arguments: str) -> Any:
         self._require_good()
         try:
             async with asyncio.timeout(self.timeout):
-                return await ask(self._client)
+                return await command(*arguments)
         except (RedisError, OSError, TimeoutError) as error:
             raise self._failed(error) from error
 
@@ -198,6 +200,9 @@ def trouble_of(error: Exception) -> str | None:
     """What to say where Redis cannot serve; None where the error is a defect of this program."""
     if isinstance(error, TimeoutError | RedisTimeoutError):
         return "no answer in time"
+    if isinstance(error, MasterNotFoundError):
+        # It shows the whole client of each Sentinel before what that one said.
+        return re.sub(r"<.*?>\)>\)> - ", "", str(error))
     if isinstance(
         error,
         RedisConnectionError

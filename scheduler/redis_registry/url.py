@@ -17,6 +17,8 @@ _PLAIN: Final = ("redis", "rediss", "unix")
 _SENTINEL: Final = ("redis+sentinel", "rediss+sentinel")
 _SENTINEL_PORT: Final = 26379
 _SENTINEL_OPTIONS: Final = ("sentinel_username", "sentinel_password")
+# As redis-py has them in a plain URL; here they go for Sentinels and servers.
+_TLS_OPTIONS: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _FORMS: Final = (
     "redis://HOST:PORT/DB, rediss://… with TLS, unix:///PATH, or "
     "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB"
@@ -98,8 +100,10 @@ def _with_sentinels(parts: SplitResult) -> RedisUrl:
         raise ValueError("it names no service after the Sentinels")
     if database and not database.isdecimal():
         raise ValueError(f"the database is {database!r}, not a number")
-    tls = {"ssl": True} if parts.scheme == "rediss+sentinel" else {}
     asked = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
+    tls: dict[str, Any] = {}
+    if parts.scheme == "rediss+sentinel":
+        tls = {name: asked.pop(name) for name in _TLS_OPTIONS if name in asked} | {"ssl": True}
     unknown = asked.keys() - set(_SENTINEL_OPTIONS)
     if unknown:
         raise ValueError(f"it has an unknown option, {min(unknown)!r}")

@@ -19,7 +19,10 @@ _GRACE_SECONDS: Final = 15.0
 async def drain(
     registry: Registry, instance_id: str, *, seconds: float, grace: float = _GRACE_SECONDS
 ) -> None:
-    """Returns when the worker has left the registry, or `grace` after its `seconds` are over."""
+    """Returns `grace` after the worker's `seconds` are over; one that has left ends by itself.
+
+    That a registry does not know it is no proof: it may have lost its memory.
+    """
     now = asyncio.get_running_loop().time
     deadline = now() + seconds
     try:
@@ -29,14 +32,12 @@ async def drain(
                     # Also one that lost its lease before it heard of it, and registered again.
                     if (await registry.instance(instance_id)).drain_deadline is None:
                         await registry.drain(instance_id, seconds=max(0.0, deadline - now()))
-                except UnknownInstance:
-                    return
-                except ControlPlaneUnavailable:
-                    pass  # the worker goes on; it is told when the registry is back
+                except (UnknownInstance, ControlPlaneUnavailable):
+                    pass  # it is told once it has registered again, or the registry is back
                 await asyncio.sleep(_POLL_SECONDS)
     except TimeoutError:
         _log.warning(
-            "worker %s is stopped: it has not left %g s after its %g s to drain",
+            "worker %s is stopped: it has not ended %g s after its %g s to drain",
             instance_id,
             grace,
             seconds,

@@ -26,8 +26,6 @@ from kvxfer.scheduler.scaling.policy_file import ProcessesConfig
 _log = logging.getLogger("kvxfer.scaling")
 
 _START_SECONDS: Final = 300.0
-# A worker that has left the registry ends by itself within this.
-_EXIT_SECONDS: Final = 5.0
 
 
 @dataclass(eq=False, slots=True)
@@ -126,11 +124,10 @@ class ProcessBackend(ScalingBackend):
             self._workers.remove(worker)
 
     async def _leave(self, worker: _Worker, child: Child) -> None:
-        """Returns when the worker may be stopped: it was told to leave, and has or should have."""
+        """Returns when the worker may be stopped: it was told to leave, and should have."""
         await child.ready(_START_SECONDS)
         await worker.leaving.wait()
         await drain(self._registry, worker.instance_id, seconds=self._config.drain_seconds)
-        await asyncio.sleep(_EXIT_SECONDS)
 
 
 def leave_first(own: list[str], fleet: Mapping[str, Instance]) -> list[str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
@@ -26,9 +29,11 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-def control_plane(redis: RedisServer, *, lease: float = 60.0) -> RunningControlPlane:
+def control_plane(
+    redis: RedisServer, *, lease: float = 60.0, retry_after: int = 2
+) -> RunningControlPlane:
     registry = RedisRegistry(redis.url, LeasePolicy(lease))
-    return RunningControlPlane(registry=registry, retry_after_seconds=2)
+    return RunningControlPlane(registry=registry, retry_after_seconds=retry_after)
 
 
 @pytest.fixture
@@ -96,6 +101,64 @@ async def test_workers_register_again_where_redis_lost_its_data(redis):
                     return (await client.instance("p")).epoch == epochs[-1] > epochs[0]
 
                 await eventually(is_back)
+
+
+async def test_worker_does_not_wait_past_its_heartbeat_and_says_what_is_away(redis, caplog):
+    with control_plane(redis, lease=3.0, retry_after=1) as server:
+        async with (
+            ControlPlaneClient(server.url) as client,
+            Registration(client, worker("p")),
+        ):
+            redis.kill()
+            said = f"instance p: the registry in Redis (127.0.0.1:{redis.port}) cannot be reached"
+            await eventually(lambda: any(line.startswith(said) for line in caplog.messages))
+
+
+class Noted(httpx.AsyncHTTPTransport):
+    """Over TCP; notes when each request began, and the status of its answer."""
+
+    def __init__(self) -> None:
+        super().__init__(limits=httpx.Limits(max_connections=None))
+        self.answers: list[tuple[float, int]] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        began = time.monotonic()
+        response = await super().handle_async_request(request)
+        self.answers.append((began, response.status_code))
+        return response
+
+
+async def test_a_fleet_is_there_again_within_one_heartbeat_of_a_redis_that_lost_its_data(redis):
+    names, transport = [f"w{number:03}" for number in range(200)], Noted()
+    with control_plane(redis, lease=15.0) as server:
+        async with (
+            ControlPlaneClient(server.url, transport=transport) as client,
+            httpx.AsyncClient(base_url=server.url, trust_env=False) as api,
+            contextlib.AsyncExitStack() as fleet,
+        ):
+            members = [Registration(client, worker(name)) for name in names]
+            await asyncio.gather(*(fleet.enter_async_context(each) for each in members))
+            before = {each.instance_id: each.epoch for each in members}
+            redis.kill()
+            await asyncio.sleep(1)
+            redis.start()
+            await eventually(lambda: is_current(api))
+            back = time.monotonic()
+            await eventually(lambda: all(m.epoch > before[m.instance_id] for m in members))
+            told = await client.instances()
+            assert [(each.instance_id, each.state) for each in told] == [
+                (name, "ready") for name in names
+            ]
+            assert {i.instance_id: i.epoch for i in told} == {
+                m.instance_id: m.epoch for m in members
+            }
+            # Each was refused once and registered at once, all within 5 s; the rest is for a
+            # machine with other things to do.
+            answers = transport.answers
+            assert max(began for began, status in answers if status == 201) < back + 5.0 * 1.5
+            said = Counter(status for _, status in answers)
+            assert (said[201], said[409]) == (2 * len(names), len(names))
+            assert not [status for began, status in answers if began > back and status == 503]
 
 
 async def test_worker_keeps_its_epoch_where_redis_was_only_away(redis):

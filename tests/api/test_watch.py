@@ -13,7 +13,7 @@ from kvxfer.api.schemas.instances import Change, Snapshot
 from kvxfer.event_stream import EventParser, ServerSentEvent
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import FakeClock, RunningControlPlane
+from tests.control_plane import PATIENCE, FakeClock, RunningControlPlane
 
 from .conftest import LEASE, join, problem
 
@@ -28,14 +28,14 @@ def server(request, clock):
     registry = None
     if request.param == "redis":
         url = request.getfixturevalue("empty_redis").url
-        registry = RedisRegistry(url, LeasePolicy(LEASE), clock=clock, timeout=10)
+        registry = RedisRegistry(url, LeasePolicy(LEASE), clock=clock, timeout=PATIENCE)
     with RunningControlPlane(lease_seconds=LEASE, clock=clock, registry=registry) as running:
         yield running
 
 
 @pytest.fixture
 async def api(server) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=10, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as client:
         yield client
 
 
@@ -50,7 +50,7 @@ class Watch:
 
     async def next(self) -> tuple[str, int, dict]:
         while not self._events:
-            self._events = self._parser.feed(await asyncio.wait_for(anext(self._chunks), 10))
+            self._events = self._parser.feed(await asyncio.wait_for(anext(self._chunks), PATIENCE))
         event = self._events.pop(0)
         data = json.loads(event.data)
         assert event.id == str(data["id"])
@@ -73,11 +73,12 @@ async def test_watch_is_a_snapshot_then_changes(api, clock):
         beat = {"epoch": lease["epoch"], "state": "draining"}
         await api.put("/v1/instances/p/heartbeat", json=beat)
         await api.delete("/v1/instances/p", params={"epoch": lease["epoch"]})
-        for _ in range(12):
-            clock.advance(LEASE / 12)  # nobody says anything of `d`: the server itself notices
+        seen = [await watch.next() for _ in range(3)]
+        ended = asyncio.ensure_future(watch.next())
+        while not ended.done():  # nobody says anything of `d`: the server itself notices
+            clock.advance(LEASE / 12)
             await api.get("/readyz")
-
-        seen = [await watch.next() for _ in range(4)]
+        seen.append(await ended)
         assert [
             (n, c["cause"], c["instance"]["instance_id"], c["instance"]["state"])
             for n, _, c in seen
@@ -140,7 +141,7 @@ async def test_reader_that_goes_away_is_no_watcher_any_more(api):
         watch = Watch(response)
         await watch.next()
         assert await watchers() == "kvxfer_watchers 1.0"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while await watchers() != "kvxfer_watchers 0.0":
             pass
 

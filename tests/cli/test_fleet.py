@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvxfer.api.tokens import watch_tokens
 from kvxfer.client import ControlPlaneClient, SyncControlPlaneClient
-from kvxfer.instances import InstanceState, Load, Role
+from kvxfer.instances import Instance, InstanceState, Load, Role, Snapshot
 from kvxfer.registration import Registration
-from tests.control_plane import FakeClock, RunningControlPlane, worker
+from kvxfer.scheduler.redis_registry import RedisRegistry
+from kvxfer.scheduler.registry import LeasePolicy
+from tests.control_plane import PATIENCE, FakeClock, RunningControlPlane, worker
+from tests.redis_server import RedisServer
 
 READY = InstanceState.READY
 
@@ -33,6 +37,13 @@ def server() -> Iterator[RunningControlPlane]:
 def client(server: RunningControlPlane) -> Iterator[SyncControlPlaneClient]:
     with SyncControlPlaneClient(server.url) as client:
         yield client
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    """One that the test may stop."""
+    with RedisServer() as running:
+        yield running
 
 
 def kvxfer(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -84,8 +95,27 @@ def test_transfers_as_a_table_and_as_json(server, client):
     assert [t["transfer_id"] for t in json.loads(out)["transfers"]] == [opened.transfer_id]
     assert opened.ticket not in out
     assert json.loads(shown(server.url, "transfers", "--json", "--instance", "x")) == {
-        "transfers": []
+        "transfers": [],
+        "stale_seconds": None,
     }
+
+
+def test_what_is_listed_says_how_stale_it_is(redis):
+    registry = RedisRegistry(redis.url, LeasePolicy(600), timeout=PATIENCE)
+    with RunningControlPlane(registry=registry) as server:
+        with SyncControlPlaneClient(server.url) as client:
+            client.register(worker("p"), state=READY)
+            client.register(worker("d", "decode"), state=READY)
+            client.open_transfer()
+        assert "stale" not in shown(server.url, "instances")
+        redis.kill()
+        for command, listed in (("instances", 2), ("transfers", 1)):
+            *table, last = shown(server.url, command).splitlines()
+            assert len(table) == 1 + listed
+            assert last.startswith("stale: this was known ")
+            told = json.loads(shown(server.url, command, "--json"))
+            assert len(told[command]) == listed
+            assert 0 <= told["stale_seconds"] < 60
 
 
 def test_role_is_changed(server, client):
@@ -106,60 +136,115 @@ def test_drain_without_waiting(server, client):
     assert (told["left"], told["instance"]["state"]) == (False, "draining")
 
 
+@contextlib.contextmanager
+def living(url: str, load: Callable[[], Load]) -> Iterator[threading.Thread]:
+    """A worker of its own event loop, which leaves when it is told to and has nothing left."""
+    registered = threading.Event()
+
+    async def live() -> None:
+        async with (
+            ControlPlaneClient(url) as client,
+            Registration(client, worker("p"), load=load) as registration,
+        ):
+            registered.set()
+            await registration.drained()
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()), daemon=True)
+    thread.start()
+    assert registered.wait(20)
+    yield thread
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def until(client: SyncControlPlaneClient, seen: Callable[[Instance], bool]) -> Instance:
+    """The worker as the watch tells it, once it is as wanted."""
+    with contextlib.closing(client.watch()) as watch:
+        for item in watch:
+            for instance in item.instances if isinstance(item, Snapshot) else (item.instance,):
+                if seen(instance):
+                    return instance
+    raise AssertionError("a watch has no end")
+
+
 def test_drain_waits_until_the_worker_has_left():
-    """A worker of its own event loop hears of the drain, ends its request, and leaves."""
-    with RunningControlPlane(lease_seconds=1.5) as server:
-        load, registered = Load(running=1), threading.Event()
-
-        async def live() -> None:
-            async with (
-                ControlPlaneClient(server.url) as client,
-                Registration(client, worker("p"), load=lambda: load) as registration,
-            ):
-                registered.set()
-                await registration.drained()
-
-        thread = threading.Thread(target=lambda: asyncio.run(live()), daemon=True)
-        thread.start()
-        assert registered.wait(20)
-        draining = subprocess.Popen(
-            [sys.executable, "-m", "kvxfer.cli", "drain", "p", "--json"],
-            env={**os.environ, "KVXFER_CONTROL_PLANE": server.url},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        with SyncControlPlaneClient(server.url) as client:
-            watch = client.watch()
-            for item in watch:
-                seen = getattr(item, "instance", None)
-                if seen is not None and seen.state is InstanceState.DRAINING:
-                    break
-            watch.close()
-        assert draining.poll() is None
-        load = Load()
-        out, _ = draining.communicate(timeout=30)
-        thread.join(20)
-        assert not thread.is_alive()
+    load = Load(running=1)
+    with (
+        RunningControlPlane(lease_seconds=1.5) as server,
+        SyncControlPlaneClient(server.url) as client,
+        living(server.url, lambda: load),
+    ):
+        with started(server.url, "drain", "p", "--json") as draining:
+            until(client, lambda p: p.state is InstanceState.DRAINING)
+            assert draining.poll() is None
+            load = Load()
+            out, _ = draining.communicate(timeout=30)
         assert draining.returncode == 0
         assert json.loads(out)["left"] is True
 
 
-def test_worker_that_does_not_leave_is_an_error(server, client, monkeypatch):
-    client.register(worker("p"), state=READY)
+def test_drain_goes_on_with_a_worker_that_redis_forgot(redis):
+    load = Load(running=1)
+    registry = RedisRegistry(redis.url, LeasePolicy(1.5))
+    with (
+        RunningControlPlane(registry=registry) as server,
+        SyncControlPlaneClient(server.url) as client,
+        living(server.url, lambda: load),
+    ):
+        with started(server.url, "drain", "p") as draining:
+            first = until(client, lambda p: p.state is InstanceState.DRAINING)
+            redis.kill()
+            redis.start()
+            # By itself it drains without a deadline: that one is told to it again.
+            again = until(client, lambda p: p.epoch > first.epoch and p.drain_deadline is not None)
+            assert again.state is InstanceState.DRAINING
+            assert draining.poll() is None
+            load = Load()
+            out, _ = draining.communicate(timeout=30)
+        assert (draining.returncode, out) == (0, "p has left\n")
+
+
+def test_drain_does_not_take_a_worker_that_redis_forgot_for_one_that_has_left(redis):
+    with (
+        RunningControlPlane(registry=RedisRegistry(redis.url, LeasePolicy(600))) as server,
+        SyncControlPlaneClient(server.url) as client,
+    ):
+        client.register(worker("p"), state=READY)
+        with started(server.url, "drain", "p", grace=0.5) as draining:
+            until(client, lambda p: p.state is InstanceState.DRAINING)
+            redis.kill()
+            redis.start()
+            out, said = draining.communicate(timeout=60)
+    assert (draining.returncode, out) == (1, "")
+    assert "the control plane lost its memory while instance 'p' drained" in said
+
+
+@contextlib.contextmanager
+def started(url: str, *arguments: str, grace: float = 15.0) -> Iterator[subprocess.Popen[str]]:
+    """A command under way."""
     code = (
-        "import kvxfer.cli.drain as d, sys; d._GRACE_SECONDS = 0.1; sys.argv[0] = 'kvxfer'\n"
+        f"import kvxfer.cli.drain as d, sys; d._GRACE_SECONDS = {grace}; sys.argv[0] = 'kvxfer'\n"
         "from kvxfer.cli import main; main()"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, "drain", "p", "--deadline", "0"],
-        env={**os.environ, "KVXFER_CONTROL_PLANE": server.url},
-        capture_output=True,
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "KVXFER_CONTROL_PLANE": url, "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 1
-    assert "[deadline-exceeded] instance 'p' is still there" in ended.stderr
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_worker_that_does_not_leave_is_an_error(server, client):
+    client.register(worker("p"), state=READY)
+    with started(server.url, "drain", "p", "--deadline", "0", grace=0.1) as draining:
+        _, said = draining.communicate(timeout=60)
+    assert draining.returncode == 1
+    assert "[deadline-exceeded] instance 'p' is still there" in said
 
 
 COMMANDS = [("instances",), ("transfers",), ("drain", "p"), ("role", "p", "decode")]

@@ -348,7 +348,7 @@ async def test_code_of_a_later_control_plane_is_kept_in_the_text():
 async def test_error_has_the_request_id_that_the_logs_have(client):
     with pytest.raises(UnknownInstance) as error:
         await client.instance("nobody")
-    assert re.fullmatch("[0-9a-f]{32}", error.value.request_id)
+    assert re.fullmatch(r"[0-9a-f]{16}-\d+", error.value.request_id)
 
 
 async def test_defect_of_the_control_plane_is_told_with_its_request_id():

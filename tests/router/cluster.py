@@ -17,15 +17,16 @@ BLOCKS = 512
 
 
 class Cluster:
-    """Processes by name, and where they can be reached."""
+    """Processes by name, and where they can be reached. `serve` are further options of the control
+    plane."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *serve: str) -> None:
         kept = {k: v for k, v in os.environ.items() if not k.startswith("KVXFER_")}
         self._environment = {**kept, "KVXFER_CLUSTER_KEY": "0123456789abcdef" * 2}
         self._model = model
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._urls: dict[str, str] = {}
-        self._start("control", "serve", "--port", "0", "--lease-seconds", "2")
+        self._start("control", "serve", "--port", "0", *(serve or ("--lease-seconds", "2")))
         self.control_plane = self._url("control", "url")
         self._environment["KVXFER_CONTROL_PLANE"] = self.control_plane
         self._start("router", "router", "--port", "0", "--bytes-per-token", "1")
@@ -49,6 +50,11 @@ class Cluster:
             )
         for name in missing:
             self._urls[name] = self._url(name, "http_address")
+
+    def add(self, name: str, *arguments: str) -> str:
+        """Starts one more process; returns its URL."""
+        self._start(name, *arguments)
+        return self._url(name, "url")
 
     def send(self, name: str, number: signal.Signals) -> None:
         self._processes[name].send_signal(number)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from kvxfer.api.server import ControlPlaneServer
+from kvxfer.api.tls import ServerTls
 from kvxfer.client import ControlPlaneClient, Credentials, SyncControlPlaneClient
 from kvxfer.http_answer import DONE, data_event
 from kvxfer.http_listener import bind, url_of
@@ -25,17 +26,22 @@ class RunningRouter:
     """`kvxfer router` in a thread of this process."""
 
     def __init__(
-        self, control_plane: str, *, credentials: Credentials | None = None, **settings: Any
+        self,
+        control_plane: str,
+        *,
+        credentials: Credentials | None = None,
+        tls: ServerTls | None = None,
+        **settings: Any,
     ) -> None:
         client = ControlPlaneClient(
             control_plane, credentials=credentials or Credentials(), deadline=0.3
         )
         app = create_app(RouterSettings(**{"capacity_seconds": 0.2, **settings}), client)
         listener = bind("127.0.0.1", 0)
-        self.url = url_of(listener)
+        self.url = url_of(listener, tls=tls is not None)
         self.stopping: asyncio.Event = app.state.stopping
         self._accepts = threading.Event()
-        self._server = ControlPlaneServer(app, listener, lambda _: self._accepts.set())
+        self._server = ControlPlaneServer(app, listener, lambda _: self._accepts.set(), tls=tls)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def __enter__(self) -> RunningRouter:

@@ -3,54 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-import torch
-import transformers
 
 from kvxfer.event_stream import EventParser
-from kvxfer.reference.kv_cache import PagedKvCache
-from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
+from kvxfer.reference.runner import ModelRunner
 
-from .cluster import BLOCKS, Cluster, until
+from .cluster import Cluster, until
+from .completions import MODEL, asked, streamed, tokens_of
 
-MODEL = "tiny-llama"
 LONG = 3000  # tokens: what is under way stays so until a test has done its worst
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / MODEL
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            initializer_range=0.2,
-        )
-    ).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def single(model: Path) -> ModelRunner:
-    """The same model in this process."""
-    torch.set_num_threads(1)
-    llama, tokenizer = load_model(model)
-    return ModelRunner(llama, tokenizer, PagedKvCache(llama.config, BLOCKS, BLOCK_SIZE))
 
 
 @pytest.fixture(scope="module")
@@ -79,38 +47,6 @@ async def cluster(whole: Cluster) -> AsyncIterator[Cluster]:
 async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=cluster.router, timeout=60) as client:
         yield client
-
-
-def asked(prompt: str | Sequence[int], max_tokens: int = 24, **fields: Any) -> dict[str, Any]:
-    fields = {"model": MODEL, "max_tokens": max_tokens, "ignore_eos": True, **fields}
-    return {**fields, "prompt": prompt}
-
-
-def tokens_of(answer: httpx.Response) -> list[int]:
-    assert answer.status_code == 200, answer.text
-    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
-    return tokens
-
-
-class Stream:
-    """The events of an answer, as they come."""
-
-    def __init__(self, answer: httpx.Response) -> None:
-        self._bytes = answer.aiter_bytes()
-
-    async def __aiter__(self) -> AsyncIterator[dict[str, Any] | None]:
-        """None is [DONE]."""
-        parser = EventParser()
-        async for part in self._bytes:
-            for event in parser.feed(part):
-                yield None if event.data == "[DONE]" else json.loads(event.data)
-
-
-@contextlib.asynccontextmanager
-async def streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[Any]:
-    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
-        assert answer.status_code == 200, await answer.aread()
-        yield aiter(Stream(answer))
 
 
 async def test_tokens_are_those_of_a_single_process(

@@ -9,7 +9,7 @@ from kvxfer.instances import InstanceState, Lease, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
-from tests.control_plane import FakeClock, worker
+from tests.control_plane import PATIENCE, FakeClock, worker
 
 LEASE = 6.0
 FEED_CAPACITY = 8
@@ -57,7 +57,7 @@ async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
                 LeasePolicy(LEASE),
                 clock=clock,
                 feed_capacity=FEED_CAPACITY,
-                timeout=10,
+                timeout=PATIENCE,
             )
         case other:
             raise AssertionError(other)

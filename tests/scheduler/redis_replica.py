@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import FakeClock, eventually
+from tests.control_plane import PATIENCE, FakeClock, eventually
 from tests.redis_server import RedisServer
 
 
@@ -17,7 +17,7 @@ async def replica(
     *,
     lease: float = 60.0,
     clock: FakeClock | None = None,
-    timeout: float = 10.0,
+    timeout: float = PATIENCE,
     there: bool = True,
 ) -> AsyncIterator[RedisRegistry]:
     """With a short timeout only where Redis is to be missed: a busy machine takes its time."""

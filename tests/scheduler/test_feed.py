@@ -6,7 +6,7 @@ import pytest
 
 from kvxfer.instances import Change, ChangeCause, Instance, InstanceState
 from kvxfer.scheduler.feed import ChangeFeed
-from tests.control_plane import worker
+from tests.control_plane import PATIENCE, worker
 
 
 def feed_with(count: int, *, capacity: int = 4) -> ChangeFeed:
@@ -42,7 +42,7 @@ def test_after_gives_the_next_changes_up_to_the_limit():
 
 async def test_wait_returns_at_once_where_there_is_news():
     feed = feed_with(2)
-    await asyncio.wait_for(feed.wait(101), 5)
+    await asyncio.wait_for(feed.wait(101), PATIENCE)
 
 
 async def test_wait_returns_when_the_feed_is_closed():
@@ -51,4 +51,4 @@ async def test_wait_returns_when_the_feed_is_closed():
     await asyncio.sleep(0)
     assert not waiting.done()
     feed.close()
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, PATIENCE)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import pytest
@@ -192,6 +192,16 @@ def test_refusal_says_what_is_missing(fleet, request_, reasons):
     with pytest.raises(NoCapacity) as refusal:
         choose_pair(fleet, TransferRequest(**request_))
     assert refusal.value.details == {"reasons": reasons}
+
+
+def test_refusal_is_the_same_whoever_came_first():
+    decodes = [instance(name, "decode", blocks=60) for name in ("d2", "d1", "d3")]
+    for order in permutations([instance("p", "prefill", num_blocks=1000), *decodes]):
+        with pytest.raises(NoCapacity) as full:
+            choose_pair(order, TransferRequest(prompt_tokens=80))
+        assert "most: 'd1' with 4" in str(full.value.details)
+        with pytest.raises(PromptTooLong, match="largest ready decode instance, 'd1'"):
+            choose_pair(order, TransferRequest(prompt_tokens=2000))
 
 
 def test_many_mismatches_are_counted_not_listed():

@@ -170,6 +170,26 @@ def test_longest_is_what_the_slow_way_finds_after_any_history(seed):
         )
 
 
+@pytest.mark.parametrize("seed", [random.randrange(2**32)])
+def test_small_and_large_updates_come_to_the_same(seed):
+    """Against `merged`, with hashes whose bytes are found across the border of two others."""
+    source = random.Random(seed)
+    index, held = PrefixIndex(), {"p": b"", "q": b""}
+    known = [256**n for n in range(8)] + [source.getrandbits(64) for _ in range(1500)]
+    for _ in range(300):
+        name, count = source.choice("pq"), source.choice([1, 8, 30, 200])
+        added = pack(source.sample(known, count))
+        removed = pack(source.sample(known, source.randrange(count)))
+        held[name] = merged(held[name], added, removed, reset=False)
+        has = index.publish(name, added, removed, reset=False)
+        assert has == len(unpack(held[name])) <= MAX_HASHES_PER_INSTANCE
+        asked = source.choice(known)
+        found = index.longest(
+            [asked], asked=["p", "q"], least_loaded=list, takes_part=lambda _: False
+        )
+        assert set(found) == {name for name, packed in held.items() if asked in unpack(packed)}
+
+
 def test_chain_hashes_name_the_prefix_before_them():
     one, two = chain_hashes([1, 2, 3, 4, 5], 2), chain_hashes([9, 2, 3, 4], 2)
     assert len(one) == 2, "the last token fills no block"

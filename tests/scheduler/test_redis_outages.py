@@ -13,8 +13,8 @@ from kvxfer.instances import Change, InstanceState, Role, Snapshot
 from kvxfer.scheduler.clock import SystemClock
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from tests.control_plane import eventually, worker
-from tests.redis_server import RedisServer, audit, wait_for_replica
+from tests.control_plane import PATIENCE, eventually, worker
+from tests.redis_server import RedisServer, audit, watched
 
 from .redis_replica import is_current, replica
 
@@ -45,7 +45,7 @@ async def test_restart_with_data_lost_is_a_new_fleet_with_greater_epochs(server)
         assert after.epoch > before.epoch
         assert [i.epoch for i in await registry.instances()] == [after.epoch]
 
-        snapshot = await asyncio.wait_for(anext(watch), 10)
+        snapshot = await asyncio.wait_for(anext(watch), PATIENCE)
         assert isinstance(snapshot, Snapshot)
         assert snapshot.id > first.id
 
@@ -127,7 +127,7 @@ async def test_lease_ends_by_the_clock_of_redis(server):
         start = await anext(registry.watch())
         watch = registry.watch(start.id)
         change = asyncio.ensure_future(anext(watch))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while not change.done():
                 await registry.sweep()
                 await asyncio.sleep(0.05)
@@ -179,21 +179,16 @@ async def test_closed_registry_says_that_it_is_stopping(empty_redis):
 # --- fail-over -------------------------------------------------------------------------------
 
 
-async def test_sentinel_moves_the_registry_to_the_replica_of_a_master_that_died(server):
-    with (
-        RedisServer("--replicaof", "127.0.0.1", str(server.port)) as standby,
-        RedisServer(sentinel_of=server) as sentinel,
-    ):
-        wait_for_replica(server, sentinel)
-        url = f"redis+sentinel://127.0.0.1:{sentinel.port}/fleet/0"
-        async with replica(url, timeout=1) as registry:
+async def test_sentinel_moves_the_registry_to_the_replica_of_a_master_that_died():
+    with watched() as servers:
+        async with replica(servers.url, timeout=1) as registry:
             lease = await registry.register(worker("p"), state=READY)
             await registry.register(worker("d", Role.DECODE), state=READY)
             await open_transfer(registry, TransferRequest(), seconds=60, clock=SystemClock())
             known = await registry.instances()
-            with server.client() as client:
+            with servers.master.client() as client:
                 assert client.wait(1, 5000) == 1
-            server.kill()
+            servers.master.kill()
 
             assert await registry.instances() == known
             await eventually(lambda: registry.heartbeat("p", lease.epoch))
@@ -201,6 +196,6 @@ async def test_sentinel_moves_the_registry_to_the_replica_of_a_master_that_died(
             assert later.epoch > max(i.epoch for i in known)
             assert [i.instance_id for i in await registry.instances()] == ["d", "p", "q"]
             assert (await registry.instance("p")).epoch == lease.epoch
-        with standby.client() as client:
+        with servers.standby.client() as client:
             assert client.info("replication")["role"] == "master"
-        assert audit(standby) == {"p": 1, "d": 1}
+        assert audit(servers.standby) == {"p": 1, "d": 1}

@@ -16,7 +16,7 @@ from kvxfer.scheduler.clock import SystemClock
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from tests.control_plane import FakeClock, worker
+from tests.control_plane import PATIENCE, FakeClock, worker
 from tests.redis_server import audit
 
 from .redis_replica import replica
@@ -128,10 +128,10 @@ async def test_watch_goes_on_at_another_replica_also_at_one_that_starts_later(em
         async with replica(empty_redis) as late:
             for registry in (other, late):
                 watch = registry.watch(start.id)
-                changes = [await asyncio.wait_for(anext(watch), 5) for _ in range(3)]
+                changes = [await asyncio.wait_for(anext(watch), PATIENCE) for _ in range(3)]
                 assert [change.instance.instance_id for change in changes] == ["a", "b", "c"]
                 watch = registry.watch(changes[1].id)
-                assert await asyncio.wait_for(anext(watch), 5) == changes[2]
+                assert await asyncio.wait_for(anext(watch), PATIENCE) == changes[2]
 
 
 @pytest.mark.parametrize("seed", [random.randrange(2**32)])

@@ -16,7 +16,7 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import Transfer, TransferRequest
-from tests.control_plane import worker
+from tests.control_plane import PATIENCE, FakeClock, worker
 
 from .conftest import Fleet
 from .redis_replica import replica
@@ -102,12 +102,12 @@ async def test_blocks_go_with_the_lease(fleet):
 async def test_blocks_renew_no_lease_and_are_no_change(fleet):
     epochs = await join_three(fleet)
     watch = fleet.registry.watch()
-    await asyncio.wait_for(anext(watch), 5)
+    await asyncio.wait_for(anext(watch), PATIENCE)
     await fleet.pass_time(4.0)
     await fleet.registry.publish_blocks("q", epochs["q"], update(HASHES))
     await fleet.pass_time(2.0)
     assert await fleet.registry.instances() == ()
-    gone = [await asyncio.wait_for(anext(watch), 5) for _ in range(3)]
+    gone = [await asyncio.wait_for(anext(watch), PATIENCE) for _ in range(3)]
     assert {change.instance.state for change in gone} == {InstanceState.GONE}
 
 
@@ -127,8 +127,9 @@ async def test_transfer_keeps_why_it_got_its_pair(fleet):
 async def test_all_registries_come_to_the_same_choices(empty_redis, seed):
     """One history told to both; a replica that loads it later agrees too."""
     source = random.Random(seed)
-    embedded = EmbeddedRegistry()
-    async with replica(empty_redis) as redis:
+    clock = FakeClock()  # no lease ends, however long it takes
+    embedded = EmbeddedRegistry(clock=clock)
+    async with replica(empty_redis, clock=clock) as redis:
         both: tuple[Registry, ...] = (embedded, redis)
         chains = [chain_hashes(range(n, n + 480), 16) for n in range(5)]
         epochs: dict[str, list[int]] = {}
@@ -158,7 +159,7 @@ async def test_all_registries_come_to_the_same_choices(empty_redis, seed):
             )
             for _ in range(60)
         ]
-        async with replica(empty_redis) as late:
+        async with replica(empty_redis, clock=clock) as late:
             for registry in (redis, late):
                 await registry.instances()
                 for request in requests:

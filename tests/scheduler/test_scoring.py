@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from itertools import product
+from itertools import permutations, product
 
 import pytest
 
+from kvxfer.errors import ScorerFailed
 from kvxfer.instances import Instance, Load
 from kvxfer.prefix_hashes import pack
 from kvxfer.scheduler.pair_index import PairIndex, choose_pair
@@ -149,6 +150,44 @@ def test_third_party_scorer_ranks_by_what_it_likes():
     assert (pair.prefill.instance_id, pair.decode.instance_id) == ("q", "d")
     assert pair.score is not None
     assert (pair.score.cost, pair.score.prefill) == (6.0, {"price": 5.0})
+
+
+def priced(name: str, role: str, price: str) -> Instance:
+    return instance(name, role, labels={"price": price})
+
+
+@pytest.mark.parametrize("price", ["nan", "inf", "-inf", "cheap"])
+def test_instance_without_a_cost_is_in_no_pair_and_told_once(price, caplog):
+    fleet = [priced("p", "prefill", "1"), priced("c", "decode", price), priced("d", "decode", "9")]
+    for order in permutations(fleet):
+        index = PairIndex(order, scorer=Fewest())
+        index.put(priced("c", "decode", price))  # a heartbeat
+        assert index.choose(TransferRequest()).decode.instance_id == "d"
+        (line,) = caplog.messages
+        assert line.startswith("the scorer Fewest cannot weigh instance 'c' (")
+        assert price in line
+        index.remove("d")
+        with pytest.raises(ScorerFailed, match=r"instance 'c'.*correct the scorer"):
+            index.choose(TransferRequest())
+        caplog.clear()
+
+
+def test_costs_too_large_to_add_up_are_a_named_error():
+    fleet = [priced(role[0], role, "1e308") for role in ("prefill", "decode")]
+    index = PairIndex(fleet, scorer=Fewest())
+    with pytest.raises(ScorerFailed, match="scorer Fewest add up to inf"):
+        index.choose(TransferRequest())
+
+
+@pytest.mark.parametrize("cost", [float("nan"), float("inf")])
+def test_pair_without_a_cost_is_a_named_error(cost):
+    class Lost(Fewest):
+        def pair_parts(self, *_: int) -> Mapping[str, float]:
+            return {"lost": cost}
+
+    index = PairIndex([priced("p", "prefill", "1"), priced("d", "decode", "1")], scorer=Lost())
+    with pytest.raises(ScorerFailed, match=rf"the scorer Lost .*\(the cost is {cost}\)"):
+        index.choose(TransferRequest())
 
 
 @pytest.mark.parametrize("weight", [-0.1, 1e7, float("nan"), float("inf")])

@@ -11,9 +11,11 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from kvxfer.errors import ControlPlaneUnavailable, NotLeader
+from kvxfer.scheduler.redis_registry.url import RedisUrl
 from kvxfer.scheduler.scaling import redis_leader
 from kvxfer.scheduler.scaling.redis_leader import RedisLeader
 from tests.control_plane import eventually
+from tests.redis_server import watched
 
 LOCK = "kvxfer:{scaling}:leader"
 
@@ -106,6 +108,62 @@ async def test_deposed_leader_does_not_resign_for_its_successor(redis):
     token = await new.campaign()
     await old.resign()
     await new.confirm(token)
+
+
+@pytest.mark.parametrize("term", [0.3, 60.0])
+async def test_over_a_fail_over_one_replica_acts_at_a_time_and_tokens_ascend(term):
+    """A term shorter than the fail-over ends with it, a longer one goes on at the new master."""
+    acts: list[tuple[int, int]] = []
+    refusals: set[str] = set()
+
+    async def take_part(number: int, leader: RedisLeader) -> None:
+        while True:
+            try:
+                token = await leader.campaign()
+                if token is not None:
+                    await leader.confirm(token)
+                    acts.append((token, number))
+            except (ControlPlaneUnavailable, NotLeader) as refused:
+                refusals.add(refused.code)
+            await asyncio.sleep(0.02)
+
+    with watched() as servers:
+        clients = [RedisUrl.parse(servers.url).client(timeout=1) for _ in range(3)]
+        leaders = [RedisLeader(client, seconds=term) for client in clients]
+        tasks = [asyncio.create_task(take_part(*each)) for each in enumerate(leaders)]
+        try:
+            await eventually(lambda: len(acts) > 5)
+            first, replica = acts[-1]
+            with servers.master.client() as client:
+                assert client.wait(1, 5000) == 1
+            servers.master.kill()
+            with pytest.raises(NotLeader, match="cannot be found out"):
+                await leaders[replica].confirm(first)
+            before = len(acts)
+            await eventually(lambda: len(acts) > before + 5)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        latest, successor = acts[-1]
+        # What a new master would hold that never heard of the latest term.
+        with servers.standby.client() as client:
+            assert client.info("replication")["role"] == "master"
+            client.delete(LOCK, "kvxfer:{scaling}:token")
+        other = leaders[(successor + 1) % 3]
+        third = await other.campaign()
+        assert third > latest
+        with pytest.raises(NotLeader, match=f"token {latest} no longer leads"):
+            await leaders[successor].confirm(latest)
+        assert await leaders[successor].campaign() is None
+        for leader in leaders:
+            await leader.close()
+
+    assert "control-plane-unavailable" in refusals
+    tokens = [token for token, _ in acts]
+    assert tokens == sorted(tokens)
+    assert len(set(acts)) == len(set(tokens)), "a token is one replica's"
+    assert (latest > first) == (term < 10)
 
 
 async def test_without_redis_nobody_leads():

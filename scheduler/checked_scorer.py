@@ -1,0 +1,77 @@
+"""What stands between the search and another package's scorer, whose numbers may be none."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from kvxfer.errors import ScorerFailed
+from kvxfer.instances import Instance
+from kvxfer.scheduler.scoring import Scorer
+
+_REMEDY: Final = "correct the scorer, or name another one in --pairing-policy"
+
+_log = logging.getLogger("kvxfer.pairing")
+
+
+class CheckedScorer(Scorer):
+    """Every load compares with every other one: an instance that the scorer cannot weigh costs
+    infinitely much, so that it is taken for no pair and stands in nobody's way."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._name = type(scorer).__name__
+        self._troubles: dict[str, str] = {}
+        """Of instances by their ids, the latest last."""
+
+    def load_parts(self, instance: Instance) -> Mapping[str, float]:
+        return self._scorer.load_parts(instance)
+
+    def pair_parts(
+        self, distance: int, fabric_steps: int, prefix_tokens: int
+    ) -> Mapping[str, float]:
+        return self._scorer.pair_parts(distance, fabric_steps, prefix_tokens)
+
+    def load(self, instance: Instance) -> float:
+        """Infinite where there is none; the log then says why, once for each cause."""
+        try:
+            cost = self._scorer.load(instance)
+            trouble = None if math.isfinite(cost) else f"its load is {cost}"
+        except Exception as error:
+            trouble = f"{type(error).__name__}: {error}"
+        name = instance.instance_id
+        before = self._troubles.pop(name, None)
+        if trouble is None:
+            return cost
+        self._troubles[name] = trouble
+        if trouble != before:
+            _log.error("%s; it is in no pair: %s", self._unweighed(name), _REMEDY)
+        return math.inf
+
+    def pair(self, distance: int, fabric_steps: int, prefix_tokens: int) -> float:
+        """Raises ScorerFailed."""
+        try:
+            cost = self._scorer.pair(distance, fabric_steps, prefix_tokens)
+            trouble = None if math.isfinite(cost) else f"the cost is {cost}"
+        except Exception as error:
+            trouble = f"{type(error).__name__}: {error}"
+        if trouble is None:
+            return cost
+        raise ScorerFailed(
+            f"the scorer {self._name} cannot weigh a pair of distance {distance}, with "
+            f"{fabric_steps} fabric steps and {prefix_tokens} cached tokens ({trouble}); {_REMEDY}"
+        )
+
+    def nothing_to_choose(self) -> ScorerFailed:
+        """The error where every pair has an instance that cannot be weighed."""
+        latest = next(reversed(self._troubles), None)
+        if latest is None:
+            return ScorerFailed(f"the costs of the scorer {self._name} add up to inf; {_REMEDY}")
+        return ScorerFailed(
+            f"{self._unweighed(latest)}, and there is no pair without such; {_REMEDY}"
+        )
+
+    def _unweighed(self, name: str) -> str:
+        return f"the scorer {self._name} cannot weigh instance {name!r} ({self._troubles[name]})"

@@ -1,0 +1,152 @@
+"""A cluster of real processes while Redis is away: what goes on, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from kvxfer.client import ControlPlaneClient
+from kvxfer.instances import Snapshot
+from kvxfer.reference.runner import ModelRunner
+from kvxfer.router.completion import collect
+from kvxfer.router.connections import worker_client
+from kvxfer.router.exchange import Exchange
+from kvxfer.transfers import OpenedTransfer
+from tests.api.conftest import problem, registration
+from tests.control_plane import eventually
+from tests.redis_server import RedisServer
+
+from .cluster import Cluster, until
+from .completions import MODEL, asked, streamed
+
+LEASE: Final = 6.0
+STALE: Final = "Kvxfer-Stale-Seconds"
+WORKERS: Final = ("prefill-0", "decode-0")
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, redis: RedisServer) -> Iterator[Cluster]:
+    cluster = Cluster(model, "--registry", redis.url, "--lease-seconds", str(LEASE))
+    try:
+        cluster.workers(*WORKERS)
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.parametrize(("how", "seconds"), [("paused", LEASE + 2), ("stopped", 30.0)])
+async def test_a_cluster_outlives_a_redis_that_comes_back_with_its_data(
+    cluster: Cluster, redis: RedisServer, single: ModelRunner, how: str, seconds: float
+) -> None:
+    async with (
+        httpx.AsyncClient(base_url=cluster.control_plane, timeout=20) as api,
+        httpx.AsyncClient(base_url=cluster.router, timeout=60) as router,
+        ControlPlaneClient(cluster.control_plane) as client,
+        aclosing(client.watch()) as watch,
+    ):
+        known = await anext(watch)
+        assert isinstance(known, Snapshot)
+        epochs = {each.instance_id: each.epoch for each in known.instances}
+        assert set(epochs) == set(WORKERS)
+        change = asyncio.ensure_future(anext(watch))
+        ticket = await client.open_transfer(model=MODEL, prompt_tokens=40)
+
+        async with streamed(router, asked("before and after", 1500)) as events:
+            tokens = (await anext(events))["choices"][0]["token_ids"]
+            # The router gives the stream's reservation back now; later it could not.
+            await until(lambda: len(cluster.open_transfers()) == 1)
+            began = time.monotonic()
+            await asyncio.to_thread(redis.pause if how == "paused" else redis.stop)
+            assert not await asyncio.to_thread(cluster.idle)
+            tokens += [t async for e in events if e for t in e["choices"][0]["token_ids"]]
+        assert tokens == single.generate("before and after", 1500, ignore_eos=True)
+
+        await reads_tell_what_was_known(api, epochs, ticket)
+        await writes_are_refused(api, epochs, ticket)
+        said = await router.post("/v1/completions", json=asked("too late"))
+        assert (said.status_code, said.headers["retry-after"]) == (503, "1")
+        assert said.json()["error"]["code"] == "control-plane-unavailable"
+        assert await moved_by(ticket, "carried on") == single.generate(
+            "carried on", 24, ignore_eos=True
+        )
+
+        while time.monotonic() < began + seconds:
+            await reads_tell_what_was_known(api, epochs, ticket)
+            await asyncio.sleep(0.5)
+        stale = (await api.get("/v1/instances")).json()["stale_seconds"]
+        assert seconds - 2 < stale < time.monotonic() - began + 2
+        assert not change.done()
+
+        back = time.time()
+        await asyncio.to_thread(redis.resume if how == "paused" else redis.start)
+        answer = await eventually(lambda: current(api))
+        while not all(each["heartbeat_at"] > back for each in answer):
+            assert {each["instance_id"]: each["epoch"] for each in answer} == epochs
+            answer = (await api.get("/v1/instances")).json()["instances"]
+            await asyncio.sleep(0.02)
+        assert {each["instance_id"]: each["epoch"] for each in answer} == epochs
+        await client.release_transfer(ticket.transfer_id)
+
+        said = await router.post("/v1/completions", json=asked("as ever"))
+        assert said.json()["choices"][0]["token_ids"] == single.generate(
+            "as ever", 24, ignore_eos=True
+        )
+        await until(cluster.idle)
+        assert not change.done(), "a worker lost its place"
+        change.cancel()
+        await asyncio.gather(change, return_exceptions=True)
+
+
+async def reads_tell_what_was_known(
+    api: httpx.AsyncClient, epochs: dict[str, int], ticket: OpenedTransfer
+) -> None:
+    listed = await api.get("/v1/instances")
+    assert listed.status_code == 200
+    assert {each["instance_id"]: each["epoch"] for each in listed.json()["instances"]} == epochs
+    assert listed.json()["stale_seconds"] >= 0
+    for path in ("/v1/instances/decode-0", f"/v1/transfers/{ticket.transfer_id}", "/metrics"):
+        answer = await api.get(path)
+        assert answer.status_code == 200
+        assert float(answer.headers[STALE]) >= 0
+    assert (await api.get("/readyz")).json() == {"status": "stale"}
+
+
+async def writes_are_refused(
+    api: httpx.AsyncClient, epochs: dict[str, int], ticket: OpenedTransfer
+) -> None:
+    for refused in (
+        await api.post("/v1/instances", json=registration("another")),
+        await api.put("/v1/instances/decode-0/heartbeat", json={"epoch": epochs["decode-0"]}),
+        await api.post("/v1/instances/decode-0/drain", json={}),
+        await api.post("/v1/transfers", json={}),
+        await api.delete(f"/v1/transfers/{ticket.transfer_id}"),
+    ):
+        problem(refused, 503, "control-plane-unavailable")
+        assert refused.headers["retry-after"] == "1"
+
+
+async def moved_by(ticket: OpenedTransfer, prompt: str) -> list[int]:
+    """What decode answers where both workers are sent a request with a ticket from before."""
+    async with worker_client() as http, Exchange(http, ticket, asked(prompt)) as exchange:
+        await exchange.begin(20)
+        tokens: list[int] = (await collect(exchange.chunks()))["choices"][0]["token_ids"]
+        return tokens
+
+
+async def current(api: httpx.AsyncClient) -> list[dict[str, Any]]:
+    answer = (await api.get("/v1/instances")).json()
+    found: list[dict[str, Any]] = [] if answer["stale_seconds"] is not None else answer["instances"]
+    return found

@@ -1,0 +1,73 @@
+"""Two routers over three replicas of the control plane, Redis, and one pair of real workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from kvxfer.reference.runner import ModelRunner
+from tests.faults.control.balancer import Balancer
+from tests.redis_server import RedisServer, audit
+
+from .cluster import BLOCKS, Cluster, until
+from .completions import asked
+
+REQUESTS = 8
+
+
+@pytest.fixture
+def cluster(model: Path, empty_redis: RedisServer) -> Iterator[Cluster]:
+    """The first replica and a router, to which others are added."""
+    cluster = Cluster(model, "--registry", empty_redis.url)
+    try:
+        cluster.workers("prefill-0", "decode-0")
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
+    cluster: Cluster, empty_redis: RedisServer, single: ModelRunner
+) -> None:
+    serve = ("serve", "--port", "0", "--registry", empty_redis.url)
+    replicas = [cluster.control_plane, *(cluster.add(f"replica-{n}", *serve) for n in (1, 2))]
+    # So much is reserved for a prompt that two fit and a third does not; it takes half of it.
+    options = ("router", "--port", "0", "--bytes-per-token", "0.5", "--capacity-seconds", "60")
+    prompts = ["".join(chr(97 + (n + k) % 26) for k in range(1500)) for n in range(REQUESTS)]
+    each = 2 * 1500 // 16 + 1
+    assert 2 * each <= BLOCKS < 3 * each
+
+    async with Balancer([urlsplit(url).port or 0 for url in replicas]).serve() as balancer:
+        routers = [
+            await asyncio.to_thread(
+                cluster.add, f"router-{n}", *options, "--control-plane", balancer.url
+            )
+            for n in (1, 2)
+        ]
+        async with httpx.AsyncClient(timeout=100) as client:
+
+            async def ask(number: int) -> list[int]:
+                url = f"{routers[number % 2]}/v1/completions"
+                answer = await client.post(url, json=asked(prompts[number], 1))
+                assert answer.status_code == 200, answer.text
+                tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+                return tokens
+
+            answers = asyncio.gather(*(ask(number) for number in range(REQUESTS)))
+            most = 0
+            while not answers.done():
+                for url in replicas:
+                    for instance in (await client.get(f"{url}/v1/instances")).json()["instances"]:
+                        reserved = instance["reserved"]
+                        assert reserved["blocks"] == each * reserved["transfers"] <= BLOCKS
+                        most = max(most, reserved["transfers"])
+            assert most == 2
+            for prompt, tokens in zip(prompts, await answers, strict=True):
+                assert tokens == single.generate(prompt, 1, ignore_eos=True)
+        await until(cluster.idle)
+    assert audit(empty_redis) == {}
