@@ -175,6 +175,13 @@ class KvEndpoint:
             self._brokered.fetch(session, claims, ticket, decode_address)
         return session
 
+    def decline(self, ticket: str, reason: str) -> None:
+        """Ends a transfer whose prefill request has ended before its session began, so that decode
+        hears of it at once. Raises TicketInvalid and TicketExpired."""
+        claims = self._verify(ticket)
+        self._identity.require(claims, Role.PREFILL)
+        self._rendezvous.decline(claims, reason)
+
     async def decode_session(
         self,
         ticket: str,

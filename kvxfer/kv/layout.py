@@ -76,7 +76,7 @@ class KvLayout:
             )
         if self.kv == "opaque" and self.order != "HND" and not self.mla:
             raise InvalidArgument(
-                f"KvLayout.order is {self.order!r} with kv='opaque', which has the heads outermost; "
+                f"KvLayout.order is {self.order!r} with kv='opaque', where heads are outermost; "
                 "pass 'HND'"
             )
         for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):

@@ -84,6 +84,12 @@ class Rendezvous:
                 raise
         return session
 
+    def decline(self, claims: Ticket, reason: str) -> None:
+        """Refuses the OFFER of a transfer that will have no session, now or when it comes."""
+        self._ledger.claim(claims, "prefill session")
+        error = TransferCancelled(f"transfer {claims.transfer_id}: cancelled here: {reason}")
+        self._abandon(claims.transfer_id, error, self._early.take(claims.transfer_id))
+
     def offer(self, pair: KvPair, offer: Offer, claims: Ticket) -> None:
         """Takes an OFFER whose ticket is verified; refuses it by a message where it cannot be met.
 
