@@ -1,4 +1,4 @@
-"""What an operator sets: kv_connector_extra_config, and KVXFER_* variables for what is not there."""
+"""What an operator sets: kv_connector_extra_config, and KVXFER_* variables for the rest."""
 
 from __future__ import annotations
 
