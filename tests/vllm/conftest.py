@@ -116,8 +116,14 @@ def cluster(folder: Path, model: Path) -> Iterator[Cluster]:
                 )
             ),
             *(
-                stack.enter_context(vllm(name, folder, model, transfer=side(control_plane, role)))
-                for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+                stack.enter_context(
+                    vllm(name, folder, model, *more, transfer=side(control_plane, role))
+                )
+                for name, role, more in (
+                    # Long prompts in chunks, which end within blocks.
+                    ("prefill", "kv_producer", ("--max-num-batched-tokens", "600")),
+                    ("decode", "kv_consumer", ()),
+                )
             ),
             stack.enter_context(vllm("aggregated", folder, model)),
         )

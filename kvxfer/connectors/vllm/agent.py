@@ -98,6 +98,7 @@ class Agent:
                     name=settings.instance_id,
                     host=settings.host,
                     fabrics=settings.fabrics,
+                    cpus=settings.cpus,
                     peer_timeout=settings.peer_timeout,
                 )
             )

@@ -31,6 +31,7 @@ _KNOWN: Final = frozenset(
         "cluster_key_file",
         "ticket_keys_file",
         "fabrics",
+        "cpus",
         "lease_seconds",
         "peer_timeout",
         "labels",
@@ -53,6 +54,8 @@ class ConnectorSettings:
     cluster_key: bytes = field(repr=False)
     ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
     fabrics: tuple[str, ...] | None = None
+    cpus: tuple[int, ...] = ()
+    """Where the transfer engine's thread may run; empty leaves it where vLLM's worker runs."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     """How long a side waits for the other."""
     peer_timeout: float = DEFAULT_PEER_TIMEOUT
@@ -87,6 +90,7 @@ class ConnectorSettings:
             cluster_key=read_cluster_key(Path(key_file) if key_file else None),
             ticket_keys=watch_ticket_keys(Path(tickets)) if tickets else None,
             fabrics=tuple(fabrics) if fabrics else None,
+            cpus=tuple(extra.get("cpus") or ()),
             lease_seconds=_seconds(extra, "lease_seconds", DEFAULT_LEASE_SECONDS),
             peer_timeout=_seconds(extra, "peer_timeout", DEFAULT_PEER_TIMEOUT),
             labels=dict(extra.get("labels") or {}),

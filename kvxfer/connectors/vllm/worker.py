@@ -173,12 +173,22 @@ class TransferWorker:
 
     async def _take(self, receive: Receive) -> None:
         params = receive.params
-        async with await self._agent.endpoint.decode_session(
-            params.ticket,
-            params.prefill_rank_addresses or params.prefill_engine_address,
-            EngineBlocks(receive.block_ids),
-            first_block=receive.first_block,
-        ) as session:
+        opening = asyncio.ensure_future(
+            self._agent.endpoint.decode_session(
+                params.ticket,
+                params.prefill_rank_addresses or params.prefill_engine_address,
+                EngineBlocks(receive.block_ids),
+                first_block=receive.first_block,
+            )
+        )
+        try:
+            session = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # Only a prefill worker that has the OFFER can be told, and need not wait for it.
+            with contextlib.suppress(KvxferError):
+                await (await opening).cancel("its request was aborted")
+            raise
+        async with session:
             digest = await session.wait()
             if digest != receive.digest:
                 raise InvalidArgument(
