@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs lint bench bench-control sanitize chaos chaos-control clean
+.PHONY: demo test test-verbs test-vllm lint bench bench-control sanitize chaos chaos-control clean
 
 demo:
 	@scripts/setup demo
@@ -14,6 +14,10 @@ test:
 test-verbs:
 	@scripts/setup verbs
 	@scripts/test-verbs
+
+test-vllm:
+	@scripts/setup test
+	@scripts/test-vllm
 
 lint:
 	@scripts/setup lint

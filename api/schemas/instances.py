@@ -103,7 +103,9 @@ class Layout(BaseModel):
     pp_size: PositiveCount = 1
     pp_rank: Count = 0
     order: HeadOrder = Field("NHD", description="Tokens before heads, or heads before tokens.")
-    kv: KvArrangement = Field("separate", description="K and V in two planes, or in one.")
+    kv: KvArrangement = Field(
+        "separate", description="K and V in two planes, in one, or in the engine's own order."
+    )
     mla: bool = Field(False, description="K and V are one latent vector per token.")
 
     @model_validator(mode="after")

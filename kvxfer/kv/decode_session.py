@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from kvxfer.kv.block_pool import BlockHold, BlockLease
+    from kvxfer.kv.block_owners import HeldBlocks, TargetBlocks
     from kvxfer.kv.cache import KvCache
     from kvxfer.kv.inbound import Inbound
     from kvxfer.ticket import Ticket
@@ -51,7 +51,7 @@ class DecodeSession:
         ticket: Ticket,
         token: str,
         cache: KvCache,
-        blocks: BlockLease,
+        blocks: TargetBlocks,
         inbounds: Sequence[Inbound],
         first_block: int,
         lease_seconds: float,
@@ -119,7 +119,7 @@ class DecodeSession:
         """
         return await asyncio.shield(self._tail)
 
-    def take(self) -> BlockHold:
+    def take(self) -> HeldBlocks:
         """Hands the complete blocks over; the session has ended then.
 
         Raises BlockStateError before wait() has returned, and the transfer's error if it failed.

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from kvxfer.client import ControlPlaneClient
     from kvxfer.engine import Engine
-    from kvxfer.kv.block_pool import BlockHold, BlockPool
+    from kvxfer.kv.block_owners import SourceBlocks, TargetBlocks
+    from kvxfer.kv.block_pool import BlockPool
     from kvxfer.kv.cache import KvCache
     from kvxfer.kv.prefill_session import PrefillSession
     from kvxfer.ticket import Ticket, TicketKeys
@@ -48,6 +49,7 @@ class KvEndpoint:
     offers and prefill requests together, whichever comes first. Peers learn its layout and MR
     descriptors from it alone, over the authenticated connection.
 
+    `pool` gives blocks to decode sessions; without one whoever starts a session brings its blocks.
     `lease_seconds` is how long a side waits for the other where a session is not told otherwise.
 
     Whoever is given the other's address dials. Decode does by default (the direct handshake); with
@@ -59,7 +61,7 @@ class KvEndpoint:
         self,
         engine: Engine,
         cache: KvCache,
-        pool: BlockPool,
+        pool: BlockPool | None,
         *,
         instance_id: str,
         epoch: int,
@@ -69,7 +71,7 @@ class KvEndpoint:
         connect_timeout: float = 2.0,
         max_early_offers_per_peer: int = MAX_EARLY_OFFERS_PER_PEER,
     ) -> None:
-        if pool.num_blocks != cache.num_blocks:
+        if pool is not None and pool.num_blocks != cache.num_blocks:
             raise InvalidArgument(
                 f"the pool has {pool.num_blocks} blocks, the cache {cache.num_blocks}; "
                 "make both with the same number"
@@ -148,7 +150,7 @@ class KvEndpoint:
     async def prefill_session(
         self,
         ticket: str,
-        blocks: BlockHold,
+        blocks: SourceBlocks,
         *,
         decode_address: str | None = None,
         lease_seconds: float | None = None,
@@ -173,16 +175,24 @@ class KvEndpoint:
             self._brokered.fetch(session, claims, ticket, decode_address)
         return session
 
+    def decline(self, ticket: str, reason: str) -> None:
+        """Ends a transfer whose prefill request has ended before its session began, so that decode
+        hears of it at once. Raises TicketInvalid and TicketExpired."""
+        claims = self._verify(ticket)
+        self._identity.require(claims, Role.PREFILL)
+        self._rendezvous.decline(claims, reason)
+
     async def decode_session(
         self,
         ticket: str,
         prefill_address: str | Sequence[str] | None,
-        num_blocks: int,
+        blocks: int | TargetBlocks,
         *,
         first_block: int = 0,
         lease_seconds: float | None = None,
     ) -> DecodeSession:
-        """Offers `num_blocks` free blocks to the prefill worker at an engine address.
+        """Offers blocks to the prefill worker at an engine address: so many free ones of the pool,
+        or those that an engine has allocated itself.
 
         Of a prefill worker with several ranks all addresses are given, in the order of its ranks
         (KvLayout.rank); those that have a part of these blocks get an OFFER. Every rank of this
@@ -214,7 +224,7 @@ class KvEndpoint:
         else:
             addresses = [prefill_address] if isinstance(prefill_address, str) else prefill_address
             pairs = await self._pairs.meet_sources(claims, addresses)
-        session = self._begin(claims, ticket, pairs, num_blocks, first_block, lease)
+        session = self._begin(claims, ticket, pairs, blocks, first_block, lease)
         try:
             if prefill_address is None:
                 self._brokered.publish(session, claims)
@@ -230,7 +240,7 @@ class KvEndpoint:
         claims: Ticket,
         ticket: str,
         pairs: Sequence[KvPair],
-        num_blocks: int,
+        wanted: int | TargetBlocks,
         first_block: int,
         lease_seconds: float,
     ) -> DecodeSession:
@@ -239,7 +249,8 @@ class KvEndpoint:
         if first_block < 0:
             raise InvalidArgument(f"first_block is {first_block}; pass 0 or more")
         with contextlib.ExitStack() as undo:
-            blocks = undo.enter_context(self._pool.offer(num_blocks))
+            blocks = self._blocks(wanted)
+            undo.callback(blocks.release)
             inbounds = []
             for pair in pairs:
                 counter = self._engine.counter(pair.peer)
@@ -261,6 +272,15 @@ class KvEndpoint:
             undo.pop_all()
         self._decodes.add(session)
         return session
+
+    def _blocks(self, wanted: int | TargetBlocks) -> TargetBlocks:
+        if not isinstance(wanted, int):
+            return wanted
+        if self._pool is None:
+            raise InvalidArgument(
+                f"{wanted} free blocks asked for of an endpoint without a pool; pass the blocks"
+            )
+        return self._pool.offer(wanted)
 
     def _require_alone(self, pair: KvPair) -> None:
         """Raises InvalidArgument where a transfer of the pair takes more than these two ranks."""

@@ -9,7 +9,7 @@ from kvxfer.errors import InvalidArgument
 
 Part: TypeAlias = Literal["K", "V", "KV"]
 HeadOrder: TypeAlias = Literal["NHD", "HND"]
-KvArrangement: TypeAlias = Literal["separate", "interleaved"]
+KvArrangement: TypeAlias = Literal["separate", "interleaved", "opaque"]
 
 ITEM_BYTES: Final[dict[str, int]] = {
     "float32": 4,
@@ -34,6 +34,8 @@ class KvLayout:
 
     - `kv="separate"`: two, K and V, each `[num_blocks, block_size, heads, head_size]`
     - `kv="interleaved"`: one, `[num_blocks, 2, block_size, heads, head_size]`
+    - `kv="opaque"`: one, `[num_blocks, heads, bytes]`: K and V of a head of a block lie in an order
+      of the engine's own, so block sizes have to be equal on both sides
     - `mla=True`: one, `[num_blocks, block_size, head_size]`, whatever `kv` says: K and V are one
       latent vector per token, whole on every TP rank
 
@@ -71,6 +73,11 @@ class KvLayout:
             raise InvalidArgument(
                 f"KvLayout.num_kv_heads is {self.num_kv_heads} with mla=True; "
                 "an MLA cache has one latent head: pass 1"
+            )
+        if self.kv == "opaque" and self.order != "HND" and not self.mla:
+            raise InvalidArgument(
+                f"KvLayout.order is {self.order!r} with kv='opaque', where heads are outermost; "
+                "pass 'HND'"
             )
         for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
             if getattr(self, rank) >= getattr(self, size):
@@ -149,18 +156,27 @@ class KvLayout:
     @property
     def parts(self) -> tuple[Part, ...]:
         """The planes of a layer."""
-        return ("KV",) if self.mla or self.kv == "interleaved" else ("K", "V")
+        return ("K", "V") if self.kv == "separate" and not self.mla else ("KV",)
+
+    @property
+    def opaque(self) -> bool:
+        """Whether nothing smaller than one head of a block can be told apart."""
+        return self.kv == "opaque" and not self.mla
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a head of a token that can be told apart: K and V, or one for both."""
+        return 1 if self.mla or self.opaque else 2
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of one head of one token, K or V alone."""
-        return self.head_size * self.item_bytes
+        """Bytes of one head of one token: K or V alone, or both where the layout is opaque."""
+        return self.head_size * self.item_bytes * (2 if self.opaque else 1)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in one layer on this rank, K and V together."""
-        vectors = 1 if self.mla else 2
-        return vectors * self.heads_per_rank * self.vector_bytes
+        return self.vectors * self.heads_per_rank * self.vector_bytes
 
     @property
     def block_bytes(self) -> int:

@@ -27,9 +27,9 @@ class Outbound:
         self._source = source
         self._target = target - target.min()  # counted from where the grants begin
         # Writes that wait for room in the engine, in order.
-        self._queue: collections.deque[PlaneWrite] = collections.deque()
+        self._queue: collections.deque[tuple[PlaneWrite, range]] = collections.deque()
         # The same for every layer whose blocks lie equally far apart.
-        self._offsets: dict[Runs, tuple[Offsets, Offsets]] = {}
+        self._offsets: dict[tuple[Runs, range], tuple[Offsets, Offsets]] = {}
 
     @property
     def waits(self) -> bool:
@@ -44,9 +44,9 @@ class Outbound:
     def accept(self) -> None:
         self.pair.send(Accepted(self._offer.transfer_id))
 
-    def add(self, layer: int) -> None:
-        """Puts a layer into the queue."""
-        self._queue.extend(self._writes[layer])
+    def add(self, layer: int, blocks: range) -> None:
+        """Puts some of prefill's blocks of a layer into the queue."""
+        self._queue.extend((write, blocks) for write in self._writes[layer])
 
     def post(self, timeout: float) -> bool:
         """Posts what is queued, as far as the engine has room; whether it had.
@@ -55,7 +55,7 @@ class Outbound:
         """
         while self._queue:
             try:
-                self._post(self._queue[0], timeout)
+                self._post(*self._queue[0], timeout)
             except Backpressure:
                 return False
             except InvalidArgument as bad:
@@ -70,14 +70,14 @@ class Outbound:
         self.announced = True
         self.pair.send(Done(self._offer.transfer_id, self.posted, tail))
 
-    def _post(self, write: PlaneWrite, timeout: float) -> None:
+    def _post(self, write: PlaneWrite, blocks: range, timeout: float) -> None:
         runs = write.runs
-        if runs not in self._offsets:
+        if (runs, blocks) not in self._offsets:
             first = self._offer.first_block
-            self._offsets[runs] = runs.offsets(self._source, self._target, first)
-        source, target = self._offsets[runs]
+            self._offsets[runs, blocks] = runs.offsets(self._source, self._target, first, blocks)
+        source, target = self._offsets[runs, blocks]
         if not len(source):
-            return  # runs of blocks that the prompt has not
+            return  # runs of blocks that the prompt has not, or that decode has
         operation = self.pair.peer.write_pages(
             write.src,
             self._offer.grants[write.dst],

@@ -161,7 +161,7 @@ def _copies(src: KvLayout, dst: KvLayout) -> Iterator[StridedCopy]:
         ]
         src_offset = begin % src.block_size * src_token + (heads[0] - src.first_head) * src_head
         dst_offset = begin % dst.block_size * dst_token + (heads[0] - dst.first_head) * dst_head
-        vectors = 1 if src.mla else 2
+        vectors = src.vectors
         if src.parts == dst.parts == ("KV",):  # K and V of a block are one more dimension
             axes.append(_Axis(vectors, src.part_bytes // vectors, dst.part_bytes // vectors))
             vectors = 1

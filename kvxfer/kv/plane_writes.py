@@ -35,18 +35,24 @@ class Runs:
     """A row for each run: prefill's block, its offset there, decode's block, its offset there."""
 
     def offsets(
-        self, source: BlockIds, target: BlockIds, first_block: int = 0
+        self,
+        source: BlockIds,
+        target: BlockIds,
+        first_block: int = 0,
+        only: range | None = None,
     ) -> tuple[Offsets, Offsets]:
         """Where each run begins in prefill's plane and in decode's, in the order of the tokens.
 
         Prefill's table begins with the prompt, decode's with `first_block` of it. Runs of blocks
-        that they have not are left out: the last cycle may be filled in part.
+        that they have not are left out: the last cycle may be filled in part. `only` keeps those
+        out of some of prefill's blocks.
         """
         src_block, src_offset, dst_block, dst_offset = self.of_cycle.T
         cycle = np.arange(-(-len(source) // self.src_blocks), dtype=np.int64)[:, np.newaxis]
         src = cycle * self.src_blocks + src_block
         dst = cycle * self.dst_blocks + dst_block - first_block
-        there = (src < len(source)) & (dst >= 0) & (dst < len(target))
+        some = range(len(source)) if only is None else only
+        there = (src >= some.start) & (src < some.stop) & (dst >= 0) & (dst < len(target))
         return (
             source.astype(np.int64)[src[there]] * self.src_stride
             + np.broadcast_to(src_offset, there.shape)[there],

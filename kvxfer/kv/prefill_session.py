@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvxfer.engine import Operation
-    from kvxfer.kv.block_pool import BlockHold, BlockIds
+    from kvxfer.kv.block_owners import SourceBlocks
+    from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.layout import KvLayout
     from kvxfer.kv.pair import KvPair
     from kvxfer.ticket import Ticket
@@ -61,7 +62,7 @@ class PrefillSession:
     def __init__(
         self,
         ticket: Ticket,
-        blocks: BlockHold,
+        blocks: SourceBlocks,
         layout: KvLayout,
         lease_seconds: float,
         ended: Callable[[PrefillSession], None],
@@ -84,7 +85,7 @@ class PrefillSession:
         self._outbounds: dict[int, Outbound] = {}
         # Decode ranks whose OFFER has not come; None until the first has said how many there are.
         self._awaited: set[int] | None = None
-        self._layers: list[int] = []
+        self._written: dict[int, int] = {}  # blocks by layer, in the order of the layers
         self._tail: bytes | None = None
         self._error: KvxferError | None = None
         self._reason = ""
@@ -140,21 +141,26 @@ class PrefillSession:
         with self._lock:
             return sum(operation.writes for operation in self._operations())
 
-    def write_layer(self, layer: int) -> None:
+    def write_layer(self, layer: int, until: int | None = None) -> None:
         """Sends a layer whose K and V are computed; kept until the OFFER comes if it has not.
 
+        A prompt that is computed in chunks goes block by block: `until` is how many of its first
+        blocks are complete, and those that were not sent before go. Without it all do.
+
         Returns when the writes are posted, or queued where the engine has too many. Raises
-        InvalidArgument for a layer that does not exist or was written before, and the transfer's
-        error if it has failed.
+        InvalidArgument for a layer that does not exist or was written so far before, and the
+        transfer's error if it has failed.
         """
+        end = len(self._blocks) if until is None else until
         try:
             with self._lock:
                 if self._error is not None:
                     raise self._error
-                self._check_layer(layer)
-                self._layers.append(layer)
+                self._check_layer(layer, end)
+                some = range(self._written.get(layer, 0), end)
+                self._written[layer] = end
                 for outbound in self._outbounds.values():
-                    outbound.add(layer)
+                    outbound.add(layer, some)
                 self._post()
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)
@@ -177,7 +183,9 @@ class PrefillSession:
         try:
             with self._lock:
                 if self._error is None and self._tail is None:
-                    missing = sorted(set(range(self._num_layers)).difference(self._layers))
+                    whole = len(self._blocks)
+                    layers = range(self._num_layers)
+                    missing = [layer for layer in layers if self._written.get(layer) != whole]
                     if missing:
                         raise InvalidArgument(
                             f"transfer {self.transfer_id}: finish() before layer "
@@ -254,8 +262,8 @@ class PrefillSession:
                     self._machine.advance(PrefillEvent.OFFER)
                 self._outbounds[layout.rank] = outbound
                 outbound.accept()
-                for layer in self._layers:
-                    outbound.add(layer)
+                for layer, end in self._written.items():
+                    outbound.add(layer, range(end))
                 self._post()
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)
@@ -270,12 +278,16 @@ class PrefillSession:
     def fail(self, error: KvxferError) -> None:
         self._give_up(PrefillEvent.ABORT, error)
 
-    def _check_layer(self, layer: int) -> None:
+    def _check_layer(self, layer: int, end: int) -> None:
         if not 0 <= layer < self._num_layers:
             raise InvalidArgument(
                 f"layer {layer} does not exist; this rank has 0 to {self._num_layers - 1}"
             )
-        if layer in self._layers:
+        if end > len(self._blocks):
+            raise InvalidArgument(
+                f"layer {layer} until block {end}; the prompt has {len(self._blocks)} blocks"
+            )
+        if end <= self._written.get(layer, 0):
             raise InvalidArgument(
                 f"layer {layer} was written before; write each layer once, when it is computed"
             )

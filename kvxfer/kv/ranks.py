@@ -20,9 +20,11 @@ _MAX_BLOCKS_IN_CYCLE: Final = 1024
 
 
 def require_mappable(prefill: KvLayout, decode: KvLayout) -> None:
-    """Raises LayoutMismatch with the first field that no plan can bridge: of the model, or block
-    sizes of which it takes more than a thousand until both end at the same token."""
-    for field in _SAME_ON_BOTH_SIDES:
+    """Raises LayoutMismatch with the first field that no plan can bridge: of the model, what only
+    engines of one kind understand, or block sizes of which it takes more than a thousand until both
+    end at the same token."""
+    opaque = ("kv", "block_size") if prefill.opaque or decode.opaque else ()
+    for field in (*_SAME_ON_BOTH_SIDES, *opaque):
         ours, theirs = getattr(prefill, field), getattr(decode, field)
         if ours != theirs:
             raise LayoutMismatch(field, ours, theirs)
@@ -93,9 +95,8 @@ def targets(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
 
 def bytes_per_token(prefill: KvLayout, decode: KvLayout) -> int:
     """What a prefill rank writes to a decode rank for each token."""
-    vectors = 1 if decode.mla else 2
     heads = len(heads_between(prefill, decode))
-    return len(layers_between(prefill, decode)) * vectors * heads * decode.vector_bytes
+    return len(layers_between(prefill, decode)) * decode.vectors * heads * decode.vector_bytes
 
 
 def _layers_on_both(prefill: KvLayout, decode: KvLayout) -> range:

@@ -21,7 +21,7 @@ from kvxfer.kv.messages import Cancelled, Offer, Refused
 from kvxfer.kv.prefill_session import PrefillSession
 
 if TYPE_CHECKING:
-    from kvxfer.kv.block_pool import BlockHold
+    from kvxfer.kv.block_owners import SourceBlocks
     from kvxfer.kv.layout import KvLayout
     from kvxfer.kv.pair import KvPair
     from kvxfer.kv.transfer_ledger import TransferLedger
@@ -56,7 +56,7 @@ class Rendezvous:
         self._early = EarlyOffers(max_early_offers_per_peer)
 
     async def request(
-        self, claims: Ticket, blocks: BlockHold, lease_seconds: float
+        self, claims: Ticket, blocks: SourceBlocks, lease_seconds: float
     ) -> PrefillSession:
         """A session for a prefill request whose ticket is verified.
 
@@ -83,6 +83,12 @@ class Rendezvous:
                 await session.cancel(str(error))
                 raise
         return session
+
+    def decline(self, claims: Ticket, reason: str) -> None:
+        """Refuses the OFFER of a transfer that will have no session, now or when it comes."""
+        self._ledger.claim(claims, "prefill session")
+        error = TransferCancelled(f"transfer {claims.transfer_id}: cancelled here: {reason}")
+        self._abandon(claims.transfer_id, error, self._early.take(claims.transfer_id))
 
     def offer(self, pair: KvPair, offer: Offer, claims: Ticket) -> None:
         """Takes an OFFER whose ticket is verified; refuses it by a message where it cannot be met.

@@ -13,6 +13,7 @@ from kvxfer.errors import (
     OutOfBounds,
     PeerLost,
     ProtocolError,
+    TicketInvalid,
     TransferCancelled,
     TransferRefused,
 )
@@ -239,3 +240,21 @@ async def test_released_blocks_cannot_be_sent_and_decode_hears_of_it(
         await prefill.endpoint.prefill_session(ticket, hold)
     with pytest.raises(BlockStateError, match="refused by prefill worker 'p'"):
         await asyncio.wait_for(receiver.wait(), 1)
+
+
+@pytest.mark.parametrize("offer_first", [True, False])
+async def test_a_declined_transfer_is_refused_now_or_when_its_offer_comes(
+    pair: tuple[Worker, Worker], offer_first: bool
+) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode)
+    if not offer_first:
+        prefill.endpoint.decline(ticket, "aborted")
+    session = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
+    if offer_first:
+        await eventually(lambda: early_offers(prefill) == 1)
+        prefill.endpoint.decline(ticket, "aborted")
+    with pytest.raises(TransferCancelled, match=r"refused by prefill .* aborted"):
+        await session.wait()
+    with pytest.raises(TicketInvalid, match="already used"):
+        prefill.endpoint.decline(ticket, "aborted")

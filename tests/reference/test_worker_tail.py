@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.errors import InvalidArgument, ProtocolError
-from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail, prompt_digest
+from kvxfer.prompt_digest import prompt_digest
+from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
 
 TOKENS = [3, 1, 4, 1, 5]
 TAIL = Tail(

@@ -20,6 +20,7 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.load_meter import LoadMeter
+from kvxfer.prompt_digest import prompt_digest
 from kvxfer.reference.runner import ModelRunner
 from kvxfer.reference.worker.completions import (
     Choice,
@@ -37,7 +38,7 @@ from kvxfer.reference.worker.completions import (
 )
 from kvxfer.reference.worker.compute import Abandon, ComputeThread
 from kvxfer.reference.worker.metered_engine import MeteredEngine
-from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail, prompt_digest
+from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
 from kvxfer.reference.worker.text_stream import TextStream
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from kvxfer.errors import InvalidArgument, ProtocolError
+from kvxfer.prompt_digest import prompt_digest
 
 
 class Tail(msgspec.Struct, frozen=True, array_like=True):
@@ -19,11 +18,6 @@ class Tail(msgspec.Struct, frozen=True, array_like=True):
     first_token: int
     prefill_seconds: float
     computed_at: float
-
-
-def prompt_digest(tokens: Sequence[int]) -> bytes:
-    """16 bytes that name a prompt."""
-    return hashlib.blake2b(np.asarray(tokens, dtype="<i8").tobytes(), digest_size=16).digest()
 
 
 def encode_tail(tail: Tail) -> bytes:

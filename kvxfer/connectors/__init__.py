@@ -1,0 +1,1 @@
+"""Connectors: kvxfer as the KV transfer of inference engines."""

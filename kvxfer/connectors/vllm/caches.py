@@ -1,0 +1,81 @@
+"""vLLM's KV cache tensors as a KvCache, or a refusal that says what cannot be mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.kv.cache import KvCache
+from kvxfer.kv.layout import ITEM_BYTES, KvLayout
+
+if TYPE_CHECKING:
+    from kvxfer.engine import Engine
+
+
+def layout_of(caches: Mapping[str, torch.Tensor], block_size: int, *, mla: bool) -> KvLayout:
+    """The layout of caches of one shape in host memory.
+
+    vLLM's CPU attention keeps `[num_blocks, heads, block_size, 2 * head_size]`, and within a head
+    of a block an order of its own; MLA keeps one latent vector per token. Raises InvalidArgument
+    for everything else.
+    """
+    if not caches:
+        raise InvalidArgument("vLLM registered no KV caches; a model without them needs no kvxfer")
+    name, first = next(iter(caches.items()))
+    for other, cache in caches.items():
+        if (cache.shape, cache.dtype) != (first.shape, first.dtype):
+            raise InvalidArgument(
+                f"the KV cache of {other} is {list(cache.shape)} of {cache.dtype}, that of {name} "
+                f"{list(first.shape)} of {first.dtype}; caches of several shapes cannot be moved"
+            )
+        if cache.device.type != "cpu" or not cache.is_contiguous():
+            raise InvalidArgument(
+                f"the KV cache of {other} is on {cache.device} with strides "
+                f"{list(cache.stride())}; this connector moves contiguous host memory"
+            )
+    dtype = str(first.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise InvalidArgument(
+            f"the KV cache of {name} is of {dtype}; use one of {', '.join(ITEM_BYTES)}"
+        )
+    heads, tokens = (1, first.shape[1]) if first.dim() == 3 else tuple(first.shape[1:3])
+    width = first.shape[-1]
+    if first.dim() not in (3, 4) or tokens != block_size or (mla and heads != 1):
+        raise InvalidArgument(
+            f"the KV cache of {name} is {list(first.shape)} with blocks of {block_size} tokens; "
+            "there should be [blocks, heads, tokens, bytes of K and V]"
+        )
+    if mla:
+        return KvLayout(
+            num_layers=len(caches),
+            num_kv_heads=1,
+            head_size=width,
+            dtype=dtype,
+            block_size=block_size,
+            mla=True,
+        )
+    if first.dim() == 3 or width % 2:
+        raise InvalidArgument(
+            f"the KV cache of {name} is {list(first.shape)}, without K and V for each head"
+        )
+    return KvLayout(
+        num_layers=len(caches),
+        num_kv_heads=heads,
+        head_size=width // 2,
+        dtype=dtype,
+        block_size=block_size,
+        order="HND",
+        kv="opaque",
+    )
+
+
+def register_caches(
+    engine: Engine, caches: Mapping[str, torch.Tensor], layout: KvLayout
+) -> KvCache:
+    """Registers the tensors, layer by layer; vLLM keeps the memory."""
+    tensors = list(caches.values())
+    planes = [[tensor.view(torch.uint8)] for tensor in tensors]
+    return KvCache.register(engine, layout, tensors[0].shape[0], planes)

@@ -1,0 +1,201 @@
+"""KvxferConnector: what vLLM loads. It only translates between vLLM and the two sides beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.logger import init_logger
+
+from kvxfer.connectors.vllm.agent import Agent
+from kvxfer.connectors.vllm.caches import layout_of, register_caches
+from kvxfer.connectors.vllm.plan import StepPlan, TransferParams
+from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
+from kvxfer.connectors.vllm.settings import ConnectorSettings
+from kvxfer.connectors.vllm.worker import TransferWorker
+from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.instances import Role
+from kvxfer.prompt_digest import prompt_digest
+from kvxfer.ticket import verify_ticket
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvxfer")
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """A StepPlan on its way to the workers."""
+
+    plan: StepPlan
+
+
+class KvxferConnector(KVConnectorBase_V1):
+    """The KV transfer of a vLLM instance.
+
+    vLLM makes two: one in the process of the scheduler, one in that of the worker. It is not
+    `SupportsHMA`, so that vLLM keeps all layers in one KV cache group.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+        assert transfer is not None  # noqa: S101 (the base has refused that)
+        if parallel.world_size != 1:
+            raise InvalidArgument(
+                f"kvxfer serves vLLM instances of one rank, this one has {parallel.world_size}; "
+                "start it with --tensor-parallel-size 1 --pipeline-parallel-size 1"
+            )
+        served = vllm_config.model_config.served_model_name
+        self._settings = ConnectorSettings.read(
+            transfer.kv_connector_extra_config,
+            role=str(transfer.kv_role),
+            engine_id=str(transfer.engine_id),
+            model=served if isinstance(served, str) else served[0],
+        )
+        self._block_size = vllm_config.cache_config.block_size
+        self._mla = vllm_config.model_config.use_mla
+        self._scheduler: TransferScheduler
+        self._worker: TransferWorker
+        self._agent: Agent | None = None
+        self._failed_blocks: set[int] = set()
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = TransferScheduler(self._block_size, self._side_of)
+
+    # Scheduler side.
+
+    def on_new_request(self, request: Request) -> None:
+        try:
+            params = TransferParams.of(request.kv_transfer_params)
+        except InvalidArgument as error:
+            # An error here would end the engine.
+            logger.warning("request %s is computed here: %s", request.request_id, error)
+            return
+        tokens = request.prompt_token_ids
+        if params is None or tokens is None:
+            return
+        extras = [feature.identifier for feature in request.mm_features]
+        if request.lora_request is not None:
+            extras.append(request.lora_request.lora_name)
+        digest = prompt_digest(tokens, *extras)
+        self._scheduler.arrived(request.request_id, params, len(tokens), digest)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        tokens = self._scheduler.external_tokens(request.request_id, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        [ids] = blocks.get_block_ids()
+        self._scheduler.allocated(request.request_id, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        tokens = scheduler_output.num_scheduled_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        scheduled = [
+            Scheduled(new.req_id, new.block_ids[0], new.num_computed_tokens, tokens[new.req_id])
+            for new in scheduler_output.scheduled_new_reqs
+        ]
+        scheduled += [
+            Scheduled(request_id, ids[0] if ids else (), computed, tokens[request_id])
+            for request_id, ids, computed in zip(
+                cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+            )
+        ]
+        preempted = scheduler_output.preempted_req_ids or ()
+        return StepMetadata(self._scheduler.step(scheduled, preempted))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.received(connector_output.finished_recving or ())
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        how = f"its request ended: {request.status.name.lower().replace('_', ' ')}"
+        return self._scheduler.finished(request.request_id, how), None
+
+    def _side_of(self, params: TransferParams) -> Role | None:
+        """Of an instance with one role its role; the workers hold the ticket against the rest."""
+        if self._settings.role is not Role.BOTH:
+            return self._settings.role
+        keys = self._settings.ticket_keys
+        try:
+            ticket = verify_ticket(
+                params.ticket, keys.current if keys else self._settings.cluster_key
+            )
+        except KvxferError as error:
+            logger.warning("%s", error)
+            return None
+        sides = {ticket.prefill_id: Role.PREFILL, ticket.decode_id: Role.DECODE}
+        return sides.get(self._settings.instance_id)
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        layout = layout_of(kv_caches, self._block_size, mla=self._mla)
+        self._agent = Agent(self._settings)
+        self._agent.start(partial(register_caches, caches=kv_caches, layout=layout))
+        self._worker = TransferWorker(self._agent, list(kv_caches))
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)  # noqa: S101 (we made it)
+        self._worker.begin_step(connector_metadata.plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request is computed when all its blocks are there."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        self._worker.save_layer(layer_name)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._worker.start_receives()
+
+    def wait_for_save(self) -> None:
+        self._worker.end_forward()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self._worker.results(finished_req_ids)
+        self._failed_blocks = results.failed_blocks
+        return KVConnectorTransferResults(
+            finished_sending=results.sent, finished_recving=results.received
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def shutdown(self) -> None:
+        if self._agent is not None:
+            self._agent.close()

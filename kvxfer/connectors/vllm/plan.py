@@ -1,0 +1,82 @@
+"""What the scheduler side tells the worker side with each step. Plain data, pickled by vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvxfer.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class TransferParams:
+    """The kv_transfer_params of a request: what the control plane said about its transfer."""
+
+    ticket: str
+    prefill_engine_address: str
+    prefill_rank_addresses: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any] | None) -> TransferParams | None:
+        """None where the request has no ticket, and is an ordinary one. Raises InvalidArgument."""
+        if not params or "ticket" not in params:
+            return None
+        ticket, address = params["ticket"], params.get("prefill_engine_address")
+        ranks = params.get("prefill_rank_addresses") or []
+        if params.get("handshake", "direct") != "direct":
+            raise InvalidArgument(
+                f"kv_transfer_params.handshake is {params['handshake']!r}; this connector speaks "
+                "the direct one"
+            )
+        if not (
+            isinstance(ticket, str)
+            and isinstance(address, str)
+            and isinstance(ranks, list)
+            and all(isinstance(rank, str) for rank in ranks)
+        ):
+            raise InvalidArgument(
+                "kv_transfer_params: ticket and prefill_engine_address are strings, "
+                "prefill_rank_addresses is a list of them; pass on what the control plane answered"
+            )
+        return cls(ticket, address, tuple(ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A step of a prompt that is computed for somebody else."""
+
+    request_id: str
+    params: TransferParams
+    digest: bytes
+    num_blocks: int
+    """Of the whole prompt."""
+    block_ids: tuple[int, ...]
+    """As far as they are allocated."""
+    until: int
+    """How many of the prompt's first blocks are complete after this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """A prompt whose blocks, from `first_block` on, come from prefill."""
+
+    request_id: str
+    params: TransferParams
+    digest: bytes
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """All that concerns transfers in one step."""
+
+    sends: list[Send] = field(default_factory=list)
+    receives: list[Receive] = field(default_factory=list)
+    cancels: dict[str, str] = field(default_factory=dict)
+    """Requests that have ended before their transfer, and how."""
+    preempted: list[str] = field(default_factory=list)
+    """Requests whose blocks are used for something else from this step on."""
+    unserved: list[tuple[TransferParams, str]] = field(default_factory=list)
+    """Prefill requests that ended before their first step, and how."""

@@ -1,0 +1,159 @@
+"""The scheduler side: which blocks of which request travel, and in which step.
+
+A pure state machine over plain values: no vLLM, no clock, no network. The worker side does what the
+plan of each step says, and every wait is there.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
+from kvxfer.instances import Role
+
+logger = logging.getLogger(__name__)
+
+SideOf = Callable[[TransferParams], Role | None]
+"""The side that a ticket gives to this instance; None where it is for others or invalid."""
+
+
+class Stage(enum.Enum):
+    """Where a request with a ticket is."""
+
+    WAITING = enum.auto()  # it has no blocks yet
+    SENDING = enum.auto()  # prefill: some of its steps were planned
+    RECEIVING = enum.auto()  # decode: its blocks were offered
+    ORDINARY = enum.auto()  # the transfer is behind it, or given up
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A request's part of one step."""
+
+    request_id: str
+    new_block_ids: Sequence[int]
+    computed_tokens: int
+    """Before the step."""
+    step_tokens: int
+
+
+@dataclass(slots=True)
+class _Request:
+    params: TransferParams
+    side: Role
+    prompt_tokens: int
+    digest: bytes
+    stage: Stage = Stage.WAITING
+    block_ids: list[int] = field(default_factory=list)
+    planned: int = 0
+    """Blocks that the steps so far complete."""
+
+
+class TransferScheduler:
+    """The requests of one engine that have a ticket. One thread: the engine's own loop."""
+
+    def __init__(self, block_size: int, side_of: SideOf) -> None:
+        self._block_size = block_size
+        self._side_of = side_of
+        self._requests: dict[str, _Request] = {}
+        self._plan = StepPlan()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def arrived(
+        self, request_id: str, params: TransferParams, prompt_tokens: int, digest: bytes
+    ) -> None:
+        """A request with a ticket. One whose ticket is not for this instance is an ordinary one."""
+        side = self._side_of(params)
+        if side is None:
+            logger.warning("request %s: its ticket is not for this instance", request_id)
+            return
+        self._requests[request_id] = _Request(params, side, prompt_tokens, digest)
+
+    def external_tokens(self, request_id: str, computed_tokens: int) -> int:
+        """How many tokens come from prefill after those that are here. No side effects."""
+        request = self._requests.get(request_id)
+        if request is None or request.side is Role.PREFILL or request.stage is not Stage.WAITING:
+            return 0
+        return max(request.prompt_tokens - computed_tokens, 0)
+
+    def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
+        """The request has its blocks, and waits for `external_tokens` of its prompt."""
+        request = self._requests.get(request_id)
+        if request is None or not external_tokens or request.stage is not Stage.WAITING:
+            return
+        request.stage = Stage.RECEIVING
+        first = (request.prompt_tokens - external_tokens) // self._block_size
+        self._plan.receives.append(
+            Receive(
+                request_id,
+                request.params,
+                request.digest,
+                first,
+                tuple(block_ids[first : self._blocks_for(request.prompt_tokens)]),
+            )
+        )
+
+    def received(self, request_ids: Collection[str]) -> None:
+        """The transfers to these requests have ended, well or not."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.stage = Stage.ORDINARY
+
+    def step(self, scheduled: Sequence[Scheduled], preempted: Collection[str]) -> StepPlan:
+        """The plan of the step that computes `scheduled`."""
+        for request_id in preempted:
+            request = self._requests.get(request_id)
+            if request is not None and request.stage is Stage.SENDING:
+                self._plan.preempted.append(request_id)
+                request.stage = Stage.ORDINARY
+        for one in scheduled:
+            request = self._requests.get(one.request_id)
+            if request is not None and request.side is Role.PREFILL:
+                self._plan_send(request, one)
+        plan, self._plan = self._plan, StepPlan()
+        return plan
+
+    def finished(self, request_id: str, how: str) -> bool:
+        """The request has ended. Whether its blocks are kept until the worker side says that they
+        are sent."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        if request.stage is Stage.SENDING:
+            if request.planned < self._blocks_for(request.prompt_tokens):
+                self._plan.cancels[request_id] = how
+            return True
+        if request.stage is Stage.RECEIVING:
+            self._plan.cancels[request_id] = how
+        elif request.stage is Stage.WAITING and request.side is Role.PREFILL:
+            self._plan.unserved.append((request.params, how))
+        return False
+
+    def _plan_send(self, request: _Request, one: Scheduled) -> None:
+        total = self._blocks_for(request.prompt_tokens)
+        if request.stage is Stage.ORDINARY or request.planned == total:
+            return
+        request.stage = Stage.SENDING
+        request.block_ids += one.new_block_ids
+        computed = one.computed_tokens + one.step_tokens
+        whole = computed >= request.prompt_tokens
+        request.planned = total if whole else computed // self._block_size
+        self._plan.sends.append(
+            Send(
+                one.request_id,
+                request.params,
+                request.digest,
+                total,
+                tuple(request.block_ids[:total]),
+                request.planned,
+            )
+        )
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)

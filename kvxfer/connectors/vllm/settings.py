@@ -1,0 +1,106 @@
+"""What an operator sets: kv_connector_extra_config, and KVXFER_* variables for the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+from kvxfer.cluster_key import read_cluster_key
+from kvxfer.errors import InvalidArgument
+from kvxfer.instances import Role
+from kvxfer.ticket import TicketKeys, watch_ticket_keys
+from kvxfer.watched_file import WatchedFile
+
+DEFAULT_LEASE_SECONDS: Final = 30.0
+DEFAULT_PEER_TIMEOUT: Final = 0.7
+
+_ROLES: Final = {
+    "kv_producer": Role.PREFILL,
+    "kv_consumer": Role.DECODE,
+    "kv_both": Role.BOTH,
+}
+_KNOWN: Final = frozenset(
+    {
+        "instance_id",
+        "http_address",
+        "host",
+        "control_plane",
+        "cluster_key_file",
+        "ticket_keys_file",
+        "fabrics",
+        "cpus",
+        "lease_seconds",
+        "peer_timeout",
+        "labels",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorSettings:
+    """The settings of one vLLM instance."""
+
+    role: Role
+    instance_id: str
+    model: str
+    http_address: str
+    """Where the router finds this instance's API."""
+    host: str = "127.0.0.1"
+    """Where the transfer engine listens, and others find it."""
+    control_plane: str | None = None
+    cluster_key: bytes = field(repr=False)
+    ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
+    fabrics: tuple[str, ...] | None = None
+    cpus: tuple[int, ...] = ()
+    """Where the transfer engine's thread may run; empty leaves it where vLLM's worker runs."""
+    lease_seconds: float = DEFAULT_LEASE_SECONDS
+    """How long a side waits for the other."""
+    peer_timeout: float = DEFAULT_PEER_TIMEOUT
+    """Seconds without a heartbeat after which the other side counts as frozen."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], *, role: str, engine_id: str, model: str) -> Self:
+        """Raises InvalidArgument, which names the setting."""
+        unknown = sorted(extra.keys() - _KNOWN)
+        if unknown:
+            raise InvalidArgument(
+                f"kv_connector_extra_config.{unknown[0]} is no setting of kvxfer; there are "
+                f"{', '.join(sorted(_KNOWN))}"
+            )
+        http_address = extra.get("http_address") or os.environ.get("KVXFER_HTTP_ADDRESS")
+        if not http_address:
+            raise InvalidArgument(
+                "kv_connector_extra_config.http_address is missing: set it, or "
+                "KVXFER_HTTP_ADDRESS, to where the router finds this server, such as "
+                "http://10.0.0.7:8000"
+            )
+        key_file, tickets = extra.get("cluster_key_file"), extra.get("ticket_keys_file")
+        fabrics = extra.get("fabrics")
+        return cls(
+            role=_ROLES[role],
+            instance_id=extra.get("instance_id") or engine_id,
+            model=model,
+            http_address=str(http_address).rstrip("/"),
+            host=extra.get("host") or os.environ.get("KVXFER_HOST") or "127.0.0.1",
+            control_plane=extra.get("control_plane"),
+            cluster_key=read_cluster_key(Path(key_file) if key_file else None),
+            ticket_keys=watch_ticket_keys(Path(tickets)) if tickets else None,
+            fabrics=tuple(fabrics) if fabrics else None,
+            cpus=tuple(extra.get("cpus") or ()),
+            lease_seconds=_seconds(extra, "lease_seconds", DEFAULT_LEASE_SECONDS),
+            peer_timeout=_seconds(extra, "peer_timeout", DEFAULT_PEER_TIMEOUT),
+            labels=dict(extra.get("labels") or {}),
+        )
+
+
+def _seconds(extra: Mapping[str, Any], name: str, default: float) -> float:
+    value = extra.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3600:
+        raise InvalidArgument(
+            f"kv_connector_extra_config.{name} is {value!r}; pass seconds above 0, below an hour"
+        )
+    return float(value)

@@ -1,0 +1,216 @@
+"""The worker side: sends and receives what the plan of each step says, and tells how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvxfer.connectors.vllm.agent import Agent
+from kvxfer.connectors.vllm.blocks import EngineBlocks
+from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
+from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.kv.prefill_session import PrefillSession
+
+logger = logging.getLogger(__name__)
+
+# A session begins or is cancelled within milliseconds, or within the peer timeout where a peer is
+# frozen; a loop that does not answer for this long is broken.
+_LOOP_SECONDS: Final = 10.0
+
+
+@dataclass(slots=True)
+class Results:
+    """What ended since the last step."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    """With those that failed."""
+    failed_blocks: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    session: PrefillSession
+    blocks: EngineBlocks
+    digest: bytes
+    written: list[int]
+    """Blocks by layer."""
+    whole: bool = False
+    ended: bool = False
+    """Nothing of it is under way any more."""
+
+
+class TransferWorker:
+    """The transfers of one worker process.
+
+    The engine's thread calls everything here; coroutines run on the agent's loop, and leave what
+    ended under a lock. Every transfer ends by its lease at the latest.
+    """
+
+    def __init__(self, agent: Agent, layers: Sequence[str]) -> None:
+        self._agent = agent
+        self._layers = {name: index for index, name in enumerate(layers)}
+        self._plan = StepPlan()
+        self._sends: dict[str, _Outgoing | None] = {}  # None where no session could begin
+        self._finished: set[str] = set()  # requests whose blocks wait for their send
+        self._lock = threading.Lock()
+        self._results = Results()
+        self._receiving: dict[str, asyncio.Task[None]] = {}  # loop only
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before the forward: nothing reads blocks that were preempted when this returns."""
+        self._plan = plan
+        for request_id in plan.preempted:
+            outgoing = self._sends.pop(request_id, None)
+            if outgoing is not None:
+                reason = "prefill has preempted the request"
+                self._agent.run(outgoing.session.cancel(reason), _LOOP_SECONDS)
+        for request_id, how in plan.cancels.items():
+            outgoing = self._sends.get(request_id)
+            if outgoing is not None:
+                self._agent.spawn(outgoing.session.cancel(how))
+            else:
+                self._agent.spawn(self._cancel_receive(request_id))
+        for params, how in plan.unserved:
+            self._agent.spawn(self._decline(params, how))
+        for send in plan.sends:
+            if send.request_id not in self._sends:
+                self._sends[send.request_id] = self._begin_send(send)
+            outgoing = self._sends[send.request_id]
+            if outgoing is not None:
+                outgoing.blocks.fill(send.block_ids)
+
+    def save_layer(self, name: str) -> None:
+        """A layer of this step is computed."""
+        layer = self._layers.get(name)
+        if layer is not None:
+            for send in self._plan.sends:
+                self._write(send, layer)
+
+    def end_forward(self) -> None:
+        """All layers of this step are computed."""
+        for send in self._plan.sends:
+            for layer in self._layers.values():
+                self._write(send, layer)
+            outgoing = self._sends.get(send.request_id)
+            if outgoing is not None and send.until == send.num_blocks and not outgoing.whole:
+                outgoing.whole = True
+                self._agent.spawn(_finish(outgoing))
+
+    def start_receives(self) -> None:
+        """Offers the blocks that wait for their part of a prompt."""
+        for receive in self._plan.receives:
+            self._agent.spawn(self._receive(receive))
+        self._plan.receives = []
+
+    def results(self, finished: Collection[str]) -> Results:
+        """What ended; `finished` are requests that have ended since the last step."""
+        self._finished |= self._sends.keys() & set(finished)
+        with self._lock:
+            results, self._results = self._results, Results()
+        for request_id in self._finished:
+            outgoing = self._sends[request_id]
+            if outgoing is None or outgoing.ended:
+                results.sent.add(request_id)
+                del self._sends[request_id]
+        self._finished -= results.sent
+        return results
+
+    def _begin_send(self, send: Send) -> _Outgoing | None:
+        blocks = EngineBlocks(send.num_blocks)
+        try:
+            session = self._agent.run(
+                self._agent.endpoint.prefill_session(send.params.ticket, blocks), _LOOP_SECONDS
+            )
+        except KvxferError as error:
+            logger.warning("request %s is not sent: %s", send.request_id, error)
+            return None
+        outgoing = _Outgoing(session, blocks, send.digest, [0] * len(self._layers))
+        self._agent.spawn(_watch(send.request_id, outgoing))
+        return outgoing
+
+    def _write(self, send: Send, layer: int) -> None:
+        outgoing = self._sends.get(send.request_id)
+        if outgoing is None or outgoing.written[layer] >= send.until:
+            return
+        outgoing.written[layer] = send.until
+        try:
+            outgoing.session.write_layer(layer, send.until)
+        except KvxferError:
+            # The session tells whoever watches it.
+            outgoing.written = [send.num_blocks] * len(self._layers)
+
+    async def _decline(self, params: TransferParams, how: str) -> None:
+        try:
+            self._agent.endpoint.decline(params.ticket, how)
+        except KvxferError as error:
+            logger.info("nothing to decline: %s", error)
+
+    async def _receive(self, receive: Receive) -> None:
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 (a coroutine runs in a task)
+        self._receiving[receive.request_id] = task
+        failed: set[int] = set(receive.block_ids)
+        try:
+            await self._take(receive)
+            failed = set()
+        except asyncio.CancelledError:
+            failed = set()  # the request has ended; its blocks go back unread
+        except KvxferError as error:
+            logger.warning("request %s is not received: %s", receive.request_id, error)
+        except Exception:
+            logger.exception("request %s is not received", receive.request_id)
+        finally:
+            del self._receiving[receive.request_id]
+            with self._lock:
+                self._results.received.add(receive.request_id)
+                self._results.failed_blocks |= failed
+
+    async def _take(self, receive: Receive) -> None:
+        params = receive.params
+        opening = asyncio.ensure_future(
+            self._agent.endpoint.decode_session(
+                params.ticket,
+                params.prefill_rank_addresses or params.prefill_engine_address,
+                EngineBlocks(receive.block_ids),
+                first_block=receive.first_block,
+            )
+        )
+        try:
+            session = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # Only a prefill worker that has the OFFER can be told, and need not wait for it.
+            with contextlib.suppress(KvxferError):
+                await (await opening).cancel("its request was aborted")
+            raise
+        async with session:
+            digest = await session.wait()
+            if digest != receive.digest:
+                raise InvalidArgument(
+                    "prefill computed another prompt; send the same request to both workers"
+                )
+            session.take()
+
+    async def _cancel_receive(self, request_id: str) -> None:
+        task = self._receiving.get(request_id)
+        if task is not None:
+            task.cancel()
+
+
+async def _watch(request_id: str, outgoing: _Outgoing) -> None:
+    try:
+        await outgoing.session.wait()
+    except KvxferError as error:
+        logger.warning("request %s is not sent: %s", request_id, error)
+    finally:
+        outgoing.ended = True
+
+
+async def _finish(outgoing: _Outgoing) -> None:
+    with contextlib.suppress(KvxferError):  # the session tells whoever watches it
+        await outgoing.session.finish(outgoing.digest)

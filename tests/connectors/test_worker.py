@@ -1,0 +1,211 @@
+"""The worker side of the vLLM connector: two of them with real engines, driven step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvxfer.connectors.vllm.agent import Agent
+from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
+from kvxfer.connectors.vllm.settings import ConnectorSettings
+from kvxfer.connectors.vllm.worker import Results, TransferWorker
+from kvxfer.instances import Role
+from kvxfer.kv.cache import KvCache
+from kvxfer.kv.layout import KvLayout
+from kvxfer.ticket import Ticket, sign_ticket
+from tests.control_plane import CLUSTER_KEY, RunningControlPlane
+
+LAYOUT = KvLayout(
+    num_layers=3,
+    num_kv_heads=2,
+    head_size=8,
+    dtype="float32",
+    block_size=16,
+    order="HND",
+    kv="opaque",
+)
+LAYERS = ["layer.0", "layer.1", "layer.2"]
+BLOCKS = 12
+DIGEST = b"digest"
+
+
+@dataclass
+class Side:
+    """A worker, the memory of its cache, and what it has told so far."""
+
+    agent: Agent
+    worker: TransferWorker
+    memory: list[np.ndarray[tuple[int, int], np.dtype[np.uint8]]]
+    told: Results = field(default_factory=Results)
+
+    def step(self, plan: StepPlan | None = None, finished: tuple[str, ...] = ()) -> None:
+        """One step of the engine, with a forward where something is sent."""
+        plan = plan or StepPlan()
+        self.worker.begin_step(plan)
+        if plan.sends:
+            for layer in LAYERS:
+                self.worker.save_layer(layer)
+        self.worker.start_receives()
+        self.worker.end_forward()
+        results = self.worker.results(finished)
+        self.told.sent |= results.sent
+        self.told.received |= results.received
+        self.told.failed_blocks |= results.failed_blocks
+
+    def steps_until(self, condition: Callable[[], object]) -> None:
+        give_up = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < give_up, self.told
+            self.step()
+            time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def serving(role: Role, url: str) -> Iterator[Side]:
+    settings = ConnectorSettings(
+        role=role,
+        instance_id=role.value,
+        model="tiny",
+        http_address="http://127.0.0.1:9",  # nobody: it stays joining
+        control_plane=url,
+        cluster_key=CLUSTER_KEY,
+        lease_seconds=10.0,
+        peer_timeout=5.0,
+    )
+    memory = [np.zeros((BLOCKS, LAYOUT.part_bytes), np.uint8) for _ in LAYERS]
+    agent = Agent(settings)
+    agent.start(
+        lambda engine: KvCache.register(engine, LAYOUT, BLOCKS, [[plane] for plane in memory])
+    )
+    try:
+        yield Side(agent, TransferWorker(agent, LAYERS), memory)
+    finally:
+        agent.close()
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    with (
+        RunningControlPlane() as control_plane,
+        serving(Role.PREFILL, control_plane.url) as prefill,
+        serving(Role.DECODE, control_plane.url) as decode,
+    ):
+        rng = np.random.default_rng(1)
+        for plane in prefill.memory:
+            plane[:] = rng.integers(0, 256, plane.shape, np.uint8)
+        yield prefill, decode
+
+
+def params(prefill: Side, decode: Side, *, seconds: float = 60.0) -> TransferParams:
+    ticket = Ticket(
+        transfer_id=uuid.uuid4().hex,
+        request_id="r",
+        prefill_id="prefill",
+        prefill_epoch=prefill.agent.endpoint.epoch,
+        decode_id="decode",
+        decode_epoch=decode.agent.endpoint.epoch,
+        expires_at=time.time() + seconds,
+    )
+    address = prefill.agent.endpoint._engine.address
+    return TransferParams(sign_ticket(ticket, CLUSTER_KEY), address)
+
+
+def sent(of: TransferParams, ids: tuple[int, ...], until: int, total: int = 4) -> StepPlan:
+    return StepPlan(sends=[Send("p", of, DIGEST, total, ids, until)])
+
+
+def offered(of: TransferParams, ids: tuple[int, ...], first: int = 0) -> StepPlan:
+    return StepPlan(receives=[Receive("d", of, DIGEST, first, ids)])
+
+
+@pytest.mark.parametrize("decode_first", [True, False])
+def test_a_prompt_arrives_chunk_by_chunk(sides: tuple[Side, Side], decode_first: bool) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode)
+    if decode_first:
+        decode.step(offered(of, (8, 2, 5), first=1))
+    prefill.step(sent(of, (3, 9), 1))
+    prefill.step(sent(of, (3, 9, 1), 3))
+    prefill.step(sent(of, (3, 9, 1, 10), 4))
+    if not decode_first:
+        decode.step(offered(of, (8, 2, 5), first=1))
+    decode.steps_until(lambda: decode.told.received)
+    assert not prefill.told.sent, "vLLM has not finished the request"
+    prefill.step(finished=("p", "another"))
+    prefill.steps_until(lambda: prefill.told.sent)
+    assert (decode.told.received, decode.told.failed_blocks) == ({"d"}, set())
+    for ours, theirs in zip(prefill.memory, decode.memory, strict=True):
+        assert (ours[[9, 1, 10]] == theirs[[8, 2, 5]]).all()
+        untouched = sorted(set(range(BLOCKS)) - {8, 2, 5})
+        assert not theirs[untouched].any()
+
+
+@pytest.mark.parametrize("end", ["abort", "preemption", "never ran"])
+def test_when_prefill_gives_up_decode_hears_of_it_at_once(
+    sides: tuple[Side, Side], end: str
+) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode)
+    decode.step(offered(of, (4, 5, 6, 7)))
+    if end == "never ran":
+        prefill.step(StepPlan(unserved=[(of, "aborted")]))
+    else:
+        prefill.step(sent(of, (3, 9), 1))
+        if end == "abort":
+            prefill.step(StepPlan(cancels={"p": "aborted"}), finished=("p",))
+            prefill.steps_until(lambda: prefill.told.sent)
+        else:
+            prefill.step(StepPlan(preempted=["p"]))
+            prefill.step(finished=("p",))
+            assert not prefill.told.sent, "vLLM has freed these blocks already"
+    decode.steps_until(lambda: decode.told.received)
+    assert decode.told.failed_blocks == {4, 5, 6, 7}
+
+
+def test_an_aborted_decode_request_is_told_once_and_blames_no_block(
+    sides: tuple[Side, Side],
+) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode)
+    prefill.step(sent(of, (3, 9), 1))
+    decode.step(offered(of, (4, 5, 6, 7)))
+    decode.step(StepPlan(cancels={"d": "aborted"}))
+    decode.steps_until(lambda: decode.told.received)
+    assert decode.told == Results(received={"d"})
+    prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
+    prefill.steps_until(lambda: prefill.told.sent)
+
+
+def test_a_ticket_that_is_too_late_fails_on_both_sides(sides: tuple[Side, Side]) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode, seconds=-1.0)
+    decode.step(offered(of, (4, 5, 6, 7)))
+    decode.steps_until(lambda: decode.told.received)
+    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
+    assert prefill.told.sent == {"p"}
+
+
+def test_another_prompt_under_the_same_ticket_fails(sides: tuple[Side, Side]) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode)
+    decode.step(StepPlan(receives=[Receive("d", of, b"another", 0, (4, 5, 6, 7))]))
+    prefill.step(sent(of, (3, 9, 1, 10), 4))
+    decode.steps_until(lambda: decode.told.received)
+    assert decode.told.failed_blocks == {4, 5, 6, 7}
+
+
+def test_a_lost_prefill_worker_fails_what_it_has_not_sent(sides: tuple[Side, Side]) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode)
+    decode.step(offered(of, (4, 5, 6, 7)))
+    prefill.step(sent(of, (3, 9), 1))
+    prefill.agent.close()
+    decode.steps_until(lambda: decode.told.received)
+    assert decode.told.failed_blocks == {4, 5, 6, 7}

@@ -1,0 +1,139 @@
+"""A disaggregated cluster with the real vLLM: a producer, a consumer, and one that is neither."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .servers import VLLM_PYTHON, Server, kvxfer, vllm
+
+HERE = Path(__file__).parent
+# The cores of a test machine are busy; what is tested is the result, not the speed.
+PEER_TIMEOUT = 5.0
+LEASE_SECONDS = 20.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not VLLM_PYTHON:
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="run by `make test-vllm`"))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="session")
+def model(folder: Path) -> Path:
+    made = folder / "tiny"
+    subprocess.run([VLLM_PYTHON, str(HERE / "tiny_llama.py"), str(made)], check=True)
+    return made
+
+
+@dataclass
+class Cluster:
+    control_plane: Server
+    router: Server
+    prefill: Server
+    decode: Server
+    aggregated: Server
+
+    def ask(self, server: Server, prompt: list[int], **more: Any) -> httpx.Response:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True, **more}
+        return httpx.post(server.url + "/v1/completions", json=body, timeout=90.0)
+
+    def tokens(self, server: Server, prompt: list[int], **more: Any) -> list[int]:
+        answer = self.ask(server, prompt, **more)
+        assert answer.is_success, (len(prompt), answer.text)
+        [choice] = answer.json()["choices"]
+        return list(choice["token_ids"])
+
+    def open_transfer(self, request_id: str) -> dict[str, Any]:
+        """The kv_transfer_params of a new transfer."""
+        answer = httpx.post(
+            self.control_plane.url + "/v1/transfers",
+            json={"request_id": request_id, "model": "tiny"},
+        )
+        assert answer.is_success, answer.text
+        opened = answer.json()
+        return {
+            "ticket": opened["ticket"],
+            "prefill_engine_address": opened["prefill"]["engine_address"],
+        }
+
+    def wait_until_idle(self, *servers: Server) -> None:
+        """Returns when no request is left and every KV block is free again."""
+        give_up = time.monotonic() + LEASE_SECONDS + 10
+        names = ("running", "waiting")
+        while True:
+            left = {
+                server.name: [
+                    server.metric("vllm:kv_cache_usage_perc"),
+                    *(server.metric(f"vllm:num_requests_{name}") for name in names),
+                ]
+                for server in servers
+            }
+            if not any(any(values) for values in left.values()):
+                return
+            assert time.monotonic() < give_up, left
+            time.sleep(0.2)
+
+
+def side(control_plane: Server, role: str, policy: str = "fail") -> dict[str, Any]:
+    return {
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {
+            "control_plane": control_plane.url,
+            "peer_timeout": PEER_TIMEOUT,
+            "lease_seconds": LEASE_SECONDS,
+        },
+    }
+
+
+@pytest.fixture(scope="session")
+def cluster(folder: Path, model: Path) -> Iterator[Cluster]:
+    with contextlib.ExitStack() as stack:
+        control_plane = stack.enter_context(kvxfer("serve", folder, "serve", "--allow-anonymous"))
+        control_plane.wait("/openapi.json")
+        started = Cluster(
+            control_plane,
+            stack.enter_context(
+                kvxfer(
+                    *("router", folder, "router", "--allow-anonymous"),
+                    *("--control-plane", control_plane.url, "--attempts", "1"),
+                )
+            ),
+            *(
+                stack.enter_context(
+                    vllm(name, folder, model, *more, transfer=side(control_plane, role))
+                )
+                for name, role, more in (
+                    # Long prompts in chunks, which end within blocks.
+                    ("prefill", "kv_producer", ("--max-num-batched-tokens", "600")),
+                    ("decode", "kv_consumer", ()),
+                )
+            ),
+            stack.enter_context(vllm("aggregated", folder, model)),
+        )
+        for server in (started.prefill, started.decode, started.aggregated):
+            server.wait()
+        give_up = time.monotonic() + 20
+        while True:
+            fleet = httpx.get(control_plane.url + "/v1/instances").json()["instances"]
+            if [instance["state"] for instance in fleet] == ["ready", "ready"]:
+                break
+            assert time.monotonic() < give_up, fleet
+            time.sleep(0.1)
+        yield started

@@ -1,0 +1,142 @@
+"""The processes of a disaggregated cluster with vLLM, each with its log in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+CLUSTER_KEY = "0123456789abcdef0123456789abcdef"
+VLLM_PYTHON = os.environ.get("KVXFER_VLLM_PYTHON", "")
+_START_SECONDS = 240.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@dataclass
+class Server:
+    """A process in a session of its own, and where its API answers."""
+
+    name: str
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def wait(self, path: str = "/health") -> None:
+        """Returns when the API answers."""
+        give_up = time.monotonic() + _START_SECONDS
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(self.url + path, timeout=2.0).is_success:
+                    return
+            if self.process.poll() is not None or time.monotonic() > give_up:
+                raise AssertionError(f"{self.name} did not start:\n{self.tail()}")
+            time.sleep(0.2)
+
+    def tail(self, size: int = 6000) -> str:
+        return self.log.read_text(errors="replace")[-size:]
+
+    def kill(self) -> None:
+        """kill -9, with all its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        # What its children have left behind.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        text = httpx.get(self.url + "/metrics", timeout=5.0).text
+        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+        assert found, f"{self.name} has no metric {name}"
+        return sum(map(float, found))
+
+
+@contextlib.contextmanager
+def serving(
+    name: str, command: list[str], url: str, folder: Path, **environment: str
+) -> Iterator[Server]:
+    log = folder / f"{name}.log"
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "KVXFER_CLUSTER_KEY": CLUSTER_KEY, **environment},
+        )
+    server = Server(name, url, log, process)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def kvxfer(name: str, folder: Path, *arguments: str) -> contextlib.AbstractContextManager[Server]:
+    """`kvxfer serve` or `kvxfer router`."""
+    port = free_port()
+    command = [sys.executable, "-m", "kvxfer.cli", *arguments, "--port", str(port)]
+    return serving(name, command, f"http://127.0.0.1:{port}", folder)
+
+
+def vllm(
+    name: str,
+    folder: Path,
+    model: Path,
+    *arguments: str,
+    transfer: dict[str, Any] | None = None,
+) -> contextlib.AbstractContextManager[Server]:
+    """An OpenAI server of vLLM; with `transfer` it is one side of a disaggregated pair."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "16"]
+    command += ["--dtype", "float32", *arguments]
+    if transfer is not None:
+        extra = {"instance_id": name, "http_address": url}
+        extra.update(transfer.pop("kv_connector_extra_config", {}))
+        config = {
+            "kv_connector": "KvxferConnector",
+            "kv_connector_module_path": "kvxfer.connectors.vllm.connector",
+            **transfer,
+            "kv_connector_extra_config": extra,
+        }
+        command += ["--kv-transfer-config", json.dumps(config)]
+    return serving(
+        name,
+        command,
+        url,
+        folder,
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+    )

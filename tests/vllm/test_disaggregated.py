@@ -1,0 +1,119 @@
+"""What clients of a disaggregated vLLM see: the tokens of an aggregated one, or a named error."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import random
+import time
+import uuid
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvxfer.ticket import Ticket, sign_ticket
+
+from .conftest import LEASE_SECONDS, Cluster, side
+from .servers import CLUSTER_KEY, vllm
+from .tiny_prompts import prompts
+
+# Servers of vLLM start in a minute or two; nothing here measures time.
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_tokens_are_those_of_an_aggregated_server(cluster: Cluster, rng: random.Random) -> None:
+    asked = prompts(rng, 200)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        apart = list(threads.map(lambda prompt: cluster.tokens(cluster.router, prompt), asked))
+        whole = list(threads.map(lambda prompt: cluster.tokens(cluster.aggregated, prompt), asked))
+    different = [len(p) for p, a, b in zip(asked, apart, whole, strict=True) if a != b]
+    assert not different
+    received = cluster.decode.metric("vllm:external_prefix_cache_hits_total")
+    assert received > sum(map(len, asked)) / 4, "decode has computed prompts itself"
+    cluster.wait_until_idle(cluster.prefill, cluster.decode)
+
+
+def test_blocks_are_free_again_when_clients_leave(cluster: Cluster, rng: random.Random) -> None:
+    def leave(prompt: list[int]) -> None:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 200, "ignore_eos": True}
+        seconds = random.Random(len(prompt)).uniform(0.01, 1.0)
+        with contextlib.suppress(httpx.TimeoutException):
+            httpx.post(cluster.router.url + "/v1/completions", json=body, timeout=seconds)
+
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        list(threads.map(leave, prompts(rng, 40)))
+    cluster.wait_until_idle(cluster.prefill, cluster.decode)
+    prompt = prompts(rng, 1)[0]
+    assert cluster.tokens(cluster.router, prompt) == cluster.tokens(cluster.aggregated, prompt)
+
+
+def expired_ticket() -> str:
+    return sign_ticket(
+        Ticket(uuid.uuid4().hex, "request", "prefill", 1, "decode", 1, time.time() - 1), CLUSTER_KEY
+    )
+
+
+def test_an_expired_ticket_gives_an_error_and_no_tokens(
+    cluster: Cluster, rng: random.Random
+) -> None:
+    params = cluster.open_transfer("expired") | {"ticket": expired_ticket()}
+    answer = cluster.ask(cluster.decode, prompts(rng, 1)[0], kv_transfer_params=params)
+    assert answer.status_code == 500
+    assert "expired 1." in cluster.decode.tail()
+    cluster.wait_until_idle(cluster.decode)
+
+
+def test_the_ticket_of_another_prompt_gives_an_error_and_no_tokens(
+    cluster: Cluster, rng: random.Random
+) -> None:
+    params = cluster.open_transfer("swapped")
+    ours, theirs = ([rng.randrange(3, 512) for _ in range(300)] for _ in range(2))
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        prefill = threads.submit(
+            cluster.ask, cluster.prefill, theirs, max_tokens=1, kv_transfer_params=params
+        )
+        answer = cluster.ask(cluster.decode, ours, kv_transfer_params=params)
+        assert prefill.result().is_success
+    assert answer.status_code == 500
+    assert "prefill computed another prompt" in cluster.decode.tail()
+    cluster.wait_until_idle(cluster.prefill, cluster.decode)
+
+
+def test_with_recompute_a_failed_transfer_still_gives_the_right_tokens(
+    cluster: Cluster, rng: random.Random, folder: Path, model: Path
+) -> None:
+    transfer = side(cluster.control_plane, "kv_consumer", "recompute")
+    params = cluster.open_transfer("recomputed")
+    with vllm("recomputing", folder, model, transfer=transfer) as recomputing:
+        recomputing.wait()
+        for prompt in prompts(rng, 5):
+            # Of a ticket for somebody else, and of one that is too late.
+            for ticket in (params["ticket"], expired_ticket()):
+                tokens = cluster.tokens(
+                    recomputing, prompt, kv_transfer_params=params | {"ticket": ticket}
+                )
+                assert tokens == cluster.tokens(cluster.aggregated, prompt)
+        cluster.wait_until_idle(recomputing)
+
+
+def test_a_killed_producer_ends_the_requests_that_wait_for_it(
+    cluster: Cluster, rng: random.Random
+) -> None:
+    """The last one: the producer does not come back."""
+    asked = [[rng.randrange(3, 512) for _ in range(3500)] for _ in range(6)]
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        answers = [threads.submit(cluster.ask, cluster.router, prompt) for prompt in asked]
+        while not cluster.prefill.metric("vllm:num_requests_running"):
+            time.sleep(0.01)
+        cluster.prefill.kill()
+        killed = time.monotonic()
+        for prompt, answer in zip(asked, answers, strict=True):
+            if answer.result().is_success:
+                [choice] = answer.result().json()["choices"]
+                assert choice["token_ids"] == cluster.tokens(cluster.aggregated, prompt)
+            else:
+                assert answer.result().json()["error"]["code"] != "error"
+    assert time.monotonic() - killed < LEASE_SECONDS
+    assert any(not answer.result().is_success for answer in answers)
+    cluster.wait_until_idle(cluster.decode)

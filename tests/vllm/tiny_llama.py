@@ -1,0 +1,46 @@
+"""Makes the checkpoint of a tiny Llama with seeded weights: `python tiny_llama.py FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 512
+
+
+def make(folder: Path) -> None:
+    """Weights of 0.2 standard deviation: at less the logits are nearly flat, and equal tokens
+    prove little."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="w2", bos_token="w0", eos_token="w1"
+    ).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
