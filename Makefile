@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm lint bench bench-control sanitize chaos chaos-control clean
+.PHONY: demo test test-verbs test-vllm lint bench bench-control sanitize chaos chaos-control chaos-vllm clean
 
 demo:
 	@scripts/setup demo
@@ -42,6 +42,10 @@ chaos:
 chaos-control:
 	@scripts/setup test
 	@scripts/chaos-control
+
+chaos-vllm:
+	@scripts/setup test
+	@scripts/chaos-vllm
 
 clean:
 	rm -rf build dist .venv

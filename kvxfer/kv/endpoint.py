@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.block_owners import SourceBlocks, TargetBlocks
     from kvxfer.kv.block_pool import BlockPool
     from kvxfer.kv.cache import KvCache
+    from kvxfer.kv.layout import KvLayout
     from kvxfer.kv.prefill_session import PrefillSession
     from kvxfer.ticket import Ticket, TicketKeys
     from kvxfer.watched_file import WatchedFile
@@ -106,6 +107,11 @@ class KvEndpoint:
     def epoch(self) -> int:
         """The epoch of this instance's registration; tickets of another one are refused."""
         return self._identity.epoch
+
+    @property
+    def layout(self) -> KvLayout:
+        """Of the cache that blocks travel to or from."""
+        return self._cache.layout
 
     def set_epoch(self, epoch: int) -> None:
         """Takes the epoch of a new registration and tells every peer. Running transfers go on."""

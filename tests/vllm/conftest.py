@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .servers import VLLM_PYTHON, Server, kvxfer, vllm
+from .servers import VLLM_PYTHON, Server, kvxfer, make_model, vllm
 
 HERE = Path(__file__).parent
 # The cores of a test machine are busy; what is tested is the result, not the speed.
@@ -35,9 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(folder: Path) -> Path:
-    made = folder / "tiny"
-    subprocess.run([VLLM_PYTHON, str(HERE / "tiny_llama.py"), str(made)], check=True)
-    return made
+    return make_model(folder)
 
 
 @dataclass

@@ -99,9 +99,22 @@ def serving(
 
 def kvxfer(name: str, folder: Path, *arguments: str) -> contextlib.AbstractContextManager[Server]:
     """`kvxfer serve` or `kvxfer router`."""
-    port = free_port()
+    return kvxfer_at(name, folder, free_port(), *arguments)
+
+
+def kvxfer_at(
+    name: str, folder: Path, port: int, *arguments: str
+) -> contextlib.AbstractContextManager[Server]:
     command = [sys.executable, "-m", "kvxfer.cli", *arguments, "--port", str(port)]
     return serving(name, command, f"http://127.0.0.1:{port}", folder)
+
+
+def make_model(folder: Path) -> Path:
+    """The checkpoint of the tiny Llama, made in a folder."""
+    made = folder / "tiny"
+    maker = Path(__file__).parent / "tiny_llama.py"
+    subprocess.run([VLLM_PYTHON, str(maker), str(made)], check=True)
+    return made
 
 
 def vllm(

@@ -20,6 +20,7 @@ from kvxfer.connectors.vllm.caches import layout_of, register_caches
 from kvxfer.connectors.vllm.plan import StepPlan, TransferParams
 from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
 from kvxfer.connectors.vllm.settings import ConnectorSettings
+from kvxfer.connectors.vllm.stats import TransferMetrics, TransferStats
 from kvxfer.connectors.vllm.worker import TransferWorker
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.instances import Role
@@ -81,6 +82,7 @@ class KvxferConnector(KVConnectorBase_V1):
         self._worker: TransferWorker
         self._agent: Agent | None = None
         self._failed_blocks: set[int] = set()
+        self._stats: TransferStats | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = TransferScheduler(self._block_size, self._side_of)
 
@@ -188,6 +190,7 @@ class KvxferConnector(KVConnectorBase_V1):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._worker.results(finished_req_ids)
         self._failed_blocks = results.failed_blocks
+        self._stats = TransferStats.of(results.ended) if results.ended else None
         return KVConnectorTransferResults(
             finished_sending=results.sent, finished_recving=results.received
         )
@@ -196,6 +199,26 @@ class KvxferConnector(KVConnectorBase_V1):
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        stats, self._stats = self._stats, None
+        return stats
+
     def shutdown(self) -> None:
         if self._agent is not None:
             self._agent.close()
+
+    # Metrics, in the process of the API.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        return TransferStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TransferMetrics:
+        return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

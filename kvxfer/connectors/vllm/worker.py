@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.blocks import EngineBlocks
+from kvxfer.connectors.vllm.ended import DELIVERED, Ended
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
-from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled
 from kvxfer.kv.prefill_session import PrefillSession
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ class Results:
     received: set[str] = field(default_factory=set)
     """With those that failed."""
     failed_blocks: set[int] = field(default_factory=set)
+    ended: list[Ended] = field(default_factory=list)
+    """For the metrics."""
 
 
 @dataclass(slots=True)
@@ -129,9 +133,10 @@ class TransferWorker:
             )
         except KvxferError as error:
             logger.warning("request %s is not sent: %s", send.request_id, error)
+            self._note(Ended("send", error.code))
             return None
         outgoing = _Outgoing(session, blocks, send.digest, [0] * len(self._layers))
-        self._agent.spawn(_watch(send.request_id, outgoing))
+        self._agent.spawn(self._watch(send.request_id, outgoing))
         return outgoing
 
     def _write(self, send: Send, layer: int) -> None:
@@ -151,18 +156,34 @@ class TransferWorker:
         except KvxferError as error:
             logger.info("nothing to decline: %s", error)
 
+    async def _watch(self, request_id: str, outgoing: _Outgoing) -> None:
+        begun = time.monotonic()
+        try:
+            await outgoing.session.wait()
+        except KvxferError as error:
+            logger.warning("request %s is not sent: %s", request_id, error)
+            self._note(Ended("send", error.code))
+        else:
+            self._note(self._delivered("send", outgoing.session.nbytes, begun))
+        finally:
+            outgoing.ended = True
+
     async def _receive(self, receive: Receive) -> None:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 (a coroutine runs in a task)
         self._receiving[receive.request_id] = task
+        begun = time.monotonic()
         failed: set[int] = set(receive.block_ids)
+        ended = Ended("receive", KvxferError.code)
         try:
-            await self._take(receive)
+            ended = self._delivered("receive", await self._take(receive), begun)
             failed = set()
         except asyncio.CancelledError:
             failed = set()  # the request has ended; its blocks go back unread
+            ended = Ended("receive", TransferCancelled.code)
         except KvxferError as error:
             logger.warning("request %s is not received: %s", receive.request_id, error)
+            ended = Ended("receive", error.code)
         except Exception:
             logger.exception("request %s is not received", receive.request_id)
         finally:
@@ -170,8 +191,19 @@ class TransferWorker:
             with self._lock:
                 self._results.received.add(receive.request_id)
                 self._results.failed_blocks |= failed
+                self._results.ended.append(ended)
 
-    async def _take(self, receive: Receive) -> None:
+    def _delivered(self, direction: str, nbytes: int, begun: float) -> Ended:
+        layout = self._agent.endpoint.layout
+        blocks = nbytes // (layout.block_bytes * layout.layers_per_rank)
+        return Ended(direction, DELIVERED, blocks, nbytes, time.monotonic() - begun)
+
+    def _note(self, ended: Ended) -> None:
+        with self._lock:
+            self._results.ended.append(ended)
+
+    async def _take(self, receive: Receive) -> int:
+        """The bytes that came."""
         params = receive.params
         opening = asyncio.ensure_future(
             self._agent.endpoint.decode_session(
@@ -195,20 +227,12 @@ class TransferWorker:
                     "prefill computed another prompt; send the same request to both workers"
                 )
             session.take()
+            return session.nbytes
 
     async def _cancel_receive(self, request_id: str) -> None:
         task = self._receiving.get(request_id)
         if task is not None:
             task.cancel()
-
-
-async def _watch(request_id: str, outgoing: _Outgoing) -> None:
-    try:
-        await outgoing.session.wait()
-    except KvxferError as error:
-        logger.warning("request %s is not sent: %s", request_id, error)
-    finally:
-        outgoing.ended = True
 
 
 async def _finish(outgoing: _Outgoing) -> None:

@@ -1,0 +1,91 @@
+"""What is done to the cluster while requests are under way."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Final, TypeAlias
+
+from .cluster import Cluster
+from .load import Load
+from .naming import Fault
+
+Act: TypeAlias = Callable[[Cluster, Load, random.Random], Awaitable[Fault]]
+
+# How long requests come to a part that is dead.
+_DEAD_SECONDS: Final = 1.5
+# An engine that went on has found out what it has missed.
+_SETTLE_SECONDS: Final = 2.0
+
+
+async def freeze(
+    name: str, least: float, most: float, cluster: Cluster, load: Load, rng: random.Random
+) -> Fault:
+    """SIGSTOP, and SIGCONT after `least` to `most` seconds."""
+    fault = Fault(f"freeze {name}", time.monotonic(), waits=name == "decode")
+    cluster.freeze(name)
+    try:
+        await asyncio.sleep(rng.uniform(least, most))
+    finally:
+        cluster.thaw(name)
+    fault.ended = time.monotonic()
+    await asyncio.sleep(_SETTLE_SECONDS)
+    return await _over(fault, cluster)
+
+
+async def kill(name: str, cluster: Cluster, load: Load, rng: random.Random) -> Fault:
+    """kill -9, and another one of the same instance id."""
+    fault = Fault(f"kill {name}", time.monotonic())
+    cluster.engines[name].kill()
+    cluster.start_engine(name)
+    return await _away(fault, cluster, load)
+
+
+async def restart_control_plane(cluster: Cluster, load: Load, rng: random.Random) -> Fault:
+    """kill -9, and another one that knows nothing at the same address."""
+    fault = Fault("restart control plane", time.monotonic())
+    cluster.control_plane.kill()
+    await asyncio.sleep(rng.uniform(0.1, 1.0))
+    starting = asyncio.create_task(cluster.start_control_plane())
+    try:
+        return await _away(fault, cluster, load)
+    finally:
+        await starting
+
+
+async def _away(fault: Fault, cluster: Cluster, load: Load) -> Fault:
+    """A few requests meet what is away; the others come when the cluster is whole again."""
+    await asyncio.sleep(_DEAD_SECONDS)
+    load.flowing.clear()
+    try:
+        await _over(fault, cluster)
+    finally:
+        load.flowing.set()
+    fault.ended = fault.over
+    return fault
+
+
+async def _over(fault: Fault, cluster: Cluster) -> Fault:
+    await cluster.whole()
+    fault.over = time.monotonic()
+    return fault
+
+
+ACTS: Final[dict[str, Act | None]] = {
+    "none": None,
+    # Shorter than the peer timeout.
+    "freeze prefill 0.3 s": partial(freeze, "prefill", 0.3, 0.3),
+    "freeze decode 0.3 s": partial(freeze, "decode", 0.3, 0.3),
+    # Longer than that, shorter than the lease at the control plane.
+    "freeze prefill 1-3 s": partial(freeze, "prefill", 1.0, 3.0),
+    "freeze decode 1-3 s": partial(freeze, "decode", 1.0, 3.0),
+    "restart control plane": restart_control_plane,
+    "kill -9 prefill": partial(kill, "prefill"),
+    "kill -9 decode": partial(kill, "decode"),
+    # Longer than that: it registers again.
+    "freeze prefill 8 s": partial(freeze, "prefill", 8.0, 8.0),
+    "freeze decode 8 s": partial(freeze, "decode", 8.0, 8.0),
+}

@@ -1,0 +1,162 @@
+"""The requests of one run: some streamed, some given up by their client, each held to the tokens of
+an aggregated server."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import httpx
+
+from kvxfer.event_stream import EventParser
+
+MAX_TOKENS: Final = 48
+# The router's own deadlines are 20 s to the first token and 20 s between two.
+HANG_SECONDS: Final = 45.0
+_ABORTED: Final = 0.25
+_ABORT_SECONDS: Final = 0.8
+_CLIENTS: Final = 4
+_THINK_SECONDS: Final = 0.4
+
+
+class Became(enum.StrEnum):
+    """What became of a request."""
+
+    RIGHT = "right"
+    FAILED = "failed"
+    ABORTED = "aborted"
+    WRONG = "wrong"
+    HANGING = "hanging"
+
+
+@dataclass(slots=True)
+class Sent:
+    """One request. Times are those of time.monotonic()."""
+
+    request_id: str
+    prompt: list[int]
+    expected: list[int]
+    """As many tokens as it asks for."""
+    streamed: bool
+    patience: float | None
+    """Seconds after which its client leaves."""
+    began: float = 0.0
+    ended: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    failure: str | None = None
+    code: str | None = None
+    """Of the error that the router named."""
+    became: Became | None = None
+
+
+def requests(rng: random.Random, prompts: Sequence[tuple[list[int], list[int]]]) -> list[Sent]:
+    """One request for each prompt and its MAX_TOKENS expected tokens."""
+    return [
+        Sent(
+            request_id=f"chaos-{number}",
+            prompt=prompt,
+            expected=expected[: rng.randint(1, MAX_TOKENS)],
+            streamed=rng.random() < 0.5,
+            patience=rng.uniform(0.005, _ABORT_SECONDS) if rng.random() < _ABORTED else None,
+        )
+        for number, (prompt, expected) in enumerate(prompts)
+    ]
+
+
+class Load:
+    """Some clients, each with one request at a time and a pause after it. Loop only."""
+
+    def __init__(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        self._http, self._rng = http, rng
+        self.begun = 0
+        self.flowing = asyncio.Event()
+        """No request begins while it is not set."""
+        self.flowing.set()
+
+    async def run(self, batch: Sequence[Sent]) -> None:
+        waiting = list(reversed(batch))
+
+        async def client() -> None:
+            while True:
+                await self.flowing.wait()
+                if not waiting:
+                    return
+                sent = waiting.pop()
+                self.begun += 1
+                await self._ask(sent)
+                await asyncio.sleep(self._rng.uniform(0, _THINK_SECONDS))
+
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(_CLIENTS):
+                clients.create_task(client())
+
+    async def _ask(self, sent: Sent) -> None:
+        patience = HANG_SECONDS if sent.patience is None else sent.patience
+        sent.began = time.monotonic()
+        try:
+            async with asyncio.timeout(patience):
+                await (self._stream if sent.streamed else self._whole)(sent)
+        except TimeoutError:
+            sent.became = Became.HANGING if sent.patience is None else Became.ABORTED
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            sent.failure = f"{type(error).__name__}: {error}"
+        sent.ended = time.monotonic()
+        if sent.tokens != sent.expected[: len(sent.tokens)]:
+            sent.became = Became.WRONG
+        elif sent.became is None:
+            whole = len(sent.tokens) == len(sent.expected)
+            sent.became = Became.RIGHT if whole else Became.WRONG
+            if sent.failure is not None:
+                sent.became = Became.FAILED
+
+    def _body(self, sent: Sent) -> dict[str, Any]:
+        return {
+            "model": "tiny",
+            "prompt": sent.prompt,
+            "max_tokens": len(sent.expected),
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": sent.streamed,
+        }
+
+    async def _whole(self, sent: Sent) -> None:
+        answer = await self._http.post(
+            "/v1/completions", json=self._body(sent), headers={"X-Request-ID": sent.request_id}
+        )
+        if answer.is_success:
+            sent.tokens = answer.json()["choices"][0]["token_ids"]
+        else:
+            _take_error(sent, answer.json()["error"])
+
+    async def _stream(self, sent: Sent) -> None:
+        parser, done = EventParser(), False
+        headers = {"X-Request-ID": sent.request_id}
+        async with self._http.stream(
+            "POST", "/v1/completions", json=self._body(sent), headers=headers
+        ) as answer:
+            if not answer.is_success:
+                _take_error(sent, json.loads(await answer.aread())["error"])
+                return
+            async for content in answer.aiter_bytes():
+                for event in parser.feed(content):
+                    if event.data == "[DONE]":
+                        done = True
+                        continue
+                    chunk = json.loads(event.data)
+                    if "error" in chunk:
+                        _take_error(sent, chunk["error"])
+                    for choice in chunk.get("choices", ()):
+                        sent.tokens += choice.get("token_ids") or []
+        if not done and sent.failure is None:
+            sent.failure = "the stream ended without [DONE]"
+
+
+def _take_error(sent: Sent, error: dict[str, Any]) -> None:
+    sent.failure, sent.code = str(error["message"]), str(error["code"])

@@ -1,0 +1,93 @@
+"""When the failure of a request was named: in the log of an engine, or to its client."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from .load import Sent
+
+_POLL_SECONDS: Final = 0.01
+_NAMED: Final = re.compile(rb"request \S*?(chaos-\d+)\b\S* is not (?:received|sent): (.*)")
+_SILENCE: Final = re.compile(r"no heartbeat for (\d+) ms")
+
+
+class Cause(enum.Enum):
+    """Why a request failed."""
+
+    FAULT = enum.auto()
+    STALL = enum.auto()  # nothing was done; an engine got no core for as long as the peer timeout
+    UNKNOWN = enum.auto()
+
+
+@dataclass(slots=True)
+class Fault:
+    """What was done to the cluster, and when."""
+
+    name: str
+    began: float
+    ended: float = math.inf
+    """When a frozen process went on, or the next one was there."""
+    over: float = math.inf
+    """From then on nothing can fail of it."""
+    waits: bool = False
+    """Requests that come wait until it has ended: only then can something fail of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How long after its cause a failure was named."""
+
+    seconds: float
+    cause: Cause
+
+
+class Logs:
+    """Reads the logs of the engines as they grow. Loop only."""
+
+    def __init__(self, logs: Iterable[Path]) -> None:
+        self._read = dict.fromkeys(logs, 0)
+        self.named: dict[str, tuple[float, str]] = {}
+        """By request: when an engine first said that it failed, and why."""
+
+    async def follow(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            self._look()
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _look(self) -> None:
+        for log, begin in self._read.items():
+            if not log.exists() or log.stat().st_size == begin:
+                continue
+            with log.open("rb") as file:
+                file.seek(begin)
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self._read[log] = begin + len(whole)
+            for request_id, reason in _NAMED.findall(whole):
+                moment = (time.monotonic(), reason.decode(errors="replace"))
+                self.named.setdefault(request_id.decode(), moment)
+
+
+def naming(sent: Sent, logged: tuple[float, str] | None, fault: Fault | None) -> Naming:
+    """From the cause of a failure until somebody named it, an engine's log or the router.
+
+    The cause is the fault, or the request that came after it; of one that had to wait for a frozen
+    engine, the moment at which that went on.
+    """
+    named = sent.ended if logged is None else min(logged[0], sent.ended)
+    if fault is None or sent.began > fault.over or sent.ended < fault.began:
+        reason = f"{sent.failure} {logged[1] if logged else ''}"
+        if silence := _SILENCE.search(reason):
+            return Naming(int(silence[1]) / 1000, Cause.STALL)
+        return Naming(named - sent.began, Cause.UNKNOWN)
+    causes = [sent.began, fault.began, *([fault.ended] if fault.waits else [])]
+    return Naming(named - max(cause for cause in causes if cause <= named), Cause.FAULT)

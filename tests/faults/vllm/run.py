@@ -1,0 +1,149 @@
+"""One act after another under load, and what all are held to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from tests.vllm.servers import Server, make_model, vllm
+from tests.vllm.tiny_prompts import prompts
+
+from .acts import ACTS, Act
+from .cluster import Cluster
+from .load import HANG_SECONDS, MAX_TOKENS, Became, Load, Sent, requests
+from .naming import Cause, Fault, Logs, Naming, naming
+
+MAX_NAMING_SECONDS: Final = 1.0
+
+
+@dataclass(slots=True)
+class Phase:
+    """The requests that were sent while one thing was done."""
+
+    name: str
+    sent: list[Sent]
+    fault: Fault | None = None
+    naming: list[Naming] = field(default_factory=list)
+    """Of each failed request."""
+    leaks: list[str] = field(default_factory=list)
+
+    def count(self, became: Became) -> int:
+        return sum(sent.became is became for sent in self.sent)
+
+    def of(self, cause: Cause) -> int:
+        return sum(one.cause is cause for one in self.naming)
+
+    def broken(self) -> Iterator[str]:
+        """What was not held, in words."""
+        for became in (Became.WRONG, Became.HANGING):
+            if number := self.count(became):
+                yield f"{self.name}: {number} {became}"
+        late = [one.seconds for one in self.naming if one.seconds > MAX_NAMING_SECONDS]
+        if late:
+            yield f"{self.name}: {len(late)} failures named late, after up to {max(late):.2f} s"
+        if number := self.of(Cause.UNKNOWN):
+            yield f"{self.name}: {number} failed though nothing was done to them"
+        yield from (f"{self.name}: left behind: {leak}" for leak in self.leaks)
+
+
+async def run(
+    *,
+    count: int,
+    policy: str,
+    attempts: int,
+    acts: list[str],
+    rng: random.Random,
+    folder: Path | None,
+    tell: Callable[[str], None],
+) -> list[Phase]:
+    with tempfile.TemporaryDirectory(prefix="kvxfer-chaos-") as temporary:
+        home = folder or Path(temporary)
+        home.mkdir(parents=True, exist_ok=True)
+        model = await asyncio.to_thread(make_model, home)
+        asked = prompts(rng, count)
+        tell(f"the tokens of {count} prompts from an aggregated server")
+        expected = await asyncio.to_thread(_references, home, model, asked)
+        batch = requests(rng, list(zip(asked, expected, strict=True)))
+        tell("starting control plane, router, producer and consumer")
+        async with Cluster(home, model, policy, attempts) as cluster:
+            return await _phases(cluster, batch, acts, rng, tell)
+
+
+async def _phases(
+    cluster: Cluster,
+    batch: list[Sent],
+    acts: list[str],
+    rng: random.Random,
+    tell: Callable[[str], None],
+) -> list[Phase]:
+    logs = Logs(cluster.logs)
+    following = asyncio.create_task(logs.follow())
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
+    phases = []
+    async with httpx.AsyncClient(
+        base_url=cluster.router.url, timeout=HANG_SECONDS + 5, limits=limits, trust_env=False
+    ) as http:
+        for number, name in enumerate(acts):
+            begin, end = (len(batch) * n // len(acts) for n in (number, number + 1))
+            phase = Phase(name, batch[begin:end])
+            phases.append(phase)
+            load = Load(http, rng)
+            running = asyncio.create_task(load.run(phase.sent))
+            act = ACTS[name]
+            if act is not None:
+                phase.fault = await _strike(act, cluster, load, len(phase.sent), rng)
+            await running
+            await cluster.whole()
+            phase.leaks = await cluster.leaks()
+            for sent in phase.sent:
+                if sent.became is Became.FAILED:
+                    logged = logs.named.get(sent.request_id)
+                    one = naming(sent, logged, phase.fault)
+                    phase.naming.append(one)
+                    tell(
+                        f"{name}: {sent.request_id} failed after {sent.ended - sent.began:.2f} s, "
+                        f"named after {one.seconds:.2f} s ({one.cause.name.lower()}): "
+                        f"{sent.failure}" + (f" (log: {logged[1]})" if logged else "")
+                    )
+            tell(f"{name}: {phase.count(Became.RIGHT)} of {len(phase.sent)} right")
+    following.cancel()
+    return phases
+
+
+async def _strike(
+    act: Act, cluster: Cluster, load: Load, requests: int, rng: random.Random
+) -> Fault:
+    """The act, in the middle of the load."""
+    after = rng.randint(requests // 6, requests // 2)
+    while load.begun < after:  # noqa: ASYNC110 (a glance is enough)
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(rng.uniform(0, 0.2))
+    return await act(cluster, load, rng)
+
+
+def _references(home: Path, model: Path, asked: list[list[int]]) -> list[list[int]]:
+    """The MAX_TOKENS tokens that follow each prompt, of one server without a connector."""
+
+    def tokens(server: Server, prompt: list[int]) -> list[int]:
+        body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": MAX_TOKENS}
+        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=90.0)
+        [choice] = answer.raise_for_status().json()["choices"]
+        return list(choice["token_ids"])
+
+    with vllm("aggregated", home, model) as server, ThreadPoolExecutor(8) as threads:
+        server.wait()
+        return list(threads.map(lambda prompt: tokens(server, prompt), asked))
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
