@@ -97,6 +97,11 @@ class KvPair:
             )
         return self._hello
 
+    @property
+    def named(self) -> tuple[str, int] | None:
+        """Instance id and epoch of the peer; None before its HELLO."""
+        return self._hello and (self._hello.instance_id, self._hello.epoch)
+
     def greet(self, hello: Hello) -> None:
         """Takes the peer's first HELLO, or a later one with another epoch. Raises ProtocolError."""
         check_hello(hello)

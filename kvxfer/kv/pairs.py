@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -62,12 +63,13 @@ class Pairs:
         Raises ConnectFailed, PeerRestarted and other EngineErrors of the connection, or
         DeadlineExceeded where no KV endpoint answers there.
         """
+        give_up = time.monotonic() + self.connect_timeout
         peer = await self._engine.connect(address, timeout=self.connect_timeout)
         if not peer.alive:
             raise peer.error or PeerLost(f"the engine at {address} was lost while connecting to it")
         pair = self.of(peer)
         try:
-            await asyncio.wait_for(pair.greeted(), self.connect_timeout)
+            await asyncio.wait_for(pair.greeted(), give_up - time.monotonic())
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the engine at {address} did not introduce a KV cache within "

@@ -19,6 +19,8 @@ from kvxfer.errors import (
     StaleCounter,
     TransferCancelled,
 )
+from kvxfer.instances import Role
+from kvxfer.kv.identity import named
 from kvxfer.kv.lease import Lease
 from kvxfer.kv.messages import MAX_TAIL_BYTES, Cancel, Cancelled, Offer
 from kvxfer.kv.outbound import Outbound
@@ -69,6 +71,7 @@ class PrefillSession:
     ) -> None:
         self.transfer_id = ticket.transfer_id
         self.request_id = ticket.request_id
+        self.decode = named(ticket, Role.DECODE)
         self._peer_name = f"decode worker {ticket.decode_id!r}"
         self._layout = layout
         self._num_layers = layout.layers_per_rank

@@ -150,8 +150,10 @@ class Rendezvous:
             lost.lease.end()
             transfer_id = lost.offer.transfer_id
             self._abandon(transfer_id, error, self._early.take(transfer_id))
-        for session in list(pair.prefills.values()):
-            session.peer_lost(pair, error)
+        for session in list(self._sessions.values()):
+            # Also one that its OFFER has not reached: there will be none.
+            if session.transfer_id in pair.prefills or session.decode == pair.named:
+                session.peer_lost(pair, error)
 
     async def close(self, reason: str) -> None:
         """Cancels every session and offer; nothing of them is under way when this returns."""

@@ -19,6 +19,7 @@ from kvxfer.errors import (
 )
 from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.plan import plan_transfer
+from kvxfer.kv.session_state import PrefillState
 
 from .workers import (
     LAYERS,
@@ -86,6 +87,22 @@ async def test_a_prefill_that_comes_after_decode_has_died_is_told_at_once(fabric
         await eventually(lambda: early_offers(prefill) == 0)
         with prefill.pool.hold(1) as hold, pytest.raises(PeerLost):
             await prefill.endpoint.prefill_session(ticket, hold)
+
+
+async def test_a_prefill_that_waits_for_a_decode_that_dies_is_told_at_once(fabric: str) -> None:
+    async with worker("p", fabric) as prefill:
+        async with worker("d", fabric) as decode:
+            await decode.engine.connect(prefill.engine.address)
+            await eventually(lambda: [pair.named for pair in prefill.endpoint._pairs] == [("d", 1)])
+            ours, other = make_ticket(prefill, decode), make_ticket(prefill, decode, decode_id="e")
+            with prefill.pool.hold(1) as hold:
+                waiting = await prefill.endpoint.prefill_session(ours, hold)
+                of_another = await prefill.endpoint.prefill_session(other, hold)
+            await decode.engine.close()
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(waiting.wait(), 1)
+        assert of_another.state is PrefillState.WAITING
+        await of_another.cancel("the test is over")
 
 
 async def test_an_offer_that_is_replayed_changes_nothing(

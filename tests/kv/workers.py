@@ -104,7 +104,12 @@ async def worker(
 
 
 def make_ticket(
-    prefill: Worker, decode: Worker, *, transfer_id: str | None = None, seconds: float = 60.0
+    prefill: Worker,
+    decode: Worker,
+    *,
+    transfer_id: str | None = None,
+    decode_id: str | None = None,
+    seconds: float = 60.0,
 ) -> str:
     return sign_ticket(
         Ticket(
@@ -112,7 +117,7 @@ def make_ticket(
             request_id="request",
             prefill_id=prefill.endpoint.instance_id,
             prefill_epoch=prefill.endpoint.epoch,
-            decode_id=decode.endpoint.instance_id,
+            decode_id=decode_id or decode.endpoint.instance_id,
             decode_epoch=decode.endpoint.epoch,
             expires_at=time.time() + seconds,
         ),

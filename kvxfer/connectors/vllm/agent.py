@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 import httpx
 
 from kvxfer.client import ControlPlaneClient
+from kvxfer.connectors.vllm.cores import leave_openmp_cores
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine
 from kvxfer.errors import EngineClosed
@@ -80,6 +81,7 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
 
     def _main(self) -> None:
+        leave_openmp_cores()
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
@@ -113,6 +115,8 @@ class Agent:
                     epoch=0,
                     ticket_key=settings.ticket_keys or settings.cluster_key,
                     lease_seconds=settings.lease_seconds,
+                    # A frozen worker does not answer either.
+                    connect_timeout=settings.peer_timeout,
                 )
             )
             registration = await stack.enter_async_context(

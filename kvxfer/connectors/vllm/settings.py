@@ -55,7 +55,7 @@ class ConnectorSettings:
     ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
     fabrics: tuple[str, ...] | None = None
     cpus: tuple[int, ...] = ()
-    """Where the transfer engine's thread may run; empty leaves it where vLLM's worker runs."""
+    """Where the transfer engine's thread may run; empty lets it run where the server may."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     """How long a side waits for the other."""
     peer_timeout: float = DEFAULT_PEER_TIMEOUT

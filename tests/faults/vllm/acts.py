@@ -39,7 +39,7 @@ async def freeze(
 async def kill(name: str, cluster: Cluster, load: Load, rng: random.Random) -> Fault:
     """kill -9, and another one of the same instance id."""
     fault = Fault(f"kill {name}", time.monotonic())
-    cluster.engines[name].kill()
+    await asyncio.to_thread(cluster.engines[name].kill)
     cluster.start_engine(name)
     return await _away(fault, cluster, load)
 
@@ -47,7 +47,7 @@ async def kill(name: str, cluster: Cluster, load: Load, rng: random.Random) -> F
 async def restart_control_plane(cluster: Cluster, load: Load, rng: random.Random) -> Fault:
     """kill -9, and another one that knows nothing at the same address."""
     fault = Fault("restart control plane", time.monotonic())
-    cluster.control_plane.kill()
+    await asyncio.to_thread(cluster.control_plane.kill)
     await asyncio.sleep(rng.uniform(0.1, 1.0))
     starting = asyncio.create_task(cluster.start_control_plane())
     try:

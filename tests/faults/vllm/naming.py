@@ -84,7 +84,7 @@ def naming(sent: Sent, logged: tuple[float, str] | None, fault: Fault | None) ->
     engine, the moment at which that went on.
     """
     named = sent.ended if logged is None else min(logged[0], sent.ended)
-    if fault is None or sent.began > fault.over or sent.ended < fault.began:
+    if fault is None or sent.began > fault.over or named < fault.began:
         reason = f"{sent.failure} {logged[1] if logged else ''}"
         if silence := _SILENCE.search(reason):
             return Naming(int(silence[1]) / 1000, Cause.STALL)
