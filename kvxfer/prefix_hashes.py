@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 MAX_HASHES_PER_REQUEST: Final = 256
 MAX_HASHES_PER_INSTANCE: Final = 1024
 """The newest ones stay."""
+TOKENS_PER_HASH: Final = 64
+"""Of the hashes that kvxfer's own connectors and router make, whatever the size of a KV block."""
 
 _HASH_BYTES: Final = 8
 
@@ -29,6 +31,31 @@ def chain_hashes(tokens: Sequence[int], tokens_per_hash: int, *, salt: str = "")
         parent = hashlib.blake2b(content, digest_size=_HASH_BYTES).digest()
         hashes.append(int.from_bytes(parent, "big"))
     return tuple(hashes)
+
+
+def prompt_hashes(tokens: Sequence[int], model: str) -> tuple[int, ...]:
+    """What a worker publishes of a prompt that it has computed: a hash per TOKENS_PER_HASH tokens.
+
+    `model` is the name that requests have, of an adapter its own.
+    """
+    return chain_hashes(tokens, TOKENS_PER_HASH, salt=model)
+
+
+class AskedHashes(NamedTuple):
+    """What a router sends of a prompt."""
+
+    hashes: tuple[int, ...] = ()
+    tokens_per_hash: int | None = None
+
+
+NO_HASHES: Final = AskedHashes()
+
+
+def asked_hashes(tokens: Sequence[int], model: str) -> AskedHashes:
+    """The hashes of a prompt; of a long one every second, third, …: they reach to its end."""
+    hashes = prompt_hashes(tokens, model)
+    step = max(-(-len(hashes) // MAX_HASHES_PER_REQUEST), 1)
+    return AskedHashes(hashes[step - 1 :: step], step * TOKENS_PER_HASH)
 
 
 def as_text(hashes: Iterable[int]) -> list[str]:

@@ -100,7 +100,8 @@ class KvPair:
     @property
     def named(self) -> tuple[str, int] | None:
         """Instance id and epoch of the peer; None before its HELLO."""
-        return self._hello and (self._hello.instance_id, self._hello.epoch)
+        hello = self._hello
+        return None if hello is None else (hello.instance_id, hello.epoch)
 
     def greet(self, hello: Hello) -> None:
         """Takes the peer's first HELLO, or a later one with another epoch. Raises ProtocolError."""

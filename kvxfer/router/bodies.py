@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvxfer.prefix_hashes import NO_HASHES, asked_hashes
 from kvxfer.router.chat import Message, prompt_of
 from kvxfer.router.completion import CompletionRequest
 from kvxfer.router.errors import InvalidRequest
@@ -91,12 +92,15 @@ def _request(
     body: _Body, request_id: str, passed_on: dict[str, Any], bytes_per_token: float
 ) -> CompletionRequest:
     prompt = passed_on["prompt"]
-    tokens = len(prompt)
     if isinstance(prompt, str):
         tokens = math.ceil(len(prompt.encode()) / bytes_per_token)
+        prefix = NO_HASHES
+    else:
+        tokens, prefix = len(prompt), asked_hashes(prompt, body.model)
     return CompletionRequest(
         request_id=request_id,
         model=body.model,
         body=passed_on,
         prompt_tokens=tokens or None,
+        prefix=prefix,
     )

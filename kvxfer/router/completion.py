@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvxfer.prefix_hashes import NO_HASHES, AskedHashes
 from kvxfer.router.exchange import Chunk
 
 
@@ -21,6 +22,8 @@ class CompletionRequest:
     """What workers get, without what the router adds."""
     prompt_tokens: int | None
     """As far as it is known without a tokenizer."""
+    prefix: AskedHashes = NO_HASHES
+    """Of a prompt of token ids."""
     arrived: float = field(default_factory=time.monotonic)
 
 

@@ -138,6 +138,8 @@ class Router:
                     request_id=request.request_id,
                     model=request.model,
                     prompt_tokens=request.prompt_tokens,
+                    prefix_hashes=request.prefix.hashes,
+                    tokens_per_hash=request.prefix.tokens_per_hash,
                     avoid=attempts.avoid,
                 )
                 left = max(give_up - time.monotonic(), 0.0)

@@ -16,7 +16,8 @@ from fastapi import FastAPI, Request, Response
 from kvxfer.client import SyncControlPlaneClient
 from kvxfer.http_answer import DONE, EventStream
 from kvxfer.http_listener import bind, url_of
-from kvxfer.instances import InstanceState, Role
+from kvxfer.instances import BlockUpdate, InstanceState, Role
+from kvxfer.prefix_hashes import prompt_hashes
 from kvxfer.reference.worker.http_server import HttpServer
 from tests.control_plane import RunningControlPlane, worker
 
@@ -70,6 +71,21 @@ class Fleet:
             await answer(body, writer)
 
         return noted
+
+
+async def test_a_prompt_of_token_ids_goes_where_its_beginning_is_cached(
+    control_plane: RunningControlPlane,
+) -> None:
+    prompt = list(range(1000))
+    fleet = Fleet(control_plane, p1=PREFILLS, p2=PREFILLS, d1=DECODES)
+    async with fleet.routed() as client:
+        with SyncControlPlaneClient(control_plane.url) as workers:
+            [p2] = [each for each in workers.instances() if each.instance_id == "p2"]
+            cached = BlockUpdate(added=prompt_hashes(prompt[:500], "llama"))
+            workers.publish_blocks("p2", p2.epoch, cached)
+        for asked in (prompt, "some text", prompt[::-1]):
+            await client.post("/v1/completions", json={**ASKED, "prompt": asked})
+    assert [name for name in fleet.asked if name.startswith("p")] == ["p2", "p1", "p1"]
 
 
 async def hangs_up(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:

@@ -20,7 +20,7 @@ import httpx
 
 CLUSTER_KEY = "0123456789abcdef0123456789abcdef"
 VLLM_PYTHON = os.environ.get("KVXFER_VLLM_PYTHON", "")
-_START_SECONDS = 240.0
+_START_SECONDS = 480.0
 
 
 def free_port() -> int:
@@ -69,12 +69,13 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
-        text = httpx.get(self.url + "/metrics", timeout=5.0).text
-        found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
-        assert found, f"{self.name} has no metric {name}"
-        return sum(map(float, found))
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over its labels; with `labels`, over those that have them, if any."""
+        text = httpx.get(self.url + "/metrics", timeout=30.0).text
+        found = re.findall(rf"^{re.escape(name)}({{.*}})? (\S+)$", text, re.MULTILINE)
+        assert found or labels, f"{self.name} has no metric {name}"
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(value) for has, value in found if all(each in has for each in wanted))
 
 
 @contextlib.contextmanager

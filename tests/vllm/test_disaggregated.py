@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvxfer.prefix_hashes import as_text, asked_hashes
 from kvxfer.ticket import Ticket, sign_ticket
 
 from .conftest import LEASE_SECONDS, Cluster, side
@@ -48,6 +49,55 @@ def test_blocks_are_free_again_when_clients_leave(cluster: Cluster, rng: random.
     assert cluster.tokens(cluster.router, prompt) == cluster.tokens(cluster.aggregated, prompt)
 
 
+def test_transfers_are_in_the_metrics_of_both_servers(cluster: Cluster, rng: random.Random) -> None:
+    ways = ((cluster.prefill, "send"), (cluster.decode, "receive"))
+
+    def totals() -> list[list[float]]:
+        names = ("transfers_total", "transfer_blocks_total", "transfer_bytes_total")
+        names += ("transfer_seconds_count",)
+        good = {"transfers_total": {"outcome": "delivered"}}
+        return [
+            [
+                server.metric(f"vllm:kvxfer_{name}", direction=way, **good.get(name, {}))
+                for name in names
+            ]
+            for server, way in ways
+        ]
+
+    before = totals()
+    for _ in range(3):
+        cluster.tokens(cluster.router, [rng.randrange(3, 512) for _ in range(300)])
+    cluster.wait_until_idle(cluster.prefill, cluster.decode)
+    # 300 tokens are 3 blocks of 128: 4 layers, K and V of 2 heads of 32 floats.
+    block = 128 * 4 * 2 * 2 * 32 * 4
+    grown = [
+        [now - was for now, was in zip(*side, strict=True)]
+        for side in zip(totals(), before, strict=True)
+    ]
+    assert grown == [[3, 9, 9 * block, 3]] * 2
+
+
+def test_the_control_plane_knows_the_prompts_that_prefill_has_cached(
+    cluster: Cluster, rng: random.Random
+) -> None:
+    prompt = [rng.randrange(3, 512) for _ in range(1000)]
+    hashes, tokens_per_hash = asked_hashes(prompt, "tiny")
+    body = {"prefix_hashes": as_text(hashes), "tokens_per_hash": tokens_per_hash}
+
+    def cached_tokens() -> int:
+        with httpx.Client(base_url=cluster.control_plane.url) as http:
+            opened = http.post("/v1/transfers", json={**body, "explain": True}).json()
+            http.delete(f"/v1/transfers/{opened['transfer_id']}")
+        return int(opened["score"]["prefix_tokens"])
+
+    assert cached_tokens() == 0
+    cluster.tokens(cluster.router, prompt)
+    give_up = time.monotonic() + 20
+    while not cached_tokens() and time.monotonic() < give_up:
+        time.sleep(0.1)  # it is told with the next heartbeat
+    assert cached_tokens() == 7 * 128, "prefill has 7 whole blocks of it"
+
+
 def expired_ticket() -> str:
     return sign_ticket(
         Ticket(uuid.uuid4().hex, "request", "prefill", 1, "decode", 1, time.time() - 1), CLUSTER_KEY
@@ -61,6 +111,9 @@ def test_an_expired_ticket_gives_an_error_and_no_tokens(
     answer = cluster.ask(cluster.decode, prompts(rng, 1)[0], kv_transfer_params=params)
     assert answer.status_code == 500
     assert "expired 1." in cluster.decode.tail()
+    cluster.wait_until_idle(cluster.decode)
+    outcome = {"direction": "receive", "outcome": "ticket-expired"}
+    assert cluster.decode.metric("vllm:kvxfer_transfers_total", **outcome) == 1
     cluster.wait_until_idle(cluster.decode)
 
 

@@ -8,11 +8,12 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 import httpx
 
+from kvxfer.cached_blocks import CachedBlocks
 from kvxfer.client import ControlPlaneClient
 from kvxfer.connectors.vllm.cores import leave_openmp_cores
 from kvxfer.connectors.vllm.settings import ConnectorSettings
@@ -47,6 +48,7 @@ class Agent:
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._closing = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._cached = CachedBlocks()
         self._thread = threading.Thread(target=self._main, name="kvxfer-agent", daemon=True)
         self._make_cache: Callable[[Engine], KvCache]
 
@@ -67,6 +69,11 @@ class Agent:
         except RuntimeError as error:
             work.close()
             raise EngineClosed("the agent of this connector has ended") from error
+
+    def cached(self, hashes: Sequence[int]) -> None:
+        """Tells the control plane with the next heartbeat what is in the prefix cache now."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._cached.add, hashes)
 
     def close(self) -> None:
         """Gives the registration up and ends every transfer. Any number of times."""
@@ -126,6 +133,7 @@ class Agent:
                     state=InstanceState.JOINING,
                     load=lambda: Load(running=len(self._tasks)),
                     on_epoch=self.endpoint.set_epoch,
+                    cached=self._cached,
                 )
             )
             self._started.set_result(None)

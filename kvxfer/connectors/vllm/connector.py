@@ -24,6 +24,7 @@ from kvxfer.connectors.vllm.stats import TransferMetrics, TransferStats
 from kvxfer.connectors.vllm.worker import TransferWorker
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.instances import Role
+from kvxfer.prefix_hashes import prompt_hashes
 from kvxfer.prompt_digest import prompt_digest
 from kvxfer.ticket import verify_ticket
 
@@ -77,6 +78,10 @@ class KvxferConnector(KVConnectorBase_V1):
             model=served if isinstance(served, str) else served[0],
         )
         self._block_size = vllm_config.cache_config.block_size
+        self._publishes = (
+            self._settings.role is not Role.DECODE
+            and vllm_config.cache_config.enable_prefix_caching
+        )
         self._mla = vllm_config.model_config.use_mla
         self._scheduler: TransferScheduler
         self._worker: TransferWorker
@@ -138,8 +143,19 @@ class KvxferConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self._note_cached(request)
         how = f"its request ended: {request.status.name.lower().replace('_', ' ')}"
         return self._scheduler.finished(request.request_id, how), None
+
+    def _note_cached(self, request: Request) -> None:
+        """Only prefill's cache counts for a pair, and only what nothing but tokens decides on."""
+        if not self._publishes or request.mm_features or request.cache_salt is not None:
+            return
+        blocks = request.num_computed_tokens // self._block_size
+        tokens = request.all_token_ids[: blocks * self._block_size]
+        adapter = request.lora_request
+        model = self._settings.model if adapter is None else adapter.lora_name
+        self._scheduler.cached(prompt_hashes(tokens, model))
 
     def _side_of(self, params: TransferParams) -> Role | None:
         """Of an instance with one role its role; the workers hold the ticket against the rest."""

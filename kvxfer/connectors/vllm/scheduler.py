@@ -119,6 +119,10 @@ class TransferScheduler:
         plan, self._plan = self._plan, StepPlan()
         return plan
 
+    def cached(self, hashes: Sequence[int]) -> None:
+        """What is in the prefix cache now."""
+        self._plan.cached += hashes
+
     def finished(self, request_id: str, how: str) -> bool:
         """The request has ended. Whether its blocks are kept until the worker side says that they
         are sent."""

@@ -23,6 +23,8 @@ _BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 class TransferStats(KVConnectorStats):
     """What ended since the last step. Lists of plain values: vLLM sends it between processes."""
 
+    data: dict[str, Any]
+
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
         super().__init__({"ended": list(data["ended"]) if data else []})
 

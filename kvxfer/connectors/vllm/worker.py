@@ -80,6 +80,8 @@ class TransferWorker:
                 self._agent.spawn(outgoing.session.cancel(how))
             else:
                 self._agent.spawn(self._cancel_receive(request_id))
+        if plan.cached:
+            self._agent.cached(plan.cached)
         for params, how in plan.unserved:
             self._agent.spawn(self._decline(params, how))
         for send in plan.sends:

@@ -17,7 +17,7 @@ from tests.vllm.servers import Server, free_port, kvxfer_at, vllm
 
 LEASE_SECONDS: Final = 10.0
 ENGINES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
-_WHOLE_SECONDS: Final = 240.0
+_WHOLE_SECONDS: Final = 480.0
 _IDLE_SECONDS: Final = LEASE_SECONDS + 10.0
 _POLL_SECONDS: Final = 0.1
 _USAGE: Final = (
