@@ -7,6 +7,7 @@ import collections
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from http import HTTPStatus
 from typing import Any, Final, Self, TypeAlias
 
 import httpx
@@ -14,6 +15,7 @@ import msgspec
 
 from kvxfer.errors import (
     DeadlineExceeded,
+    InvalidArgument,
     KvxferError,
     LayoutMismatch,
     LeaseExpired,
@@ -239,9 +241,12 @@ def _unreadable(party: Party, how: str) -> WorkerFailed:
 
 
 def _problem(party: Party, response: httpx.Response, content: bytes) -> KvxferError:
-    """The error that a worker's problem document names."""
+    """The error that a worker's problem document names, or one of OpenAI's shape (vLLM)."""
     try:
         problem = msgspec.json.decode(content, type=dict[str, Any])
+        if isinstance(error := problem.get("error"), Mapping):
+            kind = InvalidArgument if response.status_code == HTTPStatus.BAD_REQUEST else TransferError
+            return kind(str(error["message"]))
         code, detail = str(problem["code"]), str(problem["detail"])
     except (msgspec.DecodeError, KeyError):
         return TransferError(

@@ -157,10 +157,16 @@ async def test_an_error_about_the_other_side_blames_the_other_side(
     assert sorted(fleet.asked) == ["d1", "d1", "p1", "p2"]
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        problem(422, "invalid-argument"),
+        answers(400, "application/json", b'{"error": {"message": "this is invalid-argument"}}'),
+    ],
+)
 async def test_what_every_pair_would_refuse_is_tried_once(
-    control_plane: RunningControlPlane,
+    control_plane: RunningControlPlane, bad: Answer
 ) -> None:
-    bad = problem(422, "invalid-argument")
     fleet = Fleet(control_plane, p1=waits, d1=bad, d2=DECODES)
     async with fleet.routed() as client:
         answer = await client.post("/v1/completions", json=ASKED)
