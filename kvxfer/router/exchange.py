@@ -245,8 +245,8 @@ def _problem(party: Party, response: httpx.Response, content: bytes) -> KvxferEr
     try:
         problem = msgspec.json.decode(content, type=dict[str, Any])
         if isinstance(error := problem.get("error"), Mapping):
-            kind = InvalidArgument if response.status_code == HTTPStatus.BAD_REQUEST else TransferError
-            return kind(str(error["message"]))
+            refused = response.status_code == HTTPStatus.BAD_REQUEST
+            return (InvalidArgument if refused else TransferError)(str(error["message"]))
         code, detail = str(problem["code"]), str(problem["detail"])
     except (msgspec.DecodeError, KeyError):
         return TransferError(
