@@ -19,7 +19,7 @@ from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.pairs import Pairs
 from kvxfer.kv.ranks import sources, targets
 from kvxfer.kv.reception import Reception
-from kvxfer.kv.rendezvous import Rendezvous
+from kvxfer.kv.rendezvous import OnOffer, Rendezvous
 from kvxfer.kv.transfer_ledger import TransferLedger
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class KvEndpoint:
     Whoever is given the other's address dials. Decode does by default (the direct handshake); with
     the brokered one prefill does, and the block table goes by `control_plane`. Both sides of a
     transfer have to be told the same.
+
+    Where prefill has no ticket of its own, `on_offer` tells of each OFFER that comes before its
+    request; prefill_session() or decline() with its ticket answers it.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class KvEndpoint:
         control_plane: ControlPlaneClient | None = None,
         connect_timeout: float = 2.0,
         max_early_offers_per_peer: int = MAX_EARLY_OFFERS_PER_PEER,
+        on_offer: OnOffer | None = None,
     ) -> None:
         if pool is not None and pool.num_blocks != cache.num_blocks:
             raise InvalidArgument(
@@ -91,6 +95,7 @@ class KvEndpoint:
             self._ledger,
             max_early_offers_per_peer=max_early_offers_per_peer,
             ended=self._prefill_ended,
+            on_offer=on_offer,
         )
         self._expectations = Expectations()
         self._reception = Reception(

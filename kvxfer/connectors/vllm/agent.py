@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import socket
-import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from collections.abc import Callable
+from typing import Final
 
 import httpx
 
 from kvxfer.client import ControlPlaneClient
+from kvxfer.connectors.loop_thread import LoopThread
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine
-from kvxfer.errors import EngineClosed
 from kvxfer.instances import InstanceSpec, InstanceState, Load
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
@@ -24,14 +22,10 @@ from kvxfer.registration import Registration
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_START_SECONDS: Final = 60.0
-_CLOSE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.25
 
 
-class Agent:
+class Agent(LoopThread):
     """A thread with an event loop, which owns the engine, the KV endpoint and the registration.
 
     Any thread may call start(), run(), spawn() and close(); `endpoint` belongs to the loop. The
@@ -41,53 +35,14 @@ class Agent:
     endpoint: KvEndpoint
 
     def __init__(self, settings: ConnectorSettings) -> None:
+        super().__init__()
         self._settings = settings
-        self._loop = asyncio.new_event_loop()
-        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._closing = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._main, name="kvxfer-agent", daemon=True)
         self._make_cache: Callable[[Engine], KvCache]
 
     def start(self, make_cache: Callable[[Engine], KvCache]) -> None:
         """Returns when the instance is registered. Raises what keeps it from that."""
         self._make_cache = make_cache
-        self._thread.start()
-        self._started.result(_START_SECONDS)
-
-    def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
-        """The result of a coroutine on the loop. Raises TimeoutError after `seconds`."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a coroutine on the loop; it tells of its end itself."""
-        try:
-            self._loop.call_soon_threadsafe(self._begin, work)
-        except RuntimeError as error:
-            work.close()
-            raise EngineClosed("the agent of this connector has ended") from error
-
-    def close(self) -> None:
-        """Gives the registration up and ends every transfer. Any number of times."""
-        if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join(_CLOSE_SECONDS)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _main(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._serve())
-        except BaseException as error:
-            if self._started.done():
-                logger.exception("the transfer engine of this worker has ended")
-            else:
-                self._started.set_exception(error)
+        self.begin()
 
     async def _serve(self) -> None:
         settings = self._settings
