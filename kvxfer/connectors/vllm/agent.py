@@ -39,6 +39,7 @@ class Agent:
     """
 
     endpoint: KvEndpoint
+    engine_address: str
 
     def __init__(self, settings: ConnectorSettings) -> None:
         self._settings = settings
@@ -102,6 +103,7 @@ class Agent:
                     peer_timeout=settings.peer_timeout,
                 )
             )
+            self.engine_address = engine.address
             cache = stack.enter_context(self._make_cache(engine))
             client = await stack.enter_async_context(ControlPlaneClient(settings.control_plane))
             self.endpoint = await stack.enter_async_context(
