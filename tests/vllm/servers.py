@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,20 @@ class Server:
     name: str
     url: str
     log: Path
-    process: subprocess.Popen[bytes]
+    command: list[str]
+    environment: dict[str, str]
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        """The first time, or again after kill()."""
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "KVXFER_CLUSTER_KEY": CLUSTER_KEY, **self.environment},
+            )
 
     def wait(self, path: str = "/health") -> None:
         """Returns when the API answers."""
@@ -81,16 +94,8 @@ class Server:
 def serving(
     name: str, command: list[str], url: str, folder: Path, **environment: str
 ) -> Iterator[Server]:
-    log = folder / f"{name}.log"
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "KVXFER_CLUSTER_KEY": CLUSTER_KEY, **environment},
-        )
-    server = Server(name, url, log, process)
+    server = Server(name, url, folder / f"{name}.log", command, environment)
+    server.start()
     try:
         yield server
     finally:
