@@ -122,7 +122,7 @@ def vllm(
     command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "16"]
-    command += ["--dtype", "float32", *arguments]
+    command += ["--dtype", "float32", "--kv-cache-memory-bytes", str(128 << 20), *arguments]
     if transfer is not None:
         extra = {"instance_id": name, "http_address": url}
         extra.update(transfer.pop("kv_connector_extra_config", {}))
@@ -138,7 +138,6 @@ def vllm(
         command,
         url,
         folder,
-        VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1",
