@@ -39,13 +39,15 @@ logger = logging.getLogger(__name__)
 
 # One question for a block table; short enough for every proxy in between.
 _POLL_SECONDS: Final = 10.0
+# Of the time that a session has left.
+_PATIENCE: Final = 0.9
 
 
 class Brokered:
     """The errands of an endpoint's sessions to the control plane. Loop only.
 
-    An errand ends with its session, so the session's lease is its deadline; the session fails with
-    the errand's error.
+    An errand ends with its session, and gives up a little before the session's lease ends: then the
+    session fails with the errand's error.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Brokered:
     async def _publish(self, session: DecodeSession, ticket: Ticket) -> None:
         table = sign_block_table(session.message(), ticket, self._identity.keys)
         call = calls.put_block_table(table)
-        await self.require().send(call, deadline=session.lease_remaining)
+        await self.require().send(call, deadline=_PATIENCE * session.lease_remaining)
 
     async def _fetch(
         self, session: PrefillSession, ticket: Ticket, token: str, decode_address: str
@@ -134,6 +136,6 @@ class Brokered:
             left = session.lease_remaining
             call = calls.block_table(session.transfer_id, wait_seconds=min(_POLL_SECONDS, left))
             try:
-                return await self.require().send(call, deadline=left)
+                return await self.require().send(call, deadline=_PATIENCE * left)
             except UnknownBlockTable:
                 continue
