@@ -8,13 +8,14 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvxfer.errors import EngineClosed, InvalidArgument
+from kvxfer.errors import EngineClosed, InvalidArgument, TicketInvalid
 from kvxfer.instances import Role
 from kvxfer.kv.brokered import Brokered
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.expectations import Expectations
 from kvxfer.kv.identity import Identity
 from kvxfer.kv.inbound import Inbound
+from kvxfer.kv.messages import Release
 from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.pairs import Pairs
 from kvxfer.kv.ranks import sources, targets
@@ -194,6 +195,7 @@ class KvEndpoint:
         blocks: int | TargetBlocks,
         *,
         first_block: int = 0,
+        prompt_digest: bytes = b"",
         lease_seconds: float | None = None,
     ) -> DecodeSession:
         """Offers blocks to the prefill worker at an engine address: so many free ones of the pool,
@@ -204,7 +206,8 @@ class KvEndpoint:
         worker does the same with an endpoint of its own, under one ticket.
 
         The blocks are for the prompt from its block `first_block` on: those before it are here
-        already, and prefill leaves them out.
+        already, and prefill leaves them out. A ticket that names another prompt than
+        `prompt_digest` does is refused, and stays good for its own.
 
         Returns when the OFFER is sent. Without an address the handshake is brokered: it waits until
         prefill has connected here and expects the OFFER, takes the blocks then, and leaves the
@@ -218,6 +221,11 @@ class KvEndpoint:
         """
         claims = self._verify(ticket)
         self._identity.require(claims, Role.DECODE)
+        if prompt_digest and claims.prompt_digest and prompt_digest != claims.prompt_digest:
+            raise TicketInvalid(
+                f"the ticket of transfer {claims.transfer_id} is for another prompt; send the "
+                "same request to both workers"
+            )
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
         if prefill_address is None:
             self._brokered.require()
@@ -239,6 +247,18 @@ class KvEndpoint:
             await session.cancel(repr(error))
             raise
         return session
+
+    async def release(self, ticket: str, prefill_address: str | Sequence[str], reason: str) -> None:
+        """Tells prefill that this decode worker will not offer anything under a ticket, so that it
+        frees the blocks at once. A transfer that has begun goes on.
+
+        Raises TicketInvalid, TicketExpired, and what decode_session() does of the connection.
+        """
+        claims = self._verify(ticket)
+        self._identity.require(claims, Role.DECODE)
+        addresses = [prefill_address] if isinstance(prefill_address, str) else prefill_address
+        for pair in await self._pairs.meet_sources(claims, addresses):
+            pair.send(Release(claims.transfer_id, ticket, reason))
 
     def _begin(
         self,

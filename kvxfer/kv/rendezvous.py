@@ -100,7 +100,7 @@ class Rendezvous:
 
         Raises TicketInvalid where the ticket was used for an offer before.
         """
-        self._ledger.claim(claims, "offer", pair.hello.layout.rank)
+        self._ledger.claim_by(claims, "offer", pair.hello)
         session = self._sessions.get(claims.transfer_id)
         try:
             failure = session.error if session else self._ledger.failure(claims.transfer_id)
@@ -132,6 +132,20 @@ class Rendezvous:
                 self._abandon(claims.transfer_id, error, self._early.take(claims.transfer_id))
             else:
                 session.fail(error)
+
+    def release(self, pair: KvPair, claims: Ticket, reason: str) -> None:
+        """Decode says that no OFFER will come. Raises TicketInvalid where one has come."""
+        self._ledger.claim_by(claims, "offer", pair.hello)
+        transfer_id = claims.transfer_id
+        error = TransferCancelled(
+            f"transfer {transfer_id}: released by decode worker {pair.hello.instance_id!r}: "
+            f"{reason}"
+        )
+        session = self._sessions.get(transfer_id)
+        if session is None:
+            self._abandon(transfer_id, error, self._early.take(transfer_id))
+        else:
+            session.fail(error)
 
     def cancel(self, pair: KvPair, transfer_id: str, reason: str) -> None:
         """Decode gives a transfer up."""

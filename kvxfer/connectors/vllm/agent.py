@@ -33,6 +33,7 @@ class Agent(LoopThread):
     """
 
     endpoint: KvEndpoint
+    engine_address: str
 
     def __init__(self, settings: ConnectorSettings) -> None:
         super().__init__()
@@ -57,6 +58,7 @@ class Agent(LoopThread):
                     peer_timeout=settings.peer_timeout,
                 )
             )
+            self.engine_address = engine.address
             cache = stack.enter_context(self._make_cache(engine))
             client = await stack.enter_async_context(ControlPlaneClient(settings.control_plane))
             self.endpoint = await stack.enter_async_context(

@@ -80,3 +80,5 @@ class StepPlan:
     """Requests whose blocks are used for something else from this step on."""
     unserved: list[tuple[TransferParams, str]] = field(default_factory=list)
     """Prefill requests that ended before their first step, and how."""
+    releases: list[tuple[TransferParams, str]] = field(default_factory=list)
+    """Transfers that decode has no use for, and why."""

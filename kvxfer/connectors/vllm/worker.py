@@ -78,6 +78,8 @@ class TransferWorker:
                 self._agent.spawn(self._cancel_receive(request_id))
         for params, how in plan.unserved:
             self._agent.spawn(self._decline(params, how))
+        for params, why in plan.releases:
+            self._agent.spawn(self._release(params, why))
         for send in plan.sends:
             if send.request_id not in self._sends:
                 self._sends[send.request_id] = self._begin_send(send)
@@ -151,6 +153,13 @@ class TransferWorker:
         except KvxferError as error:
             logger.info("nothing to decline: %s", error)
 
+    async def _release(self, params: TransferParams, why: str) -> None:
+        addresses = params.prefill_rank_addresses or params.prefill_engine_address
+        try:
+            await self._agent.endpoint.release(params.ticket, addresses, why)
+        except KvxferError as error:
+            logger.info("prefill keeps its blocks until its lease ends: %s", error)
+
     async def _receive(self, receive: Receive) -> None:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 (a coroutine runs in a task)
@@ -179,6 +188,7 @@ class TransferWorker:
                 params.prefill_rank_addresses or params.prefill_engine_address,
                 EngineBlocks(receive.block_ids),
                 first_block=receive.first_block,
+                prompt_digest=receive.digest,
             )
         )
         try:
