@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_START_SECONDS: Final = 60.0
+START_SECONDS: Final = 60.0
 _CLOSE_SECONDS: Final = 10.0
 
 
@@ -27,6 +27,7 @@ class LoopThread(abc.ABC):
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._awaited: list[concurrent.futures.Future[None]] = [self._started]
         self._closing = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._main, name="kvxfer-agent", daemon=True)
@@ -38,7 +39,7 @@ class LoopThread(abc.ABC):
     def begin(self) -> None:
         """Returns when _serve() has started. Raises what keeps it from that."""
         self._thread.start()
-        self._started.result(_START_SECONDS)
+        self._started.result(START_SECONDS)
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
         """The result of a coroutine on the loop. Raises TimeoutError after `seconds`."""
@@ -56,8 +57,11 @@ class LoopThread(abc.ABC):
         """Ends _serve(). Any number of times."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._closing.set)
+                self._loop.call_soon_threadsafe(self._stop)
             self._thread.join(_CLOSE_SECONDS)
+
+    def _stop(self) -> None:
+        self._closing.set()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -69,7 +73,8 @@ class LoopThread(abc.ABC):
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
         except BaseException as error:
-            if self._started.done():
+            awaited = [future for future in self._awaited if not future.done()]
+            if not awaited:
                 logger.exception("the transfer engine of this worker has ended")
-            else:
-                self._started.set_exception(error)
+            for future in awaited:
+                future.set_exception(error)

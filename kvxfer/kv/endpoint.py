@@ -13,6 +13,7 @@ from kvxfer.instances import Role
 from kvxfer.kv.brokered import Brokered
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.expectations import Expectations
+from kvxfer.kv.first_rank import follow_first_rank
 from kvxfer.kv.identity import Identity
 from kvxfer.kv.inbound import Inbound
 from kvxfer.kv.messages import Release
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvxfer.client import ControlPlaneClient
-    from kvxfer.engine import Engine
+    from kvxfer.engine import Engine, Peer
     from kvxfer.kv.block_owners import SourceBlocks, TargetBlocks
     from kvxfer.kv.block_pool import BlockPool
     from kvxfer.kv.cache import KvCache
@@ -117,6 +118,15 @@ class KvEndpoint:
         """Takes the epoch of a new registration and tells every peer. Running transfers go on."""
         self._identity.epoch = epoch
         self._pairs.greet_all()
+
+    async def follow(self, address: str) -> Peer:
+        """Takes the epoch from the first rank of this instance, which registers it and whose engine
+        is at `address`, and each later one while the connection lasts. Returns when it has one.
+
+        Raises as decode_session() does for the connection, InvalidArgument where another instance
+        is there, and DeadlineExceeded where the first rank is not registered within a minute.
+        """
+        return await follow_first_rank(self._pairs, self._identity, address, self.set_epoch)
 
     async def __aenter__(self) -> Self:
         self._engine.handler = self._reception

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import httpx
 
 from kvxfer.client import ControlPlaneClient
-from kvxfer.connectors.loop_thread import LoopThread
+from kvxfer.connectors.loop_thread import START_SECONDS, LoopThread
 from kvxfer.connectors.vllm.settings import ConnectorSettings
-from kvxfer.engine import Engine
+from kvxfer.engine import Engine, Peer
+from kvxfer.errors import KvxferError
 from kvxfer.instances import InstanceSpec, InstanceState, Load
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
@@ -28,8 +30,9 @@ _POLL_SECONDS: Final = 0.25
 class Agent(LoopThread):
     """A thread with an event loop, which owns the engine, the KV endpoint and the registration.
 
-    Any thread may call start(), run(), spawn() and close(); `endpoint` belongs to the loop. The
-    instance is registered as joining, and as ready once its HTTP API answers.
+    Any thread may call start(), join(), run(), spawn() and close(); `endpoint` belongs to the loop.
+    Each rank of an instance has its own. The first one registers the instance, as joining, and as
+    ready once its HTTP API answers; the others have its epoch from there.
     """
 
     endpoint: KvEndpoint
@@ -38,12 +41,26 @@ class Agent(LoopThread):
     def __init__(self, settings: ConnectorSettings) -> None:
         super().__init__()
         self._settings = settings
+        self._ranks: asyncio.Future[tuple[str, ...]] = self._loop.create_future()
+        self._joined: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._awaited.append(self._joined)
         self._make_cache: Callable[[Engine], KvCache]
 
-    def start(self, make_cache: Callable[[Engine], KvCache]) -> None:
-        """Returns when the instance is registered. Raises what keeps it from that."""
+    def start(self, make_cache: Callable[[Engine], KvCache]) -> str:
+        """Starts the engine; its address. Raises what keeps it from that."""
         self._make_cache = make_cache
         self.begin()
+        return self.engine_address
+
+    def join(self, rank_addresses: Sequence[str]) -> None:
+        """Returns when the instance is registered, with the engines of all its ranks in their
+        order. Raises what keeps it from that."""
+        self._loop.call_soon_threadsafe(self._ranks.set_result, tuple(rank_addresses))
+        self._joined.result(START_SECONDS)
+
+    def _stop(self) -> None:
+        super()._stop()
+        self._ranks.cancel()
 
     async def _serve(self) -> None:
         settings = self._settings
@@ -60,7 +77,6 @@ class Agent(LoopThread):
             )
             self.engine_address = engine.address
             cache = stack.enter_context(self._make_cache(engine))
-            client = await stack.enter_async_context(ControlPlaneClient(settings.control_plane))
             self.endpoint = await stack.enter_async_context(
                 KvEndpoint(
                     engine,
@@ -72,21 +88,49 @@ class Agent(LoopThread):
                     lease_seconds=settings.lease_seconds,
                 )
             )
-            registration = await stack.enter_async_context(
-                Registration(
-                    client,
-                    self._spec(engine, cache),
-                    state=InstanceState.JOINING,
-                    load=lambda: Load(running=len(self._tasks)),
-                    on_epoch=self.endpoint.set_epoch,
-                )
-            )
             self._started.set_result(None)
+            addresses = await self._ranks
+            if cache.layout.rank == 0:
+                await self._belong(self._spec(engine, cache, addresses))
+            else:
+                await self._follow(addresses[0])
+
+    async def _belong(self, spec: InstanceSpec) -> None:
+        """Keeps the place of this instance in the fleet until the agent is closed."""
+        async with (
+            ControlPlaneClient(self._settings.control_plane) as client,
+            Registration(
+                client,
+                spec,
+                state=InstanceState.JOINING,
+                load=lambda: Load(running=len(self._tasks)),
+                on_epoch=self.endpoint.set_epoch,
+            ) as registration,
+        ):
+            self._joined.set_result(None)
             announcing = asyncio.create_task(self._announce(registration))
             await self._closing.wait()
             announcing.cancel()
 
-    def _spec(self, engine: Engine, cache: KvCache) -> InstanceSpec:
+    async def _follow(self, first_rank: str) -> None:
+        """Has the instance's epoch from its first rank until the agent is closed."""
+        following = asyncio.create_task(self._keep_following(first_rank))
+        await self._closing.wait()
+        following.cancel()
+
+    async def _keep_following(self, first_rank: str) -> None:
+        while True:
+            try:
+                peer = await self.endpoint.follow(first_rank)
+            except KvxferError as error:
+                logger.warning("the first rank of this instance cannot be reached: %s", error)
+            else:
+                if not self._joined.done():
+                    self._joined.set_result(None)
+                await _lost(peer)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _spec(self, engine: Engine, cache: KvCache, addresses: tuple[str, ...]) -> InstanceSpec:
         settings = self._settings
         return InstanceSpec(
             instance_id=settings.instance_id,
@@ -97,6 +141,7 @@ class Agent(LoopThread):
             layout=cache.layout,
             num_blocks=cache.num_blocks,
             fabrics=engine.fabrics,
+            rank_addresses=addresses if len(addresses) > 1 else (),
             labels={"host": socket.gethostname(), **settings.labels},
         )
 
@@ -111,3 +156,9 @@ class Agent(LoopThread):
                 await asyncio.sleep(_POLL_SECONDS)
         await registration.advance(InstanceState.READY)
         logger.info("instance %s is ready", self._settings.instance_id)
+
+
+async def _lost(peer: Peer) -> None:
+    lost = asyncio.Event()
+    peer.on_lost(lambda _: lost.set())
+    await lost.wait()
