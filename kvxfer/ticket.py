@@ -1,8 +1,8 @@
 """The ticket of one transfer: a signed promise that a pair may exchange the KV cache of a request.
 
-A JWT (RFC 7519) with HS256. The control plane signs it, both workers verify it; the router that
-carries it can neither make nor change one. Its `kid` says which key signed it, so that keys can be
-exchanged while tickets are under way.
+A JWT (RFC 7519) with HS256. The control plane signs it, or a prefill worker that keeps a prompt to
+be fetched; both workers verify it; the router that carries it can neither make nor change one. Its
+`kid` says which key signed it, so that keys can be exchanged while tickets are under way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ _MAX_LENGTH: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a ticket says. `expires_at` is in seconds since the Unix epoch."""
+    """What a ticket says. `expires_at` is in seconds since the Unix epoch.
+
+    With an empty `decode_id` it is a bearer ticket: the first decode worker of the cluster that
+    comes with it has the transfer. `prompt_digest` names the prompt, where the signer knows it.
+    """
 
     transfer_id: str
     request_id: str
@@ -42,6 +46,12 @@ class Ticket:
     decode_id: str
     decode_epoch: int
     expires_at: float
+    prompt_digest: bytes = b""
+
+    @property
+    def bearer(self) -> bool:
+        """Whether it is good for any decode worker."""
+        return not self.decode_id
 
 
 class TicketKeys:
@@ -105,13 +115,14 @@ class _Side(msgspec.Struct, frozen=True):
     epoch: int
 
 
-class _Claims(msgspec.Struct, frozen=True):
+class _Claims(msgspec.Struct, frozen=True, omit_defaults=True):
     iss: str
     jti: str
     request_id: str
     prefill: _Side
     decode: _Side
     exp: float
+    prompt: bytes = b""  # in base64
 
 
 def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
@@ -124,6 +135,7 @@ def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
         prefill=_Side(ticket.prefill_id, ticket.prefill_epoch),
         decode=_Side(ticket.decode_id, ticket.decode_epoch),
         exp=ticket.expires_at,
+        prompt=ticket.prompt_digest,
     )
     return _jws.encode(
         msgspec.json.encode(claims),
@@ -175,6 +187,7 @@ def verify_ticket(
         decode_id=claims.decode.id,
         decode_epoch=claims.decode.epoch,
         expires_at=claims.exp,
+        prompt_digest=claims.prompt,
     )
 
 

@@ -38,6 +38,13 @@ def test_key_may_be_text():
     assert verify_ticket(sign_ticket(TICKET, KEY.decode()), KEY, now=1000.0) == TICKET
 
 
+def test_a_bearer_ticket_names_its_prompt_and_no_decode_worker():
+    bearer = dataclasses.replace(TICKET, decode_id="", decode_epoch=0, prompt_digest=b"\x00\xff")
+    read = verify_ticket(sign_ticket(bearer, KEY), KEY, now=1000.0)
+    assert read == bearer
+    assert (read.bearer, TICKET.bearer) == (True, False)
+
+
 @pytest.mark.parametrize(("now", "valid"), [(1000.24, True), (1000.25, False), (1001.0, False)])
 def test_ticket_is_valid_until_the_fraction_of_a_second_it_names(now, valid):
     token = sign_ticket(TICKET, KEY)
@@ -137,6 +144,7 @@ def test_damaged_token_is_invalid_and_nothing_worse(token):
         ("prefill", "prefill-0"),
         ("decode", {"id": "d", "epoch": "1"}),
         ("exp", "tomorrow"),
+        ("prompt", "no base64"),
     ],
 )
 def test_signed_token_with_a_claim_of_the_wrong_kind_is_invalid(claim, value):

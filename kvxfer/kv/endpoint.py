@@ -8,18 +8,20 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvxfer.errors import EngineClosed, InvalidArgument
+from kvxfer.errors import EngineClosed, InvalidArgument, TicketInvalid
 from kvxfer.instances import Role
 from kvxfer.kv.brokered import Brokered
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.expectations import Expectations
+from kvxfer.kv.first_rank import follow_first_rank
 from kvxfer.kv.identity import Identity
 from kvxfer.kv.inbound import Inbound
+from kvxfer.kv.messages import Release
 from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.pairs import Pairs
 from kvxfer.kv.ranks import sources, targets
 from kvxfer.kv.reception import Reception
-from kvxfer.kv.rendezvous import Rendezvous
+from kvxfer.kv.rendezvous import OnOffer, Rendezvous
 from kvxfer.kv.transfer_ledger import TransferLedger
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvxfer.client import ControlPlaneClient
-    from kvxfer.engine import Engine
+    from kvxfer.engine import Engine, Peer
     from kvxfer.kv.block_owners import SourceBlocks, TargetBlocks
     from kvxfer.kv.block_pool import BlockPool
     from kvxfer.kv.cache import KvCache
@@ -56,6 +58,9 @@ class KvEndpoint:
     Whoever is given the other's address dials. Decode does by default (the direct handshake); with
     the brokered one prefill does, and the block table goes by `control_plane`. Both sides of a
     transfer have to be told the same.
+
+    Where prefill has no ticket of its own, `on_offer` tells of each OFFER that comes before its
+    request; prefill_session() or decline() with its ticket answers it.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class KvEndpoint:
         control_plane: ControlPlaneClient | None = None,
         connect_timeout: float = 2.0,
         max_early_offers_per_peer: int = MAX_EARLY_OFFERS_PER_PEER,
+        on_offer: OnOffer | None = None,
     ) -> None:
         if pool is not None and pool.num_blocks != cache.num_blocks:
             raise InvalidArgument(
@@ -92,6 +98,7 @@ class KvEndpoint:
             self._ledger,
             max_early_offers_per_peer=max_early_offers_per_peer,
             ended=self._prefill_ended,
+            on_offer=on_offer,
         )
         self._expectations = Expectations()
         self._reception = Reception(
@@ -117,6 +124,15 @@ class KvEndpoint:
         """Takes the epoch of a new registration and tells every peer. Running transfers go on."""
         self._identity.epoch = epoch
         self._pairs.greet_all()
+
+    async def follow(self, address: str) -> Peer:
+        """Takes the epoch from the first rank of this instance, which registers it and whose engine
+        is at `address`, and each later one while the connection lasts. Returns when it has one.
+
+        Raises as decode_session() does for the connection, InvalidArgument where another instance
+        is there, and DeadlineExceeded where the first rank is not registered within a minute.
+        """
+        return await follow_first_rank(self._pairs, self._identity, address, self.set_epoch)
 
     async def __aenter__(self) -> Self:
         self._engine.handler = self._reception
@@ -195,6 +211,7 @@ class KvEndpoint:
         blocks: int | TargetBlocks,
         *,
         first_block: int = 0,
+        prompt_digest: bytes = b"",
         lease_seconds: float | None = None,
     ) -> DecodeSession:
         """Offers blocks to the prefill worker at an engine address: so many free ones of the pool,
@@ -205,7 +222,8 @@ class KvEndpoint:
         worker does the same with an endpoint of its own, under one ticket.
 
         The blocks are for the prompt from its block `first_block` on: those before it are here
-        already, and prefill leaves them out.
+        already, and prefill leaves them out. A ticket that names another prompt than
+        `prompt_digest` does is refused, and stays good for its own.
 
         Returns when the OFFER is sent. Without an address the handshake is brokered: it waits until
         prefill has connected here and expects the OFFER, takes the blocks then, and leaves the
@@ -219,6 +237,11 @@ class KvEndpoint:
         """
         claims = self._verify(ticket)
         self._identity.require(claims, Role.DECODE)
+        if prompt_digest and claims.prompt_digest and prompt_digest != claims.prompt_digest:
+            raise TicketInvalid(
+                f"the ticket of transfer {claims.transfer_id} is for another prompt; send the "
+                "same request to both workers"
+            )
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
         if prefill_address is None:
             self._brokered.require()
@@ -240,6 +263,18 @@ class KvEndpoint:
             await session.cancel(repr(error))
             raise
         return session
+
+    async def release(self, ticket: str, prefill_address: str | Sequence[str], reason: str) -> None:
+        """Tells prefill that this decode worker will not offer anything under a ticket, so that it
+        frees the blocks at once. A transfer that has begun goes on.
+
+        Raises TicketInvalid, TicketExpired, and what decode_session() does of the connection.
+        """
+        claims = self._verify(ticket)
+        self._identity.require(claims, Role.DECODE)
+        addresses = [prefill_address] if isinstance(prefill_address, str) else prefill_address
+        for pair in await self._pairs.meet_sources(claims, addresses):
+            pair.send(Release(claims.transfer_id, ticket, reason))
 
     def _begin(
         self,

@@ -21,10 +21,18 @@ class Identity:
         self, instance_id: str, epoch: int, ticket_key: bytes | str | WatchedFile[TicketKeys]
     ) -> None:
         self.instance_id = instance_id
-        self.epoch = epoch
+        self._epochs = [epoch]
         self._key = (
             ticket_key if isinstance(ticket_key, WatchedFile) else as_cluster_key(ticket_key)
         )
+
+    @property
+    def epoch(self) -> int:
+        return self._epochs[-1]
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epochs.append(epoch)
 
     @property
     def keys(self) -> TicketKeys:
@@ -39,20 +47,31 @@ class Identity:
 
     def side(self, ticket: Ticket) -> Role | None:
         """The side that a ticket gives to this instance; None where it names others."""
-        this = (self.instance_id, self.epoch)
-        if this == named(ticket, Role.PREFILL):
+        if self._is(ticket, Role.PREFILL):
             return Role.PREFILL
-        return Role.DECODE if this == named(ticket, Role.DECODE) else None
+        return Role.DECODE if self._is(ticket, Role.DECODE) else None
 
     def require(self, ticket: Ticket, side: Side) -> None:
         """Raises TicketInvalid where the ticket names another instance or epoch for `side`."""
-        if named(ticket, side) != (self.instance_id, self.epoch):
+        if not self._is(ticket, side):
             raise _names(ticket, side, f"this is {self.instance_id!r} of epoch {self.epoch}")
+
+    def _is(self, ticket: Ticket, side: Side) -> bool:
+        if not ticket.bearer:
+            return named(ticket, side) == (self.instance_id, self.epoch)
+        # Signed by prefill itself: what it keeps outlives its registration, not its process.
+        own = ticket.prefill_id == self.instance_id and ticket.prefill_epoch in self._epochs
+        return own is (side is Role.PREFILL)
 
 
 def require_peer(ticket: Ticket, side: Side, hello: Hello, where: str) -> None:
     """Raises TicketInvalid where the peer that said `hello` is not what the ticket names."""
-    if named(ticket, side) != (hello.instance_id, hello.epoch):
+    if ticket.bearer:
+        # Which of its epochs are of the same process, prefill alone knows.
+        fits = side is Role.DECODE or ticket.prefill_id == hello.instance_id
+    else:
+        fits = named(ticket, side) == (hello.instance_id, hello.epoch)
+    if not fits:
         raise _names(ticket, side, f"{where} {hello.instance_id!r} of epoch {hello.epoch}")
 
 

@@ -13,7 +13,7 @@ import msgspec
 from kvxfer.errors import ProtocolError
 from kvxfer.kv.layout import KvLayout
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 # A message of the engine is at most 1 MiB; this leaves room for the rest of DONE.
 MAX_TAIL_BYTES: Final = (1 << 20) - 1024
 
@@ -51,6 +51,14 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     imm: int
     lease_seconds: float
     first_block: int = 0
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """decode → prefill: no offer will come under this ticket; free the blocks."""
+
+    transfer_id: str
+    ticket: str
+    reason: str
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
@@ -100,7 +108,9 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
     total: int
 
 
-Message: TypeAlias = Hello | Offer | Expect | Accepted | Refused | Done | Cancel | Cancelled
+Message: TypeAlias = (
+    Hello | Offer | Release | Expect | Accepted | Refused | Done | Cancel | Cancelled
+)
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)

@@ -72,7 +72,11 @@ class PrefillSession:
         self.transfer_id = ticket.transfer_id
         self.request_id = ticket.request_id
         self.decode = named(ticket, Role.DECODE)
-        self._peer_name = f"decode worker {ticket.decode_id!r}"
+        self._peer_name = (
+            "the decode worker with its ticket"
+            if ticket.bearer
+            else f"decode worker {ticket.decode_id!r}"
+        )
         self._layout = layout
         self._num_layers = layout.layers_per_rank
         self._loop = asyncio.get_running_loop()

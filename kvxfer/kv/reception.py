@@ -27,6 +27,7 @@ from kvxfer.kv.messages import (
     Hello,
     Offer,
     Refused,
+    Release,
     decode,
 )
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.pair import KvPair
     from kvxfer.kv.pairs import Pairs
     from kvxfer.kv.rendezvous import Rendezvous
+    from kvxfer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,8 @@ class Reception:
                 pair.greet(hello)
             case Offer() as offer:
                 self._on_offer(pair, offer)
+            case Release() as release:
+                self._on_release(pair, release)
             case Expect() as expect:
                 self._on_expect(pair, expect)
             case Cancel(transfer_id, reason):
@@ -102,21 +106,31 @@ class Reception:
                     inbound.cancel_answered()
 
     def _on_offer(self, pair: KvPair, offer: Offer) -> None:
-        hello = pair.hello
         try:
-            claims = self._identity.verify(offer.ticket)
-            self._identity.require(claims, Role.PREFILL)
-            if claims.transfer_id != offer.transfer_id:
-                raise TicketInvalid(
-                    f"the offer of transfer {offer.transfer_id} carries the ticket of transfer "
-                    f"{claims.transfer_id}"
-                )
-            require_peer(claims, Role.DECODE, hello, "the offer is from")
-            self._rendezvous.offer(pair, offer, claims)
+            self._rendezvous.offer(pair, offer, self._verify(pair, offer, "offer"))
         except TransferError as error:
             logger.info("offer refused: %s", error)
             with contextlib.suppress(EngineError):
                 pair.send(Refused(offer.transfer_id, error.code, str(error)))
+
+    def _on_release(self, pair: KvPair, release: Release) -> None:
+        try:
+            claims = self._verify(pair, release, "release")
+            self._rendezvous.release(pair, claims, release.reason)
+        except TransferError as error:
+            logger.info("release ignored: %s", error)
+
+    def _verify(self, pair: KvPair, message: Offer | Release, what: str) -> Ticket:
+        """The ticket that a decode worker sends. Raises TicketInvalid and TicketExpired."""
+        claims = self._identity.verify(message.ticket)
+        self._identity.require(claims, Role.PREFILL)
+        if claims.transfer_id != message.transfer_id:
+            raise TicketInvalid(
+                f"the {what} of transfer {message.transfer_id} carries the ticket of transfer "
+                f"{claims.transfer_id}"
+            )
+        require_peer(claims, Role.DECODE, pair.hello, f"the {what} is from")
+        return claims
 
     def _on_expect(self, pair: KvPair, expect: Expect) -> None:
         hello = pair.hello

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvxfer.errors import (
     EngineError,
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_IMM: Final = 2**32 - 1
 
+OnOffer: TypeAlias = "Callable[[Ticket, str], None]"
+"""Told of an OFFER that waits for its prefill request: its ticket, and that as a token."""
+
 
 class Rendezvous:
     """The prefill side of an endpoint: sessions that wait, and offers that wait. Loop only.
@@ -47,12 +50,14 @@ class Rendezvous:
         *,
         max_early_offers_per_peer: int,
         ended: Callable[[PrefillSession], None],
+        on_offer: OnOffer | None = None,
     ) -> None:
         self._instance_id = instance_id
         self._layout = layout
         self._ledger = ledger
         self._sessions: dict[str, PrefillSession] = {}
         self._on_end = ended
+        self._on_offer = on_offer
         self._early = EarlyOffers(max_early_offers_per_peer)
 
     async def request(
@@ -95,7 +100,7 @@ class Rendezvous:
 
         Raises TicketInvalid where the ticket was used for an offer before.
         """
-        self._ledger.claim(claims, "offer", pair.hello.layout.rank)
+        self._ledger.claim_by(claims, "offer", pair.hello)
         session = self._sessions.get(claims.transfer_id)
         try:
             failure = session.error if session else self._ledger.failure(claims.transfer_id)
@@ -117,6 +122,8 @@ class Rendezvous:
                 raise InvalidArgument(f"first_block is {offer.first_block}; pass 0 or more")
             if session is None:
                 self._early.keep(pair, offer, blocks, self._expired)
+                if self._on_offer is not None:
+                    self._on_offer(claims, offer.ticket)
             else:
                 session.accept(pair, offer, blocks, offer.lease_seconds)
         except KvxferError as error:
@@ -125,6 +132,20 @@ class Rendezvous:
                 self._abandon(claims.transfer_id, error, self._early.take(claims.transfer_id))
             else:
                 session.fail(error)
+
+    def release(self, pair: KvPair, claims: Ticket, reason: str) -> None:
+        """Decode says that no OFFER will come. Raises TicketInvalid where one has come."""
+        self._ledger.claim_by(claims, "offer", pair.hello)
+        transfer_id = claims.transfer_id
+        error = TransferCancelled(
+            f"transfer {transfer_id}: released by decode worker {pair.hello.instance_id!r}: "
+            f"{reason}"
+        )
+        session = self._sessions.get(transfer_id)
+        if session is None:
+            self._abandon(transfer_id, error, self._early.take(transfer_id))
+        else:
+            session.fail(error)
 
     def cancel(self, pair: KvPair, transfer_id: str, reason: str) -> None:
         """Decode gives a transfer up."""

@@ -7,6 +7,7 @@ import time
 from typing import Literal, TypeAlias
 
 from kvxfer.errors import KvxferError, TicketInvalid
+from kvxfer.kv.messages import Hello
 from kvxfer.ticket import Ticket
 
 Use: TypeAlias = Literal["offer", "prefill session", "decode session"]
@@ -20,6 +21,7 @@ class TransferLedger:
 
     def __init__(self) -> None:
         self._used: dict[str, set[tuple[Use, int]]] = {}
+        self._bearers: dict[str, tuple[str, int]] = {}
         self._failures: dict[str, KvxferError] = {}
         self._expiries: list[tuple[float, str]] = []
 
@@ -38,6 +40,20 @@ class TransferLedger:
             )
         uses.add((use, rank))
 
+    def claim_by(self, ticket: Ticket, use: Use, hello: Hello) -> None:
+        """Uses the ticket once for a rank of the worker that said `hello`; a bearer ticket is that
+        worker's from then on. Raises TicketInvalid."""
+        self._forget_expired()
+        this = (hello.instance_id, hello.epoch)
+        if ticket.bearer and self._bearers.get(ticket.transfer_id, this) != this:
+            raise TicketInvalid(
+                f"the ticket of transfer {ticket.transfer_id} was already used by decode worker "
+                f"{self._bearers[ticket.transfer_id][0]!r}; send the request to prefill again"
+            )
+        self.claim(ticket, use, hello.layout.rank)
+        if ticket.bearer:
+            self._bearers[ticket.transfer_id] = this
+
     def fail(self, transfer_id: str, error: KvxferError) -> None:
         """Records why the transfer ended, for whoever comes for it later."""
         if transfer_id in self._used:
@@ -55,4 +71,5 @@ class TransferLedger:
         while self._expiries and self._expiries[0][0] <= now:
             _, transfer_id = heapq.heappop(self._expiries)
             self._used.pop(transfer_id, None)
+            self._bearers.pop(transfer_id, None)
             self._failures.pop(transfer_id, None)

@@ -51,7 +51,7 @@ def test_each_step_sends_the_blocks_that_it_completes(
 
 @pytest.mark.parametrize(
     ("prompt", "computed", "first", "offered"),
-    [(5, 0, 0, [7]), (33, 0, 0, [7, 8, 9]), (33, 16, 1, [8, 9]), (33, 32, 2, [9])],
+    [(5, 0, 0, [7]), (33, 0, 0, [7, 8, 9]), (33, 16, 1, [8, 9]), (34, 32, 2, [9])],
 )
 def test_decode_offers_exactly_the_blocks_that_are_missing(
     prompt: int, computed: int, first: int, offered: list[int]
@@ -64,6 +64,57 @@ def test_decode_offers_exactly_the_blocks_that_are_missing(
     plan = side.step([Scheduled("r", (), prompt, 1)], ())
     assert plan.receives == [Receive("r", PARAMS, DIGEST, first, tuple(offered))]
     assert (plan.sends, side.step((), ())) == ([], StepPlan())
+
+
+@pytest.mark.parametrize(("prompt", "computed"), [(33, 32), (32, 31), (1, 0)])
+def test_decode_lets_prefill_go_where_only_the_last_token_is_missing(
+    prompt: int, computed: int
+) -> None:
+    side = scheduler(Role.DECODE, prompt)
+    assert side.external_tokens("r", computed) == 0
+    side.allocated("r", [7, 8, 9], 0)
+    assert side.step((), ()).releases == [(PARAMS, "decode has no need of it")]
+    assert not side.finished("r", "stopped")
+    assert side.step((), ()) == StepPlan()
+
+
+def test_prefill_hears_of_a_decode_request_that_never_got_blocks() -> None:
+    side = scheduler(Role.DECODE, 33)
+    assert not side.finished("r", "aborted")
+    assert side.step((), ()).releases == [(PARAMS, "aborted")]
+
+
+@pytest.mark.parametrize("end", ["received", "aborted", "never allocated", "cached"])
+def test_other_requests_with_the_same_ticket_wait_for_the_first(end: str) -> None:
+    side = scheduler(Role.DECODE, 33)
+    side.arrived("second", PARAMS, 33, DIGEST)
+    assert side.external_tokens("second", 0) is None
+    if end == "cached":
+        side.allocated("r", [7, 8, 9], 0)
+    elif end != "never allocated":
+        side.allocated("r", [7, 8, 9], 33)
+        assert side.external_tokens("second", 0) is None
+    if end == "received":
+        side.received({"r"})
+    elif end != "cached":
+        side.finished("r", "aborted")
+    assert side.external_tokens("second", 32) == 0
+    side.allocated("second", [7, 8, 4], 0)
+    plan = side.step((), ())
+    assert len(plan.receives) + len(plan.releases) == 1, "one request has the transfer"
+    side.finished("r", "stopped")
+    side.finished("second", "stopped")
+    assert side.step((), ()) == StepPlan()
+    assert not side._leaders
+
+
+def test_prefill_sends_once_for_requests_with_the_same_ticket() -> None:
+    side = scheduler(Role.PREFILL, 33)
+    side.arrived("second", PARAMS, 33, DIGEST)
+    steps = [Scheduled(name, [1, 2, 3], 0, 33) for name in ("r", "second")]
+    assert [send.request_id for send in side.step(steps, ()).sends] == ["r"]
+    assert side.finished("r", "stopped")
+    assert not side.finished("second", "stopped")
 
 
 def test_a_request_is_received_once_and_computed_here_after_a_failure() -> None:

@@ -80,10 +80,11 @@ def serving(role: Role, url: str) -> Iterator[Side]:
     )
     memory = [np.zeros((BLOCKS, LAYOUT.part_bytes), np.uint8) for _ in LAYERS]
     agent = Agent(settings)
-    agent.start(
-        lambda engine: KvCache.register(engine, LAYOUT, BLOCKS, [[plane] for plane in memory])
-    )
     try:
+        address = agent.start(
+            lambda engine: KvCache.register(engine, LAYOUT, BLOCKS, [[plane] for plane in memory])
+        )
+        agent.join([address])
         yield Side(agent, TransferWorker(agent, LAYERS), memory)
     finally:
         agent.close()
@@ -102,18 +103,20 @@ def sides() -> Iterator[tuple[Side, Side]]:
         yield prefill, decode
 
 
-def params(prefill: Side, decode: Side, *, seconds: float = 60.0) -> TransferParams:
+def params(
+    prefill: Side, decode: Side, *, seconds: float = 60.0, bearer: bool = False
+) -> TransferParams:
     ticket = Ticket(
         transfer_id=uuid.uuid4().hex,
         request_id="r",
         prefill_id="prefill",
         prefill_epoch=prefill.agent.endpoint.epoch,
-        decode_id="decode",
-        decode_epoch=decode.agent.endpoint.epoch,
+        decode_id="" if bearer else "decode",
+        decode_epoch=0 if bearer else decode.agent.endpoint.epoch,
         expires_at=time.time() + seconds,
+        prompt_digest=DIGEST if bearer else b"",
     )
-    address = prefill.agent.endpoint._engine.address
-    return TransferParams(sign_ticket(ticket, CLUSTER_KEY), address)
+    return TransferParams(sign_ticket(ticket, CLUSTER_KEY), prefill.agent.engine_address)
 
 
 def sent(of: TransferParams, ids: tuple[int, ...], until: int, total: int = 4) -> StepPlan:
@@ -144,6 +147,62 @@ def test_a_prompt_arrives_chunk_by_chunk(sides: tuple[Side, Side], decode_first:
         assert (ours[[9, 1, 10]] == theirs[[8, 2, 5]]).all()
         untouched = sorted(set(range(BLOCKS)) - {8, 2, 5})
         assert not theirs[untouched].any()
+
+
+def test_a_kept_prompt_is_fetched_once_it_is_asked_for(sides: tuple[Side, Side]) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode, bearer=True)
+    # The request has ended: all of it in one step, in which nothing is computed.
+    prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
+    assert not prefill.told.sent
+    decode.step(offered(of, (8, 2, 5), first=1))
+    decode.steps_until(lambda: decode.told.received)
+    prefill.steps_until(lambda: prefill.told.sent)
+    assert (decode.told.received, decode.told.failed_blocks) == ({"d"}, set())
+    for ours, theirs in zip(prefill.memory, decode.memory, strict=True):
+        assert (ours[[9, 1, 10]] == theirs[[8, 2, 5]]).all()
+
+
+@pytest.mark.parametrize("bearer", [True, False])
+def test_prefill_frees_a_prompt_that_decode_releases(
+    sides: tuple[Side, Side], bearer: bool
+) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode, bearer=bearer)
+    prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
+    decode.step(StepPlan(releases=[(of, "cached")]))
+    prefill.steps_until(lambda: prefill.told.sent)
+    decode.step(offered(of, (4, 5, 6, 7)))
+    decode.steps_until(lambda: decode.told.received)
+    assert decode.told.failed_blocks == {4, 5, 6, 7}
+
+
+def test_a_prompt_that_decode_has_released_is_not_kept_later(sides: tuple[Side, Side]) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode)
+    decode.step(StepPlan(releases=[(of, "aborted")]))
+    ledger = prefill.agent.endpoint._ledger
+    give_up = time.monotonic() + 20
+    while not len(ledger):
+        assert time.monotonic() < give_up
+        time.sleep(0.002)
+    prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
+    assert prefill.told.sent == {"p"}
+
+
+def test_the_ticket_of_another_prompt_is_refused_and_stays_good_for_its_own(
+    sides: tuple[Side, Side],
+) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode, bearer=True)
+    prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
+    decode.step(StepPlan(receives=[Receive("other", of, b"another", 0, (4, 5, 6, 7))]))
+    decode.steps_until(lambda: decode.told.received)
+    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    decode.told = Results()
+    decode.step(offered(of, (8, 2, 5, 6)))
+    decode.steps_until(lambda: decode.told.received)
+    assert decode.told.failed_blocks == set()
 
 
 @pytest.mark.parametrize("end", ["abort", "preemption", "never ran"])

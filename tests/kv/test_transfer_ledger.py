@@ -5,6 +5,8 @@ import time
 import pytest
 
 from kvxfer.errors import TicketInvalid, TransferCancelled
+from kvxfer.kv.layout import KvLayout
+from kvxfer.kv.messages import PROTOCOL_VERSION, Hello
 from kvxfer.kv.transfer_ledger import TransferLedger
 from kvxfer.ticket import Ticket
 
@@ -20,6 +22,31 @@ def test_a_ticket_is_good_once_per_use() -> None:
     ledger.claim(ticket("b"), "offer")
     with pytest.raises(TicketInvalid, match="transfer a was already used for its offer"):
         ledger.claim(ticket("a"), "offer")
+
+
+def hello(instance_id: str, *, epoch: int = 1, rank: int = 0) -> Hello:
+    layout = KvLayout(
+        num_layers=1,
+        num_kv_heads=2,
+        head_size=8,
+        dtype="float32",
+        block_size=4,
+        tp_size=2,
+        tp_rank=rank,
+    )
+    return Hello(PROTOCOL_VERSION, instance_id, epoch, layout, 1, (), permutes=False)
+
+
+def test_a_bearer_ticket_is_good_for_all_ranks_of_one_worker_once_each() -> None:
+    ledger = TransferLedger()
+    bearer = Ticket("a", "request", "p", 1, "", 0, time.time() + 60)
+    ledger.claim_by(bearer, "offer", hello("d"))
+    for other in (hello("e", rank=1), hello("d", epoch=2, rank=1)):
+        with pytest.raises(TicketInvalid, match="already used by decode worker 'd'"):
+            ledger.claim_by(bearer, "offer", other)
+    ledger.claim_by(bearer, "offer", hello("d", rank=1))
+    with pytest.raises(TicketInvalid, match="already used for its offer"):
+        ledger.claim_by(bearer, "offer", hello("d", rank=1))
 
 
 def test_the_first_failure_is_remembered() -> None:

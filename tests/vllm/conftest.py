@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from .servers import VLLM_PYTHON, Server, kvxfer, make_model, vllm
+from kvxfer.ticket import Ticket, sign_ticket
+
+from .servers import CLUSTER_KEY, VLLM_PYTHON, Server, kvxfer, make_model, vllm
 
 HERE = Path(__file__).parent
 # The cores of a test machine are busy; what is tested is the result, not the speed.
@@ -69,9 +72,52 @@ class Cluster:
             "prefill_engine_address": opened["prefill"]["engine_address"],
         }
 
+    def keep(self, prompt: list[int], server: Server | None = None, **more: Any) -> dict[str, Any]:
+        """What vLLM's proxies do first: the request goes to prefill alone, and the reply says where
+        its prompt can be fetched."""
+        nothing = dict.fromkeys(("engine_id", "block_ids", "host", "port"))
+        params = {f"remote_{name}": None for name in nothing}
+        answer = self.ask(
+            server or self.prefill,
+            prompt,
+            **more,
+            max_tokens=1,
+            stream=False,
+            kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False, **params},
+        )
+        assert answer.is_success, answer.text
+        return dict(answer.json()["kv_transfer_params"])
+
+    def ticket(self, prefill: str, decode: str) -> dict[str, Any]:
+        """The kv_transfer_params of a transfer between two instances."""
+        fleet = httpx.get(self.control_plane.url + "/v1/instances").json()["instances"]
+        sides = {one["instance_id"]: one for one in fleet}
+        epochs = [sides[name]["epoch"] for name in (prefill, decode)]
+        ticket = Ticket(
+            uuid.uuid4().hex, "r", prefill, epochs[0], decode, epochs[1], time.time() + 60
+        )
+        return {
+            "ticket": sign_ticket(ticket, CLUSTER_KEY),
+            "prefill_engine_address": sides[prefill]["engine_address"],
+        }
+
+    def wait_until_ready(self, *names: str) -> None:
+        """Returns when the control plane would pair these instances."""
+        give_up = time.monotonic() + 30
+        while True:
+            fleet = httpx.get(self.control_plane.url + "/v1/instances").json()["instances"]
+            states = {one["instance_id"]: one["state"] for one in fleet}
+            if all(states.get(name) == "ready" for name in names):
+                return
+            assert time.monotonic() < give_up, states
+            time.sleep(0.1)
+
     def wait_until_idle(self, *servers: Server) -> None:
         """Returns when no request is left and every KV block is free again."""
-        give_up = time.monotonic() + LEASE_SECONDS + 10
+        self.wait_until_idle_within(LEASE_SECONDS + 10, *servers)
+
+    def wait_until_idle_within(self, seconds: float, *servers: Server) -> None:
+        give_up = time.monotonic() + seconds
         names = ("running", "waiting")
         while True:
             left = {
@@ -118,7 +164,12 @@ def cluster(folder: Path, model: Path) -> Iterator[Cluster]:
                 )
                 for name, role, more in (
                     # Long prompts in chunks, which end within blocks.
-                    ("prefill", "kv_producer", ("--max-num-batched-tokens", "600")),
+                    # A few of them take all blocks, so that what was freed is soon overwritten.
+                    (
+                        "prefill",
+                        "kv_producer",
+                        ("--max-num-batched-tokens", "600", "--num-gpu-blocks-override", "200"),
+                    ),
                     ("decode", "kv_consumer", ()),
                 )
             ),
@@ -126,11 +177,5 @@ def cluster(folder: Path, model: Path) -> Iterator[Cluster]:
         )
         for server in (started.prefill, started.decode, started.aggregated):
             server.wait()
-        give_up = time.monotonic() + 20
-        while True:
-            fleet = httpx.get(control_plane.url + "/v1/instances").json()["instances"]
-            if [instance["state"] for instance in fleet] == ["ready", "ready"]:
-                break
-            assert time.monotonic() < give_up, fleet
-            time.sleep(0.1)
+        started.wait_until_ready("prefill", "decode")
         yield started

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,20 @@ class Server:
     name: str
     url: str
     log: Path
-    process: subprocess.Popen[bytes]
+    command: list[str]
+    environment: dict[str, str]
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        """The first time, or again after kill()."""
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "KVXFER_CLUSTER_KEY": CLUSTER_KEY, **self.environment},
+            )
 
     def wait(self, path: str = "/health") -> None:
         """Returns when the API answers."""
@@ -82,16 +95,8 @@ class Server:
 def serving(
     name: str, command: list[str], url: str, folder: Path, **environment: str
 ) -> Iterator[Server]:
-    log = folder / f"{name}.log"
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "KVXFER_CLUSTER_KEY": CLUSTER_KEY, **environment},
-        )
-    server = Server(name, url, log, process)
+    server = Server(name, url, folder / f"{name}.log", command, environment)
+    server.start()
     try:
         yield server
     finally:
@@ -131,7 +136,7 @@ def vllm(
     command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "16"]
-    command += ["--dtype", "float32", *arguments]
+    command += ["--dtype", "float32", "--kv-cache-memory-bytes", str(128 << 20), *arguments]
     if transfer is not None:
         extra = {"instance_id": name, "http_address": url}
         extra.update(transfer.pop("kv_connector_extra_config", {}))
@@ -147,7 +152,6 @@ def vllm(
         command,
         url,
         folder,
-        VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1",

@@ -153,12 +153,12 @@ def test_with_recompute_a_failed_transfer_still_gives_the_right_tokens(
 def test_a_killed_producer_ends_the_requests_that_wait_for_it(
     cluster: Cluster, rng: random.Random
 ) -> None:
-    """The last one: the producer does not come back."""
+    """The last one: the producer comes back, under its name."""
+    kept = [rng.randrange(3, 512) for _ in range(300)]
     asked = [[rng.randrange(3, 512) for _ in range(3500)] for _ in range(6)]
     with concurrent.futures.ThreadPoolExecutor(6) as threads:
         answers = [threads.submit(cluster.ask, cluster.router, prompt) for prompt in asked]
-        while not cluster.prefill.metric("vllm:num_requests_running"):
-            time.sleep(0.01)
+        params = cluster.keep(kept)
         cluster.prefill.kill()
         killed = time.monotonic()
         for prompt, answer in zip(asked, answers, strict=True):
@@ -170,3 +170,10 @@ def test_a_killed_producer_ends_the_requests_that_wait_for_it(
     assert time.monotonic() - killed < LEASE_SECONDS
     assert any(not answer.result().is_success for answer in answers)
     cluster.wait_until_idle(cluster.decode)
+    cluster.prefill.start()
+    cluster.prefill.wait()
+    cluster.wait_until_ready("prefill", "decode")
+    # What the killed one kept is gone; what is asked of the new one is right.
+    assert cluster.ask(cluster.decode, kept, kv_transfer_params=params).status_code == 500
+    for prompt in (kept, asked[0]):
+        assert cluster.tokens(cluster.router, prompt) == cluster.tokens(cluster.aggregated, prompt)

@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
 )
 from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
 
 from kvxfer.connectors.vllm.agent import Agent
-from kvxfer.connectors.vllm.caches import layout_of, register_caches
+from kvxfer.connectors.vllm.caches import layout_of, packing_name, register_caches
 from kvxfer.connectors.vllm.plan import StepPlan, TransferParams
+from kvxfer.connectors.vllm.pull import KeptPrompts, Source, is_pull
+from kvxfer.connectors.vllm.ranks import gather_addresses, require_tensor_parallel, this_rank
 from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.connectors.vllm.stats import TransferMetrics, TransferStats
@@ -26,7 +30,7 @@ from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.instances import Role
 from kvxfer.prefix_hashes import prompt_hashes
 from kvxfer.prompt_digest import prompt_digest
-from kvxfer.ticket import verify_ticket
+from kvxfer.ticket import TicketKeys, as_ticket_keys, verify_ticket
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +53,14 @@ class StepMetadata(KVConnectorMetadata):
     plan: StepPlan
 
 
+@dataclass
+class EndpointMetadata(KVConnectorHandshakeMetadata):
+    """What a worker tells the scheduler side once, when it is registered."""
+
+    epoch: int
+    engine_address: str
+
+
 class KvxferConnector(KVConnectorBase_V1):
     """The KV transfer of a vLLM instance.
 
@@ -63,13 +75,9 @@ class KvxferConnector(KVConnectorBase_V1):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+        transfer = vllm_config.kv_transfer_config
         assert transfer is not None  # noqa: S101 (the base has refused that)
-        if parallel.world_size != 1:
-            raise InvalidArgument(
-                f"kvxfer serves vLLM instances of one rank, this one has {parallel.world_size}; "
-                "start it with --tensor-parallel-size 1 --pipeline-parallel-size 1"
-            )
+        require_tensor_parallel(vllm_config.parallel_config)
         served = vllm_config.model_config.served_model_name
         self._settings = ConnectorSettings.read(
             transfer.kv_connector_extra_config,
@@ -82,7 +90,7 @@ class KvxferConnector(KVConnectorBase_V1):
             self._settings.role is not Role.DECODE
             and vllm_config.cache_config.enable_prefix_caching
         )
-        self._mla = vllm_config.model_config.use_mla
+        self._vllm_config = vllm_config
         self._scheduler: TransferScheduler
         self._worker: TransferWorker
         self._agent: Agent | None = None
@@ -90,30 +98,41 @@ class KvxferConnector(KVConnectorBase_V1):
         self._stats: TransferStats | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = TransferScheduler(self._block_size, self._side_of)
+            self._kept = KeptPrompts(
+                self._settings.instance_id,
+                self._block_size,
+                self._settings.lease_seconds,
+                self._ticket_keys,
+            )
 
     # Scheduler side.
 
     def on_new_request(self, request: Request) -> None:
+        asked = request.kv_transfer_params
         try:
-            params = TransferParams.of(request.kv_transfer_params)
+            params = TransferParams.of(asked)
         except InvalidArgument as error:
             # An error here would end the engine.
             logger.warning("request %s is computed here: %s", request.request_id, error)
             return
         tokens = request.prompt_token_ids
-        if params is None or tokens is None:
+        pull = is_pull(asked) and self._settings.role is not Role.DECODE
+        if tokens is None or (params is None and not pull):
             return
         extras = [feature.identifier for feature in request.mm_features]
         if request.lora_request is not None:
             extras.append(request.lora_request.lora_name)
         digest = prompt_digest(tokens, *extras)
-        self._scheduler.arrived(request.request_id, params, len(tokens), digest)
+        if params is None:
+            self._kept.arrived(request.request_id, len(tokens), digest)
+        else:
+            self._scheduler.arrived(request.request_id, params, len(tokens), digest)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         tokens = self._scheduler.external_tokens(request.request_id, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -145,7 +164,27 @@ class KvxferConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         self._note_cached(request)
         how = f"its request ended: {request.status.name.lower().replace('_', ' ')}"
-        return self._scheduler.finished(request.request_id, how), None
+        computed = request.status in (
+            RequestStatus.FINISHED_STOPPED,
+            RequestStatus.FINISHED_LENGTH_CAPPED,
+        )
+        send, reply = self._kept.finished(request.request_id, block_ids, computed=computed)
+        if send is not None:
+            self._scheduler.keep(send)
+            return True, reply
+        return self._scheduler.finished(request.request_id, how), reply
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        endpoints = [rank for rank in ranks if isinstance(rank, EndpointMetadata)]
+        addresses = tuple(endpoint.engine_address for endpoint in endpoints)
+        self._kept.source = Source(endpoints[0].epoch, addresses)
+
+    def _ticket_keys(self) -> TicketKeys:
+        keys = self._settings.ticket_keys
+        return keys.current if keys else as_ticket_keys(self._settings.cluster_key)
 
     def _note_cached(self, request: Request) -> None:
         """Only prefill's cache counts for a pair, and only what nothing but tokens decides on."""
@@ -161,24 +200,40 @@ class KvxferConnector(KVConnectorBase_V1):
         """Of an instance with one role its role; the workers hold the ticket against the rest."""
         if self._settings.role is not Role.BOTH:
             return self._settings.role
-        keys = self._settings.ticket_keys
         try:
-            ticket = verify_ticket(
-                params.ticket, keys.current if keys else self._settings.cluster_key
-            )
+            ticket = verify_ticket(params.ticket, self._ticket_keys())
         except KvxferError as error:
             logger.warning("%s", error)
             return None
-        sides = {ticket.prefill_id: Role.PREFILL, ticket.decode_id: Role.DECODE}
-        return sides.get(self._settings.instance_id)
+        this = self._settings.instance_id
+        if this in (ticket.prefill_id, ticket.decode_id):
+            return Role.PREFILL if this == ticket.prefill_id else Role.DECODE
+        return Role.DECODE if ticket.bearer else None
 
     # Worker side.
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        layout = layout_of(kv_caches, self._block_size, mla=self._mla)
+        config, rank = self._vllm_config, this_rank()
+        attention = config.compilation_config.static_forward_context
+        isa = getattr(attention.get(next(iter(kv_caches), "")), "isa", None)
+        layout = layout_of(
+            kv_caches,
+            self._block_size,
+            mla=config.model_config.use_mla,
+            packing=packing_name(isa, config.cache_config.cache_dtype),
+            cache_dtype=config.cache_config.cache_dtype,
+            num_kv_heads=config.model_config.get_total_num_kv_heads(),
+            tp_size=rank.size,
+            tp_rank=rank.rank,
+        )
         self._agent = Agent(self._settings)
-        self._agent.start(partial(register_caches, caches=kv_caches, layout=layout))
+        address = self._agent.start(partial(register_caches, caches=kv_caches, layout=layout))
+        self._agent.join(gather_addresses(address))
         self._worker = TransferWorker(self._agent, list(kv_caches))
+
+    def get_handshake_metadata(self) -> EndpointMetadata:
+        assert self._agent is not None  # noqa: S101 (the caches are registered)
+        return EndpointMetadata(self._agent.endpoint.epoch, self._agent.engine_address)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

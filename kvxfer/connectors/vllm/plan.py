@@ -80,5 +80,7 @@ class StepPlan:
     """Requests whose blocks are used for something else from this step on."""
     unserved: list[tuple[TransferParams, str]] = field(default_factory=list)
     """Prefill requests that ended before their first step, and how."""
+    releases: list[tuple[TransferParams, str]] = field(default_factory=list)
+    """Transfers that decode has no use for, and why."""
     cached: list[int] = field(default_factory=list)
     """Hashes of prompts that are in the prefix cache now (kvxfer.prefix_hashes)."""

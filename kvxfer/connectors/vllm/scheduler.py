@@ -24,6 +24,7 @@ class Stage(enum.Enum):
     """Where a request with a ticket is."""
 
     WAITING = enum.auto()  # it has no blocks yet
+    FOLLOWING = enum.auto()  # another request with its ticket has the transfer
     SENDING = enum.auto()  # prefill: some of its steps were planned
     RECEIVING = enum.auto()  # decode: its blocks were offered
     ORDINARY = enum.auto()  # the transfer is behind it, or given up
@@ -47,6 +48,8 @@ class _Request:
     prompt_tokens: int
     digest: bytes
     stage: Stage = Stage.WAITING
+    leader: _Request | None = None
+    """The request whose transfer a following one waits for."""
     block_ids: list[int] = field(default_factory=list)
     planned: int = 0
     """Blocks that the steps so far complete."""
@@ -59,6 +62,7 @@ class TransferScheduler:
         self._block_size = block_size
         self._side_of = side_of
         self._requests: dict[str, _Request] = {}
+        self._leaders: dict[str, _Request] = {}  # by ticket
         self._plan = StepPlan()
 
     def __len__(self) -> int:
@@ -67,24 +71,44 @@ class TransferScheduler:
     def arrived(
         self, request_id: str, params: TransferParams, prompt_tokens: int, digest: bytes
     ) -> None:
-        """A request with a ticket. One whose ticket is not for this instance is an ordinary one."""
+        """A request with a ticket. One whose ticket is not for this instance is an ordinary one.
+
+        Of several with one ticket (`n` above 1) the first has the transfer; decode's others wait
+        for it, and find its blocks in the prefix cache.
+        """
         side = self._side_of(params)
         if side is None:
             logger.warning("request %s: its ticket is not for this instance", request_id)
             return
-        self._requests[request_id] = _Request(params, side, prompt_tokens, digest)
+        request = _Request(params, side, prompt_tokens, digest)
+        leader = self._leaders.setdefault(params.ticket, request)
+        if leader is not request:
+            request.leader = leader
+            request.stage = Stage.FOLLOWING if side is Role.DECODE else Stage.ORDINARY
+        self._requests[request_id] = request
 
-    def external_tokens(self, request_id: str, computed_tokens: int) -> int:
-        """How many tokens come from prefill after those that are here. No side effects."""
+    def external_tokens(self, request_id: str, computed_tokens: int) -> int | None:
+        """How many tokens come from prefill after those that are here; None where that is not known
+        yet. No side effects."""
         request = self._requests.get(request_id)
-        if request is None or request.side is Role.PREFILL or request.stage is not Stage.WAITING:
+        if request is None or request.side is Role.PREFILL:
             return 0
-        return max(request.prompt_tokens - computed_tokens, 0)
+        if request.stage is Stage.FOLLOWING:
+            return 0 if request.leader is None or request.leader.stage is Stage.ORDINARY else None
+        if request.stage is not Stage.WAITING:
+            return 0
+        missing = request.prompt_tokens - computed_tokens
+        # Decode computes the last token in any case.
+        return missing if missing > 1 else 0
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
         """The request has its blocks, and waits for `external_tokens` of its prompt."""
         request = self._requests.get(request_id)
-        if request is None or not external_tokens or request.stage is not Stage.WAITING:
+        if request is None or request.side is Role.PREFILL or request.stage is not Stage.WAITING:
+            return
+        if not external_tokens:
+            request.stage = Stage.ORDINARY
+            self._plan.releases.append((request.params, "decode has no need of it"))
             return
         request.stage = Stage.RECEIVING
         first = (request.prompt_tokens - external_tokens) // self._block_size
@@ -129,15 +153,23 @@ class TransferScheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
-        if request.stage is Stage.SENDING:
+        if request.leader is None:
+            del self._leaders[request.params.ticket]
+        stage, request.stage = request.stage, Stage.ORDINARY  # for those that follow it
+        if stage is Stage.SENDING:
             if request.planned < self._blocks_for(request.prompt_tokens):
                 self._plan.cancels[request_id] = how
             return True
-        if request.stage is Stage.RECEIVING:
+        if stage is Stage.RECEIVING:
             self._plan.cancels[request_id] = how
-        elif request.stage is Stage.WAITING and request.side is Role.PREFILL:
-            self._plan.unserved.append((request.params, how))
+        elif stage is Stage.WAITING:
+            of = self._plan.unserved if request.side is Role.PREFILL else self._plan.releases
+            of.append((request.params, how))
         return False
+
+    def keep(self, send: Send) -> None:
+        """A computed prompt goes to the worker side, to be fetched."""
+        self._plan.sends.append(send)
 
     def _plan_send(self, request: _Request, one: Scheduled) -> None:
         total = self._blocks_for(request.prompt_tokens)

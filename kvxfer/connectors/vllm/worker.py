@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvxfer.connectors.engine_blocks import EngineBlocks
 from kvxfer.connectors.vllm.agent import Agent
-from kvxfer.connectors.vllm.blocks import EngineBlocks
 from kvxfer.connectors.vllm.ended import DELIVERED, Ended
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
 from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled
@@ -84,6 +84,8 @@ class TransferWorker:
             self._agent.cached(plan.cached)
         for params, how in plan.unserved:
             self._agent.spawn(self._decline(params, how))
+        for params, why in plan.releases:
+            self._agent.spawn(self._release(params, why))
         for send in plan.sends:
             if send.request_id not in self._sends:
                 self._sends[send.request_id] = self._begin_send(send)
@@ -158,6 +160,13 @@ class TransferWorker:
         except KvxferError as error:
             logger.info("nothing to decline: %s", error)
 
+    async def _release(self, params: TransferParams, why: str) -> None:
+        addresses = params.prefill_rank_addresses or params.prefill_engine_address
+        try:
+            await self._agent.endpoint.release(params.ticket, addresses, why)
+        except KvxferError as error:
+            logger.info("prefill keeps its blocks until its lease ends: %s", error)
+
     async def _watch(self, request_id: str, outgoing: _Outgoing) -> None:
         begun = time.monotonic()
         try:
@@ -213,6 +222,7 @@ class TransferWorker:
                 params.prefill_rank_addresses or params.prefill_engine_address,
                 EngineBlocks(receive.block_ids),
                 first_block=receive.first_block,
+                prompt_digest=receive.digest,
             )
         )
         try:

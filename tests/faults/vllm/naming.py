@@ -16,6 +16,7 @@ from .load import Sent
 
 _POLL_SECONDS: Final = 0.01
 _NAMED: Final = re.compile(rb"request \S*?(chaos-\d+)\b\S* is not (?:received|sent): (.*)")
+_UNANSWERED: Final = re.compile(r"connecting to .* (took longer than allowed|no answer in time)")
 _SILENCE: Final = re.compile(r"no heartbeat for (\d+) ms")
 
 
@@ -88,6 +89,8 @@ def naming(sent: Sent, logged: tuple[float, str] | None, fault: Fault | None) ->
         reason = f"{sent.failure} {logged[1] if logged else ''}"
         if silence := _SILENCE.search(reason):
             return Naming(int(silence[1]) / 1000, Cause.STALL)
+        if _UNANSWERED.search(reason):
+            return Naming(named - sent.began, Cause.STALL)
         return Naming(named - sent.began, Cause.UNKNOWN)
     causes = [sent.began, fault.began, *([fault.ended] if fault.waits else [])]
     return Naming(named - max(cause for cause in causes if cause <= named), Cause.FAULT)

@@ -1,0 +1,125 @@
+"""Pull, the protocol of vLLM's own proxies: prefill keeps a prompt, and decode fetches it later.
+
+Prefill signs the ticket itself when the prompt is computed, and the reply to the proxy carries it.
+From then on it is a push that waits for its OFFER: decode's side is the same for both.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvxfer.connectors.vllm.plan import Send, TransferParams
+from kvxfer.ticket import Ticket, TicketKeys, sign_ticket
+
+
+def is_pull(params: Mapping[str, Any] | None) -> bool:
+    """Whether prefill is asked to keep a prompt that somebody will fetch."""
+    return params is not None and bool(params.get("do_remote_decode")) and "ticket" not in params
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where decode finds a prefill instance: the epoch of its first registration, and the engine
+    address of each of its ranks, in their order."""
+
+    epoch: int
+    addresses: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Prompt:
+    tokens: int
+    digest: bytes
+    siblings: tuple[str, bytes]
+
+
+class KeptPrompts:
+    """The prompts that an instance computes to be fetched. One thread: the engine's own loop.
+
+    The samples of one request (`n` above 1) are requests of their own, and each of them has the
+    same prompt in its blocks. The proxy gets one reply, so one of them is kept for all.
+    """
+
+    source: Source
+
+    def __init__(
+        self,
+        instance_id: str,
+        block_size: int,
+        lease_seconds: float,
+        ticket_keys: Callable[[], TicketKeys],
+    ) -> None:
+        self._instance_id = instance_id
+        self._block_size = block_size
+        self._lease_seconds = lease_seconds
+        self._ticket_keys = ticket_keys
+        self._prompts: dict[str, _Prompt] = {}
+        self._siblings: Counter[tuple[str, bytes]] = Counter()
+        self._replies: dict[tuple[str, bytes], dict[str, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def arrived(self, request_id: str, prompt_tokens: int, digest: bytes) -> None:
+        # vLLM calls its n samples 0_ID to (n-1)_ID, with an ID that is random in part.
+        index, _, parent = request_id.partition("_")
+        siblings = (parent if index.isdecimal() and parent else request_id, digest)
+        self._prompts[request_id] = _Prompt(prompt_tokens, digest, siblings)
+        self._siblings[siblings] += 1
+
+    def finished(
+        self, request_id: str, block_ids: Sequence[int], *, computed: bool
+    ) -> tuple[Send | None, dict[str, Any] | None]:
+        """What the worker side keeps and what the proxy is told, now that the request has ended;
+        nothing of both where its prompt is not computed."""
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is None:
+            return None, None
+        siblings = prompt.siblings
+        reply, send = self._replies.get(siblings), None
+        if reply is None and computed:
+            send, reply = self._keep(request_id, prompt, block_ids)
+            self._replies[siblings] = reply
+        self._siblings[siblings] -= 1
+        if not self._siblings[siblings]:
+            del self._siblings[siblings]
+            self._replies.pop(siblings, None)
+        return send, reply if computed else None
+
+    def _keep(
+        self, request_id: str, prompt: _Prompt, block_ids: Sequence[int]
+    ) -> tuple[Send, dict[str, Any]]:
+        ticket = Ticket(
+            transfer_id=uuid.uuid4().hex,
+            request_id=request_id,
+            prefill_id=self._instance_id,
+            prefill_epoch=self.source.epoch,
+            decode_id="",
+            decode_epoch=0,
+            expires_at=time.time() + self._lease_seconds,
+            prompt_digest=prompt.digest,
+        )
+        addresses = self.source.addresses
+        params = TransferParams(sign_ticket(ticket, self._ticket_keys()), addresses[0], addresses)
+        total = -(-prompt.tokens // self._block_size)
+        send = Send(request_id, params, prompt.digest, total, tuple(block_ids[:total]), total)
+        engine = urlsplit(addresses[0])
+        return send, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "ticket": params.ticket,
+            "prefill_engine_address": params.prefill_engine_address,
+            "prefill_rank_addresses": list(addresses),
+            # For proxies that look at them; decode believes the ticket alone.
+            "remote_engine_id": self._instance_id,
+            "remote_request_id": request_id,
+            "remote_host": engine.hostname,
+            "remote_port": engine.port,
+            "tp_size": len(addresses),
+        }

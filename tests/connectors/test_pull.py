@@ -1,0 +1,93 @@
+"""The prompts that prefill keeps to be fetched, and what it tells the proxy."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from kvxfer.connectors.vllm.plan import Send, TransferParams
+from kvxfer.connectors.vllm.pull import KeptPrompts, Source, is_pull
+from kvxfer.ticket import TicketKeys, verify_ticket
+
+KEYS = TicketKeys([b"a cluster key of enough bytes"])
+ADDRESSES = ("kvx://10.0.0.7:4000/aa", "kvx://10.0.0.7:4001/bb")
+DIGEST = b"the prompt's digest"
+BLOCK = 16
+# As vLLM's proxies ask for it: with what the reply will say as nulls.
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+
+
+def kept_prompts() -> KeptPrompts:
+    made = KeptPrompts("prefill-0", BLOCK, 30.0, lambda: KEYS)
+    made.source = Source(7, ADDRESSES)
+    return made
+
+
+def finish(kept: KeptPrompts, request_id: str) -> tuple[Send, dict[str, Any]]:
+    send, reply = kept.finished(request_id, [5, 3, 8, 9], computed=True)
+    assert send is not None and reply is not None
+    return send, reply
+
+
+def test_the_reply_lets_any_decode_worker_fetch_this_prompt_until_the_lease_ends() -> None:
+    kept = kept_prompts()
+    kept.arrived("r", 33, DIGEST)
+    send, reply = finish(kept, "r")
+    ticket = verify_ticket(reply["ticket"], KEYS)
+    assert ticket.bearer
+    assert (ticket.prefill_id, ticket.prefill_epoch) == ("prefill-0", 7)
+    assert (ticket.request_id, ticket.prompt_digest) == ("r", DIGEST)
+    assert 29 < ticket.expires_at - time.time() <= 30
+    # Decode reads the reply as it reads what the control plane says.
+    params = TransferParams.of(reply)
+    assert params == TransferParams(reply["ticket"], ADDRESSES[0], ADDRESSES)
+    # All of the prompt, without the block that a later token began.
+    assert send == Send("r", params, DIGEST, 3, (5, 3, 8), 3)
+    assert (reply["do_remote_prefill"], reply["do_remote_decode"]) == (True, False)
+    assert (reply["remote_host"], reply["remote_port"]) == ("10.0.0.7", 4000)
+    assert len(kept) == 0
+
+
+def test_a_prompt_that_was_not_computed_is_not_kept() -> None:
+    kept = kept_prompts()
+    kept.arrived("r", 33, DIGEST)
+    assert kept.finished("r", [5], computed=False) == (None, None)
+    assert kept.finished("another", [5], computed=True) == (None, None)
+    assert len(kept) == 0
+
+
+def test_the_samples_of_one_request_are_kept_once_and_have_one_reply() -> None:
+    kept = kept_prompts()
+    for request_id in ("0_r-1f", "1_r-1f", "2_r-1f"):
+        kept.arrived(request_id, 33, DIGEST)
+    assert kept.finished("0_r-1f", [5], computed=False) == (None, None)
+    _, reply = finish(kept, "1_r-1f")
+    assert kept.finished("2_r-1f", [7, 3, 8], computed=True) == (None, reply)
+    kept.arrived("1_r-1f", 33, DIGEST)
+    assert finish(kept, "1_r-1f")[1]["ticket"] != reply["ticket"], "that request is over"
+
+
+@pytest.mark.parametrize("other", [("1_r-2f", DIGEST), ("1_r-1f", b"other")])
+def test_other_requests_have_tickets_of_their_own(other: tuple[str, bytes]) -> None:
+    kept = kept_prompts()
+    kept.arrived("0_r-1f", 33, DIGEST)
+    kept.arrived(other[0], 33, other[1])
+    assert finish(kept, "0_r-1f")[1]["ticket"] != finish(kept, other[0])[1]["ticket"]
+
+
+@pytest.mark.parametrize(
+    ("params", "pull"),
+    [
+        (None, False),
+        ({}, False),
+        (ASKED, True),
+        ({"do_remote_decode": False}, False),
+        ({**ASKED, "ticket": "t"}, False),
+    ],
+)
+def test_prefill_is_asked_to_keep_a_prompt_by_do_remote_decode(
+    params: dict[str, Any] | None, pull: bool
+) -> None:
+    assert is_pull(params) is pull
