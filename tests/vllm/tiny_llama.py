@@ -9,12 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 512
 
@@ -38,12 +33,7 @@ def make(folder: Path) -> None:
         pad_token_id=1,
         tie_word_embeddings=False,
     )
-    save(LlamaForCausalLM(config), folder)
-
-
-def save(model: PreTrainedModel, folder: Path) -> None:
-    """With a tokenizer of the words `w0`, `w1`, …"""
-    model.to(torch.float32).save_pretrained(folder)
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
