@@ -118,9 +118,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     decode = Side("decode", model, folder, (*backend, "decode", *retraction))
     aggregated = Side("aggregated", model, folder)
     with contextlib.ExitStack() as stack:
-        servers = {
-            side.name: stack.enter_context(side.start()) for side in (prefill, decode, aggregated)
-        }
-        for server in servers.values():
-            server.wait()
+        servers: dict[str, Server] = {}
+        for side in (prefill, decode, aggregated):
+            servers[side.name] = stack.enter_context(side.start())
+            servers[side.name].wait()  # one at a time: each needs a minute of a core to start
         yield Pair(prefill, decode, aggregated, port, servers)

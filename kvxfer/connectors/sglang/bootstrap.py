@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -147,9 +148,20 @@ class Introductions:
         self.known: dict[str, Introduction] = {}
         self._settings = settings
         self._problems: dict[str, tuple[float, KvxferError]] = {}
+        self._asking: dict[str, asyncio.Task[Introduction]] = {}
 
     async def ask(self, address: str) -> Introduction:
-        """Asks again. Raises ConnectFailed and TicketInvalid."""
+        """Asks again, once for all who do so at the same time. Raises ConnectFailed and
+        TicketInvalid."""
+        asking = self._asking.get(address)
+        if asking is None:
+            asking = self._asking[address] = asyncio.create_task(self._ask(address))
+            asking.add_done_callback(lambda _: self._asking.pop(address))
+            # One that nobody waits for any more is no unhandled error.
+            asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(asking)
+
+    async def _ask(self, address: str) -> Introduction:
         try:
             about = verify_introduction(
                 await self._get(address), self._settings.keys, f"http://{address}"

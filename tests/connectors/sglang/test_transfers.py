@@ -220,8 +220,10 @@ def test_many_requests_at_once_stay_apart(both: Two) -> None:
     for sender, room in zip(senders, rooms, strict=True):
         sender.begin(room, 1)
     for index in order:
-        until(lambda: senders[index].progress is Progress.WAITING)  # noqa: B023
-        senders[index].send([PAGES - 1 - index], 0)
+        sender = senders[index]
+        until(lambda: sender.progress is not Progress.BOOTSTRAPPING)  # noqa: B023
+        assert sender.progress is Progress.WAITING, (sender.error, receivers[index].error)
+        sender.send([PAGES - 1 - index], 0)
     ended(*senders, *receivers)
     for ours, theirs in zip(both.prefill.pool, both.decode.pool, strict=True):
         assert (ours[::-1] == theirs).all()
