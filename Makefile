@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm lint bench bench-control sanitize chaos chaos-control clean
+.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control sanitize chaos chaos-control clean
 
 demo:
 	@scripts/setup demo
@@ -18,6 +18,11 @@ test-verbs:
 test-vllm:
 	@scripts/setup test
 	@scripts/test-vllm
+
+# An extra, as SGLang's packages on PyPI are not meant for a CPU.
+test-sglang:
+	@scripts/setup test
+	@scripts/test-sglang
 
 lint:
 	@scripts/setup lint

@@ -58,6 +58,7 @@ _LAYOUT: JsonDict = {
     "order": "NHD",
     "kv": "separate",
     "mla": False,
+    "packing": "",
 }
 _SPEC: JsonDict = {
     "instance_id": "prefill-0",
@@ -107,6 +108,9 @@ class Layout(BaseModel):
         "separate", description="K and V in two planes, in one, or in the engine's own order."
     )
     mla: bool = Field(False, description="K and V are one latent vector per token.")
+    packing: str = Field(
+        "", max_length=32, description="The name of the engine's own order, with `kv` opaque."
+    )
 
     @model_validator(mode="after")
     def _is_a_layout(self) -> Layout:

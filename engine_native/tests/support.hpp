@@ -18,6 +18,9 @@
 namespace kvxfer::test {
 
 inline constexpr Duration kDeadline = std::chrono::seconds(20);
+// What most cases of the NIC fabrics write.
+inline constexpr std::size_t kPage = 4096;
+inline constexpr std::size_t kPages = 1024;
 
 // An engine and the completions that nobody has asked for yet.
 class TestEngine {

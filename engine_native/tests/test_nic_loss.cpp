@@ -12,27 +12,27 @@ using Kind = Completion::Kind;
 
 namespace {
 
-constexpr std::size_t kPage = 1024;
-constexpr std::size_t kPages = 4096;
+constexpr std::size_t kSmallPage = 1024;
+constexpr std::size_t kManyPages = 4096;
 
 struct Load {
   explicit Load(Random& random) : pair("simulated"), random_(random) {
-    source = good(pair.writer->allocate(kPage * kPages));
-    destination = good(pair.reader->allocate(kPage * kPages));
+    source = good(pair.writer->allocate(kSmallPage * kManyPages));
+    destination = good(pair.reader->allocate(kSmallPage * kManyPages));
   }
 
   // Writes pages at random, `disturb` meanwhile; then every byte and the count must be right.
   void run(const std::function<void()>& disturb) {
     random_.fill(source->data(), source->size());
-    const auto pages = random_.distinct_pages(3000, kPages);
+    const auto pages = random_.distinct_pages(3000, kManyPages);
     const Imm imm = good(pair.reader->allocate_counter(pair.to_writer));
     const auto submitted =
         good(pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
-                                      {.page_length = kPage,
+                                      {.page_length = kSmallPage,
                                        .source_pages = pages,
                                        .destination_pages = pages,
-                                       .source_stride = kPage,
-                                       .destination_stride = kPage},
+                                       .source_stride = kSmallPage,
+                                       .destination_stride = kSmallPage},
                                       {.imm = imm, .timeout = kDeadline}));
     const std::uint64_t begin = 1 + random_.below(submitted.writes / 2);
     while (pair.reader->counter_value(imm) < begin) std::this_thread::yield();
@@ -43,8 +43,8 @@ struct Load {
     CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
     CHECK(pair.reader->counter_value(imm) == submitted.writes);
     for (const auto page : pages) {
-      const auto at = static_cast<std::size_t>(page) * kPage;
-      REQUIRE(std::memcmp(source->data() + at, destination->data() + at, kPage) == 0);
+      const auto at = static_cast<std::size_t>(page) * kSmallPage;
+      REQUIRE(std::memcmp(source->data() + at, destination->data() + at, kSmallPage) == 0);
     }
     pair.reader->release_counter(imm);
   }

@@ -27,8 +27,6 @@ TEST_SUITE_BEGIN("ofi");
 
 namespace {
 
-constexpr std::size_t kPage = 4096;
-constexpr std::size_t kPages = 1024;
 
 // As for EFA: paths of one NIC share its endpoint.
 EngineOptions shared_options(const std::string& name, unsigned endpoints = 1) {

@@ -13,7 +13,6 @@ TEST_SUITE_BEGIN("ofi");
 
 namespace {
 
-constexpr std::size_t kPage = 4096;
 
 }  // namespace
 

@@ -25,8 +25,6 @@ TEST_SUITE_BEGIN("verbs");
 
 namespace {
 
-constexpr std::size_t kPage = 4096;
-constexpr std::size_t kPages = 1024;
 
 std::vector<std::string> devices() { return options_for("verbs", "").nics; }
 

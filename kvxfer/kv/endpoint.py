@@ -13,6 +13,7 @@ from kvxfer.instances import Role
 from kvxfer.kv.brokered import Brokered
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.expectations import Expectations
+from kvxfer.kv.first_rank import follow_first_rank
 from kvxfer.kv.identity import Identity
 from kvxfer.kv.inbound import Inbound
 from kvxfer.kv.messages import Release
@@ -20,7 +21,7 @@ from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.pairs import Pairs
 from kvxfer.kv.ranks import sources, targets
 from kvxfer.kv.reception import Reception
-from kvxfer.kv.rendezvous import Rendezvous
+from kvxfer.kv.rendezvous import OnOffer, Rendezvous
 from kvxfer.kv.transfer_ledger import TransferLedger
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvxfer.client import ControlPlaneClient
-    from kvxfer.engine import Engine
+    from kvxfer.engine import Engine, Peer
     from kvxfer.kv.block_owners import SourceBlocks, TargetBlocks
     from kvxfer.kv.block_pool import BlockPool
     from kvxfer.kv.cache import KvCache
@@ -56,6 +57,9 @@ class KvEndpoint:
     Whoever is given the other's address dials. Decode does by default (the direct handshake); with
     the brokered one prefill does, and the block table goes by `control_plane`. Both sides of a
     transfer have to be told the same.
+
+    Where prefill has no ticket of its own, `on_offer` tells of each OFFER that comes before its
+    request; prefill_session() or decline() with its ticket answers it.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class KvEndpoint:
         control_plane: ControlPlaneClient | None = None,
         connect_timeout: float = 2.0,
         max_early_offers_per_peer: int = MAX_EARLY_OFFERS_PER_PEER,
+        on_offer: OnOffer | None = None,
     ) -> None:
         if pool is not None and pool.num_blocks != cache.num_blocks:
             raise InvalidArgument(
@@ -92,6 +97,7 @@ class KvEndpoint:
             self._ledger,
             max_early_offers_per_peer=max_early_offers_per_peer,
             ended=self._prefill_ended,
+            on_offer=on_offer,
         )
         self._expectations = Expectations()
         self._reception = Reception(
@@ -112,6 +118,15 @@ class KvEndpoint:
         """Takes the epoch of a new registration and tells every peer. Running transfers go on."""
         self._identity.epoch = epoch
         self._pairs.greet_all()
+
+    async def follow(self, address: str) -> Peer:
+        """Takes the epoch from the first rank of this instance, which registers it and whose engine
+        is at `address`, and each later one while the connection lasts. Returns when it has one.
+
+        Raises as decode_session() does for the connection, InvalidArgument where another instance
+        is there, and DeadlineExceeded where the first rank is not registered within a minute.
+        """
+        return await follow_first_rank(self._pairs, self._identity, address, self.set_epoch)
 
     async def __aenter__(self) -> Self:
         self._engine.handler = self._reception

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias, get_args
 
 from kvxfer.errors import InvalidArgument
+from kvxfer.kv.packing import Packing, packing_of
 
 Part: TypeAlias = Literal["K", "V", "KV"]
 HeadOrder: TypeAlias = Literal["NHD", "HND"]
@@ -24,6 +25,7 @@ ITEM_BYTES: Final[dict[str, int]] = {
 # Layouts come from other processes too, and what is done for each rank or layer has to end.
 _MOST: Final = 1 << 16
 _MOST_RANKS: Final = 1024
+_LONGEST_NAME: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,9 @@ class KvLayout:
 
     - `kv="separate"`: two, K and V, each `[num_blocks, block_size, heads, head_size]`
     - `kv="interleaved"`: one, `[num_blocks, 2, block_size, heads, head_size]`
-    - `kv="opaque"`: one, `[num_blocks, heads, bytes]`: K and V of a head of a block lie in an order
-      of the engine's own, so block sizes have to be equal on both sides
+    - `kv="opaque"`: one, `[num_blocks, heads, bytes]`: K and V of a head of a block lie in the
+      engine's own order that `packing` names. Block sizes have to be equal on both sides, unless
+      packing_of() knows it
     - `mla=True`: one, `[num_blocks, block_size, head_size]`, whatever `kv` says: K and V are one
       latent vector per token, whole on every TP rank
 
@@ -56,6 +59,7 @@ class KvLayout:
     order: HeadOrder = "NHD"
     kv: KvArrangement = "separate"
     mla: bool = False
+    packing: str = ""
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_size", "block_size"):
@@ -79,6 +83,7 @@ class KvLayout:
                 f"KvLayout.order is {self.order!r} with kv='opaque', where heads are outermost; "
                 "pass 'HND'"
             )
+        self._require_packing()
         for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
             if getattr(self, rank) >= getattr(self, size):
                 raise InvalidArgument(
@@ -107,6 +112,23 @@ class KvLayout:
         value = getattr(self, field)
         if value not in allowed:
             raise InvalidArgument(f"KvLayout.{field} is {value!r}; use one of {', '.join(allowed)}")
+
+    def _require_packing(self) -> None:
+        if not isinstance(self.packing, str) or len(self.packing) > _LONGEST_NAME:
+            raise InvalidArgument(
+                f"KvLayout.packing is {self.packing!r}; pass a name of at most {_LONGEST_NAME} "
+                "characters"
+            )
+        if self.packing and not self.opaque:
+            raise InvalidArgument(
+                f"KvLayout.packing is {self.packing!r} with kv={self.kv!r} and mla={self.mla}; "
+                "only kv='opaque' has one: pass ''"
+            )
+        if self.packing == "amx" and (self.block_size % 16 or self.head_size % 16):
+            raise InvalidArgument(
+                f"KvLayout.packing is 'amx' with block_size {self.block_size} and head_size "
+                f"{self.head_size}; both are multiples of 16 there"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -160,8 +182,13 @@ class KvLayout:
 
     @property
     def opaque(self) -> bool:
-        """Whether nothing smaller than one head of a block can be told apart."""
+        """Whether K and V of one head of a block lie in the engine's own order."""
         return self.kv == "opaque" and not self.mla
+
+    @property
+    def packings(self) -> tuple[Packing, Packing] | None:
+        """How K and V of a head of a block lie, where the layout is opaque and that is known."""
+        return packing_of(self.packing, self.head_size) if self.opaque else None
 
     @property
     def vectors(self) -> int:

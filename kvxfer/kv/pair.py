@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,7 @@ class KvPair:
         self.prefills: dict[str, PrefillSession] = {}
         self.decodes: dict[str, Inbound] = {}
         self.error: KvxferError | None = None
+        self.on_hello: Callable[[Hello], None] | None = None
         self._cache = cache
         self._hello: Hello | None = None
         self._greeted: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
@@ -113,6 +115,8 @@ class KvPair:
         self._hello = hello
         if not self._greeted.done():
             self._greeted.set_result(hello)
+        if self.on_hello is not None:
+            self.on_hello(hello)
 
     async def greeted(self) -> Hello:
         """Waits for the peer's HELLO. Raises the error that ended the connection before."""

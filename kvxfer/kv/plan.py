@@ -105,7 +105,11 @@ def plan_transfer(
     require_mappable(prefill, decode)
     order = _arrival_order(prefill, decode) if decode_permutes else decode.order
     layers = layers_between(prefill, decode)
-    copies = tuple(_copies(prefill, replace(decode, order=order))) if layers else ()
+    copies: tuple[StridedCopy, ...] = ()
+    if layers:
+        packed = prefill.opaque and prefill.block_size != decode.block_size
+        between = _copies_of_packed if packed else _copies
+        copies = tuple(between(prefill, replace(decode, order=order)))
     return TransferPlan(
         prefill=prefill,
         decode=decode,
@@ -152,9 +156,7 @@ def _copies(src: KvLayout, dst: KvLayout) -> Iterator[StridedCopy]:
     heads = heads_between(src, dst)
     src_token, src_head = _strides(src)
     dst_token, dst_head = _strides(dst)
-    cycle = math.lcm(src.block_size, dst.block_size)
-    cuts = sorted({*range(0, cycle, src.block_size), *range(0, cycle, dst.block_size), cycle})
-    for begin, end in pairwise(cuts):
+    for begin, end in _pieces(src, dst):
         axes = [
             _Axis(end - begin, src_token, dst_token),
             _Axis(len(heads), src_head, dst_head),
@@ -168,20 +170,72 @@ def _copies(src: KvLayout, dst: KvLayout) -> Iterator[StridedCopy]:
         for vector in range(vectors):
             src_part, src_begin = _place(src, vector)
             dst_part, dst_begin = _place(dst, vector)
-            length, inner, outer = _runs(src.vector_bytes, axes)
-            for at in product(*(range(axis.extent) for axis in outer)):
-                yield StridedCopy(
-                    src_part=src_part,
-                    dst_part=dst_part,
-                    length=length,
-                    count=inner.extent,
-                    src_block=begin // src.block_size,
-                    dst_block=begin // dst.block_size,
-                    src_offset=src_begin + src_offset + _dot(at, [axis.src for axis in outer]),
-                    dst_offset=dst_begin + dst_offset + _dot(at, [axis.dst for axis in outer]),
-                    src_stride=inner.src,
-                    dst_stride=inner.dst,
-                )
+            first = StridedCopy(
+                src_part=src_part,
+                dst_part=dst_part,
+                length=src.vector_bytes,
+                src_block=begin // src.block_size,
+                dst_block=begin // dst.block_size,
+                src_offset=src_begin + src_offset,
+                dst_offset=dst_begin + dst_offset,
+            )
+            yield from _along(axes, first)
+
+
+def _copies_of_packed(src: KvLayout, dst: KvLayout) -> Iterator[StridedCopy]:
+    """The same between opaque layouts of one packing and different block sizes."""
+    heads = heads_between(src, dst)
+    src_head, dst_head = _strides(src)[1], _strides(dst)[1]
+    for begin, end in _pieces(src, dst):
+        src_begin, dst_begin = begin % src.block_size, begin % dst.block_size
+        for vector, packing in enumerate(src.packings or ()):
+            unit = packing.tokens * src.vector_bytes // 2 // packing.rows
+            first = StridedCopy(
+                src_part="KV",
+                dst_part="KV",
+                length=unit,
+                src_block=begin // src.block_size,
+                dst_block=begin // dst.block_size,
+                src_offset=vector * src_head // 2
+                + src_begin // packing.tokens * unit
+                + (heads[0] - src.first_head) * src_head,
+                dst_offset=vector * dst_head // 2
+                + dst_begin // packing.tokens * unit
+                + (heads[0] - dst.first_head) * dst_head,
+            )
+            axes = [
+                _Axis((end - begin) // packing.tokens, unit, unit),
+                _Axis(
+                    packing.rows,
+                    src.block_size // packing.tokens * unit,
+                    dst.block_size // packing.tokens * unit,
+                ),
+                _Axis(len(heads), src_head, dst_head),
+            ]
+            yield from _along(axes, first)
+
+
+def _pieces(src: KvLayout, dst: KvLayout) -> Iterator[tuple[int, int]]:
+    """The tokens of a cycle, cut where a block ends on either side."""
+    cycle = math.lcm(src.block_size, dst.block_size)
+    return pairwise(
+        sorted({*range(0, cycle, src.block_size), *range(0, cycle, dst.block_size), cycle})
+    )
+
+
+def _along(axes: Sequence[_Axis], first: StridedCopy) -> Iterator[StridedCopy]:
+    """The longest runs that the axes allow, beginning with `first`."""
+    length, inner, outer = _runs(first.length, axes)
+    for at in product(*(range(axis.extent) for axis in outer)):
+        yield replace(
+            first,
+            length=length,
+            count=inner.extent,
+            src_offset=first.src_offset + _dot(at, [axis.src for axis in outer]),
+            dst_offset=first.dst_offset + _dot(at, [axis.dst for axis in outer]),
+            src_stride=inner.src,
+            dst_stride=inner.dst,
+        )
 
 
 def _strides(layout: KvLayout) -> tuple[int, int]:

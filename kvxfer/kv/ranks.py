@@ -23,8 +23,12 @@ def require_mappable(prefill: KvLayout, decode: KvLayout) -> None:
     """Raises LayoutMismatch with the first field that no plan can bridge: of the model, what only
     engines of one kind understand, or block sizes of which it takes more than a thousand until both
     end at the same token."""
-    opaque = ("kv", "block_size") if prefill.opaque or decode.opaque else ()
-    for field in (*_SAME_ON_BOTH_SIDES, *opaque):
+    fields = list(_SAME_ON_BOTH_SIDES)
+    if prefill.opaque or decode.opaque:
+        fields += ["kv", "packing"]
+        if prefill.packings is None:
+            fields.append("block_size")
+    for field in fields:
         ours, theirs = getattr(prefill, field), getattr(decode, field)
         if ours != theirs:
             raise LayoutMismatch(field, ours, theirs)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvxfer.errors import (
     EngineError,
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_IMM: Final = 2**32 - 1
 
+OnOffer: TypeAlias = "Callable[[Ticket, str], None]"
+"""Told of an OFFER that waits for its prefill request: its ticket, and that as a token."""
+
 
 class Rendezvous:
     """The prefill side of an endpoint: sessions that wait, and offers that wait. Loop only.
@@ -47,12 +50,14 @@ class Rendezvous:
         *,
         max_early_offers_per_peer: int,
         ended: Callable[[PrefillSession], None],
+        on_offer: OnOffer | None = None,
     ) -> None:
         self._instance_id = instance_id
         self._layout = layout
         self._ledger = ledger
         self._sessions: dict[str, PrefillSession] = {}
         self._on_end = ended
+        self._on_offer = on_offer
         self._early = EarlyOffers(max_early_offers_per_peer)
 
     async def request(
@@ -117,6 +122,8 @@ class Rendezvous:
                 raise InvalidArgument(f"first_block is {offer.first_block}; pass 0 or more")
             if session is None:
                 self._early.keep(pair, offer, blocks, self._expired)
+                if self._on_offer is not None:
+                    self._on_offer(claims, offer.ticket)
             else:
                 session.accept(pair, offer, blocks, offer.lease_seconds)
         except KvxferError as error:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvxfer.connectors.vllm.caches import layout_of, register_caches
+from kvxfer.connectors.vllm.caches import layout_of, packing_name, register_caches
 from kvxfer.engine import Engine
 from kvxfer.errors import InvalidArgument
 
@@ -22,6 +22,37 @@ async def test_heads_of_vllms_cpu_attention_are_opaque() -> None:
         with register_caches(engine, tensors, layout) as cache:
             assert cache.num_blocks == 9
             assert cache.plane(2, "KV").region.address == tensors["layer.2"].data_ptr()
+
+
+def test_the_heads_of_a_rank_are_a_part_of_the_models() -> None:
+    layout = layout_of(caches(9, 4, 32, 128), 32, mla=False, num_kv_heads=8, tp_size=2, tp_rank=1)
+    assert (layout.num_kv_heads, layout.heads_per_rank, layout.first_head) == (8, 4, 4)
+    with pytest.raises(InvalidArgument, match="has 4 heads, 2 were expected of 8 over 4 ranks"):
+        layout_of(caches(9, 4, 32, 128), 32, mla=False, num_kv_heads=8, tp_size=4)
+
+
+@pytest.mark.parametrize(
+    ("isa", "cache_dtype", "name"),
+    [
+        ("vec", "auto", "vec"),
+        ("vec16", "auto", "vec"),
+        ("vec", "fp8_e5m2", "vec"),
+        ("amx", "auto", "amx"),
+        ("amx", "fp8", "amx-fp8"),
+        ("neon", "auto", "neon"),
+        (None, "auto", ""),
+    ],
+)
+def test_the_order_within_a_head_has_the_name_of_its_kernel(
+    isa: str | None, cache_dtype: str, name: str
+) -> None:
+    assert packing_name(isa, cache_dtype) == name
+
+
+def test_fp8_caches_are_named_by_what_they_hold() -> None:
+    tensors = caches(9, 4, 32, 128, dtype=torch.uint8)
+    assert layout_of(tensors, 32, mla=False, cache_dtype="fp8_e5m2").dtype == "float8_e5m2"
+    assert layout_of(tensors, 32, mla=False, cache_dtype="fp8").dtype == "float8_e4m3fn"
 
 
 @pytest.mark.parametrize("shape", [(9, 1, 16, 576), (9, 16, 576)])

@@ -80,10 +80,11 @@ def serving(role: Role, url: str) -> Iterator[Side]:
     )
     memory = [np.zeros((BLOCKS, LAYOUT.part_bytes), np.uint8) for _ in LAYERS]
     agent = Agent(settings)
-    agent.start(
-        lambda engine: KvCache.register(engine, LAYOUT, BLOCKS, [[plane] for plane in memory])
-    )
     try:
+        address = agent.start(
+            lambda engine: KvCache.register(engine, LAYOUT, BLOCKS, [[plane] for plane in memory])
+        )
+        agent.join([address])
         yield Side(agent, TransferWorker(agent, LAYERS), memory)
     finally:
         agent.close()

@@ -92,6 +92,12 @@ def test_blocks_for_rounds_up(tokens: int, blocks: int) -> None:
         ({"order": "DHN"}, "order is 'DHN'; use one of NHD, HND"),
         ({"kv": "mixed"}, "kv is 'mixed'; use one of separate, interleaved"),
         ({"mla": 1}, "mla is 1; pass True or False"),
+        ({"packing": "vec"}, "packing is 'vec' with kv='separate'"),
+        ({"packing": "x" * 33}, "a name of at most 32"),
+        (
+            {"kv": "opaque", "order": "HND", "packing": "amx", "block_size": 24},
+            "'amx' with block_size 24",
+        ),
         ({"mla": True}, "num_kv_heads is 8 with mla=True"),
         ({"tp_size": 3}, "tp_size is 3 for 8 KV heads"),
         ({"tp_size": 2, "tp_rank": 2}, "tp_rank is 2 of tp_size 2"),

@@ -46,7 +46,9 @@ def cases(draw: st.DrawFn) -> Case:
     mla = draw(st.booleans()) if draw(st.integers(0, 3)) == 0 else False
     num_heads = 1 if mla else draw(st.sampled_from([1, 2, 3, 4]))
     num_layers = draw(st.sampled_from([1, 2, 3]))
-    head_size = draw(st.sampled_from([1, 2]))
+    packing = "" if mla else draw(st.sampled_from(["", "", "vec", "amx"]))
+    unit = 16 if packing == "amx" else 1
+    head_size = unit * draw(st.sampled_from([1, 2]))
 
     def instance() -> KvLayout:
         return KvLayout(
@@ -54,21 +56,22 @@ def cases(draw: st.DrawFn) -> Case:
             num_kv_heads=num_heads,
             head_size=head_size,
             dtype="float32",
-            block_size=draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
+            block_size=unit * draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
             tp_size=draw(
                 st.sampled_from(divisors(num_heads))
                 | st.sampled_from([num_heads * 2, num_heads * 3])
             ),
             pp_size=draw(st.sampled_from(divisors(num_layers))),
-            order=draw(st.sampled_from(["NHD", "HND"])),
-            kv=draw(st.sampled_from(["separate", "interleaved"])),
+            order="HND" if packing else draw(st.sampled_from(["NHD", "HND"])),
+            kv="opaque" if packing else draw(st.sampled_from(["separate", "interleaved"])),
             mla=mla,
+            packing=packing,
         )
 
     return Case(
         prefill=instance(),
         decode=instance(),
-        tokens=draw(st.integers(1, 30)),
+        tokens=draw(st.integers(1, 30)) * unit,
         seed=draw(st.integers(0, 1000)),
         permutes=draw(st.booleans()),
     )
@@ -100,7 +103,10 @@ def place(rank: Rank, layer: int, token: int, vector: int, head: int, dim: int) 
     layout = rank.layout
     block = int(rank.blocks[token // layout.block_size])
     row = token % layout.block_size
-    if layout.order == "NHD":
+    if layout.packing:
+        within = (head * 2 + vector) * layout.block_size * layout.head_size
+        within += packed(layout, row, vector, dim)
+    elif layout.order == "NHD":
         within = (row * layout.heads_per_rank + head) * layout.head_size + dim
     else:
         within = (head * layout.block_size + row) * layout.head_size + dim
@@ -108,6 +114,16 @@ def place(rank: Rank, layer: int, token: int, vector: int, head: int, dim: int) 
         within += vector * layout.block_size * layout.heads_per_rank * layout.head_size
     plane = rank.cache.planes[layer][vector if len(layout.parts) == 2 else 0]
     return (plane.offset + block * plane.block_stride) // 4 + within
+
+
+def packed(layout: KvLayout, row: int, vector: int, dim: int) -> int:
+    """Within K or V of a head of a block, as vLLM's kernels compute it."""
+    tokens, dims = layout.block_size, layout.head_size
+    if layout.packing == "vec":
+        return dim * tokens + row if vector == 0 else row * dims + dim
+    if vector == 0:  # K: tiles of 16 tokens, in which two dimensions are neighbours
+        return row // 16 * 16 * dims + dim // 2 * 32 + row % 16 * 2 + dim % 2
+    return dim // 16 * tokens * 16 + row // 2 * 32 + dim % 16 * 2 + row % 2
 
 
 def expected(rank: Rank, tokens: int) -> np.ndarray[Any, Any]:
@@ -185,6 +201,7 @@ def test_every_element_gets_to_its_place_once(case: Case) -> None:
         assert written.sum() == np.count_nonzero(wanted != UNTOUCHED)
     plan = plan_transfer(case.prefill, case.decode, decode_permutes=case.permutes)
     event(f"permutes: {plan.permutes}")
+    event(f"packing: {case.prefill.packing or 'none'}")
     event(f"same block size: {case.prefill.block_size == case.decode.block_size}")
 
 

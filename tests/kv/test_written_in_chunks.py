@@ -108,6 +108,29 @@ def test_what_is_opaque_on_one_side_is_not_taken_apart(field: str, value: object
         plan_transfer(OPAQUE, dataclasses.replace(OPAQUE, **{field: value}))
 
 
+@pytest.mark.parametrize("packing", ["vec", "amx"])
+def test_an_order_that_is_known_is_taken_apart(packing: str) -> None:
+    small = dataclasses.replace(OPAQUE, head_size=32, packing=packing)
+    large = dataclasses.replace(small, block_size=64)
+    plan = plan_transfer(small, large)
+    assert (plan.src_blocks, plan.dst_blocks) == (4, 1)
+    assert plan.bytes_per_cycle == 2 * large.block_bytes
+    lengths = {copy.length for copy in plan.layers[0].copies}
+    # vec: a dimension of K, all of V; amx: all of K, 16 dimensions of V
+    assert lengths == {16 * 2, 16 * 32 * 2} if packing == "vec" else {16 * 32 * 2, 16 * 16 * 2}
+
+
+def test_orders_of_two_kinds_are_refused_by_name() -> None:
+    vec, amx = (dataclasses.replace(OPAQUE, head_size=32, packing=name) for name in ("vec", "amx"))
+    with pytest.raises(LayoutMismatch, match="packing is 'vec' at prefill and 'amx' at decode"):
+        plan_transfer(vec, amx)
+    unknown = dataclasses.replace(OPAQUE, packing="neon")
+    with pytest.raises(LayoutMismatch, match="block_size"):
+        plan_transfer(unknown, dataclasses.replace(unknown, block_size=32))
+    [copy] = plan_transfer(unknown, unknown).layers[0].copies
+    assert copy.length == unknown.block_bytes
+
+
 def test_opaque_heads_are_outermost() -> None:
     with pytest.raises(InvalidArgument, match="pass 'HND'"):
         dataclasses.replace(OPAQUE, order="NHD")

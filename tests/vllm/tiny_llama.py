@@ -9,7 +9,12 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 VOCABULARY = 512
 
@@ -33,7 +38,12 @@ def make(folder: Path) -> None:
         pad_token_id=1,
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    save(LlamaForCausalLM(config), folder)
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """With a tokenizer of the words `w0`, `w1`, …"""
+    model.to(torch.float32).save_pretrained(folder)
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

@@ -7,16 +7,16 @@ import concurrent.futures
 import contextlib
 import logging
 import socket
-import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import httpx
 
 from kvxfer.client import ControlPlaneClient
+from kvxfer.connectors.loop_thread import START_SECONDS, LoopThread
 from kvxfer.connectors.vllm.settings import ConnectorSettings
-from kvxfer.engine import Engine
-from kvxfer.errors import EngineClosed
+from kvxfer.engine import Engine, Peer
+from kvxfer.errors import KvxferError
 from kvxfer.instances import InstanceSpec, InstanceState, Load
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
@@ -24,71 +24,43 @@ from kvxfer.registration import Registration
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_START_SECONDS: Final = 60.0
-_CLOSE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.25
 
 
-class Agent:
+class Agent(LoopThread):
     """A thread with an event loop, which owns the engine, the KV endpoint and the registration.
 
-    Any thread may call start(), run(), spawn() and close(); `endpoint` belongs to the loop. The
-    instance is registered as joining, and as ready once its HTTP API answers.
+    Any thread may call start(), join(), run(), spawn() and close(); `endpoint` belongs to the loop.
+    Each rank of an instance has its own. The first one registers the instance, as joining, and as
+    ready once its HTTP API answers; the others have its epoch from there.
     """
 
     endpoint: KvEndpoint
     engine_address: str
 
     def __init__(self, settings: ConnectorSettings) -> None:
+        super().__init__()
         self._settings = settings
-        self._loop = asyncio.new_event_loop()
-        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._closing = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._main, name="kvxfer-agent", daemon=True)
+        self._ranks: asyncio.Future[tuple[str, ...]] = self._loop.create_future()
+        self._joined: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._awaited.append(self._joined)
         self._make_cache: Callable[[Engine], KvCache]
 
-    def start(self, make_cache: Callable[[Engine], KvCache]) -> None:
-        """Returns when the instance is registered. Raises what keeps it from that."""
+    def start(self, make_cache: Callable[[Engine], KvCache]) -> str:
+        """Starts the engine; its address. Raises what keeps it from that."""
         self._make_cache = make_cache
-        self._thread.start()
-        self._started.result(_START_SECONDS)
+        self.begin()
+        return self.engine_address
 
-    def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
-        """The result of a coroutine on the loop. Raises TimeoutError after `seconds`."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+    def join(self, rank_addresses: Sequence[str]) -> None:
+        """Returns when the instance is registered, with the engines of all its ranks in their
+        order. Raises what keeps it from that."""
+        self._loop.call_soon_threadsafe(self._ranks.set_result, tuple(rank_addresses))
+        self._joined.result(START_SECONDS)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a coroutine on the loop; it tells of its end itself."""
-        try:
-            self._loop.call_soon_threadsafe(self._begin, work)
-        except RuntimeError as error:
-            work.close()
-            raise EngineClosed("the agent of this connector has ended") from error
-
-    def close(self) -> None:
-        """Gives the registration up and ends every transfer. Any number of times."""
-        if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join(_CLOSE_SECONDS)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _main(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._serve())
-        except BaseException as error:
-            if self._started.done():
-                logger.exception("the transfer engine of this worker has ended")
-            else:
-                self._started.set_exception(error)
+    def _stop(self) -> None:
+        super()._stop()
+        self._ranks.cancel()
 
     async def _serve(self) -> None:
         settings = self._settings
@@ -105,7 +77,6 @@ class Agent:
             )
             self.engine_address = engine.address
             cache = stack.enter_context(self._make_cache(engine))
-            client = await stack.enter_async_context(ControlPlaneClient(settings.control_plane))
             self.endpoint = await stack.enter_async_context(
                 KvEndpoint(
                     engine,
@@ -117,21 +88,49 @@ class Agent:
                     lease_seconds=settings.lease_seconds,
                 )
             )
-            registration = await stack.enter_async_context(
-                Registration(
-                    client,
-                    self._spec(engine, cache),
-                    state=InstanceState.JOINING,
-                    load=lambda: Load(running=len(self._tasks)),
-                    on_epoch=self.endpoint.set_epoch,
-                )
-            )
             self._started.set_result(None)
+            addresses = await self._ranks
+            if cache.layout.rank == 0:
+                await self._belong(self._spec(engine, cache, addresses))
+            else:
+                await self._follow(addresses[0])
+
+    async def _belong(self, spec: InstanceSpec) -> None:
+        """Keeps the place of this instance in the fleet until the agent is closed."""
+        async with (
+            ControlPlaneClient(self._settings.control_plane) as client,
+            Registration(
+                client,
+                spec,
+                state=InstanceState.JOINING,
+                load=lambda: Load(running=len(self._tasks)),
+                on_epoch=self.endpoint.set_epoch,
+            ) as registration,
+        ):
+            self._joined.set_result(None)
             announcing = asyncio.create_task(self._announce(registration))
             await self._closing.wait()
             announcing.cancel()
 
-    def _spec(self, engine: Engine, cache: KvCache) -> InstanceSpec:
+    async def _follow(self, first_rank: str) -> None:
+        """Has the instance's epoch from its first rank until the agent is closed."""
+        following = asyncio.create_task(self._keep_following(first_rank))
+        await self._closing.wait()
+        following.cancel()
+
+    async def _keep_following(self, first_rank: str) -> None:
+        while True:
+            try:
+                peer = await self.endpoint.follow(first_rank)
+            except KvxferError as error:
+                logger.warning("the first rank of this instance cannot be reached: %s", error)
+            else:
+                if not self._joined.done():
+                    self._joined.set_result(None)
+                await _lost(peer)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _spec(self, engine: Engine, cache: KvCache, addresses: tuple[str, ...]) -> InstanceSpec:
         settings = self._settings
         return InstanceSpec(
             instance_id=settings.instance_id,
@@ -142,6 +141,7 @@ class Agent:
             layout=cache.layout,
             num_blocks=cache.num_blocks,
             fabrics=engine.fabrics,
+            rank_addresses=addresses if len(addresses) > 1 else (),
             labels={"host": socket.gethostname(), **settings.labels},
         )
 
@@ -156,3 +156,9 @@ class Agent:
                 await asyncio.sleep(_POLL_SECONDS)
         await registration.advance(InstanceState.READY)
         logger.info("instance %s is ready", self._settings.instance_id)
+
+
+async def _lost(peer: Peer) -> None:
+    lost = asyncio.Event()
+    peer.on_lost(lambda _: lost.set())
+    await lost.wait()

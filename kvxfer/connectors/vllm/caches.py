@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -15,12 +15,33 @@ if TYPE_CHECKING:
     from kvxfer.engine import Engine
 
 
-def layout_of(caches: Mapping[str, torch.Tensor], block_size: int, *, mla: bool) -> KvLayout:
-    """The layout of caches of one shape in host memory.
+_FP8: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+def packing_name(isa: str | None, cache_dtype: str) -> str:
+    """The order of K and V within a head of a block, of the attention kernel that vLLM has chosen
+    (`layer.isa`). With fp8 the AMX kernels decide once more, so that is a name of its own."""
+    if isa == "vec16":
+        return "vec"
+    return "amx-fp8" if isa == "amx" and cache_dtype in _FP8 else isa or ""
+
+
+def layout_of(
+    caches: Mapping[str, torch.Tensor],
+    block_size: int,
+    *,
+    mla: bool,
+    packing: str = "",
+    cache_dtype: str = "auto",
+    num_kv_heads: int | None = None,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+) -> KvLayout:
+    """The layout of caches of one shape in host memory. `num_kv_heads` are those of the model.
 
     vLLM's CPU attention keeps `[num_blocks, heads, block_size, 2 * head_size]`, and within a head
-    of a block an order of its own; MLA keeps one latent vector per token. Raises InvalidArgument
-    for everything else.
+    of a block the order that `packing` names; MLA keeps one latent vector per token. Raises
+    InvalidArgument for everything else.
     """
     if not caches:
         raise InvalidArgument("vLLM registered no KV caches; a model without them needs no kvxfer")
@@ -36,7 +57,7 @@ def layout_of(caches: Mapping[str, torch.Tensor], block_size: int, *, mla: bool)
                 f"the KV cache of {other} is on {cache.device} with strides "
                 f"{list(cache.stride())}; this connector moves contiguous host memory"
             )
-    dtype = str(first.dtype).removeprefix("torch.")
+    dtype = _FP8.get(cache_dtype, str(first.dtype).removeprefix("torch."))
     if dtype not in ITEM_BYTES:
         raise InvalidArgument(
             f"the KV cache of {name} is of {dtype}; use one of {', '.join(ITEM_BYTES)}"
@@ -55,21 +76,32 @@ def layout_of(caches: Mapping[str, torch.Tensor], block_size: int, *, mla: bool)
             head_size=width,
             dtype=dtype,
             block_size=block_size,
+            tp_size=tp_size,
+            tp_rank=tp_rank,
             mla=True,
         )
     if first.dim() == 3 or width % 2:
         raise InvalidArgument(
             f"the KV cache of {name} is {list(first.shape)}, without K and V for each head"
         )
-    return KvLayout(
+    layout = KvLayout(
         num_layers=len(caches),
-        num_kv_heads=heads,
+        num_kv_heads=num_kv_heads or heads * tp_size,
         head_size=width // 2,
         dtype=dtype,
         block_size=block_size,
+        tp_size=tp_size,
+        tp_rank=tp_rank,
         order="HND",
         kv="opaque",
+        packing=packing,
     )
+    if layout.heads_per_rank != heads:
+        raise InvalidArgument(
+            f"the KV cache of {name} has {heads} heads, {layout.heads_per_rank} were expected of "
+            f"{layout.num_kv_heads} over {tp_size} ranks; this model splits its heads otherwise"
+        )
+    return layout
 
 
 def register_caches(

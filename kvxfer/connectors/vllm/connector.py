@@ -18,9 +18,10 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from kvxfer.connectors.vllm.agent import Agent
-from kvxfer.connectors.vllm.caches import layout_of, register_caches
+from kvxfer.connectors.vllm.caches import layout_of, packing_name, register_caches
 from kvxfer.connectors.vllm.plan import StepPlan, TransferParams
 from kvxfer.connectors.vllm.pull import KeptPrompts, Source, is_pull
+from kvxfer.connectors.vllm.ranks import gather_addresses, require_tensor_parallel, this_rank
 from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.connectors.vllm.worker import TransferWorker
@@ -72,13 +73,9 @@ class KvxferConnector(KVConnectorBase_V1):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+        transfer = vllm_config.kv_transfer_config
         assert transfer is not None  # noqa: S101 (the base has refused that)
-        if parallel.world_size != 1:
-            raise InvalidArgument(
-                f"kvxfer serves vLLM instances of one rank, this one has {parallel.world_size}; "
-                "start it with --tensor-parallel-size 1 --pipeline-parallel-size 1"
-            )
+        require_tensor_parallel(vllm_config.parallel_config)
         served = vllm_config.model_config.served_model_name
         self._settings = ConnectorSettings.read(
             transfer.kv_connector_extra_config,
@@ -87,7 +84,7 @@ class KvxferConnector(KVConnectorBase_V1):
             model=served if isinstance(served, str) else served[0],
         )
         self._block_size = vllm_config.cache_config.block_size
-        self._mla = vllm_config.model_config.use_mla
+        self._vllm_config = vllm_config
         self._scheduler: TransferScheduler
         self._worker: TransferWorker
         self._agent: Agent | None = None
@@ -198,9 +195,22 @@ class KvxferConnector(KVConnectorBase_V1):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        layout = layout_of(kv_caches, self._block_size, mla=self._mla)
+        config, rank = self._vllm_config, this_rank()
+        attention = config.compilation_config.static_forward_context
+        isa = getattr(attention.get(next(iter(kv_caches), "")), "isa", None)
+        layout = layout_of(
+            kv_caches,
+            self._block_size,
+            mla=config.model_config.use_mla,
+            packing=packing_name(isa, config.cache_config.cache_dtype),
+            cache_dtype=config.cache_config.cache_dtype,
+            num_kv_heads=config.model_config.get_total_num_kv_heads(),
+            tp_size=rank.size,
+            tp_rank=rank.rank,
+        )
         self._agent = Agent(self._settings)
-        self._agent.start(partial(register_caches, caches=kv_caches, layout=layout))
+        address = self._agent.start(partial(register_caches, caches=kv_caches, layout=layout))
+        self._agent.join(gather_addresses(address))
         self._worker = TransferWorker(self._agent, list(kv_caches))
 
     def get_handshake_metadata(self) -> EndpointMetadata:

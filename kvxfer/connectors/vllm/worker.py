@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvxfer.connectors.engine_blocks import EngineBlocks
 from kvxfer.connectors.vllm.agent import Agent
-from kvxfer.connectors.vllm.blocks import EngineBlocks
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.kv.prefill_session import PrefillSession

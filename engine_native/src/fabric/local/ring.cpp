@@ -13,7 +13,7 @@
 namespace kvxfer::local {
 namespace {
 
-Error failed(const char* what) {
+Error ring_failed(const char* what) {
   return {Errc::out_of_memory, std::string(what) + ": " + errno_text()};
 }
 
@@ -28,10 +28,10 @@ Result<SharedRing> SharedRing::create() {
   UniqueFd memfd(::memfd_create("kvxfer-ring", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memfd || ::ftruncate(memfd.get(), sizeof(RingMemory)) != 0 ||
       ::fcntl(memfd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-    return failed("cannot create a descriptor ring");
+    return ring_failed("cannot create a descriptor ring");
   }
   RingMemory* memory = map_ring(memfd.get());
-  if (!memory) return failed("cannot map a descriptor ring");
+  if (!memory) return ring_failed("cannot map a descriptor ring");
   ::new (memory) RingMemory{};
   memory->producer_sleeps_until.store(RingMemory::kAwake);
   return SharedRing(std::move(memfd), memory);
@@ -44,7 +44,7 @@ Result<SharedRing> SharedRing::map(UniqueFd memfd) {
     return Error{Errc::protocol_error, "the peer's descriptor ring is not a sealed memfd"};
   }
   RingMemory* memory = map_ring(memfd.get());
-  if (!memory) return failed("cannot map the peer's descriptor ring");
+  if (!memory) return ring_failed("cannot map the peer's descriptor ring");
   return SharedRing(std::move(memfd), memory);
 }
 

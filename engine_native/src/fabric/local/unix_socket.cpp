@@ -32,7 +32,7 @@ AbstractAddress abstract_address(std::string_view name) {
   return result;
 }
 
-Error failed(const char* what) {
+Error socket_failed(const char* what) {
   return {errno == EACCES || errno == EPERM ? Errc::permission_denied : Errc::peer_lost,
           std::string(what) + ": " + errno_text()};
 }
@@ -48,7 +48,7 @@ Result<UniqueFd> listen_unix(std::string_view name) {
   const auto [address, size] = abstract_address(name);
   if (!socket || ::bind(socket.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0 ||
       ::listen(socket.get(), 128) != 0) {
-    return failed("cannot listen on a unix socket");
+    return socket_failed("cannot listen on a unix socket");
   }
   return socket;
 }
@@ -57,7 +57,7 @@ Result<UniqueFd> connect_unix(std::string_view name) {
   UniqueFd socket = open_socket();
   const auto [address, size] = abstract_address(name);
   if (!socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), size) != 0) {
-    return failed("cannot connect to the peer's unix socket");
+    return socket_failed("cannot connect to the peer's unix socket");
   }
   return socket;
 }
@@ -79,7 +79,7 @@ Result<bool> send_message(int fd, std::string_view bytes, const std::vector<int>
   }
   while (::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
     if (errno == EAGAIN) return false;
-    if (errno != EINTR) return failed("sending over the unix socket");
+    if (errno != EINTR) return socket_failed("sending over the unix socket");
   }
   return true;
 }
@@ -96,7 +96,7 @@ Result<UnixMessage> receive_message(int fd) {
   ssize_t got = 0;
   while ((got = ::recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC)) < 0) {
     if (errno == EAGAIN) return UnixMessage{};
-    if (errno != EINTR) return failed("receiving over the unix socket");
+    if (errno != EINTR) return socket_failed("receiving over the unix socket");
   }
   UnixMessage result;
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header)) {

@@ -7,7 +7,7 @@
 namespace kvxfer::ofi {
 namespace {
 
-constexpr std::size_t kBatch = 64;
+constexpr std::size_t kCompletionBatch = 64;
 // Of one endpoint at one poll, so that no other waits for long.
 constexpr int kBatches = 8;
 
@@ -46,7 +46,7 @@ Result<void> Endpoint::poll() {
   ssize_t read = 0;
   for (int i = 0; i < kBatches; ++i) {
     read = read_completions();
-    if (read < static_cast<ssize_t>(kBatch)) break;
+    if (read < static_cast<ssize_t>(kCompletionBatch)) break;
   }
   if (disorder_) {
     for (const Completion& completion : disorder_->release()) report(completion);
@@ -87,13 +87,13 @@ void Endpoint::take_completions(CompletionSink& of) {
 }
 
 ssize_t Endpoint::read_completions() {
-  std::array<fi_cq_data_entry, kBatch> entries;
-  std::array<fi_addr_t, kBatch> sources;
+  std::array<fi_cq_data_entry, kCompletionBatch> entries;
+  std::array<fi_addr_t, kCompletionBatch> sources;
   sources.fill(FI_ADDR_NOTAVAIL);
   ssize_t read = 0;
   {
     const std::lock_guard lock(gate_);  // reading may place bytes
-    read = ::fi_cq_readfrom(queue_.get(), entries.data(), kBatch, sources.data());
+    read = ::fi_cq_readfrom(queue_.get(), entries.data(), kCompletionBatch, sources.data());
   }
   if (read == -FI_EAVAIL) {
     read_errors();  // until then nobody's completions can be seen

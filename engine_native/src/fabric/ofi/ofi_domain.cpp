@@ -15,7 +15,7 @@ namespace {
 
 // On a NIC whose paths share endpoints.
 constexpr std::size_t kMaxSharedEndpoints = 16;
-constexpr std::size_t kMaxWrites = 4096;  // of one endpoint
+constexpr std::size_t kMaxWritesOfEndpoint = 4096;
 constexpr std::uint32_t kPollsBetweenEvents = 256;
 // Where nothing can wake the thread, it looks again after this long, and longer each time.
 constexpr std::uint64_t kFirstNapNs = 50'000;
@@ -100,7 +100,7 @@ Result<OfiDomain::Place> OfiDomain::find_place(std::uint64_t unmet) {
                                             std::to_string(paths_.size()) + " paths)"};
     }
     Endpoint::Options options{
-        .budget = {.writes = std::min(kMaxWrites, domain_->device.info->tx_attr->size),
+        .budget = {.writes = std::min(kMaxWritesOfEndpoint, domain_->device.info->tx_attr->size),
                    .paths = settings_.paths_per_endpoint,
                    .immediates = kImmWindow},
         .wait_object = settings_.wait_object};

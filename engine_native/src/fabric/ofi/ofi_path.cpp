@@ -10,9 +10,9 @@ namespace kvxfer::ofi {
 namespace {
 
 // Under way on one path, so that peers who do not answer leave room for the others.
-constexpr std::size_t kMaxWrites = 512;
+constexpr std::size_t kMaxWritesOfPath = 512;
 // At once; the others of a peer get their turn then.
-constexpr std::size_t kBatch = 64;
+constexpr std::size_t kWriteBatch = 64;
 // libfabric's efa-direct (up to 2.5) does not get writes without bytes right.
 constexpr std::uint32_t kLandingBytes = 1;
 // No counter and no batch has these.
@@ -99,13 +99,13 @@ void OfiPath::flush() {
 }
 
 bool OfiPath::has_room(bool counted) const {
-  return heard_ && NicPath::has_room(counted) && endpoint_ && in_flight_ < kMaxWrites &&
+  return heard_ && NicPath::has_room(counted) && endpoint_ && in_flight_ < kMaxWritesOfPath &&
          endpoint_->has_room();
 }
 
 std::size_t OfiPath::post(const OperationPtr& operation, const WriteRange& writes) {
   const std::size_t limit =
-      batch_limit(operation, writes, std::min(kBatch, kMaxWrites - in_flight_));
+      batch_limit(operation, writes, std::min(kWriteBatch, kMaxWritesOfPath - in_flight_));
   std::size_t count = 0;
   while (count < limit) {
     const std::size_t index = writes.first + count;

@@ -14,7 +14,7 @@ namespace {
 
 // As much as a NIC with these limits offers: ConnectX has 32,767 receives, rxe as many completions.
 constexpr std::uint32_t kMaxCompletions = 1u << 16;
-constexpr std::uint32_t kMaxReceives = 32767;
+constexpr std::uint32_t kMaxReceivesOfNic = 32767;
 // Acknowledging takes a lock.
 constexpr unsigned kAcknowledgeAt = 256;
 
@@ -37,7 +37,7 @@ Result<std::unique_ptr<NicQueues>> NicQueues::create(std::shared_ptr<const Verbs
   queues->queue_ =
       of.library().create_cq(of.context(), static_cast<int>(size), nullptr, queues->channel_, 0);
   if (!queues->queue_) return failed("completion queue");
-  const auto receives = std::min(static_cast<std::uint32_t>(of.limits().max_srq_wr), kMaxReceives);
+  const auto receives = std::min(static_cast<std::uint32_t>(of.limits().max_srq_wr), kMaxReceivesOfNic);
   if (size <= kSpareReceives || receives <= kSpareReceives) return failed("room in its queues");
   auto created = ReceiveQueue::create(queues->device_, receives);
   if (!created) return created.error();

@@ -10,7 +10,7 @@ namespace {
 constexpr std::uint32_t kMinSends = 16;
 constexpr std::uint32_t kMaxSends = 256;
 constexpr std::uint32_t kMinReceives = 64;
-constexpr std::uint32_t kMaxReceives = 1024;
+constexpr std::uint32_t kMaxReceivesOfPath = 1024;
 
 }  // namespace
 
@@ -29,7 +29,7 @@ std::optional<PathShare> PathBudget::take() {
   const std::uint32_t left =
       std::min(receives_left_, completions_left_ - completions_of({sends_, 0}));
   if (left < kMinReceives) return std::nullopt;
-  const PathShare share{sends_, std::clamp(left / 32, kMinReceives, kMaxReceives)};
+  const PathShare share{sends_, std::clamp(left / 32, kMinReceives, kMaxReceivesOfPath)};
   completions_left_ -= completions_of(share);
   receives_left_ -= share.receives;
   ++paths_;

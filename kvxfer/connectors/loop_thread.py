@@ -1,0 +1,80 @@
+"""A thread with an event loop, for connectors whose engine calls them from threads of its own."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
+
+from kvxfer.errors import EngineClosed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+START_SECONDS: Final = 60.0
+_CLOSE_SECONDS: Final = 10.0
+
+
+class LoopThread(abc.ABC):
+    """Runs _serve() on a loop of its own from begin() to close(). Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._awaited: list[concurrent.futures.Future[None]] = [self._started]
+        self._closing = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._main, name="kvxfer-agent", daemon=True)
+
+    @abc.abstractmethod
+    async def _serve(self) -> None:
+        """Sets `_started` when everything is there, and ends when `_closing` is set."""
+
+    def begin(self) -> None:
+        """Returns when _serve() has started. Raises what keeps it from that."""
+        self._thread.start()
+        self._started.result(START_SECONDS)
+
+    def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
+        """The result of a coroutine on the loop. Raises TimeoutError after `seconds`."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts a coroutine on the loop; it tells of its end itself."""
+        try:
+            self._loop.call_soon_threadsafe(self._begin, work)
+        except RuntimeError as error:
+            work.close()
+            raise EngineClosed("the agent of this connector has ended") from error
+
+    def close(self) -> None:
+        """Ends _serve(). Any number of times."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stop)
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _stop(self) -> None:
+        self._closing.set()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _main(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+        except BaseException as error:
+            awaited = [future for future in self._awaited if not future.done()]
+            if not awaited:
+                logger.exception("the transfer engine of this worker has ended")
+            for future in awaited:
+                future.set_exception(error)

@@ -1,0 +1,272 @@
+"""What SGLang loads. It only translates between SGLang and the transfers beside it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVBootstrapServer,
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
+    KVTransferDestination,
+    KVTransferMetric,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+
+from kvxfer.connectors.sglang.agent import Agent
+from kvxfer.connectors.sglang.bootstrap import BootstrapServer, Introductions, register
+from kvxfer.connectors.sglang.incoming import Incoming
+from kvxfer.connectors.sglang.introduction import Introduction
+from kvxfer.connectors.sglang.outgoing import Outgoing
+from kvxfer.connectors.sglang.pools import Metadata, layout_of, register_pool
+from kvxfer.connectors.sglang.prompts import hand_prompts_over
+from kvxfer.connectors.sglang.rooms import Room
+from kvxfer.connectors.sglang.settings import BackendSettings
+from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.prompt_digest import prompt_digest
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+_ASK_SECONDS = 0.25
+
+
+class KVManager(BaseKVManager):
+    """The transfer engine of one scheduler process."""
+
+    def __init__(
+        self,
+        args: KVArgs,
+        disaggregation_mode: DisaggregationMode,
+        server_args: ServerArgs,
+        is_mla_backend: bool | None = False,
+    ) -> None:
+        _refuse_what_is_not_done(args, server_args)
+        self.kv_args = args
+        self.settings = BackendSettings.read()
+        self.metadata = Metadata(args.aux_data_ptrs, args.aux_item_lens)
+        self.introductions = Introductions(self.settings)
+        self.prefill_info_table = self.introductions.known
+        self._kind = (
+            str(server_args.served_model_name or server_args.model_path),
+            f"{args.kv_cache_dtype_str} of {server_args.dtype}",
+            args.page_size,
+            self.metadata.nbytes,
+        )
+        layout = layout_of(args, mla=bool(is_mla_backend))
+        self.num_layers = layout.num_layers
+        name = f"sglang-{disaggregation_mode.value}-{socket.gethostname()}-{get_serving().port}"
+        self.agent = Agent(
+            self.settings,
+            name,
+            time.time_ns(),
+            lambda engine: register_pool(engine, args, layout),
+        )
+        self.agent.begin()
+        hand_prompts_over(disaggregation_mode)
+        if disaggregation_mode is DisaggregationMode.PREFILL:
+            self.register_to_bootstrap()
+        logger.info("kvxfer: %s at %s", name, self.agent.engine_address)
+
+    def register_to_bootstrap(self) -> None:
+        host = get_serving().host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+        host = f"[{host}]" if ":" in host else host
+        about = Introduction(
+            self.agent.instance_id, self.agent.epoch, self.agent.engine_address, *self._kind
+        )
+        register(
+            f"http://{host}:{get_disagg().disaggregation_bootstrap_port}", about, self.settings
+        )
+
+    def check(self, about: Introduction) -> None:
+        """Raises InvalidArgument where prefill is no partner for this decode instance."""
+        about.require_like(*self._kind)
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Whether it is known what is at the address; asks where it is not, and does not wait
+        long. A receiver for an address that cannot be asked fails by itself."""
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        try:
+            self.agent.run(self.introductions.ask(bootstrap_addr), _ASK_SECONDS)
+        except (KvxferError, TimeoutError):
+            return False
+        return True
+
+    def submit_prefill_recompute(self, receiver: KVReceiver, payload: dict[str, Any]) -> None:
+        receiver.refuse("decode cannot have a retracted request computed anew by prefill")
+
+
+class KVSender(BaseKVSender):
+    """The prefill side of a request. SGLang's scheduler calls it from one thread."""
+
+    def __init__(
+        self,
+        mgr: KVManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_room = bootstrap_room
+        self._outgoing = Outgoing(mgr.agent, mgr.metadata, mgr.num_layers)
+        self._row = 0
+        self._began = time.monotonic()
+        self._early_send_wait_event: Any = None
+
+    def take_prompt(self, tokens: Sequence[int]) -> None:
+        """Which prompt the request has; see `prompts.py`."""
+        try:
+            room = _room(self.bootstrap_room, tokens)
+        except InvalidArgument as error:
+            self._outgoing.fail(error)
+        else:
+            self._outgoing.begin(room, -(-len(tokens) // self.kv_mgr.kv_args.page_size))
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self._row = aux_index or 0
+        self._began = time.monotonic()
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        return num_pages > 0
+
+    def send(
+        self,
+        kv_indices: NDArray[np.int32],
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+    ) -> None:
+        if self._early_send_wait_event is not None:
+            self._early_send_wait_event.synchronize()
+            self._early_send_wait_event = None
+        self._outgoing.send(kv_indices.tolist(), self._row)
+
+    def poll(self) -> int:
+        return int(self._outgoing.progress)
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return KVTransferMetric(
+            transfer_latency_s=time.monotonic() - self._began,
+            transfer_total_bytes=self._outgoing.nbytes,
+        )
+
+    def failure_exception(self) -> None:
+        raise self._outgoing.error or KvxferError("the request failed on another rank of prefill")
+
+    def abort(self) -> None:
+        self._outgoing.abort("the request was aborted on prefill")
+
+
+class KVReceiver(BaseKVReceiver):
+    """The decode side of a request. SGLang's scheduler calls it from one thread."""
+
+    abort_notified = False
+
+    def __init__(
+        self, mgr: KVManager, bootstrap_addr: str, bootstrap_room: int | None = None
+    ) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_room = bootstrap_room
+        self._room: Room | None = None
+        self._incoming = Incoming(
+            mgr.agent, mgr.introductions, mgr.metadata, bootstrap_addr, mgr.check
+        )
+
+    @property
+    def conclude_state(self) -> int | None:
+        poll = self.poll()
+        return poll if poll in (0, 4) else None
+
+    def take_prompt(self, tokens: Sequence[int]) -> None:
+        """Which prompt the request has; see `prompts.py`."""
+        try:
+            self._room = _room(self.bootstrap_room, tokens)
+        except InvalidArgument as error:
+            self._incoming.fail(error)
+
+    def refuse(self, why: str) -> None:
+        self._incoming.fail(InvalidArgument(f"{why}: kvxfer does not do that with SGLang"))
+
+    def init(self, prefill_dp_rank: int) -> None:
+        self._incoming.introduced()
+
+    def send_metadata(
+        self,
+        kv_indices: NDArray[np.int32],
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: KVTransferDestination = KVTransferDestination.DEVICE,
+    ) -> None:
+        if decode_prefix_len or destination is not KVTransferDestination.DEVICE:
+            self.refuse("a prompt goes into the pages of its decode server as a whole")
+        elif self._room is None:
+            self.refuse("SGLang has not told which prompt the request has")
+        else:
+            self._incoming.receive(self._room, kv_indices.tolist(), aux_index or 0)
+
+    def poll(self) -> int:
+        return int(self._incoming.progress)
+
+    def failure_exception(self) -> None:
+        raise self._incoming.error or KvxferError("the request failed on another rank of decode")
+
+    def abort(self) -> None:
+        self._incoming.abort("the request was aborted on decode")
+
+
+class KVBootstrapServer(BaseKVBootstrapServer):
+    """Beside SGLang's HTTP server, in its process."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._server = BootstrapServer(host, port, BackendSettings.read())
+
+
+def _room(number: int | None, tokens: Sequence[int]) -> Room:
+    if number is None or number < 0:
+        raise InvalidArgument(
+            f"bootstrap_room is {number}; send requests through SGLang's router, which chooses one"
+        )
+    return Room(number, prompt_digest(tokens))
+
+
+def _refuse_what_is_not_done(args: KVArgs, server_args: ServerArgs) -> None:
+    """Raises InvalidArgument, which names the option of SGLang."""
+    parallel = get_parallel()
+    for option, size in (
+        ("--tp-size", parallel.tp_size),
+        ("--pp-size", parallel.pp_size),
+        ("--dp-size", parallel.dp_size),
+    ):
+        if size != 1:
+            raise InvalidArgument(
+                f"kvxfer serves SGLang instances of one rank, {option} is {size}; start more "
+                "instances instead"
+            )
+    if server_args.device != "cpu":
+        raise InvalidArgument(
+            f"--device is {server_args.device}; kvxfer moves KV caches of SGLang in host memory "
+            "only: use --device cpu, or another --disaggregation-transfer-backend"
+        )
+    if args.state_types:
+        kinds = ", ".join(state.value for state in args.state_types)
+        raise InvalidArgument(
+            f"the model keeps state besides its KV cache ({kinds}), which kvxfer does not move; "
+            "use another --disaggregation-transfer-backend"
+        )
+    if get_disagg().disaggregation_decode_enable_radix_cache:
+        raise InvalidArgument(
+            "--disaggregation-decode-enable-radix-cache is not done by kvxfer; leave it out"
+        )

@@ -1,0 +1,190 @@
+"""Where decode instances find prefill: a small HTTP server beside SGLang's, and its clients."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Final
+
+import httpx
+
+from kvxfer.connectors.sglang.introduction import (
+    MAX_LENGTH,
+    Introduction,
+    sign_introduction,
+    verify_introduction,
+)
+from kvxfer.connectors.sglang.settings import BackendSettings
+from kvxfer.errors import ConnectFailed, Forbidden, KvxferError, TicketInvalid
+from kvxfer.http_listener import bind
+
+logger = logging.getLogger(__name__)
+
+_PATH: Final = "/route"
+_REQUEST_SECONDS: Final = 2.0
+_REGISTER_SECONDS: Final = 30.0
+_RETRY_SECONDS: Final = 0.25
+
+
+class BootstrapServer:
+    """Keeps the introduction of one prefill instance. It listens from its creation on.
+
+    `PUT /route` takes an introduction that the cluster has signed, unless it has a later one;
+    `GET /route` gives it to whoever asks. It permits nothing: engines authenticate to each other.
+    """
+
+    def __init__(self, host: str, port: int, settings: BackendSettings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._token: str | None = None
+        self._epoch = 0
+        server = ThreadingHTTPServer((host, port), _handler_of(self), bind_and_activate=False)
+        server.socket.close()
+        server.socket = bind(host, port)
+        server.socket.setblocking(True)
+        server.daemon_threads = True
+        self._server = server
+        self._thread = threading.Thread(
+            target=server.serve_forever, name="kvxfer-bootstrap", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.socket.getsockname()[1])
+
+    @property
+    def token(self) -> str | None:
+        return self._token
+
+    def take(self, token: str) -> None:
+        """Raises TicketInvalid for one that is not of the cluster, or is older."""
+        about = verify_introduction(token, self._settings.keys, "the one who registers")
+        with self._lock:
+            if about.epoch < self._epoch:
+                raise TicketInvalid(
+                    f"epoch {about.epoch} of {about.instance_id!r} is over: there is "
+                    f"epoch {self._epoch}"
+                )
+            self._token, self._epoch = token, about.epoch
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _handler_of(owner: BootstrapServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _REQUEST_SECONDS
+
+        def do_GET(self) -> None:
+            if self.path == "/health":
+                self._answer(HTTPStatus.OK, "ok")
+            elif self.path.partition("?")[0] != _PATH:
+                self._answer(HTTPStatus.NOT_FOUND, f"there is {_PATH} and /health")
+            elif owner.token is None:
+                self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "the prefill instance still starts")
+            else:
+                self._answer(HTTPStatus.OK, owner.token)
+
+        def do_PUT(self) -> None:
+            length = self.headers.get("Content-Length", "")
+            if self.path != _PATH or not length.isdecimal() or int(length) > MAX_LENGTH:
+                self._answer(HTTPStatus.BAD_REQUEST, f"PUT an introduction to {_PATH}")
+                return
+            try:
+                owner.take(self.rfile.read(int(length)).decode("ascii", "replace"))
+            except TicketInvalid as error:
+                self._answer(HTTPStatus.FORBIDDEN, str(error))
+            else:
+                self._answer(HTTPStatus.OK, "ok")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def _answer(self, status: HTTPStatus, text: str) -> None:
+            body = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "text/plain")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    return Handler
+
+
+def register(url: str, about: Introduction, settings: BackendSettings) -> None:
+    """Introduces this prefill instance to its bootstrap server, as soon as that listens.
+
+    Raises Forbidden where it refuses, ConnectFailed where it does not answer in time.
+    """
+    give_up = time.monotonic() + _REGISTER_SECONDS
+    while True:
+        try:
+            token = sign_introduction(about, settings.keys)
+            answer = httpx.put(url + _PATH, content=token, timeout=_REQUEST_SECONDS)
+            if answer.status_code == HTTPStatus.OK:
+                return
+            raise Forbidden(f"the bootstrap server at {url} refuses: {answer.text[:500]}")
+        except httpx.HTTPError as error:
+            if time.monotonic() > give_up:
+                raise ConnectFailed(
+                    f"the bootstrap server at {url} did not answer within "
+                    f"{_REGISTER_SECONDS:g} s ({error!r}); is the port free?"
+                ) from error
+            time.sleep(_RETRY_SECONDS)
+
+
+class Introductions:
+    """The prefill instances that decode knows, by the address of their bootstrap servers. Loop
+    only; `known` and problem() from any thread."""
+
+    def __init__(self, settings: BackendSettings) -> None:
+        self.known: dict[str, Introduction] = {}
+        self._settings = settings
+        self._problems: dict[str, tuple[float, KvxferError]] = {}
+
+    async def ask(self, address: str) -> Introduction:
+        """Asks again. Raises ConnectFailed and TicketInvalid."""
+        try:
+            about = verify_introduction(
+                await self._get(address), self._settings.keys, f"http://{address}"
+            )
+        except KvxferError as error:
+            self.known.pop(address, None)
+            self._problems[address] = (time.monotonic(), error)
+            raise
+        self.known[address] = about
+        return about
+
+    def problem(self, address: str, since: float) -> KvxferError | None:
+        """Why the address could not be asked, after the time `since`."""
+        when, error = self._problems.get(address, (0.0, None))
+        return error if when >= since else None
+
+    async def _get(self, address: str) -> str:
+        try:
+            async with (
+                httpx.AsyncClient(timeout=_REQUEST_SECONDS) as http,
+                http.stream("GET", f"http://{address}{_PATH}") as answer,
+            ):
+                body = b""
+                async for part in answer.aiter_bytes():
+                    body += part
+                    if len(body) > MAX_LENGTH:
+                        break
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ConnectFailed(
+                f"the bootstrap server of prefill at {address} does not answer ({error!r})"
+            ) from error
+        text = body.decode("ascii", "replace")
+        if answer.status_code != HTTPStatus.OK:
+            raise ConnectFailed(
+                f"the bootstrap server of prefill at {address} answers "
+                f"{answer.status_code}: {text[:200]}"
+            )
+        return text

@@ -1,0 +1,156 @@
+"""The decode side of one request: offers its pages to prefill and waits until they are complete."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from kvxfer.connectors.engine_blocks import EngineBlocks
+from kvxfer.connectors.sglang.agent import Agent
+from kvxfer.connectors.sglang.bootstrap import Introductions
+from kvxfer.connectors.sglang.introduction import Introduction
+from kvxfer.connectors.sglang.pools import Metadata
+from kvxfer.connectors.sglang.progress import Progress
+from kvxfer.connectors.sglang.rooms import Room
+from kvxfer.errors import DeadlineExceeded, KvxferError, PeerError, TicketInvalid, TransferCancelled
+from kvxfer.kv.decode_session import DecodeSession
+from kvxfer.ticket import Ticket, sign_ticket
+
+logger = logging.getLogger(__name__)
+
+
+class Incoming:
+    """SGLang's scheduler calls it; its coroutines run on the agent's loop.
+
+    `address` is that of prefill's bootstrap server, as the client gave it. `check` raises where
+    what is there is no prefill instance for this one.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        introductions: Introductions,
+        metadata: Metadata,
+        address: str,
+        check: Callable[[Introduction], None],
+    ) -> None:
+        self._agent = agent
+        self._introductions = introductions
+        self._metadata = metadata
+        self._address = address
+        self._check = check
+        self._created = time.monotonic()
+        self._task: asyncio.Task[None] | None = None  # loop only
+        self._known = False
+        self._begun = False
+        self._aborted = False
+        self._received = False
+        self._error: KvxferError | None = None
+
+    @property
+    def error(self) -> KvxferError | None:
+        """Why it has failed."""
+        if self._error is None and not self._known:
+            self._error = self._introductions.problem(self._address, self._created)
+        return self._error
+
+    @property
+    def progress(self) -> Progress:
+        if self.error is not None:
+            return Progress.FAILED
+        if self._received:
+            return Progress.SUCCESS
+        if self._begun:
+            return Progress.TRANSFERRING
+        return Progress.WAITING if self._known else Progress.BOOTSTRAPPING
+
+    def introduced(self) -> None:
+        """It is known what is at the address."""
+        self._known = True
+
+    def fail(self, error: KvxferError) -> None:
+        """It cannot even begin."""
+        self._error = error
+
+    def receive(self, room: Room, pages: Sequence[int], metadata_row: int) -> None:
+        """Offers the pages of the whole prompt; the row is filled with the last of them."""
+        if self.error is None:
+            self._begun = True
+            self._agent.spawn(self._run(room, pages, metadata_row))
+
+    def abort(self, reason: str) -> None:
+        """It fails, as soon as nothing can land in its pages any more."""
+        self._aborted = True
+        if not self._begun:
+            self._error = self.error or TransferCancelled(reason)
+        else:
+            self._agent.spawn(self._cancel())
+
+    async def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self, room: Room, pages: Sequence[int], metadata_row: int) -> None:
+        self._task = asyncio.current_task()
+        try:
+            await self._receive(room, EngineBlocks(pages), metadata_row)
+            self._received = True
+        except asyncio.CancelledError:
+            self._error = TransferCancelled(f"room {room.number}: aborted on decode")
+        except KvxferError as error:
+            self._error = error
+        except Exception as error:
+            logger.exception("room %s is not received", room.number)
+            self._error = KvxferError(f"room {room.number} is not received: {error!r}")
+
+    async def _receive(self, room: Room, blocks: EngineBlocks, metadata_row: int) -> None:
+        if self._aborted:
+            raise asyncio.CancelledError
+        opening = asyncio.ensure_future(self._open(room, blocks))
+        try:
+            session = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # Only a prefill worker that has the OFFER can be told, and need not wait for it.
+            with contextlib.suppress(KvxferError):
+                await (await opening).cancel("its request was aborted")
+            raise
+        async with session:
+            tail = await session.wait()
+            self._metadata.write(metadata_row, tail)
+            session.take()
+
+    async def _open(self, room: Room, blocks: EngineBlocks) -> DecodeSession:
+        prefill = self._introductions.known.get(self._address)
+        if prefill is not None:
+            try:
+                return await self._offer(prefill, room, blocks)
+            except (PeerError, TicketInvalid, DeadlineExceeded) as error:
+                logger.info("prefill at %s is asked again: %s", self._address, error)
+                again = await self._introductions.ask(self._address)
+                if again == prefill:
+                    raise
+                prefill = again  # it was started anew
+        else:
+            prefill = await self._introductions.ask(self._address)
+        return await self._offer(prefill, room, blocks)
+
+    async def _offer(
+        self, prefill: Introduction, room: Room, blocks: EngineBlocks
+    ) -> DecodeSession:
+        self._check(prefill)
+        settings = self._agent.settings
+        ticket = Ticket(
+            transfer_id=room.transfer_id,
+            request_id=str(room.number),
+            prefill_id=prefill.instance_id,
+            prefill_epoch=prefill.epoch,
+            decode_id=self._agent.instance_id,
+            decode_epoch=self._agent.epoch,
+            expires_at=time.time() + settings.lease_seconds,
+        )
+        return await self._agent.endpoint.decode_session(
+            sign_ticket(ticket, settings.keys), prefill.engine_address, blocks
+        )

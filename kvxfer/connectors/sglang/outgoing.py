@@ -1,0 +1,134 @@
+"""The prefill side of one request: waits for decode's offer, then sends page by page."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from kvxfer.connectors.engine_blocks import EngineBlocks
+from kvxfer.connectors.sglang.agent import Agent
+from kvxfer.connectors.sglang.pools import Metadata
+from kvxfer.connectors.sglang.progress import Progress
+from kvxfer.connectors.sglang.rooms import Room
+from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled
+from kvxfer.kv.prefill_session import PrefillSession
+
+logger = logging.getLogger(__name__)
+
+# A session is cancelled within milliseconds, or within the peer timeout where decode is frozen.
+_CANCEL_SECONDS: Final = 10.0
+
+
+class Outgoing:
+    """SGLang's scheduler calls it; its coroutines run on the agent's loop."""
+
+    def __init__(self, agent: Agent, metadata: Metadata, num_layers: int) -> None:
+        self._agent = agent
+        self._metadata = metadata
+        self._layers = range(num_layers)
+        self._blocks = EngineBlocks(0)
+        self._pages: list[int] = []
+        self._task: asyncio.Task[None] | None = None  # loop only
+        self._session: PrefillSession | None = None
+        self._begun = False
+        self._finishing = False
+        self._sent = False
+        self.error: KvxferError | None = None
+        """Why it has failed."""
+
+    @property
+    def progress(self) -> Progress:
+        if self.error is not None:
+            return Progress.FAILED
+        if self._sent:
+            return Progress.SUCCESS
+        if self._pages or self._finishing:
+            return Progress.TRANSFERRING
+        return Progress.BOOTSTRAPPING if self._session is None else Progress.WAITING
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._session is None else self._session.nbytes
+
+    def begin(self, room: Room, num_pages: int) -> None:
+        """The request is here, and its prompt takes so many pages."""
+        self._begun = True
+        self._blocks = EngineBlocks(num_pages)
+        self._agent.spawn(self._run(room))
+
+    def fail(self, error: KvxferError) -> None:
+        """It cannot even begin."""
+        self.error = error
+
+    def send(self, pages: Sequence[int], metadata_row: int) -> None:
+        """The next pages of the prompt are computed; with its last ones, so is the row."""
+        session = self._session
+        if session is None or self.error is not None:
+            return  # it has failed, which SGLang is about to hear
+        self._pages += pages
+        until, whole = len(self._pages), len(self._blocks)
+        try:
+            if until > whole:
+                raise InvalidArgument(
+                    f"page {until} of a prompt of {whole} pages is sent: both sides have to be "
+                    "given the same prompt"
+                )
+            self._blocks.fill(self._pages)
+            for layer in self._layers:
+                session.write_layer(layer, until)
+        except InvalidArgument as error:
+            logger.error("room %s: %s", session.request_id, error)
+            self._agent.spawn(session.cancel(str(error)))
+        except KvxferError:
+            pass  # the session tells whoever watches it
+        else:
+            if until == whole and not self._finishing:
+                self._finishing = True
+                self._agent.spawn(_finish(session, self._metadata.read(metadata_row)))
+
+    def abort(self, reason: str) -> None:
+        """Nothing reads the pages any more when this returns. Any number of times."""
+        if not self._begun or self.error is not None or self._sent:
+            self.error = self.error or TransferCancelled(reason)
+            return
+        try:
+            self._agent.run(self._abort(reason), _CANCEL_SECONDS)
+        except concurrent.futures.TimeoutError:
+            logger.error(
+                "a transfer was not cancelled within %g s: the event loop of this server's "
+                "transfer engine hangs; restart it",
+                _CANCEL_SECONDS,
+            )
+            raise
+
+    async def _abort(self, reason: str) -> None:
+        if self._session is not None:
+            await self._session.cancel(reason)
+        elif self._task is not None:
+            self._task.cancel(reason)
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _run(self, room: Room) -> None:
+        self._task = asyncio.current_task()
+        try:
+            ticket = await self._agent.rooms.ticket_for(room)
+            self._session = await self._agent.endpoint.prefill_session(ticket, self._blocks)
+            await self._session.wait()
+            self._sent = True
+        except asyncio.CancelledError:
+            self.error = TransferCancelled(f"room {room.number}: aborted on prefill")
+        except KvxferError as error:
+            self.error = error
+        except Exception as error:
+            logger.exception("room %s is not sent", room.number)
+            self.error = KvxferError(f"room {room.number} is not sent: {error!r}")
+
+
+async def _finish(session: PrefillSession, tail: bytes) -> None:
+    with contextlib.suppress(KvxferError):  # the session tells whoever watches it
+        await session.finish(tail)

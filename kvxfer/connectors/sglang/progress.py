@@ -1,0 +1,17 @@
+"""How far a transfer is, in the numbers that SGLang polls for."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Progress(IntEnum):
+    """SGLang's KVPoll."""
+
+    FAILED = 0
+    """And nothing lands in the pages or reads them any more."""
+    BOOTSTRAPPING = 1
+    WAITING = 2
+    """The other side is known."""
+    TRANSFERRING = 3
+    SUCCESS = 4

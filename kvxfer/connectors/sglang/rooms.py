@@ -1,0 +1,114 @@
+"""Brings requests of prefill and offers of decode together by the room that a router chose."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvxfer.errors import InvalidArgument, KvxferError, LeaseExpired
+from kvxfer.ticket import Ticket
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A number that a router, or any client, puts into a request, and what it is believed for: the
+    prompt that this side was really given with it."""
+
+    number: int
+    prompt: bytes
+    """Its digest."""
+
+    @property
+    def transfer_id(self) -> str:
+        """The same on both sides where both were given the same prompt. A transfer id is good
+        once, and so is a room."""
+        return f"sglang-{self.number:x}-{self.prompt.hex()}"
+
+
+class Rooms:
+    """The rooms of a prefill instance. Loop only.
+
+    `decline` refuses an offer, given its ticket and why.
+    """
+
+    def __init__(self, decline: Callable[[str, str], None], lease_seconds: float) -> None:
+        self._decline = decline
+        self._lease_seconds = lease_seconds
+        self._waiting: dict[int, tuple[Room, asyncio.Future[str]]] = {}
+        # Offers without a request, and rooms whose request has ended without an offer; until when.
+        self._offers: dict[str, tuple[float, Ticket, str]] = {}
+        self._left: dict[int, tuple[float, str]] = {}
+
+    async def ticket_for(self, room: Room) -> str:
+        """The ticket of the offer for a room, as soon as decode has made it.
+
+        Raises LeaseExpired where it does not, InvalidArgument where a request has the room already.
+        """
+        if room.number in self._waiting:
+            raise InvalidArgument(
+                f"room {room.number} is that of another request which waits for its decode server; "
+                "a router has to choose a new one for each request"
+            )
+        found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting[room.number] = (room, found)
+        self._left.pop(room.number, None)
+        for _, claims, token in list(self._offers.values()):
+            if _number(claims) == room.number:
+                del self._offers[claims.transfer_id]
+                self._meet(room, found, claims, token)
+        why = "the request was aborted on prefill"
+        try:
+            async with asyncio.timeout(self._lease_seconds):
+                return await found
+        except asyncio.CancelledError:
+            if found.done() and not found.cancelled():  # an offer that nobody will take up
+                self._refuse(found.result(), why)
+            raise
+        except TimeoutError:
+            why = (
+                f"room {room.number}: no decode server made an offer within "
+                f"{self._lease_seconds:g} s"
+            )
+            raise LeaseExpired(why) from None
+        finally:
+            del self._waiting[room.number]
+            if not found.done() or found.cancelled():
+                self._left[room.number] = (time.time() + self._lease_seconds, why)
+
+    def offered(self, claims: Ticket, token: str) -> None:
+        """Decode has made an offer, whose ticket is verified."""
+        self._forget_expired()
+        number = _number(claims)
+        if number in self._waiting:
+            self._meet(*self._waiting[number], claims, token)
+        elif number in self._left:
+            self._refuse(token, self._left[number][1])
+        else:
+            self._offers[claims.transfer_id] = (claims.expires_at, claims, token)
+
+    def _meet(self, room: Room, found: asyncio.Future[str], claims: Ticket, token: str) -> None:
+        if claims.transfer_id == room.transfer_id and not found.done():
+            found.set_result(token)
+        else:
+            self._refuse(token, f"room {room.number} is that of another prompt on prefill")
+
+    def _refuse(self, token: str, why: str) -> None:
+        logger.warning("an offer is refused: %s", why)
+        try:
+            self._decline(token, why)
+        except KvxferError as error:
+            logger.info("nothing to refuse: %s", error)
+
+    def _forget_expired(self) -> None:
+        now = time.time()
+        self._offers = {key: offer for key, offer in self._offers.items() if offer[0] > now}
+        self._left = {key: left for key, left in self._left.items() if left[0] > now}
+
+
+def _number(claims: Ticket) -> int:
+    return int(claims.request_id) if claims.request_id.isdecimal() else -1

@@ -1,0 +1,79 @@
+"""What an operator sets: KVXFER_* variables, as SGLang has no options for its backends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+
+from kvxfer.cluster_key import read_cluster_key
+from kvxfer.errors import InvalidArgument
+from kvxfer.ticket import TicketKeys, as_ticket_keys, watch_ticket_keys
+from kvxfer.watched_file import WatchedFile
+
+DEFAULT_LEASE_SECONDS: Final = 30.0
+DEFAULT_PEER_TIMEOUT: Final = 0.7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSettings:
+    """The settings of one SGLang instance."""
+
+    host: str = "127.0.0.1"
+    """Where the transfer engine listens, and the other side finds it."""
+    cluster_key: bytes = field(repr=False)
+    ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
+    fabrics: tuple[str, ...] | None = None
+    cpus: tuple[int, ...] = ()
+    """Where the transfer engine's thread may run; empty leaves it where SGLang's scheduler runs."""
+    lease_seconds: float = DEFAULT_LEASE_SECONDS
+    """How long a side waits for the other."""
+    peer_timeout: float = DEFAULT_PEER_TIMEOUT
+    """Seconds without a heartbeat after which the other side counts as frozen."""
+
+    @property
+    def keys(self) -> TicketKeys:
+        """The keys of tickets as they are now."""
+        return (
+            as_ticket_keys(self.cluster_key)
+            if self.ticket_keys is None
+            else self.ticket_keys.current
+        )
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """Raises InvalidArgument, which names the variable."""
+        key_file = environment.get("KVXFER_CLUSTER_KEY_FILE")
+        ticket_keys_file = environment.get("KVXFER_TICKET_KEYS_FILE")
+        fabrics = environment.get("KVXFER_FABRICS", "")
+        return cls(
+            host=environment.get("KVXFER_HOST") or "127.0.0.1",
+            cluster_key=read_cluster_key(Path(key_file) if key_file else None),
+            ticket_keys=watch_ticket_keys(Path(ticket_keys_file)) if ticket_keys_file else None,
+            fabrics=tuple(fabrics.split(",")) if fabrics else None,
+            cpus=_cpus(environment.get("KVXFER_CPUS", "")),
+            lease_seconds=_seconds(environment, "KVXFER_LEASE_SECONDS", DEFAULT_LEASE_SECONDS),
+            peer_timeout=_seconds(environment, "KVXFER_PEER_TIMEOUT", DEFAULT_PEER_TIMEOUT),
+        )
+
+
+def _cpus(value: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(cpu) for cpu in value.split(",") if cpu)
+    except ValueError:
+        raise InvalidArgument(
+            f"KVXFER_CPUS is {value!r}; pass numbers with commas between them, such as 0,1"
+        ) from None
+
+
+def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
+    value = environment.get(name) or default
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 3600:
+        raise InvalidArgument(f"{name} is {value!r}; pass seconds above 0, below an hour")
+    return seconds

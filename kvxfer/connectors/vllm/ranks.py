@@ -1,0 +1,51 @@
+"""The ranks of a vLLM instance: which this worker is, and where the engines of the others are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed
+from vllm.distributed.parallel_state import get_tp_group
+
+from kvxfer.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRank:
+    """A worker's place among those of its instance."""
+
+    size: int = 1
+    rank: int = 0
+
+
+def require_tensor_parallel(parallel: ParallelConfig) -> None:
+    """Raises InvalidArgument where the KV cache is split by more than its heads."""
+    for name in (
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        size = getattr(parallel, name)
+        if size != 1:
+            option = name.replace("_", "-")
+            raise InvalidArgument(
+                f"kvxfer serves vLLM instances that are split by tensor parallelism alone, this "
+                f"one has {name}={size}; start it with --{option} 1"
+            )
+
+
+def this_rank() -> TensorRank:
+    group = get_tp_group()
+    return TensorRank(group.world_size, group.rank_in_group)
+
+
+def gather_addresses(address: str) -> list[str]:
+    """The addresses of all ranks in their order. Every rank calls this with its own."""
+    group = get_tp_group()
+    addresses = [""] * group.world_size
+    torch.distributed.all_gather_object(addresses, address, group=group.cpu_group)
+    return addresses

@@ -1,0 +1,123 @@
+"""A prefill and a decode instance as SGLang has them, with real engines and no SGLang."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kvxfer.connectors.sglang.agent import Agent
+from kvxfer.connectors.sglang.bootstrap import BootstrapServer, Introductions, register
+from kvxfer.connectors.sglang.incoming import Incoming
+from kvxfer.connectors.sglang.introduction import Introduction
+from kvxfer.connectors.sglang.outgoing import Outgoing
+from kvxfer.connectors.sglang.pools import Metadata, layout_of, register_pool
+from kvxfer.connectors.sglang.progress import Progress
+from kvxfer.connectors.sglang.settings import BackendSettings
+
+KEY = b"the cluster key of these tests"
+LAYERS, PAGES, PAGE_SIZE, PAGE_BYTES = 3, 12, 16, 512
+ROWS, ROW_BYTES = 4, (64, 128)
+
+
+@dataclass
+class Instance:
+    """One side: its pool, its metadata rows, and what moves them."""
+
+    agent: Agent
+    pool: list[np.ndarray[Any, np.dtype[np.uint8]]]
+    rows: list[np.ndarray[Any, np.dtype[np.uint8]]]
+    metadata: Metadata
+
+    def introduction(self, **other: Any) -> Introduction:
+        described = {"model": "tiny", "kv_dtype": "bfloat16", "page_size": PAGE_SIZE} | other
+        return Introduction(
+            self.agent.instance_id,
+            self.agent.epoch,
+            self.agent.engine_address,
+            metadata_bytes=self.metadata.nbytes,
+            **described,
+        )
+
+    def outgoing(self) -> Outgoing:
+        return Outgoing(self.agent, self.metadata, LAYERS)
+
+    def incoming(self, introductions: Introductions, address: str) -> Incoming:
+        def check(about: Introduction) -> None:
+            about.require_like("tiny", "bfloat16", PAGE_SIZE, self.metadata.nbytes)
+
+        incoming = Incoming(self.agent, introductions, self.metadata, address, check)
+        incoming.introduced()
+        return incoming
+
+
+@contextlib.contextmanager
+def instance(name: str, *, epoch: int = 1, lease_seconds: float = 20.0) -> Iterator[Instance]:
+    settings = BackendSettings(cluster_key=KEY, lease_seconds=lease_seconds, peer_timeout=10.0)
+    pool = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(2 * LAYERS)]
+    rows = [np.zeros((ROWS, width), np.uint8) for width in ROW_BYTES]
+    args = SimpleNamespace(
+        page_size=PAGE_SIZE,
+        kv_data_ptrs=[plane.ctypes.data for plane in pool],
+        kv_data_lens=[plane.nbytes for plane in pool],
+        kv_item_lens=[PAGE_BYTES] * len(pool),
+        aux_data_ptrs=[row.ctypes.data for row in rows],
+        aux_item_lens=list(ROW_BYTES),
+    )
+    layout = layout_of(args, mla=False)
+    agent = Agent(settings, name, epoch, lambda engine: register_pool(engine, args, layout))
+    agent.begin()
+    try:
+        yield Instance(agent, pool, rows, Metadata(args.aux_data_ptrs, args.aux_item_lens))
+    finally:
+        agent.close()
+
+
+@dataclass
+class Two:
+    prefill: Instance
+    decode: Instance
+    server: BootstrapServer
+    introductions: Introductions
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+    def incoming(self) -> Incoming:
+        return self.decode.incoming(self.introductions, self.address)
+
+
+@contextlib.contextmanager
+def two(*, lease_seconds: float = 20.0) -> Iterator[Two]:
+    with (
+        instance("prefill", lease_seconds=lease_seconds) as prefill,
+        instance("decode", lease_seconds=lease_seconds) as decode,
+    ):
+        rng = np.random.default_rng(1)
+        for buffer in prefill.pool + prefill.rows:
+            buffer[:] = rng.integers(1, 256, buffer.shape, np.uint8)
+        server = BootstrapServer("127.0.0.1", 0, prefill.agent.settings)
+        register(f"http://127.0.0.1:{server.port}", prefill.introduction(), server._settings)
+        try:
+            yield Two(prefill, decode, server, Introductions(decode.agent.settings))
+        finally:
+            server.close()
+
+
+def until(condition: Callable[[], object], what: object = "") -> None:
+    give_up = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < give_up, what
+        time.sleep(0.002)
+
+
+def ended(*transfers: Incoming | Outgoing) -> None:
+    """Waits until all have succeeded or failed."""
+    ends = (Progress.SUCCESS, Progress.FAILED)
+    until(lambda: all(one.progress in ends for one in transfers), [t.progress for t in transfers])

@@ -1,0 +1,126 @@
+"""A disaggregated pair with the real SGLang, and a server that is neither side."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import random
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.vllm.servers import Server, free_port, serving
+
+HERE = Path(__file__).parent
+SGLANG_PYTHON = os.environ.get("KVXFER_SGLANG_PYTHON", "")
+
+
+def wait_for(server: Server, text: str) -> None:
+    """Returns when the server has logged it."""
+    give_up = time.monotonic() + 60
+    while text not in server.log.read_text(errors="replace"):
+        assert time.monotonic() < give_up, server.tail()
+        time.sleep(0.05)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not SGLANG_PYTHON:
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="run by `make test-sglang`"))
+
+
+@dataclass
+class Side:
+    """A server that can be started again where it was."""
+
+    name: str
+    model: Path
+    folder: Path
+    arguments: tuple[str, ...] = ()
+    port: int = field(default_factory=free_port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> contextlib.AbstractContextManager[Server]:
+        command = [SGLANG_PYTHON, "-m", "sglang.launch_server", "--model-path", str(self.model)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--device", "cpu"]
+        command += ["--attention-backend", "torch_native", "--dtype", "bfloat16"]
+        command += ["--page-size", "16", "--max-total-tokens", "16384"]
+        command += ["--max-running-requests", "16", "--chunked-prefill-size", "512"]
+        command += ["--skip-server-warmup", "--disable-overlap-schedule", *self.arguments]
+        return serving(
+            self.name,
+            command,
+            self.url,
+            self.folder,
+            OMP_NUM_THREADS="1",
+            HF_HUB_OFFLINE="1",
+            KVXFER_PEER_TIMEOUT="5",  # the cores of a test machine are busy
+            KVXFER_LEASE_SECONDS="20",
+        )
+
+    def generate(self, prompt: list[int], **more: Any) -> httpx.Response:
+        sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **more}
+        return httpx.post(self.url + "/generate", json=body, timeout=90.0)
+
+
+@dataclass
+class Pair:
+    """What a router does with it: the same request to both at once, with a room."""
+
+    prefill: Side
+    decode: Side
+    aggregated: Side
+    bootstrap_port: int
+    servers: dict[str, Server]
+
+    def ask(
+        self, prompt: list[int], *, room: int | None = None, to_decode: list[int] | None = None
+    ) -> tuple[httpx.Response, httpx.Response]:
+        meeting = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self.bootstrap_port,
+            "bootstrap_room": random.SystemRandom().getrandbits(62) if room is None else room,
+        }
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            first = threads.submit(self.prefill.generate, prompt, **meeting)
+            second = threads.submit(self.decode.generate, to_decode or prompt, **meeting)
+            return first.result(), second.result()
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("sglang")
+    model = folder / "tiny"
+    script = HERE.parent / "vllm" / "tiny_llama.py"
+    subprocess.run([SGLANG_PYTHON, str(script), str(model)], check=True)
+    port = free_port()
+    backend = ("--disaggregation-transfer-backend", "kvxfer", "--disaggregation-mode")
+    prefill = Side(
+        "prefill",
+        model,
+        folder,
+        (*backend, "prefill", "--disaggregation-bootstrap-port", str(port)),
+    )
+    # Where retracted requests are kept; the default takes gigabytes of host memory.
+    retraction = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
+    decode = Side("decode", model, folder, (*backend, "decode", *retraction))
+    aggregated = Side("aggregated", model, folder)
+    with contextlib.ExitStack() as stack:
+        servers = {
+            side.name: stack.enter_context(side.start()) for side in (prefill, decode, aggregated)
+        }
+        for server in servers.values():
+            server.wait()
+        yield Pair(prefill, decode, aggregated, port, servers)

@@ -1,0 +1,59 @@
+"""What clients of a disaggregated SGLang see: the tokens of an aggregated one, or a named error."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+
+import httpx
+import pytest
+
+from .conftest import Pair, wait_for
+
+# Servers of SGLang start in a minute or two; nothing here measures time.
+pytestmark = pytest.mark.timeout(900)
+
+
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
+    lengths = [1, 15, 16, 17, 100, 511, 512, 513, 1500, 3000]
+    return [[rng.randrange(2, 500) for _ in range(lengths[i % len(lengths)])] for i in range(count)]
+
+
+def tokens(answer: httpx.Response) -> list[int]:
+    assert answer.is_success, answer.text
+    return list(answer.json()["output_ids"])
+
+
+def assert_same(pair: Pair, asked: list[list[int]]) -> None:
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        apart = [tokens(decode) for _, decode in threads.map(pair.ask, asked)]
+        whole = list(threads.map(tokens, map(pair.aggregated.generate, asked)))
+    different = [len(p) for p, a, b in zip(asked, apart, whole, strict=True) if a != b]
+    assert not different
+
+
+def test_tokens_are_those_of_an_aggregated_server(pair: Pair, rng: random.Random) -> None:
+    assert_same(pair, prompts(rng, 30))
+
+
+def test_a_room_gives_nobody_the_cache_of_another_prompt(pair: Pair, rng: random.Random) -> None:
+    ours, theirs = prompts(rng, 5)[3:]
+    for answer in pair.ask(ours, room=4711, to_decode=theirs):
+        assert answer.status_code == 500
+        assert "output_ids" not in answer.text
+    assert "room 4711 is that of another prompt on prefill" in pair.servers["decode"].tail()
+    assert_same(pair, [ours, theirs])
+
+
+def test_a_killed_prefill_is_named_and_its_successor_found(pair: Pair, rng: random.Random) -> None:
+    long = [rng.randrange(2, 500) for _ in range(7500)]
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(pair.ask, long)
+        wait_for(pair.servers["prefill"], "Prefill batch, #new-seq: 1, #new-token: 512,")
+        pair.servers["prefill"].kill()
+        with pytest.raises(httpx.TransportError):
+            asked.result()
+    wait_for(pair.servers["decode"], "the peer closed its")
+    with pair.prefill.start() as successor:
+        successor.wait()
+        assert_same(pair, prompts(rng, 5))

@@ -1,0 +1,138 @@
+"""Instances whose KV caches differ, each with each other: block sizes, tensor parallel sizes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import random
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import side
+from .servers import Server, kvxfer, vllm
+from .tiny_prompts import prompts
+
+pytestmark = pytest.mark.timeout(900)
+
+FLEETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "block sizes": {
+        "of-128": ("--block-size", "128"),
+        # Long prompts in chunks, which end within blocks.
+        "of-32": ("--block-size", "32", "--max-num-batched-tokens", "600"),
+    },
+    "ranks": {
+        "one": ("--block-size", "32"),
+        "two": ("--tensor-parallel-size", "2"),
+        "two-of-64": ("--tensor-parallel-size", "2", "--block-size", "64"),
+    },
+}
+PROMPTS = {"block sizes": 200, "ranks": 50}
+
+
+@dataclass
+class Fleet:
+    """Instances of which each can prefill and decode."""
+
+    name: str
+    control_plane: Server
+    router: Server
+    servers: dict[str, Server]
+
+    def instances(self) -> list[dict[str, Any]]:
+        fleet = httpx.get(self.control_plane.url + "/v1/instances").json()["instances"]
+        assert len(fleet) == len(self.servers)
+        return list(fleet)
+
+    def let_prefill(self, name: str) -> None:
+        """One prefills, the others decode."""
+        for other in self.servers:
+            role = "prefill" if other == name else "decode"
+            answer = httpx.post(
+                f"{self.control_plane.url}/v1/instances/{other}/role", json={"role": role}
+            )
+            assert answer.is_success, answer.text
+
+    def received(self) -> dict[str, float]:
+        """Tokens that each has from others."""
+        metric = "vllm:external_prefix_cache_hits_total"
+        return {name: server.metric(metric) for name, server in self.servers.items()}
+
+
+def tokens_of(server: Server, prompt: list[int]) -> list[int]:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    answer = httpx.post(server.url + "/v1/completions", json=body, timeout=120.0)
+    assert answer.is_success, (len(prompt), answer.text)
+    [choice] = answer.json()["choices"]
+    return list(choice["token_ids"])
+
+
+@pytest.fixture(scope="module")
+def aggregated(folder: Path, model: Path) -> Iterator[Server]:
+    """Starts beside the others: to be waited for."""
+    with vllm("aggregated-layouts", folder, model) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=FLEETS)
+def fleet(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator[Fleet]:
+    with contextlib.ExitStack() as stack:
+        kind = request.param.replace(" ", "-")
+        control_plane = stack.enter_context(
+            kvxfer(f"serve-{kind}", folder, "serve", "--allow-anonymous")
+        )
+        control_plane.wait("/openapi.json")
+        router = stack.enter_context(
+            kvxfer(
+                *(f"router-{kind}", folder, "router", "--allow-anonymous"),
+                *("--control-plane", control_plane.url),
+            )
+        )
+        servers = {
+            name: stack.enter_context(
+                vllm(name, folder, model, *more, transfer=side(control_plane, "kv_both"))
+            )
+            for name, more in FLEETS[request.param].items()
+        }
+        for server in servers.values():
+            server.wait()
+        started = Fleet(request.param, control_plane, router, servers)
+        give_up = time.monotonic() + 20
+        while any(instance["state"] != "ready" for instance in started.instances()):
+            assert time.monotonic() < give_up, started.instances()
+            time.sleep(0.1)
+        yield started
+
+
+def test_tokens_are_those_of_an_aggregated_server(
+    aggregated: Server, fleet: Fleet, rng: random.Random
+) -> None:
+    """Every instance prefills for every other one. A transfer that is late on overcommitted cores
+    fails by name, and the router takes another pair."""
+    aggregated.wait()
+    asked = prompts(rng, PROMPTS[fleet.name])
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        whole = list(threads.map(lambda prompt: tokens_of(aggregated, prompt), asked))
+        for prefill in fleet.servers:
+            fleet.let_prefill(prefill)
+            before = fleet.received()
+            apart = list(threads.map(lambda prompt: tokens_of(fleet.router, prompt), asked))
+            different = [len(p) for p, a, b in zip(asked, apart, whole, strict=True) if a != b]
+            assert not different
+            got = {name: tokens - before[name] for name, tokens in fleet.received().items()}
+            assert got.pop(prefill) == 0
+            assert all(got.values()), f"{prefill} has not prefilled for every other one: {got}"
+
+
+def test_all_ranks_are_registered_as_one_instance(fleet: Fleet) -> None:
+    for instance in fleet.instances():
+        ranks = 2 if instance["instance_id"].startswith("two") else 1
+        assert instance["layout"]["tp_size"] == ranks
+        assert len(instance["rank_addresses"]) == (ranks if ranks > 1 else 0)
+        assert instance["layout"]["packing"] in ("vec", "amx")
