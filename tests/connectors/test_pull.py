@@ -58,15 +58,27 @@ def test_a_prompt_that_was_not_computed_is_not_kept() -> None:
     assert len(kept) == 0
 
 
-def test_the_samples_of_one_request_are_kept_once_and_have_one_reply() -> None:
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_the_samples_of_one_request_are_kept_once_and_have_one_reply(one_by_one: bool) -> None:
     kept = kept_prompts()
-    for request_id in ("0_r-1f", "1_r-1f", "2_r-1f"):
-        kept.arrived(request_id, 33, DIGEST)
+    kept.arrived("0_r-1f", 33, DIGEST)
+    kept.arrived("1_r-1f", 33, DIGEST)
+    if not one_by_one:
+        kept.arrived("2_r-1f", 33, DIGEST)
     assert kept.finished("0_r-1f", [5], computed=False) == (None, None)
     _, reply = finish(kept, "1_r-1f")
+    if one_by_one:
+        kept.arrived("2_r-1f", 33, DIGEST)
     assert kept.finished("2_r-1f", [7, 3, 8], computed=True) == (None, reply)
-    kept.arrived("1_r-1f", 33, DIGEST)
-    assert finish(kept, "1_r-1f")[1]["ticket"] != reply["ticket"], "that request is over"
+
+
+def test_what_samples_have_in_common_is_forgotten_with_their_lease() -> None:
+    kept = KeptPrompts("prefill-0", BLOCK, 1e-9, lambda: KEYS)
+    kept.source = Source(7, ADDRESSES)
+    for name in ("0_a", "0_b"):
+        kept.arrived(name, 33, DIGEST)
+        finish(kept, name)
+    assert len(kept._replies) == 1
 
 
 @pytest.mark.parametrize("other", [("1_r-2f", DIGEST), ("1_r-1f", b"other")])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +35,13 @@ class Source:
 class _Prompt:
     tokens: int
     digest: bytes
-    siblings: tuple[str, bytes]
 
 
 class KeptPrompts:
     """The prompts that an instance computes to be fetched. One thread: the engine's own loop.
 
     The samples of one request (`n` above 1) are requests of their own, and each of them has the
-    same prompt in its blocks. The proxy gets one reply, so one of them is kept for all.
+    same prompt in its blocks. The proxy gets one reply, so the first of them is kept for all.
     """
 
     source: Source
@@ -60,18 +58,14 @@ class KeptPrompts:
         self._lease_seconds = lease_seconds
         self._ticket_keys = ticket_keys
         self._prompts: dict[str, _Prompt] = {}
-        self._siblings: Counter[tuple[str, bytes]] = Counter()
-        self._replies: dict[tuple[str, bytes], dict[str, Any]] = {}
+        # Of samples, by what they have in common: when the lease ends, and the reply.
+        self._replies: dict[tuple[str, bytes], tuple[float, dict[str, Any]]] = {}
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def arrived(self, request_id: str, prompt_tokens: int, digest: bytes) -> None:
-        # vLLM calls its n samples 0_ID to (n-1)_ID, with an ID that is random in part.
-        index, _, parent = request_id.partition("_")
-        siblings = (parent if index.isdecimal() and parent else request_id, digest)
-        self._prompts[request_id] = _Prompt(prompt_tokens, digest, siblings)
-        self._siblings[siblings] += 1
+        self._prompts[request_id] = _Prompt(prompt_tokens, digest)
 
     def finished(
         self, request_id: str, block_ids: Sequence[int], *, computed: bool
@@ -79,18 +73,22 @@ class KeptPrompts:
         """What the worker side keeps and what the proxy is told, now that the request has ended;
         nothing of both where its prompt is not computed."""
         prompt = self._prompts.pop(request_id, None)
-        if prompt is None:
+        if prompt is None or not computed:
             return None, None
-        siblings = prompt.siblings
-        reply, send = self._replies.get(siblings), None
-        if reply is None and computed:
-            send, reply = self._keep(request_id, prompt, block_ids)
-            self._replies[siblings] = reply
-        self._siblings[siblings] -= 1
-        if not self._siblings[siblings]:
-            del self._siblings[siblings]
-            self._replies.pop(siblings, None)
-        return send, reply if computed else None
+        # vLLM calls its n samples 0_ID to (n-1)_ID, with an ID that is random in part. The first
+        # may have ended before the next one arrives.
+        index, _, parent = request_id.partition("_")
+        if not (index.isdecimal() and parent):
+            return self._keep(request_id, prompt, block_ids)
+        now = time.monotonic()
+        while self._replies and next(iter(self._replies.values()))[0] <= now:
+            del self._replies[next(iter(self._replies))]
+        samples = (parent, prompt.digest)
+        if samples in self._replies:
+            return None, self._replies[samples][1]
+        send, reply = self._keep(request_id, prompt, block_ids)
+        self._replies[samples] = (now + self._lease_seconds, reply)
+        return send, reply
 
     def _keep(
         self, request_id: str, prompt: _Prompt, block_ids: Sequence[int]
