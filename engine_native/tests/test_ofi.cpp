@@ -27,7 +27,6 @@ TEST_SUITE_BEGIN("ofi");
 
 namespace {
 
-
 // As for EFA: paths of one NIC share its endpoint.
 EngineOptions shared_options(const std::string& name, unsigned endpoints = 1) {
   EngineOptions options = ofi_options(name, endpoints);

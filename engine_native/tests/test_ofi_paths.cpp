@@ -11,11 +11,6 @@ using namespace kvxfer::test;
 
 TEST_SUITE_BEGIN("ofi");
 
-namespace {
-
-
-}  // namespace
-
 TEST_CASE("ofi: a half-received write places nothing once its path or region was closed") {
   if (ofi_skipped()) return;
   constexpr std::uint32_t kPiece = 1u << 20;

@@ -25,7 +25,6 @@ TEST_SUITE_BEGIN("verbs");
 
 namespace {
 
-
 std::vector<std::string> devices() { return options_for("verbs", "").nics; }
 
 // Software RDMA takes the processors for itself, for seconds where they are slow: a peer that is

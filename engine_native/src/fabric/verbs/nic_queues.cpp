@@ -37,7 +37,8 @@ Result<std::unique_ptr<NicQueues>> NicQueues::create(std::shared_ptr<const Verbs
   queues->queue_ =
       of.library().create_cq(of.context(), static_cast<int>(size), nullptr, queues->channel_, 0);
   if (!queues->queue_) return failed("completion queue");
-  const auto receives = std::min(static_cast<std::uint32_t>(of.limits().max_srq_wr), kMaxReceivesOfNic);
+  const auto receives =
+      std::min(static_cast<std::uint32_t>(of.limits().max_srq_wr), kMaxReceivesOfNic);
   if (size <= kSpareReceives || receives <= kSpareReceives) return failed("room in its queues");
   auto created = ReceiveQueue::create(queues->device_, receives);
   if (!created) return created.error();
