@@ -46,8 +46,8 @@ _PATIENCE: Final = 0.9
 class Brokered:
     """The errands of an endpoint's sessions to the control plane. Loop only.
 
-    An errand ends with its session, and gives up a little before the session's lease ends: then the
-    session fails with the errand's error.
+    An errand ends with its session, whose lease is its deadline; what is to be left at the control
+    plane is given up a little before, so that the session fails with the errand's error.
     """
 
     def __init__(
@@ -136,6 +136,6 @@ class Brokered:
             left = session.lease_remaining
             call = calls.block_table(session.transfer_id, wait_seconds=min(_POLL_SECONDS, left))
             try:
-                return await self.require().send(call, deadline=_PATIENCE * left)
+                return await self.require().send(call, deadline=left)
             except UnknownBlockTable:
                 continue
