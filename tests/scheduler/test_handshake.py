@@ -11,6 +11,8 @@ from kvxfer.scheduler.handshake import shake_hands
 from kvxfer.transfers import PlannedCopy, PlannedLayer, PlanSummary, RankPair
 from tests.control_plane import LAYOUT, worker
 
+OPAQUE = {"order": "HND", "kv": "opaque"}
+
 
 @pytest.fixture
 async def registry() -> EmbeddedRegistry:
@@ -111,6 +113,7 @@ async def test_role_both_takes_either_side(registry):
                 ("pp_size", 2, {}),
                 ("pp_rank", 1, {"pp_size": 2}),
                 ("mla", True, {"num_kv_heads": 1}),
+                ("packing", "neon", OPAQUE),
             )
         ),
     ],
@@ -122,6 +125,8 @@ async def test_pair_that_does_not_map_is_refused_by_the_field(field, change):
         prefill = {"layout": replace(LAYOUT, **{size: 2})}
     if field == "mla":
         prefill = {"layout": replace(LAYOUT, num_kv_heads=1)}
+    if field == "packing":
+        prefill = {"layout": replace(LAYOUT, packing="vec", **OPAQUE)}
     registry = EmbeddedRegistry()
     await registry.register(worker("p", "prefill", **prefill))
     await registry.register(worker("d", "decode", **change))
