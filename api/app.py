@@ -30,6 +30,7 @@ from kvxfer.api.staleness import MarkStale
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.kv.block_table import MAX_JSON_BYTES
 from kvxfer.scheduler.clock import Clock, SystemClock
+from kvxfer.scheduler.ending import end
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 
@@ -61,9 +62,7 @@ def create_app(
             yield
         finally:
             for task in tasks:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+                await end(task)
             await planner.close()
             await registry.close()
 

@@ -11,6 +11,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from kvxfer.errors import ControlPlaneUnavailable, NotLeader
+from kvxfer.scheduler.ending import end
 from kvxfer.scheduler.redis_registry.url import RedisUrl
 from kvxfer.scheduler.scaling import redis_leader
 from kvxfer.scheduler.scaling.redis_leader import RedisLeader
@@ -143,8 +144,7 @@ async def test_over_a_fail_over_one_replica_acts_at_a_time_and_tokens_ascend(ter
             await eventually(lambda: len(acts) > before + 5)
         finally:
             for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+                await end(task)
         latest, successor = acts[-1]
         # What a new master would hold that never heard of the latest term.
         with servers.standby.client() as client:
