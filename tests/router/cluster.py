@@ -80,14 +80,20 @@ class Cluster:
         return found
 
     def idle(self) -> bool:
-        """Whether no reservation is open and every block of every worker is free."""
+        """Whether no reservation is open, every block of every worker is free, and the control
+        plane knows that: it would pair others otherwise."""
         health = [
             httpx.get(f"{url}/healthz").json()
             for name, url in self._urls.items()
             if name in self._processes
         ]
         busy = any(h["free_blocks"] != BLOCKS or h["running"] for h in health)
-        return not busy and not self.open_transfers()
+        return not busy and not self.open_transfers() and not self._reported_busy()
+
+    def _reported_busy(self) -> bool:
+        found = httpx.get(f"{self.control_plane}/v1/instances").json()["instances"]
+        loads = [one["load"] for one in found if one["instance_id"] in self._processes]
+        return any(load["running"] or load["free_blocks"] not in (None, BLOCKS) for load in loads)
 
     def metric(self, name: str, url: str | None = None) -> float:
         """A metric of the router, or of what is at another URL."""
