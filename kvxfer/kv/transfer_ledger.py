@@ -36,7 +36,7 @@ class TransferLedger:
         if (use, rank) in uses:
             raise TicketInvalid(
                 f"the ticket of transfer {ticket.transfer_id} was already used for its {use}; "
-                "ask the control plane for a new one"
+                "send the request again for a new one"
             )
         uses.add((use, rank))
 
