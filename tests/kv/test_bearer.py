@@ -27,6 +27,7 @@ from .workers import (
     KEY,
     LAYERS,
     NUM_BLOCKS,
+    SOON,
     Worker,
     early_offers,
     eventually,
@@ -130,7 +131,7 @@ async def test_what_decode_releases_is_free_at_once(
                 session.write_layer(layer)
             await decode.endpoint.release(ticket, prefill.engine.address, "it is cached")
             with pytest.raises(TransferCancelled, match=text):
-                await asyncio.wait_for(session.finish(), 1)
+                await asyncio.wait_for(session.finish(), SOON)
         else:
             await decode.endpoint.release(ticket, prefill.engine.address, "it is cached")
             await eventually(lambda: len(prefill.endpoint._ledger) == 1)
@@ -139,7 +140,7 @@ async def test_what_decode_releases_is_free_at_once(
     assert prefill.pool.num_free == NUM_BLOCKS
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
     with pytest.raises(TicketInvalid, match="already used"):
-        await asyncio.wait_for(receiver.wait(), 1)
+        await asyncio.wait_for(receiver.wait(), SOON)
 
 
 async def test_a_release_after_the_offer_changes_nothing(
@@ -201,7 +202,7 @@ async def test_what_is_kept_for_a_decode_worker_that_dies_is_free_at_once(fabric
             await eventually(lambda: kept.pairs)
             await decode.engine.close()
         with pytest.raises(PeerLost):
-            await asyncio.wait_for(kept.wait(), 1)
+            await asyncio.wait_for(kept.wait(), SOON)
         assert prefill.pool.num_free == NUM_BLOCKS
 
 
@@ -235,7 +236,7 @@ async def test_a_keep_without_a_time_changes_nothing(
     await decode.endpoint.keep(ticket, prefill.engine.address)
     await decode.endpoint.release(ticket, prefill.engine.address, "told after it")
     with pytest.raises(TransferCancelled, match="told after it"):
-        await asyncio.wait_for(kept.wait(), 1)
+        await asyncio.wait_for(kept.wait(), SOON)
 
 
 async def test_a_keep_is_of_no_use_before_there_is_a_session_or_after_an_offer(
