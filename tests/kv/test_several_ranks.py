@@ -142,6 +142,25 @@ async def test_when_one_decode_rank_fails_prefill_and_the_other_rank_hear_of_it(
         assert ranks.decode[0].pool.num_free == NUM_BLOCKS
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [((1, 1), (2, 1)), ((1, 2), (1, 1))])
+async def test_every_prefill_rank_frees_what_it_keeps_for_a_decode_worker_that_dies(
+    fabric: str, prefill: tuple[int, int], decode: tuple[int, int]
+) -> None:
+    async with (
+        fleet(fabric, sized(LAYOUT, *prefill), sized(LAYOUT, *decode)) as ranks,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        ticket = ranks.ticket()
+        senders = await ranks.requests(ticket, stack)
+        for rank in ranks.decode:
+            await rank.endpoint.keep(ticket, ranks.addresses)
+        await eventually(lambda: all(len(s.pairs) == len(ranks.decode) for s in senders))
+        await ranks.decode[-1].engine.close()
+        for sender in senders:
+            with pytest.raises(PeerError):
+                await asyncio.wait_for(sender.wait(), SOON)
+
+
 async def test_a_decode_rank_that_fails_before_the_request_ends_the_offers_of_the_others(
     fabric: str,
 ) -> None:
