@@ -13,7 +13,7 @@ import msgspec
 from kvxfer.errors import ProtocolError
 from kvxfer.kv.layout import KvLayout
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 # A message of the engine is at most 1 MiB; this leaves room for the rest of DONE.
 MAX_TAIL_BYTES: Final = (1 << 20) - 1024
 
@@ -59,6 +59,15 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     transfer_id: str
     ticket: str
     reason: str
+
+
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """decode → prefill: the request waits here for blocks; an offer follows. Keep prefill's blocks
+    for so long from now, at most until the ticket expires."""
+
+    transfer_id: str
+    ticket: str
+    lease_seconds: float
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
@@ -109,7 +118,7 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
 
 
 Message: TypeAlias = (
-    Hello | Offer | Release | Expect | Accepted | Refused | Done | Cancel | Cancelled
+    Hello | Offer | Release | Keep | Expect | Accepted | Refused | Done | Cancel | Cancelled
 )
 
 _encoder: Final = msgspec.msgpack.Encoder()

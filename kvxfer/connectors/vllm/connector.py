@@ -97,7 +97,11 @@ class KvxferConnector(KVConnectorBase_V1):
         self._failed_blocks: set[int] = set()
         self._stats: TransferStats | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = TransferScheduler(self._block_size, self._side_of)
+            self._scheduler = TransferScheduler(
+                self._block_size,
+                self._side_of,
+                keep_seconds=self._settings.lease_seconds / 3,
+            )
             self._kept = KeptPrompts(
                 self._settings.instance_id,
                 self._block_size,
