@@ -56,7 +56,7 @@ class Side:
         results = self.worker.results(finished)
         self.told.sent |= results.sent
         self.told.received |= results.received
-        self.told.failed_blocks |= results.failed_blocks
+        self.told.failed |= results.failed
 
     def steps_until(self, condition: Callable[[], object]) -> None:
         give_up = time.monotonic() + 20
@@ -120,11 +120,11 @@ def params(
 
 
 def sent(of: TransferParams, ids: tuple[int, ...], until: int, total: int = 4) -> StepPlan:
-    return StepPlan(sends=[Send("p", of, DIGEST, total, ids, until)])
+    return StepPlan(sends=[Send("p", of, DIGEST, total, (ids,), until)])
 
 
 def offered(of: TransferParams, ids: tuple[int, ...], first: int = 0) -> StepPlan:
-    return StepPlan(receives=[Receive("d", of, DIGEST, first, ids)])
+    return StepPlan(receives=[Receive("d", of, DIGEST, first, (ids,))])
 
 
 @pytest.mark.parametrize("decode_first", [True, False])
@@ -142,7 +142,7 @@ def test_a_prompt_arrives_chunk_by_chunk(sides: tuple[Side, Side], decode_first:
     assert not prefill.told.sent, "vLLM has not finished the request"
     prefill.step(finished=("p", "another"))
     prefill.steps_until(lambda: prefill.told.sent)
-    assert (decode.told.received, decode.told.failed_blocks) == ({"d"}, set())
+    assert (decode.told.received, decode.told.failed) == ({"d"}, set())
     for ours, theirs in zip(prefill.memory, decode.memory, strict=True):
         assert (ours[[9, 1, 10]] == theirs[[8, 2, 5]]).all()
         untouched = sorted(set(range(BLOCKS)) - {8, 2, 5})
@@ -158,7 +158,7 @@ def test_a_kept_prompt_is_fetched_once_it_is_asked_for(sides: tuple[Side, Side])
     decode.step(offered(of, (8, 2, 5), first=1))
     decode.steps_until(lambda: decode.told.received)
     prefill.steps_until(lambda: prefill.told.sent)
-    assert (decode.told.received, decode.told.failed_blocks) == ({"d"}, set())
+    assert (decode.told.received, decode.told.failed) == ({"d"}, set())
     for ours, theirs in zip(prefill.memory, decode.memory, strict=True):
         assert (ours[[9, 1, 10]] == theirs[[8, 2, 5]]).all()
 
@@ -174,7 +174,7 @@ def test_prefill_frees_a_prompt_that_decode_releases(
     prefill.steps_until(lambda: prefill.told.sent)
     decode.step(offered(of, (4, 5, 6, 7)))
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    assert decode.told.failed == {"d"}
 
 
 def test_a_prompt_that_decode_has_released_is_not_kept_later(sides: tuple[Side, Side]) -> None:
@@ -196,13 +196,13 @@ def test_the_ticket_of_another_prompt_is_refused_and_stays_good_for_its_own(
     prefill, decode = sides
     of = params(prefill, decode, bearer=True)
     prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
-    decode.step(StepPlan(receives=[Receive("other", of, b"another", 0, (4, 5, 6, 7))]))
+    decode.step(StepPlan(receives=[Receive("other", of, b"another", 0, ((4, 5, 6, 7),))]))
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    assert decode.told.failed == {"other"}
     decode.told = Results()
     decode.step(offered(of, (8, 2, 5, 6)))
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == set()
+    assert decode.told.failed == set()
 
 
 @pytest.mark.parametrize("end", ["abort", "preemption", "never ran"])
@@ -224,7 +224,7 @@ def test_when_prefill_gives_up_decode_hears_of_it_at_once(
             prefill.step(finished=("p",))
             assert not prefill.told.sent, "vLLM has freed these blocks already"
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    assert decode.told.failed == {"d"}
 
 
 def test_an_aborted_decode_request_is_told_once_and_blames_no_block(
@@ -246,7 +246,7 @@ def test_a_ticket_that_is_too_late_fails_on_both_sides(sides: tuple[Side, Side])
     of = params(prefill, decode, seconds=-1.0)
     decode.step(offered(of, (4, 5, 6, 7)))
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    assert decode.told.failed == {"d"}
     prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
     assert prefill.told.sent == {"p"}
 
@@ -254,10 +254,10 @@ def test_a_ticket_that_is_too_late_fails_on_both_sides(sides: tuple[Side, Side])
 def test_another_prompt_under_the_same_ticket_fails(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
     of = params(prefill, decode)
-    decode.step(StepPlan(receives=[Receive("d", of, b"another", 0, (4, 5, 6, 7))]))
+    decode.step(StepPlan(receives=[Receive("d", of, b"another", 0, ((4, 5, 6, 7),))]))
     prefill.step(sent(of, (3, 9, 1, 10), 4))
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    assert decode.told.failed == {"d"}
 
 
 def test_a_lost_prefill_worker_fails_what_it_has_not_sent(sides: tuple[Side, Side]) -> None:
@@ -267,4 +267,4 @@ def test_a_lost_prefill_worker_fails_what_it_has_not_sent(sides: tuple[Side, Sid
     prefill.step(sent(of, (3, 9), 1))
     prefill.agent.close()
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    assert decode.told.failed == {"d"}
