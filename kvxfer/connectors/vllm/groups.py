@@ -25,7 +25,8 @@ def windows_of(config: KVCacheConfig) -> tuple[int | None, ...]:
         if kind in (FullAttentionSpec, MLAAttentionSpec):
             windows.append(None)
         elif isinstance(group.kv_cache_spec, SlidingWindowSpec) and kind is SlidingWindowSpec:
-            windows.append(group.kv_cache_spec.sliding_window)
+            spec = group.kv_cache_spec
+            windows.append(spec.sliding_window + spec.extra_retained_tokens)
         else:
             raise InvalidArgument(
                 f"the KV cache of {group.layer_names[0]} is a {kind.__name__}; kvxfer moves those "
