@@ -35,7 +35,7 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "sliding": Kind("sliding", [1, 1, 0, 2, 2, 0]),
+    "sliding": Kind("sliding", [0, 1, 2, 0, 1, 2]),
     "mla": Kind("mla", []),
     "fp8": Kind("llama", [], "float8_e4m3fn", ("--kv-cache-dtype", "fp8")),
 }

@@ -166,9 +166,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._held.release(preempted)
         for one in scheduled:
             of = one.request_id
-            tokens = self._scheduler.sent_tokens(of) or self._kept.tokens(of)
-            if tokens and one.computed_tokens + one.step_tokens >= tokens:
-                self._held.hold(of, tokens)
+            prompt = self._scheduler.sent_tokens(of) or self._kept.tokens(of)
+            if prompt and one.computed_tokens + one.step_tokens >= prompt:
+                self._held.hold(of, prompt)
         return StepMetadata(plan)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -21,16 +21,16 @@ def windows_of(config: KVCacheConfig) -> tuple[int | None, ...]:
     over all tokens or the last ones."""
     windows: list[int | None] = []
     for group in config.kv_cache_groups:
-        kind = type(group.kv_cache_spec)
-        if kind in (FullAttentionSpec, MLAAttentionSpec):
-            windows.append(None)
-        elif isinstance(group.kv_cache_spec, SlidingWindowSpec) and kind is SlidingWindowSpec:
-            spec = group.kv_cache_spec
+        spec = group.kv_cache_spec
+        # Not those that inherit from these: they keep blocks in another way.
+        if type(spec) is SlidingWindowSpec:
             windows.append(spec.sliding_window + spec.extra_retained_tokens)
+        elif type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+            windows.append(None)
         else:
             raise InvalidArgument(
-                f"the KV cache of {group.layer_names[0]} is a {kind.__name__}; kvxfer moves those "
-                "of attention over all tokens or a sliding window: serve this model without it"
+                f"the KV cache of {group.layer_names[0]} is a {type(spec).__name__}; kvxfer moves "
+                "those of attention over all tokens or a sliding window: serve this model without"
             )
     return tuple(windows)
 
