@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control sanitize chaos chaos-control chaos-vllm clean
+.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize chaos chaos-control chaos-vllm clean
 
 demo:
 	@scripts/setup demo
@@ -35,6 +35,10 @@ bench:
 bench-control:
 	@scripts/setup test
 	@scripts/bench-control
+
+bench-vllm:
+	@scripts/setup test
+	@scripts/bench-vllm
 
 sanitize:
 	@scripts/setup native

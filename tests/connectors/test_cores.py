@@ -11,7 +11,7 @@ import pytest
 # As libgomp does it to the worker that vLLM starts.
 _WORKER = """
 import os, threading
-from kvxfer.connectors.vllm.cores import leave_openmp_cores
+from kvxfer.connectors.cores import leave_openmp_cores
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 bound = os.sched_getaffinity(0)
 found = []

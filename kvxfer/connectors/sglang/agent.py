@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable
 
 from kvxfer.connectors.loop_thread import LoopThread
 from kvxfer.connectors.sglang.rooms import Rooms
 from kvxfer.connectors.sglang.settings import BackendSettings
-from kvxfer.engine import Engine
-from kvxfer.kv.cache import KvCache
+from kvxfer.connectors.transfer_engine import MakeCache, transfer_engine
 from kvxfer.kv.endpoint import KvEndpoint
 
 
@@ -30,7 +27,7 @@ class Agent(LoopThread):
         settings: BackendSettings,
         instance_id: str,
         epoch: int,
-        make_cache: Callable[[Engine], KvCache],
+        make_cache: MakeCache,
     ) -> None:
         super().__init__()
         self.settings = settings
@@ -39,32 +36,14 @@ class Agent(LoopThread):
         self._make_cache = make_cache
 
     async def _serve(self) -> None:
-        settings = self.settings
-        async with contextlib.AsyncExitStack() as stack:
-            engine = await stack.enter_async_context(
-                Engine(
-                    cluster_key=settings.cluster_key,
-                    name=self.instance_id,
-                    host=settings.host,
-                    fabrics=settings.fabrics,
-                    cpus=settings.cpus,
-                    peer_timeout=settings.peer_timeout,
-                )
-            )
-            cache = stack.enter_context(self._make_cache(engine))
-            self.rooms = Rooms(self._decline, settings.lease_seconds)
-            self.endpoint = await stack.enter_async_context(
-                KvEndpoint(
-                    engine,
-                    cache,
-                    None,
-                    instance_id=self.instance_id,
-                    epoch=self.epoch,
-                    ticket_key=settings.ticket_keys or settings.cluster_key,
-                    lease_seconds=settings.lease_seconds,
-                    on_offer=self.rooms.offered,
-                )
-            )
+        self.rooms = Rooms(self._decline, self.settings.lease_seconds)
+        async with transfer_engine(
+            self.settings,
+            self._make_cache,
+            instance_id=self.instance_id,
+            epoch=self.epoch,
+            on_offer=self.rooms.offered,
+        ) as (engine, _, self.endpoint):
             self.engine_address = engine.address
             self._started.set_result(None)
             await self._closing.wait()

@@ -4,43 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 from kvxfer.cluster_key import read_cluster_key
+from kvxfer.connectors.transfer_engine import (
+    DEFAULT_LEASE_SECONDS,
+    DEFAULT_PEER_TIMEOUT,
+    EngineSettings,
+)
 from kvxfer.errors import InvalidArgument
-from kvxfer.ticket import TicketKeys, as_ticket_keys, watch_ticket_keys
-from kvxfer.watched_file import WatchedFile
-
-DEFAULT_LEASE_SECONDS: Final = 30.0
-DEFAULT_PEER_TIMEOUT: Final = 0.7
+from kvxfer.ticket import watch_ticket_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackendSettings:
+class BackendSettings(EngineSettings):
     """The settings of one SGLang instance."""
-
-    host: str = "127.0.0.1"
-    """Where the transfer engine listens, and the other side finds it."""
-    cluster_key: bytes = field(repr=False)
-    ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
-    fabrics: tuple[str, ...] | None = None
-    cpus: tuple[int, ...] = ()
-    """Where the transfer engine's thread may run; empty leaves it where SGLang's scheduler runs."""
-    lease_seconds: float = DEFAULT_LEASE_SECONDS
-    """How long a side waits for the other."""
-    peer_timeout: float = DEFAULT_PEER_TIMEOUT
-    """Seconds without a heartbeat after which the other side counts as frozen."""
-
-    @property
-    def keys(self) -> TicketKeys:
-        """The keys of tickets as they are now."""
-        return (
-            as_ticket_keys(self.cluster_key)
-            if self.ticket_keys is None
-            else self.ticket_keys.current
-        )
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Self:

@@ -7,15 +7,16 @@ import concurrent.futures
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import httpx
 
 from kvxfer.cached_blocks import CachedBlocks
 from kvxfer.client import ControlPlaneClient
+from kvxfer.connectors.cores import leave_openmp_cores
 from kvxfer.connectors.loop_thread import START_SECONDS, LoopThread
-from kvxfer.connectors.vllm.cores import leave_openmp_cores
+from kvxfer.connectors.transfer_engine import MakeCache, transfer_engine
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine, Peer
 from kvxfer.errors import KvxferError
@@ -47,9 +48,9 @@ class Agent(LoopThread):
         self._joined: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._awaited.append(self._joined)
         self._cached = CachedBlocks()
-        self._make_cache: Callable[[Engine], KvCache]
+        self._make_cache: MakeCache
 
-    def start(self, make_cache: Callable[[Engine], KvCache]) -> str:
+    def start(self, make_cache: MakeCache) -> str:
         """Starts the engine; its address. Raises what keeps it from that."""
         self._make_cache = make_cache
         self.begin()
@@ -75,33 +76,10 @@ class Agent(LoopThread):
         self._ranks.cancel()
 
     async def _serve(self) -> None:
-        settings = self._settings
-        async with contextlib.AsyncExitStack() as stack:
-            engine = await stack.enter_async_context(
-                Engine(
-                    cluster_key=settings.cluster_key,
-                    name=settings.instance_id,
-                    host=settings.host,
-                    fabrics=settings.fabrics,
-                    cpus=settings.cpus,
-                    peer_timeout=settings.peer_timeout,
-                )
-            )
+        async with transfer_engine(
+            self._settings, self._make_cache, instance_id=self._settings.instance_id
+        ) as (engine, cache, self.endpoint):
             self.engine_address = engine.address
-            cache = stack.enter_context(self._make_cache(engine))
-            self.endpoint = await stack.enter_async_context(
-                KvEndpoint(
-                    engine,
-                    cache,
-                    None,
-                    instance_id=settings.instance_id,
-                    epoch=0,
-                    ticket_key=settings.ticket_keys or settings.cluster_key,
-                    lease_seconds=settings.lease_seconds,
-                    # A frozen worker does not answer either.
-                    connect_timeout=settings.peer_timeout,
-                )
-            )
             self._started.set_result(None)
             addresses = await self._ranks
             if cache.layout.rank == 0:

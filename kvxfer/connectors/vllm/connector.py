@@ -33,7 +33,7 @@ from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.instances import Role
 from kvxfer.prefix_hashes import prompt_hashes
 from kvxfer.prompt_digest import prompt_digest
-from kvxfer.ticket import TicketKeys, as_ticket_keys, verify_ticket
+from kvxfer.ticket import verify_ticket
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +107,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
                 self._settings.instance_id,
                 blocks,
                 self._settings.lease_seconds,
-                self._ticket_keys,
+                lambda: self._settings.keys,
             )
 
     # Scheduler side.
@@ -203,10 +203,6 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         addresses = tuple(endpoint.engine_address for endpoint in endpoints)
         self._kept.source = Source(endpoints[0].epoch, addresses)
 
-    def _ticket_keys(self) -> TicketKeys:
-        keys = self._settings.ticket_keys
-        return keys.current if keys else as_ticket_keys(self._settings.cluster_key)
-
     def _note_cached(self, request: Request) -> None:
         """Only prefill's cache counts for a pair, and only what nothing but tokens decides on."""
         if not self._publishes or request.mm_features or request.cache_salt is not None:
@@ -222,7 +218,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         if self._settings.role is not Role.BOTH:
             return self._settings.role
         try:
-            ticket = verify_ticket(params.ticket, self._ticket_keys())
+            ticket = verify_ticket(params.ticket, self._settings.keys)
         except KvxferError as error:
             logger.warning("%s", error)
             return None

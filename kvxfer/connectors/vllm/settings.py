@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from kvxfer.cluster_key import read_cluster_key
+from kvxfer.connectors.transfer_engine import (
+    DEFAULT_LEASE_SECONDS,
+    DEFAULT_PEER_TIMEOUT,
+    EngineSettings,
+)
 from kvxfer.errors import InvalidArgument
 from kvxfer.instances import Role
-from kvxfer.ticket import TicketKeys, watch_ticket_keys
-from kvxfer.watched_file import WatchedFile
-
-DEFAULT_LEASE_SECONDS: Final = 30.0
-DEFAULT_PEER_TIMEOUT: Final = 0.7
+from kvxfer.ticket import watch_ticket_keys
 
 _ROLES: Final = {
     "kv_producer": Role.PREFILL,
@@ -40,7 +41,7 @@ _KNOWN: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectorSettings:
+class ConnectorSettings(EngineSettings):
     """The settings of one vLLM instance."""
 
     role: Role
@@ -48,18 +49,7 @@ class ConnectorSettings:
     model: str
     http_address: str
     """Where the router finds this instance's API."""
-    host: str = "127.0.0.1"
-    """Where the transfer engine listens, and others find it."""
     control_plane: str | None = None
-    cluster_key: bytes = field(repr=False)
-    ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
-    fabrics: tuple[str, ...] | None = None
-    cpus: tuple[int, ...] = ()
-    """Where the transfer engine's thread may run; empty lets it run where the server may."""
-    lease_seconds: float = DEFAULT_LEASE_SECONDS
-    """How long a side waits for the other."""
-    peer_timeout: float = DEFAULT_PEER_TIMEOUT
-    """Seconds without a heartbeat after which the other side counts as frozen."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod

@@ -1,0 +1,1 @@
+"""Time to first token of disaggregated vLLM beside an aggregated one (`make bench-vllm`)."""

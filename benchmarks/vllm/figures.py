@@ -1,0 +1,124 @@
+"""Figures of one run, as they are printed and as JSON has them. Times in milliseconds."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from kvxfer.bench.machine import Machine
+
+TARGET_TOKENS: Final = 2000
+TARGET_RATIO: Final = 0.5
+"""Visible transfer, layer by layer against after prefill."""
+TARGET_MS: Final = 15.0
+"""Visible transfer in the median, on a quiet host."""
+TARGET_IDLE: Final = 0.01
+"""Of one core, beyond what vLLM takes without a connector."""
+
+
+class Mode(enum.StrEnum):
+    AGGREGATED = "aggregated"
+    LAYERS = "layer by layer"
+    LATE = "after prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Where the time to the first token went; the parts add up to it."""
+
+    until_prefill: float
+    """From the client's request to prefill's first step."""
+    prefill: float
+    """To the last layer of the prompt's last step."""
+    visible_transfer: float
+    """To decode's first step with the request."""
+    first_decode_step: float
+    """To the first token at the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request."""
+
+    round: int
+    prompt_tokens: int
+    mode: Mode
+    ttft: float
+    split: Split | None
+    """None of an aggregated server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    p50: float
+    p90: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        ordered = sorted(values)
+        return cls(median(ordered), ordered[round(0.9 * (len(ordered) - 1))])
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """All requests of one length in one mode."""
+
+    prompt_tokens: int
+    mode: Mode
+    ttft: Spread
+    ttft_ratio: float
+    """To the aggregated server's, median over the rounds."""
+    until_prefill: Spread | None = None
+    prefill: Spread | None = None
+    visible_transfer: Spread | None = None
+    first_decode_step: Spread | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VllmReport:
+    started_at: str
+    machine: Machine
+    load_average: float
+    rounds: int
+    figures: list[Figure]
+    visible_ratio: float
+    """Visible transfer layer by layer against after prefill, at TARGET_TOKENS, median over the
+    rounds."""
+    idle_cores: dict[str, float]
+    """By server, in parts of one core."""
+    samples: list[Sample]
+
+    @property
+    def met(self) -> bool:
+        return self.visible_ratio <= TARGET_RATIO
+
+
+def figures_of(samples: Sequence[Sample]) -> list[Figure]:
+    base = {(s.round, s.prompt_tokens): s.ttft for s in samples if s.mode is Mode.AGGREGATED}
+    made = []
+    for prompt_tokens in sorted({sample.prompt_tokens for sample in samples}):
+        for mode in Mode:
+            of = [s for s in samples if (s.prompt_tokens, s.mode) == (prompt_tokens, mode)]
+            splits = [sample.split for sample in of if sample.split is not None]
+            parts = {
+                part: Spread.of([getattr(split, part) for split in splits])
+                for part in Split.__dataclass_fields__
+                if splits
+            }
+            ratio = median(s.ttft / base[s.round, prompt_tokens] for s in of)
+            spread = Spread.of([sample.ttft for sample in of])
+            made.append(Figure(prompt_tokens, mode, spread, ratio, **parts))
+    return made
+
+
+def visible_ratio(samples: Sequence[Sample], prompt_tokens: int) -> float:
+    visible = {
+        (sample.round, sample.mode): sample.split.visible_transfer
+        for sample in samples
+        if sample.prompt_tokens == prompt_tokens and sample.split is not None
+    }
+    rounds = {number for number, _ in visible}
+    return median(visible[n, Mode.LAYERS] / visible[n, Mode.LATE] for n in rounds)
