@@ -81,17 +81,16 @@ def pair_of(kind: Kind, name: str, folder: Path, model: Path) -> Iterator[Cluste
         yield cluster
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    return KINDS[request.param]
-
-
 @pytest.fixture(scope="module")
-def pair(kind: Kind, folder: Path, model: Path) -> Iterator[Cluster]:
-    [name] = [name for name, one in KINDS.items() if one is kind]
+def pair(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator[Cluster]:
+    kind = KINDS[request.param]
     made = model if kind.model == "llama" else checkpoint(kind, folder)
-    with pair_of(kind, name, folder, made) as cluster:
+    with pair_of(kind, request.param, folder, made) as cluster:
         yield cluster
+
+
+kinds = pytest.mark.parametrize("pair", ["sliding", "fp8"], indirect=True)
+with_windows = pytest.mark.parametrize("pair", ["sliding"], indirect=True)
 
 
 def overwrite(cluster: Cluster, rng: random.Random) -> None:
@@ -100,7 +99,16 @@ def overwrite(cluster: Cluster, rng: random.Random) -> None:
         cluster.tokens(cluster.prefill, [rng.randrange(3, 512) for _ in range(3500)], max_tokens=1)
 
 
-def test_tokens_are_those_of_one_server(pair: Cluster, kind: Kind, rng: random.Random) -> None:
+def check_layouts(pair: Cluster) -> None:
+    kind = KINDS[pair.prefill.name.removeprefix("prefill-")]
+    for instance in httpx.get(pair.control_plane.url + "/v1/instances").json()["instances"]:
+        assert instance["layout"]["layer_groups"] == kind.layer_groups
+        assert instance["layout"]["mla"] == (kind.model == "mla")
+        assert instance["layout"]["dtype"] == kind.dtype
+
+
+@kinds
+def test_tokens_are_those_of_one_server(pair: Cluster, rng: random.Random) -> None:
     asked = prompts(rng, 36)
     asked += [[rng.randrange(3, 512) for _ in range(length)] for length in EDGES]
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
@@ -112,21 +120,31 @@ def test_tokens_are_those_of_one_server(pair: Cluster, kind: Kind, rng: random.R
     assert [len(p) for p, a, b in zip(asked, again, whole, strict=True) if a != b] == []
     assert received > sum(map(len, asked)) / 2, "decode has computed prompts itself"
     pair.wait_until_idle(pair.prefill, pair.decode)
-    instances = httpx.get(pair.control_plane.url + "/v1/instances").json()["instances"]
-    for instance in instances:
-        assert instance["layout"]["layer_groups"] == kind.layer_groups
-        assert instance["layout"]["mla"] == (kind.model == "mla")
-        assert instance["layout"]["dtype"] == kind.dtype
+    check_layouts(pair)
 
 
+@pytest.mark.parametrize("pair", ["mla"], indirect=True)
+def test_decode_goes_on_as_the_server_would_that_computed_the_prompt(
+    pair: Cluster, rng: random.Random
+) -> None:
+    """vLLM's kernels for MLA on CPU give one logit in prefill and another in decode or beside other
+    requests. So one request at a time, and the last token of its prompt is one that was decoded."""
+    for length in (1, 15, 16, 17, 100, 333, 1500):
+        prompt = [rng.randrange(3, 512) for _ in range(length)]
+        tokens = pair.tokens(pair.prefill, prompt, max_tokens=9)
+        assert pair.tokens(pair.router, [*prompt, tokens[0]]) == tokens[1:], length
+    assert pair.decode.metric("vllm:external_prefix_cache_hits_total") > 1900
+    pair.wait_until_idle(pair.prefill, pair.decode)
+    check_layouts(pair)
+
+
+@with_windows
 @pytest.mark.parametrize("length", EDGES)
 @pytest.mark.parametrize("way", ["push", "long push", "pull"])
 def test_what_decode_needs_is_kept_until_it_asks(
-    pair: Cluster, kind: Kind, rng: random.Random, way: str, length: int
+    pair: Cluster, rng: random.Random, way: str, length: int
 ) -> None:
     """vLLM gives blocks back that are outside of the window, and soon overwrites them."""
-    if not kind.layer_groups:
-        pytest.skip("no layer of this model has a window")
     prompt = [rng.randrange(3, 512) for _ in range(length)]
     if way == "pull":
         params = pair.keep(prompt)
@@ -142,12 +160,8 @@ def test_what_decode_needs_is_kept_until_it_asks(
     pair.wait_until_idle(pair.prefill, pair.decode)
 
 
-def test_blocks_outside_of_the_window_do_not_travel(
-    pair: Cluster, kind: Kind, rng: random.Random
-) -> None:
-    if not kind.layer_groups:
-        pytest.skip("no layer of this model has a window")
-
+@with_windows
+def test_blocks_outside_of_the_window_do_not_travel(pair: Cluster, rng: random.Random) -> None:
     def moved() -> list[float]:
         names = ("vllm:kvxfer_transfer_blocks_total", "vllm:kvxfer_transfer_bytes_total")
         return [pair.decode.metric(name, direction="receive") for name in names]
@@ -165,6 +179,7 @@ def test_blocks_outside_of_the_window_do_not_travel(
     assert now == [blocks, blocks * 2 * BLOCK * 2 * 2 * 32 * 4]
 
 
+@kinds
 def test_blocks_are_free_again_when_clients_leave(pair: Cluster, rng: random.Random) -> None:
     def leave(prompt: list[int]) -> None:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 100, "ignore_eos": True}
