@@ -6,13 +6,14 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
+from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.connectors.vllm.worker import Results, TransferWorker
 from kvxfer.instances import Role
@@ -67,7 +68,7 @@ class Side:
 
 
 @contextlib.contextmanager
-def serving(role: Role, url: str) -> Iterator[Side]:
+def serving(role: Role, url: str, layout: KvLayout) -> Iterator[Side]:
     settings = ConnectorSettings(
         role=role,
         instance_id=role.value,
@@ -82,7 +83,7 @@ def serving(role: Role, url: str) -> Iterator[Side]:
     agent = Agent(settings)
     try:
         address = agent.start(
-            lambda engine: KvCache.register(engine, LAYOUT, BLOCKS, [[plane] for plane in memory])
+            lambda engine: KvCache.register(engine, layout, BLOCKS, [[plane] for plane in memory])
         )
         agent.join([address])
         yield Side(agent, TransferWorker(agent, LAYERS), memory)
@@ -91,11 +92,17 @@ def serving(role: Role, url: str) -> Iterator[Side]:
 
 
 @pytest.fixture
-def sides() -> Iterator[tuple[Side, Side]]:
+def layer_groups() -> tuple[int, ...]:
+    return ()
+
+
+@pytest.fixture
+def sides(layer_groups: tuple[int, ...]) -> Iterator[tuple[Side, Side]]:
+    layout = replace(LAYOUT, layer_groups=layer_groups)
     with (
         RunningControlPlane() as control_plane,
-        serving(Role.PREFILL, control_plane.url) as prefill,
-        serving(Role.DECODE, control_plane.url) as decode,
+        serving(Role.PREFILL, control_plane.url, layout) as prefill,
+        serving(Role.DECODE, control_plane.url, layout) as decode,
     ):
         rng = np.random.default_rng(1)
         for plane in prefill.memory:
@@ -147,6 +154,28 @@ def test_a_prompt_arrives_chunk_by_chunk(sides: tuple[Side, Side], decode_first:
         assert (ours[[9, 1, 10]] == theirs[[8, 2, 5]]).all()
         untouched = sorted(set(range(BLOCKS)) - {8, 2, 5})
         assert not theirs[untouched].any()
+
+
+@pytest.mark.parametrize("layer_groups", [(0, 1, 0)])
+def test_of_each_group_the_blocks_arrive_that_decode_has_room_for(
+    sides: tuple[Side, Side],
+) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode)
+    first, second = ((3, 9), (NULL_BLOCK,) * 2), ((3, 9, 1, 10), (NULL_BLOCK, NULL_BLOCK, 2, 7))
+    prefill.step(StepPlan(sends=[Send("p", of, DIGEST, 4, first, 2)]))
+    prefill.step(StepPlan(sends=[Send("p", of, DIGEST, 4, second, 4)]))
+    room = ((8, 2, 5), (NULL_BLOCK, 4, 11))
+    decode.step(StepPlan(receives=[Receive("d", of, DIGEST, 1, room)]))
+    decode.steps_until(lambda: decode.told.received)
+    assert decode.told.failed == set()
+    places = [([9, 1, 10], [8, 2, 5]), ([2, 7], [4, 11]), ([9, 1, 10], [8, 2, 5])]
+    for layer, (source, target) in enumerate(places):
+        theirs = decode.memory[layer]
+        assert (prefill.memory[layer][source] == theirs[target]).all()
+        assert not theirs[sorted(set(range(BLOCKS)) - set(target))].any()
+    prefill.step(finished=("p",))
+    prefill.steps_until(lambda: prefill.told.sent)
 
 
 def test_a_kept_prompt_is_fetched_once_it_is_asked_for(sides: tuple[Side, Side]) -> None:
