@@ -19,6 +19,8 @@ pytestmark = pytest.mark.timeout(600)
 WORDS = " ".join(f"w{3 + 7 * i % 500}" for i in range(300))
 MESSAGES = [{"role": "system", "content": "w5 w6"}, {"role": "user", "content": WORDS}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# Nearly greedy: vLLM has no two greedy samples.
+TWO = {"n": 2, "temperature": 0.01, "seed": 7}
 
 
 def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -50,7 +52,7 @@ def assert_alike(ours: Any, theirs: Any, where: str = "answer") -> None:
     [
         (COMPLETIONS, {"prompt": WORDS, "max_tokens": 12}),
         (COMPLETIONS, {"prompt": WORDS + " w9", "max_tokens": 6, "logprobs": 2}),
-        (COMPLETIONS, {"prompt": WORDS + " w10", "max_tokens": 6, "min_tokens": 4, "n": 2}),
+        (COMPLETIONS, {"prompt": WORDS + " w10", "max_tokens": 6, "min_tokens": 4, **TWO}),
         (CHAT, {"messages": MESSAGES, "max_completion_tokens": 12}),
         (CHAT, {"messages": MESSAGES[1:], "max_tokens": 6, "logprobs": True, "top_logprobs": 2}),
     ],
