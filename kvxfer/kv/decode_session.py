@@ -17,7 +17,7 @@ from kvxfer.kv.block_ids import pack_block_table
 from kvxfer.kv.block_pool import BlockState
 from kvxfer.kv.lease import Lease
 from kvxfer.kv.messages import Offer
-from kvxfer.kv.session_state import DecodeEvent, DecodeState
+from kvxfer.kv.session_state import DecodeEvent, DecodeState, why_left
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -151,7 +151,7 @@ class DecodeSession:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self.cancel("its session was left" if error is None else repr(error))
+        await self.cancel(why_left(error))
 
     # What the inbounds say.
 

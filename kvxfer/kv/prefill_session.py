@@ -31,6 +31,7 @@ from kvxfer.kv.session_state import (
     PrefillEvent,
     PrefillState,
     StateMachine,
+    why_left,
 )
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ class PrefillSession:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self.cancel("its session was left" if error is None else repr(error))
+        await self.cancel(why_left(error))
 
     # What the endpoint hears from decode.
 

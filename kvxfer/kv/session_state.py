@@ -6,6 +6,7 @@ that maps to the same state is expected there and changes nothing.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from collections.abc import Mapping
 from typing import Final, Generic, TypeVar
@@ -144,3 +145,12 @@ class StateMachine(Generic[S, E]):
             )
         self.state = following
         return following
+
+
+def why_left(error: BaseException | None) -> str:
+    """What the other side is told of a session that was left before its end."""
+    if error is None:
+        return "its session was left"
+    if isinstance(error, asyncio.CancelledError):
+        return "its request was cancelled"
+    return f"its session was left by {type(error).__name__}: {error}"

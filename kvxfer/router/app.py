@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -21,8 +21,7 @@ from kvxfer.http_answer import DONE, EventStream, data_event, while_connected
 from kvxfer.router import errors
 from kvxfer.router.api_keys import ApiKeyGuard
 from kvxfer.router.bodies import ChatBody, CompletionBody, read_body
-from kvxfer.router.chat import ChatChunks, chat_completion
-from kvxfer.router.exchange import Chunk
+from kvxfer.router.exchange import CHAT, COMPLETIONS, Chunk
 from kvxfer.router.metrics import Metrics
 from kvxfer.router.routing import Router
 from kvxfer.router.settings import RouterSettings
@@ -48,30 +47,26 @@ def create_app(settings: RouterSettings, control_plane: ControlPlaneClient) -> F
         request: Request,
         body: CompletionBody | ChatBody,
         prefix: str,
-        whole: Callable[[Chunk], Chunk],
-        piece: Callable[[Chunk], Chunk],
     ) -> Response:
         asked = body.request(request.scope[REQUEST_ID_KEY], settings.bytes_per_token)
         own = {"id": f"{prefix}-{asked.request_id}"}
         if body.stream:
-            pieces = _events(
-                router.stream(asked), body.include_usage, lambda c: piece({**c, **own})
-            )
+            pieces = _events(router.stream(asked), body.include_usage, own)
             return EventStream(pieces, stall_seconds=settings.client_seconds)
         completion = await while_connected(request.receive, router.complete(asked))
-        return JSONResponse(whole({**completion, **own}))
+        return JSONResponse({**completion, **own})
 
-    @app.post("/v1/completions")
+    @app.post(COMPLETIONS)
     async def completions(request: Request) -> Response:
         guard.admit(request)
         body = read_body(CompletionBody, await request.body())
-        return await serve(request, body, "cmpl", _unchanged, _unchanged)
+        return await serve(request, body, "cmpl")
 
-    @app.post("/v1/chat/completions")
+    @app.post(CHAT)
     async def chat_completions(request: Request) -> Response:
         guard.admit(request)
         body = read_body(ChatBody, await request.body())
-        return await serve(request, body, "chatcmpl", chat_completion, ChatChunks().turn)
+        return await serve(request, body, "chatcmpl")
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
@@ -108,22 +103,18 @@ def create_app(settings: RouterSettings, control_plane: ControlPlaneClient) -> F
     return app
 
 
-def _unchanged(chunk: Chunk) -> Chunk:
-    return chunk
-
-
 async def _events(
-    chunks: AsyncGenerator[Chunk, None], include_usage: bool, turn: Callable[[Chunk], Chunk]
+    chunks: AsyncGenerator[Chunk, None], include_usage: bool, own: Mapping[str, str]
 ) -> AsyncGenerator[bytes, None]:
-    """A stream as the client gets it. An error after the first token is its last event, and there
-    is no [DONE]."""
+    """A stream as the client gets it, with the router's `own` members. An error after the first
+    token is its last event, and there is no [DONE]."""
     begun = False
     async with aclosing(chunks):
         try:
             async for chunk in chunks:
                 begun = True
                 if chunk["choices"] or include_usage:
-                    yield data_event(turn(chunk))
+                    yield data_event({**chunk, **own})
         except KvxferError as error:
             if not begun:
                 raise

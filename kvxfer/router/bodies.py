@@ -8,10 +8,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvxfer.prefix_hashes import NO_HASHES, asked_hashes
-from kvxfer.router.chat import Message, prompt_of
+from kvxfer.prefix_hashes import NO_HASHES, AskedHashes, asked_hashes
 from kvxfer.router.completion import CompletionRequest
 from kvxfer.router.errors import InvalidRequest
+from kvxfer.router.exchange import CHAT, COMPLETIONS
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -34,28 +34,46 @@ class _Body(BaseModel):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def _passed_on(self, prompt: str | list[int]) -> dict[str, Any]:
-        own = {"stream", "stream_options", "messages", "max_completion_tokens"}
-        sent = self.model_dump(exclude_unset=True, exclude_none=True, exclude=own)
-        return {**sent, "prompt": prompt}
+    def _request(
+        self, request_id: str, path: str, prompt_tokens: int, prefix: AskedHashes = NO_HASHES
+    ) -> CompletionRequest:
+        own = {"stream", "stream_options"}
+        return CompletionRequest(
+            request_id=request_id,
+            path=path,
+            model=self.model,
+            body=self.model_dump(exclude_unset=True, exclude_none=True, exclude=own),
+            prompt_tokens=prompt_tokens or None,
+            prefix=prefix,
+        )
 
 
 class CompletionBody(_Body):
     prompt: str | list[TokenId]
 
     def request(self, request_id: str, bytes_per_token: float) -> CompletionRequest:
-        return _request(self, request_id, self._passed_on(self.prompt), bytes_per_token)
+        if isinstance(self.prompt, str):
+            tokens = math.ceil(len(self.prompt.encode()) / bytes_per_token)
+            return self._request(request_id, COMPLETIONS, tokens)
+        prefix = asked_hashes(self.prompt, self.model)
+        return self._request(request_id, COMPLETIONS, len(self.prompt), prefix)
 
 
 class ChatBody(_Body):
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    """The workers make the prompt of the messages."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
 
     def request(self, request_id: str, bytes_per_token: float) -> CompletionRequest:
-        body = self._passed_on(prompt_of(self.messages))
-        if self.max_completion_tokens is not None:
-            body["max_tokens"] = self.max_completion_tokens
-        return _request(self, request_id, body, bytes_per_token)
+        nbytes = sum(len(_text(message.get("content")).encode()) for message in self.messages)
+        return self._request(request_id, CHAT, math.ceil(nbytes / bytes_per_token))
+
+
+def _text(content: Any) -> str:
+    """What is text in the content of a message."""
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 B = TypeVar("B", bound=_Body)
@@ -86,21 +104,3 @@ def _invalid(error: ValidationError) -> InvalidRequest:
         return InvalidRequest("prompt: it is text or a list of token ids, one prompt", param)
     where = ".".join(str(part) for part in first["loc"])
     return InvalidRequest(f"{where}: {first['msg']}", param)
-
-
-def _request(
-    body: _Body, request_id: str, passed_on: dict[str, Any], bytes_per_token: float
-) -> CompletionRequest:
-    prompt = passed_on["prompt"]
-    if isinstance(prompt, str):
-        tokens = math.ceil(len(prompt.encode()) / bytes_per_token)
-        prefix = NO_HASHES
-    else:
-        tokens, prefix = len(prompt), asked_hashes(prompt, body.model)
-    return CompletionRequest(
-        request_id=request_id,
-        model=body.model,
-        body=passed_on,
-        prompt_tokens=tokens or None,
-        prefix=prefix,
-    )

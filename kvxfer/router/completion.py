@@ -6,17 +6,24 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from kvxfer.prefix_hashes import NO_HASHES, AskedHashes
 from kvxfer.router.exchange import Chunk
 
+# Text that comes in pieces.
+_SAID: Final = frozenset(
+    {"text", "content", "reasoning", "reasoning_content", "refusal", "arguments"}
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A completion of one prompt."""
+    """A completion of one prompt, or the answer to one chat."""
 
     request_id: str
+    path: str
+    """Of OpenAI's API, here and at the workers."""
     model: str
     body: Mapping[str, Any]
     """What workers get, without what the router adds."""
@@ -28,22 +35,51 @@ class CompletionRequest:
 
 
 async def collect(chunks: AsyncGenerator[Chunk, None]) -> Chunk:
-    """The completion that a stream is the pieces of."""
+    """The completion, or the answer of a chat, that a stream is the pieces of."""
     choices: dict[int, dict[str, Any]] = {}
     completion: Chunk = {}
     async with aclosing(chunks):
         async for chunk in chunks:
-            completion.update(chunk)
+            for name, value in chunk.items():
+                if value is not None or name not in completion:
+                    completion[name] = value
             for piece in chunk["choices"]:
-                _add(choices.setdefault(piece["index"], {}), piece)
-    completion["choices"] = [choices[index] for index in sorted(choices)]
+                _add(choices.setdefault(piece["index"], {"finish_reason": None}), piece)
+    completion["object"] = completion.get("object", "text_completion").removesuffix(".chunk")
+    completion["choices"] = [_whole(choices[index]) for index in sorted(choices)]
     return completion
 
 
-def _add(choice: dict[str, Any], piece: Mapping[str, Any]) -> None:
+def _add(whole: dict[str, Any], piece: Mapping[str, Any]) -> None:
+    """What is said goes on, and so do lists; of all else the last counts."""
     for name, value in piece.items():
-        if name in ("text", "token_ids") and name in choice:
-            choice[name] += value
+        had = whole.get(name)
+        if had is None:
+            whole[name] = value
+        elif isinstance(had, dict) and isinstance(value, Mapping):
+            _add(had, value)
+        elif name == "tool_calls" and value:
+            _add_calls(had, value)
+        elif isinstance(had, list) or name in _SAID:
+            whole[name] = had + (value or had[:0])
+        elif value is not None:
+            whole[name] = value
+
+
+def _add_calls(calls: list[dict[str, Any]], pieces: list[dict[str, Any]]) -> None:
+    for piece in pieces:
+        same = [call for call in calls if call.get("index") == piece.get("index")]
+        if same:
+            _add(same[0], piece)
         else:
-            choice[name] = value
-    choice.setdefault("finish_reason", None)
+            calls.append(piece)
+
+
+def _whole(choice: dict[str, Any]) -> dict[str, Any]:
+    """A choice with its message, where it came in deltas."""
+    if "delta" not in choice:
+        return choice
+    message = choice.pop("delta")
+    for call in message.get("tool_calls") or ():
+        call.pop("index", None)
+    return {**choice, "message": message}

@@ -35,8 +35,13 @@ from kvxfer.transfers import OpenedTransfer, Party
 Chunk: TypeAlias = dict[str, Any]
 """A JSON object of OpenAI's API: an event of a stream, or a completion."""
 
-PATH: Final = "/v1/completions"
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
 
+# Prefill computes the prompt and one token, once.
+_NOT_FOR_PREFILL: Final = frozenset(
+    {"stream_options", "max_completion_tokens", "min_tokens", "n", "best_of"}
+)
 # What a worker says when the other one, or the way to it, has failed.
 _OF_THE_OTHER: Final = (
     PeerError,
@@ -70,11 +75,13 @@ class Exchange:
         transfer: OpenedTransfer,
         body: Mapping[str, Any],
         *,
+        path: str = COMPLETIONS,
         handshake: Handshake = "direct",
         token_seconds: float | None = None,
     ) -> None:
         self._http = http
         self._transfer = transfer
+        self._path = path
         self._headers = {"X-Request-ID": transfer.request_id, "Content-Type": "application/json"}
         params: dict[str, Any] = {
             "ticket": transfer.ticket,
@@ -150,7 +157,7 @@ class Exchange:
 
     async def _ask_prefill(self) -> bytes:
         party = self._transfer.prefill
-        body = {name: value for name, value in self._body.items() if name != "stream_options"}
+        body = {name: value for name, value in self._body.items() if name not in _NOT_FOR_PREFILL}
         response = await self._post(party, {**body, "max_tokens": 1, "stream": False})
         return await self._read(party, response)
 
@@ -169,7 +176,7 @@ class Exchange:
     async def _post(self, party: Party, body: Mapping[str, Any]) -> httpx.Response:
         request = self._http.build_request(
             "POST",
-            party.http_address + PATH,
+            party.http_address + self._path,
             content=json.dumps(body).encode(),
             headers=self._headers,
         )

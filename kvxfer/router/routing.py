@@ -118,6 +118,7 @@ class Router:
             self._http,
             transfer,
             request.body,
+            path=request.path,
             handshake=self._settings.handshake,
             token_seconds=self._settings.token_seconds,
         ) as exchange:

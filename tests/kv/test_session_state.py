@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -14,6 +15,7 @@ from kvxfer.kv.session_state import (
     PrefillEvent,
     PrefillState,
     StateMachine,
+    why_left,
 )
 
 ENDS_PREFILL = {PrefillState.DELIVERED, PrefillState.CANCELLED}
@@ -97,3 +99,17 @@ def test_an_event_that_is_not_allowed_changes_nothing_and_is_named() -> None:
         machine.advance(DecodeEvent.DONE)
     assert machine.state is DecodeState.OFFERED
     assert machine.advance(DecodeEvent.ACCEPTED) is DecodeState.RECEIVING
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (None, "its session was left"),
+        (asyncio.CancelledError(), "its request was cancelled"),
+        (ValueError("no room"), "its session was left by ValueError: no room"),
+    ],
+)
+def test_the_other_side_is_told_why_a_session_was_left(
+    error: BaseException | None, told: str
+) -> None:
+    assert why_left(error) == told

@@ -11,6 +11,7 @@ import pytest
 
 from kvxfer.event_stream import EventParser
 from kvxfer.reference.worker.app import make_app
+from kvxfer.reference.worker.completions import CompletionRequest
 
 from .workers import BLOCKS, WorkerPair, eventually, single_process
 
@@ -82,6 +83,63 @@ async def test_decode_streams_a_token_per_event(
     assert [choice["finish_reason"] for choice in choices] == [None] * 19 + ["length"]
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert workers.all_blocks_free()
+
+
+def chat_of(request: CompletionRequest) -> dict[str, Any]:
+    """The same as a chat of two messages, without its prompt."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    return request.model_dump(exclude={"prompt"}) | {"messages": messages}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_becomes_one_prompt(
+    stream: bool, workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+) -> None:
+    body = chat_of(workers.request("", max_tokens=20)) | {"max_completion_tokens": 5}
+    _, answer = await asyncio.gather(
+        clients[0].post("/v1/chat/completions", json=body),
+        clients[1].post("/v1/chat/completions", json={**body, "stream": stream}),
+    )
+    single = single_process()
+    tokens = single.generate("<|system|>\nBe brief.\n<|user|>\nhi\n<|assistant|>\n", 5)
+    expected = single.tokenizer.decode(tokens)
+    if stream:
+        *events, done = [event.data for event in EventParser().feed(answer.content)]
+        assert done == "[DONE]"
+        chunks = [json.loads(event) for event in events]
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * 4]
+        assert "".join(delta["content"] for delta in deltas) == expected
+    else:
+        assert answer.json()["object"] == "chat.completion"
+        [choice] = answer.json()["choices"]
+        assert choice["message"] == {"role": "assistant", "content": expected}
+    assert workers.all_blocks_free()
+
+
+@pytest.mark.parametrize(
+    ("messages", "detail"),
+    [
+        ([], "messages: "),
+        ([{"role": "x", "content": ""}], "messages.0.role: "),
+        ([{"role": "user"}], "messages.0.content: "),
+    ],
+)
+async def test_a_chat_that_cannot_be_read_gets_a_problem_document(
+    messages: list[Any],
+    detail: str,
+    workers: WorkerPair,
+    clients: tuple[httpx.AsyncClient, httpx.AsyncClient],
+) -> None:
+    body = chat_of(workers.request("")) | {"messages": messages}
+    for client in clients:
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["code"]) == (422, "invalid-argument")
+        assert detail in answer.json()["detail"]
 
 
 async def test_an_error_before_the_first_token_is_no_stream(

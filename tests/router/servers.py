@@ -16,6 +16,7 @@ from kvxfer.http_answer import DONE, data_event
 from kvxfer.http_listener import bind, url_of
 from kvxfer.instances import InstanceState, Role
 from kvxfer.router.app import create_app
+from kvxfer.router.exchange import CHAT, COMPLETIONS
 from kvxfer.router.settings import RouterSettings
 from tests.control_plane import worker
 
@@ -73,7 +74,9 @@ async def http_worker(
         with contextlib.suppress(ConnectionError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             length = int(head.partition("content-length:")[2].split()[0])
-            await answer(json.loads(await reader.readexactly(length)), writer)
+            body = json.loads(await reader.readexactly(length))
+            assert head.split()[1] == (CHAT if "messages" in body else COMPLETIONS)
+            await answer(body, writer)
             await writer.drain()
         writer.close()
 
@@ -104,11 +107,30 @@ def problem(status: int, code: str) -> Answer:
     return answers(status, "application/problem+json", content)
 
 
+def _event(kind: str, *choices: dict[str, Any], **more: Any) -> bytes:
+    told = {"id": "x", "object": kind, "created": 1, "model": "llama", "choices": choices}
+    return data_event({**told, **more})
+
+
 def chunk(text: str, finish_reason: str | None = None) -> bytes:
     choice = {"index": 0, "text": text, "token_ids": [7], "finish_reason": finish_reason}
-    return data_event({"id": "x", "created": 1, "model": "llama", "choices": [choice]})
+    return _event("text_completion", choice)
+
+
+def chat_chunk(finish_reason: str | None = None, **delta: str) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    return _event("chat.completion.chunk", choice)
 
 
 PREFILLS = answers(200, "application/json", b"{}")
-USAGE_CHUNK = data_event({"id": "x", "created": 1, "model": "llama", "choices": [], "usage": USAGE})
+USAGE_CHUNK = _event("text_completion", usage=USAGE)
 DECODES = answers(200, "text/event-stream", chunk("a") + chunk("b", "stop") + USAGE_CHUNK + DONE)
+CHATS = answers(
+    200,
+    "text/event-stream",
+    chat_chunk(role="assistant", content="")
+    + chat_chunk(content="a")
+    + chat_chunk("stop", content="b")
+    + _event("chat.completion.chunk", usage=USAGE)
+    + DONE,
+)

@@ -18,11 +18,11 @@ from kvxfer.event_stream import EventParser
 from kvxfer.instances import Role
 from kvxfer.reference.worker.completions import KvTransferParams
 from kvxfer.router.api_keys import watch_api_keys
+from kvxfer.router.exchange import CHAT, COMPLETIONS
 from tests.control_plane import LAYOUT, RunningControlPlane
 
-from .servers import DECODES, PREFILLS, USAGE, RunningRouter, http_worker
+from .servers import CHATS, DECODES, PREFILLS, USAGE, RunningRouter, http_worker
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ASKED = {"model": "llama", "prompt": "hi"}
 CHATTED = {"model": "llama", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -35,10 +35,12 @@ def control_plane() -> Iterator[RunningControlPlane]:
 
 def noting(bodies: dict[str, dict[str, Any]], role: Role) -> Any:
     """An answer that keeps what it was asked."""
-    answer = PREFILLS if role is Role.PREFILL else DECODES
 
     async def note(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         bodies[role] = body
+        answer = CHATS if "messages" in body else DECODES
+        if role is Role.PREFILL:
+            answer = PREFILLS
         await answer(body, writer)
 
     return note
@@ -140,19 +142,29 @@ async def test_a_stream_has_usage_only_where_it_is_asked_for(client, asked, usag
     assert [chunk["usage"] for chunk in read if "usage" in chunk] == [USAGE] * usage
 
 
-async def test_a_chat_becomes_one_prompt(client, asked) -> None:
+async def test_a_chat_is_the_workers_to_understand(client, asked) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "tool", "tool_call_id": "7", "content": "42"},
     ]
-    body = {"model": "llama", "messages": messages, "max_completion_tokens": 9, "seed": 3}
-    answer = (await client.post(CHAT, json=body)).json()
+    rest = {"max_completion_tokens": 9, "min_tokens": 5, "n": 2, "seed": 3}
+    answer = (await client.post(CHAT, json={"model": "llama", "messages": messages, **rest})).json()
+    assert answer["id"].startswith("chatcmpl-")
     assert answer["object"] == "chat.completion"
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "ab"}
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    assert asked["decode"]["prompt"] == "<|system|>\nBe brief.\n<|user|>\nhi\n<|assistant|>\n"
-    assert (asked["decode"]["max_tokens"], asked["decode"]["seed"]) == (9, 3)
-    assert "messages" not in asked["decode"]
+    assert answer["usage"] == USAGE
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "ab"},
+            "finish_reason": "stop",
+        }
+    ]
+    prefill, decode = asked["prefill"], asked["decode"]
+    assert prefill["messages"] == decode["messages"] == messages
+    assert decode.items() >= rest.items()
+    assert (prefill["max_tokens"], prefill["seed"]) == (1, 3)
+    assert not prefill.keys() & {"max_completion_tokens", "min_tokens", "n"}
 
 
 async def test_a_chat_streams_deltas(client, asked) -> None:
@@ -160,8 +172,9 @@ async def test_a_chat_streams_deltas(client, asked) -> None:
     assert done == "[DONE]"
     read = [json.loads(chunk) for chunk in chunks]
     assert {chunk["object"] for chunk in read} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in read}) == 1
     deltas = [choice["delta"] for chunk in read for choice in chunk["choices"]]
-    assert deltas == [{"role": "assistant", "content": "a"}, {"content": "b"}]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"}]
 
 
 async def test_models_are_those_of_ready_instances(client, asked) -> None:
@@ -188,8 +201,7 @@ async def test_models_are_those_of_ready_instances(client, asked) -> None:
         (COMPLETIONS, {**ASKED, "kv_transfer_params": {}}, "kv_transfer_params", "router makes"),
         (CHAT, {"model": "llama"}, "messages", "messages: Field required"),
         (CHAT, {**CHATTED, "messages": []}, "messages", "messages: "),
-        (CHAT, {**CHATTED, "messages": [{"role": "x", "content": ""}]}, "messages", ".role: "),
-        (CHAT, {**CHATTED, "messages": [{"role": "user"}]}, "messages", ".content: "),
+        (CHAT, {**CHATTED, "messages": ["hi"]}, "messages", "messages.0: "),
     ],
 )
 async def test_a_bad_body_names_the_member(client, asked, route, body, param, message) -> None:

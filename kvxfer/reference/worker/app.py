@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from kvxfer.errors import KvxferError
 from kvxfer.http_answer import DONE, EventStream, data_event, while_connected
 from kvxfer.reference.worker import problems
+from kvxfer.reference.worker.chat import ChatChunks, ChatRequest, Chunk, chat_completion
 from kvxfer.reference.worker.completions import (
     CompletionChunk,
     CompletionRequest,
@@ -22,7 +23,7 @@ from kvxfer.reference.worker.service import WorkerService
 
 
 def make_app(service: WorkerService) -> FastAPI:
-    """`POST /v1/completions` and `GET /healthz` of one worker."""
+    """`POST /v1/completions`, `POST /v1/chat/completions` and `GET /healthz` of one worker."""
     app = FastAPI(title="kvxfer worker")
     problems.install(app)
 
@@ -32,6 +33,14 @@ def make_app(service: WorkerService) -> FastAPI:
             return EventStream(_events(service.stream(body)))
         return await while_connected(request.receive, service.complete(body))
 
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Any:
+        asked = body.completion()
+        if asked.stream:
+            return EventStream(_events(service.stream(asked), ChatChunks().turn))
+        answer = await while_connected(request.receive, service.complete(asked))
+        return chat_completion(answer.model_dump())
+
     @app.get("/healthz")
     async def health() -> Health:
         return service.health()
@@ -39,14 +48,17 @@ def make_app(service: WorkerService) -> FastAPI:
     return app
 
 
-async def _events(chunks: AsyncGenerator[CompletionChunk, None]) -> AsyncGenerator[bytes, None]:
+async def _events(
+    chunks: AsyncGenerator[CompletionChunk, None],
+    turn: Callable[[Chunk], Chunk] = lambda chunk: chunk,
+) -> AsyncGenerator[bytes, None]:
     """`chunks` as OpenAI streams them; an error after the first is an event of its own."""
     begun = False
     async with aclosing(chunks):
         try:
             async for chunk in chunks:
                 begun = True
-                yield data_event(_event(chunk))
+                yield data_event(turn(_event(chunk)))
         except KvxferError as error:
             if not begun:
                 raise
@@ -55,6 +67,6 @@ async def _events(chunks: AsyncGenerator[CompletionChunk, None]) -> AsyncGenerat
     yield DONE
 
 
-def _event(chunk: CompletionChunk) -> dict[str, Any]:
+def _event(chunk: CompletionChunk) -> Chunk:
     """Without the members that only the last chunk has."""
     return {name: value for name, value in chunk.model_dump().items() if value is not None}

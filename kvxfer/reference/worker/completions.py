@@ -56,13 +56,12 @@ class StreamOptions(BaseModel):
     include_usage: bool = Field(False, description="One more event, with usage and timings.")
 
 
-class CompletionRequest(BaseModel):
-    """Greedy completion of one prompt. What this engine cannot do is refused, not ignored."""
+class RequestBody(BaseModel):
+    """What completions and chats have in common."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = Field(None, description="Where given, it has to be the worker's model.")
-    prompt: str | list[int] = Field(description="Text, or token ids.")
     max_tokens: int = Field(16, ge=1)
     ignore_eos: bool = False
     temperature: Literal[0] = 0
@@ -70,6 +69,12 @@ class CompletionRequest(BaseModel):
     stream: bool = Field(False, description="Decode only: an event per token.")
     stream_options: StreamOptions | None = None
     kv_transfer_params: KvTransferParams
+
+
+class CompletionRequest(RequestBody):
+    """Greedy completion of one prompt. What this engine cannot do is refused, not ignored."""
+
+    prompt: str | list[int] = Field(description="Text, or token ids.")
 
 
 class Choice(BaseModel):

@@ -56,26 +56,24 @@ def show(phases: list[Phase], console: Console) -> None:
     table = Table(
         title="Disaggregated vLLM under load; seconds until a failure was named",
         title_justify="left",
-        padding=(0, 0),
+        box=None,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("fault", no_wrap=True)
-    for column in ("sent", *Became, "leaks", "stalls", *_SHARES):
+    for column in (*Became, "leaks", *_SHARES):
         table.add_column(column, justify="right")
 
     def row(name: str, found: list[Phase]) -> None:
         naming = [one.seconds for phase in found for one in phase.naming]
         table.add_row(
             name,
-            str(sum(len(phase.sent) for phase in found)),
             *(str(sum(phase.count(became) for phase in found)) for became in Became),
             str(sum(len(phase.leaks) for phase in found)),
-            str(sum(phase.of(Cause.STALL) for phase in found)),
             *(f"{percentile(naming, p):.2f}" if naming else "-" for p in _SHARES.values()),
         )
 
     for phase in phases:
         row(phase.name, [phase])
-    table.add_section()
     row("all", phases)
     console.print(table)
 

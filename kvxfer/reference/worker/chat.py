@@ -1,4 +1,4 @@
-"""Chats over engines that only complete: messages become one prompt, completions become messages.
+"""Chats: messages become one prompt, a completion of it becomes a message.
 
 The prompt is, for each message, its role in `<|…|>` on a line of its own and its content on the
 next lines; `<|assistant|>` at the end asks for the answer:
@@ -15,9 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from kvxfer.router.exchange import Chunk
+from kvxfer.reference.worker.completions import CompletionRequest, RequestBody
+
+Chunk = dict[str, Any]
+"""A completion or an event of its stream, as JSON has it."""
 
 
 class TextPart(BaseModel):
@@ -41,6 +44,19 @@ class Message(BaseModel):
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
+
+
+class ChatRequest(RequestBody):
+    """Greedy answer to one chat. What this engine cannot do is refused, not ignored."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, description="Goes before max_tokens.")
+
+    def completion(self) -> CompletionRequest:
+        fields = self.model_dump(exclude={"messages", "max_completion_tokens"})
+        if self.max_completion_tokens is not None:
+            fields["max_tokens"] = self.max_completion_tokens
+        return CompletionRequest(prompt=prompt_of(self.messages), **fields)
 
 
 def prompt_of(messages: Sequence[Message]) -> str:
