@@ -59,6 +59,7 @@ _LAYOUT: JsonDict = {
     "kv": "separate",
     "mla": False,
     "packing": "",
+    "layer_groups": [],
 }
 _SPEC: JsonDict = {
     "instance_id": "prefill-0",
@@ -110,6 +111,11 @@ class Layout(BaseModel):
     mla: bool = Field(False, description="K and V are one latent vector per token.")
     packing: str = Field(
         "", max_length=32, description="The name of the engine's own order, with `kv` opaque."
+    )
+    layer_groups: tuple[Count, ...] = Field(
+        (),
+        max_length=1 << 16,
+        description="The KV cache group of each layer, where groups have block ids of their own.",
     )
 
     @model_validator(mode="after")

@@ -8,22 +8,24 @@ from typing import Self
 
 import numpy as np
 
+from kvxfer.kv.block_ids import ABSENT
 from kvxfer.kv.block_pool import BlockIds, BlockState
 
 
 class EngineBlocks:
-    """Blocks of one request, by id, for a session of either side.
+    """Blocks of one request, by id, for a session of either side: a list of them, or a row for
+    each KV cache group.
 
     The engine keeps them until the session has ended: it is told by `wait()` or `finish()` of the
     session, which return or raise when nothing can land in the blocks any more and nothing reads
     them any more. So nothing is given back here.
     """
 
-    def __init__(self, ids: Sequence[int] | int) -> None:
-        """Blocks that are known, or room for as many as a prompt needs that is computed in
-        chunks."""
+    def __init__(self, ids: Sequence[int] | BlockIds | int, groups: int = 1) -> None:
+        """Blocks that are known, or room for as many in each group as a prompt needs that is
+        computed in chunks."""
         self._ids: BlockIds = (
-            np.full(ids, -1, dtype=np.int32)
+            np.full((groups, ids), ABSENT, dtype=np.int32)
             if isinstance(ids, int)
             else np.array(ids, dtype=np.int32)
         )
@@ -34,13 +36,13 @@ class EngineBlocks:
         return self._ids
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return self._ids.shape[-1]
 
-    def fill(self, ids: Sequence[int]) -> None:
+    def fill(self, ids: Sequence[int] | BlockIds) -> None:
         """Takes the first blocks of the prompt, as far as they are allocated. Any thread, before
         they are written."""
-        known = min(len(ids), len(self._ids))
-        self._ids[:known] = ids[:known]
+        known = np.asarray(ids, dtype=np.int32)[..., : len(self)]
+        self._ids[..., : known.shape[-1]] = known
 
     def pin(self, reader: str) -> Self:  # noqa: ARG002 (the engine waits for the session)
         return self

@@ -21,7 +21,7 @@ from kvxfer.errors import BlockPoolExhausted, BlockStateError, InvalidArgument
 if TYPE_CHECKING:
     from typing import Self
 
-BlockIds: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
+BlockIds: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 class BlockState(enum.IntEnum):

@@ -131,23 +131,26 @@ class KvCache:
         """A cache in memory that the caller has: `arrays[layer][i]` for `layout.parts[i]`.
 
         Each array (numpy array, torch tensor or writable buffer) is contiguous with the block as
-        its first dimension. The cache owns the registrations, the caller keeps the memory.
+        its first dimension; one that several layers share is registered once. The cache owns the
+        registrations, the caller keeps the memory.
         """
-        regions: list[MemoryRegion] = []
+        regions: dict[int, MemoryRegion] = {}
         try:
             planes = []
             for layer in arrays:
-                registered = [engine.register(array) for array in layer]
-                regions += registered
+                for array in layer:
+                    if id(array) not in regions:
+                        regions[id(array)] = engine.register(array)
+                registered = [regions[id(array)] for array in layer]
                 planes.append(
                     [KvPlane(region, 0, region.nbytes // num_blocks) for region in registered]
                 )
             cache = cls(layout, num_blocks, planes, permute=permute)
         except BaseException:
-            for region in regions:
+            for region in regions.values():
                 region.close()
             raise
-        cache._registered = tuple(regions)
+        cache._registered = tuple(regions.values())
         return cache
 
     def plane(self, layer: int, part: Part) -> KvPlane:

@@ -13,7 +13,7 @@ from kvxfer.errors import (
     ProtocolError,
     TransferCancelled,
 )
-from kvxfer.kv.block_ids import pack_block_table
+from kvxfer.kv.block_ids import by_group, pack_block_table
 from kvxfer.kv.block_pool import BlockState
 from kvxfer.kv.lease import Lease
 from kvxfer.kv.messages import Offer
@@ -64,6 +64,8 @@ class DecodeSession:
         self._blocks = blocks
         self._first_block = first_block
         self._table = pack_block_table(blocks.ids)
+        # Blocks of each KV cache group that come.
+        self._present = (by_group(blocks.ids, cache.layout) >= 0).sum(axis=1).tolist()
         self._inbounds = tuple(inbounds)
         self._ended = ended
         self._error: KvxferError | None = None
@@ -90,9 +92,15 @@ class DecodeSession:
     @property
     def nbytes(self) -> int:
         """Bytes that come into the blocks, where prefill fills all of them."""
-        tokens = len(self._blocks) * self._cache.layout.block_size
+        layout = self._cache.layout
         plans = [inbound.pair.inbound_plan for inbound in self._inbounds]
-        return sum(plan.bytes_per_cycle * tokens // plan.cycle_tokens for plan in plans)
+        return sum(
+            self._present[layout.group_of(layer.dst_layer)]
+            * layer.bytes_per_cycle
+            // plan.dst_blocks
+            for plan in plans
+            for layer in plan.layers
+        )
 
     @property
     def lease_remaining(self) -> float:

@@ -42,7 +42,12 @@ class KvLayout:
     - `mla=True`: one, `[num_blocks, block_size, head_size]`, whatever `kv` says: K and V are one
       latent vector per token, whole on every TP rank
 
-    with `heads` and `block_size` swapped where `order="HND"`. Every field describes the whole model
+    with `heads` and `block_size` swapped where `order="HND"`.
+
+    `layer_groups` names the KV cache group of each layer where the engine gives each group block
+    ids of its own: a transfer then has a block table for each, in which blocks may be absent.
+
+    Every field describes the whole model
     except `tp_rank` and `pp_rank`. Raises InvalidArgument that names the field, its value and
     the remedy.
     """
@@ -60,6 +65,7 @@ class KvLayout:
     kv: KvArrangement = "separate"
     mla: bool = False
     packing: str = ""
+    layer_groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_size", "block_size"):
@@ -84,6 +90,7 @@ class KvLayout:
                 "pass 'HND'"
             )
         self._require_packing()
+        self._require_layer_groups()
         for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
             if getattr(self, rank) >= getattr(self, size):
                 raise InvalidArgument(
@@ -130,6 +137,18 @@ class KvLayout:
                 f"{self.head_size}; both are multiples of 16 there"
             )
 
+    def _require_layer_groups(self) -> None:
+        groups = self.layer_groups
+        if groups and (
+            not all(isinstance(group, int) for group in groups)
+            or len(groups) != self.num_layers
+            or set(groups) != set(range(max(groups) + 1))
+        ):
+            raise InvalidArgument(
+                f"KvLayout.layer_groups is {groups!r} for {self.num_layers} layers; pass the group "
+                "of each layer, counted from 0, or () where they have none"
+            )
+
     @property
     def num_ranks(self) -> int:
         """Ranks of the instance."""
@@ -174,6 +193,15 @@ class KvLayout:
     def first_layer(self) -> int:
         """Whole-model index of this pipeline stage's first layer."""
         return self.pp_rank * self.layers_per_rank
+
+    @property
+    def num_groups(self) -> int:
+        """Block tables of a transfer."""
+        return max(self.layer_groups, default=0) + 1
+
+    def group_of(self, layer: int) -> int:
+        """The KV cache group of a layer of this rank."""
+        return self.layer_groups[self.first_layer + layer] if self.layer_groups else 0
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -37,11 +37,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """decode → prefill: write into these blocks, with this immediate, within this time.
 
-    `blocks`: decode's block table, the same for every prefill rank. `grants`: an MR descriptor for
-    each part of each layer that the plan of the two ranks writes to, in order. It opens the plane
-    from the table's lowest block to the end of its highest, to this prefill rank and for this
-    transfer only. `first_block`: which block of the prompt the table begins with; those before it
-    decode has already.
+    `blocks`: decode's block table, the same for every prefill rank, with a row for each KV cache
+    group of the layout. `grants`: an MR descriptor for each part of each layer that the plan of the
+    two ranks writes to, in order. It opens the plane from the lowest block of the layer's group to
+    the end of its highest, to this prefill rank and for this transfer only. `first_block`: which
+    block of the prompt the table begins with; those before it decode has already.
     """
 
     transfer_id: str

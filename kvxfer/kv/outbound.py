@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvxfer.errors import Backpressure, InvalidArgument, PeerLost, ProtocolError, UnknownPeer
 from kvxfer.kv.messages import Accepted, Done, Offer
 
@@ -16,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Outbound:
-    """An accepted OFFER. Its session's lock guards it."""
+    """An accepted OFFER. Its session's lock guards it.
+
+    `source` and `target` are block tables with a row for each KV cache group.
+    """
 
     def __init__(self, pair: KvPair, offer: Offer, source: BlockIds, target: BlockIds) -> None:
         self.pair = pair
@@ -25,11 +30,12 @@ class Outbound:
         self._writes = pair.writes
         self._offer = offer
         self._source = source
-        self._target = target - target.min()  # counted from where the grants begin
+        # Counted from where the grants begin.
+        self._target = [np.where(row < 0, row, row - row[row >= 0].min()) for row in target]
         # Writes that wait for room in the engine, in order.
         self._queue: collections.deque[tuple[PlaneWrite, range]] = collections.deque()
-        # The same for every layer whose blocks lie equally far apart.
-        self._offsets: dict[tuple[Runs, range], tuple[Offsets, Offsets]] = {}
+        # The same for every layer of a group whose blocks lie equally far apart.
+        self._offsets: dict[tuple[Runs, int, range], tuple[Offsets, Offsets]] = {}
 
     @property
     def waits(self) -> bool:
@@ -71,13 +77,14 @@ class Outbound:
         self.pair.send(Done(self._offer.transfer_id, self.posted, tail))
 
     def _post(self, write: PlaneWrite, blocks: range, timeout: float) -> None:
-        runs = write.runs
-        if (runs, blocks) not in self._offsets:
-            first = self._offer.first_block
-            self._offsets[runs, blocks] = runs.offsets(self._source, self._target, first, blocks)
-        source, target = self._offsets[runs, blocks]
+        runs, group = write.runs, write.group
+        if (runs, group, blocks) not in self._offsets:
+            self._offsets[runs, group, blocks] = runs.offsets(
+                self._source[group], self._target[group], self._offer.first_block, blocks
+            )
+        source, target = self._offsets[runs, group, blocks]
         if not len(source):
-            return  # runs of blocks that the prompt has not, or that decode has
+            return  # runs of blocks that the prompt has not, or that decode has or does not want
         operation = self.pair.peer.write_pages(
             write.src,
             self._offer.grants[write.dst],

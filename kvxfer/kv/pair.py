@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import KvxferError, ProtocolError
+from kvxfer.kv.block_ids import by_group
 from kvxfer.kv.messages import PROTOCOL_VERSION, Hello, Message, encode
 from kvxfer.kv.plan import TransferPlan, plan_transfer
 from kvxfer.kv.plane_writes import PlaneWrite, bind_plan
@@ -37,16 +38,15 @@ def grant_ranges(
     cache: KvCache, plan: TransferPlan, blocks: BlockIds
 ) -> list[tuple[MemoryRegion, int, int]]:
     """What a writer of this plan to these blocks needs of each plane: region, offset and bytes."""
-    low, high = int(blocks.min()), int(blocks.max())
-    return [
-        (
-            plane.region,
-            plane.offset + low * plane.block_stride,
-            (high - low) * plane.block_stride + cache.layout.part_bytes,
-        )
-        for layer in plan.layers
-        for plane in cache.planes[layer.dst_layer]
-    ]
+    rows = by_group(blocks, cache.layout)
+    ends = [(int(row[row >= 0].min()), int(row.max())) for row in rows]
+    ranges = []
+    for layer in plan.layers:
+        low, high = ends[cache.layout.group_of(layer.dst_layer)]
+        for plane in cache.planes[layer.dst_layer]:
+            nbytes = (high - low) * plane.block_stride + cache.layout.part_bytes
+            ranges.append((plane.region, plane.offset + low * plane.block_stride, nbytes))
+    return ranges
 
 
 def check_hello(hello: Hello) -> None:

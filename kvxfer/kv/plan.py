@@ -48,6 +48,10 @@ class LayerPlan:
     dst_layer: int
     copies: tuple[StridedCopy, ...]
 
+    @property
+    def bytes_per_cycle(self) -> int:
+        return sum(copy.length * copy.count for copy in self.copies)
+
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
@@ -84,7 +88,7 @@ class TransferPlan:
     @property
     def bytes_per_cycle(self) -> int:
         """Bytes that a cycle takes over all layers."""
-        return sum(copy.length * copy.count for layer in self.layers for copy in layer.copies)
+        return sum(layer.bytes_per_cycle for layer in self.layers)
 
     @property
     def runs_per_cycle(self) -> int:
@@ -103,7 +107,9 @@ def plan_transfer(
     bridge.
     """
     require_mappable(prefill, decode)
-    order = _arrival_order(prefill, decode) if decode_permutes else decode.order
+    # Heads are put in order in all layers of a block, which of several groups are not one's own.
+    permutes = decode_permutes and not prefill.layer_groups
+    order = _arrival_order(prefill, decode) if permutes else decode.order
     layers = layers_between(prefill, decode)
     copies: tuple[StridedCopy, ...] = ()
     if layers:

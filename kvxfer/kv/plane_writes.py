@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from kvxfer.errors import InvalidArgument
 from kvxfer.kv.plan import StridedCopy, TransferPlan
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class Runs:
 
         Prefill's table begins with the prompt, decode's with `first_block` of it. Runs of blocks
         that they have not are left out: the last cycle may be filled in part. `only` keeps those
-        out of some of prefill's blocks.
+        out of some of prefill's blocks. Raises InvalidArgument where decode has a block that is
+        absent at prefill.
         """
         src_block, src_offset, dst_block, dst_offset = self.of_cycle.T
         cycle = np.arange(-(-len(source) // self.src_blocks), dtype=np.int64)[:, np.newaxis]
@@ -53,9 +55,16 @@ class Runs:
         dst = cycle * self.dst_blocks + dst_block - first_block
         some = range(len(source)) if only is None else only
         there = (src >= some.start) & (src < some.stop) & (dst >= 0) & (dst < len(target))
+        there[there] = target[dst[there]] >= 0
+        src_ids = source.astype(np.int64)[src[there]]
+        if len(src_ids) and src_ids.min() < 0:
+            missing = int(src[there][src_ids.argmin()])
+            raise InvalidArgument(
+                f"room for block {missing} of the prompt, which prefill does not have; its layers "
+                "have to have the same sliding window on both sides"
+            )
         return (
-            source.astype(np.int64)[src[there]] * self.src_stride
-            + np.broadcast_to(src_offset, there.shape)[there],
+            src_ids * self.src_stride + np.broadcast_to(src_offset, there.shape)[there],
             target.astype(np.int64)[dst[there]] * self.dst_stride
             + np.broadcast_to(dst_offset, there.shape)[there],
         )
@@ -66,12 +75,13 @@ class PlaneWrite:
     """The runs of one layer, with everything but the block tables.
 
     `src_offset` is where prefill's plane begins in its memory region. `dst` is an index into
-    Offer.grants, of which each begins at the lowest block offered.
+    Offer.grants, of which each begins at the lowest block offered of the layer's `group`.
     """
 
     src: MemoryRegion
     src_offset: int
     dst: int
+    group: int
     runs: Runs
 
 
@@ -93,7 +103,10 @@ def bind_plan(plan: TransferPlan, src: KvCache, dst: Hello) -> tuple[tuple[Plane
             if key not in known:
                 known[key] = list(_runs(plan, between, plane.block_stride, dst_stride))
             grant = index * len(plan.decode.parts) + part
-            of_layer += (PlaneWrite(plane.region, plane.offset, grant, runs) for runs in known[key])
+            group = plan.prefill.group_of(layer.src_layer)
+            of_layer += (
+                PlaneWrite(plane.region, plane.offset, grant, group, runs) for runs in known[key]
+            )
         writes[layer.src_layer] = tuple(of_layer)
     return tuple(writes)
 

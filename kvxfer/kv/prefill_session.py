@@ -20,6 +20,7 @@ from kvxfer.errors import (
     TransferCancelled,
 )
 from kvxfer.instances import Role
+from kvxfer.kv.block_ids import by_group
 from kvxfer.kv.identity import named
 from kvxfer.kv.lease import Lease
 from kvxfer.kv.messages import MAX_TAIL_BYTES, Cancel, Cancelled, Offer
@@ -107,8 +108,9 @@ class PrefillSession:
         self._ended.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._lease = Lease(lease_seconds, self._lease_over)
         try:
+            self._blocks = by_group(blocks.ids, layout)
+            self._num_blocks = self._blocks.shape[1]
             self._pin = blocks.pin(f"transfer {ticket.transfer_id}")
-            self._blocks = blocks.ids
         except BaseException:
             self._lease.end()
             raise
@@ -159,7 +161,7 @@ class PrefillSession:
         InvalidArgument for a layer that does not exist or was written so far before, and the
         transfer's error if it has failed.
         """
-        end = len(self._blocks) if until is None else until
+        end = self._num_blocks if until is None else until
         try:
             with self._lock:
                 if self._error is not None:
@@ -191,7 +193,7 @@ class PrefillSession:
         try:
             with self._lock:
                 if self._error is None and self._tail is None:
-                    whole = len(self._blocks)
+                    whole = self._num_blocks
                     layers = range(self._num_layers)
                     missing = [layer for layer in layers if self._written.get(layer) != whole]
                     if missing:
@@ -263,7 +265,7 @@ class PrefillSession:
         tables are not of the same prompt, or the rank has offered before; nothing was sent then.
         """
         layout = pair.hello.layout
-        self._check_offer(layout, offer.first_block, len(blocks))
+        self._check_offer(layout, offer.first_block, blocks.shape[1])
         outbound = Outbound(pair, offer, self._blocks, blocks)
         self._lease.renew(lease_seconds)
         self.meet(pair)
@@ -297,9 +299,9 @@ class PrefillSession:
             raise InvalidArgument(
                 f"layer {layer} does not exist; this rank has 0 to {self._num_layers - 1}"
             )
-        if end > len(self._blocks):
+        if end > self._num_blocks:
             raise InvalidArgument(
-                f"layer {layer} until block {end}; the prompt has {len(self._blocks)} blocks"
+                f"layer {layer} until block {end}; the prompt has {self._num_blocks} blocks"
             )
         if end <= self._written.get(layer, 0):
             raise InvalidArgument(
@@ -307,11 +309,11 @@ class PrefillSession:
             )
 
     def _check_offer(self, decode: KvLayout, first_block: int, num_blocks: int) -> None:
-        if not blocks_match(self._layout, len(self._blocks), decode, first_block + num_blocks):
+        if not blocks_match(self._layout, self._num_blocks, decode, first_block + num_blocks):
             after = f" after {first_block} that it has" if first_block else ""
             raise InvalidArgument(
                 f"transfer {self.transfer_id}: {self._peer_name} offers {num_blocks} blocks{after} "
-                f"for the {len(self._blocks)} blocks of prefill ({decode.block_size} and "
+                f"for the {self._num_blocks} blocks of prefill ({decode.block_size} and "
                 f"{self._layout.block_size} tokens each); both sides take as many blocks as the "
                 "prompt needs"
             )

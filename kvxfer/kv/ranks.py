@@ -15,7 +15,14 @@ from typing import Final
 from kvxfer.errors import LayoutMismatch
 from kvxfer.kv.layout import KvLayout
 
-_SAME_ON_BOTH_SIDES: Final = ("num_layers", "num_kv_heads", "head_size", "dtype", "mla")
+_SAME_ON_BOTH_SIDES: Final = (
+    "num_layers",
+    "num_kv_heads",
+    "head_size",
+    "dtype",
+    "mla",
+    "layer_groups",
+)
 _MAX_BLOCKS_IN_CYCLE: Final = 1024
 
 
@@ -28,6 +35,9 @@ def require_mappable(prefill: KvLayout, decode: KvLayout) -> None:
         fields += ["kv", "packing"]
         if prefill.packings is None:
             fields.append("block_size")
+    if prefill.layer_groups:
+        # Of a block that is present all tokens come, whatever is absent before it.
+        fields.append("block_size")
     for field in fields:
         ours, theirs = getattr(prefill, field), getattr(decode, field)
         if ours != theirs:

@@ -109,7 +109,7 @@ class Rendezvous:
                 raise failure
             # Raises LayoutMismatch, before any byte moves.
             _ = pair.writes
-            blocks = unpack_block_table(offer.blocks, pair.hello.num_blocks)
+            blocks = unpack_block_table(offer.blocks, pair.hello.num_blocks, pair.hello.layout)
             plan = pair.outbound_plan
             planes = len(plan.layers) * len(plan.decode.parts)
             if len(offer.grants) != planes:

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from msgspec import to_builtins
+from msgspec import json
 
 from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
@@ -43,7 +43,7 @@ def registration(instance_id: str, role: str = "prefill", **changes: Any) -> dic
     """The body that registers a worker, ready unless it is changed."""
     state = changes.pop("state", "ready")
     incarnation = changes.pop("incarnation", "")
-    body = to_builtins(worker(instance_id, role, **changes))
+    body = json.decode(json.encode(worker(instance_id, role, **changes)))
     return {**body, "state": state, "incarnation": incarnation}
 
 

@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvxfer.connectors.vllm.caches import layout_of, packing_name, register_caches
+from kvxfer.connectors.vllm.caches import (
+    in_model_order,
+    layout_of,
+    packing_name,
+    register_caches,
+)
 from kvxfer.engine import Engine
 from kvxfer.errors import InvalidArgument
 
@@ -78,3 +83,18 @@ def test_mla_has_one_latent_vector_per_token(shape: tuple[int, ...]) -> None:
 def test_what_cannot_be_mapped_is_refused(tensors: dict[str, torch.Tensor], named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):
         layout_of(tensors, 32, mla=False)
+
+
+async def test_layers_of_several_groups_share_their_memory() -> None:
+    one, other = torch.zeros(4, 2, 32, 64), torch.zeros(4, 2, 32, 64)
+    names = ["model.layers.10.attn", "model.layers.9.attn", "model.layers.2.attn"]
+    tensors = in_model_order(dict(zip(names, (one, one, other), strict=True)))
+    assert list(tensors) == names[::-1]
+    layout = layout_of(tensors, 32, mla=False, groups=[names[1:], names[:1]])
+    assert (layout.layer_groups, layout.num_groups) == ((0, 0, 1), 2)
+    async with Engine(cluster_key=b"0123456789abcdef", fabrics=("local",)) as engine:
+        with register_caches(engine, tensors, layout) as cache:
+            regions = [cache.plane(layer, "KV").region for layer in range(3)]
+            assert regions[1] is regions[2]
+            addresses = [region.address for region in regions]
+            assert addresses == [tensor.data_ptr() for tensor in tensors.values()]

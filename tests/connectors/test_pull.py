@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvxfer.connectors.vllm.plan import Send, TransferParams
+from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
 from kvxfer.connectors.vllm.pull import KeptPrompts, Source, is_pull
 from kvxfer.ticket import TicketKeys, verify_ticket
 
@@ -20,20 +21,21 @@ ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id
 
 
 def kept_prompts() -> KeptPrompts:
-    made = KeptPrompts("prefill-0", BLOCK, 30.0, lambda: KEYS)
+    made = KeptPrompts("prefill-0", PromptBlocks(BLOCK), 30.0, lambda: KEYS)
     made.source = Source(7, ADDRESSES)
     return made
 
 
 def finish(kept: KeptPrompts, request_id: str) -> tuple[Send, dict[str, Any]]:
-    send, reply = kept.finished(request_id, [5, 3, 8, 9], computed=True)
+    send, reply = kept.finished(request_id, [[5, 3, 8, 9]], computed=True)
     assert send is not None and reply is not None
     return send, reply
 
 
 def test_the_reply_lets_any_decode_worker_fetch_this_prompt() -> None:
     kept = kept_prompts()
-    kept.arrived("r", 33, DIGEST)
+    kept.arrived("r", 34, DIGEST)
+    assert kept.tokens("r") == 34
     send, reply = finish(kept, "r")
     ticket = verify_ticket(reply["ticket"], KEYS)
     assert ticket.bearer
@@ -45,7 +47,7 @@ def test_the_reply_lets_any_decode_worker_fetch_this_prompt() -> None:
     params = TransferParams.of(reply)
     assert params == TransferParams(reply["ticket"], ADDRESSES[0], ADDRESSES)
     # All of the prompt, without the block that a later token began.
-    assert send == Send("r", params, DIGEST, 3, (5, 3, 8), 3)
+    assert send == Send("r", params, DIGEST, 3, ((5, 3, 8),), 3)
     assert (reply["do_remote_prefill"], reply["do_remote_decode"]) == (True, False)
     assert (reply["remote_host"], reply["remote_port"]) == ("10.0.0.7", 4000)
     assert len(kept) == 0
@@ -54,8 +56,8 @@ def test_the_reply_lets_any_decode_worker_fetch_this_prompt() -> None:
 def test_a_prompt_that_was_not_computed_is_not_kept() -> None:
     kept = kept_prompts()
     kept.arrived("r", 33, DIGEST)
-    assert kept.finished("r", [5], computed=False) == (None, None)
-    assert kept.finished("another", [5], computed=True) == (None, None)
+    assert kept.finished("r", [[5]], computed=False) == (None, None)
+    assert kept.finished("another", [[5]], computed=True) == (None, None)
     assert len(kept) == 0
 
 
@@ -66,15 +68,15 @@ def test_the_samples_of_one_request_are_kept_once_and_have_one_reply(one_by_one:
     kept.arrived("1_r-1f", 33, DIGEST)
     if not one_by_one:
         kept.arrived("2_r-1f", 33, DIGEST)
-    assert kept.finished("0_r-1f", [5], computed=False) == (None, None)
+    assert kept.finished("0_r-1f", [[5]], computed=False) == (None, None)
     _, reply = finish(kept, "1_r-1f")
     if one_by_one:
         kept.arrived("2_r-1f", 33, DIGEST)
-    assert kept.finished("2_r-1f", [7, 3, 8], computed=True) == (None, reply)
+    assert kept.finished("2_r-1f", [[7, 3, 8]], computed=True) == (None, reply)
 
 
 def test_what_samples_have_in_common_is_forgotten_with_their_lease() -> None:
-    kept = KeptPrompts("prefill-0", BLOCK, 1e-9, lambda: KEYS)
+    kept = KeptPrompts("prefill-0", PromptBlocks(BLOCK), 1e-9, lambda: KEYS)
     kept.source = Source(7, ADDRESSES)
     for name in ("0_a", "0_b"):
         kept.arrived(name, 33, DIGEST)

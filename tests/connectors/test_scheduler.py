@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvxfer.connectors.vllm.plan import Receive, StepPlan, TransferParams
+from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
 from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
 from kvxfer.instances import Role
 
@@ -21,7 +22,7 @@ KEEP_SECONDS = 10.0
 def scheduler(
     side: Role | None, prompt_tokens: int, clock: Callable[[], float] = lambda: 0.0
 ) -> TransferScheduler:
-    made = TransferScheduler(BLOCK, lambda params: side, KEEP_SECONDS, clock)
+    made = TransferScheduler(PromptBlocks(BLOCK), lambda params: side, KEEP_SECONDS, clock)
     made.arrived("r", PARAMS, prompt_tokens, DIGEST)
     return made
 
@@ -29,9 +30,10 @@ def scheduler(
 @pytest.mark.parametrize(
     ("prompt", "steps", "until"),
     [
+        (1, [(0, 1)], [1]),
         (5, [(0, 5)], [1]),
-        (16, [(0, 16)], [1]),
-        (17, [(0, 17)], [2]),
+        (17, [(0, 17)], [1]),  # decode computes the last token, which is in another block
+        (18, [(0, 18)], [2]),
         (100, [(0, 40), (40, 40), (80, 20)], [2, 5, 7]),
         (100, [(0, 10), (10, 90)], [0, 7]),  # a chunk smaller than a block
         (100, [(96, 4)], [7]),  # a hit in prefill's prefix cache: its blocks travel too
@@ -42,34 +44,34 @@ def test_each_step_sends_the_blocks_that_it_completes(
     prompt: int, steps: list[tuple[int, int]], until: list[int]
 ) -> None:
     side = scheduler(Role.PREFILL, prompt)
-    total = -(-prompt // BLOCK)
+    total = PromptBlocks(BLOCK).count(prompt)
     planned, blocks = [], 0
     for computed, tokens in steps:
         needed = -(-(computed + tokens) // BLOCK)
         new, blocks = range(100 + blocks, 100 + needed), needed
-        planned += side.step([Scheduled("r", new, computed, tokens)], ()).sends
+        planned += side.step([Scheduled("r", [new], computed, tokens)], ()).sends
     assert [send.until for send in planned] == until
     assert {send.num_blocks for send in planned} == {total}
-    assert all(len(send.block_ids) >= send.until for send in planned)
-    assert planned[-1].block_ids == tuple(range(100, 100 + total))
+    assert all(len(send.block_ids[0]) >= send.until for send in planned)
+    assert planned[-1].block_ids == (tuple(range(100, 100 + total)),)
     assert side.finished("r", "stopped")
     assert side.step((), ()) == StepPlan()
 
 
 @pytest.mark.parametrize(
     ("prompt", "computed", "first", "offered"),
-    [(5, 0, 0, [7]), (33, 0, 0, [7, 8, 9]), (33, 16, 1, [8, 9]), (34, 32, 2, [9])],
+    [(5, 0, 0, [7]), (33, 0, 0, [7, 8]), (34, 16, 1, [8, 9]), (34, 32, 2, [9])],
 )
 def test_decode_offers_exactly_the_blocks_that_are_missing(
     prompt: int, computed: int, first: int, offered: list[int]
 ) -> None:
     side = scheduler(Role.DECODE, prompt)
     for _ in range(2):  # vLLM may ask again
-        assert side.external_tokens("r", computed) == prompt - computed
-    side.allocated("r", [7, 8, 9, 10], prompt - computed)
-    side.allocated("r", [7, 8, 9, 10], 0)  # and tells twice
+        assert side.external_tokens("r", computed) == prompt - 1 - computed
+    side.allocated("r", [[7, 8, 9, 10]], prompt - 1 - computed)
+    side.allocated("r", [[7, 8, 9, 10]], 0)  # and tells twice
     plan = side.step([Scheduled("r", (), prompt, 1)], ())
-    assert plan.receives == [Receive("r", PARAMS, DIGEST, first, tuple(offered))]
+    assert plan.receives == [Receive("r", PARAMS, DIGEST, first, (tuple(offered),))]
     assert (plan.sends, side.step((), ())) == ([], StepPlan())
 
 
@@ -79,7 +81,7 @@ def test_decode_lets_prefill_go_where_only_the_last_token_is_missing(
 ) -> None:
     side = scheduler(Role.DECODE, prompt)
     assert side.external_tokens("r", computed) == 0
-    side.allocated("r", [7, 8, 9], 0)
+    side.allocated("r", [[7, 8, 9]], 0)
     assert side.step((), ()).releases == [(PARAMS, "decode has no need of it")]
     assert not side.finished("r", "stopped")
     assert side.step((), ()) == StepPlan()
@@ -100,14 +102,14 @@ def test_prefill_hears_again_and_again_of_a_decode_request_that_waits_for_blocks
         heard.append(side.step((), ()).waiting)
         now += KEEP_SECONDS / 2
     assert heard == [[PARAMS], [], [PARAMS], [], [PARAMS]]
-    side.allocated("r", [7, 8, 9], 33)
+    side.allocated("r", [[7, 8, 9]], 33)
     now += KEEP_SECONDS
     assert side.step((), ()).waiting == []
 
 
 def test_prefill_hears_nothing_of_a_request_that_has_blocks_at_once_or_is_not_of_decode() -> None:
     side = scheduler(Role.DECODE, 33)
-    side.allocated("r", [7, 8, 9], 33)
+    side.allocated("r", [[7, 8, 9]], 33)
     assert side.step((), ()).waiting == []
     assert scheduler(Role.PREFILL, 33).step((), ()).waiting == []
 
@@ -118,16 +120,16 @@ def test_other_requests_with_the_same_ticket_wait_for_the_first(end: str) -> Non
     side.arrived("second", PARAMS, 33, DIGEST)
     assert side.external_tokens("second", 0) is None
     if end == "cached":
-        side.allocated("r", [7, 8, 9], 0)
+        side.allocated("r", [[7, 8, 9]], 0)
     elif end != "never allocated":
-        side.allocated("r", [7, 8, 9], 33)
+        side.allocated("r", [[7, 8, 9]], 32)
         assert side.external_tokens("second", 0) is None
     if end == "received":
         side.received({"r"})
     elif end != "cached":
         side.finished("r", "aborted")
     assert side.external_tokens("second", 32) == 0
-    side.allocated("second", [7, 8, 4], 0)
+    side.allocated("second", [[7, 8, 4]], 0)
     plan = side.step((), ())
     assert len(plan.receives) + len(plan.releases) == 1, "one request has the transfer"
     side.finished("r", "stopped")
@@ -139,7 +141,7 @@ def test_other_requests_with_the_same_ticket_wait_for_the_first(end: str) -> Non
 def test_prefill_sends_once_for_requests_with_the_same_ticket() -> None:
     side = scheduler(Role.PREFILL, 33)
     side.arrived("second", PARAMS, 33, DIGEST)
-    steps = [Scheduled(name, [1, 2, 3], 0, 33) for name in ("r", "second")]
+    steps = [Scheduled(name, [[1, 2, 3]], 0, 33) for name in ("r", "second")]
     assert [send.request_id for send in side.step(steps, ()).sends] == ["r"]
     assert side.finished("r", "stopped")
     assert not side.finished("second", "stopped")
@@ -147,7 +149,7 @@ def test_prefill_sends_once_for_requests_with_the_same_ticket() -> None:
 
 def test_a_request_is_received_once_and_computed_here_after_a_failure() -> None:
     side = scheduler(Role.DECODE, 33)
-    side.allocated("r", [7, 8, 9], 33)
+    side.allocated("r", [[7, 8, 9]], 32)
     side.step((), ())
     side.received({"r", "another"})
     assert side.external_tokens("r", 0) == 0
@@ -157,7 +159,7 @@ def test_a_request_is_received_once_and_computed_here_after_a_failure() -> None:
 
 def test_decode_gives_up_a_transfer_whose_request_is_aborted() -> None:
     side = scheduler(Role.DECODE, 33)
-    side.allocated("r", [7, 8, 9], 33)
+    side.allocated("r", [[7, 8, 9]], 32)
     side.step((), ())
     assert not side.finished("r", "aborted")  # vLLM keeps the blocks itself
     assert side.step((), ()).cancels == {"r": "aborted"}
@@ -166,14 +168,14 @@ def test_decode_gives_up_a_transfer_whose_request_is_aborted() -> None:
 
 def test_prefill_gives_up_a_transfer_that_is_aborted_half_way() -> None:
     side = scheduler(Role.PREFILL, 33)
-    side.step([Scheduled("r", [1], 0, 16)], ())
+    side.step([Scheduled("r", [[1]], 0, 16)], ())
     assert side.finished("r", "aborted"), "blocks are kept until nothing reads them"
     assert side.step((), ()).cancels == {"r": "aborted"}
 
 
 def test_a_computed_prompt_is_sent_even_if_its_request_is_aborted() -> None:
     side = scheduler(Role.PREFILL, 33)
-    side.step([Scheduled("r", [1, 2, 3], 0, 33)], ())
+    side.step([Scheduled("r", [[1, 2, 3]], 0, 33)], ())
     assert side.finished("r", "aborted")
     assert side.step((), ()).cancels == {}
 
@@ -186,17 +188,17 @@ def test_decode_hears_of_a_prefill_request_that_never_ran() -> None:
 
 def test_a_preempted_prefill_is_given_up_and_then_an_ordinary_request() -> None:
     side = scheduler(Role.PREFILL, 33)
-    side.step([Scheduled("r", [1], 0, 16)], ())
+    side.step([Scheduled("r", [[1]], 0, 16)], ())
     plan = side.step((), {"r", "another"})
     assert plan.preempted == ["r"]
-    assert side.step([Scheduled("r", [4, 5, 6], 0, 33)], ()).sends == []
+    assert side.step([Scheduled("r", [[4, 5, 6]], 0, 33)], ()).sends == []
     assert not side.finished("r", "stopped")
 
 
 def test_requests_without_a_ticket_or_with_that_of_others_are_ordinary() -> None:
-    nobody = TransferScheduler(BLOCK, lambda params: Role.DECODE, KEEP_SECONDS)
+    nobody = TransferScheduler(PromptBlocks(BLOCK), lambda params: Role.DECODE, KEEP_SECONDS)
     for side in (scheduler(None, 33), nobody):
         assert side.external_tokens("r", 0) == 0
-        side.allocated("r", [1, 2, 3], 0)
-        assert side.step([Scheduled("r", [1, 2, 3], 0, 33)], {"r"}) == StepPlan()
+        side.allocated("r", [[1, 2, 3]], 0)
+        assert side.step([Scheduled("r", [[1, 2, 3]], 0, 33)], {"r"}) == StepPlan()
         assert not side.finished("r", "stopped")

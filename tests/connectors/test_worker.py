@@ -6,13 +6,14 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
+from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.connectors.vllm.worker import Results, TransferWorker
 from kvxfer.instances import Role
@@ -56,7 +57,7 @@ class Side:
         results = self.worker.results(finished)
         self.told.sent |= results.sent
         self.told.received |= results.received
-        self.told.failed_blocks |= results.failed_blocks
+        self.told.failed |= results.failed
 
     def steps_until(self, condition: Callable[[], object]) -> None:
         give_up = time.monotonic() + 20
@@ -67,7 +68,9 @@ class Side:
 
 
 @contextlib.contextmanager
-def serving(role: Role, url: str, lease_seconds: float = 10.0) -> Iterator[Side]:
+def serving(
+    role: Role, url: str, layout: KvLayout = LAYOUT, lease_seconds: float = 10.0
+) -> Iterator[Side]:
     settings = ConnectorSettings(
         role=role,
         instance_id=role.value,
@@ -82,7 +85,7 @@ def serving(role: Role, url: str, lease_seconds: float = 10.0) -> Iterator[Side]
     agent = Agent(settings)
     try:
         address = agent.start(
-            lambda engine: KvCache.register(engine, LAYOUT, BLOCKS, [[plane] for plane in memory])
+            lambda engine: KvCache.register(engine, layout, BLOCKS, [[plane] for plane in memory])
         )
         agent.join([address])
         yield Side(agent, TransferWorker(agent, LAYERS), memory)
@@ -97,10 +100,18 @@ def control_plane() -> Iterator[RunningControlPlane]:
 
 
 @pytest.fixture
-def sides(control_plane: RunningControlPlane) -> Iterator[tuple[Side, Side]]:
+def layer_groups() -> tuple[int, ...]:
+    return ()
+
+
+@pytest.fixture
+def sides(
+    control_plane: RunningControlPlane, layer_groups: tuple[int, ...]
+) -> Iterator[tuple[Side, Side]]:
+    layout = replace(LAYOUT, layer_groups=layer_groups)
     with (
-        serving(Role.PREFILL, control_plane.url) as prefill,
-        serving(Role.DECODE, control_plane.url) as decode,
+        serving(Role.PREFILL, control_plane.url, layout) as prefill,
+        serving(Role.DECODE, control_plane.url, layout) as decode,
     ):
         rng = np.random.default_rng(1)
         for plane in prefill.memory:
@@ -125,11 +136,11 @@ def params(
 
 
 def sent(of: TransferParams, ids: tuple[int, ...], until: int, total: int = 4) -> StepPlan:
-    return StepPlan(sends=[Send("p", of, DIGEST, total, ids, until)])
+    return StepPlan(sends=[Send("p", of, DIGEST, total, (ids,), until)])
 
 
 def offered(of: TransferParams, ids: tuple[int, ...], first: int = 0) -> StepPlan:
-    return StepPlan(receives=[Receive("d", of, DIGEST, first, ids)])
+    return StepPlan(receives=[Receive("d", of, DIGEST, first, (ids,))])
 
 
 @pytest.mark.parametrize("decode_first", [True, False])
@@ -147,11 +158,33 @@ def test_a_prompt_arrives_chunk_by_chunk(sides: tuple[Side, Side], decode_first:
     assert not prefill.told.sent, "vLLM has not finished the request"
     prefill.step(finished=("p", "another"))
     prefill.steps_until(lambda: prefill.told.sent)
-    assert (decode.told.received, decode.told.failed_blocks) == ({"d"}, set())
+    assert (decode.told.received, decode.told.failed) == ({"d"}, set())
     for ours, theirs in zip(prefill.memory, decode.memory, strict=True):
         assert (ours[[9, 1, 10]] == theirs[[8, 2, 5]]).all()
         untouched = sorted(set(range(BLOCKS)) - {8, 2, 5})
         assert not theirs[untouched].any()
+
+
+@pytest.mark.parametrize("layer_groups", [(0, 1, 0)])
+def test_of_each_group_the_blocks_arrive_that_decode_has_room_for(
+    sides: tuple[Side, Side],
+) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode)
+    first, second = ((3, 9), (NULL_BLOCK,) * 2), ((3, 9, 1, 10), (NULL_BLOCK, NULL_BLOCK, 2, 7))
+    prefill.step(StepPlan(sends=[Send("p", of, DIGEST, 4, first, 2)]))
+    prefill.step(StepPlan(sends=[Send("p", of, DIGEST, 4, second, 4)]))
+    room = ((8, 2, 5), (NULL_BLOCK, 4, 11))
+    decode.step(StepPlan(receives=[Receive("d", of, DIGEST, 1, room)]))
+    decode.steps_until(lambda: decode.told.received)
+    assert decode.told.failed == set()
+    places = [([9, 1, 10], [8, 2, 5]), ([2, 7], [4, 11]), ([9, 1, 10], [8, 2, 5])]
+    for layer, (source, target) in enumerate(places):
+        theirs = decode.memory[layer]
+        assert (prefill.memory[layer][source] == theirs[target]).all()
+        assert not theirs[sorted(set(range(BLOCKS)) - set(target))].any()
+    prefill.step(finished=("p",))
+    prefill.steps_until(lambda: prefill.told.sent)
 
 
 def test_a_kept_prompt_is_fetched_once_it_is_asked_for(sides: tuple[Side, Side]) -> None:
@@ -163,7 +196,7 @@ def test_a_kept_prompt_is_fetched_once_it_is_asked_for(sides: tuple[Side, Side])
     decode.step(offered(of, (8, 2, 5), first=1))
     decode.steps_until(lambda: decode.told.received)
     prefill.steps_until(lambda: prefill.told.sent)
-    assert (decode.told.received, decode.told.failed_blocks) == ({"d"}, set())
+    assert (decode.told.received, decode.told.failed) == ({"d"}, set())
     for ours, theirs in zip(prefill.memory, decode.memory, strict=True):
         assert (ours[[9, 1, 10]] == theirs[[8, 2, 5]]).all()
 
@@ -179,7 +212,7 @@ def test_prefill_frees_a_prompt_that_decode_releases(
     prefill.steps_until(lambda: prefill.told.sent)
     decode.step(offered(of, (4, 5, 6, 7)))
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    assert decode.told.failed == {"d"}
 
 
 @pytest.mark.parametrize("bearer", [True, False])
@@ -187,7 +220,10 @@ def test_prefill_keeps_a_prompt_while_its_request_waits_at_decode(
     control_plane: RunningControlPlane, bearer: bool
 ) -> None:
     url, short = control_plane.url, 1.0
-    with serving(Role.PREFILL, url, short) as prefill, serving(Role.DECODE, url, short) as decode:
+    with (
+        serving(Role.PREFILL, url, lease_seconds=short) as prefill,
+        serving(Role.DECODE, url, lease_seconds=short) as decode,
+    ):
         of = params(prefill, decode, bearer=bearer)
         prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
         for _ in range(8):
@@ -198,7 +234,7 @@ def test_prefill_keeps_a_prompt_while_its_request_waits_at_decode(
         decode.step(offered(of, (8, 2, 5), first=1))
         decode.steps_until(lambda: decode.told.received)
         prefill.steps_until(lambda: prefill.told.sent)
-        assert (decode.told.received, decode.told.failed_blocks) == ({"d"}, set())
+        assert (decode.told.received, decode.told.failed) == ({"d"}, set())
 
 
 def test_a_prompt_that_decode_has_released_is_not_kept_later(sides: tuple[Side, Side]) -> None:
@@ -220,13 +256,13 @@ def test_the_ticket_of_another_prompt_is_refused_and_stays_good_for_its_own(
     prefill, decode = sides
     of = params(prefill, decode, bearer=True)
     prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
-    decode.step(StepPlan(receives=[Receive("other", of, b"another", 0, (4, 5, 6, 7))]))
+    decode.step(StepPlan(receives=[Receive("other", of, b"another", 0, ((4, 5, 6, 7),))]))
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    assert decode.told.failed == {"other"}
     decode.told = Results()
     decode.step(offered(of, (8, 2, 5, 6)))
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == set()
+    assert decode.told.failed == set()
 
 
 @pytest.mark.parametrize("end", ["abort", "preemption", "never ran"])
@@ -248,7 +284,7 @@ def test_when_prefill_gives_up_decode_hears_of_it_at_once(
             prefill.step(finished=("p",))
             assert not prefill.told.sent, "vLLM has freed these blocks already"
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    assert decode.told.failed == {"d"}
 
 
 def test_an_aborted_decode_request_is_told_once_and_blames_no_block(
@@ -270,7 +306,7 @@ def test_a_ticket_that_is_too_late_fails_on_both_sides(sides: tuple[Side, Side])
     of = params(prefill, decode, seconds=-1.0)
     decode.step(offered(of, (4, 5, 6, 7)))
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    assert decode.told.failed == {"d"}
     prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
     assert prefill.told.sent == {"p"}
 
@@ -278,10 +314,10 @@ def test_a_ticket_that_is_too_late_fails_on_both_sides(sides: tuple[Side, Side])
 def test_another_prompt_under_the_same_ticket_fails(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
     of = params(prefill, decode)
-    decode.step(StepPlan(receives=[Receive("d", of, b"another", 0, (4, 5, 6, 7))]))
+    decode.step(StepPlan(receives=[Receive("d", of, b"another", 0, ((4, 5, 6, 7),))]))
     prefill.step(sent(of, (3, 9, 1, 10), 4))
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    assert decode.told.failed == {"d"}
 
 
 def test_a_lost_prefill_worker_fails_what_it_has_not_sent(sides: tuple[Side, Side]) -> None:
@@ -291,4 +327,4 @@ def test_a_lost_prefill_worker_fails_what_it_has_not_sent(sides: tuple[Side, Sid
     prefill.step(sent(of, (3, 9), 1))
     prefill.agent.close()
     decode.steps_until(lambda: decode.told.received)
-    assert decode.told.failed_blocks == {4, 5, 6, 7}
+    assert decode.told.failed == {"d"}

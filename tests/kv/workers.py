@@ -8,7 +8,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ SOON = 4.0
 """Seconds, on a machine that is busy too, for what a side is told: before any lease ends."""
 LAYOUT = KvLayout(num_layers=6, num_kv_heads=2, head_size=32, dtype="float32", block_size=4)
 LAYERS = LAYOUT.num_layers
+GROUPED = replace(LAYOUT, layer_groups=(0, 1) * 3)
 
 
 @dataclass

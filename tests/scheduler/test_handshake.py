@@ -114,6 +114,7 @@ async def test_role_both_takes_either_side(registry):
                 ("pp_rank", 1, {"pp_size": 2}),
                 ("mla", True, {"num_kv_heads": 1}),
                 ("packing", "neon", OPAQUE),
+                ("layer_groups", (0,) * LAYOUT.num_layers, {}),
             )
         ),
     ],

@@ -34,6 +34,11 @@ def make(folder: Path) -> None:
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One word for each token."""
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -26,6 +26,15 @@ def packing_name(isa: str | None, cache_dtype: str) -> str:
     return "amx-fp8" if isa == "amx" and cache_dtype in _FP8 else isa or ""
 
 
+def in_model_order(caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Layer by layer, by the numbers in their names: groups of layers lie side by side in vLLM."""
+
+    def place(name: str) -> tuple[list[int], str]:
+        return [int(part) for part in name.split(".") if part.isdecimal()], name
+
+    return {name: caches[name] for name in sorted(caches, key=place)}
+
+
 def layout_of(
     caches: Mapping[str, torch.Tensor],
     block_size: int,
@@ -36,8 +45,10 @@ def layout_of(
     num_kv_heads: int | None = None,
     tp_size: int = 1,
     tp_rank: int = 0,
+    groups: Sequence[Sequence[str]] = (),
 ) -> KvLayout:
-    """The layout of caches of one shape in host memory. `num_kv_heads` are those of the model.
+    """The layout of caches of one shape in host memory. `num_kv_heads` are those of the model,
+    `groups` the names of the layers with block ids of their own.
 
     vLLM's CPU attention keeps `[num_blocks, heads, block_size, 2 * head_size]`, and within a head
     of a block the order that `packing` names; MLA keeps one latent vector per token. Raises
@@ -69,6 +80,8 @@ def layout_of(
             f"the KV cache of {name} is {list(first.shape)} with blocks of {block_size} tokens; "
             "there should be [blocks, heads, tokens, bytes of K and V]"
         )
+    group_of = {name: index for index, names in enumerate(groups) for name in names}
+    layer_groups = tuple(group_of[name] for name in caches) if groups else ()
     if mla:
         return KvLayout(
             num_layers=len(caches),
@@ -79,6 +92,7 @@ def layout_of(
             tp_size=tp_size,
             tp_rank=tp_rank,
             mla=True,
+            layer_groups=layer_groups,
         )
     if first.dim() == 3 or width % 2:
         raise InvalidArgument(
@@ -95,6 +109,7 @@ def layout_of(
         order="HND",
         kv="opaque",
         packing=packing,
+        layer_groups=layer_groups,
     )
     if layout.heads_per_rank != heads:
         raise InvalidArgument(
@@ -107,7 +122,9 @@ def layout_of(
 def register_caches(
     engine: Engine, caches: Mapping[str, torch.Tensor], layout: KvLayout
 ) -> KvCache:
-    """Registers the tensors, layer by layer; vLLM keeps the memory."""
-    tensors = list(caches.values())
-    planes = [[tensor.view(torch.uint8)] for tensor in tensors]
-    return KvCache.register(engine, layout, tensors[0].shape[0], planes)
+    """Registers the tensors, layer by layer; vLLM keeps the memory, which several layers share
+    where they are in different groups."""
+    memory = {tensor.data_ptr(): tensor.view(torch.uint8) for tensor in caches.values()}
+    planes = [[memory[tensor.data_ptr()]] for tensor in caches.values()]
+    num_blocks = next(iter(caches.values())).shape[0]
+    return KvCache.register(engine, layout, num_blocks, planes)

@@ -13,13 +13,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from kvxfer.connectors.vllm.agent import Agent
-from kvxfer.connectors.vllm.caches import layout_of, packing_name, register_caches
+from kvxfer.connectors.vllm.caches import in_model_order, layout_of, packing_name, register_caches
+from kvxfer.connectors.vllm.groups import HeldWindows, windows_of
 from kvxfer.connectors.vllm.plan import StepPlan, TransferParams
+from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
 from kvxfer.connectors.vllm.pull import KeptPrompts, Source, is_pull
 from kvxfer.connectors.vllm.ranks import gather_addresses, require_tensor_parallel, this_rank
 from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -61,11 +64,10 @@ class EndpointMetadata(KVConnectorHandshakeMetadata):
     engine_address: str
 
 
-class KvxferConnector(KVConnectorBase_V1):
+class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
     """The KV transfer of a vLLM instance.
 
-    vLLM makes two: one in the process of the scheduler, one in that of the worker. It is not
-    `SupportsHMA`, so that vLLM keeps all layers in one KV cache group.
+    vLLM makes two: one in the process of the scheduler, one in that of the worker.
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class KvxferConnector(KVConnectorBase_V1):
             model=served if isinstance(served, str) else served[0],
         )
         self._block_size = vllm_config.cache_config.block_size
+        self._windows = windows_of(kv_cache_config)
+        self._groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
         self._publishes = (
             self._settings.role is not Role.DECODE
             and vllm_config.cache_config.enable_prefix_caching
@@ -94,22 +98,24 @@ class KvxferConnector(KVConnectorBase_V1):
         self._scheduler: TransferScheduler
         self._worker: TransferWorker
         self._agent: Agent | None = None
-        self._failed_blocks: set[int] = set()
         self._stats: TransferStats | None = None
         if role is KVConnectorRole.SCHEDULER:
+            blocks = PromptBlocks(self._block_size, self._windows)
+            self._held = HeldWindows(blocks)
             self._scheduler = TransferScheduler(
-                self._block_size,
-                self._side_of,
-                keep_seconds=self._settings.lease_seconds / 3,
+                blocks, self._side_of, keep_seconds=self._settings.lease_seconds / 3
             )
             self._kept = KeptPrompts(
                 self._settings.instance_id,
-                self._block_size,
+                blocks,
                 self._settings.lease_seconds,
                 lambda: self._settings.keys,
             )
 
     # Scheduler side.
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        self._held.bind(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
         asked = request.kv_transfer_params
@@ -141,30 +147,38 @@ class KvxferConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        [ids] = blocks.get_block_ids()
+        ids = blocks.get_block_ids()
         self._scheduler.allocated(request.request_id, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         tokens = scheduler_output.num_scheduled_tokens
         cached = scheduler_output.scheduled_cached_reqs
         scheduled = [
-            Scheduled(new.req_id, new.block_ids[0], new.num_computed_tokens, tokens[new.req_id])
+            Scheduled(new.req_id, new.block_ids, new.num_computed_tokens, tokens[new.req_id])
             for new in scheduler_output.scheduled_new_reqs
         ]
         scheduled += [
-            Scheduled(request_id, ids[0] if ids else (), computed, tokens[request_id])
+            Scheduled(request_id, ids or (), computed, tokens[request_id])
             for request_id, ids, computed in zip(
                 cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
             )
         ]
         preempted = scheduler_output.preempted_req_ids or ()
-        return StepMetadata(self._scheduler.step(scheduled, preempted))
+        plan = self._scheduler.step(scheduled, preempted)
+        self._held.release(preempted)
+        for one in scheduled:
+            of = one.request_id
+            prompt = self._scheduler.sent_tokens(of) or self._kept.tokens(of)
+            if prompt and one.computed_tokens + one.step_tokens >= prompt:
+                self._held.hold(of, prompt)
+        return StepMetadata(plan)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.received(connector_output.finished_recving or ())
+        self._held.release(connector_output.finished_sending or ())
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._note_cached(request)
         how = f"its request ended: {request.status.name.lower().replace('_', ' ')}"
@@ -172,11 +186,16 @@ class KvxferConnector(KVConnectorBase_V1):
             RequestStatus.FINISHED_STOPPED,
             RequestStatus.FINISHED_LENGTH_CAPPED,
         )
-        send, reply = self._kept.finished(request.request_id, block_ids, computed=computed)
+        request_id = request.request_id
+        ids = self._held.block_ids(request_id) or block_ids
+        send, reply = self._kept.finished(request_id, ids, computed=computed)
         if send is not None:
             self._scheduler.keep(send)
             return True, reply
-        return self._scheduler.finished(request.request_id, how), reply
+        sending = self._scheduler.finished(request_id, how)
+        if not sending:
+            self._held.release((request_id,))
+        return sending, reply
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -216,6 +235,7 @@ class KvxferConnector(KVConnectorBase_V1):
         config, rank = self._vllm_config, this_rank()
         attention = config.compilation_config.static_forward_context
         isa = getattr(attention.get(next(iter(kv_caches), "")), "isa", None)
+        kv_caches = in_model_order(kv_caches)
         layout = layout_of(
             kv_caches,
             self._block_size,
@@ -225,6 +245,7 @@ class KvxferConnector(KVConnectorBase_V1):
             num_kv_heads=config.model_config.get_total_num_kv_heads(),
             tp_size=rank.size,
             tp_rank=rank.rank,
+            groups=self._groups if len(self._groups) > 1 or any(self._windows) else (),
         )
         self._agent = Agent(self._settings)
         address = self._agent.start(partial(register_caches, caches=kv_caches, layout=layout))
@@ -260,15 +281,12 @@ class KvxferConnector(KVConnectorBase_V1):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._worker.results(finished_req_ids)
-        self._failed_blocks = results.failed_blocks
         self._stats = TransferStats.of(results.ended) if results.ended else None
         return KVConnectorTransferResults(
-            finished_sending=results.sent, finished_recving=results.received
+            finished_sending=results.sent,
+            finished_recving=results.received,
+            failed_recving=results.failed,
         )
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         stats, self._stats = self._stats, None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvxfer.connectors.vllm.prompt_blocks import BlockTable
 from kvxfer.errors import InvalidArgument
 
 
@@ -55,8 +56,8 @@ class Send:
     params: TransferParams
     digest: bytes
     num_blocks: int
-    """Of the whole prompt."""
-    block_ids: tuple[int, ...]
+    """Of the whole prompt, in each KV cache group."""
+    block_ids: BlockTable
     """As far as they are allocated."""
     until: int
     """How many of the prompt's first blocks are complete after this step."""
@@ -70,7 +71,7 @@ class Receive:
     params: TransferParams
     digest: bytes
     first_block: int
-    block_ids: tuple[int, ...]
+    block_ids: BlockTable
 
 
 @dataclass(slots=True)

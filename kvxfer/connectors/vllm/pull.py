@@ -14,6 +14,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvxfer.connectors.vllm.plan import Send, TransferParams
+from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
 from kvxfer.ticket import Ticket, TicketKeys, sign_ticket
 
 # How long decode may have a prompt kept, by asking for it again and again while its request waits.
@@ -52,12 +53,12 @@ class KeptPrompts:
     def __init__(
         self,
         instance_id: str,
-        block_size: int,
+        blocks: PromptBlocks,
         lease_seconds: float,
         ticket_keys: Callable[[], TicketKeys],
     ) -> None:
         self._instance_id = instance_id
-        self._block_size = block_size
+        self._blocks = blocks
         self._lease_seconds = lease_seconds
         self._ticket_keys = ticket_keys
         self._prompts: dict[str, _Prompt] = {}
@@ -70,8 +71,13 @@ class KeptPrompts:
     def arrived(self, request_id: str, prompt_tokens: int, digest: bytes) -> None:
         self._prompts[request_id] = _Prompt(prompt_tokens, digest)
 
+    def tokens(self, request_id: str) -> int | None:
+        """Of its prompt, if it is to be kept."""
+        prompt = self._prompts.get(request_id)
+        return None if prompt is None else prompt.tokens
+
     def finished(
-        self, request_id: str, block_ids: Sequence[int], *, computed: bool
+        self, request_id: str, block_ids: Sequence[Sequence[int]], *, computed: bool
     ) -> tuple[Send | None, dict[str, Any] | None]:
         """What the worker side keeps and what the proxy is told, now that the request has ended;
         nothing of both where its prompt is not computed."""
@@ -94,7 +100,7 @@ class KeptPrompts:
         return send, reply
 
     def _keep(
-        self, request_id: str, prompt: _Prompt, block_ids: Sequence[int]
+        self, request_id: str, prompt: _Prompt, block_ids: Sequence[Sequence[int]]
     ) -> tuple[Send, dict[str, Any]]:
         ticket = Ticket(
             transfer_id=uuid.uuid4().hex,
@@ -108,8 +114,9 @@ class KeptPrompts:
         )
         addresses = self.source.addresses
         params = TransferParams(sign_ticket(ticket, self._ticket_keys()), addresses[0], addresses)
-        total = -(-prompt.tokens // self._block_size)
-        send = Send(request_id, params, prompt.digest, total, tuple(block_ids[:total]), total)
+        total = self._blocks.count(prompt.tokens)
+        table = self._blocks.table(block_ids, prompt.tokens)
+        send = Send(request_id, params, prompt.digest, total, table, total)
         engine = urlsplit(addresses[0])
         return send, {
             "do_remote_prefill": True,

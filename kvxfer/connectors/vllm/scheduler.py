@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
+from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
 from kvxfer.instances import Role
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ class Scheduled:
     """A request's part of one step."""
 
     request_id: str
-    new_block_ids: Sequence[int]
+    new_block_ids: Sequence[Sequence[int]]
+    """Of each KV cache group; empty where there are none."""
     computed_tokens: int
     """Before the step."""
     step_tokens: int
@@ -51,7 +53,7 @@ class _Request:
     stage: Stage = Stage.WAITING
     leader: _Request | None = None
     """The request whose transfer a following one waits for."""
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)
     planned: int = 0
     """Blocks that the steps so far complete."""
     keep_at: float = 0.0
@@ -63,13 +65,13 @@ class TransferScheduler:
 
     def __init__(
         self,
-        block_size: int,
+        blocks: PromptBlocks,
         side_of: SideOf,
         keep_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`keep_seconds`: how often prefill hears of a request that waits for blocks."""
-        self._block_size = block_size
+        self._blocks = blocks
         self._side_of = side_of
         self._keep_seconds = keep_seconds
         self._clock = clock
@@ -109,11 +111,12 @@ class TransferScheduler:
             return 0 if request.leader is None or request.leader.stage is Stage.ORDINARY else None
         if request.stage is not Stage.WAITING:
             return 0
-        missing = request.prompt_tokens - computed_tokens
-        # Decode computes the last token in any case.
-        return missing if missing > 1 else 0
+        # Decode computes the last token in any case, so what it attends to has to be here.
+        return max(request.prompt_tokens - 1 - computed_tokens, 0)
 
-    def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
+    def allocated(
+        self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
         """The request has its blocks, and waits for `external_tokens` of its prompt."""
         request = self._requests.get(request_id)
         if request is None or request.side is Role.PREFILL or request.stage is not Stage.WAITING:
@@ -123,16 +126,24 @@ class TransferScheduler:
             self._plan.releases.append((request.params, "decode has no need of it"))
             return
         request.stage = Stage.RECEIVING
-        first = (request.prompt_tokens - external_tokens) // self._block_size
+        first = (request.prompt_tokens - 1 - external_tokens) // self._blocks.block_size
+        count = self._blocks.count(request.prompt_tokens)
         self._plan.receives.append(
             Receive(
                 request_id,
                 request.params,
                 request.digest,
                 first,
-                tuple(block_ids[first : self._blocks_for(request.prompt_tokens)]),
+                tuple(tuple(ids[first:count]) for ids in block_ids),
             )
         )
+
+    def sent_tokens(self, request_id: str) -> int | None:
+        """Tokens of the prompt, if it is sent from here."""
+        request = self._requests.get(request_id)
+        if request is None or request.stage is not Stage.SENDING:
+            return None
+        return request.prompt_tokens
 
     def received(self, request_ids: Collection[str]) -> None:
         """The transfers to these requests have ended, well or not."""
@@ -175,7 +186,7 @@ class TransferScheduler:
             del self._leaders[request.params.ticket]
         stage, request.stage = request.stage, Stage.ORDINARY  # for those that follow it
         if stage is Stage.SENDING:
-            if request.planned < self._blocks_for(request.prompt_tokens):
+            if request.planned < self._blocks.count(request.prompt_tokens):
                 self._plan.cancels[request_id] = how
             return True
         if stage is Stage.RECEIVING:
@@ -190,24 +201,24 @@ class TransferScheduler:
         self._plan.sends.append(send)
 
     def _plan_send(self, request: _Request, one: Scheduled) -> None:
-        total = self._blocks_for(request.prompt_tokens)
+        total = self._blocks.count(request.prompt_tokens)
         if request.stage is Stage.ORDINARY or request.planned == total:
             return
         request.stage = Stage.SENDING
-        request.block_ids += one.new_block_ids
+        request.block_ids = request.block_ids or [[] for _ in one.new_block_ids]
+        for ids, new in zip(request.block_ids, one.new_block_ids, strict=False):
+            ids += new
         computed = one.computed_tokens + one.step_tokens
-        whole = computed >= request.prompt_tokens
-        request.planned = total if whole else computed // self._block_size
+        request.planned = min(computed // self._blocks.block_size, total)
+        if computed >= request.prompt_tokens - 1:
+            request.planned = total
         self._plan.sends.append(
             Send(
                 one.request_id,
                 request.params,
                 request.digest,
                 total,
-                tuple(request.block_ids[:total]),
+                self._blocks.table(request.block_ids, request.prompt_tokens),
                 request.planned,
             )
         )
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)

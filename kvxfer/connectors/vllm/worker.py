@@ -11,11 +11,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from kvxfer.connectors.engine_blocks import EngineBlocks
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.ended import DELIVERED, Ended
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
+from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK, BlockTable
 from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled
+from kvxfer.kv.block_ids import ABSENT
+from kvxfer.kv.block_pool import BlockIds
 from kvxfer.kv.prefill_session import PrefillSession
 
 logger = logging.getLogger(__name__)
@@ -32,7 +37,7 @@ class Results:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     """With those that failed."""
-    failed_blocks: set[int] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
     ended: list[Ended] = field(default_factory=list)
     """For the metrics."""
 
@@ -93,7 +98,7 @@ class TransferWorker:
                 self._sends[send.request_id] = self._begin_send(send)
             outgoing = self._sends[send.request_id]
             if outgoing is not None:
-                outgoing.blocks.fill(send.block_ids)
+                outgoing.blocks.fill(_ids(send.block_ids))
 
     def save_layer(self, name: str) -> None:
         """A layer of this step is computed."""
@@ -132,7 +137,7 @@ class TransferWorker:
         return results
 
     def _begin_send(self, send: Send) -> _Outgoing | None:
-        blocks = EngineBlocks(send.num_blocks)
+        blocks = EngineBlocks(send.num_blocks, len(send.block_ids))
         try:
             session = self._agent.run(
                 self._agent.endpoint.prefill_session(send.params.ticket, blocks), _LOOP_SECONDS
@@ -191,13 +196,13 @@ class TransferWorker:
         assert task is not None  # noqa: S101 (a coroutine runs in a task)
         self._receiving[receive.request_id] = task
         begun = time.monotonic()
-        failed: set[int] = set(receive.block_ids)
+        failed = True
         ended = Ended("receive", KvxferError.code)
         try:
             ended = self._delivered("receive", await self._take(receive), begun)
-            failed = set()
+            failed = False
         except asyncio.CancelledError:
-            failed = set()  # the request has ended; its blocks go back unread
+            failed = False  # the request has ended; its blocks go back unread
             ended = Ended("receive", TransferCancelled.code)
         except KvxferError as error:
             logger.warning("request %s is not received: %s", receive.request_id, error)
@@ -208,12 +213,14 @@ class TransferWorker:
             del self._receiving[receive.request_id]
             with self._lock:
                 self._results.received.add(receive.request_id)
-                self._results.failed_blocks |= failed
+                if failed:
+                    self._results.failed.add(receive.request_id)
                 self._results.ended.append(ended)
 
     def _delivered(self, direction: str, nbytes: int, begun: float) -> Ended:
         layout = self._agent.endpoint.layout
-        blocks = nbytes // (layout.block_bytes * layout.layers_per_rank)
+        # A block id is of the layers of one group.
+        blocks = nbytes * layout.num_groups // (layout.block_bytes * layout.layers_per_rank)
         return Ended(direction, DELIVERED, blocks, nbytes, time.monotonic() - begun)
 
     def _note(self, ended: Ended) -> None:
@@ -227,7 +234,7 @@ class TransferWorker:
             self._agent.endpoint.decode_session(
                 params.ticket,
                 params.addresses,
-                EngineBlocks(receive.block_ids),
+                EngineBlocks(_ids(receive.block_ids)),
                 first_block=receive.first_block,
                 prompt_digest=receive.digest,
             )
@@ -252,6 +259,12 @@ class TransferWorker:
         task = self._receiving.get(request_id)
         if task is not None:
             task.cancel()
+
+
+def _ids(table: BlockTable) -> BlockIds:
+    ids = np.array(table, dtype=np.int32)
+    ids[ids == NULL_BLOCK] = ABSENT
+    return ids
 
 
 async def _finish(outgoing: _Outgoing) -> None:

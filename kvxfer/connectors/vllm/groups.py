@@ -1,0 +1,78 @@
+"""vLLM's KV cache groups: which of them can be moved, and what of them is held for a transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+from kvxfer.connectors.vllm.prompt_blocks import BlockTable, PromptBlocks
+from kvxfer.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import KVCacheBlock
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def windows_of(config: KVCacheConfig) -> tuple[int | None, ...]:
+    """The sliding window of each group. Raises InvalidArgument for a group that is no attention
+    over all tokens or the last ones."""
+    windows: list[int | None] = []
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        # Not those that inherit from these: they keep blocks in another way.
+        if type(spec) is SlidingWindowSpec:
+            windows.append(spec.sliding_window + spec.extra_retained_tokens)
+        elif type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+            windows.append(None)
+        else:
+            raise InvalidArgument(
+                f"the KV cache of {group.layer_names[0]} is a {type(spec).__name__}; kvxfer moves "
+                "those of attention over all tokens or a sliding window: serve this model without"
+            )
+    return tuple(windows)
+
+
+class HeldWindows:
+    """Blocks of sliding windows that are to be sent. One thread: the engine's own loop.
+
+    vLLM gives a block back as soon as no later token attends to it, when a request ends even before
+    its connector is asked. So those that decode needs are held from the step that completes the
+    prompt until they are sent.
+    """
+
+    def __init__(self, blocks: PromptBlocks) -> None:
+        self._blocks = blocks
+        self._manager: KVCacheManager
+        self._held: dict[str, tuple[BlockTable, list[KVCacheBlock]]] = {}
+
+    def bind(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    def hold(self, request_id: str, prompt_tokens: int) -> None:
+        """Its prompt is complete after this step. Any number of times."""
+        if request_id in self._held or not any(self._blocks.windows):
+            return
+        of_request = self._manager.get_blocks(request_id)
+        held = [
+            block
+            for group, blocks in enumerate(of_request.blocks)
+            if self._blocks.windows[group]
+            for block in blocks[self._blocks.first(group, prompt_tokens) :]
+        ]
+        self._manager.block_pool.touch(held)
+        self._held[request_id] = tuple(map(tuple, of_request.get_block_ids())), held
+
+    def block_ids(self, request_id: str) -> BlockTable | None:
+        """Those of a request that are held, with all the others that it had then."""
+        table, _ = self._held.get(request_id, (None, []))
+        return table
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """They are sent, or are not going to be."""
+        for request_id in request_ids:
+            _, held = self._held.pop(request_id, ((), []))
+            if held:
+                self._manager.block_pool.free_blocks(reversed(held))

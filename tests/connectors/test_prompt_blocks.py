@@ -1,0 +1,65 @@
+"""Which blocks of a prompt travel, with a sliding window and without."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxfer.connectors.vllm.plan import Receive, TransferParams
+from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK, PromptBlocks
+from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
+from kvxfer.instances import Role
+
+PARAMS = TransferParams("ticket", "kvx://127.0.0.1:1/0")
+BLOCKS = PromptBlocks(16, (None, 20))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"), [(1, 1), (2, 1), (16, 1), (17, 1), (18, 2), (33, 2), (34, 3)]
+)
+def test_decode_computes_the_last_token_itself(prompt: int, count: int) -> None:
+    assert BLOCKS.count(prompt) == count
+
+
+@pytest.mark.parametrize("window", [2, 16, 17, 20, 32, 100])
+def test_the_first_block_is_that_of_the_first_token_that_the_last_one_attends_to(
+    window: int,
+) -> None:
+    blocks = PromptBlocks(16, (None, window))
+    for prompt in range(1, 130):
+        attended = [at for at in range(prompt) if prompt - 1 - at < window]
+        assert blocks.first(1, prompt) == attended[0] // 16
+        assert blocks.first(0, prompt) == 0
+
+
+def test_a_block_outside_of_the_window_is_never_sent() -> None:
+    rows = [[7, 8, 9, 4], [5, 6, 1, 2]]
+    assert BLOCKS.table(rows, 60) == ((7, 8, 9, 4), (NULL_BLOCK, NULL_BLOCK, 1, 2))
+    assert BLOCKS.table([[7], [5]], 60) == ((7,), (NULL_BLOCK,)), "the first chunk"
+    assert BLOCKS.table(rows, 20) == ((7, 8), (5, 6))
+    assert BLOCKS.table(rows, 33) == ((7, 8), (5, 6)), "of two blocks and a token"
+
+
+def test_each_step_sends_the_blocks_of_each_group() -> None:
+    side = TransferScheduler(BLOCKS, lambda params: Role.PREFILL)
+    side.arrived("r", PARAMS, 60, b"digest")
+    assert side.sent_tokens("r") is None
+    # The first two blocks are in the prefix cache; of the window only the second is left.
+    [send] = side.step([Scheduled("r", ([7, 8], [NULL_BLOCK, 6]), 32, 0)], ()).sends
+    assert (send.until, send.block_ids) == (2, ((7, 8), (NULL_BLOCK, NULL_BLOCK)))
+    [send] = side.step([Scheduled("r", ([9], [1]), 32, 16)], ()).sends
+    assert (send.until, send.block_ids) == (3, ((7, 8, 9), (NULL_BLOCK, NULL_BLOCK, 1)))
+    [send] = side.step([Scheduled("r", ([4], [2]), 48, 12)], ()).sends
+    assert (send.until, send.block_ids) == (4, ((7, 8, 9, 4), (NULL_BLOCK, NULL_BLOCK, 1, 2)))
+    assert side.sent_tokens("r") == 60
+    side.step([Scheduled("r", (), 60, 1)], ())
+    assert side.finished("r", "stopped")
+    assert side.sent_tokens("r") is None
+
+
+def test_decode_offers_what_it_has_not_of_each_group() -> None:
+    side = TransferScheduler(BLOCKS, lambda params: Role.DECODE)
+    side.arrived("r", PARAMS, 60, b"digest")
+    assert side.external_tokens("r", 16) == 43
+    side.allocated("r", ([7, 8, 9, 4], [NULL_BLOCK, NULL_BLOCK, 1, 2]), 43)
+    [receive] = side.step((), ()).receives
+    assert receive == Receive("r", PARAMS, b"digest", 1, ((8, 9, 4), (NULL_BLOCK, 1, 2)))

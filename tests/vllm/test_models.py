@@ -1,0 +1,194 @@
+"""Models whose KV cache is not one group of equal layers, and quantised caches."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import random
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from pytest import approx
+
+from .conftest import Cluster, side
+from .servers import VLLM_PYTHON, kvxfer, vllm
+from .tiny_prompts import prompts
+
+pytestmark = pytest.mark.timeout(900)
+
+BLOCK, WINDOW = 128, 200  # as tiny_models.py makes it
+NUM_BLOCKS = 200  # of prefill: so few that what was freed is soon overwritten
+# The first token that the last one attends to is the last of a block, begins one, or is in between.
+EDGES = [WINDOW + 3 * BLOCK + more for more in (-1, 0, 1, 64)]
+
+
+@dataclass(frozen=True)
+class Kind:
+    model: str
+    layer_groups: list[int]
+    dtype: str = "float32"
+    more: tuple[str, ...] = ()
+
+
+KINDS: Mapping[str, Kind] = {
+    "sliding": Kind("sliding", [0, 1, 2, 0, 1, 2]),
+    "mla": Kind("mla", []),
+    "fp8": Kind("llama", [], "float8_e4m3fn", ("--kv-cache-dtype", "fp8")),
+}
+
+
+def checkpoint(kind: Kind, folder: Path) -> Path:
+    made = folder / kind.model
+    if kind.model != "llama":
+        maker = Path(__file__).parent / "tiny_models.py"
+        subprocess.run([VLLM_PYTHON, str(maker), kind.model, str(made)], check=True)
+    return made
+
+
+@contextlib.contextmanager
+def pair_of(kind: Kind, name: str, folder: Path, model: Path) -> Iterator[Cluster]:
+    """Prefill, which also computes what comes without a ticket, and decode."""
+    with contextlib.ExitStack() as stack:
+        control_plane = stack.enter_context(
+            kvxfer(f"serve-{name}", folder, "serve", "--allow-anonymous")
+        )
+        control_plane.wait("/openapi.json")
+        router = stack.enter_context(
+            kvxfer(
+                *(f"router-{name}", folder, "router", "--allow-anonymous"),
+                *("--control-plane", control_plane.url, "--attempts", "1"),
+            )
+        )
+        # Chunks that end within blocks.
+        small = ("--max-num-batched-tokens", "600", "--num-gpu-blocks-override", str(NUM_BLOCKS))
+        prefill, decode = (
+            stack.enter_context(
+                vllm(f"{role}-{name}", folder, model, *kind.more, *more, transfer=transfer)
+            )
+            for role, more, transfer in (
+                ("prefill", () if name == "mla" else small, side(control_plane, "kv_producer")),
+                ("decode", (), side(control_plane, "kv_consumer")),
+            )
+        )
+        for server in (prefill, decode):
+            server.wait()
+        cluster = Cluster(control_plane, router, prefill, decode, prefill)
+        cluster.wait_until_ready(prefill.name, decode.name)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def pair(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator[Cluster]:
+    kind = KINDS[request.param]
+    made = model if kind.model == "llama" else checkpoint(kind, folder)
+    with pair_of(kind, request.param, folder, made) as cluster:
+        yield cluster
+
+
+kinds = pytest.mark.parametrize("pair", ["sliding", "fp8"], indirect=True)
+with_windows = pytest.mark.parametrize("pair", ["sliding"], indirect=True)
+
+
+def overwrite(cluster: Cluster, rng: random.Random) -> None:
+    """Every free block of prefill is used for something else."""
+    for _ in range(7):
+        cluster.tokens(cluster.prefill, [rng.randrange(3, 512) for _ in range(3500)], max_tokens=1)
+
+
+def check_layouts(pair: Cluster) -> None:
+    kind = KINDS[pair.prefill.name.removeprefix("prefill-")]
+    for instance in httpx.get(pair.control_plane.url + "/v1/instances").json()["instances"]:
+        assert instance["layout"]["layer_groups"] == kind.layer_groups
+        assert instance["layout"]["mla"] == (kind.model == "mla")
+        assert instance["layout"]["dtype"] == kind.dtype
+
+
+@kinds
+def test_tokens_are_those_of_one_server(pair: Cluster, rng: random.Random) -> None:
+    asked = prompts(rng, 36)
+    asked += [[rng.randrange(3, 512) for _ in range(length)] for length in EDGES]
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        apart = list(threads.map(lambda prompt: pair.tokens(pair.router, prompt), asked))
+        received = pair.decode.metric("vllm:external_prefix_cache_hits_total")
+        again = list(threads.map(lambda prompt: pair.tokens(pair.router, prompt), asked))
+        whole = list(threads.map(lambda prompt: pair.tokens(pair.prefill, prompt), asked))
+    assert [len(p) for p, a, b in zip(asked, apart, whole, strict=True) if a != b] == []
+    assert [len(p) for p, a, b in zip(asked, again, whole, strict=True) if a != b] == []
+    assert received > sum(map(len, asked)) / 2, "decode has computed prompts itself"
+    pair.wait_until_idle(pair.prefill, pair.decode)
+    check_layouts(pair)
+
+
+@pytest.mark.parametrize("pair", ["mla"], indirect=True)
+def test_decode_goes_on_as_the_server_would_that_computed_the_prompt(
+    pair: Cluster, rng: random.Random
+) -> None:
+    """vLLM's kernels for MLA on CPU give one logit in prefill and another in decode or beside other
+    requests. So one request at a time, and the last token of its prompt is one that was decoded."""
+    for length in (1, 15, 16, 17, 100, 333, 1500):
+        prompt = [rng.randrange(3, 512) for _ in range(length)]
+        tokens = pair.tokens(pair.prefill, prompt, max_tokens=9)
+        assert pair.tokens(pair.router, [*prompt, tokens[0]]) == tokens[1:], length
+    assert pair.decode.metric("vllm:external_prefix_cache_hits_total") > 1900
+    pair.wait_until_idle(pair.prefill, pair.decode)
+    check_layouts(pair)
+
+
+@with_windows
+@pytest.mark.parametrize("length", EDGES)
+@pytest.mark.parametrize("way", ["push", "long push", "pull"])
+def test_what_decode_needs_is_kept_until_it_asks(
+    pair: Cluster, rng: random.Random, way: str, length: int
+) -> None:
+    """vLLM gives blocks back that are outside of the window, and soon overwrites them."""
+    prompt = [rng.randrange(3, 512) for _ in range(length)]
+    if way == "pull":
+        params = pair.keep(prompt)
+    else:
+        opened = pair.open_transfer("late")
+        more = 2 * BLOCK if way == "long push" else 1
+        pair.tokens(pair.prefill, prompt, max_tokens=more, kv_transfer_params=opened)
+        params = opened
+    overwrite(pair, rng)
+    assert pair.prefill.metric("vllm:kv_cache_usage_perc") > 0, "it has kept nothing"
+    tokens = pair.tokens(pair.decode, prompt, kv_transfer_params=params)
+    assert tokens == pair.tokens(pair.prefill, prompt)
+    pair.wait_until_idle(pair.prefill, pair.decode)
+
+
+@with_windows
+def test_blocks_outside_of_the_window_do_not_travel(pair: Cluster, rng: random.Random) -> None:
+    def moved() -> list[float]:
+        names = ("vllm:kvxfer_transfer_blocks_total", "vllm:kvxfer_transfer_bytes_total")
+        return [pair.decode.metric(name, direction="receive") for name in names]
+
+    before = moved()
+    prompt = [rng.randrange(3, 512) for _ in range(3000)]
+    params = pair.keep(prompt)
+    # In the group of the two other layers all 24 blocks, in two groups those of 200 tokens.
+    blocks = 24 + 3 + 3
+    assert pair.prefill.metric("vllm:kv_cache_usage_perc") * (NUM_BLOCKS - 1) == approx(blocks)
+    pair.tokens(pair.decode, prompt, kv_transfer_params=params)
+    pair.wait_until_idle(pair.prefill, pair.decode)
+    now = [after - was for after, was in zip(moved(), before, strict=True)]
+    # K and V of 2 heads of 32 floats, in two layers.
+    assert now == [blocks, blocks * 2 * BLOCK * 2 * 2 * 32 * 4]
+
+
+@kinds
+def test_blocks_are_free_again_when_clients_leave(pair: Cluster, rng: random.Random) -> None:
+    def leave(prompt: list[int]) -> None:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 100, "ignore_eos": True}
+        seconds = random.Random(len(prompt)).uniform(0.01, 0.6)
+        with contextlib.suppress(httpx.TimeoutException):
+            httpx.post(pair.router.url + "/v1/completions", json=body, timeout=seconds)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        list(threads.map(leave, prompts(rng, 20)))
+    pair.wait_until_idle(pair.prefill, pair.decode)
+    prompt = prompts(rng, 1)[0]
+    assert pair.tokens(pair.router, prompt) == pair.tokens(pair.prefill, prompt)

@@ -1,0 +1,30 @@
+"""What the connector takes for granted of vLLM's own parts, tried in its environment: the orders
+within a head that its kernels write, and the blocks that its allocator keeps of a window."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .servers import VLLM_PYTHON
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize(
+    ("probe", "says"),
+    [("packing_probe.py", "vec vec16 80"), ("window_probe.py", "windows of 120 prompts")],
+)
+def test_it_is_as_the_connector_takes_it(probe: str, says: str) -> None:
+    done = subprocess.run(
+        [VLLM_PYTHON, str(Path(__file__).parent / probe)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert says in done.stdout
