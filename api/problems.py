@@ -134,8 +134,8 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "(its signature does not fit); pass it on as decode made it"
     },
     TicketExpired: {
-        "detail": "the ticket of transfer 3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a expired 0.4 s ago; ask "
-        "the control plane for a new one"
+        "detail": "the ticket of transfer 3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a expired 0.4 s ago; send "
+        "the request again for a new one"
     },
     NoCapacity: {
         "detail": "no pair of instances can take the request now; retry, or add what the reasons "

@@ -80,7 +80,7 @@ class TicketKeys:
         if key is None:
             raise TicketInvalid(
                 f"{what} cannot be trusted (it was signed with a key that is not known here); "
-                "take one from a control plane that has the same cluster key or ticket keys"
+                "give every worker and the control plane the same cluster key or ticket keys"
             )
         return key
 
@@ -170,14 +170,14 @@ def verify_ticket(
         claims = msgspec.convert(payload, _Claims)
     except (jwt.PyJWTError, msgspec.ValidationError, ValueError, RecursionError) as error:
         raise TicketInvalid(
-            f"the ticket cannot be trusted ({error}); take one from a control plane that has "
-            "the same cluster key"
+            f"the ticket cannot be trusted ({error}); give every worker and the control plane the "
+            "same cluster key or ticket keys"
         ) from error
     late = (time.time() if now is None else now) - claims.exp
     if late >= 0:
         raise TicketExpired(
             f"the ticket of transfer {claims.jti} expired {late:.1f} s ago; "
-            "ask the control plane for a new one"
+            "send the request again for a new one"
         )
     return Ticket(
         transfer_id=claims.jti,

@@ -4,9 +4,14 @@ import os
 import random
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.redis_server import RedisServer
+
+# No test is about how long one example takes.
+hypothesis.settings.register_profile("kvxfer", deadline=None)
+hypothesis.settings.load_profile("kvxfer")
 
 
 @pytest.fixture

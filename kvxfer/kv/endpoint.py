@@ -14,9 +14,9 @@ from kvxfer.kv.brokered import Brokered
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.expectations import Expectations
 from kvxfer.kv.first_rank import follow_first_rank
-from kvxfer.kv.identity import Identity
+from kvxfer.kv.identity import Identity, Side
 from kvxfer.kv.inbound import Inbound
-from kvxfer.kv.messages import Release
+from kvxfer.kv.messages import Keep, Release
 from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.pairs import Pairs
 from kvxfer.kv.ranks import sources, targets
@@ -187,8 +187,7 @@ class KvEndpoint:
         Raises TicketInvalid, TicketExpired, BlockStateError, and what ended the transfer if decode
         came first and is gone.
         """
-        claims = self._verify(ticket)
-        self._identity.require(claims, Role.PREFILL)
+        claims = self._verify_for(Role.PREFILL, ticket)
         if decode_address is not None:
             self._brokered.require()
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
@@ -200,8 +199,7 @@ class KvEndpoint:
     def decline(self, ticket: str, reason: str) -> None:
         """Ends a transfer whose prefill request has ended before its session began, so that decode
         hears of it at once. Raises TicketInvalid and TicketExpired."""
-        claims = self._verify(ticket)
-        self._identity.require(claims, Role.PREFILL)
+        claims = self._verify_for(Role.PREFILL, ticket)
         self._rendezvous.decline(claims, reason)
 
     async def decode_session(
@@ -235,8 +233,7 @@ class KvEndpoint:
         where no KV endpoint answers there; without one LeaseExpired where prefill does not come,
         and TransferCancelled or PeerLost where it has given up or is gone already.
         """
-        claims = self._verify(ticket)
-        self._identity.require(claims, Role.DECODE)
+        claims = self._verify_for(Role.DECODE, ticket)
         if prompt_digest and claims.prompt_digest and prompt_digest != claims.prompt_digest:
             raise TicketInvalid(
                 f"the ticket of transfer {claims.transfer_id} is for another prompt; send the "
@@ -251,8 +248,7 @@ class KvEndpoint:
             pairs: tuple[KvPair, ...] = (pair,)
             lease = max(lease - (time.monotonic() - begun), _LEAST_LEASE_SECONDS)
         else:
-            addresses = [prefill_address] if isinstance(prefill_address, str) else prefill_address
-            pairs = await self._pairs.meet_sources(claims, addresses)
+            pairs = await self._pairs.meet_sources(claims, prefill_address)
         session = self._begin(claims, ticket, pairs, blocks, first_block, lease)
         try:
             if prefill_address is None:
@@ -270,11 +266,18 @@ class KvEndpoint:
 
         Raises TicketInvalid, TicketExpired, and what decode_session() does of the connection.
         """
-        claims = self._verify(ticket)
-        self._identity.require(claims, Role.DECODE)
-        addresses = [prefill_address] if isinstance(prefill_address, str) else prefill_address
-        for pair in await self._pairs.meet_sources(claims, addresses):
+        claims = self._verify_for(Role.DECODE, ticket)
+        for pair in await self._pairs.meet_sources(claims, prefill_address):
             pair.send(Release(claims.transfer_id, ticket, reason))
+
+    async def keep(self, ticket: str, prefill_address: str | Sequence[str]) -> None:
+        """Tells prefill that a request waits here until there are blocks for it: prefill keeps its
+        own for a lease of this endpoint from now, at most until the ticket expires, and frees them
+        if this worker is lost. Raises as release() does.
+        """
+        claims = self._verify_for(Role.DECODE, ticket)
+        for pair in await self._pairs.meet_sources(claims, prefill_address):
+            pair.send(Keep(claims.transfer_id, ticket, self._lease_seconds))
 
     def _begin(
         self,
@@ -339,6 +342,11 @@ class KvEndpoint:
 
     def _prefill_ended(self, session: PrefillSession) -> None:
         self._brokered.ended(session)
+
+    def _verify_for(self, side: Side, token: str) -> Ticket:
+        claims = self._verify(token)
+        self._identity.require(claims, side)
+        return claims
 
     def _verify(self, token: str) -> Ticket:
         self._require_open()

@@ -61,6 +61,15 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     reason: str
 
 
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """decode → prefill: the request waits here for blocks; an offer follows. Keep prefill's blocks
+    for so long from now, at most until the ticket expires."""
+
+    transfer_id: str
+    ticket: str
+    lease_seconds: float
+
+
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
     """prefill → decode, in a brokered handshake: I wait for your offer, over this connection."""
 
@@ -109,7 +118,7 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
 
 
 Message: TypeAlias = (
-    Hello | Offer | Release | Expect | Accepted | Refused | Done | Cancel | Cancelled
+    Hello | Offer | Release | Keep | Expect | Accepted | Refused | Done | Cancel | Cancelled
 )
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -79,7 +79,9 @@ class Pairs:
             raise pair.error
         return pair
 
-    async def meet_sources(self, ticket: Ticket, addresses: Sequence[str]) -> tuple[KvPair, ...]:
+    async def meet_sources(
+        self, ticket: Ticket, addresses: str | Sequence[str]
+    ) -> tuple[KvPair, ...]:
         """The ranks of a ticket's prefill worker that write to this cache, in order of their rank.
 
         `addresses` are those of all its ranks, in order; of one it may be that alone. Raises
@@ -87,6 +89,7 @@ class Pairs:
         InvalidArgument where an address is missing or is not that of the rank.
         """
         layout = self._cache.layout
+        addresses = [addresses] if isinstance(addresses, str) else addresses
         # Any rank can say which ones they are: ask one that is likely to be among them.
         first = await self._meet_prefill(
             ticket, addresses[layout.rank * len(addresses) // layout.num_ranks]

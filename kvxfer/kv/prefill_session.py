@@ -246,6 +246,12 @@ class PrefillSession:
         self._pairs[rank] = pair
         pair.prefills[self.transfer_id] = self
 
+    def keep(self, pair: KvPair, lease_seconds: float) -> None:
+        """The OFFER of a decode rank has at least so long from now. Raises InvalidArgument."""
+        if self._machine.state is PrefillState.WAITING and self._awaited is None:
+            self._lease.renew(max(lease_seconds, self._lease.remaining()))
+            self.meet(pair)
+
     def accept(
         self,
         pair: KvPair,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvxfer.errors import (
     EngineError,
+    InvalidArgument,
     KvxferError,
     LayoutMismatch,
     ProtocolError,
@@ -25,6 +26,7 @@ from kvxfer.kv.messages import (
     Done,
     Expect,
     Hello,
+    Keep,
     Offer,
     Refused,
     Release,
@@ -87,6 +89,8 @@ class Reception:
                 self._on_offer(pair, offer)
             case Release() as release:
                 self._on_release(pair, release)
+            case Keep() as keep:
+                self._on_keep(pair, keep)
             case Expect() as expect:
                 self._on_expect(pair, expect)
             case Cancel(transfer_id, reason):
@@ -120,7 +124,14 @@ class Reception:
         except TransferError as error:
             logger.info("release ignored: %s", error)
 
-    def _verify(self, pair: KvPair, message: Offer | Release, what: str) -> Ticket:
+    def _on_keep(self, pair: KvPair, keep: Keep) -> None:
+        try:
+            claims = self._verify(pair, keep, "keep")
+            self._rendezvous.keep(pair, claims, keep.lease_seconds)
+        except (TransferError, InvalidArgument) as error:
+            logger.info("keep ignored: %s", error)
+
+    def _verify(self, pair: KvPair, message: Offer | Release | Keep, what: str) -> Ticket:
         """The ticket that a decode worker sends. Raises TicketInvalid and TicketExpired."""
         claims = self._identity.verify(message.ticket)
         self._identity.require(claims, Role.PREFILL)

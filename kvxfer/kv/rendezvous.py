@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -146,6 +147,14 @@ class Rendezvous:
             self._abandon(transfer_id, error, self._early.take(transfer_id))
         else:
             session.fail(error)
+
+    def keep(self, pair: KvPair, claims: Ticket, lease_seconds: float) -> None:
+        """Decode says that its OFFER will come later. Raises TicketInvalid where the ticket is
+        another worker's, and InvalidArgument for a lease that is none."""
+        session = self._sessions.get(claims.transfer_id)
+        if session is not None:
+            self._ledger.bind(claims, pair.hello)
+            session.keep(pair, min(lease_seconds, claims.expires_at - time.time()))
 
     def cancel(self, pair: KvPair, transfer_id: str, reason: str) -> None:
         """Decode gives a transfer up."""

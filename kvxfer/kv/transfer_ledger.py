@@ -29,30 +29,34 @@ class TransferLedger:
         """Uses the ticket once for `use` by a rank of the peer. Raises TicketInvalid the second
         time."""
         self._forget_expired()
-        uses = self._used.get(ticket.transfer_id)
-        if uses is None:
-            uses = self._used[ticket.transfer_id] = set()
-            heapq.heappush(self._expiries, (ticket.expires_at, ticket.transfer_id))
+        uses = self._remember(ticket)
         if (use, rank) in uses:
             raise TicketInvalid(
                 f"the ticket of transfer {ticket.transfer_id} was already used for its {use}; "
-                "ask the control plane for a new one"
+                "send the request again for a new one"
             )
         uses.add((use, rank))
 
     def claim_by(self, ticket: Ticket, use: Use, hello: Hello) -> None:
-        """Uses the ticket once for a rank of the worker that said `hello`; a bearer ticket is that
-        worker's from then on. Raises TicketInvalid."""
+        """Uses the ticket once for a rank of the worker that said `hello`, whose it is then. Raises
+        TicketInvalid."""
+        self.bind(ticket, hello)
+        self.claim(ticket, use, hello.layout.rank)
+
+    def bind(self, ticket: Ticket, hello: Hello) -> None:
+        """A bearer ticket is from now on that of the worker that said `hello`. Raises TicketInvalid
+        where it is another's."""
+        if not ticket.bearer:
+            return
         self._forget_expired()
+        self._remember(ticket)
         this = (hello.instance_id, hello.epoch)
-        if ticket.bearer and self._bearers.get(ticket.transfer_id, this) != this:
+        bearer = self._bearers.setdefault(ticket.transfer_id, this)
+        if bearer != this:
             raise TicketInvalid(
                 f"the ticket of transfer {ticket.transfer_id} was already used by decode worker "
-                f"{self._bearers[ticket.transfer_id][0]!r}; send the request to prefill again"
+                f"{bearer[0]!r}; send the request to prefill again"
             )
-        self.claim(ticket, use, hello.layout.rank)
-        if ticket.bearer:
-            self._bearers[ticket.transfer_id] = this
 
     def fail(self, transfer_id: str, error: KvxferError) -> None:
         """Records why the transfer ended, for whoever comes for it later."""
@@ -65,6 +69,13 @@ class TransferLedger:
 
     def __len__(self) -> int:
         return len(self._used)
+
+    def _remember(self, ticket: Ticket) -> set[tuple[Use, int]]:
+        uses = self._used.get(ticket.transfer_id)
+        if uses is None:
+            uses = self._used[ticket.transfer_id] = set()
+            heapq.heappush(self._expiries, (ticket.expires_at, ticket.transfer_id))
+        return uses
 
     def _forget_expired(self) -> None:
         now = time.time()

@@ -163,7 +163,10 @@ class Exchange:
 
     async def _ask_decode(self) -> Chunk:
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
-        response = await self._post(self._transfer.decode, {**self._body, **streamed})
+        # vLLM then tells its connector of a request that its API refuses, and prefill lets go.
+        params = {**self._body["kv_transfer_params"], "do_remote_prefill": True}
+        body = {**self._body, **streamed, "kv_transfer_params": params}
+        response = await self._post(self._transfer.decode, body)
         self._bytes: AsyncIterator[bytes] = response.aiter_bytes()
         chunk = await self._next_chunk()
         if chunk is None:

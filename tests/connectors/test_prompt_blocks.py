@@ -40,7 +40,7 @@ def test_a_block_outside_of_the_window_is_never_sent() -> None:
 
 
 def test_each_step_sends_the_blocks_of_each_group() -> None:
-    side = TransferScheduler(BLOCKS, lambda params: Role.PREFILL)
+    side = TransferScheduler(BLOCKS, lambda params: Role.PREFILL, 10.0)
     side.arrived("r", PARAMS, 60, b"digest")
     assert side.sent_tokens("r") is None
     # The first two blocks are in the prefix cache; of the window only the second is left.
@@ -57,7 +57,7 @@ def test_each_step_sends_the_blocks_of_each_group() -> None:
 
 
 def test_decode_offers_what_it_has_not_of_each_group() -> None:
-    side = TransferScheduler(BLOCKS, lambda params: Role.DECODE)
+    side = TransferScheduler(BLOCKS, lambda params: Role.DECODE, 10.0)
     side.arrived("r", PARAMS, 60, b"digest")
     assert side.external_tokens("r", 16) == 43
     side.allocated("r", ([7, 8, 9, 4], [NULL_BLOCK, NULL_BLOCK, 1, 2]), 43)

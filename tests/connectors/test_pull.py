@@ -32,7 +32,7 @@ def finish(kept: KeptPrompts, request_id: str) -> tuple[Send, dict[str, Any]]:
     return send, reply
 
 
-def test_the_reply_lets_any_decode_worker_fetch_this_prompt_until_the_lease_ends() -> None:
+def test_the_reply_lets_any_decode_worker_fetch_this_prompt() -> None:
     kept = kept_prompts()
     kept.arrived("r", 34, DIGEST)
     assert kept.tokens("r") == 34
@@ -41,7 +41,8 @@ def test_the_reply_lets_any_decode_worker_fetch_this_prompt_until_the_lease_ends
     assert ticket.bearer
     assert (ticket.prefill_id, ticket.prefill_epoch) == ("prefill-0", 7)
     assert (ticket.request_id, ticket.prompt_digest) == ("r", DIGEST)
-    assert 29 < ticket.expires_at - time.time() <= 30
+    # Decode may have it kept for longer than the lease, up to ten leases.
+    assert 299 < ticket.expires_at - time.time() <= 300
     # Decode reads the reply as it reads what the control plane says.
     params = TransferParams.of(reply)
     assert params == TransferParams(reply["ticket"], ADDRESSES[0], ADDRESSES)

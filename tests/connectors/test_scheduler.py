@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvxfer.connectors.vllm.plan import Receive, StepPlan, TransferParams
@@ -14,8 +16,13 @@ DIGEST = b"digest"
 BLOCK = 16
 
 
-def scheduler(side: Role | None, prompt_tokens: int) -> TransferScheduler:
-    made = TransferScheduler(PromptBlocks(BLOCK), lambda params: side)
+KEEP_SECONDS = 10.0
+
+
+def scheduler(
+    side: Role | None, prompt_tokens: int, clock: Callable[[], float] = lambda: 0.0
+) -> TransferScheduler:
+    made = TransferScheduler(PromptBlocks(BLOCK), lambda params: side, KEEP_SECONDS, clock)
     made.arrived("r", PARAMS, prompt_tokens, DIGEST)
     return made
 
@@ -84,6 +91,27 @@ def test_prefill_hears_of_a_decode_request_that_never_got_blocks() -> None:
     side = scheduler(Role.DECODE, 33)
     assert not side.finished("r", "aborted")
     assert side.step((), ()).releases == [(PARAMS, "aborted")]
+
+
+def test_prefill_hears_again_and_again_of_a_decode_request_that_waits_for_blocks() -> None:
+    now = 100.0
+    side = scheduler(Role.DECODE, 33, lambda: now)
+    side.arrived("second", PARAMS, 33, DIGEST)
+    heard = []
+    for _ in range(5):
+        heard.append(side.step((), ()).waiting)
+        now += KEEP_SECONDS / 2
+    assert heard == [[PARAMS], [], [PARAMS], [], [PARAMS]]
+    side.allocated("r", [[7, 8, 9]], 32)
+    now += KEEP_SECONDS
+    assert side.step((), ()).waiting == []
+
+
+def test_prefill_hears_nothing_of_a_request_that_has_blocks_at_once_or_is_not_of_decode() -> None:
+    side = scheduler(Role.DECODE, 33)
+    side.allocated("r", [[7, 8, 9]], 32)
+    assert side.step((), ()).waiting == []
+    assert scheduler(Role.PREFILL, 33).step((), ()).waiting == []
 
 
 @pytest.mark.parametrize("end", ["received", "aborted", "never allocated", "cached"])
@@ -168,10 +196,8 @@ def test_a_preempted_prefill_is_given_up_and_then_an_ordinary_request() -> None:
 
 
 def test_requests_without_a_ticket_or_with_that_of_others_are_ordinary() -> None:
-    for side in (
-        scheduler(None, 33),
-        TransferScheduler(PromptBlocks(BLOCK), lambda params: Role.DECODE),
-    ):
+    nobody = TransferScheduler(PromptBlocks(BLOCK), lambda params: Role.DECODE, KEEP_SECONDS)
+    for side in (scheduler(None, 33), nobody):
         assert side.external_tokens("r", 0) == 0
         side.allocated("r", [[1, 2, 3]], 0)
         assert side.step([Scheduled("r", [[1, 2, 3]], 0, 33)], {"r"}) == StepPlan()

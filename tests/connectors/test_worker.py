@@ -68,7 +68,9 @@ class Side:
 
 
 @contextlib.contextmanager
-def serving(role: Role, url: str, layout: KvLayout) -> Iterator[Side]:
+def serving(
+    role: Role, url: str, layout: KvLayout = LAYOUT, lease_seconds: float = 10.0
+) -> Iterator[Side]:
     settings = ConnectorSettings(
         role=role,
         instance_id=role.value,
@@ -76,7 +78,7 @@ def serving(role: Role, url: str, layout: KvLayout) -> Iterator[Side]:
         http_address="http://127.0.0.1:9",  # nobody: it stays joining
         control_plane=url,
         cluster_key=CLUSTER_KEY,
-        lease_seconds=10.0,
+        lease_seconds=lease_seconds,
         peer_timeout=5.0,
     )
     memory = [np.zeros((BLOCKS, LAYOUT.part_bytes), np.uint8) for _ in LAYERS]
@@ -92,15 +94,22 @@ def serving(role: Role, url: str, layout: KvLayout) -> Iterator[Side]:
 
 
 @pytest.fixture
+def control_plane() -> Iterator[RunningControlPlane]:
+    with RunningControlPlane() as running:
+        yield running
+
+
+@pytest.fixture
 def layer_groups() -> tuple[int, ...]:
     return ()
 
 
 @pytest.fixture
-def sides(layer_groups: tuple[int, ...]) -> Iterator[tuple[Side, Side]]:
+def sides(
+    control_plane: RunningControlPlane, layer_groups: tuple[int, ...]
+) -> Iterator[tuple[Side, Side]]:
     layout = replace(LAYOUT, layer_groups=layer_groups)
     with (
-        RunningControlPlane() as control_plane,
         serving(Role.PREFILL, control_plane.url, layout) as prefill,
         serving(Role.DECODE, control_plane.url, layout) as decode,
     ):
@@ -204,6 +213,28 @@ def test_prefill_frees_a_prompt_that_decode_releases(
     decode.step(offered(of, (4, 5, 6, 7)))
     decode.steps_until(lambda: decode.told.received)
     assert decode.told.failed == {"d"}
+
+
+@pytest.mark.parametrize("bearer", [True, False])
+def test_prefill_keeps_a_prompt_while_its_request_waits_at_decode(
+    control_plane: RunningControlPlane, bearer: bool
+) -> None:
+    url, short = control_plane.url, 1.0
+    with (
+        serving(Role.PREFILL, url, lease_seconds=short) as prefill,
+        serving(Role.DECODE, url, lease_seconds=short) as decode,
+    ):
+        of = params(prefill, decode, bearer=bearer)
+        prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
+        for _ in range(8):
+            decode.step(StepPlan(waiting=[of]))
+            prefill.step()
+            time.sleep(short / 4)
+        assert not prefill.told.sent
+        decode.step(offered(of, (8, 2, 5), first=1))
+        decode.steps_until(lambda: decode.told.received)
+        prefill.steps_until(lambda: prefill.told.sent)
+        assert (decode.told.received, decode.told.failed) == ({"d"}, set())
 
 
 def test_a_prompt_that_decode_has_released_is_not_kept_later(sides: tuple[Side, Side]) -> None:

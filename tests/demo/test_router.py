@@ -108,7 +108,8 @@ async def test_both_workers_get_the_same_request_and_the_reservation_goes_back()
     assert routed.prefill.transfer.fabric == "tcp"
     assert network.asked["prefill"]["prompt"] == network.asked["decode"]["prompt"] == [1, 2, 3]
     assert routed.decode.timings.first_token == 0.6
-    for asked in network.asked.values():
+    for side, asked in network.asked.items():
+        assert asked["kv_transfer_params"].pop("do_remote_prefill", False) is (side == "decode")
         assert asked["kv_transfer_params"] == {
             "ticket": "signed",
             "prefill_engine_address": "kvx://h:1/aa",

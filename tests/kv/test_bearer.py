@@ -4,6 +4,7 @@ has no use for."""
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 import uuid
@@ -11,14 +12,22 @@ from typing import Any
 
 import pytest
 
-from kvxfer.errors import TicketInvalid, TransferCancelled
+from kvxfer.errors import (
+    LeaseExpired,
+    PeerLost,
+    TicketExpired,
+    TicketInvalid,
+    TransferCancelled,
+)
 from kvxfer.instances import Role
+from kvxfer.kv.session_state import PrefillState
 from kvxfer.ticket import Ticket, sign_ticket
 
 from .workers import (
     KEY,
     LAYERS,
     NUM_BLOCKS,
+    SOON,
     Worker,
     early_offers,
     eventually,
@@ -122,7 +131,7 @@ async def test_what_decode_releases_is_free_at_once(
                 session.write_layer(layer)
             await decode.endpoint.release(ticket, prefill.engine.address, "it is cached")
             with pytest.raises(TransferCancelled, match=text):
-                await asyncio.wait_for(session.finish(), 1)
+                await asyncio.wait_for(session.finish(), SOON)
         else:
             await decode.endpoint.release(ticket, prefill.engine.address, "it is cached")
             await eventually(lambda: len(prefill.endpoint._ledger) == 1)
@@ -131,7 +140,7 @@ async def test_what_decode_releases_is_free_at_once(
     assert prefill.pool.num_free == NUM_BLOCKS
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
     with pytest.raises(TicketInvalid, match="already used"):
-        await asyncio.wait_for(receiver.wait(), 1)
+        await asyncio.wait_for(receiver.wait(), SOON)
 
 
 async def test_a_release_after_the_offer_changes_nothing(
@@ -142,4 +151,101 @@ async def test_a_release_after_the_offer_changes_nothing(
     receiving = asyncio.create_task(receive(prefill, decode, ticket, 2))
     await eventually(lambda: early_offers(prefill) == 1)
     await decode.endpoint.release(ticket, prefill.engine.address, "by mistake")
+    assert await send(prefill, ticket, 2, rng) == await receiving
+
+
+@pytest.mark.parametrize("bears", [True, False])
+async def test_what_decode_has_kept_outlives_its_lease(
+    pair: tuple[Worker, Worker], rng: random.Random, bears: bool
+) -> None:
+    prefill, decode = pair
+    ticket = bearer(prefill) if bears else make_ticket(prefill, decode)
+    with prefill.pool.hold(2) as hold:
+        prefill.fill(hold.ids.tolist(), rng)
+        async with await prefill.endpoint.prefill_session(ticket, hold, lease_seconds=1.0) as kept:
+            for layer in range(LAYERS):
+                kept.write_layer(layer)
+            await decode.endpoint.keep(ticket, prefill.engine.address)
+            await asyncio.sleep(1.2)
+            assert kept.state is PrefillState.WAITING
+            received = asyncio.create_task(receive(prefill, decode, ticket, 2))
+            await kept.finish(b"tail")
+            assert await received == prefill.contents(hold.ids.tolist())
+
+
+async def test_nothing_is_kept_for_longer_than_the_ticket_is_good(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    expires_at = time.time() + 2.0
+    ticket = bearer(prefill, expires_at=expires_at)
+    with prefill.pool.hold(1) as hold:
+        kept = await prefill.endpoint.prefill_session(ticket, hold, lease_seconds=1.0)
+    await decode.endpoint.keep(ticket, prefill.engine.address)
+    await eventually(lambda: kept.pairs)
+    assert 1.0 < kept.lease_remaining <= 2.0
+    with pytest.raises(LeaseExpired, match="made no offer within"):
+        await asyncio.wait_for(kept.wait(), 5)
+    assert prefill.pool.num_free == NUM_BLOCKS
+    await asyncio.sleep(max(0.0, expires_at - time.time()))
+    with pytest.raises(TicketExpired):
+        await decode.endpoint.keep(ticket, prefill.engine.address)
+
+
+async def test_what_is_kept_for_a_decode_worker_that_dies_is_free_at_once(fabric: str) -> None:
+    async with worker("p", fabric) as prefill:
+        ticket = bearer(prefill)
+        with prefill.pool.hold(1) as hold:
+            kept = await prefill.endpoint.prefill_session(ticket, hold)
+        async with worker("d", fabric) as decode:
+            await decode.endpoint.keep(ticket, prefill.engine.address)
+            await eventually(lambda: kept.pairs)
+            await decode.engine.close()
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(kept.wait(), SOON)
+        assert prefill.pool.num_free == NUM_BLOCKS
+
+
+async def test_what_is_kept_for_one_decode_worker_is_not_for_another(fabric: str) -> None:
+    async with (
+        worker("p", fabric) as prefill,
+        worker("d", fabric) as decode,
+        worker("e", fabric) as other,
+    ):
+        ticket = bearer(prefill)
+        with prefill.pool.hold(1) as hold:
+            kept = await prefill.endpoint.prefill_session(ticket, hold, lease_seconds=1.0)
+        await decode.endpoint.keep(ticket, prefill.engine.address)
+        await eventually(lambda: kept.pairs)
+        await other.endpoint.keep(ticket, prefill.engine.address)
+        with pytest.raises(TicketInvalid, match="already used by decode worker 'd'"):
+            await receive(prefill, other, ticket, 1)
+        assert [pair.hello.instance_id for pair in kept.pairs] == ["d"]
+        await kept.cancel("the test is over")
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf])
+async def test_a_keep_without_a_time_changes_nothing(
+    pair: tuple[Worker, Worker], seconds: float
+) -> None:
+    prefill, decode = pair
+    ticket = bearer(prefill)
+    with prefill.pool.hold(1) as hold:
+        kept = await prefill.endpoint.prefill_session(ticket, hold, lease_seconds=5.0)
+    decode.endpoint._lease_seconds = seconds
+    await decode.endpoint.keep(ticket, prefill.engine.address)
+    await decode.endpoint.release(ticket, prefill.engine.address, "told after it")
+    with pytest.raises(TransferCancelled, match="told after it"):
+        await asyncio.wait_for(kept.wait(), SOON)
+
+
+async def test_a_keep_is_of_no_use_before_there_is_a_session_or_after_an_offer(
+    pair: tuple[Worker, Worker], rng: random.Random
+) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode)
+    await decode.endpoint.keep(ticket, prefill.engine.address)
+    receiving = asyncio.create_task(receive(prefill, decode, ticket, 2))
+    await eventually(lambda: early_offers(prefill) == 1)
+    await decode.endpoint.keep(ticket, prefill.engine.address)
     assert await send(prefill, ticket, 2, rng) == await receiving

@@ -37,9 +37,7 @@ from kvxfer.ticket import sign_ticket, verify_ticket
 from tests.block_tables import block_table
 from tests.control_plane import CLUSTER_KEY, RunningControlPlane
 
-from .workers import LAYERS, LAYOUT, NUM_BLOCKS, Worker, eventually, make_ticket, worker
-
-TOLD_SECONDS = 1.0
+from .workers import LAYERS, LAYOUT, NUM_BLOCKS, SOON, Worker, eventually, make_ticket, worker
 
 
 @dataclass
@@ -155,9 +153,9 @@ async def ask(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[as
 
 
 async def told(session: PrefillSession | DecodeSession) -> KvxferError:
-    """The error of a session, which it has within a second."""
+    """The error of a session, which it has soon."""
     with pytest.raises(KvxferError) as caught:
-        await asyncio.wait_for(session.wait(), TOLD_SECONDS)
+        await asyncio.wait_for(session.wait(), SOON)
     return caught.value
 
 
@@ -237,7 +235,7 @@ async def test_prefill_that_is_aborted_while_it_waits_for_the_table_leaves_nothi
     expected = fleet.decode.endpoint._expectations._expected[transfer_of(ticket)]
     await eventually(lambda: expected.error is not None)
     with pytest.raises(TransferCancelled, match="cancelled by prefill worker 'p': changed my mind"):
-        await asyncio.wait_for(fleet.begin_decode(ticket), TOLD_SECONDS)
+        await asyncio.wait_for(fleet.begin_decode(ticket), SOON)
     assert fleet.all_free()
 
 
@@ -319,7 +317,7 @@ async def test_decode_that_comes_after_prefill_has_died_is_told_at_once(fleet: F
     assert isinstance(await told(sender), KvxferError)
     await eventually(lambda: not fleet.decode.engine.peers)
     with pytest.raises(PeerLost):
-        await asyncio.wait_for(fleet.begin_decode(ticket), TOLD_SECONDS)
+        await asyncio.wait_for(fleet.begin_decode(ticket), SOON)
 
 
 async def test_prefill_is_told_when_decode_is_gone_before_it_comes(fleet: Fleet) -> None:
@@ -334,7 +332,7 @@ async def test_an_endpoint_that_closes_ends_every_wait(fleet: Fleet) -> None:
     await asyncio.sleep(0.02)
     await fleet.decode.endpoint.close()
     with pytest.raises(EngineClosed, match="instance 'd' closes"):
-        await asyncio.wait_for(waiting, TOLD_SECONDS)
+        await asyncio.wait_for(waiting, SOON)
 
 
 async def test_decode_is_told_when_the_endpoint_of_prefill_closes(fleet: Fleet) -> None:
@@ -345,7 +343,7 @@ async def test_decode_is_told_when_the_endpoint_of_prefill_closes(fleet: Fleet) 
     assert "instance 'p' closes" in str(await told(sender))
     with pytest.raises(TransferCancelled, match="instance 'p' closes"):
         # Before CANCEL is here there is a session, which hears of it.
-        await asyncio.wait_for((await fleet.begin_decode(ticket)).wait(), TOLD_SECONDS)
+        await asyncio.wait_for((await fleet.begin_decode(ticket)).wait(), SOON)
 
 
 # --- what does not fit together --------------------------------------------------------------
@@ -570,7 +568,7 @@ async def test_whatever_is_given_up_and_when_nothing_is_left(
             case 1:
                 await fleet.release(ticket)
         began = time.monotonic()
-        _, late = await asyncio.wait(tasks, timeout=TOLD_SECONDS)
+        _, late = await asyncio.wait(tasks, timeout=SOON)
         for task in late:
             # The other side was gone before they were connected: a router would say so.
             assert any(t.cancelled() for t in tasks), time.monotonic() - began

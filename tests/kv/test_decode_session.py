@@ -24,6 +24,7 @@ from .workers import (
     LAYERS,
     LAYOUT,
     NUM_BLOCKS,
+    SOON,
     Worker,
     accepted,
     early_offers,
@@ -181,7 +182,7 @@ async def test_a_lease_ends_the_wait_for_layers(pair: tuple[Worker, Worker]) -> 
         with pytest.raises(LeaseExpired, match=r"did not send every layer within 0.2 s"):
             await receiver.wait()
         with pytest.raises((TransferCancelled, LeaseExpired), match="every layer"):
-            await asyncio.wait_for(session.wait(), 1)
+            await asyncio.wait_for(session.wait(), SOON)
 
 
 async def test_complete_blocks_that_nobody_takes_come_back_with_the_lease(

@@ -27,6 +27,7 @@ from kvxfer.kv.session_state import DecodeState, PrefillState
 from .workers import (
     LAYOUT,
     NUM_BLOCKS,
+    SOON,
     Worker,
     eventually,
     heads_by_token,
@@ -137,9 +138,9 @@ async def test_a_first_block_behind_the_prompt_is_refused(fabric: str) -> None:
             receiver = await d.endpoint.decode_session(ticket, p.engine.address, 2, first_block=2)
             text = r"offers 2 blocks after 2 that it has for the 3 blocks of prefill"
             with pytest.raises(InvalidArgument, match=text):
-                await asyncio.wait_for(session.wait(), 1)
+                await asyncio.wait_for(session.wait(), SOON)
             with pytest.raises(TransferRefused, match=text):
-                await asyncio.wait_for(receiver.wait(), 1)
+                await asyncio.wait_for(receiver.wait(), SOON)
 
 
 async def test_a_cache_that_cannot_reorder_heads_gets_them_in_order(
@@ -161,9 +162,9 @@ async def test_blocks_that_no_prompt_takes_on_both_sides_are_refused(
             receiver = await d.endpoint.decode_session(ticket, p.engine.address, 3)
             text = r"offers 3 blocks for the 3 blocks of prefill \(8 and 4 tokens each\)"
             with pytest.raises(InvalidArgument, match=text):
-                await asyncio.wait_for(session.wait(), 1)
+                await asyncio.wait_for(session.wait(), SOON)
             with pytest.raises(TransferRefused, match=text):
-                await asyncio.wait_for(receiver.wait(), 1)
+                await asyncio.wait_for(receiver.wait(), SOON)
 
 
 class SlowPermute:

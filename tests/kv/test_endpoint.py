@@ -30,6 +30,7 @@ from .workers import (
     KEY,
     LAYOUT,
     NUM_BLOCKS,
+    SOON,
     Worker,
     accepted,
     early_offers,
@@ -56,7 +57,7 @@ async def test_an_endpoint_that_closes_cancels_its_transfers_and_says_so(fabric:
         with pytest.raises(TransferCancelled, match="instance 'd' closes"):
             await receiver.wait()
         with pytest.raises(TransferCancelled, match="instance 'd' closes"):
-            await asyncio.wait_for(sender.wait(), 1)
+            await asyncio.wait_for(sender.wait(), SOON)
         with pytest.raises(EngineClosed, match="KV endpoint of instance 'd' is closed"):
             await decode.endpoint.decode_session(waiting, prefill.engine.address, 3)
         await eventually(lambda: early_offers(prefill) == 0)
@@ -127,7 +128,7 @@ async def test_prefill_refuses_an_offer_whose_ticket_is_not_for_it(
         sign_ticket(good, KEY), prefill.engine.address, 2
     )
     with pytest.raises(error, match=f"refused by prefill worker 'p': .*{text}"):
-        await asyncio.wait_for(receiver.wait(), 1)
+        await asyncio.wait_for(receiver.wait(), SOON)
     assert decode.pool.num_free == NUM_BLOCKS
     monkeypatch.undo()
     # What was refused has not used up the right ticket.
@@ -194,7 +195,7 @@ async def test_a_peer_that_talks_nonsense_is_cut_off(
     [peer] = decode.engine.peers
     peer.send(b"nonsense")
     with pytest.raises(PeerError):
-        await asyncio.wait_for(receiver.wait(), 1)
+        await asyncio.wait_for(receiver.wait(), SOON)
     assert decode.pool.num_free == NUM_BLOCKS
     again = make_ticket(prefill, decode)
     fresh = await decode.endpoint.decode_session(again, prefill.engine.address, 1)

@@ -112,6 +112,9 @@ class Round:
 
     async def run_decode(self) -> None:
         await self.pause()
+        while self.rng.random() < 0.3:
+            await self.decode.endpoint.keep(self.ticket, "kvx://prefill")
+            await self.pause()
         session = await self.decode.endpoint.decode_session(
             self.ticket, "kvx://prefill", self.decode.cache.layout.blocks_for(TOKENS)
         )

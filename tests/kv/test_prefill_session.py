@@ -18,6 +18,7 @@ from .workers import (
     LAYERS,
     LAYOUT,
     NUM_BLOCKS,
+    SOON,
     Worker,
     accepted,
     make_ticket,
@@ -104,7 +105,7 @@ async def test_prefill_cancels_at_any_layer(
             with pytest.raises(TransferCancelled, match="out of patience"):
                 sender.write_layer(LAYERS - 1)
             with pytest.raises(TransferCancelled, match="out of patience"):
-                await asyncio.wait_for(receiver.wait(), 1)
+                await asyncio.wait_for(receiver.wait(), SOON)
             assert decode.pool.num_free == NUM_BLOCKS
 
 
@@ -121,7 +122,7 @@ async def test_a_lease_ends_the_wait_for_an_offer(pair: tuple[Worker, Worker]) -
             await session.finish()
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
     with pytest.raises(LeaseExpired, match="refused by prefill worker 'p'"):
-        await asyncio.wait_for(receiver.wait(), 1)
+        await asyncio.wait_for(receiver.wait(), SOON)
 
 
 async def test_a_layer_is_written_once_and_has_to_exist(pair: tuple[Worker, Worker]) -> None:

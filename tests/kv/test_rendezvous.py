@@ -25,6 +25,7 @@ from .workers import (
     LAYERS,
     LAYOUT,
     NUM_BLOCKS,
+    SOON,
     Worker,
     accepted,
     early_offers,
@@ -58,7 +59,7 @@ async def test_a_decode_that_comes_after_prefill_has_given_up_is_told_at_once(
         await session.cancel("changed my mind")
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
     with pytest.raises(TransferCancelled, match=r"refused by prefill worker 'p'.*changed my mind"):
-        await asyncio.wait_for(receiver.wait(), 1)
+        await asyncio.wait_for(receiver.wait(), SOON)
 
 
 async def test_a_prefill_that_comes_after_decode_has_given_up_is_told_at_once(
@@ -100,7 +101,7 @@ async def test_a_prefill_that_waits_for_a_decode_that_dies_is_told_at_once(fabri
                 of_another = await prefill.endpoint.prefill_session(other, hold)
             await decode.engine.close()
         with pytest.raises(PeerLost):
-            await asyncio.wait_for(waiting.wait(), 1)
+            await asyncio.wait_for(waiting.wait(), SOON)
         assert of_another.state is PrefillState.WAITING
         await of_another.cancel("the test is over")
 
@@ -136,9 +137,9 @@ async def test_prefill_refuses_an_offer_of_another_layout_itself(
             session = await prefill.endpoint.prefill_session(ticket, hold)
             receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
             with pytest.raises(TransferRefused, match=r"head_size is 32 .* 64 .*layout-mismatch"):
-                await asyncio.wait_for(receiver.wait(), 1)
+                await asyncio.wait_for(receiver.wait(), SOON)
             with pytest.raises(LayoutMismatch):
-                await asyncio.wait_for(session.wait(), 1)
+                await asyncio.wait_for(session.wait(), SOON)
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
@@ -153,14 +154,14 @@ async def test_block_tables_of_unequal_length_are_an_error_of_both_sides(
             session = await prefill.endpoint.prefill_session(ticket, hold)
             receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 3)
             with pytest.raises(InvalidArgument, match=text):
-                await asyncio.wait_for(session.wait(), 1)
+                await asyncio.wait_for(session.wait(), SOON)
         else:
             receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 3)
             await eventually(lambda: early_offers(prefill) == 1)
             with pytest.raises(InvalidArgument, match=text):
                 await prefill.endpoint.prefill_session(ticket, hold)
         with pytest.raises(TransferRefused, match=text):
-            await asyncio.wait_for(receiver.wait(), 1)
+            await asyncio.wait_for(receiver.wait(), SOON)
 
 
 async def test_a_block_outside_the_pool_is_refused(
@@ -175,7 +176,7 @@ async def test_a_block_outside_the_pool_is_refused(
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
     text = f"block {NUM_BLOCKS} of the block table is outside the pool"
     with pytest.raises(TransferRefused, match=text):
-        await asyncio.wait_for(receiver.wait(), 1)
+        await asyncio.wait_for(receiver.wait(), SOON)
     with prefill.pool.hold(1) as hold, pytest.raises(InvalidArgument, match=text):
         await prefill.endpoint.prefill_session(ticket, hold)
 
@@ -191,7 +192,7 @@ async def test_grants_that_do_not_fit_the_planes_are_refused(
     ticket = make_ticket(prefill, decode)
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
     with pytest.raises(TransferRefused, match=f"{planes - 1} grants for the {planes} planes"):
-        await asyncio.wait_for(receiver.wait(), 1)
+        await asyncio.wait_for(receiver.wait(), SOON)
 
 
 async def test_blocks_beyond_the_grants_are_an_error_of_both_sides(
@@ -205,9 +206,9 @@ async def test_blocks_beyond_the_grants_are_an_error_of_both_sides(
     ticket = make_ticket(prefill, decode)
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 3)
     with pytest.raises(OutOfBounds):
-        await asyncio.wait_for(send(prefill, ticket, 3, rng), 1)
+        await asyncio.wait_for(send(prefill, ticket, 3, rng), SOON)
     with pytest.raises(TransferCancelled):
-        await asyncio.wait_for(receiver.wait(), 1)
+        await asyncio.wait_for(receiver.wait(), SOON)
     await eventually(lambda: decode.pool.num_free == NUM_BLOCKS)
     assert prefill.pool.num_free == NUM_BLOCKS
 
@@ -221,9 +222,9 @@ async def test_grants_that_are_no_descriptors_are_an_error_of_both_sides(
     ticket = make_ticket(prefill, decode)
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
     with pytest.raises(ProtocolError, match="descriptor"):
-        await asyncio.wait_for(send(prefill, ticket, 2, rng), 1)
+        await asyncio.wait_for(send(prefill, ticket, 2, rng), SOON)
     with pytest.raises(TransferCancelled, match="descriptor"):
-        await asyncio.wait_for(receiver.wait(), 1)
+        await asyncio.wait_for(receiver.wait(), SOON)
     await eventually(lambda: decode.pool.num_free == prefill.pool.num_free == NUM_BLOCKS)
 
 
@@ -239,7 +240,7 @@ async def test_early_offers_are_bounded_per_peer(fabric: str) -> None:
             for _ in range(3)
         ]
         with pytest.raises(TransferRefused, match=r"2 offers .* backpressure|\(backpressure\)"):
-            await asyncio.wait_for(receivers[2].wait(), 1)
+            await asyncio.wait_for(receivers[2].wait(), SOON)
         assert early_offers(prefill) == 2
         for receiver in receivers:
             await receiver.cancel("enough")
@@ -256,7 +257,7 @@ async def test_released_blocks_cannot_be_sent_and_decode_hears_of_it(
     with pytest.raises(BlockStateError, match="no longer owned here"):
         await prefill.endpoint.prefill_session(ticket, hold)
     with pytest.raises(BlockStateError, match="refused by prefill worker 'p'"):
-        await asyncio.wait_for(receiver.wait(), 1)
+        await asyncio.wait_for(receiver.wait(), SOON)
 
 
 @pytest.mark.parametrize("offer_first", [True, False])

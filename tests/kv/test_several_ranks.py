@@ -22,6 +22,7 @@ from kvxfer.kv.session_state import DecodeState, PrefillState
 from .fleet import LAYOUT, MLA, TOKENS, fleet, part_of, sized
 from .workers import (
     NUM_BLOCKS,
+    SOON,
     early_offers,
     eventually,
     heads_by_token,
@@ -105,12 +106,12 @@ async def test_when_one_prefill_rank_fails_decode_and_the_other_rank_hear_of_it(
         else:
             await ranks.prefill[1].engine.close()
         with pytest.raises((TransferCancelled, PeerError)) as caught:
-            await asyncio.wait_for(receiver.wait(), 1)
+            await asyncio.wait_for(receiver.wait(), SOON)
         if end == "cancels":
             assert "cancelled by rank 1 of prefill worker 'p'" in str(caught.value)
             assert "out of memory" in str(caught.value)
         with pytest.raises(TransferCancelled, match="cancelled by decode worker 'd'"):
-            await asyncio.wait_for(senders[0].wait(), 1)
+            await asyncio.wait_for(senders[0].wait(), SOON)
         assert ranks.decode[0].pool.num_free == NUM_BLOCKS
         await eventually(lambda: receiver.state in (DecodeState.CANCELLED, DecodeState.FAILED))
 
@@ -135,10 +136,29 @@ async def test_when_one_decode_rank_fails_prefill_and_the_other_rank_hear_of_it(
         else:
             await ranks.decode[1].engine.close()
         with pytest.raises((TransferCancelled, PeerError)):
-            await asyncio.wait_for(sender.wait(), 1)
+            await asyncio.wait_for(sender.wait(), SOON)
         with pytest.raises(TransferCancelled, match="cancelled by prefill worker 'p'"):
-            await asyncio.wait_for(receivers[0].wait(), 1)
+            await asyncio.wait_for(receivers[0].wait(), SOON)
         assert ranks.decode[0].pool.num_free == NUM_BLOCKS
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [((1, 1), (2, 1)), ((1, 2), (1, 1))])
+async def test_every_prefill_rank_frees_what_it_keeps_for_a_decode_worker_that_dies(
+    fabric: str, prefill: tuple[int, int], decode: tuple[int, int]
+) -> None:
+    async with (
+        fleet(fabric, sized(LAYOUT, *prefill), sized(LAYOUT, *decode)) as ranks,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        ticket = ranks.ticket()
+        senders = await ranks.requests(ticket, stack)
+        for rank in ranks.decode:
+            await rank.endpoint.keep(ticket, ranks.addresses)
+        await eventually(lambda: all(len(s.pairs) == len(ranks.decode) for s in senders))
+        await ranks.decode[-1].engine.close()
+        for sender in senders:
+            with pytest.raises(PeerError):
+                await asyncio.wait_for(sender.wait(), SOON)
 
 
 async def test_a_decode_rank_that_fails_before_the_request_ends_the_offers_of_the_others(
@@ -156,7 +176,7 @@ async def test_a_decode_rank_that_fails_before_the_request_ends_the_offers_of_th
         with pytest.raises(
             TransferCancelled, match=r"refused by prefill worker 'p'.*the user left"
         ):
-            await asyncio.wait_for(receivers[0].wait(), 1)
+            await asyncio.wait_for(receivers[0].wait(), SOON)
         assert early_offers(prefill) == 0
         with pytest.raises(TransferCancelled, match="the user left"):
             await ranks.requests(ticket, stack)

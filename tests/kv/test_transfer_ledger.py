@@ -49,6 +49,23 @@ def test_a_bearer_ticket_is_good_for_all_ranks_of_one_worker_once_each() -> None
         ledger.claim_by(bearer, "offer", hello("d", rank=1))
 
 
+def test_a_bearer_ticket_that_is_bound_is_still_good_once_and_then_forgotten() -> None:
+    ledger = TransferLedger()
+    bearer = Ticket("a", "request", "p", 1, "", 0, time.time() + 60)
+    ledger.bind(bearer, hello("d"))
+    ledger.bind(bearer, hello("d", rank=1))
+    for use in (ledger.bind, lambda ticket, of: ledger.claim_by(ticket, "offer", of)):
+        with pytest.raises(TicketInvalid, match="already used by decode worker 'd'"):
+            use(bearer, hello("e"))
+    ledger.claim_by(bearer, "offer", hello("d"))
+    late = Ticket("b", "request", "p", 1, "", 0, time.time() - 1)
+    ledger.bind(late, hello("d"))
+    assert len(ledger) == 2
+    ledger.bind(late, hello("e"))  # what it was before is forgotten
+    ledger.bind(ticket("of a pair"), hello("e"))
+    assert len(ledger) == 2
+
+
 def test_the_first_failure_is_remembered() -> None:
     ledger = TransferLedger()
     ledger.claim(ticket("a"), "offer")

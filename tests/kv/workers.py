@@ -26,6 +26,8 @@ from kvxfer.ticket import Ticket, sign_ticket
 
 KEY = b"0123456789abcdef0123456789abcdef"
 NUM_BLOCKS = 24
+SOON = 4.0
+"""Seconds, on a machine that is busy too, for what a side is told: before any lease ends."""
 LAYOUT = KvLayout(num_layers=6, num_kv_heads=2, head_size=32, dtype="float32", block_size=4)
 LAYERS = LAYOUT.num_layers
 GROUPED = replace(LAYOUT, layer_groups=(0, 1) * 3)
@@ -85,7 +87,8 @@ async def worker(
     permute: Permute | None = permute_on_host,
 ) -> AsyncIterator[Worker]:
     """A worker; when it ends in good order all its blocks are free."""
-    async with Engine(cluster_key=KEY, name=name, fabrics=(fabric,)) as engine:
+    # Nobody is frozen here for longer than a busy machine takes.
+    async with Engine(cluster_key=KEY, name=name, fabrics=(fabric,), peer_timeout=5.0) as engine:
         with KvCache.allocate(engine, layout, num_blocks, permute=permute) as cache:
             pool = BlockPool(num_blocks)
             async with KvEndpoint(

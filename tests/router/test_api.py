@@ -90,6 +90,8 @@ async def test_a_completion_is_put_together_from_decodes_stream(client, asked) -
         {"index": 0, "text": "ab", "token_ids": [7, 7], "finish_reason": "stop"}
     ]
     prefill, decode = asked["prefill"], asked["decode"]
+    # By which vLLM tells its connector of a request that its API refuses.
+    assert decode["kv_transfer_params"].pop("do_remote_prefill") is True
     assert prefill["kv_transfer_params"] == decode["kv_transfer_params"]
     assert prefill["kv_transfer_params"].keys() == {"ticket", "prefill_engine_address"}
     assert (prefill["stream"], prefill["max_tokens"]) == (False, 1)
@@ -104,6 +106,7 @@ async def test_both_workers_are_told_of_a_brokered_handshake(control_plane, aske
     for side in ("prefill", "decode"):
         params = asked[side]["kv_transfer_params"]
         assert params.pop("ticket")
+        assert params.pop("do_remote_prefill", False) is (side == "decode")
         assert params == {
             "handshake": "brokered",
             "prefill_engine_address": "kvx://127.0.0.1:7400/p",

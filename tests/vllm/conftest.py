@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,24 @@ def model(folder: Path) -> Path:
     return make_model(folder)
 
 
+def ask(server: Server, prompt: list[int], *, seconds: float = 90.0, **more: Any) -> httpx.Response:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True, **more}
+    return httpx.post(server.url + "/v1/completions", json=body, timeout=seconds)
+
+
+def keep(server: Server, prompt: list[int], **more: Any) -> dict[str, Any]:
+    """What vLLM's proxies do first: the request goes to prefill alone, and the reply says where its
+    prompt can be fetched."""
+    nothing = dict.fromkeys(("engine_id", "block_ids", "host", "port"))
+    params = {f"remote_{name}": None for name in nothing}
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, **params}
+    more |= {"max_tokens": 1, "stream": False, "kv_transfer_params": asked}
+    answer = ask(server, prompt, **more)
+    assert answer.is_success, answer.text
+    return dict(answer.json()["kv_transfer_params"])
+
+
 @dataclass
 class Cluster:
     control_plane: Server
@@ -49,9 +67,7 @@ class Cluster:
     aggregated: Server
 
     def ask(self, server: Server, prompt: list[int], **more: Any) -> httpx.Response:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-        body |= {"ignore_eos": True, "return_token_ids": True, **more}
-        return httpx.post(server.url + "/v1/completions", json=body, timeout=90.0)
+        return ask(server, prompt, **more)
 
     def tokens(self, server: Server, prompt: list[int], **more: Any) -> list[int]:
         answer = self.ask(server, prompt, **more)
@@ -72,21 +88,8 @@ class Cluster:
             "prefill_engine_address": opened["prefill"]["engine_address"],
         }
 
-    def keep(self, prompt: list[int], server: Server | None = None, **more: Any) -> dict[str, Any]:
-        """What vLLM's proxies do first: the request goes to prefill alone, and the reply says where
-        its prompt can be fetched."""
-        nothing = dict.fromkeys(("engine_id", "block_ids", "host", "port"))
-        params = {f"remote_{name}": None for name in nothing}
-        answer = self.ask(
-            server or self.prefill,
-            prompt,
-            **more,
-            max_tokens=1,
-            stream=False,
-            kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False, **params},
-        )
-        assert answer.is_success, answer.text
-        return dict(answer.json()["kv_transfer_params"])
+    def keep(self, prompt: list[int], **more: Any) -> dict[str, Any]:
+        return keep(self.prefill, prompt, **more)
 
     def ticket(self, prefill: str, decode: str) -> dict[str, Any]:
         """The kv_transfer_params of a transfer between two instances."""
@@ -133,49 +136,74 @@ class Cluster:
             time.sleep(0.2)
 
 
-def side(control_plane: Server, role: str, policy: str = "fail") -> dict[str, Any]:
+def side(
+    control_plane: Server, role: str, policy: str = "fail", lease_seconds: float = LEASE_SECONDS
+) -> dict[str, Any]:
     return {
         "kv_role": role,
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {
             "control_plane": control_plane.url,
             "peer_timeout": PEER_TIMEOUT,
-            "lease_seconds": LEASE_SECONDS,
+            "lease_seconds": lease_seconds,
         },
     }
 
 
-@pytest.fixture(scope="session")
-def cluster(folder: Path, model: Path) -> Iterator[Cluster]:
+@contextlib.contextmanager
+def cluster_of(
+    folder: Path,
+    model: Path,
+    aggregated: Server,
+    prefix: str = "",
+    *,
+    prefill: Sequence[str] = (),
+    decode: Sequence[str] = (),
+    lease_seconds: float = LEASE_SECONDS,
+) -> Iterator[Cluster]:
+    """A pair with its control plane and router; `prefill` and `decode` are arguments of vLLM's."""
     with contextlib.ExitStack() as stack:
-        control_plane = stack.enter_context(kvxfer("serve", folder, "serve", "--allow-anonymous"))
-        control_plane.wait("/openapi.json")
-        started = Cluster(
-            control_plane,
-            stack.enter_context(
-                kvxfer(
-                    *("router", folder, "router", "--allow-anonymous"),
-                    *("--control-plane", control_plane.url, "--attempts", "1"),
-                )
-            ),
-            *(
-                stack.enter_context(
-                    vllm(name, folder, model, *more, transfer=side(control_plane, role))
-                )
-                for name, role, more in (
-                    # Long prompts in chunks, which end within blocks.
-                    # A few of them take all blocks, so that what was freed is soon overwritten.
-                    (
-                        "prefill",
-                        "kv_producer",
-                        ("--max-num-batched-tokens", "600", "--num-gpu-blocks-override", "200"),
-                    ),
-                    ("decode", "kv_consumer", ()),
-                )
-            ),
-            stack.enter_context(vllm("aggregated", folder, model)),
+        control_plane = stack.enter_context(
+            kvxfer(f"{prefix}serve", folder, "serve", "--allow-anonymous")
         )
-        for server in (started.prefill, started.decode, started.aggregated):
+        control_plane.wait("/openapi.json")
+        router = stack.enter_context(
+            kvxfer(
+                *(f"{prefix}router", folder, "router", "--allow-anonymous"),
+                *("--control-plane", control_plane.url, "--attempts", "1"),
+            )
+        )
+        producer, consumer = (
+            stack.enter_context(
+                vllm(
+                    prefix + name,
+                    *(folder, model, *more),
+                    transfer=side(control_plane, role, lease_seconds=lease_seconds),
+                )
+            )
+            for name, role, more in (
+                ("prefill", "kv_producer", prefill),
+                ("decode", "kv_consumer", decode),
+            )
+        )
+        started = Cluster(control_plane, router, producer, consumer, aggregated)
+        for server in (producer, consumer, aggregated):
             server.wait()
-        started.wait_until_ready("prefill", "decode")
+        started.wait_until_ready(producer.name, consumer.name)
+        yield started
+
+
+@pytest.fixture(scope="session")
+def aggregated(folder: Path, model: Path) -> Iterator[Server]:
+    """Starts beside the others: to be waited for."""
+    with vllm("aggregated", folder, model) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def cluster(folder: Path, model: Path, aggregated: Server) -> Iterator[Cluster]:
+    # Long prompts in chunks, which end within blocks. A few of them take all blocks, so that what
+    # was freed is soon overwritten.
+    chunks = ("--max-num-batched-tokens", "600", "--num-gpu-blocks-override", "200")
+    with cluster_of(folder, model, aggregated, prefill=chunks) as started:
         yield started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import itertools
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .conftest import side
+from .conftest import ask, keep, side
 from .servers import Server, kvxfer, vllm
 from .tiny_prompts import prompts
 
@@ -64,25 +65,16 @@ class Fleet:
         return {name: server.metric(metric) for name, server in self.servers.items()}
 
 
-def tokens_of(server: Server, prompt: list[int]) -> list[int]:
-    """Asks again after an error: on overcommitted cores a lease may end."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-    body |= {"ignore_eos": True, "return_token_ids": True}
+def tokens_of(server: Server, prompt: list[int], **more: Any) -> list[int]:
+    """Without a ticket it asks again after an error: on overcommitted cores a lease may end."""
     give_up = time.monotonic() + 120
     while True:
-        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=120.0)
+        answer = ask(server, prompt, seconds=120.0, **more)
         if answer.is_success:
             [choice] = answer.json()["choices"]
             return list(choice["token_ids"])
-        assert time.monotonic() < give_up, (len(prompt), answer.text)
+        assert not more and time.monotonic() < give_up, (len(prompt), answer.text)
         time.sleep(0.5)
-
-
-@pytest.fixture(scope="module")
-def aggregated(folder: Path, model: Path) -> Iterator[Server]:
-    """Starts beside the others: to be waited for."""
-    with vllm("aggregated-layouts", folder, model) as server:
-        yield server
 
 
 @pytest.fixture(scope="module", params=FLEETS)
@@ -132,6 +124,21 @@ def test_tokens_are_those_of_an_aggregated_server(
             got = {name: tokens - before[name] for name, tokens in fleet.received().items()}
             assert got.pop(prefill) == 0
             assert all(got.values()), f"{prefill} has not prefilled for every other one: {got}"
+
+
+def test_any_instance_fetches_what_any_other_one_keeps(
+    aggregated: Server, fleet: Fleet, rng: random.Random
+) -> None:
+    """The protocol of vLLM's own proxies."""
+    aggregated.wait()
+    for prefill, decode in itertools.permutations(fleet.servers.values(), 2):
+        asked = prompts(rng, 10)
+        before = fleet.received()[decode.name]
+        for prompt in asked:
+            params = keep(prefill, prompt)
+            apart = tokens_of(decode, prompt, kv_transfer_params=params)
+            assert apart == tokens_of(aggregated, prompt), len(prompt)
+        assert fleet.received()[decode.name] - before > sum(map(len, asked)) / 4
 
 
 def test_all_ranks_are_registered_as_one_instance(fleet: Fleet) -> None:

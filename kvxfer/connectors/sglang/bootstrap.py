@@ -179,9 +179,11 @@ class Introductions:
         return error if when >= since else None
 
     async def _get(self, address: str) -> str:
+        # Where machines are so busy that peers get more time, so does this.
+        seconds = max(_REQUEST_SECONDS, self._settings.peer_timeout)
         try:
             async with (
-                httpx.AsyncClient(timeout=_REQUEST_SECONDS) as http,
+                httpx.AsyncClient(timeout=seconds) as http,
                 http.stream("GET", f"http://{address}{_PATH}") as answer,
             ):
                 body = b""

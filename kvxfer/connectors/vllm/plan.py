@@ -18,6 +18,11 @@ class TransferParams:
     prefill_engine_address: str
     prefill_rank_addresses: tuple[str, ...] = ()
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The engine of each rank of prefill."""
+        return self.prefill_rank_addresses or (self.prefill_engine_address,)
+
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> TransferParams | None:
         """None where the request has no ticket, and is an ordinary one. Raises InvalidArgument."""
@@ -83,5 +88,7 @@ class StepPlan:
     """Prefill requests that ended before their first step, and how."""
     releases: list[tuple[TransferParams, str]] = field(default_factory=list)
     """Transfers that decode has no use for, and why."""
+    waiting: list[TransferParams] = field(default_factory=list)
+    """Transfers whose decode requests wait for blocks: prefill is to keep its own."""
     cached: list[int] = field(default_factory=list)
     """Hashes of prompts that are in the prefix cache now (kvxfer.prefix_hashes)."""

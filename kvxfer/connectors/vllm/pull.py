@@ -10,12 +10,15 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from kvxfer.connectors.vllm.plan import Send, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
 from kvxfer.ticket import Ticket, TicketKeys, sign_ticket
+
+# How long decode may have a prompt kept, by asking for it again and again while its request waits.
+_MOST_LEASES: Final = 10
 
 
 def is_pull(params: Mapping[str, Any] | None) -> bool:
@@ -106,7 +109,7 @@ class KeptPrompts:
             prefill_epoch=self.source.epoch,
             decode_id="",
             decode_epoch=0,
-            expires_at=time.time() + self._lease_seconds,
+            expires_at=time.time() + _MOST_LEASES * self._lease_seconds,
             prompt_digest=prompt.digest,
         )
         addresses = self.source.addresses

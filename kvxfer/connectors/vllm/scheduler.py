@@ -1,13 +1,14 @@
 """The scheduler side: which blocks of which request travel, and in which step.
 
-A pure state machine over plain values: no vLLM, no clock, no network. The worker side does what the
-plan of each step says, and every wait is there.
+A pure state machine over plain values: no vLLM, no network. The worker side does what the plan of
+each step says, and every wait is there.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -55,14 +56,25 @@ class _Request:
     block_ids: list[list[int]] = field(default_factory=list)
     planned: int = 0
     """Blocks that the steps so far complete."""
+    keep_at: float = 0.0
+    """When prefill has to hear next that the request still waits for blocks."""
 
 
 class TransferScheduler:
     """The requests of one engine that have a ticket. One thread: the engine's own loop."""
 
-    def __init__(self, blocks: PromptBlocks, side_of: SideOf) -> None:
+    def __init__(
+        self,
+        blocks: PromptBlocks,
+        side_of: SideOf,
+        keep_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`keep_seconds`: how often prefill hears of a request that waits for blocks."""
         self._blocks = blocks
         self._side_of = side_of
+        self._keep_seconds = keep_seconds
+        self._clock = clock
         self._requests: dict[str, _Request] = {}
         self._leaders: dict[str, _Request] = {}  # by ticket
         self._plan = StepPlan()
@@ -151,6 +163,12 @@ class TransferScheduler:
             request = self._requests.get(one.request_id)
             if request is not None and request.side is Role.PREFILL:
                 self._plan_send(request, one)
+        now = self._clock()
+        for request in self._requests.values():
+            waits = request.stage is Stage.WAITING and request.side is Role.DECODE
+            if waits and request.keep_at <= now:
+                request.keep_at = now + self._keep_seconds
+                self._plan.waiting.append(request.params)
         plan, self._plan = self._plan, StepPlan()
         return plan
 

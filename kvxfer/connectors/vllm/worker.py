@@ -89,6 +89,8 @@ class TransferWorker:
             self._agent.cached(plan.cached)
         for params, how in plan.unserved:
             self._agent.spawn(self._decline(params, how))
+        for params in plan.waiting:
+            self._agent.spawn(self._keep(params))
         for params, why in plan.releases:
             self._agent.spawn(self._release(params, why))
         for send in plan.sends:
@@ -166,11 +168,16 @@ class TransferWorker:
             logger.info("nothing to decline: %s", error)
 
     async def _release(self, params: TransferParams, why: str) -> None:
-        addresses = params.prefill_rank_addresses or params.prefill_engine_address
         try:
-            await self._agent.endpoint.release(params.ticket, addresses, why)
+            await self._agent.endpoint.release(params.ticket, params.addresses, why)
         except KvxferError as error:
             logger.info("prefill keeps its blocks until its lease ends: %s", error)
+
+    async def _keep(self, params: TransferParams) -> None:
+        try:
+            await self._agent.endpoint.keep(params.ticket, params.addresses)
+        except KvxferError as error:
+            logger.info("prefill keeps its blocks no longer than its lease: %s", error)
 
     async def _watch(self, request_id: str, outgoing: _Outgoing) -> None:
         begun = time.monotonic()
@@ -226,7 +233,7 @@ class TransferWorker:
         opening = asyncio.ensure_future(
             self._agent.endpoint.decode_session(
                 params.ticket,
-                params.prefill_rank_addresses or params.prefill_engine_address,
+                params.addresses,
                 EngineBlocks(_ids(receive.block_ids)),
                 first_block=receive.first_block,
                 prompt_digest=receive.digest,

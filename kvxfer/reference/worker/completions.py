@@ -27,6 +27,9 @@ class KvTransferParams(BaseModel):
     decode_engine_address: str | None = Field(
         None, description="Whom the prefill worker connects to in a brokered handshake."
     )
+    do_remote_prefill: bool = Field(
+        False, description="What routers tell decode in the words of vLLM; of no use here."
+    )
 
     @model_validator(mode="after")
     def _address_of_decode(self) -> Self:

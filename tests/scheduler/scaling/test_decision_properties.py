@@ -90,7 +90,6 @@ def run(looks: list[Measurements], policy: ScalingPolicy) -> ScalingState:
     return state
 
 
-@settings(deadline=None)
 @given(histories(), policies())
 def test_bounds_and_steps_are_kept(looks, policy):
     state = ScalingState()
@@ -106,7 +105,6 @@ def test_bounds_and_steps_are_kept(looks, policy):
                 assert role.clips[-1].after == role.wanted
 
 
-@settings(deadline=None)
 @given(histories(), policies())
 def test_same_measurements_same_decision(looks, policy):
     state = run(looks[:-1], policy)
@@ -132,7 +130,6 @@ def more(load: RoleMeasurement, extra: int, factor: float) -> RoleMeasurement:
     )
 
 
-@settings(deadline=None)
 @given(histories(), policies(), st.integers(0, 5000), numbers(1, 20))
 def test_more_load_never_wants_fewer_workers(looks, policy, extra, factor):
     state, look = run(looks[:-1], policy), looks[-1]
@@ -143,7 +140,6 @@ def test_more_load_never_wants_fewer_workers(looks, policy, extra, factor):
     assert most.decode == less.decode, "the roles do not touch each other"
 
 
-@settings(deadline=None)
 @given(loads(), policies(), numbers(1, 60))
 def test_a_load_that_stays_moves_the_count_one_way_and_then_not_at_all(load, policy, interval):
     """Whatever the count, the load is the same: what is measured does not depend on it."""
@@ -167,7 +163,7 @@ def test_a_load_that_stays_moves_the_count_one_way_and_then_not_at_all(load, pol
     assert all(step >= 0 for step in steps) or all(step <= 0 for step in steps), counts
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(numbers(0.5, 30), st.integers(200, 6000), st.integers(10, 600))
 def test_on_a_constant_load_the_whole_loop_comes_to_rest(rate, prompt, output):
     """With workers that get slower as they get fewer: latency feeds back into the count."""
