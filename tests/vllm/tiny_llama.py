@@ -42,9 +42,11 @@ def save_tokenizer(folder: Path) -> None:
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(
+    chats = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="w2", bos_token="w0", eos_token="w1"
-    ).save_pretrained(folder)
+    )
+    chats.chat_template = "{% for said in messages %}w3 {{ said.content }} {% endfor %}w4"
+    chats.save_pretrained(folder)
 
 
 if __name__ == "__main__":
