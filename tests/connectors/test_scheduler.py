@@ -102,14 +102,14 @@ def test_prefill_hears_again_and_again_of_a_decode_request_that_waits_for_blocks
         heard.append(side.step((), ()).waiting)
         now += KEEP_SECONDS / 2
     assert heard == [[PARAMS], [], [PARAMS], [], [PARAMS]]
-    side.allocated("r", [[7, 8, 9]], 33)
+    side.allocated("r", [[7, 8, 9]], 32)
     now += KEEP_SECONDS
     assert side.step((), ()).waiting == []
 
 
 def test_prefill_hears_nothing_of_a_request_that_has_blocks_at_once_or_is_not_of_decode() -> None:
     side = scheduler(Role.DECODE, 33)
-    side.allocated("r", [[7, 8, 9]], 33)
+    side.allocated("r", [[7, 8, 9]], 32)
     assert side.step((), ()).waiting == []
     assert scheduler(Role.PREFILL, 33).step((), ()).waiting == []
 
