@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -70,14 +70,17 @@ def instances(
     show_staleness(answer.stale_seconds)
 
 
-def _table(instances: Iterable[Instance], now: float) -> Table:
+def _table(instances: Sequence[Instance], now: float) -> Table:
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2))
+    # Engines have long ids: these and models give way where there is no room.
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     for name in ("instance", "role", "state", "model"):
-        table.add_column(name, overflow="fold")
-    for name in ("running", "waiting", "transfers", "free blocks", "heartbeat", "drain"):
-        table.add_column(name, justify="right")
+        table.add_column(name, overflow="fold", no_wrap=name in ("role", "state"))
+    draining = any(instance.drain_deadline is not None for instance in instances)
+    numbers = ("run+wait", "transfers", "free blocks", "seen", *["drain"] * draining)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
     for instance in instances:
         free = instance.load.free_blocks
         table.add_row(
@@ -85,12 +88,11 @@ def _table(instances: Iterable[Instance], now: float) -> Table:
             instance.role,
             instance.state,
             instance.model,
-            str(instance.load.running),
-            str(instance.load.waiting),
+            f"{instance.load.running} + {instance.load.waiting}",
             str(instance.reserved.transfers),
             f"{'?' if free is None else free} of {instance.num_blocks}",
             f"{max(0.0, now - instance.heartbeat_at):.1f} s ago",
-            _drain(instance, now),
+            *[_drain(instance, now)] * draining,
         )
     return table
 
