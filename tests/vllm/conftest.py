@@ -137,14 +137,18 @@ class Cluster:
 
 
 def side(
-    control_plane: Server, role: str, policy: str = "fail", lease_seconds: float = LEASE_SECONDS
+    control_plane: Server,
+    role: str,
+    policy: str = "fail",
+    lease_seconds: float = LEASE_SECONDS,
+    peer_timeout: float = PEER_TIMEOUT,
 ) -> dict[str, Any]:
     return {
         "kv_role": role,
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {
             "control_plane": control_plane.url,
-            "peer_timeout": PEER_TIMEOUT,
+            "peer_timeout": peer_timeout,
             "lease_seconds": lease_seconds,
         },
     }
@@ -200,7 +204,7 @@ def aggregated(folder: Path, model: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(folder: Path, model: Path, aggregated: Server) -> Iterator[Cluster]:
     # Long prompts in chunks, which end within blocks. A few of them take all blocks, so that what
     # was freed is soon overwritten.

@@ -77,12 +77,17 @@ def tokens_of(server: Server, prompt: list[int], **more: Any) -> list[int]:
         time.sleep(0.5)
 
 
+def transfer(control_plane: Server) -> dict[str, Any]:
+    # Five workers on two cores.
+    return side(control_plane, "kv_both", lease_seconds=40.0, peer_timeout=15.0)
+
+
 @pytest.fixture(scope="module", params=FLEETS)
 def fleet(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator[Fleet]:
     with contextlib.ExitStack() as stack:
         kind = request.param.replace(" ", "-")
         control_plane = stack.enter_context(
-            kvxfer(f"serve-{kind}", folder, "serve", "--allow-anonymous")
+            kvxfer(f"serve-{kind}", folder, "serve", "--allow-anonymous", "--lease-seconds", "30")
         )
         control_plane.wait("/openapi.json")
         router = stack.enter_context(
@@ -93,7 +98,7 @@ def fleet(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator
         )
         servers = {
             name: stack.enter_context(
-                vllm(name, folder, model, *more, transfer=side(control_plane, "kv_both"))
+                vllm(name, folder, model, *more, transfer=transfer(control_plane))
             )
             for name, more in FLEETS[request.param].items()
         }

@@ -126,7 +126,7 @@ def test_a_request_that_decode_preempts_is_computed_there_again(
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         apart = list(threads.map(fetch, range(2)))
     assert preemptions(tight.decode) > before[0]
-    assert fetched(tight.decode) - before[1] == 1200, "both came from prefill, once"
+    assert fetched(tight.decode) - before[1] == 2 * 599, "both came from prefill, once"
     assert apart == whole(tight, asked, max_tokens=400)
     tight.wait_until_idle_within(SOON, tight.prefill, tight.decode)
 
@@ -176,8 +176,8 @@ def test_prefill_keeps_a_prompt_while_it_waits_in_the_queue_of_decode(
             ]
         got = [one.result() for one in apart]
     assert time.monotonic() - begun > LEASE_SECONDS + 2
-    # With what the two that took the blocks were to have.
-    assert fetched(tight.decode) - before == 1000 + 2 * 900
+    # With what the two that took the blocks were to have; the last token of each is decode's.
+    assert fetched(tight.decode) - before == 2 * 499 + 2 * 899
     assert got == whole(tight, asked)
     tight.wait_until_idle_within(SOON, tight.prefill, tight.decode)
 

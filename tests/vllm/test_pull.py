@@ -135,7 +135,8 @@ def test_all_samples_of_a_request_are_right(
             )
         answer = cluster.ask(cluster.decode, prompt, **asked, kv_transfer_params=params)
     assert samples(answer) == expected
-    assert fetched(cluster.decode) - before >= length, "decode has computed the prompt itself"
+    # All but the last token, which decode computes.
+    assert fetched(cluster.decode) - before >= length - 1, "decode has computed the prompt itself"
     cluster.wait_until_idle_within(SOON, cluster.prefill, cluster.decode)
 
 
