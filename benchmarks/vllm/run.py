@@ -34,6 +34,7 @@ Step = Callable[[str], None]
 _PAUSE_SECONDS: Final = 0.1
 _SETTLE_SECONDS: Final = 2.0
 _WARM_UP_ROUNDS: Final = 2
+_WARM_UP_TOKENS: Final = 200
 # What the tiny model knows, less its special tokens.
 _VOCABULARY: Final = range(3, 512)
 
@@ -75,14 +76,15 @@ def _rounds(cluster: Cluster, settings: Settings, step: Step) -> list[Sample]:
         for number in range(-_WARM_UP_ROUNDS, settings.rounds):
             step(f"round {number + 1} of {settings.rounds}" if number >= 0 else "warming up")
             for length in settings.lengths:
-                turn = number % len(Mode)
-                for mode in [*list(Mode)[turn:], *list(Mode)[:turn]]:
-                    prompt = rng.choices(_VOCABULARY, k=length)
+                for mode in rng.sample(list(Mode), k=len(Mode)):
                     kind = LATE if mode is Mode.LATE else "-"
                     request_id = f"bench{kind}{length}-{number + _WARM_UP_ROUNDS}"
                     server = cluster.aggregated if mode is Mode.AGGREGATED else cluster.router
                     time.sleep(_PAUSE_SECONDS)
-                    began, first = _first_token(http, server.url, request_id, prompt)
+                    # A server that was idle pays for waking with its first request.
+                    for asked_for, tokens in (("warm-up", _WARM_UP_TOKENS), (request_id, length)):
+                        prompt = rng.choices(_VOCABULARY, k=tokens)
+                        began, first = _first_token(http, server.url, asked_for, prompt)
                     asked.append((number, length, mode, request_id, began, first))
     notes = read(cluster.notes)
     return [

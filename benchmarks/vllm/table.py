@@ -25,7 +25,7 @@ def report_tables(report: VllmReport) -> Iterator[RenderableType]:
         f"{report.started_at}  {machine.cores} cores, {machine.cpu}, Linux {machine.kernel}; "
         f"load average before the run {report.load_average:.1f}\n"
         f"Milliseconds, medians of {report.rounds} rounds; one request at a time, the modes in "
-        "turn; ratio to aggregated within a round"
+        "random order; ratio to aggregated within a round"
     )
     yield _times(report)
     yield _verdicts(report)
