@@ -65,7 +65,7 @@ class Fleet:
 
 
 def tokens_of(
-    server: Server, prompt: list[int], params: Callable[[], dict[str, Any]] = lambda: {}
+    server: Server, prompt: list[int], params: Callable[[], dict[str, Any]] = dict
 ) -> list[int]:
     """Asks again after an error, with other kv_transfer_params: on overcommitted cores an engine
     may get none for as long as a lease."""
