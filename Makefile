@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize chaos chaos-control chaos-vllm clean
+.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize model chaos chaos-control chaos-vllm clean
 
 demo:
 	@scripts/setup demo
@@ -43,6 +43,10 @@ bench-vllm:
 sanitize:
 	@scripts/setup native
 	@scripts/sanitize
+
+model:
+	@scripts/setup test
+	@scripts/model
 
 chaos:
 	@scripts/setup test

@@ -188,8 +188,8 @@ end:
      }
   :: d_step { UP(DECODE_OF(t)) && x[t].decode == D_TAKEN && owner[BLOCK_OF(t)] == t -> free_block(t); retire(t) }
 
-#ifndef WITHOUT_LEASES
-  :: d_step { timeout && DECODE_LEASE(t) -> decode_lease_over(t); retire(t) }
+#ifdef LEASES_END
+  :: atomic { timeout && DECODE_LEASE(t) -> d_step { decode_lease_over(t); retire(t) } }
 #endif
   od
 }

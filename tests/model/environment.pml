@@ -115,7 +115,7 @@ inline strike()
        strike(); decode_releases(t); retire(t) }
 
 /* A lease ends while there still is something else to do. */
-#ifdef WITHOUT_LEASES
+#ifndef LEASES_END
 #define STRIKES_LEASES(t, may)
 #else
 #define STRIKES_LEASES(t, may) \

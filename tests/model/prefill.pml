@@ -239,9 +239,9 @@ end:
        REQUIRE(invariant_1, UNDER_WAY(t) == 0);
        prefill_ends(t, PE_DRAINED); retire(t) }
 
-#ifndef WITHOUT_LEASES
+#ifdef LEASES_END
   /* At the latest when there is nothing else to do. */
-  :: d_step { timeout && PREFILL_LEASE(t) -> prefill_lease_over(t); retire(t) }
+  :: atomic { timeout && PREFILL_LEASE(t) -> d_step { prefill_lease_over(t); retire(t) } }
 #endif
   od
 }

@@ -1,5 +1,5 @@
 /* What has to be true at the end of every run, and the same as formulas. A run ends where no process
-   can do anything any more; there are no cycles in the model, so every run ends. */
+   can do anything any more. That every run does (there are no cycles) is checked, too. */
 
 #define GONE_FOR(t, w, ticket) (worker[w].life == DEAD || worker[w].epoch != (ticket))
 #define DECODE_OVER(t) ((x[t].decode != D_NONE && !DECODE_ACTIVE(t)) || \
@@ -13,7 +13,7 @@
 #define PREFILL_WAITS(t) (UP(PREFILL_OF(t)) && PREFILL_ACTIVE(t) && x[t].knew && DECODE_OVER(t))
 #define DECODE_WAITS(t) (UP(DECODE_OF(t)) && DECODE_ACTIVE(t) && PREFILL_OVER(t))
 
-#if defined(WITHOUT_LEASES) || defined(LEASES_LOST)
+#ifndef LEASES_END
 #define LEASES_RUN false
 #elif TRANSFERS == 1
 #define LEASES_RUN (PREFILL_LEASE(0) || DECODE_LEASE(0))
@@ -36,18 +36,19 @@ active proctype at_the_end()
   timeout && !LEASES_RUN ->
     d_step {
       for (i : 0 .. TRANSFERS - 1) {
-                   REQUIRE(invariant_2, !LEFT(i));
-        #ifdef WITHOUT_LEASES
-                   REQUIRE(invariant_4, !PREFILL_WAITS(i));
-                   REQUIRE(invariant_4, !DECODE_WAITS(i));
-        #endif
+        REQUIRE(invariant_2, !LEFT(i));
+#ifdef WITHOUT_LEASES
+        REQUIRE(invariant_4, !PREFILL_WAITS(i));
+        REQUIRE(invariant_4, !DECODE_WAITS(i));
+#endif
       };
       skip
     }
 }
 #else
-#define PAGES(t) ([] (HAS_PAGES(t) -> <> !HAS_PAGES(t)))
-ltl pages_return { PAGES(0) && PAGES(1) }
-ltl prefill_learns { [] (PREFILL_WAITS(0) -> <> !PREFILL_WAITS(0)) && [] (PREFILL_WAITS(1) -> <> !PREFILL_WAITS(1)) }
-ltl decode_learns { [] (DECODE_WAITS(0) -> <> !DECODE_WAITS(0)) && [] (DECODE_WAITS(1) -> <> !DECODE_WAITS(1)) }
+#define RETURNS(t) ([] (HAS_PAGES(t) -> <> !HAS_PAGES(t)))
+#define LEARNS(t) ([] (PREFILL_WAITS(t) -> <> !PREFILL_WAITS(t)) && \
+                   [] (DECODE_WAITS(t) -> <> !DECODE_WAITS(t)))
+ltl pages_return { RETURNS(0) }
+ltl peers_learn { LEARNS(0) }
 #endif

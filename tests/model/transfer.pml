@@ -9,6 +9,7 @@
      FAULTS          how often the environment may strike
      WITHOUT_LEASES  no lease ever ends: whoever learns of the other's end learns it from the peer
      WITH_KEEP       decode may say KEEP before it offers
+     FORMULAS        check the formulas in properties.pml in place of the end of each run
    Each defence can be taken away (WITHOUT_FENCE and others); Spin then has to find the harm. */
 
 #define SHARED_DECODE 1  /* two pairs: a prefill worker each, one decode worker, one pool of blocks */
@@ -35,6 +36,10 @@
 #define WORKERS (PREFILLS + DECODES)
 #define WRITES 2
 #define NOBODY 15
+
+#if !defined(WITHOUT_LEASES) && !defined(WITH_ENDLESS_LEASES)
+#define LEASES_END
+#endif
 
 #include "states.pml"
 
@@ -119,8 +124,8 @@ byte owner[DECODES * SLOTS] = NOBODY; /* which transfer */
 #define BLOCK_OF(t) ((DECODE_OF(t) - PREFILLS) * SLOTS + x[t].slot)
 
 /* Messages in order, on the wire or not yet taken out of the engine's queue. */
-chan to_prefill[TRANSFERS] = [4] of { mtype:message };
-chan to_decode[TRANSFERS] = [4] of { mtype:message };
+chan to_prefill[TRANSFERS] = [6] of { mtype:message };
+chan to_decode[TRANSFERS] = [6] of { mtype:message };
 
 byte faults; /* that are still to come */
 bit unhurt = 1;
