@@ -59,7 +59,11 @@ def started(folder: Path, step: Callable[[str], None]) -> Iterator[Cluster]:
                         "kv_connector": "TimedConnector",
                         "kv_connector_module_path": "benchmarks.vllm.timed_connector",
                         "kv_role": role,
-                        "kv_connector_extra_config": {"control_plane": serve.url},
+                        "kv_connector_extra_config": {
+                            "control_plane": serve.url,
+                            # Seven processes on the cores of one: time is measured, not stalls.
+                            "peer_timeout": 5.0,
+                        },
                     },
                 )
             )
