@@ -88,7 +88,16 @@ def on_a_machine_with_rdma(count: int, seed: int) -> list[Round]:
             "-m",
             "tests.faults",
         ]
-        command += ["--rounds", str(count), "--seed", str(seed), "--fabric", "verbs"]
+        command += [
+            "--rounds",
+            str(count),
+            "--seed",
+            str(seed),
+            "--fabric",
+            "verbs",
+            "--parallel",
+            "1",
+        ]
         subprocess.run([*command, "--write", str(found)], check=False, stdout=sys.stderr)
         if not found.exists():
             raise RuntimeError("the emulated machine with RDMA devices did not finish its rounds")
@@ -97,7 +106,7 @@ def on_a_machine_with_rdma(count: int, seed: int) -> list[Round]:
 
 def table_of(rounds: list[Round]) -> Table:
     table = Table(
-        title="Workers and their network broken in mid-transfer; wrong bytes, leaked blocks, seconds",
+        title="Workers and network broken in mid-transfer; wrong bytes, leaked blocks, seconds",
         title_justify="left",
         padding=(0, 0),
     )

@@ -18,6 +18,8 @@ Role: TypeAlias = Literal["prefill", "decode"]
 
 # How long anything in a round may take; far more than a healthy one needs.
 PATIENCE: Final = 20.0
+# For a process to be ready, on an emulated machine too.
+_START_SECONDS: Final = 240.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class WorkerProcess:
             | {"PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
         )
         worker = cls(process, instance, epoch)
-        worker.address = str((await worker.event("ready"))["address"])
+        worker.address = str((await worker.event("ready", _START_SECONDS))["address"])
         return worker
 
     @property
@@ -74,18 +76,20 @@ class WorkerProcess:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
 
-    async def event(self, name: str) -> dict[str, Any]:
+    async def event(self, name: str, patience: float = PATIENCE) -> dict[str, Any]:
         """The next event of this name; others are passed over. Raises EOFError where the process
         has ended."""
         assert self._process.stdout is not None
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(patience):
                 while line := await self._process.stdout.readline():
                     event: dict[str, Any] = json.loads(line)
                     if event["event"] == name:
                         return event
         except TimeoutError:
-            raise TimeoutError(f"{self.instance} did not report {name!r} in {PATIENCE} s") from None
+            raise TimeoutError(
+                f"{self.instance} did not report {name!r} in {patience:g} s"
+            ) from None
         raise EOFError(f"{self.instance} ended before it reported {name!r}")
 
     async def any_event(self) -> dict[str, Any]:
