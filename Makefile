@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize model chaos chaos-control chaos-vllm clean
+.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize model chaos chaos-control chaos-vllm soak clean
 
 demo:
 	@scripts/setup demo
@@ -50,7 +50,7 @@ model:
 
 chaos:
 	@scripts/setup test
-	@scripts/chaos
+	@scripts/chaos $(if $(ROUNDS),--rounds $(ROUNDS))
 
 chaos-control:
 	@scripts/setup test
@@ -59,6 +59,10 @@ chaos-control:
 chaos-vllm:
 	@scripts/setup test
 	@scripts/chaos-vllm
+
+soak:
+	@scripts/setup test
+	@scripts/soak --minutes $(or $(MINUTES),5)
 
 clean:
 	rm -rf build dist .venv
