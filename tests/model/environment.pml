@@ -100,7 +100,8 @@ inline strike()
    blocks. */
 #define STRIKES_TRANSFER(t, may) \
   :: d_step { faults > 0 && (may) && connection[t].open -> strike(); connection[t].open = 0 } \
-  :: d_step { faults > 0 && (may) && PREFILL_LEASE(t) && x[t].prefill != P_NONE -> \
+  :: d_step { faults > 0 && (may) && UP(PREFILL_OF(t)) && PREFILL_ACTIVE(t) && \
+              x[t].prefill != P_CANCELLING -> \
        strike(); prefill_gives_up(t, PE_ABORT) } \
   :: d_step { faults > 0 && (may) && UP(DECODE_OF(t)) && DECODE_ACTIVE(t) && \
               x[t].decode != D_CANCELLING -> \

@@ -1,11 +1,10 @@
 /* What has to be true at the end of every run, and the same as formulas. A run ends where no process
    can do anything any more. That every run does (there are no cycles) is checked, too. */
 
-#define GONE_FOR(t, w, ticket) (worker[w].life == DEAD || worker[w].epoch != (ticket))
 #define DECODE_OVER(t) ((x[t].decode != D_NONE && !DECODE_ACTIVE(t)) || \
-                        GONE_FOR(t, DECODE_OF(t), x[t].ticket_decode))
+                        GONE_FOR(DECODE_OF(t), x[t].ticket_decode))
 #define PREFILL_OVER(t) ((x[t].prefill != P_NONE && !PREFILL_ACTIVE(t)) || \
-                         GONE_FOR(t, PREFILL_OF(t), x[t].ticket_prefill))
+                         GONE_FOR(PREFILL_OF(t), x[t].ticket_prefill))
 
 /* What a frozen worker has it cannot give back. */
 #define HAS_PAGES(t) ((UP(PREFILL_OF(t)) && (x[t].pinned || x[t].early)) || \

@@ -132,8 +132,6 @@ bit unhurt = 1;
 
 /* Scratch. */
 hidden byte i;
-hidden byte j;
-hidden byte k;
 
 /* Whose lease runs: of prefill's session or early offer, and of decode's session. */
 #define PREFILL_LEASE(t) (UP(PREFILL_OF(t)) && (x[t].early || x[t].prefill == P_WAITING || \
@@ -155,12 +153,18 @@ inline forget(messages)
 #define UNDER_WAY(t) (x[t].queued + x[t].posted + x[t].landed + x[t].refused)
 #define POSTED(t) (x[t].posted + x[t].landed + x[t].refused)
 
-/* What is left of a transfer that has ended everywhere tells nothing any more: its states become one. */
+/* The process that a ticket names is no more. */
+#define GONE_FOR(w, ticket) (worker[w].life == DEAD || worker[w].epoch != (ticket))
+
+/* What is left of a transfer that has ended everywhere, and whose ticket is good for nothing more, tells
+   nothing: its states become one. */
 inline retire(t)
 {
   if
   :: x[t].over != NOBODY && !PREFILL_ACTIVE(t) && !DECODE_ACTIVE(t) && !x[t].early && !x[t].revoking &&
      x[t].prefill_request == SERVED && x[t].decode_request == SERVED &&
+     (x[t].prefill != P_NONE || x[t].failure || GONE_FOR(PREFILL_OF(t), x[t].ticket_prefill)) &&
+     (x[t].decode != D_NONE || GONE_FOR(DECODE_OF(t), x[t].ticket_decode)) &&
      owner[BLOCK_OF(t)] != t && UNDER_WAY(t) + x[t].orphaned == 0 &&
      len(to_prefill[t]) + len(to_decode[t]) == 0 ->
        x[t].prefill = P_CANCELLED;
