@@ -175,7 +175,7 @@ inline retire(t)
        x[t].cut = 0;
        x[t].lease = 0;
        x[t].slot = 0;
-#if TOPOLOGY != ONE_PAIR
+#if TOPOLOGY != ONE_PAIR && TRANSFERS == 2 /* its connection is nobody else's */
        CONNECTION(t).open = 0;
        CONNECTION(t).prefill_lost = 1;
        CONNECTION(t).prefill_told = 1;
