@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvxfer.errors import InvalidArgument
+from kvxfer.unreadable import UNREADABLE
 
 HEADER_BYTES: Final = 64  # a cache line, so that payloads are aligned
 _HEADER: Final = struct.Struct("<QII")
@@ -62,5 +63,5 @@ def decode(data: bytes) -> PoolOffer:
     """Raises InvalidArgument for anything but the bytes of ReceivePool.offer()."""
     try:
         return _decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise InvalidArgument(f"these are not the bytes of ReceivePool.offer(): {error}") from None

@@ -12,6 +12,7 @@ import msgspec
 
 from kvxfer.errors import ProtocolError
 from kvxfer.kv.layout import KvLayout
+from kvxfer.unreadable import UNREADABLE
 
 PROTOCOL_VERSION: Final = 6
 # A message of the engine is at most 1 MiB; this leaves room for the rest of DONE.
@@ -133,7 +134,7 @@ def decode(data: bytes) -> Message:
     """Raises ProtocolError for anything that is not one of the messages above."""
     try:
         return _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(
             f"a message of {len(data)} bytes is not of the KV protocol ({error}); "
             "run the same version of kvxfer on both sides"

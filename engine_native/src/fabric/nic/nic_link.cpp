@@ -385,7 +385,9 @@ void NicLink::on_revoke(Imm imm, bool complete) {
   }
   regions_.forget_granted(imm);
   if (complete) return;
-  answering_.push_back(imm);
+  if (std::find(answering_.begin(), answering_.end(), imm) == answering_.end()) {
+    answering_.push_back(imm);
+  }
   answer_revokes();
 }
 
