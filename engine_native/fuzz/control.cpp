@@ -69,7 +69,7 @@ class Connection final : private PeerEvents, private NicEvents {
         control_frame(input);
         break;
       case 3:
-        send_frame(input.byte(), input.text());
+        raw_frame(input);
         break;
       case 4:
         send(input.text());
@@ -120,6 +120,10 @@ class Connection final : private PeerEvents, private NicEvents {
     const auto size = static_cast<std::uint32_t>(payload.size());
     send(ByteWriter().put(size).put(type).put(std::array<std::uint8_t, 3>{}).take() +
          std::string(payload));
+  }
+  void raw_frame(Input& input) {
+    const std::uint8_t type = input.byte();
+    send_frame(type, input.text());
   }
   void control_frame(Input& input) {
     switch (input.below(5)) {
@@ -199,7 +203,7 @@ class Connection final : private PeerEvents, private NicEvents {
   static std::string endpoint(Input& input) {
     if (input.flag()) return std::string(input.text());
     // Of a path of a scripted NIC, with some byte of it changed.
-    std::string bytes(36, '\0');
+    std::string bytes(32, '\0');
     bytes[8] = static_cast<char>(input.byte());
     bytes[14] = 3;
     bytes[input.below(bytes.size())] ^= static_cast<char>(input.byte());
@@ -229,10 +233,9 @@ class Connection final : private PeerEvents, private NicEvents {
     peer_->nics()->announce_nics();
   }
   void submit(Input& input) {
-    const bool immediate = input.flag();
-    const auto operation =
-        operation_to(kPeer, input.flag() ? source_ : nullptr, their_key(input), input.below(12) + 1,
-                     input.byte(), immediate ? std::optional(world_.imm(input)) : std::nullopt);
+    RegionPtr from = input.flag() ? source_ : nullptr;
+    const std::uint64_t key = their_key(input);
+    const auto operation = world_.operation(input, std::move(from), key);
     operation->handle = peer_->handle();
     if (!peer_->up()) return;
     operations_.emplace(operation->id, operation);

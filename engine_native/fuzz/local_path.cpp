@@ -170,9 +170,8 @@ class Local {
     const std::size_t which = input.below(3);
     RegionPtr source = which == 0 ? shareable : nullptr;
     if (which == 1) source = opened(MemoryRegion::wrap({}, source_.data(), source_.size()));
-    const auto operation =
-        operation_to(kPeer, std::move(source), world_.key(input), input.below(8) + 1, input.byte(),
-                     input.flag() ? std::optional(world_.imm(input)) : std::nullopt);
+    const std::uint64_t key = world_.key(input);
+    const auto operation = world_.operation(input, std::move(source), key);
     operations_.push_back(operation);
     operation->took(path_->post(operation, operation->next()));
   }

@@ -114,8 +114,8 @@ void acceptor(Input& input) {
       .session = session.id,
       .lane = input.byte() == 0xff ? input.get<std::uint32_t>() : kLocalLaneNumber};
   const std::string signed_hello = hello.encode(member ? session.key : std::string(input.text()));
-  const std::array<std::string, 2> right{signed_hello,
-                                         ByteWriter().put(input.byte()).take() + probe(input)};
+  const std::string verdict = ByteWriter().put(input.byte()).take();
+  const std::array<std::string, 2> right{signed_hello, verdict + probe(input)};
   converse(meeting, std::move(peer), input, right);
   require(member || !meeting.linked, "a stranger shares no memory");
 }

@@ -92,10 +92,9 @@ class Lane {
 
   void post(Input& input) {
     if (!path_->has_room(true)) return;
-    const std::size_t count = input.below(8) + 1;
-    const auto operation =
-        operation_to(kPeer, input.flag() ? source() : nullptr, world_.key(input), count,
-                     input.byte(), input.flag() ? std::optional(world_.imm(input)) : std::nullopt);
+    RegionPtr from = input.flag() ? source() : nullptr;
+    const std::uint64_t key = world_.key(input);
+    const auto operation = world_.operation(input, std::move(from), key);
     operations_.push_back(operation);
     operation->took(path_->post(operation, operation->next()));
   }

@@ -58,6 +58,23 @@ Imm World::imm(Input& input) const {
   }
 }
 
+OperationPtr World::operation(Input& input, RegionPtr source, std::uint64_t key) const {
+  static OperationId last = 0;
+  const std::size_t writes = input.below(12) + 1;
+  const std::uint32_t length = source ? input.byte() : 0;
+  auto made = std::make_shared<Operation>();
+  made->id = ++last;
+  made->peer = kPeer;
+  made->source = std::move(source);
+  made->destination_key = key;
+  made->destination_length = writes * length;
+  if (input.flag()) made->imm = imm(input);
+  for (std::size_t i = 0; i < writes; ++i) made->writes.push_back({0, i * length, length});
+  made->bytes = made->destination_length;
+  made->deadline_ns = UINT64_MAX;
+  return made;
+}
+
 void World::release() {
   if (released_) return;
   counters->release(granted_imm);
@@ -88,23 +105,6 @@ void World::check() const {
           "nothing is written to a region that was deregistered");
   require(counters->value(stranger_imm) == 0, "another peer's counter does not move");
   require(stats.bytes_received <= stats.writes_received * kRegion, "what is counted fits");
-}
-
-OperationPtr operation_to(PeerId peer, RegionPtr source, std::uint64_t key, std::size_t writes,
-                          std::uint32_t length, std::optional<Imm> imm) {
-  static OperationId last = 0;
-  auto operation = std::make_shared<Operation>();
-  operation->id = ++last;
-  operation->peer = peer;
-  if (!source) length = 0;
-  operation->source = std::move(source);
-  operation->destination_key = key;
-  operation->destination_length = writes * length;
-  operation->imm = imm;
-  for (std::size_t i = 0; i < writes; ++i) operation->writes.push_back({0, i * length, length});
-  operation->bytes = writes * length;
-  operation->deadline_ns = UINT64_MAX;
-  return operation;
 }
 
 void Books::on_finished(const OperationPtr& operation, const WriteRange& writes,

@@ -29,6 +29,8 @@ class World {
   // One of the keys that a peer might name, or any.
   std::uint64_t key(Input& input) const;
   Imm imm(Input& input) const;
+  // A write of ours to a region of the peer, out of `source`, which may be null.
+  OperationPtr operation(Input& input, RegionPtr source, std::uint64_t key) const;
   // Of `granted`: from here on nothing may change there. The paths have to be told.
   void release();
   bool released() const { return released_.has_value(); }
@@ -71,10 +73,6 @@ class World {
   std::optional<Bytes> released_;
   std::optional<Bytes> deregistered_;
 };
-
-// An operation of ours to the peer: `writes` of `length` bytes out of `source`, which may be null.
-OperationPtr operation_to(PeerId peer, RegionPtr source, std::uint64_t key, std::size_t writes,
-                          std::uint32_t length, std::optional<Imm> imm);
 
 // What a path reports: checks the books of the operations that are posted on it.
 class Books final : public PathEvents {

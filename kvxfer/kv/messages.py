@@ -6,7 +6,7 @@ with messages: DONE carries the total, and the count decides.
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -17,6 +17,8 @@ from kvxfer.unreadable import UNREADABLE
 PROTOCOL_VERSION: Final = 6
 # A message of the engine is at most 1 MiB; this leaves room for the rest of DONE.
 MAX_TAIL_BYTES: Final = (1 << 20) - 1024
+
+Total: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -97,7 +99,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     all have arrived."""
 
     transfer_id: str
-    total: int
+    total: Total
     tail: bytes
 
 
@@ -115,7 +117,7 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
     """prefill → decode: nothing is under way any more; `total` writes were delivered."""
 
     transfer_id: str
-    total: int
+    total: Total
 
 
 Message: TypeAlias = (

@@ -80,7 +80,7 @@ def _tcp_lane() -> Iterator[bytes]:
         each = b"".join(struct.pack("<BHBH", 0, at, 0, length) for at in offsets)
         return bytes([0, key]) + choice + bytes([len(offsets), 0]) + each + b"\x00"
 
-    poll, post = b"\x03", b"\x04\x01\x01\x00\x20\x01\x00"
+    poll, post = b"\x03", b"\x04\x01\x00\x01\x20\x01\x00"
     yield writes(0, None, 0, 128) + poll
     yield writes(1, 1, 0, 64, 4000) + poll
     yield writes(1, 0, 0) + poll + writes(2, 2, 0) + poll + writes(1, 1, 0, length=0) + poll
@@ -127,23 +127,86 @@ def _rendezvous() -> Iterator[bytes]:
 
 
 def _control() -> Iterator[bytes]:
-    ok = b"\x00\x00\x00\x00"  # endpoint as it should be
-    opened = b"".join(bytes([0, 1, path, 0]) + b"\x00\x10\x00\x00" for path in (1, 2))
-    up = b"\x01" + opened + b"\x02\x03"  # initiator: both paths, then READY
-    region = b"\x00\x06\x00\x01\x00\x80\x00\x00\x00\x02\x00\x01\x01\x02\x01\x03\x04"
-    submit = b"\x05\x01\x01\x01\x03\x08\x00"
-    yield up + submit + region + b"\x06\x00\x00" * 4
-    yield up + region + submit + b"\x08\x00\x00" + b"\x00\x02\x01\x01w\x01\x01\x00\x00\x02"
-    yield up + submit + b"\x00\x08\x00\x00\x00" + b"\x00\x09\x00\x01" + b"\x0e"
-    yield up + b"\x0b\x01\x01" + b"\x09\x01\x00" + b"\x0b\x00\x00" + b"\x00\x09\x00\x01"
+    def frame(kind: int, path: int, *fields: int) -> bytes:
+        return bytes([0, kind, path, *fields])
+
+    endpoint = (0, 16, 0, 0)
+    opened = b"".join(frame(1, path, 0, *endpoint) for path in (1, 2))
+    ready = b"\x02\x03"
+    up = b"\x01" + opened + ready  # the initiator, with a path over each NIC
+    accept = b"\x00" + frame(0, 1, 0, 0, *endpoint) + frame(2, 1) + b"\x02\x02\x00"
+    keys = (2, 0, 1, 2, 3, 1, 4, 5)
+    region = frame(6, 0, 1, 0, 200, 0, 0, 0, *keys)
+    submit = bytes([5, 1, 1, 3, 8, 1, 0])  # four writes with an immediate
+    bare = bytes([5, 0, 1, 3, 1, 0])
+    windowed = frame(6, 0, 1, 0, 200, 0, 1, 2, 0, 0)
+
+    def complete(nic: int) -> bytes:
+        return bytes([6, nic, 0])
+
+    def lose(nic: int) -> bytes:
+        return bytes([8, nic, 0])
+
+    def closed(path: int, landed: int, *, failed: int = 1) -> bytes:
+        return frame(3, path, 1, 120, failed, 1, 0, 0, landed)
+
+    for landed in (0, 1, 2, 4, 9):
+        yield (
+            up
+            + submit
+            + region
+            + complete(0)
+            + lose(0)
+            + lose(1)
+            + closed(1, landed)
+            + closed(2, landed)
+            + b"\x0c\x00\x02"
+            + opened
+        )
+    for _ in range(2):
+        yield up + region + submit + closed(1, 1, failed=0) + closed(2, 0, failed=0)
+    again = lose(0) + lose(1) + closed(1, 1) + closed(2, 1) + b"\x0c\xff\x00"
+    more = frame(1, 3, 0, *endpoint) + frame(1, 4, 0, *endpoint)
+    yield up + region + submit + again + more + region + complete(0) * 4 + complete(1) * 4
+    yield (
+        up
+        + region
+        + submit
+        + again
+        + more
+        + region
+        + lose(0)
+        + lose(1)
+        + closed(3, 2)
+        + closed(4, 2)
+    )
+    yield up + submit + frame(6, 0, 1, 5, 200, 0, 0, 0, *keys) + submit + frame(7, 0, 1)
+    yield up + region + submit + frame(8, 0, 0, 0) + frame(8, 0, 0, 1) + submit
+    yield up + region + submit + frame(8, 0, 0, 1) + lose(0) + closed(1, 0) + complete(1) * 4
+    yield up + submit + frame(9, 0, 1) + b"\x0e" + bare + complete(0) * 4 + complete(1) * 4
+    yield up + windowed + submit + frame(11, 1, 1, 9, 9) + frame(11, 2, 1, 9, 9) + complete(1) * 4
+    yield up + windowed + submit + frame(7, 0, 1) + b"\x0d\x00"
+    granted = frame(6, 0, 1, 0, 200, 1, 0, 1, 2, 0, 0)
+    yield up + granted + submit + frame(7, 0, 1)
+    yield up + granted + bytes([5, 1, 1, 3, 8, 1, 0]) + frame(8, 0, 0, 0) + granted
+    yield up + granted + frame(6, 0, 1, 0, 200, 1, 1, 0, 0, 0, 0)
+    yield up + submit + frame(6, 0, 1, 0, 4, 0, 0, 0, *keys)
+    yield up + b"\x0b\x01\x01" + b"\x09\x01\x00" + b"\x0b\x00\x00" + frame(9, 0, 1)
+    yield up + b"\x0b\x01\x01" + b"\x09\x01\x00" + lose(1) + b"\x0b\x00\x01" + b"\x0b\x01\x00"
     yield up + b"\x02\x01\x05hello" + b"\x02\x00" + b"\x02\x04\x13\x03why"
     yield up + b"\x0a\x00\x00\x00" + b"\x0c\xff\x00" + b"\x0f" + b"\x0d\x00"
-    accept = b"\x00" + b"\x00\x00\x01\x00\x00\x00\x10\x00\x00" + b"\x00\x02\x01" + b"\x02\x02\x00"
-    yield accept + region + submit + b"\x07\x00\x00\x00" * 5 + b"\x00\x0a\x01\x03"
-    yield accept + b"\x00\x03\x00\x03" + b"\x00\x07\x00\x01" + b"\x00\x04\x00\x01" + ok
-    windowed = b"\x00\x06\x00\x01\x00\x80\x00\x01\x02\x00\x00"
-    yield up + windowed + submit + b"\x00\x0b\x01\x01\x09\x09" + b"\x06\x01\x00"
+    yield up + b"\x07\x00\x00\x00" * 5 + frame(10, 1, 3) + frame(4, 0, 1) + frame(5, 0, 0)
+    yield accept + region + submit + complete(0) * 4 + b"\x02\x03"
+    yield accept + frame(0, 2, 9, 0, *endpoint) + frame(0, 1, 0, 0, *endpoint)
+    yield accept + b"\x0a\x00\x00\x00" + frame(0, 2, 0, 0, *endpoint) + frame(0, 3, 1, 1, 1, 1, 7)
+    yield accept + b"\x0a\x01\x01\x01" + frame(0, 2, 1, 1, *endpoint)
+    yield b"\x01" + frame(1, 1, 3, 1, 1, 120) + frame(1, 2, 0, 1, 1, 120) + frame(1, 9, 0, 1, 0)
+    yield b"\x01" + frame(1, 1, 0, *endpoint) * 2 + frame(2, 1, 0, 0, 0, 0) + frame(0, 1, 0, 0)
+    yield b"\x01" + lose(0) + frame(1, 1, 0, *endpoint) + b"\x0c\xff\xff"
+    for kind in (0, 1, 2, 6, 11):
+        yield up + bytes([3, 16 + kind, 2]) + b"xx"
     yield b"\x00\x03\x63" + b"\x02xx" + b"\x04\x08" + struct.pack("<IB3x", 1 << 30, 2)
+    yield b"\x00\x04\x08" + struct.pack("<IB3x", 1 << 30, 2)
 
 
 def _descriptors() -> Iterator[bytes]:
@@ -266,6 +329,9 @@ def _answers() -> Iterator[bytes]:
     events = "id: 7\nevent: change\ndata: {}\ndata: x\n\n: comment\r\n\rdata:a\u2028b\r\r\n"
     yield b"\x00\x03" + events.encode()
     yield b"\x00\xff" + b"data: \xff\xfe\n\n"
+    yield b"\x00\x40" + b"data: " + b"x" * 600
+    yield b"\x00\xff" + b"data: 400\n" * 80
+    yield b"\x01\x00" + (b"\xff" + b"x" * 255) * 3
     yield b"\x00\x00" + b"id\0: 1\nid: a\0\ndata\n\n"
     change = b"event: change\nid: 1\ndata: {"
     yield b"\x01\x01\x05" + bytes([len(change)]) + change + b"\x03}\n\n"
@@ -289,6 +355,16 @@ def _answers() -> Iterator[bytes]:
     yield b"\x02\x01\x00\x00\x01\x031.5\x00[]"
     yield b"\x02\x00\x00\x01\x02\xff\xb2\x01\x02\xc3\xa9\x00{}"
     yield b"\x02\x00\x07\x00\x00\x00not json"
+    for seconds in ("1.5", "1" + "0" * 400, "-3"):
+        body = f'{{"code": "rate-limited", "detail": "d", "retry_after_seconds": {seconds}}}'
+        yield b"\x02\x00\x05" + b"\x01\x03120" + b"\x00\x00" + body.encode()
+    for stale in (b"1.5", b"old"):
+        yield b"\x02\x01\x00" + b"\x00\x01\x03" + stale + b"\x00" + b'{"instances": []}'
+    yield (
+        b"\x02\x00\x05" + b"\x01\x03120" + b"\x00\x00" + b'{"code": "rate-limited", "detail": "d"}'
+    )
+    snapshot = b'event: snapshot\ndata: {"id": 1, "instances": []}\n\n'
+    yield b"\x01\x00" + bytes([len(snapshot)]) + snapshot
     for error in ({"message": "m"}, {"code": 1}, "text", None):
         yield b"\x03\x00" + json.dumps({"error": error}).encode()
 
@@ -327,29 +403,64 @@ def _sglang_bootstrap() -> Iterator[bytes]:
 
 
 def _endpoint() -> Iterator[bytes]:
-    # Whether HELLO, a prefill and a decode session come first; then what the peer says.
-    hello = bytes(6)
+    # Whether HELLO, a prefill and a decode session come first; then what the peer says: 0, and
+    # what kind of message; 0xff, and a write of the peer arrives.
+    hello = bytes(7)
     greeted = b"\x01" + hello
-    to_peer, from_peer = b"\x00", b"\x01"
-    blocks = b"\x00\x01\x02"
+    to_peer, from_peer, early, bearer, foreign = (bytes([name]) for name in range(5))
 
-    def offer(name: bytes, imm: bytes = b"\x07", lease: bytes = b"\x80") -> bytes:
-        return b"\x01" + name + blocks + b"\x00" + b"\x01\x00\x00" + imm + lease + b"\x00"
+    def say(kind: int, *fields: bytes) -> bytes:
+        return bytes([0, kind]) + b"".join(fields)
 
-    yield greeted + b"\x01\x00" + offer(to_peer) + offer(to_peer) + b"\x08\x00\x00"
-    yield greeted + b"\x01\x00" + offer(to_peer, lease=b"\x08") + offer(to_peer, imm=b"\xe8")
-    yield greeted + b"\x00\x00" + offer(b"\x02") + offer(b"\x03") + b"\x08\x02\x00" + offer(b"\x04")
-    yield greeted + b"\x00\x01" + b"\x05\x01" + b"\x07\x01\x04\x00" + b"\x09\x01\x00"
-    yield greeted + b"\x00\x01" + b"\x05\x01" + b"\x07\x01\xe3"
-    yield greeted + b"\x00\x01" + b"\x05\x01" + b"\x07\x01\xe8" + b"\x08\x01\x00"
+    def offer(
+        name: bytes,
+        imm: bytes = b"\x07",
+        lease: bytes = b"\x80",
+        grants: bytes = b"\x00",
+        first: bytes = b"\x00",
+    ) -> bytes:
+        blocks = b"\x00\x01\x02"
+        return say(1, name, blocks, b"\x00\x01\x00", grants, imm, lease, first)
+
+    accepted, arrive = say(5, from_peer), b"\xff"
+
+    def done(total: bytes) -> bytes:
+        return say(7, from_peer, total, b"\x04tail")
+
+    cancel, refused = say(8, from_peer, b"\x03why"), say(6, from_peer)
+    prefill, decode = greeted + b"\x01\x00", greeted + b"\x00\x01"
+    yield prefill + offer(to_peer) + offer(to_peer) + say(8, to_peer, b"\x00")
+    yield prefill + offer(to_peer, lease=b"\x08") + offer(to_peer, imm=b"\xe8")
+    yield prefill + offer(to_peer, imm=b"\xe8")
+    yield prefill + say(3, to_peer, to_peer, b"\x30") + say(3, to_peer, to_peer, b"\x08")
+    yield prefill + say(2, to_peer, to_peer, b"\x00") + offer(to_peer)
+    yield prefill + say(3, to_peer, early, b"\x30") + say(2, to_peer, foreign, b"\x00")
+    yield greeted + b"\x00\x00" + offer(early) + offer(bearer) + say(8, early, b"\x00")
+    yield greeted + b"\x00\x00" + offer(early) + offer(foreign) + say(9, early, b"\x00")
+    yield decode + accepted + done(b"\x02") + arrive + arrive
+    yield decode + accepted + arrive + arrive + done(b"\x01")
+    yield decode + accepted + arrive + done(b"\x01")
+    yield decode + accepted + done(b"\x01") + arrive + done(b"\x01")
+    for total in (b"\x00", b"\xe2", b"\xe3", b"\xe8"):
+        yield decode + accepted + done(total)
     for code in range(3):
-        yield greeted + b"\x00\x01" + b"\x06" + from_peer + bytes([code])
-    yield greeted + b"\x00\x01" + b"\x05\x01\x08\x01\x01x" + b"\x07\x01\x00\x00"
-    yield greeted + b"\x01\x00" + b"\x03\x00\x00\x30" + b"\x03\x00\x00\x08" + b"\x02\x00\x00\x00"
-    yield greeted + b"\x00\x00" + b"\x04\x01\x01" + b"\x08\x01\x00" + b"\x04\x00\x00"
+        yield decode + refused + bytes([code])
+    yield decode + accepted + cancel + done(b"\x00")
+    yield decode + done(b"\x01")
+    yield decode + accepted + say(9, from_peer, b"\x00")
+    yield decode + accepted + b"\xfe"
+    yield prefill + offer(to_peer, grants=b"\x03")
+    yield prefill + offer(to_peer, first=b"\xff\xe2")
+    yield prefill + offer(to_peer, first=b"\xff\x05")
+    yield prefill + offer(to_peer) + b"\xfe"
+    yield greeted + b"\x00\x00" + say(4, from_peer, from_peer) + cancel + say(4, early, early)
+    yield greeted + b"\x00\x00" + accepted + refused + b"\x00" + done(b"\x01")
     yield b"\x00\x01\x01" + offer(to_peer)
-    yield b"\x00\x00\x01" + b"\x0a\x05junk!"
-    yield greeted + b"\x00\x00" + b"\x00" + b"\x01\x01\x01\x01\x00\x01\x01" + hello[1:]
+    yield b"\x00\x00\x00" + say(10, b"\x05junk!")
+    yield greeted + b"\x00\x00" + say(0, b"\x01\x01\x01\x01\x00\x01\x01", hello[1:])
+    yield greeted + b"\x00\x00" + say(0, b"\x00\x00\x00\x03\x00\x00\x00")
+    for wrong in (b"\0\0\xff\x05", b"\0\0\0\0\0\xff\0", b"\0\xff\x07\x01\x02"):
+        yield b"\x00\x00\x00" + say(0, wrong)
 
 
 NATIVE: Final = {

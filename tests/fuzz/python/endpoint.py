@@ -4,14 +4,15 @@ what it likes, in any order. Real engines; no block stays taken, whatever is sai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvxfer.engine import Engine, Peer
-from kvxfer.errors import KvxferError
+from kvxfer.engine import Engine, EngineHandler, Peer
+from kvxfer.errors import KvxferError, PeerLost
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
@@ -29,6 +30,7 @@ from kvxfer.kv.messages import (
     Offer,
     Refused,
     Release,
+    decode,
     encode,
 )
 from kvxfer.ticket import Ticket, sign_ticket
@@ -48,6 +50,25 @@ BLOCKS = 8
 LEASE = 30.0
 
 
+class _Listener:
+    """What the peer's engine hears: it knows the immediates that it was offered."""
+
+    def __init__(self) -> None:
+        self.peer: Peer | None = None
+        self.offers: list[Offer] = []
+
+    def peer_up(self, peer: Peer) -> None:
+        self.peer = peer
+
+    def message(self, peer: Peer, data: bytes) -> None:
+        message = decode(data)
+        if isinstance(message, Offer):
+            self.offers.append(message)
+
+    def peer_lost(self, peer: Peer, error: KvxferError) -> None:
+        self.peer = None
+
+
 @dataclass
 class World:
     loop: asyncio.AbstractEventLoop
@@ -55,6 +76,7 @@ class World:
     other: Engine
     cache: KvCache
     errors: list[dict[str, Any]]
+    listener: _Listener
 
 
 @functools.cache
@@ -67,9 +89,11 @@ def _world() -> World:
         # Nobody is frozen here for longer than a debugger or a busy machine takes.
         engine = Engine(cluster_key=KEY, name="fuzzed", fabrics=("tcp",), peer_timeout=60.0)
         other = Engine(cluster_key=KEY, name="peer", fabrics=("tcp",), peer_timeout=60.0)
+        other.handler = listener = _Listener()
         await engine.__aenter__()
         await other.__aenter__()
-        return World(loop, engine, other, KvCache.allocate(engine, LAYOUT, BLOCKS), errors)
+        cache = KvCache.allocate(engine, LAYOUT, BLOCKS)
+        return World(loop, engine, other, cache, errors, listener)
 
     return loop.run_until_complete(make())
 
@@ -86,6 +110,7 @@ class _Scene:
         self.world, self.choices = world, choices
         self.pool = BlockPool(BLOCKS)
         self.tasks: list[asyncio.Task[Any]] = []
+        self.offered = asyncio.Event()
         expires = time.time() + 60
         self.tickets = {
             name: sign_ticket(Ticket(name, "request", *pair, expires), KEY)
@@ -98,6 +123,7 @@ class _Scene:
             }.items()
         }
         self.names = [*self.tickets, "unknown"]
+        world.listener.offers.clear()
 
     async def play(self) -> None:
         world = self.world
@@ -111,18 +137,29 @@ class _Scene:
             ticket_key=KEY,
             lease_seconds=LEASE,
             max_early_offers_per_peer=2,
+            on_offer=lambda ticket, token: None,
         )
         async with endpoint:
-            if self.choices.flag():
-                self.hear(peer, self.encoded(self.hello))
+            greeted = self.choices.flag()
+            if greeted:
+                self.handler.message(peer, self.encoded(self.hello))
             if self.choices.flag():
                 self.start(self.prefill(endpoint))
             if self.choices.flag():
                 self.start(self.decode(endpoint))
+                if greeted:
+                    await self.offered.wait()
             await self.settle()
             while self.choices and peer.alive:
-                self.hear(peer, self.message())
+                kind = self.choices.byte()
+                if kind == 0xFF:
+                    await self.arrive()
+                elif kind == 0xFE:
+                    self.handler.peer_lost(peer, PeerLost("the peer is gone"))
+                else:
+                    self.handler.message(peer, self.message())
                 await self.settle()
+            self.handler.message(peer, self.message())  # as it was on its way
         for task in self.tasks:
             task.cancel()
         for outcome in await asyncio.gather(*self.tasks, return_exceptions=True):
@@ -138,10 +175,21 @@ class _Scene:
         for _ in range(4):
             await asyncio.sleep(0)
 
-    def hear(self, peer: Peer, data: bytes) -> None:
+    @property
+    def handler(self) -> EngineHandler:
         handler = self.world.engine.handler
         assert handler is not None
-        handler.message(peer, data)
+        return handler
+
+    async def arrive(self) -> None:
+        """A write of the peer, with an immediate that it was offered."""
+        listener = self.world.listener
+        with contextlib.suppress(KvxferError, TimeoutError):
+            async with asyncio.timeout(0.2):
+                while not listener.offers:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+                if listener.peer is not None:
+                    await listener.peer.write_imm(listener.offers[-1].imm)
 
     async def prefill(self, endpoint: KvEndpoint) -> None:
         with self.pool.hold(2) as hold:
@@ -152,11 +200,15 @@ class _Scene:
                 await session.finish(b"tail")
 
     async def decode(self, endpoint: KvEndpoint) -> None:
-        session = await endpoint.decode_session(
-            self.tickets["from-peer"], self.world.other.address, 2
-        )
+        try:
+            session = await endpoint.decode_session(
+                self.tickets["from-peer"], self.world.other.address, 2
+            )
+        finally:
+            self.offered.set()
         async with session:
             await session.wait()
+            session.take().release()
 
     # --- what the peer says
 
@@ -226,7 +278,7 @@ class _Scene:
         count = choices.one_of((2, 2, 2, 1, 3))
         blocks = b"".join(choices.byte().to_bytes(1, "little") + b"\0\0\0" for _ in range(count))
         descriptor = self.world.cache.planes[0][0].region.descriptor
-        grant = choices.one_of((descriptor, descriptor, choices.bytes()))
+        grant = choices.bytes() if choices.flag() else descriptor
         return Offer(
             transfer_id=name,
             ticket=self.tickets.get(name, "a.b.c") if choices.flag() else self.ticket(),
