@@ -124,6 +124,7 @@ Result<void> NicLink::on_path_opened(ByteReader reader, std::uint64_t now) {
   const auto found = entries_.find(id);
   if (found == entries_.end()) return {};
   Entry& entry = found->second;
+  if (entry.path->is_open()) return malformed("path_opened");  // a second one, with writes under way
   if (status != Errc::ok) {
     retry(text);
     entries_.erase(found);
