@@ -50,7 +50,7 @@ class EventParser:
         # A carriage return at the end may be the first half of a line end.
         held = b"\r" if self._rest.endswith(b"\r") else b""
         *lines, rest = _LINE_END.split(self._rest.removesuffix(held))
-        self._rest = rest + held
+        self._rest = bytearray(rest + held)
         taken = (self._take(line.decode(errors="replace")) for line in lines)
         return [event for event in taken if event is not None]
 

@@ -124,7 +124,8 @@ Result<void> NicLink::on_path_opened(ByteReader reader, std::uint64_t now) {
   const auto found = entries_.find(id);
   if (found == entries_.end()) return {};
   Entry& entry = found->second;
-  if (entry.path->is_open()) return malformed("path_opened");  // a second one, with writes under way
+  // A second one, while writes are under way.
+  if (entry.path->is_open()) return malformed("path_opened");
   if (status != Errc::ok) {
     retry(text);
     entries_.erase(found);
