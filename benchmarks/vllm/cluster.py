@@ -15,6 +15,9 @@ from benchmarks.vllm.notes import NOTES_VARIABLE
 from tests.vllm.servers import Server, kvxfer, make_model, vllm
 
 _READY_SECONDS = 60.0
+# 32 KiB of cache per token: 64 MiB at 2,000 tokens, as models have that people serve.
+_SIZES = ("--layers", "8", "--kv-heads", "8", "--head-dim", "64")
+_CACHE = ("--kv-cache-memory-bytes", str(512 << 20))
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -34,7 +37,7 @@ def started(folder: Path, step: Callable[[str], None]) -> Iterator[Cluster]:
     notes = folder / "notes"
     os.environ[NOTES_VARIABLE] = str(notes)
     step("making the model")
-    model = make_model(folder)
+    model = make_model(folder, *_SIZES)
     step("starting two vLLM servers with kvxfer and one without")
     with contextlib.ExitStack() as stack:
         serve = stack.enter_context(kvxfer("serve", folder, "serve", "--allow-anonymous"))
@@ -51,17 +54,22 @@ def started(folder: Path, step: Callable[[str], None]) -> Iterator[Cluster]:
                     name,
                     folder,
                     model,
+                    *_CACHE,
                     transfer={
                         "kv_connector": "TimedConnector",
                         "kv_connector_module_path": "benchmarks.vllm.timed_connector",
                         "kv_role": role,
-                        "kv_connector_extra_config": {"control_plane": serve.url},
+                        "kv_connector_extra_config": {
+                            "control_plane": serve.url,
+                            # Seven processes on the cores of one: time is measured, not stalls.
+                            "peer_timeout": 5.0,
+                        },
                     },
                 )
             )
             for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
         )
-        aggregated = stack.enter_context(vllm("aggregated", folder, model))
+        aggregated = stack.enter_context(vllm("aggregated", folder, model, *_CACHE))
         for server in (prefill, decode, aggregated):
             server.wait()
         router.wait("/healthz")

@@ -42,7 +42,7 @@ _VOCABULARY: Final = range(3, 512)
 @dataclass(frozen=True, slots=True)
 class Settings:
     lengths: tuple[int, ...] = (500, TARGET_TOKENS, 3500)
-    rounds: int = 20
+    rounds: int = 16
     idle_seconds: float = 10.0
     seed: int = 0
 
@@ -84,7 +84,11 @@ def _rounds(cluster: Cluster, settings: Settings, step: Step) -> list[Sample]:
                     # A server that was idle pays for waking with its first request.
                     for asked_for, tokens in (("warm-up", _WARM_UP_TOKENS), (request_id, length)):
                         prompt = rng.choices(_VOCABULARY, k=tokens)
-                        began, first = _first_token(http, server.url, asked_for, prompt)
+                        try:
+                            began, first = _first_token(http, server.url, asked_for, prompt)
+                        except RuntimeError as error:
+                            logs = (cluster.prefill.tail(2000), cluster.decode.tail(2000))
+                            raise RuntimeError("\n".join([str(error), *logs])) from None
                     asked.append((number, length, mode, request_id, began, first))
     notes = read(cluster.notes)
     return [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ from kvxfer.kv.messages import (
     Accepted,
     Cancel,
     Cancelled,
+    Checksum,
     Done,
     Expect,
     Hello,
@@ -228,6 +230,16 @@ def _descriptors() -> Iterator[bytes]:
     yield b"\x05" + struct.pack("<Q", 0) + b"\x00"
 
 
+ODD_FIELDS: Final = (
+    {"num_kv_heads": 2},
+    {"kv": "opaque", "order": "HND"},
+    {"kv": "opaque", "order": "HND", "packing": "vec"},
+    {"block_size": 65535},
+    {"layer_groups": (0, 1, 0, 1)},
+    {"order": "HND", "tp_size": 2, "block_size": 8},
+)
+
+
 def _messages() -> Iterator[bytes]:
     layouts = [
         KvLayout(num_layers=4, num_kv_heads=4, head_size=16, dtype="float16", block_size=16),
@@ -256,16 +268,37 @@ def _messages() -> Iterator[bytes]:
         Accepted("t"),
         Refused("t", "ticket-expired", "too late"),
         Done("t", 7, b"tail"),
+        Done("t", 7, b"tail", Checksum(2**64 - 1, 2)),
         Cancel("t", "gone"),
         Cancelled("t", 0),
     ]
     for message in said:
         yield b"\x00" + encode(message)
+    good = said[0]
+    assert isinstance(good, Hello)
+    for change in (
+        {"num_blocks": 0},
+        {"block_strides": ((1, 1),) * 4},
+        {"block_strides": ()},
+        {"version": 1},
+        *({"layout": replace(good.layout, **field)} for field in ODD_FIELDS),
+    ):
+        strides = good.block_strides
+        if (layout := change.get("layout")) is not None:
+            strides = ((1 << 20,) * len(layout.parts),) * layout.layers_per_rank
+        hello = msgspec.structs.replace(good, **{"block_strides": strides, **change})
+        yield b"\x00" + encode(hello)
     # Fields that a writer of this version cannot make.
     wrong = json.loads(json.dumps({"num_layers": 1, "num_kv_heads": 1, "head_size": 1}))
     for more in ({"dtype": "?"}, {"dtype": "int8", "block_size": 1, "layer_groups": [2**31 - 1]}):
         layout = {**wrong, **more}
-        hello = {"type": "hello", "version": 6, "instance_id": "p", "epoch": 1, "num_blocks": 1}
+        hello = {
+            "type": "hello",
+            "version": PROTOCOL_VERSION,
+            "instance_id": "p",
+            "epoch": 1,
+            "num_blocks": 1,
+        }
         yield b"\x00" + _packed({**hello, "layout": layout, "block_strides": [], "permutes": True})
     yield b"\x01" + pool_wire.encode(
         pool_wire.PoolOffer(b"region", 4096, (pool_wire.SlotOffer(0, 1, 2),) * 3)
@@ -405,7 +438,7 @@ def _sglang_bootstrap() -> Iterator[bytes]:
 def _endpoint() -> Iterator[bytes]:
     # Whether HELLO, a prefill and a decode session come first; then what the peer says: 0, and
     # what kind of message; 0xff, and a write of the peer arrives.
-    hello = bytes(7)
+    hello = bytes(8)
     greeted = b"\x01" + hello
     to_peer, from_peer, early, bearer, foreign = (bytes([name]) for name in range(5))
 
@@ -424,8 +457,8 @@ def _endpoint() -> Iterator[bytes]:
 
     accepted, arrive = say(5, from_peer), b"\xff"
 
-    def done(total: bytes) -> bytes:
-        return say(7, from_peer, total, b"\x04tail")
+    def done(total: bytes, checksum: bytes = b"\x00") -> bytes:
+        return say(7, from_peer, total, b"\x04tail", checksum)
 
     cancel, refused = say(8, from_peer, b"\x03why"), say(6, from_peer)
     prefill, decode = greeted + b"\x01\x00", greeted + b"\x00\x01"
@@ -447,6 +480,9 @@ def _endpoint() -> Iterator[bytes]:
         yield decode + refused + bytes([code])
     yield decode + accepted + cancel + done(b"\x00")
     yield decode + done(b"\x01")
+    checked = b"\x01" + bytes(7) + b"\x01" + b"\x00\x01"
+    for checksum in (b"\x00", b"\x01\x07\x02", b"\x01\x07\x05", b"\x01\xe8\xe8"):
+        yield checked + accepted + arrive + done(b"\x01", checksum)
     yield decode + accepted + say(9, from_peer, b"\x00")
     yield decode + accepted + b"\xfe"
     yield prefill + offer(to_peer, grants=b"\x03")

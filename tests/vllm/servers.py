@@ -115,11 +115,11 @@ def kvxfer_at(
     return serving(name, command, f"http://127.0.0.1:{port}", folder)
 
 
-def make_model(folder: Path) -> Path:
-    """The checkpoint of the tiny Llama, made in a folder."""
+def make_model(folder: Path, *sizes: str) -> Path:
+    """The checkpoint of the tiny Llama, made in a folder; `sizes` are options of tiny_llama.py."""
     made = folder / "tiny"
     maker = Path(__file__).parent / "tiny_llama.py"
-    subprocess.run([VLLM_PYTHON, str(maker), str(made)], check=True)
+    subprocess.run([VLLM_PYTHON, str(maker), str(made), *sizes], check=True)
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCABULARY = 512
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, layers: int = 4, kv_heads: int = 2, head_dim: int = 32) -> None:
     """Weights of 0.2 standard deviation: at less the logits are nearly flat, and equal tokens
     prove little."""
     torch.manual_seed(0)
@@ -22,10 +22,10 @@ def make(folder: Path) -> None:
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_hidden_layers=layers,
+        num_attention_heads=max(4, kv_heads),
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         max_position_embeddings=8192,
         initializer_range=0.2,
         bos_token_id=0,
@@ -50,4 +50,8 @@ def save_tokenizer(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    for option in ("--layers", "--kv-heads", "--head-dim"):
+        parser.add_argument(option, type=int, default=argparse.SUPPRESS)
+    make(**vars(parser.parse_args()))

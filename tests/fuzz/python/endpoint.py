@@ -22,6 +22,7 @@ from kvxfer.kv.messages import (
     Accepted,
     Cancel,
     Cancelled,
+    Checksum,
     Done,
     Expect,
     Hello,
@@ -39,6 +40,7 @@ from tests.fuzz.python.choices import Choices
 DECODERS = {
     "kvxfer/kv/reception.py": None,
     "kvxfer/kv/inbound.py": None,
+    "kvxfer/kv/checksum.py": ["verify"],
     "kvxfer/kv/rendezvous.py": ["Rendezvous.offer", "Rendezvous.release", "Rendezvous.keep"],
     "kvxfer/kv/expectations.py": ["Expectations.expect", "Expectations.cancel"],
     "kvxfer/kv/pair.py": ["KvPair.greet", "KvPair.hello", "check_hello"],
@@ -111,6 +113,7 @@ class _Scene:
         self.pool = BlockPool(BLOCKS)
         self.tasks: list[asyncio.Task[Any]] = []
         self.offered = asyncio.Event()
+        self.arrived = False
         expires = time.time() + 60
         self.tickets = {
             name: sign_ticket(Ticket(name, "request", *pair, expires), KEY)
@@ -159,7 +162,10 @@ class _Scene:
                 else:
                     self.handler.message(peer, self.message())
                 await self.settle()
-            self.handler.message(peer, self.message())  # as it was on its way
+            if not peer.alive:
+                self.handler.message(peer, self.message())  # it was on its way
+            if self.arrived:
+                await asyncio.sleep(0.003)  # what has arrived is checked in a thread
         for task in self.tasks:
             task.cancel()
         for outcome in await asyncio.gather(*self.tasks, return_exceptions=True):
@@ -190,6 +196,7 @@ class _Scene:
                     await asyncio.sleep(0.001)
                 if listener.peer is not None:
                     await listener.peer.write_imm(listener.offers[-1].imm)
+                    self.arrived = True
 
     async def prefill(self, endpoint: KvEndpoint) -> None:
         with self.pool.hold(2) as hold:
@@ -224,7 +231,7 @@ class _Scene:
             lambda: Refused(
                 self.name(), choices.one_of(("lease-expired", "layout-mismatch", "?")), "why"
             ),
-            lambda: Done(self.name(), choices.integer(), choices.bytes()),
+            lambda: Done(self.name(), choices.integer(), choices.bytes(), self.checksum()),
             lambda: Cancel(self.name(), choices.text()),
             lambda: Cancelled(self.name(), choices.integer()),
         )
@@ -245,6 +252,10 @@ class _Scene:
     def ticket(self) -> str:
         name = self.name()
         return self.tickets.get(name, "a.b.c")
+
+    def checksum(self) -> Checksum | None:
+        choices = self.choices
+        return Checksum(choices.integer(), choices.integer()) if choices.flag() else None
 
     def hello(self) -> Hello:
         choices = self.choices
@@ -270,6 +281,7 @@ class _Scene:
             num_blocks=BLOCKS if choices.byte() != 0xFF else choices.integer(),
             block_strides=strides,
             permutes=choices.flag(),
+            checksums=choices.flag(),
         )
 
     def offer(self) -> Offer:
