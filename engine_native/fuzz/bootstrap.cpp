@@ -1,6 +1,7 @@
 // Sockets until they are authenticated: who connects to an engine, who answers where one is dialed,
 // and further connections of a session.
 #include <arpa/inet.h>
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <vector>
@@ -102,9 +103,9 @@ void callers(Input& input) {
   for (std::size_t i = 0; i < count; ++i) {
     clients.emplace_back(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     abort_on_close(clients.back().get());
-    require(::connect(clients.back().get(), reinterpret_cast<const sockaddr*>(&address),
-                      sizeof address) == 0,
-            "an engine can be reached");
+    const int connected = ::connect(clients.back().get(),
+                                    reinterpret_cast<const sockaddr*>(&address), sizeof address);
+    require(connected == 0 || errno == EINTR, "an engine can be reached");
   }
   const Identity client = identity_of(1);
   ClientHandshake member(client, self.self.engine);
@@ -148,7 +149,26 @@ void callers(Input& input) {
   require(self.acceptor->idle(), "no connection is kept for ever");
 }
 
+// The kernel may take a moment.
+template <class Done>
+void poll_until(Engine& self, Done done) {
+  for (int turns = 0; turns < 10'000 && !done(); ++turns) self.poller.poll(1'000'000);
+}
+
+void await_input(Engine& self, int socket) {
+  poll_until(self, [socket] {
+    pollfd wanted{.fd = socket, .events = POLLIN, .revents = 0};
+    return ::poll(&wanted, 1, 0) > 0;
+  });
+}
+
+void await_end(Engine& self) {
+  poll_until(self, [&self] { return self.dialed; });
+  require(self.dialed, "a dialer ends with its connection");
+}
+
 UniqueFd answer_call(Engine& self) {
+  await_input(self, self.listener.get());
   UniqueFd socket(::accept4(self.listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
   require(static_cast<bool>(socket), "a dialer calls");
   abort_on_close(socket.get());
@@ -162,6 +182,7 @@ void answer_dialer(Input& input) {
   address.engine.bytes.fill(1);
   auto dialer = Engine::sound(Dialer::dial(address, self.self, UINT64_MAX, self.poller, self));
   UniqueFd socket = answer_call(self);
+  await_input(self, socket.get());
   std::string hello(kHelloBytes, '\0');
   const bool heard =
       ::recv(socket.get(), hello.data(), hello.size(), 0) == static_cast<ssize_t>(hello.size());
@@ -172,6 +193,7 @@ void answer_dialer(Input& input) {
   poll_twice(self);
   if (member) {
     std::array<char, 4096> proof;
+    await_input(self, socket.get());
     const ssize_t got = ::recv(socket.get(), proof.data(), proof.size(), MSG_DONTWAIT);
     require(got > 36, "a dialer proves itself to a member");
     const std::string transcript =
@@ -183,8 +205,7 @@ void answer_dialer(Input& input) {
   }
   require(member || self.accepted == 0, "a stranger is not taken for the peer");
   socket.reset();
-  poll_twice(self);
-  require(self.dialed, "a dialer ends with its connection");
+  await_end(self);
   self.streams.clear();
 }
 
@@ -198,8 +219,7 @@ void answer_lane(Input& input) {
   say_to(socket.get(), input.flag() ? std::string(kLaneAccepted) : std::string(input.text()));
   poll_twice(self);
   socket.reset();
-  poll_twice(self);
-  require(self.dialed, "a dialer ends with its connection");
+  await_end(self);
 }
 
 }  // namespace
