@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
@@ -46,13 +46,17 @@ class Attack:
 
 @dataclass(frozen=True, slots=True)
 class Flood:
-    """An attack that goes on while honest transfers are measured. The context's value counts."""
+    """An attack that goes on while honest transfers are measured. The context's value counts.
+
+    `elsewhere` does the same to nobody while honest transfers are measured alone: what the attacker
+    itself takes of this machine's processors is not what the victim loses.
+    """
 
     name: str
     victim: Literal["prefill", "decode"]
     metric: Metric
     start: Callable[[Pair, random.Random], AbstractContextManager[Tally]]
-    counts_each: bool = True  # else: at least once, as one refusal ends many attempts
+    elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext
     fabrics: tuple[Fabric, ...] = ("tcp", "local")
 
 
@@ -110,7 +114,8 @@ def run_flood(
     victim: Victim = getattr(pair, flood.victim)
     before = victim.state()
     row = Row(flood.name, pair.fabric)
-    alone = pair.transfer(transfers)
+    pair.transfer(transfers)
+    alone: list[float] = []
     under: list[float] = []
     peak = before["anonymous"]
     for turn in range(most):
@@ -125,13 +130,15 @@ def run_flood(
         row.threads_growth = max(row.threads_growth, during["threads"] - before["threads"])
         row.attempts += tally.attempts
         row.refused += tally.refused
-        alone += pair.transfer(transfers)
+        with flood.elsewhere():
+            time.sleep(0.2)
+            alone += pair.transfer(transfers)
     row.honest_share = _share(alone, under)
     if row.honest_share < least_share:
         row.problems.append(f"honest transfers keep {row.honest_share:.0%}")
     if row.refused < row.attempts:
         row.problems.append(f"{row.attempts - row.refused} attempts were not refused")
-    _settle(row, victim, before, flood.metric, row.attempts if flood.counts_each else 1)
+    _settle(row, victim, before, flood.metric, row.attempts)
     _compare(row, pair, victim, before)
     row.memory_growth = max(row.memory_growth, peak - before["anonymous"])
     if row.memory_growth > MOST_MEMORY:

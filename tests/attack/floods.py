@@ -100,6 +100,24 @@ def strangers(pair: Pair, rng: random.Random) -> contextlib.AbstractContextManag
     return _repeated(step)
 
 
+@contextlib.contextmanager
+def strangers_elsewhere() -> Iterator[None]:
+    """As many connections to a listener of the attacker's own."""
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+
+        def step() -> None:
+            sock = socket.create_connection(listener.getsockname())
+            sock.send(bytes(wire.HELLO_BYTES))
+            other, _ = listener.accept()
+            other.close()
+            sock.close()
+
+        thread = Repeated(step, _CONNECTIONS_PER_SECOND)
+        thread.start()
+        yield
+        thread.stop()
+
+
 def half_handshakes(pair: Pair, _: random.Random) -> contextlib.AbstractContextManager[Tally]:
     """Connections that say nothing, half a hello, or a hello and no proof; all stay open."""
     target = pair.decode.target
@@ -272,7 +290,13 @@ def slow_members(pair: Pair, _: random.Random) -> Iterator[Tally]:
 
 
 ATTACKS: Final[tuple[Any, ...]] = (
-    Flood("flood of connections", "decode", ("handshake", ("protocol-error",)), strangers),
+    Flood(
+        "flood of connections",
+        "decode",
+        ("handshake", ("protocol-error",)),
+        strangers,
+        strangers_elsewhere,
+    ),
     Flood("flood of half handshakes, kept open", "decode", _LATE, half_handshakes),
     Flood("hellos of one byte at a time", "decode", _LATE, slow_strangers),
     Flood("flood of the local socket", "decode", _LATE, silent_rendezvous, fabrics=("local",)),

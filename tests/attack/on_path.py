@@ -109,7 +109,8 @@ def altered_stream(
     place: Place, trials: int, rng: random.Random, *, checksums: bool = False
 ) -> Altered:
     """Transfers through a proxy that flips one bit of one frame of writes of each."""
-    with workers("tcp", met=False) as pair:
+    options = ("checksums",) if checksums else ()
+    with workers("tcp", *options, met=False) as pair:
         proxy = Proxy(pair.prefill.target)
         outcomes = {"noticed": 0, "unnoticed": 0, "harmless": 0}
         errors: set[str] = set()

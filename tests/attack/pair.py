@@ -29,11 +29,11 @@ PATIENCE = 60.0
 class Victim:
     """A worker process. Any thread may ask; answers come in any order."""
 
-    def __init__(self, instance: str, fabric: str) -> None:
+    def __init__(self, instance: str, fabric: str, *options: str) -> None:
         root = Path(__file__).parent.parent.parent
         self.instance = instance
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.attack.worker", instance, fabric],
+            [sys.executable, "-m", "tests.attack.worker", instance, fabric, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
@@ -126,11 +126,11 @@ class Pair:
 
 
 @contextmanager
-def workers(fabric: str, *, met: bool = True) -> Iterator[Pair]:
+def workers(fabric: str, *options: str, met: bool = True) -> Iterator[Pair]:
     """A pair that has made one transfer, unless it is not to have met."""
-    prefill, decode = Victim("prefill", fabric), None
+    prefill, decode = Victim("prefill", fabric, *options), None
     try:
-        decode = Victim("decode", fabric)
+        decode = Victim("decode", fabric, *options)
         pair = Pair(fabric, prefill, decode)
         if met:
             pair.transfer()

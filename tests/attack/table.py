@@ -32,8 +32,9 @@ def all_rows(rng: random.Random, fabrics: tuple[Fabric, ...] = FABRICS) -> Itera
 
 
 def all_altered(rng: random.Random) -> Iterator[Altered]:
-    for place in ("page", "header"):
-        yield altered_stream(place, TRIALS, rng)
+    for checksums in (False, True):
+        for place in ("page", "header"):
+            yield altered_stream(place, TRIALS, rng, checksums=checksums)
 
 
 def table_of(rows: list[Row]) -> Table:

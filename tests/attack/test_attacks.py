@@ -10,7 +10,7 @@ import pytest
 from . import control_plane, floods, members, outsiders, transfers
 from .attack import Attack, Flood, run, run_flood
 from .control_plane import Plane
-from .on_path import altered_stream
+from .on_path import Place, altered_stream
 from .pair import Pair, workers
 from .table import FABRICS
 
@@ -72,8 +72,15 @@ def test_rest_attack_is_refused_and_counted(attack, plane: Plane, rng: random.Ra
     assert not row.problems, row
 
 
-def test_an_altered_header_is_an_error_or_of_no_consequence_to_other_memory(
-    rng: random.Random,
+@pytest.mark.parametrize("place", ["page", "header"])
+def test_checksums_find_every_page_that_was_altered_on_the_way(
+    place: Place, rng: random.Random
 ) -> None:
-    found = altered_stream("header", 4, rng)
-    assert found.noticed + found.unnoticed + found.harmless == 4
+    found = altered_stream(place, 4, rng, checksums=True)
+    assert found.unnoticed == 0, found
+    assert found.noticed + found.harmless == 4
+
+
+def test_without_checksums_nothing_says_that_a_page_was_altered(rng: random.Random) -> None:
+    found = altered_stream("page", 2, rng)
+    assert found.unnoticed == 2, found

@@ -1,7 +1,7 @@
 """A worker process that is attacked: JSON commands on stdin, JSON answers on stdout.
 
-Run as `python -m tests.attack.worker INSTANCE FABRIC`. Everything in its memory that no honest
-transfer uses holds a pattern: a region of its own, and every second block of the cache.
+Run as `python -m tests.attack.worker INSTANCE FABRIC [checksums]`. Everything in its memory that no
+honest transfer uses holds a pattern: a region of its own, and every second block of the cache.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _value(plane: int, index: int) -> int:
     return 1 + (plane * 31 + index) % 251
 
 
-async def main(instance: str, fabric: str) -> None:
+async def main(instance: str, fabric: str, *, checksums: bool) -> None:
     commands = asyncio.StreamReader(limit=1 << 24)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
@@ -198,7 +198,13 @@ async def main(instance: str, fabric: str) -> None:
         cache = KvCache.allocate(engine, LAYOUT, NUM_BLOCKS)
         pool = BlockPool(NUM_BLOCKS)
         async with KvEndpoint(
-            engine, cache, pool, instance_id=instance, epoch=EPOCH, ticket_key=KEY
+            engine,
+            cache,
+            pool,
+            instance_id=instance,
+            epoch=EPOCH,
+            ticket_key=KEY,
+            checksums=checksums,
         ) as endpoint:
             worker = Worker(engine, cache, pool, endpoint)
             tasks: set[asyncio.Task[None]] = set()
@@ -221,4 +227,4 @@ def report(**fields: object) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2]))
+    asyncio.run(main(sys.argv[1], sys.argv[2], checksums="checksums" in sys.argv[3:]))
