@@ -67,7 +67,7 @@ def altered_table(found: list[Altered]) -> Table:
     table = Table(title="One bit of a tcp stream altered on the way: it is in the clear")
     for column in ("where", "checksums"):
         table.add_column(column)
-    for column in ("transfers", "named error", "wrong pages, unnoticed", "harmless"):
+    for column in ("transfers", "named error", "wrong pages, unnoticed", "harmless", "elsewhere"):
         table.add_column(column, justify="right")
     table.add_column("errors", overflow="fold")
     for one in found:
@@ -78,6 +78,7 @@ def altered_table(found: list[Altered]) -> Table:
             str(one.noticed),
             str(one.unnoticed),
             str(one.harmless),
+            f"{one.elsewhere:,} B",
             ", ".join(sorted(one.errors)),
         )
     return table

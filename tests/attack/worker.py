@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import time
@@ -191,6 +192,7 @@ async def main(instance: str, fabric: str, *, checksums: bool) -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
     )
+    logging.getLogger("kvxfer").setLevel(logging.ERROR)  # every attack is a warning
     # Nobody is frozen here for longer than a busy machine takes.
     async with Engine(
         cluster_key=KEY, name=instance, fabrics=(fabric,), peer_timeout=3.0
