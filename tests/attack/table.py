@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from rich.table import Table
 
-from . import control_plane, floods, members, outsiders, transfers
+from . import answers, control_plane, floods, members, outsiders, transfers
 from .attack import Fabric, Flood, Row, run, run_flood
 from .on_path import Altered, altered_stream
 from .pair import workers
@@ -20,7 +20,7 @@ def all_rows(rng: random.Random, fabrics: tuple[Fabric, ...] = FABRICS) -> Itera
     """Every attack on every fabric that it is for, each pair of workers for all of its attacks."""
     for fabric in fabrics:
         with workers(fabric) as pair:
-            for module in (outsiders, members, transfers, floods):
+            for module in (outsiders, answers, members, transfers, floods):
                 for attack in module.ATTACKS:
                     if fabric not in attack.fabrics:
                         continue

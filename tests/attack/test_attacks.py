@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from . import control_plane, floods, members, outsiders, transfers
+from . import answers, control_plane, floods, members, outsiders, transfers
 from .attack import Attack, Flood, run, run_flood
 from .control_plane import Plane
 from .on_path import Place, altered_stream
 from .pair import Pair, workers
 from .table import FABRICS
 
-MODULES = (outsiders, members, transfers, floods)
+MODULES = (outsiders, answers, members, transfers, floods)
 ALL = [one for module in MODULES for one in module.ATTACKS]
 
 
