@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize model chaos chaos-control chaos-vllm soak clean
+.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack clean
 
 demo:
 	@scripts/setup demo
@@ -44,6 +44,11 @@ sanitize:
 	@scripts/setup native
 	@scripts/sanitize
 
+# make fuzz SECONDS=600: so long for each target.
+fuzz:
+	@scripts/setup fuzz
+	@scripts/fuzz --seconds $(or $(SECONDS),30)
+
 model:
 	@scripts/setup test
 	@scripts/model
@@ -63,6 +68,10 @@ chaos-vllm:
 soak:
 	@scripts/setup test
 	@scripts/soak --minutes $(or $(MINUTES),5)
+
+attack:
+	@scripts/setup test
+	@scripts/attack
 
 clean:
 	rm -rf build dist .venv

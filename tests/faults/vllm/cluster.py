@@ -34,6 +34,7 @@ class Cluster:
         self._folder, self._model, self._policy = folder, model, policy
         self._attempts = attempts
         self._stack = contextlib.ExitStack()
+        self._http = httpx.AsyncClient(trust_env=False, timeout=5.0)
         self._control_plane_port = free_port()
         self.engines: dict[str, Server] = {}
         self.control_plane: Server
@@ -60,6 +61,7 @@ class Cluster:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
         await asyncio.to_thread(self._stack.close)
 
     @property
@@ -137,5 +139,4 @@ class Cluster:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _get(self, server: Server, path: str) -> httpx.Response:
-        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as http:
-            return await http.get(server.url + path)
+        return await self._http.get(server.url + path)
