@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Final
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -17,6 +18,8 @@ from rich.table import Table
 from kvxfer.cli.output import err, out, show_json
 from tests.model.checks import CHECKS, LARGE, MUTATIONS, Check, Search
 from tests.model.verifier import SpinError, Verdict, run
+
+_WIDTH: Final = 116
 
 
 def table(verdicts: Sequence[Verdict]) -> Table:
@@ -76,6 +79,7 @@ def main() -> int:
     if options.json:
         show_json([{**asdict(verdict), "met": verdict.met} for verdict in verdicts])
     else:
+        out.width = max(out.width, _WIDTH)  # the names are long
         out.print(table(verdicts))
     return 0 if verdicts and all(verdict.met for verdict in verdicts) else 1
 
