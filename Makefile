@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize fuzz chaos chaos-control chaos-vllm clean
+.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack clean
 
 demo:
 	@scripts/setup demo
@@ -49,9 +49,13 @@ fuzz:
 	@scripts/setup fuzz
 	@scripts/fuzz --seconds $(or $(SECONDS),30)
 
+model:
+	@scripts/setup test
+	@scripts/model
+
 chaos:
 	@scripts/setup test
-	@scripts/chaos
+	@scripts/chaos $(if $(ROUNDS),--rounds $(ROUNDS))
 
 chaos-control:
 	@scripts/setup test
@@ -60,6 +64,14 @@ chaos-control:
 chaos-vllm:
 	@scripts/setup test
 	@scripts/chaos-vllm
+
+soak:
+	@scripts/setup test
+	@scripts/soak --minutes $(or $(MINUTES),5)
+
+attack:
+	@scripts/setup test
+	@scripts/attack
 
 clean:
 	rm -rf build dist .venv
