@@ -51,7 +51,7 @@ class Engine final : public AcceptorEvents, public DialerEvents, private StreamO
     abort_on_close(socket.get());
     (void)lane_hello_valid(hello, kClusterKey);
   }
-  void on_handshake_refused() override {}
+  void on_handshake_refused(Errc) override {}
   void on_dialed(Dialer& dialer, Result<Session> session) override {
     require(!dialed, "a dialer ends once");
     dialed = true;

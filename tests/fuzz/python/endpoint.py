@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 from kvxfer.engine import Engine, EngineHandler, Peer
 from kvxfer.errors import KvxferError, PeerLost
+from kvxfer.kv import prefill_session
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
@@ -102,7 +104,9 @@ def _world() -> World:
 
 def run(data: bytes) -> None:
     world = _world()
-    world.loop.run_until_complete(_Scene(world, Choices(data)).play())
+    # So long a failed session waits for what decode has to say of it.
+    with mock.patch.object(prefill_session, "_CAUSE_SECONDS", 0.005):
+        world.loop.run_until_complete(_Scene(world, Choices(data)).play())
     if world.errors:
         raise AssertionError(f"nobody handled {world.errors[:]}, {world.errors.clear()}")
 
@@ -191,7 +195,7 @@ class _Scene:
         """A write of the peer, with an immediate that it was offered."""
         listener = self.world.listener
         with contextlib.suppress(KvxferError, TimeoutError):
-            async with asyncio.timeout(0.2):
+            async with asyncio.timeout(0.02):
                 while not listener.offers:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
                 if listener.peer is not None:
