@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -31,8 +32,8 @@ class Clock:
     def after(self, seconds: float, event: Callable[[], None], of: Process | None = None) -> None:
         heapq.heappush(self._queue, (self.now + seconds, next(self._order), event, of))
 
-    def next_event(self) -> float | None:
-        return self._queue[0][0] if self._queue else None
+    def due_at(self) -> float:
+        return self._queue[0][0] if self._queue else math.inf
 
     def happen(self) -> None:
         """The earliest event."""

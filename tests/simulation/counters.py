@@ -92,15 +92,18 @@ class Counters:
         counter.total, counter.exact = total, not at_least
         self._report(imm, counter)
 
-    def release(self, imm: int) -> bool:
-        """Whether nothing can land any more; "released" follows where it cannot be said yet."""
+    def release(self, imm: int, *, wait: bool = False) -> bool:
+        """Whether nothing can land any more; "released" follows where it cannot be said yet.
+
+        With `wait` the real one blocks until then, which here takes no time.
+        """
         counter = self._counters.get(imm)
         if counter is None or not counter.live:
             return True
         counter.live = False
         end = counter.writer
         complete = counter.total is not None and counter.count == counter.total
-        if complete or end is None or end.state == "lost" or not end.link.places_by_nic:
+        if wait or complete or end is None or end.state == "lost" or not end.link.places_by_nic:
             self._close(imm, counter)
             return True
         network = self._native.network

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._selector = _NoSelector()
         self._readers: dict[int, Callable[[], object]] = {}
         self.problems: list[str] = []
+        self._tasks: dict[asyncio.Task[Any], None] = {}
 
     def time(self) -> float:
         return self._clock()
@@ -37,12 +39,23 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         finally:
             asyncio._set_running_loop(None)
 
-    def due_at(self) -> float | None:
-        """When there will be something to run; None where nothing is planned."""
+    def due_at(self) -> float:
+        """When there is something to run: 0 where there is now, infinity where nothing is planned."""
         if self._ready:  # type: ignore[attr-defined]
-            return self._clock()
+            return 0.0
         scheduled = self._scheduled  # type: ignore[attr-defined]
-        return scheduled[0].when() if scheduled else None
+        return scheduled[0]._when if scheduled else math.inf
+
+    def create_task(self, coro: Any, **named: Any) -> asyncio.Task[Any]:  # type: ignore[override]
+        task = super().create_task(coro, **named)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """Those that are not done, in the order in which they were made."""
+        return [task for task in self._tasks if not task.done()]
 
     def readable(self, fd: int) -> None:
         """What is read from `fd` is there."""

@@ -126,9 +126,7 @@ class NativeEngine:
         self.counters.expect(imm, total, at_least)
 
     def release_counter(self, imm: int) -> None:
-        # Blocks, in the real one, until writers have answered: here only where there are none.
-        if not self.counters.release(imm):
-            self.counters.spared(imm)
+        self.counters.release(imm, wait=True)
 
     def begin_release_counter(self, imm: int) -> bool:
         return self.counters.release(imm)

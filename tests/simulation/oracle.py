@@ -98,10 +98,6 @@ class Oracle:
 
 def _blocks(process: Process, data: Bytes) -> range:
     """The blocks of a process's cache that bytes lie in."""
-    cache = process.cache
-    size = cache.layout.part_bytes
+    size, plane = process.block_bytes, process.plane_bytes
     begin = data.__array_interface__["data"][0] - process.base_address
-    return range(
-        begin % (cache.num_blocks * size) // size,
-        (begin + len(data) - 1) % (cache.num_blocks * size) // size + 1,
-    )
+    return range(begin % plane // size, (begin + len(data) - 1) % plane // size + 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvxfer.engine import Engine
 from kvxfer.kv.block_pool import BlockIds
@@ -37,6 +37,8 @@ class Process:
     endpoint: KvEndpoint
     contents: Contents
     base_address: int
+    block_bytes: int
+    plane_bytes: int
 
     def __init__(self, fleet: Fleet, instance: Instance, layout: KvLayout, start: int) -> None:
         self.instance = instance
@@ -46,6 +48,8 @@ class Process:
         self.alive = True
         self.silent = False
         """Its host is gone with it: nobody even refuses a connection."""
+        self.runs = True
+        """Alive, and not stopped."""
         self.ready = False
         self.stopped_at: float | None = None
         self.died_at: float | None = None
@@ -59,10 +63,6 @@ class Process:
         self._life = self.loop.create_task(self._live())
 
     @property
-    def runs(self) -> bool:
-        return self.alive and self.stopped_at is None
-
-    @property
     def address(self) -> str:
         return f"kvx://{self.name}/{self.incarnation}"
 
@@ -71,16 +71,15 @@ class Process:
             self._waiting.append(event)
         return self.runs
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return self.loop.create_task(work)
-
     def stop(self) -> None:
         """SIGSTOP: nothing of it runs, its clock goes on."""
+        self.runs = False
         self.stopped_at = self._fleet.clock.now
         self._fleet.network.stopped(self.native)
 
     def wake(self) -> None:
         """SIGCONT: first what it was told meanwhile, in order."""
+        self.runs = True
         self.stopped_at = None
         self.woke_at = self._fleet.clock.now
         waiting, self._waiting = self._waiting, []
@@ -91,7 +90,7 @@ class Process:
 
     def kill(self, silently: bool) -> None:
         """SIGKILL, or with `silently` its host is gone."""
-        self.alive = self.ready = False
+        self.alive = self.runs = self.ready = False
         self.silent = silently
         self.died_at = self._fleet.clock.now
         self._waiting.clear()
@@ -109,7 +108,7 @@ class Process:
         """Takes what a dead process had apart; nobody hears of it."""
         for end in list(self.native.ends.values()):
             end.lose("engine-closed", "it is dead")
-        while tasks := asyncio.all_tasks(self.loop):
+        while tasks := self.loop.tasks:
             for task in tasks:
                 task.cancel()
             self.loop.run_due()
@@ -124,6 +123,8 @@ class Process:
                 self.cache = cache
                 self.pool = OwnedPool(cache.num_blocks)
                 self.contents = Contents(cache)
+                self.block_bytes = self._layout.part_bytes
+                self.plane_bytes = self.block_bytes * cache.num_blocks
                 self.base_address = cache.planes[0][0].region.address
                 async with KvEndpoint(
                     engine,

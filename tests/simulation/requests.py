@@ -99,7 +99,12 @@ class Part:
             )
         )
 
-    async def serve(self) -> None:
+    def begin(self) -> None:
+        self.task = self.process.loop.create_task(self._serve())
+        # One that is cancelled before it runs says nothing itself.
+        self.task.add_done_callback(lambda _: self.outcome or self._ends("aborted"))
+
+    async def _serve(self) -> None:
         TRANSFER.set(self.request.id)
         try:
             await (self._prefill() if self.side is Role.PREFILL else self._decode())
