@@ -109,6 +109,8 @@ class Pairs:
             *(self._meet_prefill(ticket, addresses[rank]) for rank in ranks)
         )
         for rank, pair in zip(ranks, pairs, strict=True):
+            if pair.error is not None:
+                raise pair.error  # lost while the others were met
             if pair.hello.layout != theirs.of_rank(rank):
                 raise InvalidArgument(
                     f"the engine at {addresses[rank]} is rank {pair.hello.layout.rank} of "

@@ -157,8 +157,8 @@ class Counters:
         counter = self._counters.get(imm)
         if counter is None or counter.closed or counter.writer is None:
             return
-        network = self._native.network
-        network.note("paths reset", counter.writer.name)
+        network, name = self._native.network, counter.writer.name
+        network.note("paths reset", lambda: name)
         network.count("paths reset")
         link = counter.writer.link
         link.paths += 1

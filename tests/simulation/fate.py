@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -47,6 +48,8 @@ def simulate(seed: int, defects: Defects = NONE, *, trace: bool = False) -> Outc
             _live(fleet)
         except Violation as broken:
             violation = str(broken)
+        except Exception as error:
+            violation = f"{type(error).__name__}: {error}, in {traceback.format_exc()}"
         finally:
             fingerprint = fleet.fingerprint
             lines = tuple(fleet.trace or ())
@@ -151,7 +154,7 @@ class Fate:
         fleet.counts["requests"] += 1
         if mishap:
             fleet.counts[mishap] += 1
-        fleet.note("request", f"{request.id} {prefill.name} {decode.name} {mishap}")
+        fleet.note("request", lambda: f"{request.id} {prefill.name} {decode.name} {mishap}")
         if mishap != "prefill never comes":
             self._send(request, prefill)
         if mishap != "decode never comes":
@@ -219,7 +222,7 @@ class Fate:
             case "held up":
                 link.hold(rng.uniform(0.01, 0.4))
         fleet.counts[what] += 1
-        fleet.note("fault", f"{what}: {instance.name}, {link and link.ends[0].name}")
+        fleet.note("fault", lambda: f"{what}: {instance.name}, {link and link.ends[0].name}")
 
     def _restart(self, instance: Instance) -> None:
         if not any(process.alive and process.stopped_at is not None for process in instance.ranks):
@@ -227,5 +230,5 @@ class Fate:
 
     def _wake(self, process: Any) -> None:
         if process.alive and process.stopped_at is not None:
-            self._fleet.note("woken", process.name)
+            self._fleet.note("woken", lambda: process.name)
             process.wake()

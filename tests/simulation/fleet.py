@@ -143,14 +143,15 @@ class Fleet:
         if process is None:
             self.clock.happen()
             return
-        self.note("runs", process.name)
+        self.note("runs", lambda: process.name)
         process.loop.run_due()
         if process.loop.problems:
             raise Violation(f"{process.name}: {process.loop.problems[0]}")
 
-    def note(self, what: str, of: str) -> None:
+    def note(self, what: str, of: Callable[[], str]) -> None:
+        """A line of the trace, which is made only where there is one."""
         if self.trace is not None:
-            self.trace.append(f"{self.clock.now - 1000:.9f} {what}: {of}")
+            self.trace.append(f"{self.clock.now - 1000:.9f} {what}: {of()}")
 
     @property
     def fingerprint(self) -> tuple[Any, ...]:
@@ -173,7 +174,7 @@ class Fleet:
     def kill(self, processes: Sequence[Process], silently: bool) -> None:
         for process in processes:
             if process.alive:
-                self.note("killed", process.name)
+                self.note("killed", lambda process=process: process.name)
                 process.kill(silently)
                 self._dead.append(process)
                 for part in self.parts_of(process):
@@ -248,16 +249,16 @@ class Fleet:
         """Its client has gone, or its engine gives it up."""
         if not part.outcome and part.task is not None:
             self.counts[f"{part.side.value} aborted"] += 1
-            self.note("aborted", f"{part.request.id} at {part.process.name}")
+            self.note("aborted", lambda: f"{part.request.id} at {part.process.name}")
             part.task.cancel()
 
     def ended(self, part: Part) -> None:
         """A part of a request has ended: the other side has to hear of it in time."""
         self._open -= 1
         self.counts[f"{part.side.value}: {part.outcome}"] += 1
-        self.note("ended", f"{part.request.id} at {part.process.name}: {part.outcome}")
+        self.note("ended", lambda: f"{part.request.id} at {part.process.name}: {part.outcome}")
         self.oracle.require(part.outcome in _HONEST, f"{part.process.name}: {part.error!r}")
-        if part.outcome == "ok":
+        if part.outcome == "ok" or part.complete:
             return
         at = self.clock.now
         for other in part.request.parts:

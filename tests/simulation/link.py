@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvxfer.kv.messages import decode
+
 if TYPE_CHECKING:
     from .native import NativeEngine
     from .network import Network
@@ -12,6 +14,11 @@ if TYPE_CHECKING:
 
 PEER_TIMEOUT = 0.7
 HEARTBEAT = 0.1
+
+
+def _gist(data: bytes) -> str:
+    message = decode(data)
+    return f"{type(message).__name__} {getattr(message, 'transfer_id', '')}"
 
 
 class End:
@@ -54,6 +61,7 @@ class End:
 
     def receive(self, data: bytes) -> None:
         if self.state == "up":
+            self.native.network.note("heard", lambda: f"{self.name} {_gist(data)}")
             self.native.complete("message", peer=self.peer_id, data=data)
 
     def lose(self, code: str, text: str) -> None:
@@ -62,7 +70,7 @@ class End:
             return
         was_up, self.state = self.state == "up", "lost"
         native = self.native
-        native.network.note("lost", f"{self.name}: {code}, {text}")
+        native.network.note("lost", lambda: f"{self.name}: {code}, {text}")
         del native.ends[self.peer_id]
         native.counters.forget_writer(self)
         for operation in list(self.operations.values()):

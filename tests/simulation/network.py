@@ -27,7 +27,7 @@ class Network:
         oracle: Oracle,
         defects: Defects,
         counts: collections.Counter[str],
-        note: Callable[[str, str], None],
+        note: Callable[[str, Callable[[], str]], None],
     ) -> None:
         self.clock = clock
         self.rng = rng

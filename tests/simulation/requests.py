@@ -64,6 +64,8 @@ class Part:
     task: asyncio.Task[None] | None = None
     outcome: str = ""
     error: BaseException | None = None
+    complete: bool = False
+    """Decode has every byte: what it does then is no longer prefill's concern."""
 
     @property
     def side(self) -> Role:
@@ -189,6 +191,7 @@ class Part:
         self._has(session)
         async with session:
             tail = await session.wait()
+            self.complete = True
             await self._pause()
             with session.take() as hold:
                 ids = hold.ids.tolist()
@@ -215,7 +218,10 @@ class Part:
                     lease_seconds=request.lease_seconds,
                 )
             except BlockPoolExhausted:
-                if request.brokered or attempt == 9:
+                if attempt == 9 and not request.brokered:
+                    await endpoint.release(request.token, addresses, "there are no blocks")
+                    self.fleet.counts["released"] += 1
+                if attempt == 9 or request.brokered:
                     raise
                 await self._keep(addresses)
                 await asyncio.sleep(_QUEUE_SECONDS)

@@ -128,11 +128,11 @@ class PostedOperation:
         target, refusal = native.counters.target(receiver, self.imm, write.grant)
         if target is None or write.offset + len(data) > len(target):
             text = refusal or f"{write.offset}+{len(data)} leaves the grant"
-            network.note("refused", f"{self.end.name} {write.transfer}: {text}")
+            network.note("refused", lambda: f"{self.end.name} {write.transfer}: {text}")
             self._acknowledge(write, text)
             return
         place = target[write.offset : write.offset + len(data)]
-        network.note("landed", f"{self.end.name} {write.transfer} {self.imm:#x} {len(data)} B")
+        network.note("landed", lambda: f"{self.end.name} {write.transfer} {self.imm:#x} {len(data)} B")
         network.oracle.lands(self.end, write, place)
         place[:] = data
         write.placed = True
