@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 ASK_SECONDS = 0.150
 _SLOT_BITS = 16
+_SLOTS = 3
 
 
 @dataclass(eq=False, slots=True)
@@ -46,10 +47,7 @@ class Counters:
     def allocate(self, writer: int | None) -> int:
         """A slot that is used again has another generation."""
         self._allocated += 1
-        slots = 1 if self._native.network.defects.reuses_counters else 3
-        slot, generation = self._allocated % slots, 1 + self._allocated // slots
-        if self._native.network.defects.reuses_counters:
-            generation = 1
+        slot, generation = self._allocated % _SLOTS, 1 + self._allocated // _SLOTS
         imm = generation << _SLOT_BITS | slot
         self._counters[imm] = _Counter(self._native.ends.get(writer or 0))
         return imm

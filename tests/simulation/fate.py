@@ -11,13 +11,14 @@ from typing import Any, Final
 from kvxfer.instances import Role
 
 from .defects import NONE, Defects
-from .fleet import Fleet, Instance
+from .fleet import TICKET_SECONDS, Fleet, Instance
 from .oracle import Violation
 from .requests import Request
 
 FAULTS: Final = (
     "killed", "rank killed", "host lost", "stopped briefly", "stopped long", "connection reset",
     "half open", "cut", "cut one way", "held up", "registered anew", "left",
+    "control plane away",
 )  # fmt: skip
 MISHAPS: Final = (
     "prefill aborted", "decode aborted", "prefill never comes", "decode never comes", "released",
@@ -69,6 +70,7 @@ def _live(fleet: Fleet) -> None:
     fleet.check_nothing_left()
     fate.probe()
     fleet.check_nothing_left()
+    fleet.check_forgotten(transfers=1)
     fleet.close()
 
 
@@ -104,8 +106,9 @@ class Fate:
         self._wait(_HEALED_SECONDS)
 
     def probe(self) -> None:
-        """A pair of instances does its work after all that."""
+        """A pair of instances does its work after all that, when every ticket has expired."""
         fleet = self._fleet
+        self._wait(TICKET_SECONDS)
         prefill, decode = (
             self._rng.choice(self._instances(role)) for role in (Role.PREFILL, Role.DECODE)
         )
@@ -144,17 +147,24 @@ class Fate:
         mishap = rng.choice(MISHAPS) if rng.random() < 0.35 else ""
         prefill = rng.choice(self._instances(Role.PREFILL))
         decode = rng.choice(self._instances(Role.DECODE))
+        alone = prefill.layout.tp_size == decode.layout.tp_size == 1
+        how = "bearer" if mishap == "two bearers" else rng.choice(["", "", "bearer", "brokered"])
+        if how == "brokered" and not alone:
+            how = ""
         request = fleet.request(
             prefill,
             decode,
-            bearer=mishap == "two bearers" or rng.random() < 0.2,
+            bearer=how == "bearer",
+            brokered=how == "brokered",
             lease_seconds=rng.choice([0.05, 1.0, 5.0]),
+            ticket_seconds=rng.choice([0.05, TICKET_SECONDS, TICKET_SECONDS, TICKET_SECONDS]),
             mishap=mishap,
         )
         fleet.counts["requests"] += 1
+        fleet.counts[how or "direct"] += 1
         if mishap:
             fleet.counts[mishap] += 1
-        fleet.note("request", lambda: f"{request.id} {prefill.name} {decode.name} {mishap}")
+        fleet.note("request", lambda: f"{request.id} {prefill.name} {decode.name} {how} {mishap}")
         if mishap != "prefill never comes":
             self._send(request, prefill)
         if mishap != "decode never comes":
@@ -209,6 +219,9 @@ class Fate:
                 if not instance.ready:
                     return
                 fleet.reregister(instance)
+            case "control plane away":
+                fleet.control_plane.away = True
+                self._at(rng.uniform(0.01, 1.0), self._control_plane_is_back)
             case _ if link is None:
                 return
             case "connection reset":
@@ -227,6 +240,9 @@ class Fate:
     def _restart(self, instance: Instance) -> None:
         if not any(process.alive and process.stopped_at is not None for process in instance.ranks):
             self._fleet.restart(instance)
+
+    def _control_plane_is_back(self) -> None:
+        self._fleet.control_plane.away = False
 
     def _wake(self, process: Any) -> None:
         if process.alive and process.stopped_at is not None:

@@ -23,12 +23,14 @@ from kvxfer.ticket import Ticket, sign_ticket
 
 from . import contents, native
 from .clock import Clock
+from .control_plane import ControlPlane
 from .defects import NONE, Defects
 from .network import Network
 from .oracle import Oracle, Violation
 from .process import KEY, Process
 from .requests import Part, Request
 
+TICKET_SECONDS = 30.0
 TOLD_SECONDS = 1.0
 _LEASE_SLACK = 2.0
 _LOOK_SECONDS = 0.25
@@ -68,6 +70,7 @@ class Fleet:
         self.network = Network(
             self.clock, self.rng, self.oracle, defects, self.counts, self.note
         )
+        self.control_plane = ControlPlane(self.network)
         self.num_blocks = self.rng.choice([4, 6, 12])
         self.lease_seconds = self.rng.choice([0.3, 2.0, 5.0])
         self.requests: list[Request] = []
@@ -194,9 +197,6 @@ class Fleet:
             process.epochs.append(instance.epoch)
             self._tell(process, lambda process=process: process.endpoint.set_epoch(instance.epoch))  # type: ignore[misc]
 
-    def control_plane_of(self, process: Process) -> Any:
-        return None
-
     def _native(self, name: str) -> native.NativeEngine:
         return native.NativeEngine(self.network, self.network.hosts[name])
 
@@ -218,7 +218,7 @@ class Fleet:
             prefill_epoch=prefill.epoch,
             decode_id="" if bearer else decode.name,
             decode_epoch=0 if bearer else decode.epoch,
-            expires_at=self.clock.wall() + 30,
+            expires_at=self.clock.wall() + how.pop("ticket_seconds", TICKET_SECONDS),
         )
         tokens = rng.randint(1, 8)
         request = Request(
@@ -232,6 +232,7 @@ class Fleet:
         )
         self.requests.append(request)
         self.oracle.requests[request.id] = request
+        self.control_plane.open(request.id)
         return request
 
     def send(self, request: Request, instance: Instance) -> None:
@@ -258,6 +259,10 @@ class Fleet:
         self.counts[f"{part.side.value}: {part.outcome}"] += 1
         self.note("ended", lambda: f"{part.request.id} at {part.process.name}: {part.outcome}")
         self.oracle.require(part.outcome in _HONEST, f"{part.process.name}: {part.error!r}")
+        if all(each.outcome for each in part.request.parts):
+            # The router is told of the end, sooner or later.
+            seconds = self.rng.choice([0.0, 1.0]) * self.rng.uniform(0, 0.1)
+            self.clock.after(seconds, lambda: self.control_plane.end(part.request.id))
         if part.outcome == "ok" or part.complete:
             return
         at = self.clock.now
@@ -269,7 +274,7 @@ class Fleet:
                     lambda other=other: self.abort(other),  # type: ignore[misc]
                     other.process,
                 )
-            elif not other.over and part.linked_with(other):
+            elif other.side is not part.side and not other.over and part.linked_with(other):
                 self.counts["has to be told"] += 1
                 self._look_after(part, other, at)
 
@@ -337,8 +342,17 @@ class Fleet:
                 )
         self.clock.after(_LOOK_SECONDS, self.look_at_leases)
 
+    def check_forgotten(self, transfers: int) -> None:
+        """What is remembered of tickets ends with them: those of so many transfers are left."""
+        for process in self.processes:
+            remembered = len(process.endpoint._ledger)
+            if process.endpoint._ledger._used.keys() & {self.requests[-1].id}:
+                self.oracle.require(
+                    remembered <= transfers, f"{process.name} remembers {remembered} transfers"
+                )
+
     def check_nothing_left(self) -> None:
-        """After the last request: every block is free and nobody remembers anything."""
+        """After the last request: every block is free and nobody waits for anything."""
         for process in self.processes:
             process.pool.check()
             endpoint, engine = process.endpoint, process.engine
@@ -351,6 +365,10 @@ class Fleet:
                 "expectations": len(endpoint._expectations),
                 "errands": len(endpoint._brokered._errands),
                 "sessions of pairs": sum(len(pair.prefills) + len(pair.decodes) for pair in pairs),
+                "expected offers": sum(
+                    not expected.pair.peer.alive and expected.error is None
+                    for expected in endpoint._expectations._expected.values()
+                ),
                 "counters": process.native.counters.live,
                 "operations": sum(len(end.operations) for end in process.native.ends.values()),
                 "operations of the front": len(engine._operations) + len(engine._finished_early),

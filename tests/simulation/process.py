@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from kvxfer.engine import Engine
 from kvxfer.kv.block_pool import BlockIds
@@ -134,7 +134,7 @@ class Process:
                     epoch=self.epochs[-1],
                     ticket_key=KEY,
                     lease_seconds=self._fleet.lease_seconds,
-                    control_plane=self._fleet.control_plane_of(self),
+                    control_plane=cast(Any, self._fleet.control_plane),
                 ) as endpoint:
                     self.endpoint = endpoint
                     self.ready = True
