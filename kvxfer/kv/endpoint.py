@@ -91,7 +91,7 @@ class KvEndpoint:
         self._open = False
         self._pairs = Pairs(engine, cache, self._identity, connect_timeout)
         self._ledger = TransferLedger()
-        self._decodes: set[DecodeSession] = set()
+        self._decodes: dict[DecodeSession, None] = {}  # in the order of their beginning
         self._rendezvous = Rendezvous(
             instance_id,
             cache.layout,
@@ -314,7 +314,7 @@ class KvEndpoint:
                 self._decode_ended,
             )
             undo.pop_all()
-        self._decodes.add(session)
+        self._decodes[session] = None
         return session
 
     def _blocks(self, wanted: int | TargetBlocks) -> TargetBlocks:
@@ -337,7 +337,7 @@ class KvEndpoint:
             )
 
     def _decode_ended(self, session: DecodeSession) -> None:
-        self._decodes.discard(session)
+        self._decodes.pop(session, None)
         self._brokered.ended(session)
 
     def _prefill_ended(self, session: PrefillSession) -> None:

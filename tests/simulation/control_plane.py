@@ -1,4 +1,4 @@
-"""The control plane of a simulated fleet, as far as workers speak to it in the middle of a transfer:
+"""The control plane of a simulated fleet, as far as workers speak to it in mid-transfer:
 block tables of brokered handshakes, which it keeps while a transfer is open."""
 
 from __future__ import annotations

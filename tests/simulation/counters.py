@@ -1,4 +1,4 @@
-"""ImmCounters of a simulated engine: which writes count, what they may reach, and taking it back."""
+"""ImmCounters of a simulated engine: which writes count, what they may reach, and revoking that."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from kvxfer.kv.identity import Identity
 from kvxfer.kv.inbound import Inbound
 from kvxfer.kv.lease import Lease
 from kvxfer.kv.prefill_session import PrefillSession
-from kvxfer.kv.rendezvous import Rendezvous
 from kvxfer.kv.reception import Reception
+from kvxfer.kv.rendezvous import Rendezvous
 from kvxfer.kv.session_state import DecodeEvent
 
 

@@ -12,6 +12,7 @@ from kvxfer.instances import Role
 
 from .defects import NONE, Defects
 from .fleet import TICKET_SECONDS, Fleet, Instance
+from .installation import installed
 from .oracle import Violation
 from .requests import Request
 
@@ -25,6 +26,7 @@ MISHAPS: Final = (
     "sent twice", "two bearers",
 )  # fmt: skip
 
+_ABORTS: Final = ("prefill aborted", "decode aborted")
 _BUSY_SECONDS = 0.2
 _HEALED_SECONDS = 3.0
 
@@ -44,7 +46,7 @@ def simulate(seed: int, defects: Defects = NONE, *, trace: bool = False) -> Outc
     """The whole life of a fleet."""
     fleet = Fleet(seed, defects, trace)
     violation = ""
-    with fleet.installed():
+    with installed(fleet):
         try:
             _live(fleet)
         except Violation as broken:
@@ -62,15 +64,15 @@ def _live(fleet: Fleet) -> None:
     for instance in fleet.instances:
         fleet.start(instance)
     fleet.run_until(lambda: all(instance.ready for instance in fleet.instances))
-    fleet.look_at_leases()
+    fleet.promises.look_at_leases()
     fate = Fate(fleet)
     fate.plan()
     fleet.run_until(lambda: fate.over and fleet.idle)
     fate.heal()
-    fleet.check_nothing_left()
+    fleet.promises.check_nothing_left()
     fate.probe()
-    fleet.check_nothing_left()
-    fleet.check_forgotten(transfers=1)
+    fleet.promises.check_nothing_left()
+    fleet.promises.check_forgotten(transfers=1)
     fleet.close()
 
 
@@ -162,7 +164,7 @@ class Fate:
         )
         fleet.counts["requests"] += 1
         fleet.counts[how or "direct"] += 1
-        if mishap:
+        if mishap and mishap not in _ABORTS:
             fleet.counts[mishap] += 1
         fleet.note("request", lambda: f"{request.id} {prefill.name} {decode.name} {how} {mishap}")
         if mishap != "prefill never comes":
@@ -174,7 +176,7 @@ class Fate:
         if mishap == "two bearers":
             [other] = [each for each in self._instances(Role.DECODE) if each is not decode]
             self._send(request, other)
-        if mishap in ("prefill aborted", "decode aborted"):
+        if mishap in _ABORTS:
             of = prefill if mishap == "prefill aborted" else decode
             self._at(rng.uniform(0, 0.08), lambda: self._abort(request, of))
 
@@ -184,7 +186,8 @@ class Fate:
 
     def _abort(self, request: Request, of: Instance) -> None:
         for part in request.parts:
-            if part.process.instance is of:
+            if part.process.instance is of and not part.outcome:
+                self._fleet.counts[request.mishap] += 1
                 self._fleet.abort(part)
 
     # --- faults

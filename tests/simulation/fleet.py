@@ -1,45 +1,35 @@
-"""A simulated fleet: instances on virtual time over one network, the requests to them, and what
-has to be true in between and at the end."""
+"""A simulated fleet: instances on virtual time over one network, and the requests to them."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import functools
-import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
-import jwt
-
-import kvxfer.engine.engine
-import kvxfer.ticket
 from kvxfer.instances import Role
 from kvxfer.kv.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
 
-from . import contents, native
+from . import contents
 from .clock import Clock
 from .control_plane import ControlPlane
 from .defects import NONE, Defects
 from .network import Network
 from .oracle import Oracle, Violation
 from .process import KEY, Process
+from .promises import Promises
 from .requests import Part, Request
 
 TICKET_SECONDS = 30.0
-TOLD_SECONDS = 1.0
-_LEASE_SLACK = 2.0
-_LOOK_SECONDS = 0.25
 _NEVER_SECONDS = 60.0
 _MODEL = KvLayout(num_layers=2, num_kv_heads=2, head_size=4, dtype="uint8", block_size=2)
 _HONEST = {
-    "ok", "aborted", "died", "TransferCancelled", "TransferRefused", "LeaseExpired", "PeerLost", "PeerTimeout",
-    "PeerRestarted", "ConnectFailed", "DeadlineExceeded", "TicketInvalid", "TicketExpired",
-    "BlockPoolExhausted", "EngineClosed", "StaleCounter", "UnknownPeer", "ControlPlaneUnavailable",
+    "ok", "aborted", "died", "TransferCancelled", "TransferRefused", "LeaseExpired",
+    "PeerLost", "PeerTimeout", "PeerRestarted", "ConnectFailed", "DeadlineExceeded",
+    "TicketInvalid", "TicketExpired", "BlockPoolExhausted", "EngineClosed",
+    "StaleCounter", "UnknownPeer", "ControlPlaneUnavailable",
 }  # fmt: skip
 
 
@@ -67,9 +57,7 @@ class Fleet:
         self.clock = Clock()
         self.trace: list[str] | None = [] if trace else None
         self.oracle = Oracle()
-        self.network = Network(
-            self.clock, self.rng, self.oracle, defects, self.counts, self.note
-        )
+        self.network = Network(self.clock, self.rng, self.oracle, defects, self.counts, self.note)
         self.control_plane = ControlPlane(self.network)
         self.num_blocks = self.rng.choice([4, 6, 12])
         self.lease_seconds = self.rng.choice([0.3, 2.0, 5.0])
@@ -80,7 +68,7 @@ class Fleet:
         self._dead: list[Process] = []
         self._starts = 0
         self._open = 0
-        self._log = _Log(self)
+        self.promises = Promises(self)
         for role in (Role.PREFILL, Role.DECODE):
             layout = replace(
                 _MODEL,
@@ -89,32 +77,9 @@ class Fleet:
                 kv=self.rng.choice(["separate", "interleaved"]),
                 tp_size=self.rng.choice([1, 1, 1, 2]),
             )
-            self.instances += [
-                Instance(f"{role.value}{index}", role, layout) for index in range(2)
-            ]
+            self.instances += [Instance(f"{role.value}{index}", role, layout) for index in range(2)]
 
     # --- time
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """The real code runs on this fleet's time and over its engines."""
-        shim = native.module(lambda options: self._native(options.name))
-        logger = logging.getLogger("kvxfer")
-        level = logger.level
-        with (
-            self.clock.installed(),
-            mock.patch.object(kvxfer.engine.engine, "native", shim),
-            mock.patch.object(kvxfer.engine.engine, "Memory", native.Memory),
-            mock.patch.object(kvxfer.ticket, "jwt", _signatures),
-            self.network.defects.installed(),
-        ):
-            logger.addHandler(self._log)
-            logger.setLevel(logging.WARNING)
-            try:
-                yield
-            finally:
-                logger.removeHandler(self._log)
-                logger.setLevel(level)
 
     def run_until(self, done: Callable[[], bool], within: float = _NEVER_SECONDS) -> None:
         """Runs whatever is due, in a random order where several are, and lets time pass."""
@@ -197,9 +162,6 @@ class Fleet:
             process.epochs.append(instance.epoch)
             self._tell(process, lambda process=process: process.endpoint.set_epoch(instance.epoch))  # type: ignore[misc]
 
-    def _native(self, name: str) -> native.NativeEngine:
-        return native.NativeEngine(self.network, self.network.hosts[name])
-
     def _tell(self, process: Process, event: Callable[[], object]) -> None:
         """Over HTTP, or whatever it is: in the process's loop."""
         process.loop.call_soon(event)
@@ -249,7 +211,6 @@ class Fleet:
     def abort(self, part: Part) -> None:
         """Its client has gone, or its engine gives it up."""
         if not part.outcome and part.task is not None:
-            self.counts[f"{part.side.value} aborted"] += 1
             self.note("aborted", lambda: f"{part.request.id} at {part.process.name}")
             part.task.cancel()
 
@@ -276,7 +237,7 @@ class Fleet:
                 )
             elif other.side is not part.side and not other.over and part.linked_with(other):
                 self.counts["has to be told"] += 1
-                self._look_after(part, other, at)
+                self.promises.has_to_hear(part, other, at)
 
     def stopped(self, process: Process) -> None:
         """A process is stopped: so long, and its peers take it for lost."""
@@ -284,7 +245,7 @@ class Fleet:
         for part in self.parts_of(process):
             for other in part.request.parts:
                 if other.side is not part.side and not other.over and part.linked_with(other):
-                    self._look_after(part, other, at)
+                    self.promises.has_to_hear(part, other, at)
 
     def parts_of(self, process: Process) -> list[Part]:
         return [
@@ -298,88 +259,6 @@ class Fleet:
     def idle(self) -> bool:
         """Whether no request is being served."""
         return self._open == 0
-
-    # --- what has to be true
-
-    def _look_after(self, part: Part, other: Part, since: float) -> None:
-        """`part` has ended or been stopped: `other` knows of it soon, while it runs at all."""
-        process = other.process
-        disturbed = [
-            link.disturbed_at
-            for link in self.network.links
-            if {end.native.process for end in link.ends} == {process, part.process}
-        ]
-        told_by = max([since, process.woke_at, *disturbed]) + TOLD_SECONDS
-
-        def look() -> None:
-            if other.over or not process.runs or (not part.outcome and part.process.runs):
-                return
-            if process.woke_at > since or self.clock.now < told_by - 1e-9:
-                self._look_after(part, other, max(since, process.woke_at))
-                return
-            self.oracle.require(
-                False,
-                f"{TOLD_SECONDS} s after the end of {part.request.id} at {part.process.name} "
-                f"({part.outcome or 'stopped'}), {process.name} has not heard of it: its session "
-                f"is {other.session.state}",
-            )
-
-        self.clock.after(max(told_by - self.clock.now, 0), look)
-
-    def look_at_leases(self) -> None:
-        """No session outlives its lease. Again and again."""
-        late = self.__dict__.setdefault("_late", {})
-        for request in self.requests:
-            for part in request.parts:
-                session = part.session
-                if part.over or not part.process.runs or session.lease_remaining > 0.001:
-                    late.pop(part, None)
-                    continue
-                since = max(late.setdefault(part, self.clock.now), part.process.woke_at)
-                self.oracle.require(
-                    self.clock.now - since < _LEASE_SLACK,
-                    f"{request.id} at {part.process.name} is {session.state} long after its lease",
-                )
-        self.clock.after(_LOOK_SECONDS, self.look_at_leases)
-
-    def check_forgotten(self, transfers: int) -> None:
-        """What is remembered of tickets ends with them: those of so many transfers are left."""
-        for process in self.processes:
-            remembered = len(process.endpoint._ledger)
-            if process.endpoint._ledger._used.keys() & {self.requests[-1].id}:
-                self.oracle.require(
-                    remembered <= transfers, f"{process.name} remembers {remembered} transfers"
-                )
-
-    def check_nothing_left(self) -> None:
-        """After the last request: every block is free and nobody waits for anything."""
-        for process in self.processes:
-            process.pool.check()
-            endpoint, engine = process.endpoint, process.engine
-            pairs = list(endpoint._pairs)
-            left = {
-                "blocks": process.pool.num_blocks - process.pool.num_free,
-                "prefill sessions": len(endpoint._rendezvous._sessions),
-                "early offers": len(endpoint._rendezvous._early),
-                "decode sessions": len(endpoint._decodes),
-                "expectations": len(endpoint._expectations),
-                "errands": len(endpoint._brokered._errands),
-                "sessions of pairs": sum(len(pair.prefills) + len(pair.decodes) for pair in pairs),
-                "expected offers": sum(
-                    not expected.pair.peer.alive and expected.error is None
-                    for expected in endpoint._expectations._expected.values()
-                ),
-                "counters": process.native.counters.live,
-                "operations": sum(len(end.operations) for end in process.native.ends.values()),
-                "operations of the front": len(engine._operations) + len(engine._finished_early),
-                "revocations": len(engine._revoking),
-                "pairs without a peer": len(pairs) - len(engine.peers),
-                "peers without a connection": len(engine.peers)
-                - sum(end.state == "up" for end in process.native.ends.values()),
-                "tasks": len(process.loop.tasks) - 1,
-            }
-            wrong = {what: count for what, count in left.items() if count}
-            self.oracle.require(not wrong, f"{process.name} has left: {wrong}")
 
     def close(self) -> None:
         """Everybody leaves in good order; what died is taken apart."""
@@ -396,41 +275,7 @@ class Fleet:
 
     def bury(self) -> None:
         """Nothing of a fleet that was stopped in the middle is heard of again."""
-        for process in {*self._dead, *self.processes}:
+        for process in dict.fromkeys([*self._dead, *self.processes]):
             process.alive = False
             if not process.loop.is_closed():
                 process.bury()
-
-
-class _Signatures:
-    """PyJWT, which looks at each token once: that takes most of the time otherwise."""
-
-    PyJWTError = jwt.PyJWTError
-
-    def __init__(self) -> None:
-        self.get_unverified_header = functools.lru_cache(maxsize=64)(jwt.get_unverified_header)
-        self._decode = functools.lru_cache(maxsize=64)(self._verify)
-
-    def decode(self, token: str, key: bytes, *, algorithms: list[str], **how: Any) -> Any:
-        return self._decode(token, key, algorithms[0], how["issuer"])
-
-    def _verify(self, token: str, key: bytes, algorithm: str, issuer: str) -> Any:
-        how: Any = {"verify_exp": False}
-        return jwt.decode(token, key, algorithms=[algorithm], issuer=issuer, options=how)
-
-
-_signatures = _Signatures()
-
-
-class _Log(logging.Handler):
-    """An honest fleet warns of nothing."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        super().__init__(logging.WARNING)
-        self._fleet = fleet
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if record.exc_info is not None:
-            text += f": {record.exc_info[1]!r}"
-        self._fleet.oracle.violations.append(text)

@@ -115,7 +115,7 @@ class Link:
         self.network = network
         self.fabric = network.fabric
         self.paths = 0
-        """Which paths these are: raised when they are reset, and what was on the old ones is gone."""
+        """Raised when the paths are reset: what was on the old ones is gone."""
         self._cut_at: list[float | None] = [None, None]
         self._held_until = 0.0
         self.disturbed_at = 0.0

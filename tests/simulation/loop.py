@@ -1,4 +1,4 @@
-"""An asyncio event loop that waits for nothing: whoever drives it says when it runs, and the time."""
+"""An asyncio event loop that waits for nothing: whoever drives it says when it runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             asyncio._set_running_loop(None)
 
     def due_at(self) -> float:
-        """When there is something to run: 0 where there is now, infinity where nothing is planned."""
+        """When there is something to run: 0 for now, infinity where nothing is planned."""
         if self._ready:  # type: ignore[attr-defined]
             return 0.0
         scheduled = self._scheduled  # type: ignore[attr-defined]

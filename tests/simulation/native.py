@@ -178,7 +178,9 @@ class NativeEngine:
         posted = self.operations.get(operation)
         if posted is not None:
             self.network.clock.after(
-                self.network.latency(), lambda: posted.fail("cancelled", "cancelled by the caller"), self.process
+                self.network.latency(),
+                lambda: posted.fail("cancelled", "cancelled by the caller"),
+                self.process,
             )
 
     def _end(self, peer: int) -> End:

@@ -19,7 +19,7 @@ TRANSFER: contextvars.ContextVar[str] = contextvars.ContextVar("transfer")
 _MAY_BE_WRITTEN = (BlockState.OFFERED, BlockState.RECEIVING)
 
 
-class Violation(Exception):  # noqa: N818
+class Violation(Exception):
     """A promise was broken."""
 
 

@@ -90,7 +90,7 @@ class Part:
         )
 
     def linked_with(self, other: Part) -> bool:
-        """Whether prefill has taken up the OFFER, so that each side has to hear of the other's end."""
+        """Whether prefill has taken the OFFER up: each side has to hear of the other's end."""
         prefill, decode = (self, other) if self.side is Role.PREFILL else (other, self)
         return (
             prefill.session is not None

@@ -132,7 +132,9 @@ class PostedOperation:
             self._acknowledge(write, text)
             return
         place = target[write.offset : write.offset + len(data)]
-        network.note("landed", lambda: f"{self.end.name} {write.transfer} {self.imm:#x} {len(data)} B")
+        network.note(
+            "landed", lambda: f"{self.end.name} {write.transfer} {self.imm:#x} {len(data)} B"
+        )
         network.oracle.lands(self.end, write, place)
         place[:] = data
         write.placed = True
@@ -172,7 +174,7 @@ class PostedOperation:
 
 
 def runs(source_pages: Any, target_pages: Any, page: int) -> list[tuple[int, int, int]]:
-    """Pages as (source, destination, bytes), neighbours on both sides joined, as the engine does."""
+    """Pages as (source, destination, bytes); neighbours on both sides are joined, as in C++."""
     joined: list[tuple[int, int, int]] = []
     for source, target in zip(source_pages.tolist(), target_pages.tolist(), strict=True):
         if joined:
