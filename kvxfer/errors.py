@@ -187,6 +187,12 @@ class TicketExpired(TicketInvalid):
     code = "ticket-expired"
 
 
+class ChecksumMismatch(TransferError):
+    """The blocks that arrived are not those that prefill sent."""
+
+    code = "checksum-mismatch"
+
+
 class LeaseExpired(TransferError, TimeoutError):
     """A lease ran out before the other side did its part."""
 

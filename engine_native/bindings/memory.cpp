@@ -2,6 +2,8 @@
 #include "bindings.hpp"
 #include "dlpack.hpp"
 #include "memory_region.hpp"
+#include "page_checksum.hpp"
+#include "page_list.hpp"
 
 namespace py = pybind11;
 
@@ -22,6 +24,17 @@ void bind_memory(py::module_& module) {
       .def_property_readonly(
           "descriptor",
           [](const MemoryRegion& region) { return py::bytes(region.descriptor().encode()); })
+      .def(
+          "checksum",
+          [](const MemoryRegion& region, const py::object& offsets, const py::object& numbers,
+             std::size_t length) {
+            const PageList runs(offsets, "offsets");
+            const PageList of(numbers, "numbers");
+            const py::gil_scoped_release unlocked;
+            return unwrap(
+                page_checksum({region.data(), region.size()}, runs.pages(), of.pages(), length));
+          },
+          py::arg("offsets"), py::arg("numbers"), py::arg("length"))
       .def("__dlpack__", [](const std::shared_ptr<MemoryRegion>& region,
                             const py::kwargs&) { return to_dlpack(region); })
       .def("__dlpack_device__", [](const MemoryRegion&) { return py::make_tuple(kDlpackCpu, 0); })

@@ -145,6 +145,34 @@ class RegistrationFigure:
 
 
 @dataclass(frozen=True, slots=True)
+class ChecksumFigure:
+    """One page size. Nanoseconds of each request, summed and copied; the figures are medians, the
+    ratio that of each request's throughput to its copy's."""
+
+    page_bytes: int
+    request_bytes: int
+    sum_ns: list[int]
+    copy_ns: list[int]
+    gb_per_s: float
+    copy_gb_per_s: float
+    ratio: float
+
+
+def checksum_figure(
+    page_bytes: int, request_bytes: int, sum_ns: list[int], copy_ns: list[int]
+) -> ChecksumFigure:
+    return ChecksumFigure(
+        page_bytes=page_bytes,
+        request_bytes=request_bytes,
+        sum_ns=sum_ns,
+        copy_ns=copy_ns,
+        gb_per_s=request_bytes / float(np.median(sum_ns)),
+        copy_gb_per_s=request_bytes / float(np.median(copy_ns)),
+        ratio=float(np.median(np.divide(copy_ns, sum_ns))),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class IdleFigure:
     """CPU of one engine with one connected, idle peer, in percent of a core."""
 
@@ -231,4 +259,5 @@ class Report:
     cases: list[CaseFigures] = field(default_factory=list)
     connect: list[ConnectFigure] = field(default_factory=list)
     registration: RegistrationFigure | None = None
+    checksum: list[ChecksumFigure] = field(default_factory=list)
     idle: list[IdleFigure] = field(default_factory=list)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from functools import partial
 
 from kvxfer.bench.cases import Case
+from kvxfer.bench.checksum import measure_checksum
 from kvxfer.bench.connect import measure_connect
 from kvxfer.bench.cpu import measure_cpu
 from kvxfer.bench.errors import NotAvailableHere
@@ -56,6 +57,11 @@ async def run_bench(settings: Settings, progress: Progress) -> Report:
         settings.registration_rounds,
         partial(progress, "registration"),
     )
+    checksum = await measure_checksum(
+        [settings.draw(size) for size in settings.page_bytes],
+        settings.rounds,
+        partial(progress, "checksums"),
+    )
     return Report(
         started_at=started_at,
         machine=this_machine(),
@@ -66,6 +72,7 @@ async def run_bench(settings: Settings, progress: Progress) -> Report:
         cases=cases,
         connect=connect,
         registration=registration,
+        checksum=checksum,
     )
 
 

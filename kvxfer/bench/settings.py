@@ -79,6 +79,7 @@ class Settings:
             len(self.cases) * per_case
             + len(self.fabrics) * self.connect_rounds
             + self.registration_rounds
+            + len(self.page_bytes) * self.rounds
         )
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvxfer.bench.cases import LIMIT_TITLES
-from kvxfer.bench.figures import IdleFigure, OverheadFigure, Report
+from kvxfer.bench.figures import ChecksumFigure, IdleFigure, OverheadFigure, Report
 from kvxfer.bench.idle import TARGET_PERCENT
 
 
@@ -31,6 +31,8 @@ def report_tables(report: Report) -> Iterator[RenderableType]:
         yield _cpu_table(report)
     if report.connect or report.registration:
         yield _setup_table(report)
+    if report.checksum:
+        yield _checksum_table(report.checksum)
     if report.idle:
         yield idle_table(report.idle)
 
@@ -160,6 +162,18 @@ def _setup_table(report: Report) -> Table:
             f"{took.anonymous_touched_ns / 1e6:.1f}",
         )
         table.add_row(f"register {size} that is present", f"{took.register_ns / 1e6:.2f}")
+    return table
+
+
+def _checksum_table(figures: list[ChecksumFigure]) -> Table:
+    table = Table(title="Checksum of scattered pages, one thread", title_justify="left")
+    for heading in ("page", "GB/s", "memcpy", "ratio"):
+        table.add_column(heading, justify="right")
+    for each in figures:
+        table.add_row(
+            f"{each.page_bytes >> 10} KiB",
+            *(f"{value:.2f}" for value in (each.gb_per_s, each.copy_gb_per_s, each.ratio)),
+        )
     return table
 
 

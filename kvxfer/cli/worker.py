@@ -65,6 +65,9 @@ def worker(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of torch.", show_default="torch's choice")
     ] = None,
+    checksums: Annotated[
+        bool, typer.Option("--checksums", help="Check every transfer by a checksum of its blocks.")
+    ] = False,
     label: Annotated[
         list[str] | None,
         typer.Option(
@@ -130,6 +133,7 @@ def worker(
             else tuple(name.strip() for name in fabrics.split(",") if name.strip())
         ),
         threads=threads,
+        checksums=checksums,
         labels=dict(_label(text) for text in label or ()),
     )
 

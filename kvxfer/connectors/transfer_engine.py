@@ -35,6 +35,8 @@ class EngineSettings:
     """How long a side waits for the other."""
     peer_timeout: float = DEFAULT_PEER_TIMEOUT
     """Seconds without a heartbeat after which the other side counts as frozen."""
+    checksums: bool = False
+    """Every transfer is checked by a checksum of its blocks, whatever the other side's setting."""
 
     @property
     def keys(self) -> TicketKeys:
@@ -75,6 +77,7 @@ async def transfer_engine(
                 # A frozen worker does not answer either.
                 connect_timeout=settings.peer_timeout,
                 on_offer=on_offer,
+                checksums=settings.checksums,
             )
             async with endpoint:
                 yield engine, cache, endpoint

@@ -17,7 +17,7 @@ def native_module(name: str = "kvxfer._native") -> Finding:
             "native engine",
             Status.BROKEN,
             f"{name} cannot be imported: {error}",
-            "reinstall with a C++20 compiler and libssl-dev present: pip install --force-reinstall "
-            "--no-deps kvxfer (in a checkout: scripts/setup demo)",
+            "reinstall with a C++20 compiler, libssl-dev and libxxhash-dev present: "
+            "pip install --force-reinstall --no-deps kvxfer (in a checkout: scripts/setup demo)",
         )
     return Finding(Area.ENGINE, "native engine", Status.OK, str(module.__file__))

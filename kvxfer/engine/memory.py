@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine.native import native, translated
 from kvxfer.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class MemoryRegion:
@@ -43,6 +46,20 @@ class MemoryRegion:
     @property
     def descriptor(self) -> bytes:
         return self.handle.descriptor
+
+    def checksum(
+        self,
+        offsets: np.ndarray[tuple[int], np.dtype[np.int64]],
+        numbers: np.ndarray[tuple[int], np.dtype[np.int64]],
+        length: int,
+    ) -> int:
+        """The sum, modulo 2**64, of XXH3 of each run of `length` bytes at `offsets[i]`, seeded with
+        `numbers[i]`: the same wherever the runs lie, and in whatever order they are given.
+
+        Raises OutOfBounds. Runs without the GIL.
+        """
+        with translated():
+            return self.handle.checksum(offsets, numbers, length)
 
     def close(self) -> None:
         """Deregisters. Operations that read the region end with `Cancelled` first; afterwards no

@@ -15,6 +15,7 @@ from kvxfer.errors import (
 )
 from kvxfer.kv.block_ids import by_group, pack_block_table
 from kvxfer.kv.block_pool import BlockState
+from kvxfer.kv.checksum import verify
 from kvxfer.kv.lease import Lease
 from kvxfer.kv.messages import Offer
 from kvxfer.kv.session_state import DecodeEvent, DecodeState, why_left
@@ -71,7 +72,7 @@ class DecodeSession:
         self._error: KvxferError | None = None
         self._still_writing = len(self._inbounds)
         self._freed = asyncio.Event()  # the blocks of a transfer that failed
-        self._permuting: asyncio.Future[None] | None = None
+        self._arranging: asyncio.Future[None] | None = None
         self._tail: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         # A failure that nobody waits for is no unhandled error.
         self._tail.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -172,14 +173,12 @@ class DecodeSession:
         """A prefill rank's part is there."""
         if any(inbound.state is not DecodeState.COMPLETE for inbound in self._inbounds):
             return
-        plan = self._inbounds[0].pair.inbound_plan  # the order of arrival is the same for all
-        if self._cache.permute is None or not plan.permutes:
+        pairs = [inbound.pair for inbound in self._inbounds]
+        if not self._permutes and not any(pair.checksums for pair in pairs):
             self._complete()
             return
-        permute, ids, order = self._cache.permute, self._blocks.ids, plan.arrival_order
-        loop = asyncio.get_running_loop()
-        self._permuting = loop.run_in_executor(None, permute, self._cache, ids, order)
-        self._permuting.add_done_callback(self._permuted)
+        self._arranging = asyncio.get_running_loop().run_in_executor(None, self._arrange)
+        self._arranging.add_done_callback(self._arranged)
 
     def give_up(
         self,
@@ -219,17 +218,40 @@ class DecodeSession:
         late = next((i for i in self._inbounds if i.state in _EXPECTED), None)
         if late is not None:
             what = f"{late.peer_name} did not {_EXPECTED[late.state]}"
-        elif self._permuting is not None and not self._permuting.done():
-            what = "the heads of the blocks were not put in order"
+        elif self._arranging is not None and not self._arranging.done():
+            what = "the blocks were not checked and put in order"
         else:
             what = "nobody took the blocks"
         what = f"{what} within {self._lease.seconds:g} s"
         self.give_up(DecodeEvent.LEASE_OVER, LeaseExpired(self._says(what)), what)
 
-    def _permuted(self, permuting: asyncio.Future[None]) -> None:
-        problem = permuting.exception()
+    @property
+    def _permutes(self) -> bool:
+        plan = self._inbounds[0].pair.inbound_plan  # the order of arrival is the same for all
+        return self._cache.permute is not None and plan.permutes
+
+    def _arrange(self) -> None:
+        """Checks the blocks and puts their heads in order. In a thread of its own; nothing writes
+        into the blocks any more, and they are not given back before it returns."""
+        for inbound in self._inbounds:
+            if inbound.pair.checksums and inbound.pair.inbound_plan.layers:
+                verify(
+                    inbound.checksum,
+                    inbound.pair,
+                    self._cache,
+                    self._blocks.ids,
+                    self._first_block,
+                )
+        if self._permutes and self._cache.permute is not None:
+            order = self._inbounds[0].pair.inbound_plan.arrival_order
+            self._cache.permute(self._cache, self._blocks.ids, order)
+
+    def _arranged(self, arranging: asyncio.Future[None]) -> None:
+        problem = arranging.exception()
         if self._error is not None:
             self._release_if_nobody_writes()
+        elif isinstance(problem, KvxferError):
+            self.fail(type(problem)(self._says(str(problem))))
         elif problem is not None:
             what = f"the heads of its blocks could not be put in order: {problem!r}"
             self.fail(ProtocolError(self._says(what)))
@@ -243,7 +265,7 @@ class DecodeSession:
 
     def _release_if_nobody_writes(self) -> None:
         """Gives the blocks of a failed transfer back, once that harms nobody."""
-        if self._still_writing or (self._permuting is not None and not self._permuting.done()):
+        if self._still_writing or (self._arranging is not None and not self._arranging.done()):
             return
         self._blocks.release()
         if not self._tail.done() and self._error is not None:

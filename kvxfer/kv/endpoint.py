@@ -61,6 +61,9 @@ class KvEndpoint:
 
     Where prefill has no ticket of its own, `on_offer` tells of each OFFER that comes before its
     request; prefill_session() or decline() with its ticket answers it.
+
+    `checksums`: every transfer with this endpoint, in both directions, is checked by a checksum of
+    its blocks before they are used, whatever the other side's setting.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class KvEndpoint:
         connect_timeout: float = 2.0,
         max_early_offers_per_peer: int = MAX_EARLY_OFFERS_PER_PEER,
         on_offer: OnOffer | None = None,
+        checksums: bool = False,
     ) -> None:
         if pool is not None and pool.num_blocks != cache.num_blocks:
             raise InvalidArgument(
@@ -89,7 +93,7 @@ class KvEndpoint:
         self._pool = pool
         self._lease_seconds = lease_seconds
         self._open = False
-        self._pairs = Pairs(engine, cache, self._identity, connect_timeout)
+        self._pairs = Pairs(engine, cache, self._identity, connect_timeout, checksums=checksums)
         self._ledger = TransferLedger()
         self._decodes: dict[DecodeSession, None] = {}  # in the order of their beginning
         self._rendezvous = Rendezvous(

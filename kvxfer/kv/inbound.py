@@ -26,6 +26,7 @@ from kvxfer.kv.session_state import (
 if TYPE_CHECKING:
     from kvxfer.engine import Counter
     from kvxfer.kv.decode_session import DecodeSession
+    from kvxfer.kv.messages import Checksum
     from kvxfer.kv.pair import KvPair
 
 ENDED: Final = frozenset({DecodeState.TAKEN, DecodeState.CANCELLED, DecodeState.FAILED})
@@ -48,6 +49,7 @@ class Inbound:
         self.grants = tuple(grants)
         self.peer_name = f"{rank}prefill worker {hello.instance_id!r}"
         self.tail = b""
+        self.checksum: Checksum | None = None
         self._transfer_id = transfer_id
         self._machine = StateMachine(
             f"transfer {transfer_id} with {self.peer_name}",
@@ -82,6 +84,7 @@ class Inbound:
         if (done.total < 1) is bool(self.pair.inbound_plan.layers):
             raise ProtocolError(self._says(f"DONE announces {done.total} writes"))
         self.tail = done.tail
+        self.checksum = done.checksum
         self._counting = asyncio.get_running_loop().create_task(self._count(done.total))
 
     def refused(self, error: KvxferError) -> None:

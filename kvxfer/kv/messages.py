@@ -13,7 +13,7 @@ import msgspec
 from kvxfer.errors import ProtocolError
 from kvxfer.kv.layout import KvLayout
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 # A message of the engine is at most 1 MiB; this leaves room for the rest of DONE.
 MAX_TAIL_BYTES: Final = (1 << 20) - 1024
 
@@ -22,7 +22,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Both ways when two engines meet, and again when the sender has a new epoch.
 
     `block_strides`: bytes from block to block, of each part of each layer. `permutes`: the sender
-    can reorder the heads of its blocks after they have arrived.
+    can reorder the heads of its blocks after they have arrived. `checksums`: it wants a checksum
+    with every DONE.
     """
 
     version: int
@@ -32,6 +33,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     num_blocks: int
     block_strides: tuple[tuple[int, ...], ...]
     permutes: bool
+    checksums: bool = False
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
@@ -91,13 +93,22 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
+class Checksum(msgspec.Struct, frozen=True):
+    """Over what a prefill rank has written of a prompt of so many blocks there; see
+    kvxfer.kv.checksum."""
+
+    value: int
+    blocks: int
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """prefill → decode: `total` writes were posted; this rank's part of the cache is complete when
-    all have arrived."""
+    all have arrived. With a checksum where one of both sides wants it."""
 
     transfer_id: str
     total: int
     tail: bytes
+    checksum: Checksum | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvxfer.errors import Backpressure, InvalidArgument, PeerLost, ProtocolError, UnknownPeer
-from kvxfer.kv.messages import Accepted, Done, Offer
+from kvxfer.kv.checksum import RunningChecksum
+from kvxfer.kv.messages import Accepted, Checksum, Done, Offer
 
 if TYPE_CHECKING:
     from kvxfer.engine import Operation
@@ -35,7 +36,8 @@ class Outbound:
         # Writes that wait for room in the engine, in order.
         self._queue: collections.deque[tuple[PlaneWrite, range]] = collections.deque()
         # The same for every layer of a group whose blocks lie equally far apart.
-        self._offsets: dict[tuple[Runs, int, range], tuple[Offsets, Offsets]] = {}
+        self._offsets: dict[tuple[Runs, int, range], tuple[Offsets, Offsets, Offsets]] = {}
+        self._checksum = RunningChecksum() if pair.checksums else None
 
     @property
     def waits(self) -> bool:
@@ -74,7 +76,10 @@ class Outbound:
     def announce(self, tail: bytes) -> None:
         """Sends DONE, once."""
         self.announced = True
-        self.pair.send(Done(self._offer.transfer_id, self.posted, tail))
+        checksum = None
+        if self._checksum is not None:
+            checksum = Checksum(self._checksum.value, self._source.shape[1])
+        self.pair.send(Done(self._offer.transfer_id, self.posted, tail, checksum))
 
     def _post(self, write: PlaneWrite, blocks: range, timeout: float) -> None:
         runs, group = write.runs, write.group
@@ -82,7 +87,7 @@ class Outbound:
             self._offsets[runs, group, blocks] = runs.offsets(
                 self._source[group], self._target[group], self._offer.first_block, blocks
             )
-        source, target = self._offsets[runs, group, blocks]
+        source, target, numbers = self._offsets[runs, group, blocks]
         if not len(source):
             return  # runs of blocks that the prompt has not, or that decode has or does not want
         operation = self.pair.peer.write_pages(
@@ -98,6 +103,10 @@ class Outbound:
             timeout=timeout,
         )
         self.operations.append(operation)
+        if self._checksum is not None:
+            self._checksum.add(
+                write.src, write.src_offset, runs, source, numbers, write.first_number
+            )
 
     @property
     def _name(self) -> str:

@@ -11,7 +11,7 @@ from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.kv.block_ids import by_group
 from kvxfer.kv.messages import PROTOCOL_VERSION, Hello, Message, encode
 from kvxfer.kv.plan import TransferPlan, plan_transfer
-from kvxfer.kv.plane_writes import PlaneWrite, bind_plan
+from kvxfer.kv.plane_writes import PlaneArrival, PlaneWrite, bind_arrivals, bind_plan
 
 if TYPE_CHECKING:
     from kvxfer.engine import MemoryRegion, Peer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.prefill_session import PrefillSession
 
 
-def hello_from(cache: KvCache, *, instance_id: str, epoch: int) -> Hello:
+def hello_from(cache: KvCache, *, instance_id: str, epoch: int, checksums: bool = False) -> Hello:
     """The HELLO that introduces a cache."""
     return Hello(
         version=PROTOCOL_VERSION,
@@ -31,6 +31,7 @@ def hello_from(cache: KvCache, *, instance_id: str, epoch: int) -> Hello:
         num_blocks=cache.num_blocks,
         block_strides=tuple(tuple(p.block_stride for p in layer) for layer in cache.planes),
         permutes=cache.permute is not None,
+        checksums=checksums,
     )
 
 
@@ -73,13 +74,14 @@ def check_hello(hello: Hello) -> None:
 class KvPair:
     """One connected peer of a KvEndpoint, and the sessions with it by transfer id. Loop only."""
 
-    def __init__(self, peer: Peer, cache: KvCache) -> None:
+    def __init__(self, peer: Peer, cache: KvCache, *, checksums: bool = False) -> None:
         self.peer = peer
         self.prefills: dict[str, PrefillSession] = {}
         self.decodes: dict[str, Inbound] = {}
         self.error: KvxferError | None = None
         self.on_hello: Callable[[Hello], None] | None = None
         self._cache = cache
+        self._checksums = checksums
         self._hello: Hello | None = None
         self._greeted: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
         # A lost peer that nobody waits for is no unhandled error.
@@ -113,6 +115,7 @@ class KvPair:
             or hello.layout != self._hello.layout
             or hello.block_strides != self._hello.block_strides
             or hello.permutes != self._hello.permutes
+            or hello.checksums != self._hello.checksums
         ):
             raise ProtocolError(
                 f"instance {self._hello.instance_id!r} changed its id or cache in mid-connection; "
@@ -134,6 +137,11 @@ class KvPair:
         if not self._greeted.done():
             self._greeted.set_exception(error)
 
+    @property
+    def checksums(self) -> bool:
+        """Whether one of both sides wants a checksum with every DONE."""
+        return self._checksums or self.hello.checksums
+
     @cached_property
     def outbound_plan(self) -> TransferPlan:
         """What we write to the peer, where we prefill. Raises LayoutMismatch."""
@@ -150,3 +158,8 @@ class KvPair:
         """What the peer writes to us, where it prefills. Raises LayoutMismatch."""
         permutes = self._cache.permute is not None
         return plan_transfer(self.hello.layout, self._cache.layout, decode_permutes=permutes)
+
+    @cached_property
+    def arrivals(self) -> tuple[PlaneArrival, ...]:
+        """The peer's writes as they arrive, where it prefills. Raises LayoutMismatch."""
+        return tuple(bind_arrivals(self.inbound_plan, self._cache))

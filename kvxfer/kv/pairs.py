@@ -25,12 +25,19 @@ class Pairs:
     """A KvPair for each peer of the engine. Loop only."""
 
     def __init__(
-        self, engine: Engine, cache: KvCache, identity: Identity, connect_timeout: float
+        self,
+        engine: Engine,
+        cache: KvCache,
+        identity: Identity,
+        connect_timeout: float,
+        *,
+        checksums: bool,
     ) -> None:
         self.connect_timeout = connect_timeout
         self._engine = engine
         self._cache = cache
         self._identity = identity
+        self._checksums = checksums
         self._pairs: dict[int, KvPair] = {}
 
     def __iter__(self) -> Iterator[KvPair]:
@@ -43,7 +50,7 @@ class Pairs:
         """The pair of a connected peer, which is greeted when it is new."""
         pair = self._pairs.get(peer.id)
         if pair is None:
-            pair = self._pairs[peer.id] = KvPair(peer, self._cache)
+            pair = self._pairs[peer.id] = KvPair(peer, self._cache, checksums=self._checksums)
             self._greet(pair)
         return pair
 
@@ -129,5 +136,10 @@ class Pairs:
         with contextlib.suppress(EngineError):
             identity = self._identity
             pair.send(
-                hello_from(self._cache, instance_id=identity.instance_id, epoch=identity.epoch)
+                hello_from(
+                    self._cache,
+                    instance_id=identity.instance_id,
+                    epoch=identity.epoch,
+                    checksums=self._checksums,
+                )
             )

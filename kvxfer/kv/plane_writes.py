@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
 from kvxfer.errors import InvalidArgument
-from kvxfer.kv.plan import StridedCopy, TransferPlan
+from kvxfer.kv.plan import LayerPlan, StridedCopy, TransferPlan
 
 if TYPE_CHECKING:
     from kvxfer.engine import MemoryRegion
     from kvxfer.kv.block_pool import BlockIds
-    from kvxfer.kv.cache import KvCache
+    from kvxfer.kv.cache import KvCache, KvPlane
     from kvxfer.kv.messages import Hello
 
 Offsets: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int64]]"
+
+# A run's number: the layer, which runs of the layer, and which one of those.
+_LAYER_BITS: Final = 48
+_RUN_BITS: Final = 40
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,8 +46,9 @@ class Runs:
         target: BlockIds,
         first_block: int = 0,
         only: range | None = None,
-    ) -> tuple[Offsets, Offsets]:
-        """Where each run begins in prefill's plane and in decode's, in the order of the tokens.
+    ) -> tuple[Offsets, Offsets, Offsets]:
+        """Where each run begins in prefill's plane and in decode's, in the order of the tokens, and
+        its number among all runs of a prompt, which both sides know it by.
 
         Prefill's table begins with the prompt, decode's with `first_block` of it. Runs of blocks
         that they have not are left out: the last cycle may be filled in part. `only` keeps those
@@ -67,6 +73,7 @@ class Runs:
             src_ids * self.src_stride + np.broadcast_to(src_offset, there.shape)[there],
             target.astype(np.int64)[dst[there]] * self.dst_stride
             + np.broadcast_to(dst_offset, there.shape)[there],
+            np.flatnonzero(there),
         )
 
 
@@ -76,6 +83,7 @@ class PlaneWrite:
 
     `src_offset` is where prefill's plane begins in its memory region. `dst` is an index into
     Offer.grants, of which each begins at the lowest block offered of the layer's `group`.
+    `first_number` is that of the first run in a checksum.
     """
 
     src: MemoryRegion
@@ -83,6 +91,17 @@ class PlaneWrite:
     dst: int
     group: int
     runs: Runs
+    first_number: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneArrival:
+    """The same runs as decode finds them in a plane of its own."""
+
+    plane: KvPlane
+    group: int
+    runs: Runs
+    first_number: int
 
 
 def bind_plan(plan: TransferPlan, src: KvCache, dst: Hello) -> tuple[tuple[PlaneWrite, ...], ...]:
@@ -90,25 +109,49 @@ def bind_plan(plan: TransferPlan, src: KvCache, dst: Hello) -> tuple[tuple[Plane
 
     Grants are counted over the parts of the layers that the plan writes to.
     """
+
+    def strides(layer: LayerPlan, copy: StridedCopy) -> tuple[int, int]:
+        part = plan.decode.parts.index(copy.dst_part)
+        src_stride = src.plane(layer.src_layer, copy.src_part).block_stride
+        return src_stride, dst.block_strides[layer.dst_layer][part]
+
+    writes: list[list[PlaneWrite]] = [[] for _ in range(plan.prefill.layers_per_rank)]
+    for index, layer, copy, runs, number in _bound(plan, strides):
+        plane = src.plane(layer.src_layer, copy.src_part)
+        grant = index * len(plan.decode.parts) + plan.decode.parts.index(copy.dst_part)
+        group = plan.prefill.group_of(layer.src_layer)
+        write = PlaneWrite(plane.region, plane.offset, grant, group, runs, number)
+        writes[layer.src_layer].append(write)
+    return tuple(map(tuple, writes))
+
+
+def bind_arrivals(plan: TransferPlan, dst: KvCache) -> Iterator[PlaneArrival]:
+    """What bind_plan() writes, as it arrives."""
+
+    def strides(layer: LayerPlan, copy: StridedCopy) -> tuple[int, int]:
+        return 0, dst.plane(layer.dst_layer, copy.dst_part).block_stride
+
+    for _, layer, copy, runs, number in _bound(plan, strides):
+        plane = dst.plane(layer.dst_layer, copy.dst_part)
+        yield PlaneArrival(plane, plan.decode.group_of(layer.dst_layer), runs, number)
+
+
+def _bound(
+    plan: TransferPlan, strides: Callable[[LayerPlan, StridedCopy], tuple[int, int]]
+) -> Iterator[tuple[int, LayerPlan, StridedCopy, Runs, int]]:
+    """All runs of a plan: the index of their layer, the layer, one copy of theirs, the runs, and
+    the number of the first, which is the same on both sides."""
     known: dict[tuple[StridedCopy, int, int], list[Runs]] = {}
-    writes: list[tuple[PlaneWrite, ...]] = [()] * plan.prefill.layers_per_rank
     for index, layer in enumerate(plan.layers):
-        of_layer: list[PlaneWrite] = []
+        of_layer = itertools.count()
         for between in _by_planes(layer.copies):
-            first = between[0]
-            plane = src.plane(layer.src_layer, first.src_part)
-            part = plan.decode.parts.index(first.dst_part)
-            dst_stride = dst.block_strides[layer.dst_layer][part]
-            key = (first, plane.block_stride, dst_stride)
+            src_stride, dst_stride = strides(layer, between[0])
+            key = (between[0], src_stride, dst_stride)
             if key not in known:
-                known[key] = list(_runs(plan, between, plane.block_stride, dst_stride))
-            grant = index * len(plan.decode.parts) + part
-            group = plan.prefill.group_of(layer.src_layer)
-            of_layer += (
-                PlaneWrite(plane.region, plane.offset, grant, group, runs) for runs in known[key]
-            )
-        writes[layer.src_layer] = tuple(of_layer)
-    return tuple(writes)
+                known[key] = list(_runs(plan, between, src_stride, dst_stride))
+            for runs in known[key]:
+                number = index << _LAYER_BITS | next(of_layer) << _RUN_BITS
+                yield index, layer, between[0], runs, number
 
 
 def _by_planes(copies: tuple[StridedCopy, ...]) -> Iterator[list[StridedCopy]]:

@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from kvxfer.errors import (
+    ChecksumMismatch,
     DeadlineExceeded,
     InvalidArgument,
     KvxferError,
@@ -44,6 +45,7 @@ _NOT_FOR_PREFILL: Final = frozenset(
 )
 # What a worker says when the other one, or the way to it, has failed.
 _OF_THE_OTHER: Final = (
+    ChecksumMismatch,
     PeerError,
     TransferCancelled,
     TransferRefused,

@@ -57,6 +57,11 @@ def test_every_case_has_every_figure(run: tuple[Report, list[str]]) -> None:
             assert min(cpu.sender_s_per_gb, cpu.receiver_s_per_gb) >= 0
     assert [figure.fabric for figure in report.connect] == ["tcp", "local"]
     assert [len(figure.engine_ns) for figure in report.connect] == [SETTINGS.connect_rounds] * 2
+    assert [each.page_bytes for each in report.checksum] == list(SETTINGS.page_bytes)
+    for checksum in report.checksum:
+        for sample in (checksum.sum_ns, checksum.copy_ns):
+            assert len(sample) == SETTINGS.rounds * SETTINGS.requests
+            assert min(sample) > 0
     assert report.registration is not None
     assert report.registration.nbytes == SETTINGS.registration_bytes
 

@@ -27,6 +27,8 @@ def test_what_is_not_set_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.role, settings.instance_id) == (Role.PREFILL, "engine")
     assert (settings.http_address, settings.host) == (HTTP, "127.0.0.1")
     assert (settings.lease_seconds, settings.peer_timeout) == (30.0, 0.7)
+    assert not settings.checksums
+    assert read({"checksums": True}).checksums
 
 
 def test_each_role_of_vllm_has_its_own() -> None:
@@ -45,6 +47,7 @@ def test_each_role_of_vllm_has_its_own() -> None:
         ({"http_address": HTTP, "leaseseconds": 5}, "leaseseconds is no setting"),
         ({"http_address": HTTP, "lease_seconds": 0}, "lease_seconds is 0"),
         ({"http_address": HTTP, "peer_timeout": True}, "peer_timeout is True"),
+        ({"http_address": HTTP, "checksums": "yes"}, "checksums is 'yes'; pass true or false"),
         ({"http_address": HTTP, "cluster_key_file": "/nowhere"}, "/nowhere cannot be read"),
     ],
 )

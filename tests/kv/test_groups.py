@@ -30,10 +30,12 @@ from .workers import (
 Table = list[list[int]]
 
 
-@pytest.fixture
-async def grouped(fabric: str) -> AsyncIterator[tuple[Worker, Worker]]:
+@pytest.fixture(params=[False, True], ids=["plain", "checked"])
+async def grouped(
+    fabric: str, request: pytest.FixtureRequest
+) -> AsyncIterator[tuple[Worker, Worker]]:
     async with (
-        worker("prefill", fabric, layout=GROUPED) as prefill,
+        worker("prefill", fabric, layout=GROUPED, checksums=request.param) as prefill,
         worker("decode", fabric, layout=GROUPED) as decode,
     ):
         yield prefill, decode

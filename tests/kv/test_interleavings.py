@@ -187,7 +187,7 @@ class Round:
     def permuting(self) -> bool:
         """Whether a thread is reordering heads."""
         session = self.decode_session
-        future = None if session is None else session._permuting
+        future = None if session is None else session._arranging
         return future is not None and not future.done()
 
     def network_idle(self) -> bool:

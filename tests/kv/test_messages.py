@@ -15,6 +15,7 @@ from kvxfer.kv.messages import (
     Accepted,
     Cancel,
     Cancelled,
+    Checksum,
     Done,
     Hello,
     Keep,
@@ -49,6 +50,7 @@ MESSAGES: list[Message] = [
     Accepted(transfer_id="t"),
     Refused(transfer_id="t", code="ticket-expired", reason="too late"),
     Done(transfer_id="t", total=128, tail=bytes(range(256))),
+    Done(transfer_id="t", total=1, tail=b"", checksum=Checksum(value=2**64 - 1, blocks=7)),
     Cancel(transfer_id="t", reason="the user left"),
     Cancelled(transfer_id="t", total=3),
 ]

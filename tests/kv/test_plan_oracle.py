@@ -17,8 +17,8 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.kv.head_order import permute_on_host
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.pair import hello_from
-from kvxfer.kv.plan import plan_transfer
-from kvxfer.kv.plane_writes import bind_plan
+from kvxfer.kv.plan import TransferPlan, plan_transfer
+from kvxfer.kv.plane_writes import bind_arrivals, bind_plan
 from kvxfer.kv.ranks import sources, targets
 
 from .steered import Engine
@@ -148,6 +148,20 @@ def expected(rank: Rank, tokens: int) -> np.ndarray[Any, Any]:
     return memory
 
 
+def runs_at_decode(
+    plan: TransferPlan, prefill: Rank, decode: Rank
+) -> dict[int, tuple[Any, int, int]]:
+    """The runs that decode looks for, by their numbers."""
+    found = {}
+    for arrival in bind_arrivals(plan, decode.cache):
+        counted = np.arange(len(prefill.blocks))
+        _, places, numbers = arrival.runs.offsets(counted, decode.blocks)
+        plane = arrival.plane
+        for number, at in zip(numbers + arrival.first_number, places + plane.offset, strict=True):
+            found[number] = (plane.region, at, arrival.runs.length)
+    return found
+
+
 def receive(case: Case, prefills: list[Rank], decode: Rank, written: np.ndarray[Any, Any]) -> None:
     """All that the ranks of prefill write to one of decode, counted element by element."""
     hello = hello_from(decode.cache, instance_id="d", epoch=1)
@@ -162,16 +176,21 @@ def receive(case: Case, prefills: list[Rank], decode: Rank, written: np.ndarray[
             for layer in plan.layers
             for part in range(len(decode.layout.parts))
         ]
+        numbered = {}
         for layer in bind_plan(plan, prefill.cache, hello):
             for write in layer:
-                src, dst = write.runs.offsets(prefill.blocks, decode.blocks - low)
+                src, dst, numbers = write.runs.offsets(prefill.blocks, decode.blocks - low)
                 plane = granted[write.dst]
                 base = plane.offset + low * plane.block_stride
+                for number, to in zip(numbers + write.first_number, dst + base, strict=True):
+                    assert number not in numbered
+                    numbered[number] = (plane.region, to, write.runs.length)
                 for begin, to in zip(src + write.src_offset, dst + base, strict=True):
                     end = begin + write.runs.length
                     span = slice(to // 4, (to + write.runs.length) // 4)
                     decode.memory[span] = prefill.memory[begin // 4 : end // 4]
                     written[span] += 1
+        assert numbered == runs_at_decode(plan, prefill, decode)
     assert len(orders) == 1
     if orders != {decode.layout.order}:
         permute_on_host(decode.cache, decode.blocks, orders.pop())

@@ -50,13 +50,17 @@ from .workers import (
     ],
     ids=lambda layout: f"{'mla-' * layout.mla}tp{layout.tp_size}pp{layout.pp_size}-{layout.order}",
 )
+@pytest.mark.parametrize("checksums", [False, True], ids=["plain", "checked"])
 async def test_every_rank_gets_its_part(
-    fabric: str, rng: random.Random, prefill: KvLayout, decode: KvLayout
+    fabric: str, rng: random.Random, prefill: KvLayout, decode: KvLayout, checksums: bool
 ) -> None:
     shape = (prefill.num_layers, 1 if prefill.mla else 2, TOKENS, prefill.num_kv_heads)
     nbytes = int(np.prod(shape)) * prefill.vector_bytes
     cache = np.frombuffer(rng.randbytes(nbytes), np.uint8).reshape(*shape, prefill.vector_bytes)
-    async with fleet(fabric, prefill, decode) as ranks, contextlib.AsyncExitStack() as stack:
+    async with (
+        fleet(fabric, prefill, decode, checksums=checksums) as ranks,
+        contextlib.AsyncExitStack() as stack,
+    ):
         ranks.fill(cache)
         ticket = ranks.ticket()
         first = rng.choice(["prefill", "decode"])

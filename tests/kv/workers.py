@@ -85,6 +85,7 @@ async def worker(
     control_plane: ControlPlaneClient | None = None,
     instance_id: str | None = None,
     permute: Permute | None = permute_on_host,
+    checksums: bool = False,
 ) -> AsyncIterator[Worker]:
     """A worker; when it ends in good order all its blocks are free."""
     # Nobody is frozen here for longer than a busy machine takes.
@@ -101,6 +102,7 @@ async def worker(
                 control_plane=control_plane,
                 lease_seconds=lease_seconds,
                 max_early_offers_per_peer=max_early_offers_per_peer,
+                checksums=checksums,
             ) as endpoint:
                 yield Worker(engine, cache, pool, endpoint)
                 pool.check()

@@ -150,6 +150,8 @@ def side(
             "control_plane": control_plane.url,
             "peer_timeout": peer_timeout,
             "lease_seconds": lease_seconds,
+            # No transfer of these tests is believed without having been checked.
+            "checksums": True,
         },
     }
 

@@ -36,6 +36,7 @@ class BackendSettings(EngineSettings):
             cpus=_cpus(environment.get("KVXFER_CPUS", "")),
             lease_seconds=_seconds(environment, "KVXFER_LEASE_SECONDS", DEFAULT_LEASE_SECONDS),
             peer_timeout=_seconds(environment, "KVXFER_PEER_TIMEOUT", DEFAULT_PEER_TIMEOUT),
+            checksums=_flag(environment, "KVXFER_CHECKSUMS"),
         )
 
 
@@ -57,3 +58,10 @@ def _seconds(environment: Mapping[str, str], name: str, default: float) -> float
     if not 0 < seconds < 3600:
         raise InvalidArgument(f"{name} is {value!r}; pass seconds above 0, below an hour")
     return seconds
+
+
+def _flag(environment: Mapping[str, str], name: str) -> bool:
+    value = environment.get(name) or "0"
+    if value not in ("0", "1"):
+        raise InvalidArgument(f"{name} is {value!r}; pass 1 or 0")
+    return value == "1"

@@ -35,6 +35,7 @@ _KNOWN: Final = frozenset(
         "cpus",
         "lease_seconds",
         "peer_timeout",
+        "checksums",
         "labels",
     }
 )
@@ -83,6 +84,7 @@ class ConnectorSettings(EngineSettings):
             cpus=tuple(extra.get("cpus") or ()),
             lease_seconds=_seconds(extra, "lease_seconds", DEFAULT_LEASE_SECONDS),
             peer_timeout=_seconds(extra, "peer_timeout", DEFAULT_PEER_TIMEOUT),
+            checksums=_flag(extra, "checksums"),
             labels=dict(extra.get("labels") or {}),
         )
 
@@ -94,3 +96,10 @@ def _seconds(extra: Mapping[str, Any], name: str, default: float) -> float:
             f"kv_connector_extra_config.{name} is {value!r}; pass seconds above 0, below an hour"
         )
     return float(value)
+
+
+def _flag(extra: Mapping[str, Any], name: str) -> bool:
+    value = extra.get(name, False)
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"kv_connector_extra_config.{name} is {value!r}; pass true or false")
+    return value

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 
 from kvxfer.errors import (
     BlockPoolExhausted,
+    ChecksumMismatch,
     ControlPlaneError,
     ControlPlaneUnavailable,
     DeadlineExceeded,
@@ -35,6 +36,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     TransferRefused: 409,
     BlockPoolExhausted: 503,
     PeerError: 502,
+    ChecksumMismatch: 502,
     LeaseExpired: 504,
     DeadlineExceeded: 504,
     # Of a brokered handshake.

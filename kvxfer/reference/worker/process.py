@@ -60,6 +60,8 @@ class WorkerSettings:
     """None takes all that this host has."""
     threads: int | None = None
     """Of torch; None takes torch's own choice."""
+    checksums: bool = False
+    """Every transfer is checked by a checksum of its blocks, whatever the other side's setting."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Where it runs; `host` is this host's name where it is left out."""
 
@@ -124,6 +126,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
                 epoch=0,
                 ticket_key=settings.ticket_keys or settings.cluster_key,
                 control_plane=client,
+                checksums=settings.checksums,
             )
         )
         compute = stack.enter_context(contextlib.closing(ComputeThread()))

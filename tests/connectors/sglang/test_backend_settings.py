@@ -34,6 +34,7 @@ def test_what_is_set_is_used(tmp_path: Path) -> None:
             "KVXFER_CPUS": "2,3",
             "KVXFER_LEASE_SECONDS": "5",
             "KVXFER_PEER_TIMEOUT": "1.5",
+            "KVXFER_CHECKSUMS": "1",
         }
     )
     assert (settings.host, settings.fabrics, settings.cpus) == (
@@ -42,6 +43,7 @@ def test_what_is_set_is_used(tmp_path: Path) -> None:
         (2, 3),
     )
     assert (settings.lease_seconds, settings.peer_timeout) == (5.0, 1.5)
+    assert settings.checksums
     assert settings.cluster_key == b"another key of 16 bytes"
     assert settings.keys is not BackendSettings.read({}).keys
 
@@ -53,6 +55,7 @@ def test_what_is_set_is_used(tmp_path: Path) -> None:
         ("KVXFER_LEASE_SECONDS", "0"),
         ("KVXFER_PEER_TIMEOUT", "99999"),
         ("KVXFER_CPUS", "a,b"),
+        ("KVXFER_CHECKSUMS", "yes"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_named(name: str, value: str) -> None:

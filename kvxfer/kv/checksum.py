@@ -1,0 +1,77 @@
+"""The checksum of a transfer: every byte of every run, wherever it lies on each side.
+
+The sum of XXH3 (64 bits, https://xxhash.com) over the runs of a plan, each seeded with its number,
+which both sides derive from the plan and the block tables. It finds bytes that were altered, lost,
+or put in another place; it is no defence against somebody who wants to forge it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvxfer.errors import ChecksumMismatch, ProtocolError
+from kvxfer.kv.block_ids import by_group
+from kvxfer.kv.plan import blocks_match
+
+if TYPE_CHECKING:
+    from kvxfer.engine import MemoryRegion
+    from kvxfer.kv.block_pool import BlockIds
+    from kvxfer.kv.cache import KvCache
+    from kvxfer.kv.messages import Checksum
+    from kvxfer.kv.pair import KvPair
+    from kvxfer.kv.plane_writes import Offsets, Runs
+
+_MODULUS: Final = 1 << 64
+
+
+class RunningChecksum:
+    """Of the runs so far, in any order. Not locked."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(
+        self,
+        region: MemoryRegion,
+        offset: int,
+        runs: Runs,
+        places: Offsets,
+        numbers: Offsets,
+        first_number: int,
+    ) -> None:
+        """Runs at `places` of a plane that begins at `offset` of its region."""
+        part = region.checksum(places + offset, numbers + first_number, runs.length)
+        self.value = (self.value + part) % _MODULUS
+
+
+def verify(
+    checksum: Checksum | None, pair: KvPair, cache: KvCache, ids: BlockIds, first_block: int
+) -> None:
+    """Compares what a prefill rank has written into blocks with what it says of it. Any thread.
+
+    Raises ProtocolError where it says nothing that can be, and ChecksumMismatch.
+    """
+    plan, name = pair.inbound_plan, pair.hello.instance_id
+    if checksum is None:
+        raise ProtocolError(f"{name!r} sent no checksum; run the same version of kvxfer on both")
+    target = by_group(ids, cache.layout)
+    num_blocks = first_block + target.shape[1]
+    if not blocks_match(plan.prefill, checksum.blocks, plan.decode, num_blocks):
+        raise ProtocolError(
+            f"{name!r} sent the checksum of {checksum.blocks} blocks for {num_blocks} here"
+        )
+    source = np.arange(checksum.blocks, dtype=np.int32)
+    running = RunningChecksum()
+    for arrival in pair.arrivals:
+        row = target[arrival.group]
+        _, places, numbers = arrival.runs.offsets(source, row, first_block)
+        plane = arrival.plane
+        running.add(plane.region, plane.offset, arrival.runs, places, numbers, arrival.first_number)
+    if running.value != checksum.value:
+        raise ChecksumMismatch(
+            f"what {name!r} wrote has the checksum {running.value:016x} here and "
+            f"{checksum.value:016x} there; the blocks are not used. Memory, a NIC or a driver on "
+            "the way damages data"
+        )
