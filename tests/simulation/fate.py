@@ -23,10 +23,11 @@ FAULTS: Final = (
 )  # fmt: skip
 MISHAPS: Final = (
     "prefill aborted", "decode aborted", "prefill never comes", "decode never comes", "released",
-    "sent twice", "two bearers",
+    "sent twice", "two bearers", "byte changed",
 )  # fmt: skip
 
 _ABORTS: Final = ("prefill aborted", "decode aborted")
+_COUNTED_LATER: Final = (*_ABORTS, "byte changed")
 _BUSY_SECONDS = 0.2
 _HEALED_SECONDS = 3.0
 
@@ -147,6 +148,8 @@ class Fate:
     def _request(self) -> None:
         fleet, rng = self._fleet, self._rng
         mishap = rng.choice(MISHAPS) if rng.random() < 0.35 else ""
+        if mishap == "byte changed" and fleet.checksums is None:
+            mishap = ""  # nobody promises to find it then
         prefill = rng.choice(self._instances(Role.PREFILL))
         decode = rng.choice(self._instances(Role.DECODE))
         alone = prefill.layout.tp_size == decode.layout.tp_size == 1
@@ -164,7 +167,7 @@ class Fate:
         )
         fleet.counts["requests"] += 1
         fleet.counts[how or "direct"] += 1
-        if mishap and mishap not in _ABORTS:
+        if mishap and mishap not in _COUNTED_LATER:
             fleet.counts[mishap] += 1
         fleet.note("request", lambda: f"{request.id} {prefill.name} {decode.name} {how} {mishap}")
         if mishap != "prefill never comes":

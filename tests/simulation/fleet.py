@@ -60,6 +60,8 @@ class Fleet:
         self.network = Network(self.clock, self.rng, self.oracle, defects, self.counts, self.note)
         self.control_plane = ControlPlane(self.network)
         self.num_blocks = self.rng.choice([4, 6, 12])
+        self.checksums = self.rng.choice([None, None, None, Role.PREFILL, Role.DECODE])
+        """Which side wants every transfer checked."""
         self.lease_seconds = self.rng.choice([0.3, 2.0, 5.0])
         self.requests: list[Request] = []
         self.instances: list[Instance] = []
@@ -219,7 +221,11 @@ class Fleet:
         self._open -= 1
         self.counts[f"{part.side.value}: {part.outcome}"] += 1
         self.note("ended", lambda: f"{part.request.id} at {part.process.name}: {part.outcome}")
-        self.oracle.require(part.outcome in _HONEST, f"{part.process.name}: {part.error!r}")
+        damaged = part.outcome == "ChecksumMismatch" and part.request.id in self.oracle.damaged
+        self.counts["byte changed"] += damaged
+        self.oracle.require(
+            damaged or part.outcome in _HONEST, f"{part.process.name}: {part.error!r}"
+        )
         if all(each.outcome for each in part.request.parts):
             # The router is told of the end, sooner or later.
             seconds = self.rng.choice([0.0, 1.0]) * self.rng.uniform(0, 0.1)

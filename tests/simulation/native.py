@@ -5,6 +5,7 @@ kvxfer.engine, the Python part, is the real one.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,15 @@ class Region:
     @property
     def address(self) -> int:
         return int(self.data.ctypes.data)
+
+    def checksum(self, offsets: Any, numbers: Any, length: int) -> int:
+        """Another function than the compiled one, of the same properties."""
+        total = 0
+        for offset, number in zip(offsets.tolist(), numbers.tolist(), strict=True):
+            run = self.data[offset : offset + length].tobytes()
+            digest = hashlib.blake2b(run, digest_size=8, salt=number.to_bytes(16, "little"))
+            total += int.from_bytes(digest.digest(), "little")
+        return total % (1 << 64)
 
 
 class Memory(np.ndarray[Any, np.dtype[np.uint8]]):

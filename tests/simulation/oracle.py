@@ -47,6 +47,7 @@ class Oracle:
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
         self.violations: list[str] = []
+        self.damaged: set[str] = set()
 
     def require(self, holds: bool, text: str) -> None:
         if not holds:
@@ -85,6 +86,13 @@ class Oracle:
                 f"of {process.name}, which is {state.name.lower()} for {owner}",
             )
         self.takes_part(end.native.process, write.transfer)
+
+    def damages(self, write: Write, place: Bytes) -> None:
+        """Changes a byte on its way, where that is the mishap of the transfer."""
+        request = self.requests[write.transfer]
+        if request.mishap == "byte changed":
+            place[len(place) // 2] ^= 1
+            self.damaged.add(request.id)
 
     def takes_part(self, process: Process, transfer: str) -> None:
         """A process has a session: it is the one that the ticket names, not one before or after."""

@@ -134,6 +134,7 @@ class Process:
                     epoch=self.epochs[-1],
                     ticket_key=KEY,
                     lease_seconds=self._fleet.lease_seconds,
+                    checksums=self._fleet.checksums is self.instance.role,
                     control_plane=cast(Any, self._fleet.control_plane),
                 ) as endpoint:
                     self.endpoint = endpoint

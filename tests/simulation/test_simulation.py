@@ -23,7 +23,7 @@ _REACHED = (
     *(f"decode: {end}" for end in (
         "ok", "aborted", "died", "TransferCancelled", "TransferRefused", "LeaseExpired",
         "PeerLost", "PeerTimeout", "PeerRestarted", "ConnectFailed", "TicketInvalid",
-        "TicketExpired", "BlockPoolExhausted",
+        "TicketExpired", "BlockPoolExhausted", "ChecksumMismatch",
     )),
 )  # fmt: skip
 

@@ -137,6 +137,7 @@ class PostedOperation:
         )
         network.oracle.lands(self.end, write, place)
         place[:] = data
+        network.oracle.damages(write, place)
         write.placed = True
         count = lambda: native.counters.add(self.imm)  # noqa: E731
         if self.end.link.places_by_nic:
