@@ -35,7 +35,7 @@ class Network:
         self.defects = defects
         self.note = note
         self.fabric = rng.choice(["tcp", "verbs"])
-        self.max_queued = rng.choice([2, 1000, 1000])
+        self.max_queued = rng.choice([2, 1000, 1000, 1000, 1000])
         self.links: list[Link] = []
         self.hosts: dict[str, Process] = {}
         """Who listens where."""
