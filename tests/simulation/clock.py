@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import heapq
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 if TYPE_CHECKING:
@@ -43,7 +44,10 @@ class Clock:
             event()
 
     def wall(self) -> float:
-        return _WALL_BEGIN + self.now - _MONOTONIC_BEGIN
+        """As the host of the process that runs has it; outside of processes the right one."""
+        loop: Any = asyncio._get_running_loop()
+        wrong = 0.0 if loop is None else loop.wall_wrong
+        return _WALL_BEGIN + self.now - _MONOTONIC_BEGIN + wrong
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from .requests import Request
 FAULTS: Final = (
     "killed", "rank killed", "host lost", "stopped briefly", "stopped long", "connection reset",
     "half open", "cut", "cut one way", "held up", "registered anew", "left",
-    "control plane away",
+    "control plane away", "wall clock wrong",
 )  # fmt: skip
 MISHAPS: Final = (
     "prefill aborted", "decode aborted", "prefill never comes", "decode never comes", "released",
@@ -102,6 +102,7 @@ class Fate:
         fleet = self._fleet
         for instance in fleet.instances:
             for process in instance.ranks:
+                process.loop.wall_wrong = 0.0
                 if process.alive and process.stopped_at is not None:
                     process.wake()
             if not all(process.alive for process in instance.ranks):
@@ -225,6 +226,11 @@ class Fate:
                 if not instance.ready:
                     return
                 fleet.reregister(instance)
+            case "wall clock wrong":
+                loop = rng.choice(instance.ranks).loop
+                loop.wall_wrong = rng.uniform(-60, 60)
+                if rng.random() < 0.7:
+                    self._at(rng.uniform(0.02, 0.3), lambda: setattr(loop, "wall_wrong", 0.0))
             case "control plane away":
                 fleet.control_plane.away = True
                 self._at(rng.uniform(0.01, 1.0), self._control_plane_is_back)

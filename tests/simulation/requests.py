@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.errors import BlockPoolExhausted, KvxferError
+from kvxfer.errors import BlockPoolExhausted, ChecksumMismatch, KvxferError
 from kvxfer.instances import Role
 from kvxfer.kv.session_state import DecodeState, PrefillState
 from kvxfer.ticket import Ticket
@@ -65,7 +65,7 @@ class Part:
     outcome: str = ""
     error: BaseException | None = None
     complete: bool = False
-    """Decode has every byte: what it does then is no longer prefill's concern."""
+    """Decode has every byte, right or wrong: what it does then is no longer prefill's concern."""
 
     @property
     def side(self) -> Role:
@@ -190,7 +190,11 @@ class Part:
         session = await self._session(addresses, blocks - first, first)
         self._has(session)
         async with session:
-            tail = await session.wait()
+            try:
+                tail = await session.wait()
+            except ChecksumMismatch:
+                self.complete = True
+                raise
             self.complete = True
             await self._pause()
             with session.take() as hold:
