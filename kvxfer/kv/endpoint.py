@@ -299,14 +299,16 @@ class KvEndpoint:
         with contextlib.ExitStack() as undo:
             blocks = self._blocks(wanted)
             undo.callback(blocks.release)
+            ranges = [grant_ranges(self._cache, pair.inbound_plan, blocks.ids) for pair in pairs]
+            # Now, so that a request which finds no free blocks may try again with its ticket, and
+            # one whose ticket was used takes no counter: giving it back asks its writer first.
+            self._ledger.claim(claims, "decode session")
             inbounds = []
-            for pair in pairs:
+            for pair, granted in zip(pairs, ranges, strict=True):
                 counter = self._engine.counter(pair.peer)
                 undo.callback(counter.release)
-                grants = counter.grant(grant_ranges(self._cache, pair.inbound_plan, blocks.ids))
+                grants = counter.grant(granted)
                 inbounds.append(Inbound(pair, claims.transfer_id, counter, grants))
-            # Last, so that a request which finds no free blocks may try again with its ticket.
-            self._ledger.claim(claims, "decode session")
             session = DecodeSession(
                 claims,
                 ticket,

@@ -93,7 +93,7 @@ class Counters:
     def release(self, imm: int, *, wait: bool = False) -> bool:
         """Whether nothing can land any more; "released" follows where it cannot be said yet.
 
-        With `wait` the real one blocks until then, which here takes no time.
+        With `wait` the real one blocks until then, which nobody may do to an event loop.
         """
         counter = self._counters.get(imm)
         if counter is None or not counter.live:
@@ -101,10 +101,13 @@ class Counters:
         counter.live = False
         end = counter.writer
         complete = counter.total is not None and counter.count == counter.total
-        if wait or complete or end is None or end.state == "lost" or not end.link.places_by_nic:
+        if complete or end is None or end.state == "lost" or not end.link.places_by_nic:
             self._close(imm, counter)
             return True
         network = self._native.network
+        network.oracle.require(
+            not wait, f"{self._native.process.name} blocks until {end.name} stops writing"
+        )
         network.count("asked to revoke")
         end.link.carry(end.index, lambda: end.other.native.counters.spare(end.other, imm))
         network.clock.after(ASK_SECONDS, lambda: self._reset(imm), self._native.process)
