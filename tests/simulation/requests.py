@@ -90,16 +90,17 @@ class Part:
         )
 
     def linked_with(self, other: Part) -> bool:
-        """Whether prefill has taken the OFFER up: each side has to hear of the other's end."""
+        """Whether prefill has taken the OFFER up, or has told decode that it waits for it: each
+        side has to hear of the other's end."""
         prefill, decode = (self, other) if self.side is Role.PREFILL else (other, self)
-        return (
-            prefill.session is not None
-            and decode.session is not None
-            and any(
-                outbound.pair.peer.engine_id == decode.process.incarnation
-                for outbound in prefill.session._outbounds.values()
-            )
+        if prefill.session is None or decode.session is None:
+            return False
+        pairs = (
+            prefill.session.pairs
+            if self.request.brokered
+            else [outbound.pair for outbound in prefill.session._outbounds.values()]
         )
+        return any(pair.peer.engine_id == decode.process.incarnation for pair in pairs)
 
     def begin(self) -> None:
         self.task = self.process.loop.create_task(self._serve())
