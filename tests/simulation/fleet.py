@@ -241,7 +241,11 @@ class Fleet:
                     lambda other=other: self.abort(other),  # type: ignore[misc]
                     other.process,
                 )
-            elif other.side is not part.side and not other.over and part.linked_with(other):
+            elif (
+                other.side is not part.side
+                and not other.over_with(part)
+                and part.linked_with(other)
+            ):
                 self.counts["has to be told"] += 1
                 self.promises.has_to_hear(part, other, at)
 
@@ -250,7 +254,11 @@ class Fleet:
         at = self.clock.now
         for part in self.parts_of(process):
             for other in part.request.parts:
-                if other.side is not part.side and not other.over and part.linked_with(other):
+                if (
+                    other.side is not part.side
+                    and not other.over_with(part)
+                    and part.linked_with(other)
+                ):
                     self.promises.has_to_hear(part, other, at)
 
     def parts_of(self, process: Process) -> list[Part]:

@@ -33,7 +33,11 @@ class Promises:
         told_by = max([since, process.woke_at, *disturbed]) + TOLD_SECONDS
 
         def look() -> None:
-            if other.over or not process.runs or (not part.outcome and part.process.runs):
+            if (
+                other.over_with(part)
+                or not process.runs
+                or (not part.outcome and part.process.runs)
+            ):
                 return
             if process.woke_at > since or self._clock.now < told_by - 1e-9:
                 self.has_to_hear(part, other, max(since, process.woke_at))

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
 TAIL = b"tail"
 _QUEUE_SECONDS = 0.02
+_OVER = (
+    PrefillState.DELIVERED,
+    PrefillState.CANCELLED,
+    DecodeState.COMPLETE,
+    DecodeState.TAKEN,
+    DecodeState.CANCELLED,
+    DecodeState.FAILED,
+)
 
 
 @dataclass(eq=False)
@@ -75,18 +83,16 @@ class Part:
     def over(self) -> bool:
         """Nothing of it is under way, and it knows why."""
         session: PrefillSession | DecodeSession | None = self.session
-        return (
-            bool(self.outcome)
-            or session is None
-            or session.state
-            in (
-                PrefillState.DELIVERED,
-                PrefillState.CANCELLED,
-                DecodeState.COMPLETE,
-                DecodeState.TAKEN,
-                DecodeState.CANCELLED,
-                DecodeState.FAILED,
-            )
+        return bool(self.outcome) or session is None or session.state in _OVER
+
+    def over_with(self, other: Part) -> bool:
+        """Whether this rank wants nothing more of another one of the other side."""
+        if self.over or self.side is Role.PREFILL:
+            return self.over
+        return all(
+            inbound.state in _OVER
+            for inbound in self.session._inbounds
+            if inbound.pair.peer.engine_id == other.process.incarnation
         )
 
     def linked_with(self, other: Part) -> bool:
