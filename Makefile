@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize chaos chaos-control chaos-vllm simulate clean
+.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize chaos chaos-control chaos-vllm soak simulate clean
 
 demo:
 	@scripts/setup demo
@@ -46,7 +46,7 @@ sanitize:
 
 chaos:
 	@scripts/setup test
-	@scripts/chaos
+	@scripts/chaos $(if $(ROUNDS),--rounds $(ROUNDS))
 
 chaos-control:
 	@scripts/setup test
@@ -55,6 +55,10 @@ chaos-control:
 chaos-vllm:
 	@scripts/setup test
 	@scripts/chaos-vllm
+
+soak:
+	@scripts/setup test
+	@scripts/soak --minutes $(or $(MINUTES),5)
 
 # SEEDS=… of a fleet on virtual time; SIMULATE="--json" and the like for the rest.
 simulate:

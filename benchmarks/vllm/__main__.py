@@ -1,8 +1,8 @@
 """Time to first token of a disaggregated vLLM pair beside an aggregated server, and where it goes.
 
-A control plane, the router and three vLLM servers with a tiny model run on this host, for about
-four minutes. Exit code 1 where the visible transfer, layer by layer, is more than half of what it
-is after prefill.
+A control plane, the router and three vLLM servers with a small model run on this host, for five
+to eight minutes. Exit code 1 where the visible transfer, layer by layer, is more than half of what
+it is after prefill.
 """
 
 from __future__ import annotations

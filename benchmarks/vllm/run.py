@@ -42,7 +42,7 @@ _VOCABULARY: Final = range(3, 512)
 @dataclass(frozen=True, slots=True)
 class Settings:
     lengths: tuple[int, ...] = (500, TARGET_TOKENS, 3500)
-    rounds: int = 20
+    rounds: int = 16
     idle_seconds: float = 10.0
     seed: int = 0
 

@@ -31,6 +31,7 @@ class RunningChecksum:
 
     def __init__(self) -> None:
         self.value = 0
+        self.nbytes = 0
 
     def add(
         self,
@@ -44,12 +45,14 @@ class RunningChecksum:
         """Runs at `places` of a plane that begins at `offset` of its region."""
         part = region.checksum(places + offset, numbers + first_number, runs.length)
         self.value = (self.value + part) % _MODULUS
+        self.nbytes += len(places) * runs.length
 
 
 def verify(
     checksum: Checksum | None, pair: KvPair, cache: KvCache, ids: BlockIds, first_block: int
-) -> None:
-    """Compares what a prefill rank has written into blocks with what it says of it. Any thread.
+) -> int:
+    """Compares what a prefill rank has written into blocks with what it says of it; how many bytes
+    that was. Any thread.
 
     Raises ProtocolError where it says nothing that can be, and ChecksumMismatch.
     """
@@ -75,3 +78,4 @@ def verify(
             f"{checksum.value:016x} there; the blocks are not used. Memory, a NIC or a driver on "
             "the way damages data"
         )
+    return running.nbytes

@@ -60,6 +60,8 @@ class DecodeSession:
     ) -> None:
         self.transfer_id = ticket.transfer_id
         self.request_id = ticket.request_id
+        self.checked_bytes = 0
+        """Bytes that were compared with their checksum."""
         self._token = token
         self._cache = cache
         self._blocks = blocks
@@ -235,7 +237,7 @@ class DecodeSession:
         into the blocks any more, and they are not given back before it returns."""
         for inbound in self._inbounds:
             if inbound.pair.checksums and inbound.pair.inbound_plan.layers:
-                verify(
+                self.checked_bytes += verify(
                     inbound.checksum,
                     inbound.pair,
                     self._cache,

@@ -1,50 +1,99 @@
-"""Kills and freezes real worker processes in mid-transfer, and measures what the other one sees."""
+"""Breaks real worker processes, or the network between them, in mid-transfer, and measures what
+each side sees."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import random
 import signal
-import sys
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, get_args
 
 from kvxfer.ticket import Ticket, sign_ticket
 
+from .link import Damage, Link, link
 from .worker import KEY, NUM_BLOCKS
+from .worker_process import Place, Role, WorkerProcess
 
-Role: TypeAlias = Literal["prefill", "decode"]
+# How long the survivor's pages are watched after the frozen sender woke up.
+_WATCH_SECONDS: Final = 0.2
+_CLOCK_JUMP_SECONDS: Final = 3600
+_FAKETIME: Final = "/usr/$LIB/faketime/libfaketime.so.1"
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to one side or, without a victim, to the network between both."""
+
+    act: str
+    victim: Role | None = None
+
+    def __str__(self) -> str:
+        return self.act if self.victim is None else f"{self.act} {self.victim}"
+
+
+def _of_both(*acts: str) -> tuple[Fault, ...]:
+    return tuple(Fault(act, role) for act in acts for role in get_args(Role))
+
+
 # kill: SIGKILL. freeze: SIGSTOP until the other has given it up. stall: SIGSTOP for a moment that
 # heartbeats forgive, in which the other cancels and reuses its blocks.
-Act: TypeAlias = Literal["kill", "freeze", "stall"]
-Fabric: TypeAlias = Literal["local", "tcp"]
+_PROCESS: Final = _of_both("kill", "freeze", "stall")
+# The transfer may end well. no memory: the system gives the process no more of it. clock: the
+# time of day is another one.
+_HOST: Final = _of_both("no memory", "clock")
+# half-open: cut off, and killed while nobody hears of it.
+_NETWORK: Final = (
+    *(Fault(damage) for damage in get_args(Damage)),
+    *_of_both("half-open"),
+)
+# SIGSTOP for a moment that heartbeats forgive, with nobody giving up.
+_PAUSE: Final = _of_both("pause")
 
-FAULTS: Final = tuple((act, role) for act in get_args(Act) for role in get_args(Role))
-FABRICS: Final[tuple[Fabric, ...]] = get_args(Fabric)
-# How long anything in a round may take; far more than a healthy one needs.
-_PATIENCE = 20.0
-# How long the survivor's pages are watched after the frozen sender woke up.
-_WATCH_SECONDS = 0.2
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """Where workers meet, and what can happen to them there."""
+
+    name: str
+    engine: str
+    faults: tuple[Fault, ...]
+    linked: bool = False
+    """Each in a network namespace of its own."""
+    small_buffers: bool = False
+
+
+FABRICS: Final = {
+    fabric.name: fabric
+    for fabric in (
+        Fabric("local", "local", _PROCESS + _HOST),
+        Fabric("tcp", "tcp", _PROCESS + _HOST + _NETWORK, linked=True),
+        # Socket buffers that are full all the time.
+        Fabric("tcp 4 KiB", "tcp", _PROCESS + _PAUSE, linked=True, small_buffers=True),
+        Fabric("verbs", "verbs", _PROCESS),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """What one round found.
 
-    `detection` is the seconds from the signal (of a stall: from SIGCONT) until the other side
-    (of a stall: the stalled one) had its error; None where the transfer finished before.
+    `detection` is the seconds from the fault (of a stall: from SIGCONT) until the last side that
+    could hear of it (of a stall: the stalled one) had its error; None where the transfer finished
+    before, or in spite of it.
     """
 
-    act: Act
-    victim: Role
-    fabric: Fabric
+    fault: str
+    fabric: str
     seed: int
     detection: float | None
     error: str | None
@@ -53,79 +102,34 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reports:
-    """What the workers said of a round."""
+class _Transfer:
+    ticket: str
+    seed: int
+    blocks: int
+    pause: float
+    hold_back: bool
+    """Prefill keeps the last layer, so that the transfer cannot end before the fault."""
 
-    survivor: dict[str, Any]
-    victim: dict[str, Any] | None  # None: killed
-    reuse: dict[str, Any]
-    woken_at: float
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a round's workers have reported."""
 
-class WorkerProcess:
-    """One worker process: commands go in, events come out."""
-
-    def __init__(self, process: asyncio.subprocess.Process, instance: Role, epoch: int) -> None:
-        self._process = process
-        self.instance: Role = instance
-        self.epoch = epoch
-        self.address = ""
-
-    @classmethod
-    async def start(cls, instance: Role, epoch: int, fabric: Fabric) -> WorkerProcess:
-        tests = Path(__file__).parent.parent
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "faults.worker",
-            instance,
-            str(epoch),
-            fabric,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), *sys.path])},
-        )
-        worker = cls(process, instance, epoch)
-        worker.address = str((await worker.event("ready"))["address"])
-        return worker
-
-    def tell(self, command: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-
-    async def event(self, name: str) -> dict[str, Any]:
-        """The next event of this name; others are passed over."""
-        assert self._process.stdout is not None
-        try:
-            async with asyncio.timeout(_PATIENCE):
-                while line := await self._process.stdout.readline():
-                    event: dict[str, Any] = json.loads(line)
-                    if event["event"] == name:
-                        return event
-        except TimeoutError:
-            raise TimeoutError(
-                f"{self.instance} did not report {name!r} in {_PATIENCE} s"
-            ) from None
-        raise EOFError(f"{self.instance} ended before it reported {name!r}")
-
-    def signal(self, number: int) -> float:
-        """Sends a signal; returns the CLOCK_MONOTONIC time just before."""
-        at = time.monotonic()
-        self._process.send_signal(number)
-        return at
-
-    async def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
+    at: float
+    heard: list[Event]
+    """The ends of those that could hear of the fault."""
+    checks: list[Event]
+    """What else may name wrong bytes and leaked blocks."""
 
 
 class Arena:
     """A prefill and a decode worker of one fabric; whoever is killed starts again."""
 
-    def __init__(self, fabric: Fabric) -> None:
-        self.fabric: Fabric = fabric
+    def __init__(self, fabric: Fabric, cable: Link | None, folder: Path) -> None:
+        self.fabric = fabric
         self.workers: dict[Role, WorkerProcess] = {}
+        self._cable = cable
+        self._clocks = {role: folder / role for role in get_args(Role)}
 
     async def start(self, role: Role) -> None:
         old = self.workers.get(role)
@@ -133,12 +137,219 @@ class Arena:
         if old is not None:
             await old.end()
             epoch = old.epoch + 1
-        self.workers[role] = await WorkerProcess.start(role, epoch, self.fabric)
+        place = Place(self.fabric.engine)
+        if self._cable is not None:
+            host = self._cable.hosts[get_args(Role).index(role)]
+            place = Place(self.fabric.engine, host.address, host.command())
+        self._set_clock(role, 0)
+        clock = {
+            "LD_PRELOAD": _FAKETIME,
+            "FAKETIME_TIMESTAMP_FILE": str(self._clocks[role]),
+            "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+        acts = {fault.act for fault in self.fabric.faults}
+        self.workers[role] = await WorkerProcess.start(
+            role,
+            epoch,
+            place,
+            clock if "clock" in acts else {},
+            # Who has no memory left says so more than once.
+            quiet="no memory" in acts,
+        )
 
     async def end(self) -> None:
         await asyncio.gather(*(worker.end() for worker in self.workers.values()))
 
-    def ticket(self) -> str:
+    async def round(self, fault: Fault, seed: int) -> Round:
+        """One transfer, one fault at a random moment of it, and what became of everything."""
+        rng = random.Random(seed)
+        may_end_well = fault in (*_HOST, *_PAUSE, Fault("loss"))
+        # A frozen receiver may find whole transfers, posted and announced, when it wakes up.
+        asleep = str(fault) == "freeze decode" and rng.random() < 0.4
+        transfer = _Transfer(
+            ticket=self._ticket(),
+            seed=seed,
+            # Small ones fit into the window of writes under way, large ones do not.
+            blocks=rng.choice([rng.randint(4, 32), rng.randint(32, NUM_BLOCKS)]),
+            pause=rng.choice([0.0, 0.0, 0.001, 0.01]),
+            # Mostly the transfer is kept from ending before the fault; sometimes it may win.
+            hold_back=not (asleep or may_end_well) and rng.random() < 0.75,
+        )
+        await self._offer(transfer)
+        if not asleep:
+            await self._send(transfer)
+        await asyncio.sleep(rng.uniform(0.01, 0.05) if asleep else rng.uniform(0, 0.05))
+        found = await self._strike(fault, rng, transfer if asleep else None)
+        errors = [end for end in found.heard if end["error"]]
+        ends = found.heard + found.checks
+        return Round(
+            fault=str(fault),
+            fabric=self.fabric.name,
+            seed=seed,
+            detection=(
+                max(float(end["at"]) - found.at for end in errors)
+                if errors and not may_end_well
+                else None
+            ),
+            error=str(errors[0]["error"]) if errors else None,
+            wrong_bytes=sum(int(end["wrong"]) for end in ends),
+            leaked_blocks=sum(NUM_BLOCKS - int(end["free"]) for end in ends),
+        )
+
+    async def _strike(self, fault: Fault, rng: random.Random, asleep: _Transfer | None) -> _Found:
+        victim = fault.victim
+        if victim is None:
+            assert self._cable is not None
+            how: Damage = fault.act  # type: ignore[assignment]
+            return await (self._lose(how) if how == "loss" else self._sever(how))
+        match fault.act:
+            case "kill":
+                return await self._kill(victim)
+            case "freeze":
+                return await self._freeze(victim, asleep)
+            case "stall":
+                return await self._stall(victim, rng.uniform(0, 0.2))
+            case "pause":
+                return await self._pause(victim, rng.uniform(0.1, 0.4))
+            case "half-open":
+                return await self._half_open(victim)
+            case "clock":
+                return await self._jump(victim, rng.choice([-1, 1]) * _CLOCK_JUMP_SECONDS)
+        assert fault.act == "no memory"
+        return await self._exhaust(victim)
+
+    async def _kill(self, victim: Role) -> _Found:
+        broken, survivor = self._sides(victim)
+        at = broken.signal(signal.SIGKILL)
+        ended = await self._reuse(survivor)
+        checked = await self._watch(survivor)
+        await self.start(victim)
+        return _Found(at, [ended], [checked])
+
+    async def _freeze(self, victim: Role, asleep: _Transfer | None) -> _Found:
+        """The survivor gives the other one up and reuses its blocks; only then that may wake."""
+        broken, survivor = self._sides(victim)
+        at = broken.signal(signal.SIGSTOP)
+        if asleep is not None:
+            await self._send(asleep)
+        ended = await self._reuse(survivor)
+        broken.signal(signal.SIGCONT)
+        woken = await broken.event("ended")
+        return _Found(at, [ended], [woken, await self._watch(survivor)])
+
+    async def _stall(self, victim: Role, seconds: float) -> _Found:
+        """The other worker cancels; decode reuses its blocks before a stalled prefill wakes up."""
+        stalled, other = self._sides(victim)
+        stalled.signal(signal.SIGSTOP)
+        other.tell({"do": "cancel"})
+        if victim == "prefill":
+            ended = await self._reuse(other)
+            at = stalled.signal(signal.SIGCONT)
+        else:
+            # Prefill's blocks are not free before decode has taken or refused what is under way.
+            await asyncio.sleep(seconds)
+            at = stalled.signal(signal.SIGCONT)
+            ended = await self._reuse(other)
+        woken = await stalled.event("ended")
+        return _Found(at, [woken], [ended, await self._watch(other)])
+
+    async def _pause(self, victim: Role, seconds: float) -> _Found:
+        paused, _ = self._sides(victim)
+        paused.signal(signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        at = paused.signal(signal.SIGCONT)
+        return await self._both(at)
+
+    async def _sever(self, how: Damage) -> _Found:
+        """Both give each other up and reuse their blocks; only then the network is whole again."""
+        assert self._cable is not None
+        at = time.monotonic()
+        await self._cable.damage(how)
+        try:
+            ended = await asyncio.gather(*map(self._reuse, self.workers.values()))
+        finally:
+            await self._cable.mend()
+        checked = await asyncio.gather(*map(self._watch, self.workers.values()))
+        return _Found(at, ended, checked)
+
+    async def _lose(self, how: Damage) -> _Found:
+        assert self._cable is not None
+        at = time.monotonic()
+        await self._cable.damage(how)
+        try:
+            return await self._both(at)
+        finally:
+            await self._cable.mend()
+
+    async def _half_open(self, victim: Role) -> _Found:
+        """No packet says that a process has ended."""
+        assert self._cable is not None
+        broken, survivor = self._sides(victim)
+        at = time.monotonic()
+        await self._cable.damage("cut")
+        broken.signal(signal.SIGKILL)
+        try:
+            ended = await self._reuse(survivor)
+        finally:
+            await self._cable.mend()
+        checked = await self._watch(survivor)
+        await self.start(victim)
+        return _Found(at, [ended], [checked])
+
+    async def _jump(self, victim: Role, seconds: int) -> _Found:
+        self._set_clock(victim, seconds)
+        try:
+            return await self._both(time.monotonic())
+        finally:
+            self._set_clock(victim, 0)
+
+    async def _exhaust(self, victim: Role) -> _Found:
+        """What the victim says and does then is not believed; it starts again."""
+        broken, survivor = self._sides(victim)
+        at = time.monotonic()
+        broken.take_memory()
+        broken.tell({"do": "hog"})
+        dying = asyncio.create_task(self._die_soon(broken))
+        ended = await self._reuse(survivor)
+        await dying
+        checked = await self._watch(survivor)
+        await self.start(victim)
+        return _Found(at, [], [ended, checked])
+
+    async def _die_soon(self, worker: WorkerProcess) -> None:
+        with contextlib.suppress(EOFError, TimeoutError):
+            async with asyncio.timeout(0.3):
+                await worker.event("ended")
+        await worker.end()
+
+    async def _both(self, at: float) -> _Found:
+        """Neither has to fail; both have ended and have their blocks back."""
+        ended = await asyncio.gather(*map(self._reuse, self.workers.values()))
+        checked = await asyncio.gather(*map(self._watch, self.workers.values()))
+        return _Found(at, ended, checked)
+
+    async def _reuse(self, worker: WorkerProcess) -> Event:
+        """How the transfer has ended for a worker, which then gives its blocks to another one."""
+        ended = await worker.event("ended")
+        worker.tell({"do": "reuse"})
+        await worker.event("reused")
+        return ended
+
+    async def _watch(self, survivor: WorkerProcess) -> Event:
+        await asyncio.sleep(_WATCH_SECONDS)
+        survivor.tell({"do": "check"})
+        return await survivor.event("checked")
+
+    def _sides(self, victim: Role) -> tuple[WorkerProcess, WorkerProcess]:
+        return self.workers[victim], self.workers["decode" if victim == "prefill" else "prefill"]
+
+    def _set_clock(self, role: Role, seconds: int) -> None:
+        made = self._clocks[role].with_suffix(".new")
+        made.write_text(f"{seconds:+d}\n")
+        made.rename(self._clocks[role])
+
+    def _ticket(self) -> str:
         prefill, decode = self.workers["prefill"], self.workers["decode"]
         return sign_ticket(
             Ticket(
@@ -153,109 +364,29 @@ class Arena:
             KEY,
         )
 
-    async def round(self, act: Act, victim: Role, seed: int) -> Round:
-        """One transfer, one fault at a random moment of it, and what became of everything."""
-        rng = random.Random(seed)
-        # Small ones fit into the window of writes under way, large ones do not.
-        blocks = rng.choice([rng.randint(4, 32), rng.randint(32, NUM_BLOCKS)])
-        # A frozen receiver may find whole transfers, posted and announced, when it wakes up.
-        asleep = (act, victim) == ("freeze", "decode") and rng.random() < 0.4
-        # Mostly the transfer is kept from ending before the fault; sometimes it may win.
-        hold_back = not asleep and rng.random() < 0.75
-        pause = rng.choice([0.0, 0.0, 0.001, 0.01])
-        ticket = self.ticket()
-        await self._offer(ticket, seed, blocks)
-        if not asleep:
-            await self._send(ticket, seed, blocks, pause, hold_back)
-        await asyncio.sleep(rng.uniform(0.01, 0.05) if asleep else rng.uniform(0, 0.05))
-        at = self.workers[victim].signal(signal.SIGKILL if act == "kill" else signal.SIGSTOP)
-        if asleep:
-            await self._send(ticket, seed, blocks, pause, hold_back)
-        if act == "stall":
-            reports = await self._stall(victim, rng.uniform(0, 0.2))
-            at, heard = reports.woken_at, reports.victim
-        else:
-            reports = await self._outlive(act, victim)
-            heard = reports.survivor
-        if act == "kill":
-            await self.start(victim)
-        ends = [report for report in (reports.survivor, reports.victim, reports.reuse) if report]
-        assert heard is not None
-        return Round(
-            act=act,
-            victim=victim,
-            fabric=self.fabric,
-            seed=seed,
-            detection=float(heard["at"]) - at if heard["error"] else None,
-            error=heard["error"],
-            wrong_bytes=sum(int(end["wrong"]) for end in ends),
-            leaked_blocks=sum(NUM_BLOCKS - int(end["free"]) for end in ends),
-        )
-
-    async def _outlive(self, act: Act, victim: Role) -> _Reports:
-        """The survivor gives the broken worker up and reuses its blocks; only then it may wake."""
-        broken, survivor = self._sides(victim)
-        ended = await survivor.event("ended")
-        survivor.tell({"do": "reuse"})
-        await survivor.event("reused")
-        woken, at = None, 0.0
-        if act == "freeze":
-            at = broken.signal(signal.SIGCONT)
-            woken = await broken.event("ended")
-        return _Reports(ended, woken, await self._watch(survivor), at)
-
-    async def _stall(self, victim: Role, seconds: float) -> _Reports:
-        """The other worker cancels; decode reuses its blocks before a stalled prefill wakes up."""
-        stalled, other = self._sides(victim)
-        other.tell({"do": "cancel"})
-        if victim == "prefill":
-            ended = await other.event("ended")
-            other.tell({"do": "reuse"})
-            await other.event("reused")
-            at = stalled.signal(signal.SIGCONT)
-        else:
-            # Prefill's blocks are not free before decode has taken or refused what is under way.
-            await asyncio.sleep(seconds)
-            at = stalled.signal(signal.SIGCONT)
-            ended = await other.event("ended")
-            other.tell({"do": "reuse"})
-            await other.event("reused")
-        woken = await stalled.event("ended")
-        return _Reports(ended, woken, await self._watch(other), at)
-
-    async def _watch(self, survivor: WorkerProcess) -> dict[str, Any]:
-        await asyncio.sleep(_WATCH_SECONDS)
-        survivor.tell({"do": "check"})
-        return await survivor.event("checked")
-
-    def _sides(self, victim: Role) -> tuple[WorkerProcess, WorkerProcess]:
-        return self.workers[victim], self.workers["decode" if victim == "prefill" else "prefill"]
-
-    async def _offer(self, ticket: str, seed: int, blocks: int) -> None:
+    async def _offer(self, transfer: _Transfer) -> None:
         prefill, decode = self.workers["prefill"], self.workers["decode"]
         decode.tell(
             {
                 "do": "decode",
-                "ticket": ticket,
+                "ticket": transfer.ticket,
                 "address": prefill.address,
-                "seed": seed,
-                "blocks": blocks,
+                "seed": transfer.seed,
+                "blocks": transfer.blocks,
             }
         )
         await decode.event("offered")
 
-    async def _send(
-        self, ticket: str, seed: int, blocks: int, pause: float, hold_back: bool
-    ) -> None:
+    async def _send(self, transfer: _Transfer) -> None:
         prefill = self.workers["prefill"]
         prefill.tell(
             {
                 "do": "prefill",
-                "ticket": ticket,
-                "seed": seed,
-                "blocks": blocks,
-                "pause": pause,
-                "hold_back": hold_back,
+                "ticket": transfer.ticket,
+                "seed": transfer.seed,
+                "blocks": transfer.blocks,
+                "pause": transfer.pause,
+                "hold_back": transfer.hold_back,
             }
         )
         await prefill.event("ready-to-send")
@@ -264,12 +395,15 @@ class Arena:
 @contextlib.asynccontextmanager
 async def arena(fabric: Fabric) -> AsyncIterator[Arena]:
     """Both workers of a fabric, started; no process is left behind."""
-    made = Arena(fabric)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-chaos-"))
+        cable = None
+        if fabric.linked:
+            cable = await stack.enter_async_context(link(small_buffers=fabric.small_buffers))
+        made = Arena(fabric, cable, Path(folder))
+        stack.push_async_callback(made.end)
         await asyncio.gather(*(made.start(role) for role in get_args(Role)))
         yield made
-    finally:
-        await made.end()
 
 
 def percentile(values: list[float], share: float) -> float:

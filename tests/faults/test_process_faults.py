@@ -1,42 +1,46 @@
-"""Real processes: whoever survives knows within a second, and no byte lands late."""
+"""Real processes and a real network: whoever survives knows within a second, and no byte lands
+late."""
 
 from __future__ import annotations
 
 import random
+from typing import Final
 
 import pytest
 
-from .chaos import FABRICS, FAULTS, Act, Fabric, Round, arena, percentile
+from .chaos import FABRICS, Round, arena
+from .link import why_no_links
 
-ROUNDS_PER_FABRIC = 6
-MAX_DETECTION_SECONDS = 1.0
-NAMED: dict[Act, set[str | None]] = {
+MAX_DETECTION_SECONDS: Final = 1.0
+# A machine that is very busy can make a moment's stall long enough for a timeout.
+_GIVEN_UP: Final = {"transfer-cancelled", "peer-timeout", "peer-lost", None}
+_ENDED_BY: Final[dict[str, set[str | None]]] = {
     "kill": {"peer-lost", None},
     "freeze": {"peer-timeout", None},
-    # A machine that is very busy can make a stall long enough for a timeout.
-    "stall": {"transfer-cancelled", "peer-timeout", "peer-lost", None},
+    "cut": {"peer-timeout", None},
+    "port down": {"peer-timeout", "peer-lost", None},
+    "half-open": {"peer-timeout", None},
+    "reset": {"peer-lost", None},
+    "clock": {"ticket-expired", "transfer-refused", None},
+    "no memory": {None},  # the victim's own end is not looked at
 }
 
 
-@pytest.mark.parametrize("fabric", FABRICS)
-async def test_a_killed_frozen_or_stalled_worker_costs_no_block_and_no_byte(
-    fabric: Fabric, rng: random.Random
-) -> None:
+@pytest.mark.parametrize(
+    "name", [fabric.name for fabric in FABRICS.values() if fabric.engine != "verbs"]
+)
+async def test_a_fault_costs_no_block_and_no_byte(name: str, rng: random.Random) -> None:
+    fabric = FABRICS[name]
+    if fabric.linked and (reason := why_no_links()):
+        pytest.skip(reason)
     rounds: list[Round] = []
-    faults = list(FAULTS) + rng.choices(FAULTS, k=ROUNDS_PER_FABRIC - len(FAULTS))
-    rng.shuffle(faults)
     async with arena(fabric) as workers:
-        for act, victim in faults:
-            rounds.append(await workers.round(act, victim, rng.getrandbits(32)))
+        for fault in rng.sample(fabric.faults, k=len(fabric.faults)):
+            rounds.append(await workers.round(fault, rng.getrandbits(32)))
             print(rounds[-1])
-    detections = [one.detection for one in rounds if one.detection is not None]
-    if detections:
-        print(
-            f"{fabric}: detection p50 {percentile(detections, 0.5):.3f} s, "
-            f"p99 {percentile(detections, 0.99):.3f} s"
-        )
     assert [one.wrong_bytes for one in rounds] == [0] * len(rounds)
     assert [one.leaked_blocks for one in rounds] == [0] * len(rounds)
-    assert all(detection <= MAX_DETECTION_SECONDS for detection in detections)
     for one in rounds:
-        assert one.error in NAMED[one.act]
+        act = one.fault.removesuffix(" prefill").removesuffix(" decode")
+        assert one.error in _ENDED_BY.get(act, _GIVEN_UP), one
+        assert one.detection is None or one.detection <= MAX_DETECTION_SECONDS, one

@@ -1,11 +1,12 @@
 """A worker process for fault tests: JSON commands on stdin, JSON events on stdout.
 
-Run as `python -m faults.worker INSTANCE EPOCH FABRIC`. It ends with its stdin.
+Run as `python -m tests.faults.worker INSTANCE EPOCH FABRIC HOST`. It ends with its stdin.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -27,8 +28,8 @@ from kvxfer.kv.prefill_session import PrefillSession
 from .pattern import Page, page, reused, wrong_bytes
 
 KEY: Final = b"the cluster key of the fault tests"
-NUM_BLOCKS: Final = 192
-LAYOUT: Final = KvLayout(num_layers=8, num_kv_heads=8, head_size=64, dtype="float32", block_size=16)
+NUM_BLOCKS: Final = 128
+LAYOUT: Final = KvLayout(num_layers=8, num_kv_heads=8, head_size=32, dtype="float32", block_size=16)
 
 
 class FaultWorker:
@@ -45,6 +46,7 @@ class FaultWorker:
         self._other_request: BlockHold | None = None
         self._session: PrefillSession | DecodeSession | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._hogged: list[bytearray] = []
 
     def command(self, command: dict[str, Any]) -> None:
         match command.pop("do"):
@@ -58,6 +60,8 @@ class FaultWorker:
                 self._reuse()
             case "check":
                 self._check()
+            case "hog":
+                self._hog()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -138,6 +142,13 @@ class FaultWorker:
         self._pool.check()
         report("checked", wrong=wrong, free=self._pool.num_free)
 
+    def _hog(self) -> None:
+        """Takes what is left of the process's memory."""
+        for size in (1 << 20, 1 << 12, 1 << 6):
+            with contextlib.suppress(MemoryError):
+                while True:
+                    self._hogged.append(bytearray(size))
+
     def _pages(self, blocks: int) -> list[tuple[int, int]]:
         return [(plane, index) for plane in range(len(self._planes)) for index in range(blocks)]
 
@@ -150,12 +161,12 @@ def report(event: str, **fields: object) -> None:
     sys.stdout.flush()
 
 
-async def main(instance: str, epoch: int, fabric: str) -> None:
+async def main(instance: str, epoch: int, fabric: str, host: str) -> None:
     commands = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
     )
-    async with Engine(cluster_key=KEY, name=instance, fabrics=(fabric,)) as engine:
+    async with Engine(cluster_key=KEY, name=instance, fabrics=(fabric,), host=host) as engine:
         cache = KvCache.allocate(engine, LAYOUT, NUM_BLOCKS)
         pool = BlockPool(NUM_BLOCKS)
         async with KvEndpoint(
@@ -169,4 +180,4 @@ async def main(instance: str, epoch: int, fabric: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))

@@ -40,7 +40,7 @@ async def kill(name: str, cluster: Cluster, load: Load, rng: random.Random) -> F
     """kill -9, and another one of the same instance id."""
     fault = Fault(f"kill {name}", time.monotonic())
     await asyncio.to_thread(cluster.engines[name].kill)
-    cluster.start_engine(name)
+    await cluster.start_engine(name)
     return await _away(fault, cluster, load)
 
 

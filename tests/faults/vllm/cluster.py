@@ -34,6 +34,7 @@ class Cluster:
         self._folder, self._model, self._policy = folder, model, policy
         self._attempts = attempts
         self._stack = contextlib.ExitStack()
+        self._http = httpx.AsyncClient(trust_env=False, timeout=5.0)
         self._control_plane_port = free_port()
         self.engines: dict[str, Server] = {}
         self.control_plane: Server
@@ -43,7 +44,7 @@ class Cluster:
         try:
             await self.start_control_plane()
             for name in ENGINES:
-                self.start_engine(name)
+                await self.start_engine(name)
             self.router = self._stack.enter_context(
                 kvxfer_at(
                     *("router", self._folder, free_port(), "router", "--allow-anonymous"),
@@ -60,6 +61,7 @@ class Cluster:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
         await asyncio.to_thread(self._stack.close)
 
     @property
@@ -67,15 +69,17 @@ class Cluster:
         return [self._folder / f"{name}.log" for name in ENGINES]
 
     async def start_control_plane(self) -> None:
-        self.control_plane = self._stack.enter_context(
+        # A process that is being made would hold up the loop that measures times.
+        self.control_plane = await asyncio.to_thread(
+            self._stack.enter_context,
             kvxfer_at(
                 *("control-plane", self._folder, self._control_plane_port),
                 *("serve", "--allow-anonymous"),
-            )
+            ),
         )
         await asyncio.to_thread(self.control_plane.wait, "/healthz")
 
-    def start_engine(self, name: str) -> None:
+    async def start_engine(self, name: str) -> None:
         """Returns before it is ready; whole() waits for that."""
         transfer: dict[str, Any] = {
             "kv_role": ENGINES[name],
@@ -87,8 +91,9 @@ class Cluster:
         }
         # Long prompts are computed in chunks.
         chunks = ("--max-num-batched-tokens", "600") if name == "prefill" else ()
-        self.engines[name] = self._stack.enter_context(
-            vllm(name, self._folder, self._model, *chunks, transfer=transfer)
+        self.engines[name] = await asyncio.to_thread(
+            self._stack.enter_context,
+            vllm(name, self._folder, self._model, *chunks, transfer=transfer),
         )
 
     def freeze(self, name: str) -> None:
@@ -134,5 +139,4 @@ class Cluster:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _get(self, server: Server, path: str) -> httpx.Response:
-        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as http:
-            return await http.get(server.url + path)
+        return await self._http.get(server.url + path)

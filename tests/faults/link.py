@@ -1,0 +1,111 @@
+"""Two network namespaces of this host with one cable between them, which can be damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from kvxfer.errors import KvxferError
+
+Damage: TypeAlias = Literal["cut", "reset", "loss", "port down"]
+
+# What each namespace does with packets that come in. A RST passes, so that both ends see one.
+_RULES: Final = {
+    "cut": "drop",
+    "reset": "tcp flags & rst == 0 reject with tcp reset",
+    "loss": "numgen random mod 100 < 5 drop",
+}
+_SMALLEST_BUFFER: Final = 4096
+_numbers: Final = itertools.count(os.getpid() % 4096)
+
+
+class CommandFailed(KvxferError):
+    """A command of the system failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One end of the cable."""
+
+    namespace: str
+    address: str
+    interface: str
+
+    def command(self, *arguments: str) -> list[str]:
+        """The command that runs another one here."""
+        return ["ip", "netns", "exec", self.namespace, *arguments]
+
+
+class Link:
+    """Made by link(). Loop only."""
+
+    def __init__(self, hosts: tuple[Host, Host]) -> None:
+        self.hosts = hosts
+
+    async def damage(self, how: Damage) -> None:
+        """Until mend(): nothing gets through, every connection is reset, 5 % of the packets are
+        lost, or one port has no carrier."""
+        if how == "port down":
+            host = self.hosts[0]
+            await _run(*host.command("ip", "link", "set", host.interface, "down"))
+            return
+        chain = f"type filter hook input priority 0; {_RULES[how]};"
+        rules = f"table inet cable {{ chain in {{ {chain} }}; }}"
+        await asyncio.gather(*(_run(*h.command("nft", rules)) for h in self.hosts))
+
+    async def mend(self) -> None:
+        for host in self.hosts:
+            await _run(*host.command("nft", "flush", "ruleset"))
+            await _run(*host.command("ip", "link", "set", host.interface, "up"))
+
+
+def why_no_links() -> str | None:
+    """What keeps this host from having links; None where nothing does."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for tool, package in (("ip", "iproute2"), ("nft", "nftables")):
+        if shutil.which(tool) is None:
+            return f"{tool} is missing (package {package}); remedy: scripts/setup test"
+    return None
+
+
+@contextlib.asynccontextmanager
+async def link(*, small_buffers: bool = False) -> AsyncIterator[Link]:
+    """Two hosts; with `small_buffers` their sockets have room for 4 KiB each way. Nothing of them
+    is left behind. Raises CommandFailed."""
+    number = next(_numbers)
+    names = (f"kvx{number}p", f"kvx{number}d")
+    subnet = f"10.{200 + number // 256 % 50}.{number % 256}"
+    hosts = (Host(names[0], f"{subnet}.1", names[0]), Host(names[1], f"{subnet}.2", names[1]))
+    try:
+        for host in hosts:
+            await _run("ip", "netns", "add", host.namespace)
+        cable = ["link", "add", names[0], "netns", names[0], "type", "veth"]
+        await _run("ip", *cable, "peer", "name", names[1], "netns", names[1])
+        for host in hosts:
+            inside = ["ip", "-n", host.namespace]
+            await _run(*inside, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            await _run(*inside, "link", "set", "lo", "up")
+            await _run(*inside, "link", "set", host.interface, "up")
+            if small_buffers:
+                sizes = " ".join([str(_SMALLEST_BUFFER)] * 3)
+                for name in ("tcp_rmem", "tcp_wmem"):
+                    await _run(*host.command("sysctl", "-qw", f"net.ipv4.{name}={sizes}"))
+        yield Link(hosts)
+    finally:
+        for host in hosts:
+            with contextlib.suppress(CommandFailed):
+                await _run("ip", "netns", "del", host.namespace)
+
+
+async def _run(*command: str) -> None:
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    _, complaint = await process.communicate()
+    if process.returncode:
+        raise CommandFailed(f"{' '.join(command)}: {complaint.decode().strip()}")
