@@ -76,7 +76,10 @@ class Pairs:
             raise peer.error or PeerLost(f"the engine at {address} was lost while connecting to it")
         pair = self.of(peer)
         try:
-            await asyncio.wait_for(pair.greeted(), give_up - time.monotonic())
+            # Not wait_for(): before Python 3.12 it forgets that it was cancelled where the HELLO
+            # comes at that moment.
+            async with asyncio.timeout(give_up - time.monotonic()):
+                await pair.greeted()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the engine at {address} did not introduce a KV cache within "
