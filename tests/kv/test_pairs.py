@@ -18,7 +18,7 @@ async def test_meeting_a_peer_is_given_up_also_where_its_hello_has_just_come(tur
     network = Network(prefill.engine, decode.engine)
     async with prefill.endpoint, decode.endpoint:
         meeting = asyncio.create_task(decode.endpoint._pairs.meet("kvx://prefill"))
-        while not network.messages["decode"]:
+        while not network.messages["decode"]:  # noqa: ASYNC110
             await asyncio.sleep(0)
         await asyncio.sleep(0)
         network._deliver_message("decode")

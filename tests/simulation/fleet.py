@@ -215,6 +215,7 @@ class Fleet:
         if not part.outcome and part.task is not None:
             self.note("aborted", lambda: f"{part.request.id} at {part.process.name}")
             part.task.cancel()
+            self.promises.has_to_end(part)
 
     def ended(self, part: Part) -> None:
         """A part of a request has ended: the other side has to hear of it in time."""

@@ -51,6 +51,22 @@ class Promises:
 
         self._clock.after(max(told_by - self._clock.now, 0), look)
 
+    def has_to_end(self, part: Part) -> None:
+        """`part` was aborted: its task does not go on as if nothing had been said."""
+        aborted_at = self._clock.now
+
+        def look() -> None:
+            since = max(aborted_at, part.process.woke_at)
+            if part.outcome or not part.process.runs:
+                return
+            if self._clock.now - since < _LEASE_SLACK:
+                self._clock.after(_LOOK_SECONDS, look)
+                return
+            text = f"{part.request.id} at {part.process.name} goes on though it was aborted"
+            self._fleet.oracle.require(False, text)
+
+        self._clock.after(_LEASE_SLACK, look)
+
     def look_at_leases(self) -> None:
         """No session outlives its lease. Again and again."""
         late = self._late
