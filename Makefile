@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize chaos chaos-control chaos-vllm soak simulate clean
+.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate clean
 
 demo:
 	@scripts/setup demo
@@ -44,6 +44,15 @@ sanitize:
 	@scripts/setup native
 	@scripts/sanitize
 
+# make fuzz SECONDS=600: so long for each target.
+fuzz:
+	@scripts/setup fuzz
+	@scripts/fuzz --seconds $(or $(SECONDS),30)
+
+model:
+	@scripts/setup test
+	@scripts/model
+
 chaos:
 	@scripts/setup test
 	@scripts/chaos $(if $(ROUNDS),--rounds $(ROUNDS))
@@ -59,6 +68,10 @@ chaos-vllm:
 soak:
 	@scripts/setup test
 	@scripts/soak --minutes $(or $(MINUTES),5)
+
+attack:
+	@scripts/setup test
+	@scripts/attack
 
 # SEEDS=… of a fleet on virtual time; SIMULATE="--json" and the like for the rest.
 simulate:

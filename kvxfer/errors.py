@@ -242,7 +242,7 @@ class ControlPlaneError(KvxferError):
 
     code = "control-plane-error"
 
-    def __init__(self, message: str, **details: object) -> None:
+    def __init__(self, message: str, /, **details: object) -> None:
         super().__init__(message)
         self.details = details
         self.request_id: str | None = None

@@ -174,7 +174,7 @@ def verify_ticket(
             "same cluster key or ticket keys"
         ) from error
     late = (time.time() if now is None else now) - claims.exp
-    if late >= 0:
+    if not late < 0:  # one whose end is no number has ended
         raise TicketExpired(
             f"the ticket of transfer {claims.jti} expired {late:.1f} s ago; "
             "send the request again for a new one"

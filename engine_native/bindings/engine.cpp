@@ -5,6 +5,18 @@
 namespace py = pybind11;
 
 namespace kvxfer::python {
+namespace {
+
+py::dict by_name(const Refusals& refusals) {
+  py::dict counts;
+  for (std::size_t code = 0; code < kErrcs; ++code) {
+    if (refusals.by_code[code] == 0) continue;
+    counts[py::str(std::string(name(static_cast<Errc>(code))))] = refusals.by_code[code];
+  }
+  return counts;
+}
+
+}  // namespace
 
 EngineClass bind_engine(py::module_& module) {
   EngineClass bound(module, "TransferEngine");
@@ -42,10 +54,24 @@ EngineClass bind_engine(py::module_& module) {
              stats["writes_posted"] = s.writes_posted;
              stats["writes_sent"] = s.writes_sent;
              stats["writes_received"] = s.writes_received;
-             stats["writes_refused"] = s.writes_refused;
-             stats["handshakes_refused"] = s.handshakes_refused;
+             stats["writes_refused"] = s.writes_refused.total;
+             stats["handshakes_refused"] = s.handshakes_refused.total;
+             stats["peers_refused"] = s.peers_refused.total;
              stats["peers"] = s.peers;
              return stats;
+           })
+      .def("refusals",
+           [](const TransferEngine& engine) {
+             EngineStats s;
+             {
+               py::gil_scoped_release release;
+               s = engine.stats();
+             }
+             py::dict refusals;
+             refusals["handshake"] = by_name(s.handshakes_refused);
+             refusals["peer"] = by_name(s.peers_refused);
+             refusals["write"] = by_name(s.writes_refused);
+             return refusals;
            })
       .def(
           "allocate",

@@ -9,6 +9,14 @@
 #include "errno_text.hpp"
 
 namespace kvxfer {
+namespace {
+
+std::size_t message_bytes(const Completion& completion) {
+  if (completion.kind != Completion::Kind::message) return 0;
+  return sizeof(Completion) + completion.data.size();
+}
+
+}  // namespace
 
 Result<std::unique_ptr<CompletionQueue>> CompletionQueue::create() {
   UniqueFd event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -25,7 +33,7 @@ void CompletionQueue::push(Completion completion) {
   {
     const std::lock_guard lock(mutex_);
     was_empty = waiting_.empty();
-    waiting_bytes_ += completion.data.size();
+    waiting_bytes_ += message_bytes(completion);
     waiting_.push_back(std::move(completion));
   }
   if (was_empty) {
@@ -47,7 +55,7 @@ void CompletionQueue::take_back(Completion::Kind kind, std::uint64_t id) {
   const std::lock_guard lock(mutex_);
   std::erase_if(waiting_, [&](const Completion& waiting) {
     if (waiting.kind != kind || waiting.id != id) return false;
-    waiting_bytes_ -= waiting.data.size();
+    waiting_bytes_ -= message_bytes(waiting);
     return true;
   });
 }

@@ -19,7 +19,7 @@ class CompletionQueue {
   std::vector<Completion> drain();
   // Takes back those of this kind and id that nobody has drained.
   void take_back(Completion::Kind kind, std::uint64_t id);
-  // Of message payloads.
+  // Of messages, empty ones included.
   std::size_t waiting_bytes() const;
   // Readable while completions wait.
   int event_fd() const { return event_.get(); }

@@ -113,16 +113,18 @@ class DomainGroup final : private AcceptorEvents,
   void note_fallback(const Peer& peer, const std::string& why);
   Peer& add_peer(std::unique_ptr<Stream> stream, const Session& session, std::uint64_t deadline_ns);
   Peer* find_session_peer(const SessionId& session);
+  void limit_opening();
   void close_peer(PeerId id, const Error& error);
   void bury_lost_peers();
 
   void on_accepted(std::unique_ptr<Stream> stream, const Session& session) override;
   void on_lane_hello(UniqueFd socket, const std::string& hello) override;
-  void on_handshake_refused() override { ++stats_.handshakes_refused; }
+  void on_handshake_refused(Errc why) override { stats_.handshakes_refused.count(why); }
   void on_dialed(Dialer& dialer, Result<Session> session) override;
   void on_lane_dialed(LaneDialer& dialer, Result<UniqueFd> socket) override;
   const Session* find_session(const SessionId& session) override;
   void on_local_link(const SessionId& session, Result<local::LocalLink> link) override;
+  void on_stranger_refused(Errc why) override { stats_.handshakes_refused.count(why); }
   void on_up(Peer& peer) override;
   void on_message(Peer& peer, std::string data) override;
   void on_posted(std::size_t writes) override { stats_.writes_posted += writes; }

@@ -12,6 +12,8 @@ namespace {
 
 // Messages that have arrived and nobody has drained.
 constexpr std::size_t kMaxUnreadBytes = 64u << 20;
+// Accepted peers whose paths are not there yet; one more closes the oldest.
+constexpr std::ptrdiff_t kMaxOpening = 1024;
 
 }  // namespace
 
@@ -161,7 +163,21 @@ void DomainGroup::note_fallback(const Peer& peer, const std::string& why) {
 // --- being connected to ----------------------------------------------------------------------
 
 void DomainGroup::on_accepted(std::unique_ptr<Stream> stream, const Session& session) {
+  limit_opening();
   add_peer(std::move(stream), session, UINT64_MAX).use_nics(nics_, false, options_.peer_timeout);
+}
+
+// Who knows the cluster key may take its time, but not without end in number.
+void DomainGroup::limit_opening() {
+  const auto opening = [](const auto& entry) {
+    return entry.second->state() == Peer::State::opening && entry.second->address.port == 0;
+  };
+  if (std::count_if(peers_.begin(), peers_.end(), opening) < kMaxOpening) return;
+  PeerId oldest = last_peer_;
+  for (const auto& entry : peers_) {
+    if (opening(entry)) oldest = std::min(oldest, entry.first);
+  }
+  peers_.at(oldest)->lose({Errc::backpressure, "too many peers are being connected at once"});
 }
 
 void DomainGroup::on_lane_hello(UniqueFd socket, const std::string& hello) {
@@ -172,10 +188,7 @@ void DomainGroup::on_lane_hello(UniqueFd socket, const std::string& hello) {
       lane_hello_valid(hello, peer->session().key) &&
       lane.lane < std::max<unsigned>(options_.lanes, peer->session().introduction.lanes) &&
       !peer->has_lane(lane.lane);
-  if (!valid) {
-    ++stats_.handshakes_refused;
-    return;
-  }
+  if (!valid) return stats_.handshakes_refused.count(Errc::authentication_failed);
   set_socket_options(socket.get());
   // A fresh socket always takes four bytes.
   if (::send(socket.get(), kLaneAccepted.data(), kLaneAccepted.size(), MSG_NOSIGNAL) !=
@@ -293,6 +306,9 @@ void DomainGroup::close_peer(PeerId id, const Error& error) {
   if (found == peers_.end()) return;
   const std::unique_ptr<Peer> peer = std::move(found->second);
   peers_.erase(found);
+  if (error.code == Errc::protocol_error || error.code == Errc::backpressure) {
+    stats_.peers_refused.count(error.code);
+  }
   const Error told{error.code, "peer " + peer->label() + ": " + error.text};
 
   if (error.code == Errc::nic_lost) peer->say_goodbye(error);

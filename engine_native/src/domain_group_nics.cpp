@@ -141,7 +141,7 @@ void DomainGroup::share_region(Peer& peer, std::uint64_t key) {
   const RegionPtr region = regions_.find(key);
   const bool foreign = region && region->granted() && region->granted()->writer != peer.id();
   if (!region || foreign) {
-    ++stats_.writes_refused;
+    stats_.writes_refused.count(Errc::unknown_region);
     return peer.nics()->send_region(key, Errc::unknown_region, {});
   }
   share_region(peer, region);

@@ -50,12 +50,15 @@ Result<RegionPtr> MemoryRegion::allocate(EngineId engine, std::size_t bytes) {
   const std::size_t mapped = (bytes + page - 1) / page * page;
   UniqueFd memfd(::memfd_create("kvxfer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memfd || ::ftruncate(memfd.get(), static_cast<off_t>(mapped)) != 0 ||
-      ::fcntl(memfd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+      ::fcntl(memfd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
     return cannot_allocate(bytes);
   }
   std::byte* data = map_aligned(memfd.get(), mapped, PROT_READ | PROT_WRITE);
   if (!data) return cannot_allocate(bytes);
   populate_huge(data, mapped);
+  // From now on nobody can write through the memfd that peers are given, this mapping apart.
+  ::fcntl(memfd.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE);  // Linux 5.1
+  ::fcntl(memfd.get(), F_ADD_SEALS, F_SEAL_SEAL);
   return RegionPtr(new MemoryRegion(engine, data, bytes, std::move(memfd)));
 }
 

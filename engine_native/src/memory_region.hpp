@@ -19,7 +19,7 @@ namespace kvxfer {
 class MemoryRegion {
  public:
   // Memory of our own in a sealed memfd, so that a peer on this host can map it safely: it can
-  // neither shrink nor grow under the peer. Huge pages are asked for.
+  // neither shrink nor grow under the peer, who cannot write to it. Huge pages are asked for.
   static Result<std::shared_ptr<MemoryRegion>> allocate(EngineId engine, std::size_t bytes);
   static Result<std::shared_ptr<MemoryRegion>> wrap(EngineId engine, void* address,
                                                     std::size_t bytes);

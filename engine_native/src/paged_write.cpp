@@ -120,11 +120,11 @@ Result<std::vector<WireWrite>> plan_pages(const PagedWrite& pages, std::uint64_t
     std::uint64_t to = destination.offset(first_destination);
     std::uint64_t left = run * page_length;
     for (; left > kMaxWriteBytes; left -= kMaxWriteBytes) {
-      writes.emplace_back(from, to, kMaxWriteBytes);
+      writes.push_back({from, to, kMaxWriteBytes});
       from += kMaxWriteBytes;
       to += kMaxWriteBytes;
     }
-    writes.emplace_back(from, to, static_cast<std::uint32_t>(left));
+    writes.push_back({from, to, static_cast<std::uint32_t>(left)});
   }
   return writes;
 }

@@ -21,6 +21,8 @@ static_assert(sizeof(FrameHead) == 8);
 
 // A heartbeat is not worth queueing behind this much.
 constexpr std::size_t kHeartbeatBehind = 1u << 20;
+// Messages are bounded by themselves, at a quarter of it; the rest are answers to the peer.
+constexpr std::size_t kMaxUnsentBytes = 64u << 20;
 
 std::string make_label(const Session& session) {
   const std::string id = "engine " + session.peer.hex().substr(0, 8);
@@ -285,6 +287,9 @@ void Peer::send_message(std::string_view data) {
 }
 
 void Peer::send_frame(ControlFrame type, std::string_view payload, std::uint64_t charge) {
+  if (stream_->unsent() > kMaxUnsentBytes) {
+    return lose({Errc::backpressure, "it does not read what it is sent"});
+  }
   const FrameHead head{
       .size = static_cast<std::uint32_t>(payload.size()), .type = type, .reserved = {}};
   std::string frame(reinterpret_cast<const char*>(&head), sizeof head);

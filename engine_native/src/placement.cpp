@@ -28,7 +28,7 @@ std::byte* Placement::target(std::uint64_t offset, std::uint32_t length) {
 
 void Placement::finish(std::uint64_t writes, std::uint64_t bytes) {
   if (status_ != Errc::ok) {
-    reception_->stats.writes_refused += writes;
+    reception_->stats.writes_refused.count(status_, writes);
     return;
   }
   reception_->stats.writes_received += writes;

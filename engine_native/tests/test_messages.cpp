@@ -30,4 +30,14 @@ TEST_CASE("a message over the limit, or to nobody, is refused by name") {
   CHECK(nobody.error().code == Errc::unknown_peer);
 }
 
+TEST_CASE("a peer whose messages nobody takes is cut off, also where they are empty") {
+  Pair pair("tcp");
+  Result<void> sent;
+  while (sent = pair.writer->send(pair.to_reader, ""),
+         sent || sent.error().code == Errc::backpressure) {
+  }
+  CHECK(pair.reader->stats().peers_refused.by_code[static_cast<std::size_t>(Errc::backpressure)] ==
+        1);
+}
+
 TEST_SUITE_END();

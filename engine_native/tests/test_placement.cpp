@@ -64,5 +64,5 @@ TEST_CASE("a batch that is revoked half-way has no target left and is not counte
   CHECK(!by_region.target(0, 10));
   CHECK(by_region.status() == Errc::unknown_region);
   CHECK(r.counters.value(r.imm) == 0);
-  CHECK(r.stats.writes_refused == 1);
+  CHECK(r.stats.writes_refused.total == 1);
 }

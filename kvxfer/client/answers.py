@@ -19,6 +19,7 @@ from kvxfer.errors import (
     UntrustedCertificate,
     by_code,
 )
+from kvxfer.unreadable import UNREADABLE
 
 STALE_HEADER: Final = "Kvxfer-Stale-Seconds"
 _PROBLEM_MEMBERS: Final = frozenset(
@@ -26,6 +27,8 @@ _PROBLEM_MEMBERS: Final = frozenset(
 )
 # What only the control plane's log explains.
 _DEFECTS: Final = frozenset({"internal-error"})
+# Seconds; what asks for more is not waited for anyway.
+_LONGEST_RETRY: Final = 86400.0
 # The request has not left this process.
 _UNSENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
@@ -59,7 +62,7 @@ def read(response: httpx.Response, call: Call[T], url: str) -> Answer[T]:
         raise Failed(error, again=again, seconds=_retry_after(response, error))
     try:
         return Answer(call.read(response.content), _stale_seconds(response))
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise Failed(unreadable(url, error), again=False) from error
 
 
@@ -91,7 +94,7 @@ def unavailable(error: httpx.RequestError, url: str) -> ControlPlaneError:
     )
 
 
-def unreadable(url: str, error: msgspec.DecodeError) -> ControlPlaneError:
+def unreadable(url: str, error: Exception) -> ControlPlaneError:
     return ControlPlaneError(
         f"{url} answered something that cannot be read ({error}); is it a kvxfer control plane of "
         "this version?"
@@ -111,7 +114,7 @@ def _problem(response: httpx.Response, url: str) -> KvxferError:
     try:
         document = msgspec.json.decode(response.content, type=dict[str, Any])
         code, detail = str(document["code"]), str(document["detail"])
-    except (msgspec.DecodeError, KeyError):
+    except (*UNREADABLE, KeyError):
         away = response.status_code in (502, 503, 504)
         kind = ControlPlaneUnavailable if away else ControlPlaneError
         return kind(
@@ -144,10 +147,10 @@ def _retry_after(response: httpx.Response, error: KvxferError) -> float:
     """Seconds: to the fraction where the problem says so, else those of Retry-After."""
     if isinstance(error, RateLimited):
         exact = error.details.get("retry_after_seconds")
-        if isinstance(exact, int | float):
-            return max(0.0, float(exact))
+        if isinstance(exact, int | float) and 0 <= exact < _LONGEST_RETRY:
+            return float(exact)
     header = response.headers.get("retry-after", "")
-    return float(header) if header.isdecimal() else 0.0
+    return min(float(header), _LONGEST_RETRY) if header.isdecimal() else 0.0
 
 
 def _root(error: BaseException) -> BaseException:

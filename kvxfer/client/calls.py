@@ -33,7 +33,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One request. `read` makes a value of the answer's content, or raises msgspec.DecodeError."""
+    """One request. `read` makes a value of the answer's content, or raises UNREADABLE."""
 
     method: str
     path: str

@@ -9,8 +9,10 @@ from typing import Final
 import msgspec
 
 from kvxfer.client.answers import unreadable
+from kvxfer.errors import ProtocolError
 from kvxfer.event_stream import EventParser, ServerSentEvent
 from kvxfer.instances import Change, Snapshot
+from kvxfer.unreadable import UNREADABLE
 
 PATH: Final = "/v1/instances/watch"
 # A watch says something at least every 15 s; silence for this long is a dead connection.
@@ -35,7 +37,11 @@ class WatchReader:
 
     def feed(self, chunk: bytes) -> Iterator[Snapshot | Change]:
         self.connected = True
-        for event in self._parser.feed(chunk):
+        try:
+            events = self._parser.feed(chunk)
+        except ProtocolError as error:
+            raise unreadable(self._url, error) from error
+        for event in events:
             item = self._item(event)
             if item is not None:
                 self._last_event_id = item.id
@@ -52,5 +58,5 @@ class WatchReader:
             return None  # one that a later control plane sends
         try:
             return msgspec.json.decode(event.data.encode(), type=kind)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise unreadable(self._url, error) from error

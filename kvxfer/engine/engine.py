@@ -194,8 +194,13 @@ class Engine:
 
     def stats(self) -> dict[str, int]:
         """Totals since the start: bytes and writes sent, received, refused; handshakes refused;
-        and the number of connected peers."""
+        peers cut off; and the number of connected peers."""
         return self.native.stats()
+
+    def refusals(self) -> dict[str, dict[str, int]]:
+        """What was refused since the start, by error code: "handshake" (connections that were not
+        let in), "peer" (peers cut off for what they did) and "write" (writes of peers)."""
+        return self.native.refusals()
 
     # --- memory and counters
 

@@ -8,11 +8,12 @@ how many writes the payload takes, which the sender alone knows.
 from __future__ import annotations
 
 import struct
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from kvxfer.errors import InvalidArgument
+from kvxfer.unreadable import UNREADABLE
 
 HEADER_BYTES: Final = 64  # a cache line, so that payloads are aligned
 _HEADER: Final = struct.Struct("<QII")
@@ -34,19 +35,23 @@ class Header(NamedTuple):
         return cls(*_HEADER.unpack_from(view))
 
 
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Imm: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
 class SlotOffer(msgspec.Struct, frozen=True, array_like=True):
     """offset: of the slot in the region. The immediates: of its header and of its payload."""
 
-    offset: int
-    header_imm: int
-    payload_imm: int
+    offset: _Size
+    header_imm: _Imm
+    payload_imm: _Imm
 
 
 class PoolOffer(msgspec.Struct, frozen=True, array_like=True, tag="kvxfer-receive-slots"):
     """Slots lent to one peer. region: a descriptor."""
 
     region: bytes
-    slot_bytes: int
+    slot_bytes: _Size
     slots: tuple[SlotOffer, ...]
 
 
@@ -62,5 +67,5 @@ def decode(data: bytes) -> PoolOffer:
     """Raises InvalidArgument for anything but the bytes of ReceivePool.offer()."""
     try:
         return _decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise InvalidArgument(f"these are not the bytes of ReceivePool.offer(): {error}") from None

@@ -76,5 +76,12 @@ def verify_block_table(
 
 
 def _mac(key: bytes, offer: Offer, decode_id: str, decode_epoch: int) -> bytes:
+    try:
+        signed = _encode((offer, decode_id, decode_epoch))
+    except OverflowError as error:  # JSON has longer numbers than msgpack
+        raise TicketInvalid(
+            f"the block table of transfer {offer.transfer_id} has a number of more than 64 bits; "
+            "pass it on as decode made it"
+        ) from error
     own = hmac.digest(key, _KEY_PURPOSE, hashlib.sha256)
-    return hmac.digest(own, _encode((offer, decode_id, decode_epoch)), hashlib.sha256)
+    return hmac.digest(own, signed, hashlib.sha256)

@@ -60,6 +60,10 @@ class EarlyOffers:
         self._offers.setdefault(offer.transfer_id, {})[pair] = early
         self._per_peer[pair] += 1
 
+    def has(self, transfer_id: str, pair: KvPair) -> bool:
+        """Whether one of the transfer's offers is of this peer."""
+        return pair in self._offers.get(transfer_id, ())
+
     def take(self, transfer_id: str) -> list[EarlyOffer]:
         """Removes and returns the offers of a transfer, their leases still running."""
         return [self._remove(transfer_id, pair) for pair in list(self._offers.get(transfer_id, ()))]

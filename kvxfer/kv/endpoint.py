@@ -21,6 +21,7 @@ from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.pairs import Pairs
 from kvxfer.kv.ranks import sources, targets
 from kvxfer.kv.reception import Reception
+from kvxfer.kv.refusals import Refusals
 from kvxfer.kv.rendezvous import OnOffer, Rendezvous
 from kvxfer.kv.transfer_ledger import TransferLedger
 
@@ -95,6 +96,7 @@ class KvEndpoint:
         self._open = False
         self._pairs = Pairs(engine, cache, self._identity, connect_timeout, checksums=checksums)
         self._ledger = TransferLedger()
+        self._refusals = Refusals()
         self._decodes: dict[DecodeSession, None] = {}  # in the order of their beginning
         self._rendezvous = Rendezvous(
             instance_id,
@@ -102,11 +104,12 @@ class KvEndpoint:
             self._ledger,
             max_early_offers_per_peer=max_early_offers_per_peer,
             ended=self._prefill_ended,
+            refusals=self._refusals,
             on_offer=on_offer,
         )
         self._expectations = Expectations()
         self._reception = Reception(
-            self._identity, self._pairs, self._rendezvous, self._expectations
+            self._identity, self._pairs, self._rendezvous, self._expectations, self._refusals
         )
         self._brokered = Brokered(control_plane, self._identity, self._pairs, self._rendezvous)
 
@@ -123,6 +126,11 @@ class KvEndpoint:
     def layout(self) -> KvLayout:
         """Of the cache that blocks travel to or from."""
         return self._cache.layout
+
+    def refusals(self) -> dict[str, dict[str, int]]:
+        """What was refused since the start, by error code: "message" (of peers that were cut off
+        for them), "offer", "release", "keep" and "expect" of peers, and "ticket" of requests."""
+        return self._refusals.by_what()
 
     def set_epoch(self, epoch: int) -> None:
         """Takes the epoch of a new registration and tells every peer. Running transfers go on."""
@@ -350,13 +358,18 @@ class KvEndpoint:
         self._brokered.ended(session)
 
     def _verify_for(self, side: Side, token: str) -> Ticket:
-        claims = self._verify(token)
-        self._identity.require(claims, side)
-        return claims
+        return self._verify(token, side)
 
-    def _verify(self, token: str) -> Ticket:
+    def _verify(self, token: str, side: Side | None = None) -> Ticket:
         self._require_open()
-        return self._identity.verify(token)
+        try:
+            claims = self._identity.verify(token)
+            if side is not None:
+                self._identity.require(claims, side)
+        except TicketInvalid as error:
+            self._refusals.count("ticket", error)
+            raise
+        return claims
 
     def _require_open(self) -> None:
         if not self._open:

@@ -142,7 +142,7 @@ class KvLayout:
         if groups and (
             not all(isinstance(group, int) for group in groups)
             or len(groups) != self.num_layers
-            or set(groups) != set(range(max(groups) + 1))
+            or sorted(set(groups)) != list(range(len(set(groups))))
         ):
             raise InvalidArgument(
                 f"KvLayout.layer_groups is {groups!r} for {self.num_layers} layers; pass the group "

@@ -6,16 +6,19 @@ with messages: DONE carries the total, and the count decides.
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
 from kvxfer.errors import ProtocolError
 from kvxfer.kv.layout import KvLayout
+from kvxfer.unreadable import UNREADABLE
 
 PROTOCOL_VERSION: Final = 7
 # A message of the engine is at most 1 MiB; this leaves room for the rest of DONE.
 MAX_TAIL_BYTES: Final = (1 << 20) - 1024
+
+Total: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -106,7 +109,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     all have arrived. With a checksum where one of both sides wants it."""
 
     transfer_id: str
-    total: int
+    total: Total
     tail: bytes
     checksum: Checksum | None = None
 
@@ -125,7 +128,7 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
     """prefill → decode: nothing is under way any more; `total` writes were delivered."""
 
     transfer_id: str
-    total: int
+    total: Total
 
 
 Message: TypeAlias = (
@@ -144,7 +147,7 @@ def decode(data: bytes) -> Message:
     """Raises ProtocolError for anything that is not one of the messages above."""
     try:
         return _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(
             f"a message of {len(data)} bytes is not of the KV protocol ({error}); "
             "run the same version of kvxfer on both sides"

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.identity import Identity
     from kvxfer.kv.pair import KvPair
     from kvxfer.kv.pairs import Pairs
+    from kvxfer.kv.refusals import Refusals
     from kvxfer.kv.rendezvous import Rendezvous
     from kvxfer.ticket import Ticket
 
@@ -54,11 +55,13 @@ class Reception:
         pairs: Pairs,
         rendezvous: Rendezvous,
         expectations: Expectations,
+        refusals: Refusals,
     ) -> None:
         self._identity = identity
         self._pairs = pairs
         self._rendezvous = rendezvous
         self._expectations = expectations
+        self._refusals = refusals
 
     def peer_up(self, peer: Peer) -> None:
         self._pairs.of(peer)
@@ -77,6 +80,7 @@ class Reception:
             self._dispatch(pair, data)
         except ProtocolError as error:
             logger.warning("peer %s is cut off: %s", peer.engine_id, error)
+            self._refusals.count("message", error)
             with contextlib.suppress(EngineError):  # it may be lost already
                 peer.fence()
             self.drop(pair, error)
@@ -114,6 +118,7 @@ class Reception:
             self._rendezvous.offer(pair, offer, self._verify(pair, offer, "offer"))
         except TransferError as error:
             logger.info("offer refused: %s", error)
+            self._refusals.count("offer", error)
             with contextlib.suppress(EngineError):
                 pair.send(Refused(offer.transfer_id, error.code, str(error)))
 
@@ -123,6 +128,7 @@ class Reception:
             self._rendezvous.release(pair, claims, release.reason)
         except TransferError as error:
             logger.info("release ignored: %s", error)
+            self._refusals.count("release", error)
 
     def _on_keep(self, pair: KvPair, keep: Keep) -> None:
         try:
@@ -130,6 +136,7 @@ class Reception:
             self._rendezvous.keep(pair, claims, keep.lease_seconds)
         except (TransferError, InvalidArgument) as error:
             logger.info("keep ignored: %s", error)
+            self._refusals.count("keep", error)
 
     def _verify(self, pair: KvPair, message: Offer | Release | Keep, what: str) -> Ticket:
         """The ticket that a decode worker sends. Raises TicketInvalid and TicketExpired."""
@@ -151,6 +158,7 @@ class Reception:
             require_peer(claims, Role.PREFILL, hello, "an offer is expected by")
         except TransferError as error:
             logger.info("expected offer refused: %s", error)
+            self._refusals.count("expect", error)
             with contextlib.suppress(EngineError):
                 pair.send(Cancel(expect.transfer_id, str(error)))
         else:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.block_owners import SourceBlocks
     from kvxfer.kv.layout import KvLayout
     from kvxfer.kv.pair import KvPair
+    from kvxfer.kv.refusals import Refusals
     from kvxfer.kv.transfer_ledger import TransferLedger
     from kvxfer.ticket import Ticket
 
@@ -51,6 +52,7 @@ class Rendezvous:
         *,
         max_early_offers_per_peer: int,
         ended: Callable[[PrefillSession], None],
+        refusals: Refusals,
         on_offer: OnOffer | None = None,
     ) -> None:
         self._instance_id = instance_id
@@ -58,6 +60,7 @@ class Rendezvous:
         self._ledger = ledger
         self._sessions: dict[str, PrefillSession] = {}
         self._on_end = ended
+        self._refusals = refusals
         self._on_offer = on_offer
         self._early = EarlyOffers(max_early_offers_per_peer)
 
@@ -162,8 +165,8 @@ class Rendezvous:
         if session is not None:
             session.cancelled_by_peer(pair, reason)
             return
-        early = self._early.take(transfer_id)
-        if early:
+        if self._early.has(transfer_id, pair):  # nobody cancels what others have offered
+            early = self._early.take(transfer_id)
             error = TransferCancelled(
                 f"transfer {transfer_id}: cancelled by decode worker "
                 f"{pair.hello.instance_id!r}: {reason}"
@@ -208,6 +211,7 @@ class Rendezvous:
 
     def _refuse(self, pair: KvPair, transfer_id: str, error: KvxferError) -> None:
         logger.info("offer refused: %s", error)
+        self._refusals.count("offer", error)
         with contextlib.suppress(EngineError):
             pair.send(Refused(transfer_id, error.code, str(error)))
 

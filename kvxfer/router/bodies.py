@@ -13,7 +13,7 @@ from kvxfer.router.completion import CompletionRequest
 from kvxfer.router.errors import InvalidRequest
 from kvxfer.router.exchange import CHAT, COMPLETIONS
 
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class StreamOptions(BaseModel):

@@ -32,6 +32,7 @@ from kvxfer.errors import (
 from kvxfer.event_stream import EventParser
 from kvxfer.router.settings import Handshake
 from kvxfer.transfers import OpenedTransfer, Party
+from kvxfer.unreadable import UNREADABLE
 
 Chunk: TypeAlias = dict[str, Any]
 """A JSON object of OpenAI's API: an event of a stream, or a completion."""
@@ -204,7 +205,10 @@ class Exchange:
                 content = await anext(self._bytes)
             except (httpx.RequestError, StopAsyncIteration) as error:
                 raise _lost(party, error) from error
-            self._events.extend(event.data for event in self._parser.feed(content))
+            try:
+                self._events.extend(event.data for event in self._parser.feed(content))
+            except ProtocolError as error:
+                raise _unreadable(party, f"that is none ({error})") from error
         data = self._events.popleft()
         if data == "[DONE]":
             # Only a connection whose answer is read to its end can be used again.
@@ -214,7 +218,7 @@ class Exchange:
             return None
         try:
             chunk = msgspec.json.decode(data, type=dict[str, Any])
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise _unreadable(party, f"with an event that is no JSON object ({error})") from error
         if isinstance(problem := chunk.get("error"), Mapping):
             code, detail = str(problem.get("code")), str(problem.get("message"))
@@ -260,7 +264,7 @@ def _problem(party: Party, response: httpx.Response, content: bytes) -> KvxferEr
             refused = response.status_code == HTTPStatus.BAD_REQUEST
             return (InvalidArgument if refused else TransferError)(str(error["message"]))
         code, detail = str(problem["code"]), str(problem["detail"])
-    except (msgspec.DecodeError, KeyError):
+    except (*UNREADABLE, KeyError):
         return TransferError(
             f"the worker at {party.http_address} answered HTTP {response.status_code} without a "
             "problem document"

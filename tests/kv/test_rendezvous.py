@@ -10,6 +10,7 @@ from kvxfer.errors import (
     BlockStateError,
     InvalidArgument,
     LayoutMismatch,
+    LeaseExpired,
     OutOfBounds,
     PeerLost,
     ProtocolError,
@@ -17,6 +18,7 @@ from kvxfer.errors import (
     TransferCancelled,
     TransferRefused,
 )
+from kvxfer.kv.messages import Cancel, encode
 from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.kv.session_state import PrefillState
@@ -76,6 +78,26 @@ async def test_a_prefill_that_comes_after_decode_has_given_up_is_told_at_once(
         pytest.raises(TransferCancelled, match="cancelled by decode worker 'd': changed my mind"),
     ):
         await prefill.endpoint.prefill_session(ticket, hold)
+
+
+async def test_nobody_cancels_what_another_peer_has_offered(
+    pair: tuple[Worker, Worker], rng: random.Random, fabric: str
+) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode, transfer_id="known")
+    receiving = asyncio.create_task(receive(prefill, decode, ticket, 4))
+    await eventually(lambda: early_offers(prefill) == 1)
+    async with worker("e", fabric) as other:
+        peer = await other.engine.connect(prefill.engine.address)
+        peer.send(encode(Cancel("known", "it is not mine")))
+        # Answered in its order: the CANCEL was before it.
+        with pytest.raises(LeaseExpired):
+            forged = await other.endpoint.decode_session(
+                make_ticket(prefill, other), prefill.engine.address, 1, lease_seconds=0.5
+            )
+            await forged.wait()
+        assert early_offers(prefill) == 1
+        assert await send(prefill, ticket, 4, rng) == await receiving
 
 
 async def test_a_prefill_that_comes_after_decode_has_died_is_told_at_once(fabric: str) -> None:

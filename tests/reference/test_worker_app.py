@@ -54,6 +54,23 @@ async def test_a_completion_goes_through_both_workers(
     assert set(decode["timings"]) == {"prefill", "visible_transfer", "first_token", "decode"}
 
 
+async def test_metrics_say_what_moved_and_what_was_refused(
+    workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+) -> None:
+    prefill, decode = clients
+    body = workers.request("over HTTP", max_tokens=2).model_dump()
+    await asyncio.gather(*(client.post("/v1/completions", json=body) for client in clients))
+    body["kv_transfer_params"]["ticket"] = "forged"
+    forged = await prefill.post("/v1/completions", json=body)
+    assert forged.json()["code"] == "ticket-invalid"
+    text = (await prefill.get("/metrics")).text.splitlines()
+    assert "kvxfer_engine_peers 1.0" in text
+    assert 'kvxfer_refused_total{code="ticket-invalid",what="ticket"} 1.0' in text
+    sent = next(line for line in text if 'kvxfer_engine_bytes_total{direction="sent"}' in line)
+    received = (await decode.get("/metrics")).text
+    assert sent.replace("sent", "received") in received.splitlines()
+
+
 @pytest.mark.parametrize("with_usage", [False, True])
 async def test_decode_streams_a_token_per_event(
     with_usage: bool,

@@ -2,6 +2,7 @@
 // operation and the cause. Nothing in the engine throws across its public interface.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -35,6 +36,7 @@ enum class Errc : std::uint16_t {
   fabric_unavailable,
   nic_lost,
 };
+inline constexpr std::size_t kErrcs = static_cast<std::size_t>(Errc::nic_lost) + 1;
 
 // The code's public name, e.g. "peer-timeout"; the same in Python, REST and metrics.
 std::string_view name(Errc code);

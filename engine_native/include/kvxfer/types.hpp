@@ -184,14 +184,26 @@ struct Completion {
   std::uint64_t timestamp_ns = 0;  // CLOCK_MONOTONIC
 };
 
+// How often something was refused, and why.
+struct Refusals {
+  std::uint64_t total = 0;
+  std::array<std::uint64_t, kErrcs> by_code{};
+
+  void count(Errc why, std::uint64_t times = 1) {
+    total += times;
+    by_code[static_cast<std::size_t>(why)] += times;
+  }
+};
+
 struct EngineStats {
   std::uint64_t bytes_sent = 0;      // delivered payload
   std::uint64_t bytes_received = 0;  // placed payload
   std::uint64_t writes_posted = 0;   // given to a path, also again
   std::uint64_t writes_sent = 0;     // of those, delivered
   std::uint64_t writes_received = 0;
-  std::uint64_t writes_refused = 0;  // arrived and dropped: no region, bounds or live counter
-  std::uint64_t handshakes_refused = 0;
+  Refusals writes_refused;      // arrived and dropped: no region, bounds or live counter
+  Refusals handshakes_refused;  // connections that were not let in: strangers, lanes, rendezvous
+  Refusals peers_refused;       // peers cut off for what they did
   std::uint64_t peers = 0;
 };
 

@@ -27,6 +27,10 @@ class Acceptor::Inbound final : private StreamOwner {
 
   bool ended() const { return ended_; }
   std::uint64_t started_ns() const { return started_ns_; }
+  void refuse(Errc why) {
+    ended_ = true;
+    acceptor_.events_->on_handshake_refused(why);
+  }
 
  private:
   void on_input(std::string& in) override {
@@ -40,7 +44,7 @@ class Acceptor::Inbound final : private StreamOwner {
         ended_ = true;
         return acceptor_.events_->on_lane_hello(stream_->release(), in.substr(0, kHelloBytes));
       case HelloKind::unknown:
-        return refuse();
+        return refuse(Errc::protocol_error);
     }
   }
 
@@ -48,19 +52,16 @@ class Acceptor::Inbound final : private StreamOwner {
     std::string out;
     const auto done = handshake_.advance(in, out);
     stream_->write(std::move(out));
-    if (!done) return refuse();
+    if (!done) return refuse(done.error().code);
     if (!*done) return;
     ended_ = true;
     acceptor_.events_->on_accepted(std::move(stream_), handshake_.session());
   }
 
-  void refuse() {
-    ended_ = true;
-    acceptor_.events_->on_handshake_refused();
-  }
-
   void on_sent() override {}
-  void on_stream_lost(Error) override { ended_ = true; }
+  void on_stream_lost(Error error) override {
+    if (!ended_) refuse(error.code);
+  }
 
   Acceptor& acceptor_;
   std::unique_ptr<Stream> stream_;
@@ -93,7 +94,9 @@ Result<void> Acceptor::start(const Identity& identity, Poller& poller, AcceptorE
 void Acceptor::expire(std::uint64_t deadline_ns) {
   listener_.resume();
   std::erase_if(inbound_, [&](const auto& inbound) {
-    return inbound->ended() || inbound->started_ns() < deadline_ns;
+    const bool late = !inbound->ended() && inbound->started_ns() < deadline_ns;
+    if (late) inbound->refuse(Errc::deadline_exceeded);
+    return inbound->ended();
   });
 }
 
@@ -101,8 +104,8 @@ void Acceptor::accept(UniqueFd socket) {
   if (inbound_.size() >= kMaxInbound) {
     expire(0);
     if (inbound_.size() >= kMaxInbound) {
+      inbound_.front()->refuse(Errc::backpressure);
       inbound_.erase(inbound_.begin());
-      events_->on_handshake_refused();
     }
   }
   auto inbound = std::make_unique<Inbound>(*this);

@@ -20,7 +20,7 @@ class AcceptorEvents {
   virtual void on_accepted(std::unique_ptr<Stream> stream, const Session& session) = 0;
   // A further connection of a session; its hello is not checked yet.
   virtual void on_lane_hello(UniqueFd socket, const std::string& hello) = 0;
-  virtual void on_handshake_refused() = 0;
+  virtual void on_handshake_refused(Errc why) = 0;
 
  protected:
   ~AcceptorEvents() = default;

@@ -94,7 +94,8 @@ def _handler_of(owner: BootstrapServer) -> type[BaseHTTPRequestHandler]:
 
         def do_PUT(self) -> None:
             length = self.headers.get("Content-Length", "")
-            if self.path != _PATH or not length.isdecimal() or int(length) > MAX_LENGTH:
+            digits = length.isdecimal() and len(length) <= len(str(MAX_LENGTH))
+            if self.path != _PATH or not digits or int(length) > MAX_LENGTH:
                 self._answer(HTTPStatus.BAD_REQUEST, f"PUT an introduction to {_PATH}")
                 return
             try:

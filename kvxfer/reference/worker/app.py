@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvxfer.errors import KvxferError
 from kvxfer.http_answer import DONE, EventStream, data_event, while_connected
@@ -23,7 +24,8 @@ from kvxfer.reference.worker.service import WorkerService
 
 
 def make_app(service: WorkerService) -> FastAPI:
-    """`POST /v1/completions`, `POST /v1/chat/completions` and `GET /healthz` of one worker."""
+    """`POST /v1/completions`, `POST /v1/chat/completions`, `GET /healthz` and `GET /metrics` of one
+    worker."""
     app = FastAPI(title="kvxfer worker")
     problems.install(app)
 
@@ -44,6 +46,10 @@ def make_app(service: WorkerService) -> FastAPI:
     @app.get("/healthz")
     async def health() -> Health:
         return service.health()
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     return app
 

@@ -40,6 +40,7 @@ from kvxfer.reference.worker.compute import Abandon, ComputeThread
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
 from kvxfer.reference.worker.text_stream import TextStream
+from kvxfer.worker_metrics import WorkerMetrics
 
 
 @dataclass(slots=True)
@@ -87,6 +88,7 @@ class WorkerService:
         self._endpoint = endpoint
         self._engine = engine
         self._compute = compute
+        self._metrics = WorkerMetrics(engine, endpoint)
         self._requests = 0
         self._meter = LoadMeter()
 
@@ -113,6 +115,10 @@ class WorkerService:
             free_blocks=self._pool.num_free,
             running=self._requests,
         )
+
+    def metrics(self) -> bytes:
+        """In Prometheus' format."""
+        return self._metrics.render()
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """Answers a request with this worker's side of it.

@@ -8,6 +8,7 @@ import msgspec
 
 from kvxfer.errors import InvalidArgument, ProtocolError
 from kvxfer.prompt_digest import prompt_digest
+from kvxfer.unreadable import UNREADABLE
 
 
 class Tail(msgspec.Struct, frozen=True, array_like=True):
@@ -33,7 +34,7 @@ def decode_tail(data: bytes, *, model: str, tokens: Sequence[int]) -> Tail:
     """
     try:
         tail = msgspec.msgpack.decode(data, type=Tail)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ProtocolError(
             f"the tail of a transfer cannot be read ({error}); run the same version of kvxfer on "
             "both sides"

@@ -13,7 +13,7 @@
 namespace kvxfer::local {
 namespace {
 
-// Half-open rendezvous that are kept; one more closes the oldest.
+// Half-open rendezvous that are kept; one more closes the oldest stranger's.
 constexpr std::size_t kMaxRendezvous = 256;
 
 }  // namespace
@@ -101,10 +101,8 @@ void LocalDomain::expire(std::uint64_t deadline_ns) {
   std::vector<std::unique_ptr<Rendezvous>> late(std::make_move_iterator(expired),
                                                 std::make_move_iterator(rendezvous_.end()));
   rendezvous_.erase(expired, rendezvous_.end());
-  for (const auto& rendezvous : late) {
-    events_.on_local_link(rendezvous->session(),
-                          Error{Errc::deadline_exceeded, "the local rendezvous did not finish"});
-  }
+  const Error error{Errc::deadline_exceeded, "the local rendezvous did not finish"};
+  for (const auto& rendezvous : late) report(*rendezvous, error);
 }
 
 void LocalDomain::on_events(std::uint32_t) {
@@ -113,7 +111,13 @@ void LocalDomain::on_events(std::uint32_t) {
 }
 
 void LocalDomain::accept(UniqueFd socket) {
-  if (rendezvous_.size() >= kMaxRendezvous) rendezvous_.erase(rendezvous_.begin());
+  if (rendezvous_.size() >= kMaxRendezvous) {
+    const auto oldest = std::find_if(rendezvous_.begin(), rendezvous_.end(),
+                                     [](const auto& known) { return known->stranger(); });
+    events_.on_stranger_refused(Errc::backpressure);
+    if (oldest == rendezvous_.end()) return;
+    rendezvous_.erase(oldest);
+  }
   auto rendezvous = Rendezvous::accept(
       std::move(socket), [this](const SessionId& id) { return events_.find_session(id); }, poller_,
       host_, on_done());
@@ -131,6 +135,11 @@ void LocalDomain::finish(Rendezvous& rendezvous, Result<LocalLink> link) {
                                   [&](const auto& known) { return known.get() == &rendezvous; });
   ended_.push_back(std::move(*found));  // it is still running: destroyed with the next poll()
   rendezvous_.erase(found);
+  report(rendezvous, std::move(link));
+}
+
+void LocalDomain::report(const Rendezvous& rendezvous, Result<LocalLink> link) {
+  if (rendezvous.stranger()) return events_.on_stranger_refused(link.error().code);
   events_.on_local_link(rendezvous.session(), std::move(link));
 }
 

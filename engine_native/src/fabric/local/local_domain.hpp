@@ -17,6 +17,8 @@ class LocalEvents {
   virtual const Session* find_session(const SessionId& session) = 0;
   // The rendezvous of a session has ended, for initiator and acceptor alike.
   virtual void on_local_link(const SessionId& session, Result<LocalLink> link) = 0;
+  // Somebody connected who has not proved to be of a session.
+  virtual void on_stranger_refused(Errc why) = 0;
 
  protected:
   ~LocalEvents() = default;
@@ -50,6 +52,7 @@ class LocalDomain final : public Domain, private EventSink {
   void on_events(std::uint32_t events) override;
   void accept(UniqueFd socket);
   void finish(Rendezvous& rendezvous, Result<LocalLink> link);
+  void report(const Rendezvous& rendezvous, Result<LocalLink> link);
   Rendezvous::Done on_done();
 
   Listener listener_;

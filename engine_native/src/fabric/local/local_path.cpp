@@ -14,6 +14,9 @@ namespace {
 
 // Per call of poll(), so that heartbeats and other peers get their turn.
 constexpr std::uint64_t kPollBytes = 4u << 20;
+// More than the socket holds, so all that came before a batch is seen; and then others get their
+// turn.
+constexpr int kPollMessages = 1024;
 
 Error malformed(const char* what) {
   return {Errc::protocol_error, std::string("the peer's descriptor ring is malformed: ") + what};
@@ -216,7 +219,7 @@ Result<std::uint64_t> LocalPath::place(const BatchHead& head, Errc& status) {
 }
 
 void LocalPath::receive_regions() {
-  while (!lost_) {
+  for (int i = 0; i < kPollMessages && !lost_; ++i) {
     auto message = receive_message(socket_.get());
     if (!message) return lose(message.error());
     if (message->bytes.empty()) return;

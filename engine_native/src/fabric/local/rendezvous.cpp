@@ -69,6 +69,7 @@ Result<std::unique_ptr<Rendezvous>> Rendezvous::accept(UniqueFd socket, FindSess
   std::unique_ptr<Rendezvous> self(
       new Rendezvous(std::move(socket), Wait::hello, poller, host, std::move(done)));
   self->find_ = std::move(find);
+  self->stranger_ = true;
   self->pid_ = peer_pid(self->socket_.get());
   if (auto good = poller.add(self->socket_.get(), EPOLLIN, *self); !good) return good.error();
   return self;
@@ -129,6 +130,7 @@ Result<bool> Rendezvous::on_hello() {
     return Error{Errc::authentication_failed, "a local rendezvous without a session"};
   }
   session_ = *session;
+  stranger_ = false;
   if (auto good = take_descriptors(message->descriptors); !good) return good.error();
   auto ring = SharedRing::create();
   if (!ring) return ring.error();

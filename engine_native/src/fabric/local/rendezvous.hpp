@@ -56,6 +56,8 @@ class Rendezvous final : private EventSink {
 
   const SessionId& session() const { return session_.id; }
   std::uint64_t started_ns() const { return started_ns_; }
+  // Whoever connected has not proved to be of a session.
+  bool stranger() const { return stranger_; }
 
  private:
   enum class Wait { hello, reply, probe, verdict };
@@ -90,6 +92,7 @@ class Rendezvous final : private EventSink {
   UniqueFd wake_peer_;
   bool peer_reads_us_ = false;
   bool we_read_peer_ = false;
+  bool stranger_ = false;
   bool finished_ = false;
 };
 

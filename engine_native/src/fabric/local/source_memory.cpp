@@ -17,6 +17,8 @@ namespace kvxfer::local {
 namespace {
 
 constexpr std::size_t kMaxIovecs = 1024;  // the kernel's limit for one call
+// Of one peer, each a mapping: a process has 65,530 of those by default.
+constexpr std::size_t kMaxRegions = 8192;
 
 Errc read_error(int error) {
   if (error == EPERM || error == ENOSYS) return Errc::permission_denied;
@@ -30,6 +32,10 @@ Result<void> SourceMemory::add_region(std::uint32_t number, UniqueFd memfd, std:
   if (size == 0 || !sealed_against_shrinking(memfd.get()) || ::fstat(memfd.get(), &status) != 0 ||
       static_cast<std::uint64_t>(status.st_size) < size) {
     return Error{Errc::protocol_error, "the peer shared a region that is not a sealed memfd"};
+  }
+  if (regions_.size() >= kMaxRegions && !regions_.contains(number)) {
+    return Error{Errc::backpressure, "the peer shares more than " + std::to_string(kMaxRegions) +
+                                         " memory regions; let it register fewer, larger ones"};
   }
   const std::byte* data = map_aligned(memfd.get(), size, PROT_READ);
   if (!data) {

@@ -124,6 +124,8 @@ Result<void> NicLink::on_path_opened(ByteReader reader, std::uint64_t now) {
   const auto found = entries_.find(id);
   if (found == entries_.end()) return {};
   Entry& entry = found->second;
+  // A second one, while writes are under way.
+  if (entry.path->is_open()) return malformed("path_opened");
   if (status != Errc::ok) {
     retry(text);
     entries_.erase(found);
@@ -385,7 +387,9 @@ void NicLink::on_revoke(Imm imm, bool complete) {
   }
   regions_.forget_granted(imm);
   if (complete) return;
-  answering_.push_back(imm);
+  if (std::find(answering_.begin(), answering_.end(), imm) == answering_.end()) {
+    answering_.push_back(imm);
+  }
   answer_revokes();
 }
 

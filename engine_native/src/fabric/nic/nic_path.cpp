@@ -114,7 +114,7 @@ void NicPath::count_immediates(Imm imm, std::uint64_t writes, std::uint64_t byte
     reception_.stats.writes_received += writes;
     reception_.stats.bytes_received += bytes;
   } else {
-    reception_.stats.writes_refused += writes;
+    reception_.stats.writes_refused.count(Errc::stale_counter, writes);
   }
   if (consumed_ - credited_ >= std::max<std::uint64_t>(imm_window_ / 4, 1)) {
     credited_ = consumed_;

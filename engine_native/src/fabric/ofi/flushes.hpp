@@ -25,6 +25,7 @@ class Flushes {
  public:
   // One path's. It posts a write whenever more are wanted than were done when it posted the last.
   struct Entry {
+    Entry(PeerId of, Endpoint* on) : peer(of), endpoint(on) {}
     PeerId peer;
     Endpoint* endpoint;
     std::atomic<std::uint64_t> wanted = 0;

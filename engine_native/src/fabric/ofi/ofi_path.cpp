@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "bootstrap/bytes.hpp"
 #include "clock.hpp"
 #include "fabric/ofi/ofi_domain.hpp"
+#include "fabric/ofi/path_endpoint.hpp"
 
 namespace kvxfer::ofi {
 namespace {
@@ -34,34 +34,30 @@ OfiPath::OfiPath(NicPathIdentity identity, OfiDomain& domain, Endpoint& endpoint
 
 std::string OfiPath::endpoint() const {
   told_ = true;
-  return ByteWriter()
-      .put(endpoint_->token())
-      .put(landing_.address)
-      .put(landing_.rkey)
-      .put(kImmWindow)
-      .text(endpoint_->address())
-      .take();
+  return PathEndpoint{.token = endpoint_->token(),
+                      .landing_address = landing_.address,
+                      .landing_key = landing_.rkey,
+                      .imm_window = kImmWindow,
+                      .address = endpoint_->address()}
+      .encode();
 }
 
 Result<void> OfiPath::connect(std::string_view endpoint) {
-  ByteReader reader(endpoint);
-  const auto token = reader.get<std::uint64_t>();
-  landing_address_ = reader.get<std::uint64_t>();
-  landing_key_ = reader.get<std::uint64_t>();
-  const auto window = reader.get<std::uint64_t>();
-  const std::string address = reader.text();
-  if (!reader.finished()) return Error{Errc::protocol_error, "malformed ofi endpoint"};
-  if (endpoint_->met(token)) {
+  const auto theirs = PathEndpoint::decode(endpoint);
+  if (!theirs) return Error{Errc::protocol_error, "malformed ofi endpoint"};
+  landing_address_ = theirs->landing_address;
+  landing_key_ = theirs->landing_key;
+  if (endpoint_->met(theirs->token)) {
     if (told_) return Error{Errc::protocol_error, "the peer offers an endpoint a second time"};
-    auto fresh = domain_.exchange(*endpoint_, token);
+    auto fresh = domain_.exchange(*endpoint_, theirs->token);
     if (!fresh) return fresh.error();
     endpoint_ = fresh->endpoint;
     landing_ = std::move(fresh->landing);
   }
-  const auto to = endpoint_->attach(*this, address, token);
+  const auto to = endpoint_->attach(*this, theirs->address, theirs->token);
   if (!to) return to.error();
   to_ = *to;
-  set_peer_imm_window(window);
+  set_peer_imm_window(theirs->imm_window);
   may_greet_ = told_;
   if (may_greet_) endpoint_->allow_close();
   return {};

@@ -19,6 +19,8 @@ class Sender {
   Sender(int fd, std::size_t window_bytes) : fd_(fd), window_bytes_(window_bytes) {}
 
   bool has_room() const { return !sending() && unacked_bytes_ < window_bytes_; }
+  // Of the peer's batches, as far as it has not read them.
+  std::size_t acks_waiting() const { return acks_.size() + sending_acks_.size(); }
   // Whether bytes wait for the socket to become writable.
   bool blocked() const { return sending() || !acks_.empty(); }
 

@@ -3,6 +3,12 @@
 #include "clock.hpp"
 
 namespace kvxfer::tcp {
+namespace {
+
+// Of refused batches; a peer that reads never leaves so many.
+constexpr std::size_t kMaxAcksWaiting = 1u << 16;
+
+}  // namespace
 
 Result<std::unique_ptr<TcpPath>> TcpPath::open(UniqueFd socket, PathPeer peer,
                                                std::size_t window_bytes, Poller& poller,
@@ -37,6 +43,9 @@ void TcpPath::on_events(std::uint32_t events) {
   if (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) {
     if (auto good = receiver_.pump(); !good) return lose(good.error());
     last_heard_ns_ = now_ns();
+    if (sender_.acks_waiting() > kMaxAcksWaiting) {
+      return lose({Errc::backpressure, "it does not read what became of its writes"});
+    }
   }
   flush();
 }

@@ -1,0 +1,30 @@
+// An engine that knows the cluster key: signs what the fuzzer makes up.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "bootstrap/handshake.hpp"
+
+namespace kvxfer::fuzz {
+
+inline const std::string kClusterKey = "the key of the fuzzed cluster";
+
+Identity identity_of(std::uint8_t engine);
+
+// Of a reply to `hello`, and the key of the session that follows.
+struct SignedReply {
+  std::string bytes;
+  std::string transcript;
+  std::string session_key;
+};
+SignedReply sign_reply(std::string_view hello, const EngineId& server);
+// A proof or an accept; `key` and `transcript` are those of the session so far.
+std::string sign_introduction(std::string_view body, std::string_view key,
+                              std::string_view transcript, std::string_view purpose);
+// What follows from a reply that came.
+SignedReply read_reply(std::string_view hello, std::string_view reply);
+
+inline constexpr std::size_t kReplyBytes = 84;
+
+}  // namespace kvxfer::fuzz

@@ -1,0 +1,115 @@
+// What goes from hand to hand as bytes or text: MR descriptors, engine addresses, ends of NIC
+// paths; and the writes that are planned with a peer's descriptor.
+#include "bootstrap/bytes.hpp"
+#include "fabric/local/region_message.hpp"
+#include "fabric/ofi/path_endpoint.hpp"
+#include "input.hpp"
+#include "kvxfer/types.hpp"
+#include "paged_write.hpp"
+#include "targets.hpp"
+#ifdef KVXFER_HAVE_VERBS
+#include "fabric/verbs/path_endpoint.hpp"
+#endif
+
+namespace kvxfer::fuzz {
+namespace {
+
+void mr_descriptor(Input& input) {
+  const std::string_view bytes = input.rest();
+  const auto descriptor = MrDescriptor::decode(bytes);
+  if (descriptor) require(descriptor->encode() == bytes, "a descriptor reads as written");
+}
+
+void engine_address(Input& input) {
+  const auto address = EngineAddress::parse(input.rest());
+  if (!address) return;
+  const auto again = EngineAddress::parse(address->text());
+  require(again && again->text() == address->text(), "an address reads as written");
+}
+
+void nic_paths(Input& input) {
+  const bool ofi = input.flag();
+  const std::string_view bytes = input.rest();
+  if (ofi) {
+    const auto endpoint = ofi::PathEndpoint::decode(bytes);
+    if (endpoint) require(endpoint->encode() == bytes, "an ofi endpoint reads as written");
+    return;
+  }
+#ifdef KVXFER_HAVE_VERBS
+  const auto endpoint = verbs::PathEndpoint::decode(bytes);
+  if (endpoint) require(endpoint->encode() == bytes, "a verbs endpoint reads as written");
+#endif
+}
+
+void region_message(Input& input) {
+  const std::string_view bytes = input.rest();
+  const auto message = local::RegionMessage::parse(bytes);
+  if (message) require(message->bytes() == bytes, "a region message reads as written");
+}
+
+// Of all that is planned nothing leaves either region, whatever length a descriptor claims.
+void require_inside(const std::vector<WireWrite>& writes, std::uint64_t source,
+                    std::uint64_t destination, std::uint64_t bytes) {
+  std::uint64_t sum = 0;
+  for (const WireWrite& write : writes) {
+    require(write.length > 0 && write.length <= kMaxWriteBytes, "writes are of bounded length");
+    require(write.source <= source && write.length <= source - write.source, "sources are inside");
+    require(write.destination <= destination && write.length <= destination - write.destination,
+            "destinations are inside");
+    sum += write.length;
+  }
+  require(sum == bytes, "every byte is written once");
+}
+
+void single_write(Input& input) {
+  constexpr std::uint64_t kSource = 64u << 20;
+  const auto destination = input.get<std::uint64_t>();
+  const SingleWrite write{.source_offset = input.number(),
+                          .destination_offset = input.get<std::uint64_t>(),
+                          .length = input.flag() ? input.number() : input.get<std::uint32_t>()};
+  const unsigned shards = input.byte() % 65u;
+  const auto writes = plan_single(write, kSource, destination, shards);
+  if (writes) require_inside(*writes, kSource, destination, write.length);
+}
+
+void paged_write(Input& input) {
+  constexpr std::uint64_t kSource = 1u << 20;
+  const std::uint64_t destination = input.get<std::uint64_t>();
+  PagedWrite pages{.page_length = input.number(),
+                   .source_stride = input.number(),
+                   .destination_stride = input.number(),
+                   .source_offset = input.number(),
+                   .destination_offset = input.number()};
+  std::vector<std::int64_t> from;
+  std::vector<std::int64_t> to;
+  while (!input.empty() && from.size() < 4096) {
+    from.push_back(static_cast<std::int64_t>(input.number()));
+    to.push_back(static_cast<std::int64_t>(input.number()));
+  }
+  pages.source_pages = from;
+  pages.destination_pages = to;
+  const auto writes = plan_pages(pages, kSource, destination, {});
+  if (writes) require_inside(*writes, kSource, destination, from.size() * pages.page_length);
+}
+
+}  // namespace
+
+void descriptors(std::string_view bytes) {
+  Input input(bytes);
+  switch (input.below(6)) {
+    case 0:
+      return mr_descriptor(input);
+    case 1:
+      return engine_address(input);
+    case 2:
+      return nic_paths(input);
+    case 3:
+      return region_message(input);
+    case 4:
+      return single_write(input);
+    default:
+      return paged_write(input);
+  }
+}
+
+}  // namespace kvxfer::fuzz

@@ -1,0 +1,72 @@
+// A NIC that does what a fuzzer says: its paths finish, lose and count when they are told to.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fabric/nic/nic_domain.hpp"
+
+namespace kvxfer::fuzz {
+
+class ScriptedPath;
+
+class ScriptedNic final : public NicDomain {
+ public:
+  ScriptedNic(std::string name, bool windows, Reception reception, NicEvents& events);
+
+  std::string_view fabric() const override { return "scripted"; }
+  void poll() override {}
+  bool prepare_sleep() override { return true; }
+  void finish_sleep() override {}
+  const NicInfo& info() const override { return info_; }
+  bool usable() const override { return up; }
+  bool has_windows() const override { return windows_; }
+  Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
+  Result<std::unique_ptr<NicPath>> open_path(NicPathIdentity identity) override;
+
+  bool up = true;
+  bool refuses = false;  // to open paths
+  std::vector<ScriptedPath*> paths;
+
+ private:
+  friend class ScriptedPath;
+
+  NicInfo info_;
+  bool windows_;
+  Reception reception_;
+  NicEvents& events_;
+  NicLoad load_{.bits_per_second = 1'000'000'000};
+};
+
+class ScriptedPath final : public NicPath {
+ public:
+  ScriptedPath(NicPathIdentity identity, ScriptedNic& nic);
+  ~ScriptedPath() override;
+
+  std::string_view fabric() const override { return "scripted"; }
+  std::string endpoint() const override;
+  // An endpoint of the verbs fabric, where it is built: its decoder reads what the peer sent.
+  Result<void> connect(std::string_view endpoint) override;
+  std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
+  void shut() override { shut_ = true; }
+  bool open_window(const MemoryRegion& grant) override;
+  void close_window(std::uint64_t grant) override { windows_.erase(grant); }
+  bool has_windows_of(const MemoryRegion&) const override { return !windows_.empty(); }
+  std::optional<RemoteKey> window(std::uint64_t grant) const override;
+
+  // What the NIC reports.
+  void complete() { finish(++completed_); }
+  void arrive(Imm imm, std::uint64_t writes) { count_immediates(imm, writes, writes); }
+  void break_down() { lose({Errc::nic_lost, "broken"}); }
+  void open_windows();
+
+ private:
+  ScriptedNic& nic_;
+  std::uint64_t completed_ = 0;
+  bool shut_ = false;
+  std::map<std::uint64_t, RemoteKey> windows_;  // by grant; valid once open
+};
+
+}  // namespace kvxfer::fuzz

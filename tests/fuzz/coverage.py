@@ -1,0 +1,26 @@
+"""Lines of decoders, and which of them were reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Coverage:
+    def __init__(self) -> None:
+        self.missed: dict[str, list[int]] = {}
+        """The lines that were not reached, by file."""
+        self._reached = 0
+        self._lines = 0
+
+    def add(self, file: str, lines: Mapping[int, bool]) -> None:
+        """The lines of one file, and whether each was reached. There have to be some."""
+        if not lines:
+            raise LookupError(f"none of the functions of {file} that are to be covered was found")
+        self._lines += len(lines)
+        self._reached += sum(lines.values())
+        if missed := sorted(line for line, reached in lines.items() if not reached):
+            self.missed[file] = missed
+
+    @property
+    def percent(self) -> float:
+        return 100 * self._reached / self._lines

@@ -1,0 +1,24 @@
+"""The Python decoders as functions of bytes.
+
+Each module here is a target: `run(data)`, which raises where a promise is broken, and `DECODERS`:
+the files that it is to cover, and of each the functions, or None for all.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Final
+
+TARGETS: Final = (
+    "messages",
+    "tickets",
+    "answers",
+    "router_bodies",
+    "sglang_bootstrap",
+    "endpoint",
+)
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}")

@@ -1,0 +1,1 @@
+"""The KV transfer as a Promela model, and what Spin has to say about it."""

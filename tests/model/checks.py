@@ -1,0 +1,115 @@
+"""What is checked: sizes of the model, and defences that are taken away to see it fail."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+class Search(enum.StrEnum):
+    """How Spin goes through the states."""
+
+    EXHAUSTIVE = "exhaustive"
+    BITSTATE = "bitstate"  # a minute in a random order, two bits for each state: a part of them
+    FORMULA = "formula"  # LTL, with weak fairness
+    CYCLES = "cycles"  # that there are none
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One run of Spin. refuted: the invariant that has to be violated; None: none may be."""
+
+    name: str
+    defines: Mapping[str, str | int | None]
+    search: Search = Search.EXHAUSTIVE
+    formula: str | None = None
+    refuted: str | None = None
+
+
+def _alone(faults: int, *switches: str) -> dict[str, str | int | None]:
+    """One transfer of one pair, with one block."""
+    sizes = {"TRANSFERS": 1, "SLOTS": 1, "TOPOLOGY": "ONE_PAIR", "FAULTS": faults}
+    return {**sizes, **dict.fromkeys(switches)}
+
+
+def _together(
+    transfers: int, topology: str, faults: int, *switches: str
+) -> dict[str, str | int | None]:
+    sizes = {"TRANSFERS": transfers, "SLOTS": 2, "TOPOLOGY": topology, "FAULTS": faults}
+    return {**sizes, **dict.fromkeys(switches)}
+
+
+_PAIRS: Final = {
+    "two pairs, one decode worker": "SHARED_DECODE",
+    "two pairs, one prefill worker": "SHARED_PREFILL",
+    "one pair, two transfers": "ONE_PAIR",
+}
+
+SMALL: Final = Check("one transfer, 2 strikes, NIC", _alone(2, "NIC"))
+
+CHECKS: Final = (
+    Check("one transfer, 3 strikes, receiver", _alone(3, "WITH_KEEP")),
+    Check("one transfer, 3 strikes, NIC", _alone(3, "NIC", "WITH_KEEP")),
+    Check("the same without leases", _alone(3, "NIC", "WITH_KEEP", "WITHOUT_LEASES")),
+    *(
+        Check(f"{name}, 1 strike, {placer}", _together(2, topology, 1, *switches))
+        for name, topology in _PAIRS.items()
+        for placer, switches in (("receiver", ()), ("NIC", ("NIC",)))
+    ),
+    Check(
+        "two pairs, one decode worker, without leases",
+        _together(2, "SHARED_DECODE", 1, "NIC", "WITHOUT_LEASES"),
+    ),
+    Check("every run ends", _alone(2, "NIC", "WITH_KEEP"), Search.CYCLES),
+    Check(
+        "every page taken is returned",
+        _alone(2, "NIC", "WITH_KEEP", "FORMULAS"),
+        Search.FORMULA,
+        formula="pages_return",
+    ),
+    Check(
+        "each side learns of the other's end",
+        _alone(2, "NIC", "WITH_KEEP", "FORMULAS", "WITHOUT_LEASES"),
+        Search.FORMULA,
+        formula="peers_learn",
+    ),
+)
+
+LARGE: Final = (
+    Check(
+        "two pairs, one decode worker, 2 strikes, NIC",
+        _together(2, "SHARED_DECODE", 2, "NIC"),
+        Search.BITSTATE,
+    ),
+    Check(
+        "three transfers, one decode worker, 3 strikes, NIC",
+        _together(3, "SHARED_DECODE", 3, "NIC", "WITH_KEEP"),
+        Search.BITSTATE,
+    ),
+)
+
+
+def _mutation(name: str, refuted: int, *switches: str) -> Check:
+    return Check(name, _alone(2, *switches), refuted=f"invariant {refuted}")
+
+
+FENCE_REMOVED: Final = Check(
+    "fence removed",
+    _together(2, "SHARED_DECODE", 1, "NIC", "WITHOUT_FENCE"),
+    refuted="invariant 1",
+)
+
+MUTATIONS: Final = (
+    FENCE_REMOVED,
+    _mutation("cancel frees at once, the NIC is not asked", 1, "NIC", "WITHOUT_REVOKE"),
+    _mutation("path of a late writer is not reset", 1, "NIC", "WITHOUT_RESET"),
+    _mutation("grants are not checked", 1, "WITHOUT_GRANTS"),
+    _mutation("prefill frees what is under way", 1, "WITHOUT_PINS"),
+    _mutation("leases never end", 2, "WITH_ENDLESS_LEASES"),
+    _mutation("DONE's total is ignored", 3, "WITHOUT_TOTAL"),
+    _mutation("prefill says nothing when it gives up", 4, "WITHOUT_LEASES", "WITHOUT_LAST_WORDS"),
+    _mutation("heartbeats are not watched", 4, "WITHOUT_LEASES", "WITHOUT_HEARTBEATS"),
+    _mutation("epochs are not checked", 5, "WITHOUT_EPOCHS"),
+)

@@ -1,0 +1,123 @@
+/* What the two engines of a transfer do: its writes, and the connection that has its number. */
+
+/* Connection gone, or heartbeats that stay away. Real time is not in the model: that this takes less
+   than a second is what the engine's peer_timeout is for. */
+#ifdef WITHOUT_HEARTBEATS
+#define GONE(c, w) (!connection[c].open)
+#else
+#define GONE(c, w) (!connection[c].open || worker[w].life == FROZEN)
+#endif
+
+#define OVER(t, c) (x[t].over == c)
+
+#define PREFILL_RUNS(t) (x[t].over != NOBODY && UP(PREFILL_OF(t)) && !CONNECTION(t).prefill_lost)
+
+proctype engines(byte n)
+{
+end:
+  do
+  :: d_step { x[n].queued > 0 && PREFILL_RUNS(n) -> x[n].queued--; x[n].posted++ }
+
+  :: d_step { x[n].posted > 0 && LANDS(n) && PLACES(n) && GRANTED(n) ->
+       x[n].posted--;
+       x[n].landed++;
+       land(n)
+     }
+  :: d_step { x[n].posted > 0 && LANDS(n) && PLACES(n) && !GRANTED(n) ->
+       x[n].posted--;
+       x[n].refused++
+     }
+  :: d_step { x[n].orphaned > 0 && LANDS(n) && PLACES(n) ->
+       x[n].orphaned--;
+       if :: GRANTED(n) -> land(n) :: else fi;
+       retire(n)
+     }
+
+  :: d_step { x[n].landed > 0 && PREFILL_RUNS(n) -> x[n].landed-- }
+  :: d_step { x[n].refused > 0 && PREFILL_RUNS(n) -> x[n].refused--; x[n].failed = 1 }
+
+#ifdef NIC
+  /* Frame revoke: nothing more is posted. Frame revoked: nothing is under way. */
+  :: d_step { x[n].revoking && !x[n].revoked && PREFILL_RUNS(n) && CONNECTION(n).open ->
+       x[n].revoked = 1;
+       cancel_writes(n)
+     }
+  :: d_step { x[n].revoking && x[n].revoked && POSTED(n) == 0 &&
+              PREFILL_RUNS(n) && CONNECTION(n).open && UP(DECODE_OF(n)) ->
+       end_revocation(n);
+       retire(n)
+     }
+  /* No answer in time: decode resets its paths, of which prefill hears. */
+  :: d_step { x[n].revoking && UP(DECODE_OF(n)) ->
+#ifndef WITHOUT_RESET
+       x[n].cut = 1;
+       drop_orphans(n);
+#endif
+       end_revocation(n);
+       retire(n)
+     }
+  :: d_step { x[n].cut && PREFILL_RUNS(n) && x[n].queued + x[n].posted > 0 ->
+       x[n].queued = 0;
+       x[n].posted = 0;
+       x[n].failed = 1
+     }
+#endif
+
+  /* DomainGroup::close_peer() at decode: the fence, then whoever waits may take memory back. */
+  :: d_step { connection[n].used && UP(DECODE_OF(n)) && !connection[n].decode_lost &&
+              GONE(n, PREFILL_OF(n)) ->
+       connection[n].decode_lost = 1;
+       connection[n].open = 0;
+       for (i : 0 .. TRANSFERS - 1) {
+         if
+         :: OVER(i, n) ->
+              drop_orphans(i);
+              if :: x[i].revoking -> end_revocation(i) :: else fi;
+              retire(i)
+         :: else
+         fi
+       };
+       skip
+     }
+  /* Reception.drop() at decode. */
+  :: d_step { connection[n].used && UP(DECODE_OF(n)) && connection[n].decode_lost &&
+              !connection[n].decode_told ->
+       connection[n].decode_told = 1;
+       for (i : 0 .. TRANSFERS - 1) {
+         if
+         :: OVER(i, n) ->
+              forget(to_decode[i]);
+              decode_gives_up(i, DE_PEER_LOST);
+              retire(i)
+         :: else
+         fi
+       };
+       skip
+     }
+
+  /* At prefill: its operations end. */
+  :: d_step { connection[n].used && UP(PREFILL_OF(n)) && !connection[n].prefill_lost &&
+              GONE(n, DECODE_OF(n)) ->
+       connection[n].prefill_lost = 1;
+       connection[n].open = 0;
+       for (i : 0 .. TRANSFERS - 1) {
+         if :: OVER(i, n) -> orphan_writes(i); retire(i) :: else fi
+       };
+       skip
+     }
+  :: d_step { connection[n].used && UP(PREFILL_OF(n)) && connection[n].prefill_lost &&
+              !connection[n].prefill_told ->
+       connection[n].prefill_told = 1;
+       for (i : 0 .. TRANSFERS - 1) {
+         if
+         :: PREFILL_OF(i) == PREFILL_OF(n) && DECODE_OF(i) == DECODE_OF(n) ->
+              if :: OVER(i, n) -> forget(to_prefill[i]) :: else fi;
+              prefill_loses_decode(i, n);
+              retire(i)
+         :: else
+         fi
+       };
+       skip
+     }
+  od
+}

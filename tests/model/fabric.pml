@@ -1,0 +1,88 @@
+/* The writes of a transfer; who may place them; and taking that back. */
+
+/* Decode's end is closed. tcp and local: its engine thread places the bytes, and does so no more.
+   NICs: the queue pair is in ERR. */
+#ifdef WITHOUT_FENCE
+#define FENCED(t) (worker[DECODE_OF(t)].life == DEAD)
+#else
+#define FENCED(t) (CONNECTION(t).decode_lost)
+#endif
+#define LANDS(t) (!FENCED(t) && !x[t].cut)
+
+/* Operation.cancel(): nothing more is posted; what is posted is waited for. */
+inline cancel_writes(t)
+{
+  if
+  :: x[t].queued > 0 -> x[t].queued = 0; x[t].failed = 1
+  :: else
+  fi
+}
+
+/* Prefill's end of the connection is gone: its operations have ended. What is on the wire may still
+   land, unless decode has closed its end too. */
+inline orphan_writes(t)
+{
+  if :: UNDER_WAY(t) > 0 -> x[t].failed = 1 :: else fi;
+  if :: LANDS(t) -> x[t].orphaned = x[t].orphaned + x[t].posted :: else fi;
+  x[t].queued = 0;
+  x[t].posted = 0;
+  x[t].landed = 0;
+  x[t].refused = 0
+}
+
+inline drop_orphans(t)
+{
+  if :: !LANDS(t) -> x[t].orphaned = 0 :: else fi
+}
+
+/* A NIC places bytes even while the process of decode is frozen, and whatever its sender posts. */
+#ifdef NIC
+#define PLACES(t) true
+#define GRANTED(t) true
+#else
+#define PLACES(t) UP(DECODE_OF(t))
+#ifdef WITHOUT_GRANTS
+#define GRANTED(t) true
+#else
+#define GRANTED(t) (x[t].live)
+#endif
+#endif
+
+inline land(t)
+{
+  REQUIRE(invariant_1, owner[BLOCK_OF(t)] == t &&
+          (block[BLOCK_OF(t)] == OFFERED || block[BLOCK_OF(t)] == RECEIVING));
+  if :: x[t].live -> x[t].count++ :: else fi
+}
+
+inline free_block(t)
+{
+  block_becomes(BLOCK_OF(t), FREE);
+  owner[BLOCK_OF(t)] = NOBODY;
+  x[t].count = 0
+}
+
+/* counter.revoke(): afterwards no write with its immediate lands. Where NICs place the bytes, that
+   takes an answer, or a reset of the paths. */
+inline revoke(t)
+{
+  if
+  :: !x[t].live -> free_block(t)
+  :: else ->
+       x[t].live = 0;
+#if defined(NIC) && !defined(WITHOUT_REVOKE)
+       if
+       :: CONNECTION(t).decode_lost -> free_block(t)
+       :: else -> x[t].revoking = 1
+       fi
+#else
+       free_block(t)
+#endif
+  fi
+}
+
+inline end_revocation(t)
+{
+  x[t].revoking = 0;
+  free_block(t)
+}
