@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack clean
+.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate clean
 
 demo:
 	@scripts/setup demo
@@ -72,6 +72,11 @@ soak:
 attack:
 	@scripts/setup test
 	@scripts/attack
+
+# SEEDS=… of a fleet on virtual time; SIMULATE="--json" and the like for the rest.
+simulate:
+	@scripts/setup test
+	@scripts/simulate --seeds $(or $(SEEDS),100000) $(SIMULATE)
 
 clean:
 	rm -rf build dist .venv

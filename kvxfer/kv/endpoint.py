@@ -97,7 +97,7 @@ class KvEndpoint:
         self._pairs = Pairs(engine, cache, self._identity, connect_timeout, checksums=checksums)
         self._ledger = TransferLedger()
         self._refusals = Refusals()
-        self._decodes: set[DecodeSession] = set()
+        self._decodes: dict[DecodeSession, None] = {}  # in the order of their beginning
         self._rendezvous = Rendezvous(
             instance_id,
             cache.layout,
@@ -307,14 +307,16 @@ class KvEndpoint:
         with contextlib.ExitStack() as undo:
             blocks = self._blocks(wanted)
             undo.callback(blocks.release)
+            ranges = [grant_ranges(self._cache, pair.inbound_plan, blocks.ids) for pair in pairs]
+            # Now, so that a request which finds no free blocks may try again with its ticket, and
+            # one whose ticket was used takes no counter: giving it back asks its writer first.
+            self._ledger.claim(claims, "decode session")
             inbounds = []
-            for pair in pairs:
+            for pair, granted in zip(pairs, ranges, strict=True):
                 counter = self._engine.counter(pair.peer)
                 undo.callback(counter.release)
-                grants = counter.grant(grant_ranges(self._cache, pair.inbound_plan, blocks.ids))
+                grants = counter.grant(granted)
                 inbounds.append(Inbound(pair, claims.transfer_id, counter, grants))
-            # Last, so that a request which finds no free blocks may try again with its ticket.
-            self._ledger.claim(claims, "decode session")
             session = DecodeSession(
                 claims,
                 ticket,
@@ -326,7 +328,7 @@ class KvEndpoint:
                 self._decode_ended,
             )
             undo.pop_all()
-        self._decodes.add(session)
+        self._decodes[session] = None
         return session
 
     def _blocks(self, wanted: int | TargetBlocks) -> TargetBlocks:
@@ -349,7 +351,7 @@ class KvEndpoint:
             )
 
     def _decode_ended(self, session: DecodeSession) -> None:
-        self._decodes.discard(session)
+        self._decodes.pop(session, None)
         self._brokered.ended(session)
 
     def _prefill_ended(self, session: PrefillSession) -> None:

@@ -45,7 +45,8 @@ async def follow_first_rank(
     take(pair.hello)
     pair.peer.on_lost(lambda _: known.set())
     try:
-        await asyncio.wait_for(known.wait(), _REGISTRATION_SECONDS)
+        async with asyncio.timeout(_REGISTRATION_SECONDS):
+            await known.wait()
     except TimeoutError:
         raise DeadlineExceeded(
             f"the first rank of {identity.instance_id!r}, at {address}, was not registered within "

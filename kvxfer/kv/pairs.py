@@ -76,7 +76,10 @@ class Pairs:
             raise peer.error or PeerLost(f"the engine at {address} was lost while connecting to it")
         pair = self.of(peer)
         try:
-            await asyncio.wait_for(pair.greeted(), give_up - time.monotonic())
+            # Not wait_for(): before Python 3.12 it forgets that it was cancelled where the HELLO
+            # comes at that moment.
+            async with asyncio.timeout(give_up - time.monotonic()):
+                await pair.greeted()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the engine at {address} did not introduce a KV cache within "
@@ -116,6 +119,8 @@ class Pairs:
             *(self._meet_prefill(ticket, addresses[rank]) for rank in ranks)
         )
         for rank, pair in zip(ranks, pairs, strict=True):
+            if pair.error is not None:
+                raise pair.error  # lost while the others were met
             if pair.hello.layout != theirs.of_rank(rank):
                 raise InvalidArgument(
                     f"the engine at {addresses[rank]} is rank {pair.hello.layout.rank} of "

@@ -6,7 +6,7 @@ import heapq
 import time
 from typing import Literal, TypeAlias
 
-from kvxfer.errors import KvxferError, TicketInvalid
+from kvxfer.errors import KvxferError, TicketExpired, TicketInvalid
 from kvxfer.kv.messages import Hello
 from kvxfer.ticket import Ticket
 
@@ -27,8 +27,13 @@ class TransferLedger:
 
     def claim(self, ticket: Ticket, use: Use, rank: int = 0) -> None:
         """Uses the ticket once for `use` by a rank of the peer. Raises TicketInvalid the second
-        time."""
-        self._forget_expired()
+        time, and TicketExpired where it has expired since it was verified: then nothing is known
+        of its first use."""
+        if self._forget_expired() >= ticket.expires_at:
+            raise TicketExpired(
+                f"the ticket of transfer {ticket.transfer_id} expired before its {use}; "
+                "send the request again for a new one"
+            )
         uses = self._remember(ticket)
         if (use, rank) in uses:
             raise TicketInvalid(
@@ -77,10 +82,12 @@ class TransferLedger:
             heapq.heappush(self._expiries, (ticket.expires_at, ticket.transfer_id))
         return uses
 
-    def _forget_expired(self) -> None:
+    def _forget_expired(self) -> float:
+        """Returns the time."""
         now = time.time()
         while self._expiries and self._expiries[0][0] <= now:
             _, transfer_id = heapq.heappop(self._expiries)
             self._used.pop(transfer_id, None)
             self._bearers.pop(transfer_id, None)
             self._failures.pop(transfer_id, None)
+        return now

@@ -155,6 +155,20 @@ async def test_a_ticket_is_good_for_one_transfer(
         await prefill.endpoint.prefill_session(ticket, hold)
 
 
+async def test_a_ticket_that_was_used_takes_no_counter(
+    fabric: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where NICs place the bytes, giving one back would hold the event loop up."""
+    async with worker("p", fabric) as prefill, worker("d", fabric) as decode:
+        ticket = make_ticket(prefill, decode)
+        first = await decode.endpoint.decode_session(ticket, prefill.engine.address, 3)
+        monkeypatch.setattr(decode.engine, "counter", None)
+        with pytest.raises(TicketInvalid):
+            await decode.endpoint.decode_session(ticket, prefill.engine.address, 3)
+        assert decode.pool.num_free == NUM_BLOCKS - 3
+        await first.cancel("enough")
+
+
 async def test_layouts_that_differ_are_refused_by_name_before_a_block_is_taken(
     fabric: str,
 ) -> None:

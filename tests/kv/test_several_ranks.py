@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 
+from kvxfer.engine import Peer
 from kvxfer.errors import (
     InvalidArgument,
     LeaseExpired,
@@ -231,3 +232,24 @@ async def test_a_rank_that_gets_nothing_from_a_prefill_rank_is_not_met_by_it(fab
             await receiver.cancel("enough")
         with pytest.raises(InvalidArgument, match="1 engine addresses"):
             await ranks.decode[0].endpoint.decode_session(ranks.ticket(), ranks.addresses[1], 3)
+
+
+async def test_a_rank_lost_while_another_is_met_leaves_no_session_behind(
+    fabric: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(fabric, sized(LAYOUT, 2, 1), LAYOUT) as ranks:
+        [decode] = ranks.decode
+        connect = decode.engine.connect
+
+        async def connect_and_lose_the_first(address: str, timeout: float = 2.0) -> Peer:
+            peer = await connect(address, timeout)
+            if address == ranks.addresses[1]:
+                [first] = [each for each in decode.engine.peers if each is not peer]
+                first.fence()
+                await eventually(lambda: not first.alive)
+            return peer
+
+        monkeypatch.setattr(decode.engine, "connect", connect_and_lose_the_first)
+        with pytest.raises(PeerError):
+            await ranks.offers(ranks.ticket())
+        assert not decode.endpoint._decodes

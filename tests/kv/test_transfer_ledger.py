@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kvxfer.errors import TicketInvalid, TransferCancelled
+from kvxfer.errors import TicketExpired, TicketInvalid, TransferCancelled
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import PROTOCOL_VERSION, Hello
 from kvxfer.kv.transfer_ledger import TransferLedger
@@ -77,11 +77,14 @@ def test_the_first_failure_is_remembered() -> None:
     assert ledger.failure("unknown") is None
 
 
-def test_transfers_are_forgotten_when_their_tickets_expire() -> None:
+def test_transfers_are_forgotten_when_their_tickets_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = TransferLedger()
-    ledger.claim(ticket("late", seconds=-1), "offer")
+    late = ticket("late", seconds=30)
+    ledger.claim(late, "offer")
     ledger.fail("late", TransferCancelled("gone"))
+    monkeypatch.setattr(time, "time", lambda: late.expires_at)
     ledger.claim(ticket("fresh"), "offer")
     assert len(ledger) == 1
     assert ledger.failure("late") is None
-    ledger.claim(ticket("late"), "offer")
+    with pytest.raises(TicketExpired, match="transfer late expired before its offer"):
+        ledger.claim(late, "offer")

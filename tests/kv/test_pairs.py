@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvxfer.kv.layout import KvLayout
+
+from .steered import Network
+from .test_interleavings import Side
+
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_size=4, dtype="uint8", block_size=1)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_meeting_a_peer_is_given_up_also_where_its_hello_has_just_come(turns: int) -> None:
+    prefill, decode = Side("prefill", LAYOUT), Side("decode", LAYOUT)
+    network = Network(prefill.engine, decode.engine)
+    async with prefill.endpoint, decode.endpoint:
+        meeting = asyncio.create_task(decode.endpoint._pairs.meet("kvx://prefill"))
+        while not network.messages["decode"]:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        network._deliver_message("decode")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if meeting.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await meeting

@@ -1,0 +1,1 @@
+"""A fleet on virtual time: every engine, connection and process of it follows from one seed."""

@@ -1,0 +1,60 @@
+"""What caches hold: every transfer has bytes of its own, the same whatever layout they lie in."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvxfer.kv.cache import KvCache
+from kvxfer.kv.head_order import _blocks_of
+from kvxfer.kv.layout import KvLayout
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def make(seed: str, layout: KvLayout, tokens: int) -> Array:
+    """Bytes by layer, K and V, token, head: of the whole model."""
+    shape = (layout.num_layers, 2, tokens, layout.num_kv_heads, layout.vector_bytes)
+    data = random.Random(seed).randbytes(int(np.prod(shape)))
+    return np.frombuffer(data, np.uint8).reshape(shape)
+
+
+class Contents:
+    """Of one rank's cache, by layer: arrays [block, token, head, byte] of K and V."""
+
+    def __init__(self, cache: KvCache) -> None:
+        layout = self._layout = cache.layout
+        self._by_layer: list[list[Array]] = []
+        for layer in cache.planes:
+            vectors: list[Array] = []
+            for plane in layer:
+                found = _blocks_of(plane, cache, layout.order)
+                if layout.order == "HND":
+                    found = found.swapaxes(2, 3)
+                vectors += (found[:, index] for index in range(found.shape[1]))
+            self._by_layer.append(vectors)
+        first = layout.first_head
+        self._heads = slice(first, first + layout.heads_per_rank)
+
+    def put(self, data: Array, layer: int, blocks: list[int], begin: int) -> None:
+        """The bytes of a layer, from block `begin` of the prompt on."""
+        size = self._layout.block_size
+        for vector, array in enumerate(self._by_layer[layer]):
+            for index, block in enumerate(blocks):
+                at = (begin + index) * size
+                part = data[layer, vector, at : at + size, self._heads]
+                array[block, : len(part)] = part
+
+    def differs(self, data: Array, blocks: list[int], begin: int) -> str:
+        """Where blocks from block `begin` of the prompt on do not hold it; empty where they do."""
+        size = self._layout.block_size
+        for layer, vectors in enumerate(self._by_layer):
+            for vector, array in enumerate(vectors):
+                for index, block in enumerate(blocks):
+                    at = (begin + index) * size
+                    part = data[layer, vector, at : at + size, self._heads]
+                    if not np.array_equal(array[block, : len(part)], part):
+                        return f"layer {layer}, {'KV'[vector]}, block {block}"
+        return ""

@@ -1,0 +1,262 @@
+"""What befalls a fleet: the requests of one seed, their mishaps, and the faults of its machines."""
+
+from __future__ import annotations
+
+import collections
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvxfer.instances import Role
+
+from .defects import NONE, Defects
+from .fleet import TICKET_SECONDS, Fleet, Instance
+from .installation import installed
+from .oracle import Violation
+from .requests import Request
+
+FAULTS: Final = (
+    "killed", "rank killed", "host lost", "stopped briefly", "stopped long", "connection reset",
+    "half open", "cut", "cut one way", "held up", "registered anew", "left",
+    "control plane away", "wall clock wrong",
+)  # fmt: skip
+MISHAPS: Final = (
+    "prefill aborted", "decode aborted", "prefill never comes", "decode never comes", "released",
+    "sent twice", "two bearers", "byte changed",
+)  # fmt: skip
+
+_ABORTS: Final = ("prefill aborted", "decode aborted")
+_COUNTED_LATER: Final = (*_ABORTS, "byte changed")
+_BUSY_SECONDS = 0.2
+_HEALED_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One seed: `violation` is empty where everything held."""
+
+    seed: int
+    violation: str
+    counts: collections.Counter[str]
+    fingerprint: tuple[Any, ...]
+    trace: tuple[str, ...]
+
+
+def simulate(seed: int, defects: Defects = NONE, *, trace: bool = False) -> Outcome:
+    """The whole life of a fleet."""
+    fleet = Fleet(seed, defects, trace)
+    violation = ""
+    with installed(fleet):
+        try:
+            _live(fleet)
+        except Violation as broken:
+            violation = str(broken)
+        except Exception as error:
+            violation = f"{type(error).__name__}: {error}, in {traceback.format_exc()}"
+        finally:
+            fingerprint = fleet.fingerprint
+            lines = tuple(fleet.trace or ())
+            fleet.bury()
+    return Outcome(seed, violation, fleet.counts, fingerprint, lines)
+
+
+def _live(fleet: Fleet) -> None:
+    for instance in fleet.instances:
+        fleet.start(instance)
+    fleet.run_until(lambda: all(instance.ready for instance in fleet.instances))
+    fleet.promises.look_at_leases()
+    fate = Fate(fleet)
+    fate.plan()
+    fleet.run_until(lambda: fate.over and fleet.idle)
+    fate.heal()
+    fleet.promises.check_nothing_left()
+    fate.probe()
+    fleet.promises.check_nothing_left()
+    fleet.promises.check_forgotten(transfers=1)
+    fleet.close()
+
+
+class Fate:
+    """Plans what happens when, all of it from the fleet's seed."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._rng = fleet.rng
+        self._pending = 0
+
+    @property
+    def over(self) -> bool:
+        return self._pending == 0
+
+    def plan(self) -> None:
+        rng = self._rng
+        for _ in range(rng.randint(3, 8)):
+            self._at(rng.uniform(0, _BUSY_SECONDS), self._request)
+        for _ in range(rng.choice([0, 1, 1, 2, 3])):
+            fault = rng.choice(FAULTS)
+            self._at(rng.uniform(0, 1.5 * _BUSY_SECONDS), lambda fault=fault: self._fault(fault))
+
+    def heal(self) -> None:
+        """Everybody runs again, and what was cut is noticed."""
+        fleet = self._fleet
+        for instance in fleet.instances:
+            for process in instance.ranks:
+                process.loop.wall_wrong = 0.0
+                if process.alive and process.stopped_at is not None:
+                    process.wake()
+            if not all(process.alive for process in instance.ranks):
+                fleet.restart(instance)
+        self._wait(_HEALED_SECONDS)
+
+    def probe(self) -> None:
+        """A pair of instances does its work after all that, when every ticket has expired."""
+        fleet = self._fleet
+        self._wait(TICKET_SECONDS)
+        prefill, decode = (
+            self._rng.choice(self._instances(role)) for role in (Role.PREFILL, Role.DECODE)
+        )
+        request = fleet.request(prefill, decode, lease_seconds=5.0)
+        fleet.send(request, prefill)
+        fleet.send(request, decode)
+        fleet.run_until(lambda: fleet.idle)
+        outcomes = {part.process.name: part.outcome for part in request.parts}
+        fleet.oracle.require(
+            set(outcomes.values()) == {"ok"},
+            f"after everything {request.id} ends with {outcomes}",
+        )
+        self._wait(0.1)
+
+    def _wait(self, seconds: float) -> None:
+        until = self._fleet.clock.now + seconds
+        self._at(seconds, lambda: None)
+        self._fleet.run_until(lambda: self._fleet.clock.now >= until)
+
+    def _at(self, seconds: float, event: Callable[[], None]) -> None:
+        self._pending += 1
+
+        def happen() -> None:
+            self._pending -= 1
+            event()
+
+        self._fleet.clock.after(seconds, happen)
+
+    def _instances(self, role: Role) -> list[Instance]:
+        return [instance for instance in self._fleet.instances if instance.role is role]
+
+    # --- requests
+
+    def _request(self) -> None:
+        fleet, rng = self._fleet, self._rng
+        mishap = rng.choice(MISHAPS) if rng.random() < 0.35 else ""
+        if mishap == "byte changed" and fleet.checksums is None:
+            mishap = ""  # nobody promises to find it then
+        prefill = rng.choice(self._instances(Role.PREFILL))
+        decode = rng.choice(self._instances(Role.DECODE))
+        alone = prefill.layout.tp_size == decode.layout.tp_size == 1
+        how = "bearer" if mishap == "two bearers" else rng.choice(["", "", "bearer", "brokered"])
+        if how == "brokered" and not alone:
+            how = ""
+        request = fleet.request(
+            prefill,
+            decode,
+            bearer=how == "bearer",
+            brokered=how == "brokered",
+            lease_seconds=rng.choice([0.05, 1.0, 5.0]),
+            ticket_seconds=rng.choice([0.05, TICKET_SECONDS, TICKET_SECONDS, TICKET_SECONDS]),
+            mishap=mishap,
+        )
+        fleet.counts["requests"] += 1
+        fleet.counts[how or "direct"] += 1
+        if mishap and mishap not in _COUNTED_LATER:
+            fleet.counts[mishap] += 1
+        fleet.note("request", lambda: f"{request.id} {prefill.name} {decode.name} {how} {mishap}")
+        if mishap != "prefill never comes":
+            self._send(request, prefill)
+        if mishap != "decode never comes":
+            self._send(request, decode)
+        if mishap == "sent twice":
+            self._send(request, rng.choice([prefill, decode]))
+        if mishap == "two bearers":
+            [other] = [each for each in self._instances(Role.DECODE) if each is not decode]
+            self._send(request, other)
+        if mishap in _ABORTS:
+            of = prefill if mishap == "prefill aborted" else decode
+            self._at(rng.uniform(0, 0.08), lambda: self._abort(request, of))
+
+    def _send(self, request: Request, to: Instance) -> None:
+        seconds = self._rng.choice([0.0, 1.0]) * self._rng.uniform(0, 0.05)
+        self._at(seconds, lambda: self._fleet.send(request, to))
+
+    def _abort(self, request: Request, of: Instance) -> None:
+        for part in request.parts:
+            if part.process.instance is of and not part.outcome:
+                self._fleet.counts[request.mishap] += 1
+                self._fleet.abort(part)
+
+    # --- faults
+
+    def _fault(self, what: str) -> None:
+        fleet, rng = self._fleet, self._rng
+        instance = rng.choice(fleet.instances)
+        links = fleet.network.live_links()
+        link = rng.choice(links) if links else None
+        match what:
+            case "killed" | "rank killed" | "host lost" | "left":
+                if not instance.ready:
+                    return
+                one = rng.randrange(len(instance.ranks))
+                some = instance.ranks[one : one + 1] if what == "rank killed" else instance.ranks
+                if what == "left":
+                    for process in some:
+                        process.loop.call_soon(process.leave)
+                else:
+                    fleet.kill(some, silently=what == "host lost")
+                self._at(rng.uniform(0.005, 0.3), lambda: self._restart(instance))
+            case "stopped briefly" | "stopped long":
+                process = rng.choice(instance.ranks)
+                if not (process.runs and process.ready):
+                    return
+                process.stop()
+                fleet.stopped(process)
+                long = what == "stopped long"
+                seconds = rng.uniform(0.8, 2.5) if long else rng.uniform(0.001, 0.4)
+                self._at(seconds, lambda: self._wake(process))
+            case "registered anew":
+                if not instance.ready:
+                    return
+                fleet.reregister(instance)
+            case "wall clock wrong":
+                loop = rng.choice(instance.ranks).loop
+                loop.wall_wrong = rng.uniform(-60, 60)
+                if rng.random() < 0.7:
+                    self._at(rng.uniform(0.02, 0.3), lambda: setattr(loop, "wall_wrong", 0.0))
+            case "control plane away":
+                fleet.control_plane.away = True
+                self._at(rng.uniform(0.01, 1.0), self._control_plane_is_back)
+            case _ if link is None:
+                return
+            case "connection reset":
+                fleet.network.reset(link)
+            case "half open":
+                fleet.network.half_open(link, rng.randrange(2))
+            case "cut":
+                fleet.network.cut(link, None)
+            case "cut one way":
+                fleet.network.cut(link, rng.randrange(2))
+            case "held up":
+                link.hold(rng.uniform(0.01, 0.4))
+        fleet.counts[what] += 1
+        fleet.note("fault", lambda: f"{what}: {instance.name}, {link and link.ends[0].name}")
+
+    def _restart(self, instance: Instance) -> None:
+        if not any(process.alive and process.stopped_at is not None for process in instance.ranks):
+            self._fleet.restart(instance)
+
+    def _control_plane_is_back(self) -> None:
+        self._fleet.control_plane.away = False
+
+    def _wake(self, process: Any) -> None:
+        if process.alive and process.stopped_at is not None:
+            self._fleet.note("woken", lambda: process.name)
+            process.wake()

@@ -1,0 +1,84 @@
+"""Puts the real code on a simulated fleet's time and over its engines."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import jwt
+
+import kvxfer.engine.engine
+import kvxfer.ticket
+
+from . import native
+
+if TYPE_CHECKING:
+    from .fleet import Fleet
+
+
+@contextlib.contextmanager
+def installed(fleet: Fleet) -> Iterator[None]:
+    """Within, kvxfer.engine and kvxfer.kv know no other time and no other native engine."""
+    engines = native.module(
+        lambda options: native.NativeEngine(fleet.network, fleet.network.hosts[options.name])
+    )
+    with (
+        fleet.clock.installed(),
+        mock.patch.object(kvxfer.engine.engine, "native", engines),
+        mock.patch.object(kvxfer.engine.engine, "Memory", native.Memory),
+        mock.patch.object(kvxfer.ticket, "jwt", _signatures),
+        fleet.network.defects.installed(),
+        _logged(_Log(fleet)),
+    ):
+        yield
+
+
+class _Signatures:
+    """PyJWT, which looks at each token once: that takes most of the time otherwise."""
+
+    PyJWTError = jwt.PyJWTError
+
+    def __init__(self) -> None:
+        self.get_unverified_header = functools.lru_cache(maxsize=64)(jwt.get_unverified_header)
+        self._decode = functools.lru_cache(maxsize=64)(self._verify)
+
+    def decode(self, token: str, key: bytes, *, algorithms: list[str], **how: Any) -> Any:
+        return self._decode(token, key, algorithms[0], how["issuer"])
+
+    def _verify(self, token: str, key: bytes, algorithm: str, issuer: str) -> Any:
+        how: Any = {"verify_exp": False}
+        return jwt.decode(token, key, algorithms=[algorithm], issuer=issuer, options=how)
+
+
+_signatures = _Signatures()
+
+
+class _Log(logging.Handler):
+    """An honest fleet warns of nothing."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(logging.WARNING)
+        self._fleet = fleet
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info is not None:
+            text += f": {record.exc_info[1]!r}"
+        self._fleet.oracle.violations.append(text)
+
+
+@contextlib.contextmanager
+def _logged(handler: logging.Handler) -> Iterator[None]:
+    logger = logging.getLogger("kvxfer")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

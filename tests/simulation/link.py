@@ -1,0 +1,171 @@
+"""A connection between two simulated engines: what is on its way, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvxfer.kv.messages import decode
+
+if TYPE_CHECKING:
+    from .native import NativeEngine
+    from .network import Network
+    from .writes import PostedOperation
+
+PEER_TIMEOUT = 0.7
+HEARTBEAT = 0.1
+
+
+def _gist(data: bytes) -> str:
+    message = decode(data)
+    return f"{type(message).__name__} {getattr(message, 'transfer_id', '')}"
+
+
+class End:
+    """One side's half: what that engine knows of its peer, and has under way to it."""
+
+    def __init__(self, link: Link, index: int, native: NativeEngine) -> None:
+        self.link = link
+        self.index = index
+        self.native = native
+        self.peer_id = native.new_id()
+        self.state = "opening"
+        self.waiters: list[int] = []
+        self.operations: dict[int, PostedOperation] = {}
+        self.revoked: set[int] = set()
+        """Immediates that the other side has asked to be spared."""
+        native.ends[self.peer_id] = self
+
+    @property
+    def other(self) -> End:
+        return self.link.ends[1 - self.index]
+
+    @property
+    def name(self) -> str:
+        return f"{self.native.process.name}->{self.other.native.process.name}"
+
+    def come_up(self) -> None:
+        self.state = "up"
+        native, other = self.native, self.other.native
+        native.complete(
+            "peer_up", peer=self.peer_id, text=other.process.name, data=other.engine_id.encode(),
+            fabric=self.link.fabric,
+        )  # fmt: skip
+        for waiter in self.waiters:
+            native.complete("connect", waiter, self.peer_id)
+        self.waiters.clear()
+
+    def send(self, data: bytes) -> None:
+        """A message, in order."""
+        self.link.carry(self.index, lambda: self.other.receive(data), ordered=True)
+
+    def receive(self, data: bytes) -> None:
+        if self.state == "up":
+            self.native.network.note("heard", lambda: f"{self.name} {_gist(data)}")
+            self.native.complete("message", peer=self.peer_id, data=data)
+
+    def lose(self, code: str, text: str) -> None:
+        """First the fence, then the end of what is under way, then the report."""
+        if self.state == "lost":
+            return
+        was_up, self.state = self.state == "up", "lost"
+        native = self.native
+        native.network.note("lost", lambda: f"{self.name}: {code}, {text}")
+        del native.ends[self.peer_id]
+        native.counters.forget_writer(self)
+        for operation in list(self.operations.values()):
+            operation.abandon(code, text)
+        for waiter in self.waiters:
+            native.complete("connect", waiter, code=code, text=text)
+        if was_up:
+            native.complete("peer_down", peer=self.peer_id, code=code, text=text)
+        self.link.carry(
+            self.index,
+            lambda: self.other.lose("peer-lost", "it closed the connection"),
+            ordered=True,
+        )
+
+    def watch(self) -> None:
+        """The other side may have fallen silent just now, or this one has just woken up."""
+        last_heard = self.native.network.rng.uniform(0, HEARTBEAT)
+        self._look_after(PEER_TIMEOUT - last_heard)
+
+    def _look_after(self, seconds: float) -> None:
+        self.native.network.clock.after(seconds, self._look, self.native.process)
+
+    def _look(self) -> None:
+        since = self.link.silent_since(1 - self.index)
+        if self.state == "lost" or since is None:
+            return
+        silent = self.native.network.clock.now - max(since, self.native.process.woke_at)
+        if silent >= PEER_TIMEOUT - HEARTBEAT:
+            self.lose("peer-timeout", f"no heartbeat for {silent:.2f} s")
+        else:
+            self._look_after(PEER_TIMEOUT - silent)
+
+
+class Link:
+    """Both ends, and what may happen to them.
+
+    On fabric "tcp" the receiving engine places the bytes, on "verbs" its NIC does: also while the
+    process is stopped, and until its paths are reset.
+    """
+
+    def __init__(self, network: Network, dialer: NativeEngine, acceptor: NativeEngine) -> None:
+        self.network = network
+        self.fabric = network.fabric
+        self.paths = 0
+        """Raised when the paths are reset: what was on the old ones is gone."""
+        self._cut_at: list[float | None] = [None, None]
+        self._held_until = 0.0
+        self.disturbed_at = 0.0
+        """Until when its messages were lost or late."""
+        self._last = [0.0, 0.0]
+        self.ends = (End(self, 0, dialer), End(self, 1, acceptor))
+
+    @property
+    def places_by_nic(self) -> bool:
+        return self.fabric == "verbs"
+
+    @property
+    def alive(self) -> bool:
+        return all(end.state == "up" and end.native.process.alive for end in self.ends)
+
+    def cut(self, direction: int) -> None:
+        """Nothing that this end sends arrives any more."""
+        if self._cut_at[direction] is None:
+            self._cut_at[direction] = self.disturbed_at = self.network.clock.now
+            self.ends[1 - direction].watch()
+
+    def hold(self, seconds: float) -> None:
+        """Everything arrives later."""
+        self._held_until = self.disturbed_at = self.network.clock.now + seconds
+
+    def silent_since(self, direction: int) -> float | None:
+        """Since when this end sends no heartbeat that arrives."""
+        process = self.ends[direction].native.process
+        times = (self._cut_at[direction], process.stopped_at, process.died_at)
+        return min((at for at in times if at is not None), default=None)
+
+    def carry(
+        self,
+        direction: int,
+        arrive: Callable[[], None],
+        *,
+        ordered: bool = False,
+        needs_process: bool = True,
+    ) -> None:
+        """Takes something from one end to the other, unless the way is cut before it arrives."""
+        if self._cut_at[direction] is not None:
+            return
+        clock = self.network.clock
+        at = max(clock.now, self._held_until) + self.network.latency()
+        if ordered:
+            at = self._last[direction] = max(at, self._last[direction])
+
+        def arrived() -> None:
+            if self._cut_at[direction] is None:
+                arrive()
+
+        process = self.ends[1 - direction].native.process if needs_process else None
+        clock.after(at - clock.now, arrived, process)

@@ -1,0 +1,99 @@
+"""An asyncio event loop that waits for nothing: whoever drives it says when it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+class _NoSelector:
+    """Readiness is told by SimulatedLoop.readable(), so there is nothing to ask for."""
+
+    def select(self, timeout: float | None) -> list[Any]:
+        return []
+
+
+class SimulatedLoop(asyncio.BaseEventLoop):
+    """The loop of one simulated process. Its callbacks run in asyncio's own order; a loop that is
+    not driven is a process that is stopped, or dead."""
+
+    def __init__(self, clock: Callable[[], float], work_seconds: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = clock
+        self._work_seconds = work_seconds
+        self._selector = _NoSelector()
+        self._readers: dict[int, Callable[[], object]] = {}
+        self.problems: list[str] = []
+        self.wall_wrong = 0.0
+        """By how many seconds the host's wall clock is ahead."""
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def time(self) -> float:
+        return self._clock()
+
+    def run_due(self) -> None:
+        """One turn: what is due now, and was due when it began."""
+        asyncio._set_running_loop(self)
+        try:
+            self._run_once()  # type: ignore[attr-defined]
+        finally:
+            asyncio._set_running_loop(None)
+
+    def due_at(self) -> float:
+        """When there is something to run: 0 for now, infinity where nothing is planned."""
+        if self._ready:  # type: ignore[attr-defined]
+            return 0.0
+        scheduled = self._scheduled  # type: ignore[attr-defined]
+        return scheduled[0]._when if scheduled else math.inf
+
+    def create_task(self, coro: Any, **named: Any) -> asyncio.Task[Any]:  # type: ignore[override]
+        task = super().create_task(coro, **named)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """Those that are not done, in the order in which they were made."""
+        return [task for task in self._tasks if not task.done()]
+
+    def readable(self, fd: int) -> None:
+        """What is read from `fd` is there."""
+        if fd in self._readers:
+            self.call_soon(self._readers[fd])
+
+    def add_reader(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:
+        self._readers[fd] = callback
+
+    def remove_reader(self, fd: Any) -> bool:
+        return self._readers.pop(fd, None) is not None
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """A thread's work: done at once, some time from now."""
+        done: asyncio.Future[Any] = self.create_future()
+
+        def work() -> None:
+            try:
+                result = func(*args)
+            except Exception as error:
+                if not done.done():
+                    done.set_exception(error)
+            else:
+                if not done.done():
+                    done.set_result(result)
+
+        self.call_later(self._work_seconds(), work)
+        return done
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        self.problems.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass

@@ -1,0 +1,210 @@
+"""The compiled engine of a simulated process: kvxfer._native's interface over a simulated network.
+
+kvxfer.engine, the Python part, is the real one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvxfer.engine.native import native as compiled
+
+from .counters import Counters
+from .link import End, Link
+from .writes import PostedOperation, Write, runs
+
+if TYPE_CHECKING:
+    from .network import Network
+    from .process import Process
+    from .writes import Bytes
+
+_EVENT_FD = 3
+
+
+class Region:
+    """Registered memory, and its handle."""
+
+    def __init__(self, data: Bytes, descriptor: bytes) -> None:
+        self.data = data
+        self.descriptor = descriptor
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    @property
+    def address(self) -> int:
+        return int(self.data.ctypes.data)
+
+    def checksum(self, offsets: Any, numbers: Any, length: int) -> int:
+        """Another function than the compiled one, of the same properties."""
+        total = 0
+        for offset, number in zip(offsets.tolist(), numbers.tolist(), strict=True):
+            run = self.data[offset : offset + length].tobytes()
+            digest = hashlib.blake2b(run, digest_size=8, salt=number.to_bytes(16, "little"))
+            total += int.from_bytes(digest.digest(), "little")
+        return total % (1 << 64)
+
+
+class Memory(np.ndarray[Any, np.dtype[np.uint8]]):
+    """kvxfer.engine.Memory over a Region."""
+
+    region: Any
+
+    def __new__(cls, region: Any) -> Memory:
+        memory: Memory = region.handle.data.view(cls)
+        memory.region = region
+        return memory
+
+    def __array_finalize__(self, obj: Any) -> None:
+        self.region = getattr(obj, "region", None)
+
+    def close(self) -> None:
+        self.region.close()
+
+
+class NativeEngine:
+    """What TransferEngine does, and when its completions come."""
+
+    event_fd = _EVENT_FD
+    fabrics = ("simulated",)
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self.network = network
+        self.process = process
+        self.engine_id = process.incarnation
+        self.address = f"kvx://{process.name}/{process.incarnation}"
+        self.ends: dict[int, End] = {}
+        self.counters = Counters(self)
+        self.operations: dict[int, PostedOperation] = {}
+        self._ids = itertools.count(1)
+        self._completions: list[tuple[Any, ...]] = []
+        self._dials: dict[str, End | None] = {}
+        process.native = self
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    def new_name(self) -> bytes:
+        return f"{self.engine_id}/{self.new_id()}".encode()
+
+    def complete(
+        self,
+        kind: str,
+        ident: int = 0,
+        peer: int = 0,
+        code: str = "ok",
+        text: str = "",
+        data: bytes = b"",
+        fabric: str = "",
+    ) -> None:
+        if not self._completions:
+            self.process.loop.readable(_EVENT_FD)
+        self._completions.append((kind, ident, peer, code, text, data, fabric, 0))
+
+    def drain(self) -> list[tuple[Any, ...]]:
+        completions, self._completions = self._completions, []
+        return completions
+
+    def close(self) -> None:
+        for end in list(self.ends.values()):
+            end.lose("engine-closed", "this engine was closed")
+
+    # --- memory and counters
+
+    def allocate(self, nbytes: int) -> Region:
+        return Region(np.zeros(nbytes, np.uint8), self.new_name())
+
+    def deregister(self, region: Region) -> None:
+        pass
+
+    def allocate_counter(self, writer: int | None) -> int:
+        return self.counters.allocate(writer)
+
+    def grant(self, imm: int, ranges: Any) -> list[bytes]:
+        return self.counters.grant(imm, ranges)
+
+    def counter_value(self, imm: int) -> int:
+        return self.counters.value(imm)
+
+    def expect(self, imm: int, total: int, *, at_least: bool) -> None:
+        self.counters.expect(imm, total, at_least)
+
+    def release_counter(self, imm: int) -> None:
+        self.counters.release(imm, wait=True)
+
+    def begin_release_counter(self, imm: int) -> bool:
+        return self.counters.release(imm)
+
+    # --- peers
+
+    def connect(self, address: str, timeout: float) -> int:
+        ident = self.new_id()
+        self.network.dial(self, address, ident, timeout)
+        return ident
+
+    def disconnect(self, peer: int) -> None:
+        if peer in self.ends:
+            self.ends[peer].lose("peer-lost", "this engine disconnected")
+
+    def fence(self, peer: int) -> None:
+        self._end(peer).lose("peer-lost", "this engine fenced the peer off")
+
+    def send(self, peer: int, data: bytes) -> None:
+        self._end(peer).send(data)
+
+    # --- writes
+
+    def write_pages(
+        self, peer: int, source: Region, destination: bytes, *, page_length: int,
+        source_pages: Any, destination_pages: Any, source_stride: int, destination_stride: int,
+        source_offset: int, destination_offset: int, imm: int | None, timeout: float, **_: object,
+    ) -> tuple[int, int, int]:  # fmt: skip
+        end = self._end(peer)
+        queued = sum(len(operation.unread) for operation in end.operations.values())
+        if queued >= self.network.max_queued:
+            self.network.count("backpressure")
+            raise compiled.Error("backpressure", f"{queued} writes are queued")
+        operation = PostedOperation(end, self.new_id(), imm or 0, timeout)
+        for begin, to, length in runs(
+            source_pages * source_stride + source_offset,
+            destination_pages * destination_stride + destination_offset,
+            page_length,
+        ):
+            data = source.data[begin : begin + length]
+            transfer = self.network.oracle.posts(end, data)
+            operation.writes.append(Write(operation, data, destination, to, transfer))
+        self.operations[operation.id] = operation
+        operation.post()
+        nbytes = len(source_pages) * page_length
+        return operation.id, len(operation.writes), nbytes
+
+    def cancel(self, operation: int) -> None:
+        posted = self.operations.get(operation)
+        if posted is not None:
+            self.network.clock.after(
+                self.network.latency(),
+                lambda: posted.fail("cancelled", "cancelled by the caller"),
+                self.process,
+            )
+
+    def _end(self, peer: int) -> End:
+        end = self.ends.get(peer)
+        if end is None or end.state != "up":
+            raise compiled.Error("unknown-peer", f"peer {peer} is not connected")
+        return end
+
+
+def module(engine_of: Any) -> SimpleNamespace:
+    """What kvxfer.engine.engine needs of kvxfer._native."""
+    return SimpleNamespace(
+        EngineOptions=lambda **options: SimpleNamespace(**options), TransferEngine=engine_of
+    )
+
+
+__all__ = ["Link", "Memory", "NativeEngine", "Region", "module"]

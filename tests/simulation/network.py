@@ -1,0 +1,172 @@
+"""The simulated network: how engines meet, how long anything takes, and what breaks."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .link import End, Link
+
+if TYPE_CHECKING:
+    from .clock import Clock
+    from .defects import Defects
+    from .native import NativeEngine
+    from .oracle import Oracle
+    from .process import Process
+
+
+class Network:
+    """Links between engines. Messages of a direction keep their order; nothing else does."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        rng: random.Random,
+        oracle: Oracle,
+        defects: Defects,
+        counts: collections.Counter[str],
+        note: Callable[[str, Callable[[], str]], None],
+    ) -> None:
+        self.clock = clock
+        self.rng = rng
+        self.oracle = oracle
+        self.defects = defects
+        self.note = note
+        self.fabric = rng.choice(["tcp", "verbs"])
+        self.max_queued = rng.choice([2, 1000, 1000, 1000, 1000])
+        self.links: list[Link] = []
+        self.hosts: dict[str, Process] = {}
+        """Who listens where."""
+        self._counts = counts
+        self._seconds = rng.choice([20e-6, 200e-6, 2e-3])
+
+    def count(self, what: str) -> None:
+        self._counts[what] += 1
+
+    def latency(self) -> float:
+        """Of one message or write; a few take much longer."""
+        rng = self.rng
+        slow = 30 if rng.random() < 0.03 else 1
+        return self._seconds * (0.2 + rng.expovariate(1)) * slow
+
+    def posting_delay(self) -> float:
+        """Until a posted write is read and on its way."""
+        return self.latency() * self.rng.choice([0, 0, 1, 5])
+
+    def live_links(self) -> list[Link]:
+        self.links = [link for link in self.links if link.alive]
+        return self.links
+
+    # --- meeting
+
+    def dial(self, dialer: NativeEngine, address: str, ident: int, timeout: float) -> None:
+        """Brings a "connect" completion: the peer of an engine that is known, or a new one."""
+        host, engine_id = address.removeprefix("kvx://").split("/")
+        for end in dialer.ends.values():
+            if end.other.native.engine_id == engine_id:
+                if end.state == "up":
+                    dialer.complete("connect", ident, end.peer_id)
+                else:
+                    self._wait(end, ident, timeout)
+                return
+        self.clock.after(
+            self.latency(), lambda: self._hello(dialer, host, engine_id, ident, timeout)
+        )
+
+    def _hello(
+        self, dialer: NativeEngine, host: str, engine_id: str, ident: int, timeout: float
+    ) -> None:
+        """A connection reaches a host, where somebody listens or not."""
+        listener = self.hosts.get(host)
+        refusal = None
+        if listener is None or not listener.ready:
+            refusal = "connect-failed", f"nobody listens at {host}"
+        elif listener.incarnation != engine_id:
+            self.count("restarted peer refused")
+            refusal = "peer-restarted", f"another engine answers at {host}"
+        if refusal is not None or listener is None:
+            code, text = refusal or ("connect-failed", "")
+            answer = lambda: dialer.complete("connect", ident, code=code, text=text)  # noqa: E731
+            silent = listener is not None and listener.silent
+            self.clock.after(timeout if silent else self.latency(), answer, dialer.process)
+            return
+        if not dialer.process.alive:
+            return
+        link = Link(self, dialer, listener.native)
+        self.links.append(link)
+        ours, theirs = link.ends
+        self._wait(ours, ident, timeout)
+        self.clock.after(timeout, lambda: self._late(ours), dialer.process)
+
+        def ready() -> None:
+            if ours.state == "opening":
+                ours.come_up()
+
+        def announced() -> None:
+            if theirs.state == "opening":
+                theirs.come_up()
+                link.carry(1, ready, ordered=True)
+
+        # Reply, then the paths that the dialer has opened.
+        link.carry(1, lambda: link.carry(0, announced, ordered=True), ordered=True)
+
+    def _wait(self, end: End, ident: int, timeout: float) -> None:
+        end.waiters.append(ident)
+
+        def expire() -> None:
+            if ident in end.waiters:
+                end.waiters.remove(ident)
+                end.native.complete(
+                    "connect", ident, code="connect-failed", text="no answer in time"
+                )
+
+        self.clock.after(timeout, expire, end.native.process)
+
+    def _late(self, end: End) -> None:
+        if end.state == "opening":
+            end.lose("connect-failed", "no answer in time")
+
+    # --- breaking
+
+    def reset(self, link: Link) -> None:
+        """Both sides hear of it, at about the same time."""
+        for end in link.ends:
+            self.clock.after(
+                self.latency(),
+                lambda end=end: end.lose("peer-lost", "connection reset"),  # type: ignore[misc]
+                end.native.process,
+            )
+
+    def half_open(self, link: Link, index: int) -> None:
+        """One side is told that the connection is gone; the other hears nothing any more."""
+        link.cut(index)
+        link.ends[index].lose("peer-lost", "connection reset")
+
+    def cut(self, link: Link, index: int | None) -> None:
+        """Nothing arrives any more, one way or both."""
+        for direction in (0, 1) if index is None else (index,):
+            link.cut(direction)
+
+    def killed(self, native: NativeEngine, silently: bool) -> None:
+        """The process is gone: its kernel closes the connections, unless that is gone as well."""
+        for end in list(native.ends.values()):
+            if silently:
+                end.other.watch()
+                continue
+            end.link.carry(
+                end.index,
+                lambda other=end.other: other.lose("peer-lost", "it exited"),  # type: ignore[misc]
+                ordered=self.rng.random() < 0.5,
+            )
+
+    def stopped(self, native: NativeEngine) -> None:
+        """Its heartbeats have ended."""
+        for end in native.ends.values():
+            end.other.watch()
+
+    def woken(self, native: NativeEngine) -> None:
+        """It has not heard of anybody for a while, which is not held against them."""
+        for end in native.ends.values():
+            end.watch()

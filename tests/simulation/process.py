@@ -1,0 +1,155 @@
+"""A simulated worker process: the real engine front, cache, pool and endpoint on a loop of its own,
+which may be stopped, killed, or leave in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from kvxfer.engine import Engine
+from kvxfer.kv.block_pool import BlockIds
+from kvxfer.kv.cache import KvCache
+from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.head_order import HeadOrder, permute_on_host
+from kvxfer.kv.layout import KvLayout
+
+from .contents import Contents
+from .loop import SimulatedLoop
+from .oracle import OwnedPool
+
+if TYPE_CHECKING:
+    from .fleet import Fleet, Instance
+    from .native import NativeEngine
+
+KEY = b"0123456789abcdef0123456789abcdef"
+
+
+class Process:
+    """One rank of an instance, from its start to its end. What is `lets` through waits while it is
+    stopped."""
+
+    native: NativeEngine
+    engine: Engine
+    cache: KvCache
+    pool: OwnedPool
+    endpoint: KvEndpoint
+    contents: Contents
+    base_address: int
+    block_bytes: int
+    plane_bytes: int
+
+    def __init__(self, fleet: Fleet, instance: Instance, layout: KvLayout, start: int) -> None:
+        self.instance = instance
+        self.name = f"{instance.name}.{layout.rank}"
+        self.incarnation = f"{self.name}~{start}"
+        self.epochs = [instance.epoch]
+        self.alive = True
+        self.silent = False
+        """Its host is gone with it: nobody even refuses a connection."""
+        self.runs = True
+        """Alive, and not stopped."""
+        self.ready = False
+        self.stopped_at: float | None = None
+        self.died_at: float | None = None
+        self.woke_at = 0.0
+        self._fleet = fleet
+        self._layout = layout
+        self._waiting: list[Callable[[], None]] = []
+        seconds = fleet.rng.choice([0.0, 1e-4, 5e-3])
+        self.loop = SimulatedLoop(lambda: fleet.clock.now, lambda: fleet.rng.uniform(0, seconds))
+        self._leave = asyncio.Event()
+        self._life = self.loop.create_task(self._live())
+
+    @property
+    def address(self) -> str:
+        return f"kvx://{self.name}/{self.incarnation}"
+
+    def lets(self, event: Callable[[], None]) -> bool:
+        if self.alive and self.stopped_at is not None:
+            self._waiting.append(event)
+        return self.runs
+
+    def stop(self) -> None:
+        """SIGSTOP: nothing of it runs, its clock goes on."""
+        self.runs = False
+        self.stopped_at = self._fleet.clock.now
+        self._fleet.network.stopped(self.native)
+
+    def wake(self) -> None:
+        """SIGCONT: first what it was told meanwhile, in order."""
+        self.runs = True
+        self.stopped_at = None
+        self.woke_at = self._fleet.clock.now
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            if self.lets(event):
+                event()
+        self._fleet.network.woken(self.native)
+
+    def kill(self, silently: bool) -> None:
+        """SIGKILL, or with `silently` its host is gone."""
+        self.alive = self.runs = self.ready = False
+        self.silent = silently
+        self.died_at = self._fleet.clock.now
+        self._waiting.clear()
+        self._fleet.network.killed(self.native, silently)
+
+    def leave(self) -> None:
+        """Ends in good order."""
+        self._leave.set()
+
+    @property
+    def left(self) -> bool:
+        return self._life.done()
+
+    def bury(self) -> None:
+        """Takes what a dead process had apart; nobody hears of it."""
+        for end in list(self.native.ends.values()):
+            end.lose("engine-closed", "it is dead")
+        while tasks := self.loop.tasks:
+            for task in tasks:
+                task.cancel()
+            self.loop.run_due()
+        self.loop.close()
+
+    async def _live(self) -> None:
+        async with Engine(cluster_key=KEY, name=self.name) as engine:
+            self.engine = engine
+            with KvCache.allocate(
+                engine, self._layout, self._fleet.num_blocks, permute=self._permute
+            ) as cache:
+                self.cache = cache
+                self.pool = OwnedPool(cache.num_blocks)
+                self.contents = Contents(cache)
+                self.block_bytes = self._layout.part_bytes
+                self.plane_bytes = self.block_bytes * cache.num_blocks
+                self.base_address = cache.planes[0][0].region.address
+                async with KvEndpoint(
+                    engine,
+                    cache,
+                    self.pool,
+                    instance_id=self.instance.name,
+                    epoch=self.epochs[-1],
+                    ticket_key=KEY,
+                    lease_seconds=self._fleet.lease_seconds,
+                    checksums=self._fleet.checksums is self.instance.role,
+                    control_plane=cast(Any, self._fleet.control_plane),
+                ) as endpoint:
+                    self.endpoint = endpoint
+                    self.ready = True
+                    await self._leave.wait()
+                    self.ready = False
+
+    def _permute(self, cache: KvCache, blocks: BlockIds, arrived: HeadOrder) -> None:
+        """A thread puts heads in order: only in blocks that are still somebody's."""
+        owners = {self.pool.owners.get(block) for block in blocks.tolist()}
+        with contextlib.suppress(Exception):
+            self._fleet.oracle.require(
+                len(owners) == 1 and None not in owners,
+                f"heads of {self.name}'s blocks {blocks.tolist()} are reordered, which belong to "
+                f"{sorted(map(str, owners))}",
+            )
+        permute_on_host(cache, blocks, arrived)
+        self._fleet.counts["heads put in order"] += 1

@@ -1,0 +1,123 @@
+"""What has to be true of a simulated fleet in between and at the end: nobody waits for a dead one,
+no session outlives its lease, and nothing is left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .fleet import Fleet
+    from .requests import Part
+
+TOLD_SECONDS = 1.0
+_LEASE_SLACK = 2.0
+_LOOK_SECONDS = 0.25
+
+
+class Promises:
+    """Of one fleet. What lands where, the oracle knows."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._clock = fleet.clock
+        self._late: dict[Part, float] = {}
+
+    def has_to_hear(self, part: Part, other: Part, since: float) -> None:
+        """`part` has ended or been stopped: `other` knows of it soon, while it runs at all."""
+        process = other.process
+        disturbed = [
+            link.disturbed_at
+            for link in self._fleet.network.links
+            if {end.native.process for end in link.ends} == {process, part.process}
+        ]
+        told_by = max([since, process.woke_at, *disturbed]) + TOLD_SECONDS
+
+        def look() -> None:
+            if (
+                other.over_with(part)
+                or not process.runs
+                or (not part.outcome and part.process.runs)
+            ):
+                return
+            if process.woke_at > since or self._clock.now < told_by - 1e-9:
+                self.has_to_hear(part, other, max(since, process.woke_at))
+                return
+            self._fleet.oracle.require(
+                False,
+                f"{TOLD_SECONDS} s after the end of {part.request.id} at {part.process.name} "
+                f"({part.outcome or 'stopped'}), {process.name} has not heard of it: its session "
+                f"is {other.session.state}",
+            )
+
+        self._clock.after(max(told_by - self._clock.now, 0), look)
+
+    def has_to_end(self, part: Part) -> None:
+        """`part` was aborted: its task does not go on as if nothing had been said."""
+        aborted_at = self._clock.now
+
+        def look() -> None:
+            since = max(aborted_at, part.process.woke_at)
+            if part.outcome or not part.process.runs:
+                return
+            if self._clock.now - since < _LEASE_SLACK:
+                self._clock.after(_LOOK_SECONDS, look)
+                return
+            text = f"{part.request.id} at {part.process.name} goes on though it was aborted"
+            self._fleet.oracle.require(False, text)
+
+        self._clock.after(_LEASE_SLACK, look)
+
+    def look_at_leases(self) -> None:
+        """No session outlives its lease. Again and again."""
+        late = self._late
+        for request in self._fleet.requests:
+            for part in request.parts:
+                session = part.session
+                if part.over or not part.process.runs or session.lease_remaining > 0.001:
+                    late.pop(part, None)
+                    continue
+                since = max(late.setdefault(part, self._clock.now), part.process.woke_at)
+                self._fleet.oracle.require(
+                    self._clock.now - since < _LEASE_SLACK,
+                    f"{request.id} at {part.process.name} is {session.state} long after its lease",
+                )
+        self._clock.after(_LOOK_SECONDS, self.look_at_leases)
+
+    def check_forgotten(self, transfers: int) -> None:
+        """What is remembered of tickets ends with them: those of so many transfers are left."""
+        for process in self._fleet.processes:
+            remembered = len(process.endpoint._ledger)
+            if process.endpoint._ledger._used.keys() & {self._fleet.requests[-1].id}:
+                self._fleet.oracle.require(
+                    remembered <= transfers, f"{process.name} remembers {remembered} transfers"
+                )
+
+    def check_nothing_left(self) -> None:
+        """After the last request: every block is free and nobody waits for anything."""
+        for process in self._fleet.processes:
+            process.pool.check()
+            endpoint, engine = process.endpoint, process.engine
+            pairs = list(endpoint._pairs)
+            left = {
+                "blocks": process.pool.num_blocks - process.pool.num_free,
+                "prefill sessions": len(endpoint._rendezvous._sessions),
+                "early offers": len(endpoint._rendezvous._early),
+                "decode sessions": len(endpoint._decodes),
+                "expectations": len(endpoint._expectations),
+                "errands": len(endpoint._brokered._errands),
+                "sessions of pairs": sum(len(pair.prefills) + len(pair.decodes) for pair in pairs),
+                "expected offers": sum(
+                    not expected.pair.peer.alive and expected.error is None
+                    for expected in endpoint._expectations._expected.values()
+                ),
+                "counters": process.native.counters.live,
+                "operations": sum(len(end.operations) for end in process.native.ends.values()),
+                "operations of the front": len(engine._operations) + len(engine._finished_early),
+                "revocations": len(engine._revoking),
+                "pairs without a peer": len(pairs) - len(engine.peers),
+                "peers without a connection": len(engine.peers)
+                - sum(end.state == "up" for end in process.native.ends.values()),
+                "tasks": len(process.loop.tasks) - 1,
+            }
+            wrong = {what: count for what, count in left.items() if count}
+            self._fleet.oracle.require(not wrong, f"{process.name} has left: {wrong}")

@@ -1,0 +1,243 @@
+"""Requests: what a router sends to both sides, and how the workers of a fleet serve it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.errors import BlockPoolExhausted, ChecksumMismatch, KvxferError
+from kvxfer.instances import Role
+from kvxfer.kv.session_state import DecodeState, PrefillState
+from kvxfer.ticket import Ticket
+
+from .contents import Array
+from .oracle import TRANSFER
+
+if TYPE_CHECKING:
+    from kvxfer.kv.decode_session import DecodeSession
+    from kvxfer.kv.prefill_session import PrefillSession
+
+    from .fleet import Fleet
+    from .process import Process
+
+TAIL = b"tail"
+_QUEUE_SECONDS = 0.02
+_OVER = (
+    PrefillState.DELIVERED,
+    PrefillState.CANCELLED,
+    DecodeState.COMPLETE,
+    DecodeState.TAKEN,
+    DecodeState.CANCELLED,
+    DecodeState.FAILED,
+)
+
+
+@dataclass(eq=False)
+class Request:
+    """One request to a pair of instances, and what befalls it."""
+
+    ticket: Ticket
+    token: str
+    prefill_addresses: list[str]
+    decode_address: str
+    tokens: int
+    contents: Array
+    lease_seconds: float
+    brokered: bool = False
+    mishap: str = ""
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return self.ticket.transfer_id
+
+    def named(self, side: Role) -> tuple[str, int] | None:
+        """Instance and epoch of one side; None where the ticket leaves it open."""
+        ticket = self.ticket
+        if side is Role.PREFILL:
+            return ticket.prefill_id, ticket.prefill_epoch
+        return None if ticket.bearer else (ticket.decode_id, ticket.decode_epoch)
+
+
+@dataclass(eq=False)
+class Part:
+    """What one rank does for a request."""
+
+    request: Request
+    process: Process
+    fleet: Fleet
+    session: Any = None
+    task: asyncio.Task[None] | None = None
+    outcome: str = ""
+    error: BaseException | None = None
+    complete: bool = False
+    """Decode has every byte, right or wrong: what it does then is no longer prefill's concern."""
+
+    @property
+    def side(self) -> Role:
+        return self.process.instance.role
+
+    @property
+    def over(self) -> bool:
+        """Nothing of it is under way, and it knows why."""
+        session: PrefillSession | DecodeSession | None = self.session
+        return bool(self.outcome) or session is None or session.state in _OVER
+
+    def over_with(self, other: Part) -> bool:
+        """Whether this rank wants nothing more of another one of the other side."""
+        if self.over or self.side is Role.PREFILL:
+            return self.over
+        return all(
+            inbound.state in _OVER
+            for inbound in self.session._inbounds
+            if inbound.pair.peer.engine_id == other.process.incarnation
+        )
+
+    def linked_with(self, other: Part) -> bool:
+        """Whether prefill has taken the OFFER up, or has told decode that it waits for it: each
+        side has to hear of the other's end."""
+        prefill, decode = (self, other) if self.side is Role.PREFILL else (other, self)
+        if prefill.session is None or decode.session is None:
+            return False
+        pairs = (
+            prefill.session.pairs
+            if self.request.brokered
+            else [outbound.pair for outbound in prefill.session._outbounds.values()]
+        )
+        return any(pair.peer.engine_id == decode.process.incarnation for pair in pairs)
+
+    def begin(self) -> None:
+        self.task = self.process.loop.create_task(self._serve())
+        # One that is cancelled before it runs says nothing itself.
+        self.task.add_done_callback(lambda _: self.outcome or self._ends("aborted"))
+
+    async def _serve(self) -> None:
+        TRANSFER.set(self.request.id)
+        try:
+            await (self._prefill() if self.side is Role.PREFILL else self._decode())
+            self._ends("ok")
+        except asyncio.CancelledError:
+            self._ends("aborted")
+        except KvxferError as error:
+            self.error = error
+            self._ends(type(error).__name__)
+
+    def _ends(self, outcome: str) -> None:
+        self.outcome = outcome
+        self.fleet.ended(self)
+
+    async def _pause(self, longest: float = 0.01) -> None:
+        await asyncio.sleep(self.fleet.rng.choice([0.0, 1.0]) * self.fleet.rng.uniform(0, longest))
+
+    async def _prefill(self) -> None:
+        request, process, rng = self.request, self.process, self.fleet.rng
+        endpoint = process.endpoint
+        begun = False
+        try:
+            with await self._hold() as hold:
+                begun = True
+                session = await endpoint.prefill_session(
+                    request.token,
+                    hold,
+                    decode_address=request.decode_address if request.brokered else None,
+                    lease_seconds=request.lease_seconds,
+                )
+                self._has(session)
+                async with session:
+                    blocks = hold.ids.tolist()
+                    if rng.random() < 0.3:
+                        hold.release()  # takes effect when nothing is read any more
+                    await self._compute(session, blocks)
+                    await session.finish(TAIL)
+        except (asyncio.CancelledError, BlockPoolExhausted):
+            if not begun and rng.random() < 0.7:
+                with contextlib.suppress(KvxferError):
+                    endpoint.decline(request.token, "the request was aborted")
+                self.fleet.counts["declined"] += 1
+            raise
+
+    async def _hold(self) -> Any:
+        count = self.process.cache.layout.blocks_for(self.request.tokens)
+        for _ in range(10):
+            with contextlib.suppress(BlockPoolExhausted):
+                return self.process.pool.hold(count)
+            await asyncio.sleep(_QUEUE_SECONDS)
+        return self.process.pool.hold(count)
+
+    async def _compute(self, session: PrefillSession, blocks: list[int]) -> None:
+        """Layer by layer, all at once or in chunks."""
+        rng, contents = self.fleet.rng, self.process.contents
+        layers = range(self.process.cache.layout.layers_per_rank)
+        chunks = sorted({len(blocks), rng.randint(1, len(blocks))})
+        begin = 0
+        for end in chunks:
+            for layer in layers:
+                await self._pause()
+                # Engines let every layer know at once; a transfer that has failed takes none.
+                if session.error is None:
+                    contents.put(self.request.contents, layer, blocks[begin:end], begin)
+                session.write_layer(layer, end)
+            begin = end
+
+    async def _decode(self) -> None:
+        request, process, rng = self.request, self.process, self.fleet.rng
+        endpoint, layout = process.endpoint, process.cache.layout
+        addresses = request.prefill_addresses
+        blocks = layout.blocks_for(request.tokens)
+        first = rng.choice([0, 0, rng.randrange(blocks)])
+        if request.mishap == "released" and not request.brokered:
+            await self._pause(0.05)
+            await endpoint.release(request.token, addresses, "its cache has the prompt")
+            self.fleet.counts["released"] += 1
+            raise asyncio.CancelledError
+        if rng.random() < 0.2 and not request.brokered:
+            await self._keep(addresses)
+        session = await self._session(addresses, blocks - first, first)
+        self._has(session)
+        async with session:
+            try:
+                tail = await session.wait()
+            except ChecksumMismatch:
+                self.complete = True
+                raise
+            self.complete = True
+            await self._pause()
+            with session.take() as hold:
+                ids = hold.ids.tolist()
+                self.fleet.oracle.require(tail == TAIL, f"{request.id} has the tail {tail!r}")
+                for _ in range(2):
+                    wrong = process.contents.differs(request.contents, ids, first)
+                    where = f"{process.name} took {request.id}, whose bytes differ: {wrong}"
+                    self.fleet.oracle.require(not wrong, where)
+                    await self._pause(0.05)
+
+    async def _keep(self, addresses: list[str]) -> None:
+        await self.process.endpoint.keep(self.request.token, addresses)
+        self.fleet.counts["kept"] += 1
+
+    async def _session(self, addresses: list[str], blocks: int, first: int) -> DecodeSession:
+        request, endpoint = self.request, self.process.endpoint
+        for attempt in range(10):
+            try:
+                return await endpoint.decode_session(
+                    request.token,
+                    None if request.brokered else addresses,
+                    blocks,
+                    first_block=first,
+                    lease_seconds=request.lease_seconds,
+                )
+            except BlockPoolExhausted:
+                if attempt == 9 and not request.brokered:
+                    await endpoint.release(request.token, addresses, "there are no blocks")
+                    self.fleet.counts["released"] += 1
+                if attempt == 9 or request.brokered:
+                    raise
+                await self._keep(addresses)
+                await asyncio.sleep(_QUEUE_SECONDS)
+        raise AssertionError
+
+    def _has(self, session: Any) -> None:
+        self.session = session
+        self.fleet.oracle.takes_part(self.process, self.request.id)

@@ -1,0 +1,187 @@
+"""One-sided writes of the simulated engines: posted, read, placed and acknowledged, each write for
+itself and in any order."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .link import End
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Stage(enum.Enum):
+    QUEUED = "queued"  # not read yet; may be taken back
+    ON_ITS_WAY = "on its way"
+    ENDED = "ended"
+
+
+@dataclass(eq=False, slots=True)
+class Write:
+    """Neighbouring pages as one; `transfer` is whose blocks it was posted from."""
+
+    operation: PostedOperation
+    source: Bytes
+    grant: bytes
+    offset: int
+    transfer: str
+    stage: Stage = Stage.QUEUED
+    placed: bool = False
+
+
+class PostedOperation:
+    """What one submission takes: ends when all its writes have."""
+
+    def __init__(self, end: End, ident: int, imm: int, timeout: float) -> None:
+        self.end = end
+        self.id = ident
+        self.imm = imm
+        self.writes: list[Write] = []
+        self._code, self._text = "ok", ""
+        self._left = 0
+        self._network = end.native.network
+        self._deadline = timeout
+
+    def post(self) -> None:
+        self._left = len(self.writes)
+        self.end.operations[self.id] = self
+        for write in self.writes:
+            self._queue(write)
+        if not self.writes:
+            self._end()
+        expire = "not delivered before its deadline"
+        process = self.end.native.process
+        self._network.clock.after(
+            self._deadline, lambda: self.fail("deadline-exceeded", expire), process
+        )
+
+    @property
+    def unread(self) -> list[Write]:
+        return [write for write in self.writes if write.stage is Stage.QUEUED]
+
+    @property
+    def under_way(self) -> bool:
+        return any(write.stage is Stage.ON_ITS_WAY for write in self.writes)
+
+    def fail(self, code: str, text: str) -> None:
+        """Takes back what was not read yet; the rest is waited for."""
+        if self.id not in self.end.operations:
+            return
+        if self._code == "ok":
+            self._code, self._text = code, text
+        for write in self.unread:
+            self._finish(write)
+
+    def abandon(self, code: str, text: str) -> None:
+        """The peer is lost: nothing more is read, and nothing waited for."""
+        if self._code == "ok":
+            self._code, self._text = code, text
+        for write in self.writes:
+            write.stage = Stage.ENDED
+        self._end()
+
+    def requeue(self) -> None:
+        """The paths were reset: what had not arrived goes over the new ones."""
+        for write in self.writes:
+            if write.stage is Stage.ON_ITS_WAY and not write.placed:
+                write.stage = Stage.QUEUED
+                self._queue(write)
+
+    def _queue(self, write: Write) -> None:
+        link = self.end.link
+        # A NIC sends what is posted also while its process is stopped.
+        network = self._network
+        process = None if link.places_by_nic and link.paths == 0 else self.end.native.process
+        network.clock.after(network.posting_delay(), lambda: self._send(write), process)
+
+    def _send(self, write: Write) -> None:
+        end, link = self.end, self.end.link
+        if write.stage is not Stage.QUEUED or not end.native.process.alive:
+            return
+        if self.imm in end.revoked:
+            self._refused(write, f"counter {self.imm} is revoked")
+            return
+        self._network.oracle.reads(end, write)
+        write.stage = Stage.ON_ITS_WAY
+        data = write.source.copy()
+        paths = link.paths
+
+        def arrive() -> None:
+            if paths == link.paths and write.stage is not Stage.QUEUED:
+                self._arrive(write, data)
+
+        link.carry(end.index, arrive, needs_process=not link.places_by_nic)
+
+    def _arrive(self, write: Write, data: Bytes) -> None:
+        receiver = self.end.other
+        network = self._network
+        native = receiver.native
+        if not native.process.alive:
+            return
+        if receiver.state == "lost" and not network.defects.lands_late:
+            return
+        target, refusal = native.counters.target(receiver, self.imm, write.grant)
+        if target is None or write.offset + len(data) > len(target):
+            text = refusal or f"{write.offset}+{len(data)} leaves the grant"
+            network.note("refused", lambda: f"{self.end.name} {write.transfer}: {text}")
+            self._acknowledge(write, text)
+            return
+        place = target[write.offset : write.offset + len(data)]
+        network.note(
+            "landed", lambda: f"{self.end.name} {write.transfer} {self.imm:#x} {len(data)} B"
+        )
+        network.oracle.lands(self.end, write, place)
+        place[:] = data
+        network.oracle.damages(write, place)
+        write.placed = True
+        count = lambda: native.counters.add(self.imm)  # noqa: E731
+        if self.end.link.places_by_nic:
+            network.clock.after(network.latency() / 4, count, native.process)
+        else:
+            count()
+        self._acknowledge(write, "")
+
+    def _acknowledge(self, write: Write, refusal: str) -> None:
+        def heard() -> None:
+            if write.stage is not Stage.ON_ITS_WAY:
+                return
+            if refusal:
+                self._refused(write, refusal)
+            else:
+                self._finish(write)
+
+        self.end.link.carry(1 - self.end.index, heard)
+
+    def _refused(self, write: Write, text: str) -> None:
+        if self._code == "ok":
+            self._code, self._text = "stale-counter", text
+        self._finish(write)
+
+    def _finish(self, write: Write) -> None:
+        write.stage = Stage.ENDED
+        self._left -= 1
+        self.end.native.counters.one_ended(self.end, self.imm)
+        if not self._left:
+            self._end()
+
+    def _end(self) -> None:
+        if self.end.operations.pop(self.id, None) is not None:
+            self.end.native.complete("write", self.id, self.end.peer_id, self._code, self._text)
+
+
+def runs(source_pages: Any, target_pages: Any, page: int) -> list[tuple[int, int, int]]:
+    """Pages as (source, destination, bytes); neighbours on both sides are joined, as in C++."""
+    joined: list[tuple[int, int, int]] = []
+    for source, target in zip(source_pages.tolist(), target_pages.tolist(), strict=True):
+        if joined:
+            before, at, length = joined[-1]
+            if before + length == source and at + length == target:
+                joined[-1] = (before, at, length + page)
+                continue
+        joined.append((source, target, page))
+    return joined
