@@ -56,7 +56,7 @@ class Logs:
     def __init__(self, logs: Iterable[Path]) -> None:
         self._read = dict.fromkeys(logs, 0)
         self.named: dict[str, tuple[float, str]] = {}
-        """By request: when an engine first said that it failed, and why."""
+        """By request: when an engine first said that it failed, and what all of them said of it."""
 
     async def follow(self) -> None:
         """Until it is cancelled."""
@@ -74,8 +74,9 @@ class Logs:
             whole = new[: new.rfind(b"\n") + 1]
             self._read[log] = begin + len(whole)
             for request_id, reason in _NAMED.findall(whole):
-                moment = (time.monotonic(), reason.decode(errors="replace"))
-                self.named.setdefault(request_id.decode(), moment)
+                name, said = request_id.decode(), reason.decode(errors="replace")
+                first, others = self.named.get(name, (time.monotonic(), ""))
+                self.named[name] = first, f"{others}; {said}" if others else said
 
 
 def naming(sent: Sent, logged: tuple[float, str] | None, fault: Fault | None) -> Naming:
