@@ -54,7 +54,7 @@ model:
 	@scripts/model
 
 chaos:
-	@scripts/setup test
+	@scripts/setup verbs
 	@scripts/chaos $(if $(ROUNDS),--rounds $(ROUNDS))
 
 chaos-control:

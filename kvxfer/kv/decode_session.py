@@ -255,7 +255,7 @@ class DecodeSession:
         elif isinstance(problem, KvxferError):
             self.fail(type(problem)(self._says(str(problem))))
         elif problem is not None:
-            what = f"the heads of its blocks could not be put in order: {problem!r}"
+            what = f"its blocks could not be checked and put in order: {problem!r}"
             self.fail(ProtocolError(self._says(what)))
         else:
             self._complete()

@@ -25,8 +25,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvxfer.cli.output import err, out
+from tests.arguments import above_zero
 
-from .chaos import FABRICS, Fabric, Fault, Round, arena, percentile
+from .catalogue import FABRICS, Fabric, Fault
+from .chaos import Round, arena, percentile
 from .link import why_no_links
 
 MAX_DETECTION_SECONDS: Final = 1.0
@@ -100,7 +102,7 @@ def on_a_machine_with_rdma(count: int, seed: int) -> list[Round]:
         ]
         subprocess.run([*command, "--write", str(found)], check=False, stdout=sys.stderr)
         if not found.exists():
-            raise RuntimeError("the emulated machine with RDMA devices did not finish its rounds")
+            sys.exit("chaos: the emulated machine with RDMA devices did not finish its rounds")
         return [Round(**one) for one in json.loads(found.read_text())]
 
 
@@ -155,11 +157,15 @@ def broken(rounds: list[Round]) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=1000, help="over all faults and fabrics")
+    parser.add_argument(
+        "--rounds", type=above_zero, default=1000, help="over all faults and fabrics"
+    )
     parser.add_argument("--fabric", action="append", choices=list(FABRICS), help="only these")
     faults = sorted({str(fault) for fabric in FABRICS.values() for fault in fabric.faults})
     parser.add_argument("--fault", action="append", choices=faults, help="only these")
-    parser.add_argument("--parallel", type=int, default=2, help="pairs of workers per fabric")
+    parser.add_argument(
+        "--parallel", type=above_zero, default=2, help="pairs of workers per fabric"
+    )
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")
     parser.add_argument("--json", action="store_true", help="every round instead of a table")
     parser.add_argument("--write", type=Path, default=None, help=argparse.SUPPRESS)

@@ -17,6 +17,7 @@ from typing import Any, Final, get_args
 
 from kvxfer.ticket import Ticket, sign_ticket
 
+from .catalogue import HOST, PAUSE, Fabric, Fault
 from .link import Damage, Link, link
 from .worker import KEY, NUM_BLOCKS
 from .worker_process import Place, Role, WorkerProcess
@@ -27,60 +28,6 @@ _CLOCK_JUMP_SECONDS: Final = 3600
 _FAKETIME: Final = "/usr/$LIB/faketime/libfaketime.so.1"
 
 Event = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What happens to one side or, without a victim, to the network between both."""
-
-    act: str
-    victim: Role | None = None
-
-    def __str__(self) -> str:
-        return self.act if self.victim is None else f"{self.act} {self.victim}"
-
-
-def _of_both(*acts: str) -> tuple[Fault, ...]:
-    return tuple(Fault(act, role) for act in acts for role in get_args(Role))
-
-
-# kill: SIGKILL. freeze: SIGSTOP until the other has given it up. stall: SIGSTOP for a moment that
-# heartbeats forgive, in which the other cancels and reuses its blocks.
-_PROCESS: Final = _of_both("kill", "freeze", "stall")
-# The transfer may end well. no memory: the system gives the process no more of it. clock: the
-# time of day is another one.
-_HOST: Final = _of_both("no memory", "clock")
-# half-open: cut off, and killed while nobody hears of it.
-_NETWORK: Final = (
-    *(Fault(damage) for damage in get_args(Damage)),
-    *_of_both("half-open"),
-)
-# SIGSTOP for a moment that heartbeats forgive, with nobody giving up.
-_PAUSE: Final = _of_both("pause")
-
-
-@dataclass(frozen=True, slots=True)
-class Fabric:
-    """Where workers meet, and what can happen to them there."""
-
-    name: str
-    engine: str
-    faults: tuple[Fault, ...]
-    linked: bool = False
-    """Each in a network namespace of its own."""
-    small_buffers: bool = False
-
-
-FABRICS: Final = {
-    fabric.name: fabric
-    for fabric in (
-        Fabric("local", "local", _PROCESS + _HOST),
-        Fabric("tcp", "tcp", _PROCESS + _HOST + _NETWORK, linked=True),
-        # Socket buffers that are full all the time.
-        Fabric("tcp 4 KiB", "tcp", _PROCESS + _PAUSE, linked=True, small_buffers=True),
-        Fabric("verbs", "verbs", _PROCESS),
-    )
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +111,7 @@ class Arena:
     async def round(self, fault: Fault, seed: int) -> Round:
         """One transfer, one fault at a random moment of it, and what became of everything."""
         rng = random.Random(seed)
-        may_end_well = fault in (*_HOST, *_PAUSE, Fault("loss"))
+        may_end_well = fault in (*HOST, *PAUSE, Fault("loss"))
         # A frozen receiver may find whole transfers, posted and announced, when it wakes up.
         asleep = str(fault) == "freeze decode" and rng.random() < 0.4
         transfer = _Transfer(
@@ -305,7 +252,7 @@ class Arena:
             self._set_clock(victim, 0)
 
     async def _exhaust(self, victim: Role) -> _Found:
-        """What the victim says and does then is not believed; it starts again."""
+        """What the victim says and does then is not looked at; it starts again."""
         broken, survivor = self._sides(victim)
         at = time.monotonic()
         broken.take_memory()
@@ -315,7 +262,7 @@ class Arena:
         await dying
         checked = await self._watch(survivor)
         await self.start(victim)
-        return _Found(at, [], [ended, checked])
+        return _Found(at, [ended], [checked])
 
     async def _die_soon(self, worker: WorkerProcess) -> None:
         with contextlib.suppress(EOFError, TimeoutError):

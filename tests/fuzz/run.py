@@ -19,6 +19,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from tests.arguments import above_zero
 from tests.fuzz import interpreted, native, seeds
 from tests.fuzz.python import TARGETS as PYTHON_TARGETS
 
@@ -108,7 +109,9 @@ def _range_text(lines: list[int]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
-    parser.add_argument("--seconds", type=int, default=30, help="for each target (default: 30)")
+    parser.add_argument(
+        "--seconds", type=above_zero, default=30, help="for each target (default: 30)"
+    )
     parser.add_argument(
         "--target", action="append", choices=TARGETS, help="only this one; may be repeated"
     )

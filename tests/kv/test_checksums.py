@@ -59,7 +59,10 @@ async def test_one_side_that_wants_checksums_is_enough(
 
 async def test_without_them_none_is_made(pair: tuple[Worker, Worker], rng: random.Random) -> None:
     p, d = pair
-    assert not any(each.checksums for each in [*p.endpoint._pairs, *d.endpoint._pairs])
+    ticket = make_ticket(p, d)
+    await asyncio.gather(send(p, ticket, 2, rng), receive(p, d, ticket, 2))
+    pairs = [*p.endpoint._pairs, *d.endpoint._pairs]
+    assert [each.checksums for each in pairs] == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,10 @@ async def test_blocks_are_neither_taken_nor_freed_while_their_heads_are_reordere
         error, text = {
             "cancelled": (TransferCancelled, "the user left"),
             "lease": (LeaseExpired, "the blocks were not checked and put in order within 0.7 s"),
-            "failed": (ProtocolError, r"could not be put in order: RuntimeError\('the device"),
+            "failed": (
+                ProtocolError,
+                r"could not be checked and put in order: RuntimeError\('the device",
+            ),
         }[end]
         with pytest.raises(error, match=text):
             await asyncio.wait_for(waiting, 5)

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tests.arguments import above_zero
+
 from .defects import DEFECTS, NONE
 from .fate import FAULTS, MISHAPS, simulate
 
@@ -99,9 +101,9 @@ def _one(seed: int, defect: str, trace: bool, console: Console) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=100_000)
+    parser.add_argument("--seeds", type=above_zero, default=100_000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--jobs", type=above_zero, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--json", action="store_true", help="figures as JSON on stdout")
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--trace", action="store_true", help="print the events of the one")

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvxfer.cli.output import err, out, show_json
+from tests.arguments import minutes_to_run
 
 from .flatness import Held, Slope, held_by, slopes
 from .fleet import Counted, Fleet
@@ -158,7 +159,7 @@ def tables(outcome: Outcome) -> Iterator[Table]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--minutes", type=minutes_to_run, default=5.0)
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

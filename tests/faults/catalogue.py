@@ -1,0 +1,63 @@
+"""What can happen to two workers, and over which fabrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, get_args
+
+from .link import Damage
+from .worker_process import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to one side or, without a victim, to the network between both."""
+
+    act: str
+    victim: Role | None = None
+
+    def __str__(self) -> str:
+        return self.act if self.victim is None else f"{self.act} {self.victim}"
+
+
+def _of_both(*acts: str) -> tuple[Fault, ...]:
+    return tuple(Fault(act, role) for act in acts for role in get_args(Role))
+
+
+# kill: SIGKILL. freeze: SIGSTOP until the other has given it up. stall: SIGSTOP for a moment that
+# heartbeats forgive, in which the other cancels and reuses its blocks.
+PROCESS: Final = _of_both("kill", "freeze", "stall")
+# The transfer may end well. no memory: the system gives the process no more of it. clock: the
+# time of day is another one.
+HOST: Final = _of_both("no memory", "clock")
+# half-open: cut off, and killed while nobody hears of it.
+NETWORK: Final = (
+    *(Fault(damage) for damage in get_args(Damage)),
+    *_of_both("half-open"),
+)
+# SIGSTOP for a moment that heartbeats forgive, with nobody giving up.
+PAUSE: Final = _of_both("pause")
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """Where workers meet, and what can happen to them there."""
+
+    name: str
+    engine: str
+    faults: tuple[Fault, ...]
+    linked: bool = False
+    """Each in a network namespace of its own."""
+    small_buffers: bool = False
+
+
+FABRICS: Final = {
+    fabric.name: fabric
+    for fabric in (
+        Fabric("local", "local", PROCESS + HOST),
+        Fabric("tcp", "tcp", PROCESS + HOST + NETWORK, linked=True),
+        # Socket buffers that are full all the time.
+        Fabric("tcp 4 KiB", "tcp", PROCESS + PAUSE, linked=True, small_buffers=True),
+        Fabric("verbs", "verbs", PROCESS),
+    )
+}
