@@ -16,6 +16,7 @@ from kvxfer.cli import (
     router,
     scale,
     serve,
+    simulate,
     transfers,
     worker,
 )
@@ -38,6 +39,7 @@ for module in (
     drain,
     role,
     scale,
+    simulate,
     demo,
     bench,
     doctor,

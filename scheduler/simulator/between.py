@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from kvxfer.instances import Role
+from kvxfer.scaling import ScalePlan
 from kvxfer.scheduler.scaling.decision import Decision, ScalingState, decide
 from kvxfer.scheduler.scaling.policy import ScalingPolicy
 from kvxfer.scheduler.scaling.trace import Load
@@ -101,7 +102,8 @@ class Between:
         self._paper.give_up(self._paper.state.prefill * per_second * self._longest)
 
 
-def changes(at: float, decision: Decision) -> Iterator[Action]:
+def changes(at: float, decision: Decision | ScalePlan) -> Iterator[Action]:
+    """What a decision makes otherwise."""
     for role in (decision.prefill, decision.decode):
         if role.direction != "hold":
             yield Action(at, role.role.value, role.current, role.wanted, role.because)
@@ -178,9 +180,7 @@ def _match_queues(
                     fleet.withdraw(worker)
 
 
-def _begin(
-    fleet: SimulatedFleet, count: int, like: Arrivals, draw: np.random.Generator
-) -> None:
+def _begin(fleet: SimulatedFleet, count: int, like: Arrivals, draw: np.random.Generator) -> None:
     """Requests that are somewhere in the middle of their answers: a long answer is met there more
     often than a short one, and at any of its tokens."""
     parts = like.output / like.output.sum()

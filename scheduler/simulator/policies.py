@@ -1,4 +1,4 @@
-"""What is compared: fixed sizes, scaling files and pairing files, and how large a fleet has to be."""
+"""What is compared: fixed sizes, scaling files, pairing files; and how large a fleet has to be."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.backend import ScalingBackend
 from kvxfer.scheduler.scaling.policy import ScalingPolicy
 from kvxfer.scheduler.scaling.worker_model import WorkerModel
-from kvxfer.scheduler.simulator.between import Between, match
-from kvxfer.scheduler.simulator.fleet import FleetSettings, SimulatedFleet, immediately
+from kvxfer.scheduler.simulator.between import Between, changes, match
+from kvxfer.scheduler.simulator.fleet import SimulatedFleet
+from kvxfer.scheduler.simulator.members import FleetSettings, immediately
 from kvxfer.scheduler.simulator.policies import Policy
 from kvxfer.scheduler.simulator.tally import Action, Results, Window, summarise
 from kvxfer.scheduler.simulator.workers import Request, Worker
@@ -94,9 +95,7 @@ def simulate(
     return run(simulation, policy, on_window)
 
 
-def _run_whole(
-    simulation: Simulation, policy: Policy, on_window: Callable[[], None]
-) -> Results:
+def _run_whole(simulation: Simulation, policy: Policy, on_window: Callable[[], None]) -> Results:
     fleet = simulation.fleet(policy)
     for role, count in ((Role.PREFILL, policy.prefill), (Role.DECODE, policy.decode)):
         for _ in range(count):
@@ -117,9 +116,7 @@ def _run_whole(
     return _results(simulation, policy, windows, hours, actions)
 
 
-def _run_sampled(
-    simulation: Simulation, policy: Policy, on_window: Callable[[], None]
-) -> Results:
+def _run_sampled(simulation: Simulation, policy: Policy, on_window: Callable[[], None]) -> Results:
     fleet = simulation.fleet(policy)
     workload = simulation.workload
     between = Between(
@@ -152,8 +149,8 @@ def _run_sampled(
 def _requests(pieces: Iterator[Arrivals], window: int, later: float) -> Iterator[Request]:
     for piece in pieces:
         hashes = piece.hashes or itertools.repeat(())
-        rows = zip((piece.at + later).tolist(), piece.prompt.tolist(), piece.output.tolist(), hashes)
-        for at, prompt, output, named in rows:
+        columns = (piece.at + later).tolist(), piece.prompt.tolist(), piece.output.tolist()
+        for at, prompt, output, named in zip(*columns, hashes, strict=False):
             yield Request(at, prompt, output, window, hashes=named)
 
 
@@ -209,12 +206,7 @@ def _autoscale(fleet: SimulatedFleet, scaling: ScalingPolicy, actions: list[Acti
     autoscaler = Autoscaler(fleet.registry, scaling, backend=_Backend(fleet), clock=fleet)
 
     def round_(_: Any) -> None:
-        plan = immediately(autoscaler.round())
-        for role in (plan.prefill, plan.decode):
-            if role.direction != "hold":
-                actions.append(
-                    Action(fleet.now, role.role.value, role.current, role.wanted, role.because)
-                )
+        actions.extend(changes(fleet.now, immediately(autoscaler.round())))
         fleet.after(scaling.interval, round_)
 
     fleet.after(scaling.interval, round_)

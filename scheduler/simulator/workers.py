@@ -12,8 +12,8 @@ from kvxfer.load_meter import LoadMeter
 from kvxfer.scheduler.scaling.worker_model import BLOCK_TOKENS, WorkerModel
 from kvxfer.transfers import Transfer
 
-# Tokens are whole, and times are sums of floats.
-_ROUNDING: Final = 1e-6
+# Times are sums of floats: what is so many seconds away is now.
+_ROUNDING: Final = 1e-9
 
 
 class Request:
@@ -22,16 +22,22 @@ class Request:
     __slots__ = (
         "arrived",
         "counted",
+        "decode",
         "first_token",
         "first_wait",
         "hashes",
         "joined",
         "output",
+        "prefill",
         "prompt",
         "started",
         "transfer",
         "window",
     )
+
+    prefill: PrefillWorker
+    """Where it was sent, as `decode`."""
+    decode: DecodeWorker
 
     def __init__(
         self,
@@ -72,6 +78,8 @@ class Worker:
         """When its NICs have sent or received all that was given to them."""
         self.beating = False
         """Whether its next heartbeat is on its way."""
+        self.beats = -1
+        """The number of its last heartbeat, or of that one."""
         self.meter: LoadMeter | None = None
         self.phase = 0.0
         """Where in the interval its heartbeats are, as a part of 1."""
@@ -196,8 +204,11 @@ class DecodeWorker(Worker):
 
     def leave(self) -> list[Request]:
         """Those that have got their last token."""
-        done = []
-        while self.batch and self.batch[0][0] <= self.tokens + _ROUNDING:
+        done: list[Request] = []
+        if not self.batch:
+            return done
+        now = self.tokens + _ROUNDING / self.model.itl(len(self.batch))
+        while self.batch and self.batch[0][0] <= now:
             _, _, request = heappop(self.batch)
             self.held -= request.blocks()
             done.append(request)
