@@ -45,7 +45,7 @@ class WorkerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     batch: int = 256
     """Requests that a decode worker computes at once at most."""
     kv_bytes_per_token: float = 131_072.0
-    """Of a cache that moves; this and what follows is of no matter on paper."""
+    """Of a cache that moves. This, and what follows, counts in `kvxfer simulate` alone."""
     nics: int = 1
     nic_gb_per_second: float = 42.5
 

@@ -61,6 +61,6 @@ def requests(
 def simulated(
     workload: RecordedRequests, model: WorkerModel, *, prefill: int, decode: int
 ) -> Results:
-    """Where nobody is given up, and no heartbeat tells what the registry does not know by itself."""
+    """No heartbeat tells what the registry does not know by itself."""
     simulation = Simulation(workload=workload, model=model, detail=10**9, heartbeat_seconds=1e9)
     return simulate(simulation, Policy("queue", prefill, decode))
