@@ -170,7 +170,7 @@ def until(client: SyncControlPlaneClient, seen: Callable[[Instance], bool]) -> I
 def test_drain_waits_until_the_worker_has_left():
     load = Load(running=1)
     with (
-        RunningControlPlane(lease_seconds=1.5) as server,
+        RunningControlPlane(lease_seconds=4.5) as server,
         SyncControlPlaneClient(server.url) as client,
         living(server.url, lambda: load),
     ):
@@ -185,7 +185,7 @@ def test_drain_waits_until_the_worker_has_left():
 
 def test_drain_goes_on_with_a_worker_that_redis_forgot(redis):
     load = Load(running=1)
-    registry = RedisRegistry(redis.url, LeasePolicy(1.5))
+    registry = RedisRegistry(redis.url, LeasePolicy(4.5))
     with (
         RunningControlPlane(registry=registry) as server,
         SyncControlPlaneClient(server.url) as client,

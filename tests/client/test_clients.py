@@ -314,7 +314,7 @@ async def test_absent_control_plane_is_named_with_a_remedy():
 async def test_control_plane_that_does_not_answer_is_unavailable():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        async with ControlPlaneClient(url, timeout=0.05, deadline=0) as client:
+        async with ControlPlaneClient(url, timeout=0.5, deadline=0) as client:
             with pytest.raises(ControlPlaneUnavailable, match="ReadTimeout"):
                 await client.ready()
 

@@ -10,6 +10,8 @@ from kvxfer.errors import Backpressure
 from kvxfer.kv.early_offers import EarlyOffer, EarlyOffers
 from kvxfer.kv.messages import Offer
 
+from .workers import SOON
+
 BLOCKS = np.array([1, 2], dtype=np.int32)
 
 
@@ -60,7 +62,7 @@ async def test_an_expired_offer_is_reported_and_no_longer_kept() -> None:
     expired: asyncio.Queue[EarlyOffer] = asyncio.Queue()
     pair = _pair("a")
     offers.keep(pair, offer("t", lease_seconds=0.02), BLOCKS, expired.put_nowait)
-    early = await asyncio.wait_for(expired.get(), 5)
+    early = await asyncio.wait_for(expired.get(), SOON)
     assert early.offer.transfer_id == "t"
     assert early.lease.seconds == 0.02
     assert len(offers) == 0

@@ -189,7 +189,7 @@ async def test_a_decode_rank_that_fails_before_the_request_ends_the_offers_of_th
 
 async def test_prefill_waits_for_every_decode_rank_within_its_lease(fabric: str) -> None:
     async with (
-        fleet(fabric, LAYOUT, sized(LAYOUT, 2, 1), lease_seconds=0.5) as ranks,
+        fleet(fabric, LAYOUT, sized(LAYOUT, 2, 1), lease_seconds=1.5) as ranks,
         contextlib.AsyncExitStack() as stack,
     ):
         ticket = ranks.ticket()
@@ -200,7 +200,7 @@ async def test_prefill_waits_for_every_decode_rank_within_its_lease(fabric: str)
         finishing = asyncio.create_task(sender.finish())
         await receiver.wait()  # this rank has everything, and keeps it
         receiver.take().release()
-        text = "decode worker 'd' made no offer for its ranks 1 within 0.5 s"
+        text = "decode worker 'd' made no offer for its ranks 1 within 1.5 s"
         with pytest.raises(LeaseExpired, match=text):
             await finishing
 

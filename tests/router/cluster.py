@@ -26,7 +26,7 @@ class Cluster:
         self._model = model
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._urls: dict[str, str] = {}
-        self._start("control", "serve", "--port", "0", *(serve or ("--lease-seconds", "2")))
+        self._start("control", "serve", "--port", "0", *(serve or ("--lease-seconds", "3")))
         self.control_plane = self._url("control", "url")
         self._environment["KVXFER_CONTROL_PLANE"] = self.control_plane
         self._start("router", "router", "--port", "0", "--bytes-per-token", "1")
@@ -115,7 +115,7 @@ class Cluster:
 
 
 async def until(condition: Any) -> None:
-    """Returns when `condition` holds; fails after 20 s."""
-    async with asyncio.timeout(20):
+    """Returns when `condition` holds; fails after a minute."""
+    async with asyncio.timeout(60):
         while not await asyncio.to_thread(condition):  # noqa: ASYNC110 (processes raise no event)
             await asyncio.sleep(0.02)
