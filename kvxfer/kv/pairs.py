@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvxfer.errors import DeadlineExceeded, EngineError, InvalidArgument, KvxferError, PeerLost
 from kvxfer.instances import Role
-from kvxfer.kv.identity import require_peer
+from kvxfer.kv.identity import named, require_peer
+from kvxfer.kv.lost_workers import LostWorkers
 from kvxfer.kv.pair import KvPair, hello_from
 from kvxfer.kv.ranks import sources
 
@@ -39,6 +40,7 @@ class Pairs:
         self._identity = identity
         self._checksums = checksums
         self._pairs: dict[int, KvPair] = {}
+        self._lost = LostWorkers()
 
     def __iter__(self) -> Iterator[KvPair]:
         return iter(list(self._pairs.values()))
@@ -63,6 +65,23 @@ class Pairs:
         """The connection has ended."""
         self._pairs.pop(pair.peer.id, None)
         pair.lose(error)
+        if pair.named is not None:
+            self._lost.add(pair.named, pair.hello.layout.rank, error)
+
+    def loss_of_decode(self, ticket: Ticket) -> KvxferError | None:
+        """Why no OFFER comes with a ticket: a rank of its decode worker was lost after it was
+        issued, and has not connected anew."""
+        decode = named(ticket, Role.DECODE)
+        lost = self._lost.since(decode, ticket.issued_at)
+        if not lost:
+            return None
+        for pair in self:
+            if pair.named == decode:
+                lost.pop(pair.hello.layout.rank, None)
+        for error in lost.values():
+            what = f"transfer {ticket.transfer_id}: decode worker {ticket.decode_id!r} was lost"
+            return type(error)(f"{what} before the prefill request came: {error}")
+        return None
 
     async def meet(self, address: str) -> KvPair:
         """The peer at an address, connected and greeted.

@@ -53,6 +53,7 @@ class Rendezvous:
         max_early_offers_per_peer: int,
         ended: Callable[[PrefillSession], None],
         refusals: Refusals,
+        loss_of_decode: Callable[[Ticket], KvxferError | None],
         on_offer: OnOffer | None = None,
     ) -> None:
         self._instance_id = instance_id
@@ -61,15 +62,17 @@ class Rendezvous:
         self._sessions: dict[str, PrefillSession] = {}
         self._on_end = ended
         self._refusals = refusals
+        self._loss_of_decode = loss_of_decode
         self._on_offer = on_offer
         self._early = EarlyOffers(max_early_offers_per_peer)
 
     async def request(
-        self, claims: Ticket, blocks: SourceBlocks, lease_seconds: float
+        self, claims: Ticket, blocks: SourceBlocks, lease_seconds: float, *, dials: bool
     ) -> PrefillSession:
-        """A session for a prefill request whose ticket is verified.
+        """A session for a prefill request whose ticket is verified. `dials`: it connects to decode.
 
-        Raises TicketInvalid for a second one, and what has ended the transfer already.
+        Raises TicketInvalid for a second one, and what has ended the transfer already: the loss of
+        decode, where its OFFER would have to come over a connection that is gone.
         """
         transfer_id = claims.transfer_id
         self._ledger.claim(claims, "prefill session")
@@ -77,6 +80,10 @@ class Rendezvous:
         if failure is not None:
             raise failure
         early = self._early.take(transfer_id)
+        loss = None if dials else self._loss_of_decode(claims)
+        if loss is not None:
+            self._abandon(transfer_id, loss, early)
+            raise loss
         try:
             session = PrefillSession(claims, blocks, self._layout, lease_seconds, self._ended)
         except KvxferError as error:
@@ -185,7 +192,7 @@ class Rendezvous:
             self._abandon(transfer_id, error, self._early.take(transfer_id))
         for session in list(self._sessions.values()):
             # Also one that its OFFER has not reached: there will be none.
-            if session.transfer_id in pair.prefills or session.decode == pair.named:
+            if session.transfer_id in pair.prefills or session.awaits(pair):
                 session.peer_lost(pair, error)
 
     async def close(self, reason: str) -> None:

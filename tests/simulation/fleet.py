@@ -183,6 +183,7 @@ class Fleet:
             decode_id="" if bearer else decode.name,
             decode_epoch=0 if bearer else decode.epoch,
             expires_at=self.clock.wall() + how.pop("ticket_seconds", TICKET_SECONDS),
+            issued_at=self.clock.wall(),
         )
         tokens = rng.randint(1, 8)
         request = Request(
