@@ -94,7 +94,14 @@ class KvEndpoint:
         self._pool = pool
         self._lease_seconds = lease_seconds
         self._open = False
-        self._pairs = Pairs(engine, cache, self._identity, connect_timeout, checksums=checksums)
+        self._pairs = Pairs(
+            engine,
+            cache,
+            self._identity,
+            connect_timeout,
+            lambda pair, error: self._reception.cut_off(pair, error),
+            checksums=checksums,
+        )
         self._ledger = TransferLedger()
         self._refusals = Refusals()
         self._decodes: dict[DecodeSession, None] = {}  # in the order of their beginning

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import DeadlineExceeded, EngineError, InvalidArgument, KvxferError, PeerLost
@@ -31,6 +31,7 @@ class Pairs:
         cache: KvCache,
         identity: Identity,
         connect_timeout: float,
+        unreachable: Callable[[KvPair, KvxferError], object],
         *,
         checksums: bool,
     ) -> None:
@@ -38,6 +39,7 @@ class Pairs:
         self._engine = engine
         self._cache = cache
         self._identity = identity
+        self._unreachable = unreachable
         self._checksums = checksums
         self._pairs: dict[int, KvPair] = {}
         self._lost = LostWorkers()
@@ -52,7 +54,9 @@ class Pairs:
         """The pair of a connected peer, which is greeted when it is new."""
         pair = self._pairs.get(peer.id)
         if pair is None:
-            pair = self._pairs[peer.id] = KvPair(peer, self._cache, checksums=self._checksums)
+            pair = self._pairs[peer.id] = KvPair(
+                peer, self._cache, self._unreachable, checksums=self._checksums
+            )
             self._greet(pair)
         return pair
 

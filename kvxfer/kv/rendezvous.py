@@ -14,6 +14,7 @@ from kvxfer.errors import (
     InvalidArgument,
     KvxferError,
     LeaseExpired,
+    TicketExpired,
     TransferCancelled,
 )
 from kvxfer.kv.block_ids import unpack_block_table
@@ -84,14 +85,17 @@ class Rendezvous:
         if loss is not None:
             self._abandon(transfer_id, loss, early)
             raise loss
+        # With a ticket that has expired no OFFER is taken up.
+        left = claims.expires_at - time.time()
+        lease = left if 0 < left < lease_seconds else lease_seconds
         try:
-            session = PrefillSession(claims, blocks, self._layout, lease_seconds, self._ended)
+            session = PrefillSession(claims, blocks, self._layout, lease, self._ended)
         except KvxferError as error:
             self._abandon(transfer_id, error, early)
             raise
         self._sessions[transfer_id] = session
         for index, one in enumerate(early):
-            one.lease.end()
+            one.end()
             try:
                 session.accept(one.pair, one.offer, one.blocks, one.lease.remaining())
             except KvxferError as error:
@@ -132,7 +136,14 @@ class Rendezvous:
             if offer.first_block < 0:
                 raise InvalidArgument(f"first_block is {offer.first_block}; pass 0 or more")
             if session is None:
-                self._early.keep(pair, offer, blocks, self._expired)
+                self._early.keep(
+                    pair,
+                    offer,
+                    blocks,
+                    claims.expires_at,
+                    lease_over=self._lease_over,
+                    ticket_expired=self._ticket_expired,
+                )
                 if self._on_offer is not None:
                     self._on_offer(claims, offer.ticket)
             else:
@@ -180,14 +191,14 @@ class Rendezvous:
             )
             self._abandon(transfer_id, error, [one for one in early if one.pair is not pair])
             for one in early:
-                one.lease.end()
+                one.end()
         with contextlib.suppress(EngineError):
             pair.send(Cancelled(transfer_id, 0))
 
     def drop(self, pair: KvPair, error: KvxferError) -> None:
         """The decode worker is gone."""
         for lost in self._early.take_all(pair):
-            lost.lease.end()
+            lost.end()
             transfer_id = lost.offer.transfer_id
             self._abandon(transfer_id, error, self._early.take(transfer_id))
         for session in list(self._sessions.values()):
@@ -201,11 +212,17 @@ class Rendezvous:
             self._abandon(early.offer.transfer_id, TransferCancelled(reason), [early])
         await asyncio.gather(*(session.cancel(reason) for session in self._sessions.values()))
 
-    def _expired(self, early: EarlyOffer) -> None:
+    def _lease_over(self, early: EarlyOffer) -> None:
+        self._expired(early, LeaseExpired, f"within {early.lease.seconds:g} s")
+
+    def _ticket_expired(self, early: EarlyOffer) -> None:
+        self._expired(early, TicketExpired, "before its ticket expired")
+
+    def _expired(self, early: EarlyOffer, kind: type[KvxferError], when: str) -> None:
         transfer_id = early.offer.transfer_id
-        error = LeaseExpired(
-            f"transfer {transfer_id}: no request came to prefill worker "
-            f"{self._instance_id!r} within {early.lease.seconds:g} s"
+        error = kind(
+            f"transfer {transfer_id}: no request came to prefill worker {self._instance_id!r} "
+            f"{when}"
         )
         self._abandon(transfer_id, error, [early, *self._early.take(transfer_id)])
 
@@ -213,7 +230,7 @@ class Rendezvous:
         """Ends a transfer that has no session here."""
         self._ledger.fail(transfer_id, error)
         for one in early:
-            one.lease.end()
+            one.end()
             self._refuse(one.pair, transfer_id, error)
 
     def _refuse(self, pair: KvPair, transfer_id: str, error: KvxferError) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from kvxfer.engine import Engine
-from kvxfer.kv.block_pool import BlockIds
+from kvxfer.kv.block_pool import BlockIds, BlockState
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.head_order import HeadOrder, permute_on_host
@@ -141,6 +141,12 @@ class Process:
                     self.ready = True
                     await self._leave.wait()
                     self.ready = False
+                counts = self.pool.counts()
+                held = counts[BlockState.OFFERED] + counts[BlockState.RECEIVING]
+                self._fleet.oracle.require(
+                    not held,
+                    f"{self.name} has closed its endpoint; {held} blocks are still offered",
+                )
 
     def _permute(self, cache: KvCache, blocks: BlockIds, arrived: HeadOrder) -> None:
         """A thread puts heads in order: only in blocks that are still somebody's."""

@@ -117,6 +117,7 @@ class Promises:
                 "pairs without a peer": len(pairs) - len(engine.peers),
                 "peers without a connection": len(engine.peers)
                 - sum(end.state == "up" for end in process.native.ends.values()),
+                "unsaid messages": sum(len(pair._outbox._waiting) for pair in pairs),
                 "tasks": len(process.loop.tasks) - 1,
             }
             wrong = {what: count for what, count in left.items() if count}
