@@ -118,7 +118,7 @@ class Promises:
                 "peers without a connection": len(engine.peers)
                 - sum(end.state == "up" for end in process.native.ends.values()),
                 "unsaid messages": sum(len(pair._outbox._waiting) for pair in pairs),
-                "tasks": len(process.loop.tasks) - 1,
+                "tasks": len(process.loop.tasks) - 1 - (process.following is not None),
             }
             wrong = {what: count for what, count in left.items() if count}
             self._fleet.oracle.require(not wrong, f"{process.name} has left: {wrong}")
