@@ -26,7 +26,7 @@ class Outbox:
     called, and has to end the connection. Its loss tells the peer what the message would have.
     """
 
-    def __init__(self, peer: Peer, give_up: Callable[[KvxferError], None]) -> None:
+    def __init__(self, peer: Peer, give_up: Callable[[KvxferError], object]) -> None:
         self._peer = peer
         self._give_up = give_up
         self._loop = asyncio.get_running_loop()
