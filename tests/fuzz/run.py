@@ -83,6 +83,7 @@ def fuzz(target: str, seconds: int) -> Outcome:
     outcome.per_second = outcome.executions / max(time.time() - begun, 1e-3)
     if ran.returncode:
         new = [path for path in crashes.glob(f"{target}-*") if path.stat().st_mtime >= begun]
+        new = [path for path in new if not path.name.startswith(f"{target}-slow-unit")]
         kept = [keep(path, seeds.CORPUS / target) for path in new]
         outcome.crashes = [str(path.relative_to(native.ROOT)) for path in kept] or ["see the log"]
         return outcome
