@@ -10,7 +10,7 @@ import signal
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvxfer.ticket import Ticket, sign_ticket
@@ -41,6 +41,22 @@ class Counted:
     """How the others ended, by code; each side counts."""
     lost: int = 0
     """Sides that were killed before they could tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Bytes of some transfers that nothing disturbed, by the books of both sides and by the
+    counters of their engines: five times the same number."""
+
+    sent: int
+    received: int
+    checked: int
+    engines_sent: int
+    engines_received: int
+
+    @property
+    def reconciled(self) -> bool:
+        return self.sent > 0 and len({getattr(self, name) for name in self.__slots__}) == 1
 
 
 class Member:
@@ -132,14 +148,36 @@ class Fleet:
         self.members.remove(member)
         await member.end()
 
-    async def transfer(self) -> None:
-        """One between two random workers; its client may leave."""
+    async def audit(self, transfers: int) -> Audit:
+        """So many between those that lived throughout, when all others are over."""
+        before, books = await self._engines(), replace(self.counted)
+        for _ in range(transfers):
+            await self.transfer(list(self.keepers.values()))
+        after, counted = await self._engines(), self.counted
+        return Audit(
+            sent=counted.sent - books.sent,
+            received=counted.received - books.received,
+            checked=counted.checked - books.checked,
+            engines_sent=after["bytes_sent"] - before["bytes_sent"],
+            engines_received=after["bytes_received"] - before["bytes_received"],
+        )
+
+    async def _engines(self) -> Counter[str]:
+        """The counters of those that lived throughout, added up."""
+        total: Counter[str] = Counter()
+        for member in self.keepers.values():
+            stats = await member.ask_stats()
+            total.update({name: stats[name] for name in ("bytes_sent", "bytes_received")})
+        return total
+
+    async def transfer(self, among: list[Member] | None = None) -> None:
+        """One between two random workers; its client may leave. `among` these, it stays."""
         rng, number = self._rng, next(self._numbers)
-        prefill, decode = (self._one(role) for role in ("prefill", "decode"))
+        prefill, decode = (self._one(role, among) for role in ("prefill", "decode"))
         blocks = rng.randint(1, MAX_BLOCKS)
         ticket = self._ticket(prefill, decode)
         patience = {"prefill": 0.0, "decode": 0.0}
-        if rng.random() < _CLIENT_LEAVES:
+        if among is None and rng.random() < _CLIENT_LEAVES:
             patience[rng.choice(["prefill", "decode"])] = rng.uniform(0.0001, 0.03)
         common = {"ticket": ticket, "blocks": blocks}
         address = prefill.process.address
@@ -163,8 +201,9 @@ class Fleet:
             counted.received += received["received"]
             counted.checked += received["checked"]
 
-    def _one(self, role: str) -> Member:
-        return self._rng.choice([m for m in self.members if m.role == role and not m.leaving])
+    def _one(self, role: str, among: list[Member] | None) -> Member:
+        members = self.members if among is None else among
+        return self._rng.choice([m for m in members if m.role == role and not m.leaving])
 
     async def _join(self, role: str, instance: str) -> Member:
         place = Place(self._rng.choice(_FABRICS))
