@@ -26,6 +26,8 @@ _PASSING: Final = 2
 _FABRICS: Final = ("local,tcp", "tcp", "local,tcp")
 _LEAVING_SECONDS: Final = 1.0
 _END_SECONDS: Final = 30.0
+# For a side to hear of the other's end.
+_HEAR_SECONDS: Final = 2.0
 _CLIENT_LEAVES: Final = 0.1
 
 
@@ -106,7 +108,7 @@ def _settle(waiting: asyncio.Future[dict[str, Any]], event: dict[str, Any]) -> N
 
 
 def _failed(side: asyncio.Future[dict[str, Any]]) -> bool:
-    return side.done() and side.result().get("error", "lost") is not None
+    return side.result().get("error", "lost") is not None
 
 
 class Fleet:
@@ -207,13 +209,16 @@ class Fleet:
     async def _both(
         self, number: int, sides: dict[Member, asyncio.Future[dict[str, Any]]]
     ) -> list[dict[str, Any]]:
-        """How each side ended. Where one fails, the other is told to give up, as a router does:
-        prefill may never have heard of its decode worker."""
+        """How each side ended. One that has not heard of the other's failure is told to give up, as
+        a router does: prefill may never have heard of its decode worker."""
+        waiting = set(sides.values())
         async with asyncio.timeout(_END_SECONDS):
-            await asyncio.wait(sides.values(), return_when=asyncio.FIRST_COMPLETED)
-            for member, side in sides.items():
-                if not side.done() and any(_failed(one) for one in sides.values()):
-                    member.process.tell({"do": "give up", "number": number})
+            ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if any(map(_failed, ended)) and waiting:
+                _, waiting = await asyncio.wait(waiting, timeout=_HEAR_SECONDS)
+                for member, side in sides.items():
+                    if side in waiting:
+                        member.process.tell({"do": "give up", "number": number})
             return list(await asyncio.gather(*sides.values()))
 
     def _one(self, role: str, among: list[Member] | None) -> Member:
