@@ -18,6 +18,7 @@ from kvxfer.kv.block_pool import BlockState
 from kvxfer.kv.checksum import verify
 from kvxfer.kv.lease import Lease
 from kvxfer.kv.messages import Offer
+from kvxfer.kv.ranks import targets
 from kvxfer.kv.session_state import DecodeEvent, DecodeState, why_left
 
 if TYPE_CHECKING:
@@ -104,6 +105,12 @@ class DecodeSession:
             for plan in plans
             for layer in plan.layers
         )
+
+    @property
+    def is_of_several(self) -> bool:
+        """Whether other ranks of decode take part in the transfer."""
+        ours = self._cache.layout
+        return any(len(targets(one.pair.hello.layout, ours)) > 1 for one in self._inbounds)
 
     @property
     def lease_remaining(self) -> float:
