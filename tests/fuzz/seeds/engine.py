@@ -28,6 +28,9 @@ def handshake() -> Iterator[bytes]:
         hello = b"KVXF" + struct.pack("<HBB", 2, purpose, 0) + bytes(64)
         yield b"\x04\x03key" + bytes(16) + struct.pack("<I", 1) + hello
     yield b"\x04\x00" + bytes(20) + b"GET / HTTP/1.1\r\n\r\n"
+    yield b"\x00\x00\x10" + bytes(200)
+    for status in (0, 15, 16):
+        yield b"\x01\x10" + struct.pack("<HH", status, 2) + bytes(200)
 
 
 def bootstrap() -> Iterator[bytes]:
