@@ -76,18 +76,18 @@ class Member:
                 if event["event"] == "stats" and self.stats is not None:
                     self.stats.set_result(event)
                 elif (waiting := self.ended.pop(event.get("number", -1), None)) is not None:
-                    waiting.set_result(event)
+                    _settle(waiting, event)
         for waiting in self.ended.values():
-            waiting.set_result({"lost": True})
+            _settle(waiting, {"lost": True})
         self.ended.clear()
 
     def begin(self, number: int, command: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
-        self.ended[number] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         if self._listening.done():
-            self.ended.pop(number).set_result({"lost": True})
-            return _lost()
-        waiting = self.ended[number]
-        self.process.tell({"number": number, **command})
+            _settle(waiting, {"lost": True})
+        else:
+            self.ended[number] = waiting
+            self.process.tell({"number": number, **command})
         return waiting
 
     async def ask_stats(self) -> dict[str, Any]:
@@ -100,10 +100,13 @@ class Member:
         await self._listening
 
 
-def _lost() -> asyncio.Future[dict[str, Any]]:
-    future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-    future.set_result({"lost": True})
-    return future
+def _settle(waiting: asyncio.Future[dict[str, Any]], event: dict[str, Any]) -> None:
+    if not waiting.done():  # nobody waits for it any more
+        waiting.set_result(event)
+
+
+def _failed(side: asyncio.Future[dict[str, Any]]) -> bool:
+    return side.done() and side.result().get("error", "lost") is not None
 
 
 class Fleet:
@@ -188,7 +191,7 @@ class Fleet:
             ),
             prefill.begin(number, {"do": "prefill", "patience": patience["prefill"], **common}),
         ]
-        received, sent = await asyncio.wait_for(asyncio.gather(*sides), 2 * _END_SECONDS)
+        received, sent = await self._both(number, {decode: sides[0], prefill: sides[1]})
         counted = self.counted
         for side in (received, sent):
             if "lost" in side:
@@ -200,6 +203,18 @@ class Fleet:
             counted.sent += sent["sent"]
             counted.received += received["received"]
             counted.checked += received["checked"]
+
+    async def _both(
+        self, number: int, sides: dict[Member, asyncio.Future[dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        """How each side ended. Where one fails, the other is told to give up, as a router does:
+        prefill may never have heard of its decode worker."""
+        async with asyncio.timeout(_END_SECONDS):
+            await asyncio.wait(sides.values(), return_when=asyncio.FIRST_COMPLETED)
+            for member, side in sides.items():
+                if not side.done() and any(_failed(one) for one in sides.values()):
+                    member.process.tell({"do": "give up", "number": number})
+            return list(await asyncio.gather(*sides.values()))
 
     def _one(self, role: str, among: list[Member] | None) -> Member:
         members = self.members if among is None else among
