@@ -64,7 +64,7 @@ def fuzz(target: str, seconds: int) -> Outcome:
     options = [
         f"-max_total_time={seconds}",
         "-max_len=4096",
-        "-timeout=20",
+        "-timeout=120",  # of a busy machine, too
         "-rss_limit_mb=2048",
         "-print_final_stats=1",
         f"-artifact_prefix={crashes}/{target}-",

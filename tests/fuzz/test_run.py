@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ def fuzzers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
 
     def command(target: str, options: list[str]) -> tuple[list[str], None]:
         [prefix] = [o.partition("=")[2] for o in options if o.startswith("-artifact_prefix")]
-        return ["python3", "-c", programs[target], prefix], None
+        return [sys.executable, "-c", programs[target], prefix], None
 
     def coverage(*_: object) -> Coverage:
         reached = Coverage()

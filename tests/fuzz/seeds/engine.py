@@ -28,6 +28,9 @@ def handshake() -> Iterator[bytes]:
         hello = b"KVXF" + struct.pack("<HBB", 2, purpose, 0) + bytes(64)
         yield b"\x04\x03key" + bytes(16) + struct.pack("<I", 1) + hello
     yield b"\x04\x00" + bytes(20) + b"GET / HTTP/1.1\r\n\r\n"
+    yield b"\x00\x00\x10" + bytes(200)
+    for status in (0, 15, 16):
+        yield b"\x01\x10" + struct.pack("<HH", status, 2) + bytes(200)
 
 
 def bootstrap() -> Iterator[bytes]:
@@ -60,6 +63,14 @@ def tcp_lane() -> Iterator[bytes]:
     yield post + b"\x02\x01\x00" + poll + post + b"\x02\x02\x06" + poll + b"\x02\x09\x00" + poll
     yield b"\x01\x28" + b"\x07" + bytes(39) + poll
     yield b"\x08" + poll
+    yield b"\x01\x60" + b"\x07" + bytes(95) + poll
+    yield b"\x00\x00\x00\x01\xff" + bytes(4) + bytes(6) + b"\x00" + poll
+    yield b"\x00\x00\x00\x01\x00\x00\x00\x00\x00\xff\xff" + bytes(3) + b"\x40\x00" + poll
+    yield writes(0, None, 0) * 2 + poll * 2
+    for key in range(3):
+        half = writes(key, key, 0, 64)[:-1] + b"\xff\x30" + poll
+        yield half + b"\x05" + poll
+        yield half + b"\x06" + poll
 
 
 def local_path() -> Iterator[bytes]:
@@ -197,3 +208,9 @@ def descriptors() -> Iterator[bytes]:
     yield b"\x05" + struct.pack("<Q", 1 << 20) + b"\x40\x40\x40\x00\x00" + bytes(range(32))
     yield b"\x05" + struct.pack("<Q", 8) + b"\x40\x40\x40\x00\x00" + bytes(8)
     yield b"\x05" + struct.pack("<Q", 0) + b"\x00"
+    far = b"\xff" + struct.pack("<Q", 1 << 40)
+    pages = b"\x05" + struct.pack("<Q", 1 << 20) + b"\x40\x40\x40\x00\x00" + b"\x00\x00\x01\x01"
+    yield pages + far + b"\x02"
+    yield pages + b"\x02" + far
+    yield b"\x04" + struct.pack("<QBQBBB", 64, 0, 0, 1, 200, 4)
+    yield b"\x04" + struct.pack("<Q", 1 << 30) + far + struct.pack("<QBBB", 0, 1, 200, 4)

@@ -29,7 +29,7 @@ from kvxfer.kv.messages import (
     Release,
     encode,
 )
-from kvxfer.ticket import Ticket, sign_ticket
+from kvxfer.ticket import Ticket, TicketKeys, sign_ticket
 
 _OTHER_KEY: Final = b"another key that nobody here has."
 
@@ -205,16 +205,17 @@ def tickets() -> Iterator[bytes]:
     for wrong in ({"nbf": []}, {"nbf": 1e999}, {"iat": None}, {"exp": 10**400}, {"jti": 7}):
         yield b"\x02\x00" + json.dumps({**claims, **sides, **wrong}).encode()
     yield b"\x02\x00" + b"[" * 2000
+    offer = {
+        "type": "offer",
+        "transfer_id": "t",
+        "ticket": "a.b.c",
+        "blocks": "AAAA",
+        "grants": ["AAAA"],
+        "imm": 2**70,
+        "lease_seconds": 1,
+    }
     table = {
-        "offer": {
-            "type": "offer",
-            "transfer_id": "t",
-            "ticket": "a.b.c",
-            "blocks": "AAAA",
-            "grants": ["AAAA"],
-            "imm": 2**70,
-            "lease_seconds": 1,
-        },
+        "offer": offer,
         "decode_id": "d",
         "decode_epoch": 1,
         "kid": "a",
@@ -223,6 +224,9 @@ def tickets() -> Iterator[bytes]:
     yield b"\x04" + json.dumps(table).encode()
     yield b"\x05\x01p\x01\x03kvx\x01m\x01b\x10\x40"
     yield b"\x06\x01\x01t\x01r\x01p\x01\x01d\x01\x00\x06\x00"
+    yield b"\x03" + names + b"\xff\x00" + signed + b"\x01\x07\x00"
+    known = TicketKeys([b"0123456789abcdef0123456789abcdef"]).signing_id
+    yield b"\x04" + json.dumps({**table, "offer": {**offer, "imm": 7}, "kid": known}).encode()
 
 
 def table_of(transfer_id: str) -> BlockTable:
