@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -60,6 +61,7 @@ class DecodeSession:
     ) -> None:
         self.transfer_id = ticket.transfer_id
         self.request_id = ticket.request_id
+        self.begun = time.monotonic()
         self.checked_bytes = 0
         """Bytes that were compared with their checksum."""
         self._token = token
@@ -86,6 +88,11 @@ class DecodeSession:
     def state(self) -> DecodeState:
         """What is true of all prefill ranks: of the states with each, the earliest."""
         return min((inbound.state for inbound in self._inbounds), key=_PROGRESS.index)
+
+    @property
+    def error(self) -> KvxferError | None:
+        """Why the transfer has failed, if it has."""
+        return self._error
 
     @property
     def fabric(self) -> str:

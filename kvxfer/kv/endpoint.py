@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvxfer.errors import EngineClosed, InvalidArgument, TicketInvalid
+from kvxfer.errors import EngineClosed, InvalidArgument, KvxferError, TicketInvalid
 from kvxfer.instances import Role
 from kvxfer.kv.brokered import Brokered
 from kvxfer.kv.decode_session import DecodeSession
@@ -23,6 +23,7 @@ from kvxfer.kv.ranks import sources, targets
 from kvxfer.kv.reception import Reception
 from kvxfer.kv.refusals import Refusals
 from kvxfer.kv.rendezvous import OnOffer, Rendezvous
+from kvxfer.kv.transfer_counts import TransferCounts
 from kvxfer.kv.transfer_ledger import TransferLedger
 
 if TYPE_CHECKING:
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
     from kvxfer.client import ControlPlaneClient
     from kvxfer.engine import Engine, Peer
     from kvxfer.kv.block_owners import SourceBlocks, TargetBlocks
-    from kvxfer.kv.block_pool import BlockPool
+    from kvxfer.kv.block_pool import BlockPool, BlockState
     from kvxfer.kv.cache import KvCache
     from kvxfer.kv.layout import KvLayout
     from kvxfer.kv.prefill_session import PrefillSession
+    from kvxfer.kv.transfer_counts import Direction
     from kvxfer.ticket import Ticket, TicketKeys
     from kvxfer.watched_file import WatchedFile
 
@@ -97,6 +99,8 @@ class KvEndpoint:
         self._pairs = Pairs(engine, cache, self._identity, connect_timeout, checksums=checksums)
         self._ledger = TransferLedger()
         self._refusals = Refusals()
+        self.counts = TransferCounts()
+        """How the transfers of this endpoint ended, since the start."""
         self._decodes: dict[DecodeSession, None] = {}  # in the order of their beginning
         self._rendezvous = Rendezvous(
             instance_id,
@@ -109,7 +113,12 @@ class KvEndpoint:
         )
         self._expectations = Expectations()
         self._reception = Reception(
-            self._identity, self._pairs, self._rendezvous, self._expectations, self._refusals
+            self._identity,
+            self._pairs,
+            self._rendezvous,
+            self._expectations,
+            self._refusals,
+            self.counts,
         )
         self._brokered = Brokered(control_plane, self._identity, self._pairs, self._rendezvous)
 
@@ -131,6 +140,14 @@ class KvEndpoint:
         """What was refused since the start, by error code: "message" (of peers that were cut off
         for them), "offer", "release", "keep" and "expect" of peers, and "ticket" of requests."""
         return self._refusals.by_what()
+
+    def running(self) -> dict[Direction, int]:
+        """Transfers that have begun and not ended."""
+        return {"send": len(self._rendezvous), "receive": len(self._decodes)}
+
+    def blocks(self) -> dict[BlockState, int]:
+        """How many blocks of the pool are in each state; nothing without a pool."""
+        return {} if self._pool is None else self._pool.counts()
 
     def set_epoch(self, epoch: int) -> None:
         """Takes the epoch of a new registration and tells every peer. Running transfers go on."""
@@ -203,7 +220,8 @@ class KvEndpoint:
         if decode_address is not None:
             self._brokered.require()
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
-        session = await self._rendezvous.request(claims, blocks, lease)
+        with self._counting_failure("send"):
+            session = await self._rendezvous.request(claims, blocks, lease)
         if decode_address is not None:
             self._brokered.fetch(session, claims, ticket, decode_address)
         return session
@@ -252,16 +270,17 @@ class KvEndpoint:
                 "same request to both workers"
             )
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
-        if prefill_address is None:
-            self._brokered.require()
-            begun = time.monotonic()
-            pair = await self._expectations.prefill_of(claims, lease)
-            self._require_alone(pair)
-            pairs: tuple[KvPair, ...] = (pair,)
-            lease = max(lease - (time.monotonic() - begun), _LEAST_LEASE_SECONDS)
-        else:
-            pairs = await self._pairs.meet_sources(claims, prefill_address)
-        session = self._begin(claims, ticket, pairs, blocks, first_block, lease)
+        with self._counting_failure("receive"):
+            if prefill_address is None:
+                self._brokered.require()
+                begun = time.monotonic()
+                pair = await self._expectations.prefill_of(claims, lease)
+                self._require_alone(pair)
+                pairs: tuple[KvPair, ...] = (pair,)
+                lease = max(lease - (time.monotonic() - begun), _LEAST_LEASE_SECONDS)
+            else:
+                pairs = await self._pairs.meet_sources(claims, prefill_address)
+            session = self._begin(claims, ticket, pairs, blocks, first_block, lease)
         try:
             if prefill_address is None:
                 self._brokered.publish(session, claims)
@@ -353,9 +372,28 @@ class KvEndpoint:
     def _decode_ended(self, session: DecodeSession) -> None:
         self._decodes.pop(session, None)
         self._brokered.ended(session)
+        self.counts.checked_bytes += session.checked_bytes
+        self._count("receive", session)
 
     def _prefill_ended(self, session: PrefillSession) -> None:
         self._brokered.ended(session)
+        self._count("send", session)
+
+    def _count(self, direction: Direction, session: DecodeSession | PrefillSession) -> None:
+        if session.error is not None:
+            self.counts.failed(direction, session.error)
+        else:
+            seconds = time.monotonic() - session.begun
+            self.counts.delivered(direction, session.fabric or "", session.nbytes, seconds)
+
+    @contextlib.contextmanager
+    def _counting_failure(self, direction: Direction) -> Iterator[None]:
+        """Counts a transfer that fails before there is a session."""
+        try:
+            yield
+        except KvxferError as error:
+            self.counts.failed(direction, error)
+            raise
 
     def _verify_for(self, side: Side, token: str) -> Ticket:
         return self._verify(token, side)

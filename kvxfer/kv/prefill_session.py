@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,7 @@ class PrefillSession:
     ) -> None:
         self.transfer_id = ticket.transfer_id
         self.request_id = ticket.request_id
+        self.begun = time.monotonic()
         self.decode = named(ticket, Role.DECODE)
         self._peer_name = (
             "the decode worker with its ticket"

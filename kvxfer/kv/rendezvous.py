@@ -64,6 +64,10 @@ class Rendezvous:
         self._on_offer = on_offer
         self._early = EarlyOffers(max_early_offers_per_peer)
 
+    def __len__(self) -> int:
+        """Sessions that have not ended."""
+        return len(self._sessions)
+
     async def request(
         self, claims: Ticket, blocks: SourceBlocks, lease_seconds: float
     ) -> PrefillSession:

@@ -133,6 +133,12 @@ class Router:
     async def _pair(self, request: CompletionRequest, attempts: _Attempts) -> OpenedTransfer:
         """Raises NoCapacity or ControlPlaneUnavailable once the wait for a pair is over."""
         give_up = time.monotonic() + min(self._settings.capacity_seconds, attempts.seconds_left())
+        with self._metrics.waiting.track_inprogress():
+            return await self._pair_before(give_up, request, attempts)
+
+    async def _pair_before(
+        self, give_up: float, request: CompletionRequest, attempts: _Attempts
+    ) -> OpenedTransfer:
         while True:
             try:
                 call = calls.open_transfer(
@@ -210,6 +216,7 @@ class Router:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         if self._running >= self._settings.max_requests:
+            self._metrics.failures.labels(Overloaded.code).inc()
             raise Overloaded(
                 f"{self._running} requests are under way, as many as this router takes; retry"
             )
@@ -219,6 +226,9 @@ class Router:
             yield
         except (asyncio.CancelledError, GeneratorExit):
             self._metrics.aborted.inc()
+            raise
+        except KvxferError as error:
+            self._metrics.failures.labels(error.code).inc()
             raise
         finally:
             self._running -= 1
