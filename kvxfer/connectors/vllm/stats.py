@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from kvxfer.connectors.vllm import metrics
 from kvxfer.connectors.vllm.ended import DELIVERED, Ended
+from kvxfer.errors import ChecksumMismatch
 from kvxfer.metric_set import Family
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ class TransferMetrics(KVConnectorPromMetrics):
         self._bytes = made(self._counter_cls, metrics.NBYTES)
         self._blocks = made(self._counter_cls, metrics.BLOCKS)
         self._seconds = made(self._histogram_cls, metrics.SECONDS, buckets=_BUCKETS)
+        for (
+            engine
+        ) in per_engine_labelvalues.values():  # there from the start, as an alert watches it
+            self._transfers.labels(*engine, "receive", ChecksumMismatch.code)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]
