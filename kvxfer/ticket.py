@@ -47,6 +47,8 @@ class Ticket:
     decode_epoch: int
     expires_at: float
     prompt_digest: bytes = b""
+    traceparent: str = ""
+    """The trace that the transfer is a part of, where it is recorded."""
 
     @property
     def bearer(self) -> bool:
@@ -123,6 +125,7 @@ class _Claims(msgspec.Struct, frozen=True, omit_defaults=True):
     decode: _Side
     exp: float
     prompt: bytes = b""  # in base64
+    trace: str = ""
 
 
 def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
@@ -136,6 +139,7 @@ def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
         decode=_Side(ticket.decode_id, ticket.decode_epoch),
         exp=ticket.expires_at,
         prompt=ticket.prompt_digest,
+        trace=ticket.traceparent,
     )
     return _jws.encode(
         msgspec.json.encode(claims),
@@ -188,6 +192,7 @@ def verify_ticket(
         decode_epoch=claims.decode.epoch,
         expires_at=claims.exp,
         prompt_digest=claims.prompt,
+        traceparent=claims.trace,
     )
 
 

@@ -25,6 +25,7 @@ from kvxfer.kv.refusals import Refusals
 from kvxfer.kv.rendezvous import OnOffer, Rendezvous
 from kvxfer.kv.transfer_counts import TransferCounts
 from kvxfer.kv.transfer_ledger import TransferLedger
+from kvxfer.tracing.span import child
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from kvxfer.kv.prefill_session import PrefillSession
     from kvxfer.kv.transfer_counts import Direction
     from kvxfer.ticket import Ticket, TicketKeys
+    from kvxfer.tracing.span import Span
+    from kvxfer.tracing.tracer import Tracer
     from kvxfer.watched_file import WatchedFile
 
 DEFAULT_LEASE_SECONDS: Final = 60.0
@@ -67,6 +70,9 @@ class KvEndpoint:
 
     `checksums`: every transfer with this endpoint, in both directions, is checked by a checksum of
     its blocks before they are used, whatever the other side's setting.
+
+    `tracer`: transfers whose ticket names a trace have spans; those that begin in a traced task
+    have them anyway.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class KvEndpoint:
         max_early_offers_per_peer: int = MAX_EARLY_OFFERS_PER_PEER,
         on_offer: OnOffer | None = None,
         checksums: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         if pool is not None and pool.num_blocks != cache.num_blocks:
             raise InvalidArgument(
@@ -96,6 +103,7 @@ class KvEndpoint:
         self._pool = pool
         self._lease_seconds = lease_seconds
         self._open = False
+        self._tracer = tracer
         self._pairs = Pairs(engine, cache, self._identity, connect_timeout, checksums=checksums)
         self._ledger = TransferLedger()
         self._refusals = Refusals()
@@ -220,8 +228,9 @@ class KvEndpoint:
         if decode_address is not None:
             self._brokered.require()
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
-        with self._counting_failure("send"):
-            session = await self._rendezvous.request(claims, blocks, lease)
+        span = self._span("kv.send", claims)
+        with self._noting_failure("send", span):
+            session = await self._rendezvous.request(claims, blocks, lease, span)
         if decode_address is not None:
             self._brokered.fetch(session, claims, ticket, decode_address)
         return session
@@ -270,7 +279,8 @@ class KvEndpoint:
                 "same request to both workers"
             )
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
-        with self._counting_failure("receive"):
+        span = self._span("kv.receive", claims)
+        with self._noting_failure("receive", span):
             if prefill_address is None:
                 self._brokered.require()
                 begun = time.monotonic()
@@ -280,7 +290,7 @@ class KvEndpoint:
                 lease = max(lease - (time.monotonic() - begun), _LEAST_LEASE_SECONDS)
             else:
                 pairs = await self._pairs.meet_sources(claims, prefill_address)
-            session = self._begin(claims, ticket, pairs, blocks, first_block, lease)
+            session = self._begin(claims, ticket, pairs, blocks, first_block, lease, span)
         try:
             if prefill_address is None:
                 self._brokered.publish(session, claims)
@@ -318,6 +328,7 @@ class KvEndpoint:
         wanted: int | TargetBlocks,
         first_block: int,
         lease_seconds: float,
+        span: Span | None,
     ) -> DecodeSession:
         """A session that has its blocks, which nobody has been offered yet."""
         self._require_open()
@@ -345,6 +356,7 @@ class KvEndpoint:
                 first_block,
                 lease_seconds,
                 self._decode_ended,
+                span,
             )
             undo.pop_all()
         self._decodes[session] = None
@@ -386,13 +398,24 @@ class KvEndpoint:
             seconds = time.monotonic() - session.begun
             self.counts.delivered(direction, session.fabric or "", session.nbytes, seconds)
 
+    def _span(self, name: str, claims: Ticket) -> Span | None:
+        """Of a transfer that is traced: by the task that begins it, or by its ticket."""
+        ids = {"request_id": claims.request_id, "transfer_id": claims.transfer_id}
+        span = child(name, **ids)
+        if span is None and self._tracer is not None and claims.traceparent:
+            span = self._tracer.join(name, claims.traceparent, **ids)
+        return span
+
     @contextlib.contextmanager
-    def _counting_failure(self, direction: Direction) -> Iterator[None]:
+    def _noting_failure(self, direction: Direction, span: Span | None) -> Iterator[None]:
         """Counts a transfer that fails before there is a session."""
         try:
             yield
-        except KvxferError as error:
-            self.counts.failed(direction, error)
+        except BaseException as error:
+            if isinstance(error, KvxferError):
+                self.counts.failed(direction, error)
+            if span is not None:
+                span.end(error)
             raise
 
     def _verify_for(self, side: Side, token: str) -> Ticket:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.refusals import Refusals
     from kvxfer.kv.transfer_ledger import TransferLedger
     from kvxfer.ticket import Ticket
+    from kvxfer.tracing.span import Span
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,11 @@ class Rendezvous:
         return len(self._sessions)
 
     async def request(
-        self, claims: Ticket, blocks: SourceBlocks, lease_seconds: float
+        self,
+        claims: Ticket,
+        blocks: SourceBlocks,
+        lease_seconds: float,
+        span: Span | None = None,
     ) -> PrefillSession:
         """A session for a prefill request whose ticket is verified.
 
@@ -82,7 +87,7 @@ class Rendezvous:
             raise failure
         early = self._early.take(transfer_id)
         try:
-            session = PrefillSession(claims, blocks, self._layout, lease_seconds, self._ended)
+            session = PrefillSession(claims, blocks, self._layout, lease_seconds, self._ended, span)
         except KvxferError as error:
             self._abandon(transfer_id, error, early)
             raise

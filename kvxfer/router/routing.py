@@ -27,6 +27,7 @@ from kvxfer.router.errors import Overloaded, UnknownModel
 from kvxfer.router.exchange import Chunk, Exchange, WorkerFailed
 from kvxfer.router.metrics import Metrics
 from kvxfer.router.settings import RouterSettings
+from kvxfer.tracing.span import span
 from kvxfer.transfers import OpenedTransfer
 
 # Another pair answers these in the same way.
@@ -133,8 +134,15 @@ class Router:
     async def _pair(self, request: CompletionRequest, attempts: _Attempts) -> OpenedTransfer:
         """Raises NoCapacity or ControlPlaneUnavailable once the wait for a pair is over."""
         give_up = time.monotonic() + min(self._settings.capacity_seconds, attempts.seconds_left())
-        with self._metrics.waiting.track_inprogress():
-            return await self._pair_before(give_up, request, attempts)
+        with self._metrics.waiting.track_inprogress(), span("ticket") as waiting:
+            transfer = await self._pair_before(give_up, request, attempts)
+            if waiting is not None:
+                waiting.set(
+                    transfer_id=transfer.transfer_id,
+                    prefill_id=transfer.prefill.instance_id,
+                    decode_id=transfer.decode.instance_id,
+                )
+            return transfer
 
     async def _pair_before(
         self, give_up: float, request: CompletionRequest, attempts: _Attempts
