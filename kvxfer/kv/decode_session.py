@@ -19,6 +19,7 @@ from kvxfer.kv.block_pool import BlockState
 from kvxfer.kv.checksum import verify
 from kvxfer.kv.lease import Lease
 from kvxfer.kv.messages import Offer
+from kvxfer.kv.ranks import targets
 from kvxfer.kv.session_state import DecodeEvent, DecodeState, why_left
 
 if TYPE_CHECKING:
@@ -114,6 +115,12 @@ class DecodeSession:
             for plan in plans
             for layer in plan.layers
         )
+
+    @property
+    def is_of_several(self) -> bool:
+        """Whether other ranks of decode take part in the transfer."""
+        ours = self._cache.layout
+        return any(len(targets(one.pair.hello.layout, ours)) > 1 for one in self._inbounds)
 
     @property
     def lease_remaining(self) -> float:
@@ -226,6 +233,12 @@ class DecodeSession:
     def inbound_ended(self) -> None:
         if all(inbound.ended for inbound in self._inbounds):
             self._lease.end()
+            self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        """Over is a session whose blocks are somebody else's: until then it is waited for."""
+        gone = self._error is None or self._freed.is_set()
+        if gone and all(inbound.ended for inbound in self._inbounds):
             self._ended(self)
             if self._span is not None:
                 self._span.set(fabric=self.fabric, bytes=self.nbytes)
@@ -293,6 +306,7 @@ class DecodeSession:
         if not self._tail.done() and self._error is not None:
             self._tail.set_exception(self._error)
         self._freed.set()
+        self._end_if_over()
 
     def _offer_to(self, inbound: Inbound) -> Offer:
         return Offer(

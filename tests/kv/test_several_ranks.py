@@ -147,6 +147,28 @@ async def test_when_one_decode_rank_fails_prefill_and_the_other_rank_hear_of_it(
         assert ranks.decode[0].pool.num_free == NUM_BLOCKS
 
 
+async def test_a_decode_rank_that_has_its_part_and_gives_up_is_heard_by_who_waits_for_another(
+    fabric: str,
+) -> None:
+    async with (
+        fleet(fabric, LAYOUT, sized(LAYOUT, 2, 1)) as ranks,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        ticket = ranks.ticket()
+        [sender] = await ranks.requests(ticket, stack)
+        receiver = await ranks.decode[0].endpoint.decode_session(
+            ticket, ranks.addresses, LAYOUT.blocks_for(TOKENS)
+        )
+        for layer in range(LAYOUT.num_layers):
+            sender.write_layer(layer)
+        finishing = asyncio.create_task(sender.finish())
+        await asyncio.wait_for(receiver.wait(), SOON)
+        assert sender.state is PrefillState.WAITING
+        await receiver.cancel("the user left")
+        with pytest.raises(TransferCancelled, match="the user left"):
+            await asyncio.wait_for(finishing, SOON)
+
+
 @pytest.mark.parametrize(("prefill", "decode"), [((1, 1), (2, 1)), ((1, 2), (1, 1))])
 async def test_every_prefill_rank_frees_what_it_keeps_for_a_decode_worker_that_dies(
     fabric: str, prefill: tuple[int, int], decode: tuple[int, int]
