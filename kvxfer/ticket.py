@@ -49,6 +49,8 @@ class Ticket:
     expires_at: float
     prompt_digest: bytes = b""
     issued_at: float = 0.0
+    traceparent: str = ""
+    """The trace that the transfer is a part of, where it is recorded."""
 
     @property
     def bearer(self) -> bool:
@@ -126,6 +128,7 @@ class _Claims(msgspec.Struct, frozen=True, omit_defaults=True):
     exp: float
     prompt: bytes = b""  # in base64
     iat: float = 0.0
+    trace: str = ""
 
 
 def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
@@ -140,6 +143,7 @@ def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
         exp=ticket.expires_at,
         prompt=ticket.prompt_digest,
         iat=ticket.issued_at,
+        trace=ticket.traceparent,
     )
     return _jws.encode(
         msgspec.json.encode(claims),
@@ -194,6 +198,7 @@ def verify_ticket(
         expires_at=claims.exp,
         prompt_digest=claims.prompt,
         issued_at=claims.iat,
+        traceparent=claims.trace,
     )
 
 

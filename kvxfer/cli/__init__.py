@@ -16,6 +16,7 @@ from kvxfer.cli import (
     router,
     scale,
     serve,
+    trace,
     transfers,
     worker,
 )
@@ -35,6 +36,7 @@ for module in (
     worker,
     instances,
     transfers,
+    trace,
     drain,
     role,
     scale,

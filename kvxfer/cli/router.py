@@ -137,6 +137,7 @@ def router(
     from kvxfer.router.api_keys import watch_api_keys
     from kvxfer.router.app import create_app
     from kvxfer.router.settings import RouterSettings
+    from kvxfer.tracing.setup import start_tracing
 
     configure_logging(log_level, log_format)
     if tls_key is not None and tls_cert is None:
@@ -154,11 +155,9 @@ def router(
         bytes_per_token=bytes_per_token,
     )
     tls = None if tls_cert is None else ServerTls(tls_cert, tls_key)
-    client = ControlPlaneClient(
-        control_plane,
-        credentials=credentials(token_file, ca_file, cert_file, key_file),
-        deadline=capacity_seconds,
-    )
+    own = credentials(token_file, ca_file, cert_file, key_file)
+    client = ControlPlaneClient(control_plane, credentials=own, deadline=capacity_seconds)
+    tracer = start_tracing("router", control_plane=control_plane, credentials=own)
     listener = listen(
         host,
         port,
@@ -172,7 +171,7 @@ def router(
         return f"kvxfer router at {url}, over the control plane at {client.url}"
 
     ControlPlaneServer(
-        create_app(settings, client),
+        create_app(settings, client, tracer),
         listener,
         announcement(as_json, told),
         tls=tls,

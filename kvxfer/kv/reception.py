@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.pairs import Pairs
     from kvxfer.kv.refusals import Refusals
     from kvxfer.kv.rendezvous import Rendezvous
+    from kvxfer.kv.transfer_counts import TransferCounts
     from kvxfer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,14 @@ class Reception:
         rendezvous: Rendezvous,
         expectations: Expectations,
         refusals: Refusals,
+        counts: TransferCounts,
     ) -> None:
         self._identity = identity
         self._pairs = pairs
         self._rendezvous = rendezvous
         self._expectations = expectations
         self._refusals = refusals
+        self._counts = counts
 
     def peer_up(self, peer: Peer) -> None:
         self._pairs.of(peer)
@@ -70,6 +73,7 @@ class Reception:
         pair = self._pairs.get(peer)
         if pair is not None:
             logger.info("peer %s is lost: %s", peer.engine_id, error)
+            self._counts.lost_peers[error.code] += 1
             self.drop(pair, error)
 
     def message(self, peer: Peer, data: bytes) -> None:

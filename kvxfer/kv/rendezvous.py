@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.refusals import Refusals
     from kvxfer.kv.transfer_ledger import TransferLedger
     from kvxfer.ticket import Ticket
+    from kvxfer.tracing.span import Span
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,18 @@ class Rendezvous:
         self._on_offer = on_offer
         self._early = EarlyOffers(max_early_offers_per_peer)
 
+    def __len__(self) -> int:
+        """Sessions that have not ended."""
+        return len(self._sessions)
+
     async def request(
-        self, claims: Ticket, blocks: SourceBlocks, lease_seconds: float, *, dials: bool
+        self,
+        claims: Ticket,
+        blocks: SourceBlocks,
+        lease_seconds: float,
+        *,
+        dials: bool,
+        span: Span | None = None,
     ) -> PrefillSession:
         """A session for a prefill request whose ticket is verified. `dials`: it connects to decode.
 
@@ -89,7 +100,7 @@ class Rendezvous:
         left = claims.expires_at - time.time()
         lease = left if 0 < left < lease_seconds else lease_seconds
         try:
-            session = PrefillSession(claims, blocks, self._layout, lease, self._ended)
+            session = PrefillSession(claims, blocks, self._layout, lease, self._ended, span)
         except KvxferError as error:
             self._abandon(transfer_id, error, early)
             raise

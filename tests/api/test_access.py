@@ -45,6 +45,8 @@ TAKES = {
     ("post", "/v1/transfers/{transfer_id}/block-table"): "worker router",
     ("get", "/v1/transfers/{transfer_id}/block-table"): "worker",
     ("get", "/v1/scale/plan"): "admin",
+    ("post", "/v1/traces"): "worker router",
+    ("get", "/v1/traces/{request_id}"): "admin",
     ("get", "/metrics"): "monitor admin",
 }
 ROUTES = [(method, path) for path, item in SCHEMA["paths"].items() for method in item]
