@@ -1,6 +1,7 @@
-"""Objects against the JSON schemas of Kubernetes, as published for each version (package kubernetes-validate).
+"""Objects against the JSON schemas that Kubernetes publishes for each of its versions.
 
-Of the objects of operators there is no schema here: what the chart writes of them is spelled out below.
+They come with the package kubernetes-validate. Of the objects of operators there is none here: what
+the chart writes of them is spelled out below.
 """
 
 from __future__ import annotations
