@@ -27,7 +27,12 @@ from tests.deploy.chart import ROOT, Container, Rendered, vllm_transfer
 
 # What Kubernetes and LeaderWorkerSet add to a container, as far as the chart uses it.
 _INJECTED = {"LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "kvxfer-prefill-0.kvxfer-prefill"}
-_FIELDS = {"status.podIP": "10.0.0.7", "spec.nodeName": "node-1", "metadata.name": "kvxfer-0"}
+_LEADER = "kvxfer-decode-0"
+_FIELDS = {
+    "status.podIP": "10.0.0.7",
+    "spec.nodeName": "node-1",
+    "metadata.annotations['leaderworkerset.sigs.k8s.io/leader-name']": _LEADER,
+}
 # What the test run has of vLLM's command line; tests/vllm asks vLLM's own parser.
 _VLLM = ["python3", "-m", "vllm.entrypoints.cli.main", "serve"]
 
@@ -65,9 +70,11 @@ def _parse(words: list[str], container: Container) -> Iterator[str]:
 def variables(container: Container) -> dict[str, str]:
     """The environment that a container would have."""
     found = dict(_INJECTED)
+    own = f"{_LEADER}-1" if container.component.endswith("-rank") else _LEADER
+    fields = {**_FIELDS, "metadata.name": own}
     for name, entry in container.environment.items():
         field = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-        found[name] = _FIELDS[field] if field else _expand(entry.get("value", "secret"), found)
+        found[name] = fields[field] if field else _expand(entry.get("value", "secret"), found)
     return found
 
 
@@ -96,6 +103,8 @@ def _transfer_config(container: Container) -> Iterator[str]:
         except InvalidArgument as error:
             yield str(error)
             return
+    if _expand(settings.instance_id, environment) != _LEADER:
+        yield f"a rank of {_LEADER} is told to be {settings.instance_id}"
     if settings.role is not Role(container.component.removesuffix("-rank")):
         yield f"vLLM is told to be {settings.role}"
 

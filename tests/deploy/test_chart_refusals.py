@@ -90,6 +90,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"workers": {"kind": "LeaderWorkerSet", "groupSize": 2}},
         "workers.prefill: groupSize is 2 with kind LeaderWorkerSet and engine reference",
     ),
+    "a rollout that cannot move": (
+        {"workers": {"rollout": {"maxSurge": 0, "maxUnavailable": 0}}},
+        "workers.prefill: rollout.maxSurge and maxUnavailable are both 0",
+    ),
     "a setting that is the chart's": (
         {"workers": {"engine": "vllm", "model": "m", "connector": {"instance_id": "x"}}},
         "workers.prefill: connector.instance_id is the chart's to set",

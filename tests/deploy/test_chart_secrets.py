@@ -6,11 +6,16 @@ the secrets of before.
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 import re
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -72,8 +77,13 @@ class Cluster:
         )
 
     def answer(self, path: str) -> tuple[int, dict[str, Any]]:
-        if path == "/api/v1":
-            return 200, SECRETS
+        known = {
+            "/api": {"kind": "APIVersions", "versions": ["v1"]},
+            "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
+            "/api/v1": SECRETS,
+        }
+        if path in known:
+            return 200, known[path]
         found = re.fullmatch(f"/api/v1/namespaces/{NAMESPACE}/secrets/([a-z-]+)", path)
         if found and found[1] in self.secrets:
             return 200, self.secrets[found[1]]
@@ -139,6 +149,45 @@ def test_exchange_hands_out_what_was_accepted_before(cluster: Cluster) -> None:
     assert parse_tokens(second["tokens"].encode()).caller(leaked) is not None
     assert parse_tokens(third["tokens"].encode()).caller(leaked) is None
     assert len(third["tokens"].splitlines()) == 12
+
+
+def test_cluster_key_that_was_taken_out_is_made_anew(cluster: Cluster) -> None:
+    before = cluster.upgrade().secret("kvxfer")
+    del cluster.secrets["kvxfer"]["data"]["cluster-key"]
+    after = cluster.upgrade().secret("kvxfer")
+    assert {name for name in before if before[name] != after[name]} == {"cluster-key"}
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+@pytest.mark.parametrize("generated", [True, False])
+def test_notes_get_what_they_say(cluster: Cluster, tmp_path: Path, generated: bool) -> None:
+    """Their commands, by kubectl against the secrets of the release."""
+    release = cluster.upgrade(tls={"enabled": True})
+    secret = release.secret("kvxfer")
+    if not generated:
+        release = cluster.upgrade(
+            tls={"enabled": True, "existingSecret": "kvxfer-tls"},
+            auth={"existingSecret": "kvxfer"},
+        )
+    (tmp_path / "kubeconfig").write_text(KUBECONFIG.format(url=cluster.url))
+    lines = [line.strip() for line in release.notes.splitlines() if "get secret" in line]
+    script = "\n".join([*lines, 'echo "$key $KVXFER_TOKEN"'])
+    ended = subprocess.run(
+        ["bash", "-euc", script],
+        cwd=tmp_path,
+        env={**os.environ, "KUBECONFIG": str(tmp_path / "kubeconfig"), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == [secret["api-key"], secret["admin-token"]]
+    assert (tmp_path / "ca.crt").read_text() == release_ca(cluster)
+
+
+def release_ca(cluster: Cluster) -> str:
+    return base64.b64decode(cluster.secrets["kvxfer-tls"]["data"]["ca.crt"]).decode()
 
 
 def test_secret_of_the_operator_is_left_alone() -> None:

@@ -38,6 +38,9 @@
 {{- if and (gt (int $pool.groupSize) 1) (or (ne $pool.kind "LeaderWorkerSet") (ne $pool.engine "vllm")) -}}
 {{- fail (printf "workers.%s: groupSize is %v with kind %s and engine %s; instances of several pods need kind LeaderWorkerSet and engine vllm" $role $pool.groupSize $pool.kind $pool.engine) -}}
 {{- end -}}
+{{- if not (or $pool.rollout.maxSurge $pool.rollout.maxUnavailable) -}}
+{{- fail (printf "workers.%s: rollout.maxSurge and maxUnavailable are both 0, so no pod could ever be replaced; make one of them 1" $role) -}}
+{{- end -}}
 {{- range $name := list "instance_id" "cluster_key_file" "fabrics" "checksums" "labels" -}}
 {{- if hasKey $pool.connector $name -}}
 {{- fail (printf "workers.%s: connector.%s is the chart's to set; use the value of that name, if there is one" $role $name) -}}

@@ -18,8 +18,7 @@ metadata:
 spec:
   automountServiceAccountToken: false
   enableServiceLinks: false
-  # The drain, what a vLLM that was told to stop still answers, and the stop.
-  terminationGracePeriodSeconds: {{ add (mul (ternary 2 1 $vllm) $pool.drainSeconds) 30 }}
+  terminationGracePeriodSeconds: {{ include "kvxfer.graceSeconds" $pool }}
   {{- if $pool.hostNetwork }}
   hostNetwork: true
   dnsPolicy: ClusterFirstWithHostNet
@@ -58,8 +57,13 @@ spec:
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
         - name: NODE_NAME
           valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+        # All ranks of an instance have its name: that of the leader's pod.
         - name: KVXFER_INSTANCE_ID
+          {{- if $leader }}
           valueFrom: {fieldRef: {fieldPath: metadata.name}}
+          {{- else }}
+          valueFrom: {fieldRef: {fieldPath: "metadata.annotations['leaderworkerset.sigs.k8s.io/leader-name']"}}
+          {{- end }}
         {{- include "kvxfer.clientEnv" $ | nindent 8 }}
         {{- if $vllm }}
         - {name: KVXFER_HOST, value: $(POD_IP)}
@@ -148,6 +152,11 @@ spec:
     {{- with $pool.extraVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{/* The drain, what a vLLM that was told to stop still answers, and the stop. */}}
+{{- define "kvxfer.graceSeconds" -}}
+{{- add (mul (ternary 2 1 (eq .engine "vllm")) .drainSeconds) 30 -}}
 {{- end -}}
 
 {{/* Where a worker runs, as labels for near pairs. */}}
