@@ -27,6 +27,9 @@ from tests.deploy.chart import Container, Rendered, render
 from tests.deploy.programs import variables
 from tests.redis_server import free_port
 
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("KVXFER_HELM_TEST"), reason="run by `make helm-test`"
+)
 START_SECONDS = 8 * PATIENCE
 
 

@@ -145,6 +145,8 @@ def test_exchange_hands_out_what_was_accepted_before(cluster: Cluster) -> None:
         for listed in (before, after):
             keys = parse_api_keys(listed["api-keys"].encode())
             assert keys.caller(before["api-key"]) and keys.caller(after["api-key"])
+    assert cluster.upgrade(auth={"generation": 1}).secret("kvxfer") == third
+    assert cluster.upgrade(auth={"generation": 3}).secret("kvxfer") == third
     leaked = first["worker-token"]
     assert parse_tokens(second["tokens"].encode()).caller(leaked) is not None
     assert parse_tokens(third["tokens"].encode()).caller(leaked) is None
