@@ -53,9 +53,11 @@ model:
 	@scripts/setup test
 	@scripts/model
 
+# Workers and their network, then the control plane.
 chaos:
 	@scripts/setup verbs
 	@scripts/chaos $(if $(ROUNDS),--rounds $(ROUNDS))
+	@scripts/chaos-control
 
 chaos-control:
 	@scripts/setup test

@@ -33,10 +33,11 @@ _MAX_LENGTH: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a ticket says. `expires_at` is in seconds since the Unix epoch.
+    """What a ticket says. Times are in seconds since the Unix epoch.
 
     With an empty `decode_id` it is a bearer ticket: the first decode worker of the cluster that
     comes with it has the transfer. `prompt_digest` names the prompt, where the signer knows it.
+    `issued_at` is 0 where the signer does not say.
     """
 
     transfer_id: str
@@ -47,6 +48,7 @@ class Ticket:
     decode_epoch: int
     expires_at: float
     prompt_digest: bytes = b""
+    issued_at: float = 0.0
 
     @property
     def bearer(self) -> bool:
@@ -123,6 +125,7 @@ class _Claims(msgspec.Struct, frozen=True, omit_defaults=True):
     decode: _Side
     exp: float
     prompt: bytes = b""  # in base64
+    iat: float = 0.0
 
 
 def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
@@ -136,6 +139,7 @@ def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
         decode=_Side(ticket.decode_id, ticket.decode_epoch),
         exp=ticket.expires_at,
         prompt=ticket.prompt_digest,
+        iat=ticket.issued_at,
     )
     return _jws.encode(
         msgspec.json.encode(claims),
@@ -164,8 +168,9 @@ def verify_ticket(
             keys.find(jwt.get_unverified_header(token).get("kid")),
             algorithms=[_ALGORITHM],
             issuer=_ISSUER,
-            # Compared below: PyJWT would cut the fraction of a second off.
-            options={"verify_exp": False},
+            # Compared below: PyJWT would cut the fraction of a second off. Of clocks that differ,
+            # that of the signer may be ahead.
+            options={"verify_exp": False, "verify_iat": False},
         )
         claims = msgspec.convert(payload, _Claims)
     except (jwt.PyJWTError, msgspec.ValidationError, ValueError, RecursionError) as error:
@@ -188,6 +193,7 @@ def verify_ticket(
         decode_epoch=claims.decode.epoch,
         expires_at=claims.exp,
         prompt_digest=claims.prompt,
+        issued_at=claims.iat,
     )
 
 

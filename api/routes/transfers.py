@@ -115,4 +115,5 @@ def _ticket(transfer: TransferRecord) -> Ticket:
         decode_id=transfer.decode.instance_id,
         decode_epoch=transfer.decode.epoch,
         expires_at=transfer.expires_at,
+        issued_at=transfer.created_at,
     )

@@ -214,6 +214,12 @@ class DecodeSession:
     def inbound_ended(self) -> None:
         if all(inbound.ended for inbound in self._inbounds):
             self._lease.end()
+            self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        """Over is a session whose blocks are somebody else's: until then it is waited for."""
+        gone = self._error is None or self._freed.is_set()
+        if gone and all(inbound.ended for inbound in self._inbounds):
             self._ended(self)
 
     def _lease_over(self) -> None:
@@ -273,6 +279,7 @@ class DecodeSession:
         if not self._tail.done() and self._error is not None:
             self._tail.set_exception(self._error)
         self._freed.set()
+        self._end_if_over()
 
     def _offer_to(self, inbound: Inbound) -> Offer:
         return Offer(

@@ -94,7 +94,14 @@ class KvEndpoint:
         self._pool = pool
         self._lease_seconds = lease_seconds
         self._open = False
-        self._pairs = Pairs(engine, cache, self._identity, connect_timeout, checksums=checksums)
+        self._pairs = Pairs(
+            engine,
+            cache,
+            self._identity,
+            connect_timeout,
+            lambda pair, error: self._reception.cut_off(pair, error),
+            checksums=checksums,
+        )
         self._ledger = TransferLedger()
         self._refusals = Refusals()
         self._decodes: dict[DecodeSession, None] = {}  # in the order of their beginning
@@ -105,6 +112,7 @@ class KvEndpoint:
             max_early_offers_per_peer=max_early_offers_per_peer,
             ended=self._prefill_ended,
             refusals=self._refusals,
+            loss_of_decode=self._pairs.loss_of_decode,
             on_offer=on_offer,
         )
         self._expectations = Expectations()
@@ -197,13 +205,15 @@ class KvEndpoint:
         that, errors of `kvxfer.client` among it, is the transfer's error.
 
         Raises TicketInvalid, TicketExpired, BlockStateError, and what ended the transfer if decode
-        came first and is gone.
+        came first and is gone, or was lost after the ticket was issued.
         """
         claims = self._verify_for(Role.PREFILL, ticket)
         if decode_address is not None:
             self._brokered.require()
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
-        session = await self._rendezvous.request(claims, blocks, lease)
+        session = await self._rendezvous.request(
+            claims, blocks, lease, dials=decode_address is not None
+        )
         if decode_address is not None:
             self._brokered.fetch(session, claims, ticket, decode_address)
         return session

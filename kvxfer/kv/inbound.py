@@ -134,8 +134,8 @@ class Inbound:
 
     async def _count(self, total: int) -> None:
         try:
-            if total:
-                await self.counter.wait(total, self._session.lease_remaining)
+            # Also for none at all: a counter whose total is there is released at once.
+            await self.counter.wait(total, self._session.lease_remaining)
         except StaleCounter:
             return  # revoked here, by whoever gave the transfer up
         except DeadlineExceeded:

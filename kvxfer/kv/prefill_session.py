@@ -246,6 +246,10 @@ class PrefillSession:
         self._pairs[rank] = pair
         pair.prefills[self.transfer_id] = self
 
+    def awaits(self, pair: KvPair) -> bool:
+        """Whether nothing has come yet of the decode rank that a connection is to."""
+        return self.decode == pair.named and pair.hello.layout.rank not in self._pairs
+
     def keep(self, pair: KvPair, lease_seconds: float) -> None:
         """The OFFER of a decode rank has at least so long from now. Raises InvalidArgument."""
         if self._machine.state is PrefillState.WAITING and self._awaited is None:

@@ -79,11 +79,8 @@ class Reception:
         try:
             self._dispatch(pair, data)
         except ProtocolError as error:
-            logger.warning("peer %s is cut off: %s", peer.engine_id, error)
             self._refusals.count("message", error)
-            with contextlib.suppress(EngineError):  # it may be lost already
-                peer.fence()
-            self.drop(pair, error)
+            self.cut_off(pair, error)
 
     def _dispatch(self, pair: KvPair, data: bytes) -> None:
         match decode(data):
@@ -170,6 +167,13 @@ class Reception:
         else:
             self._expectations.cancel(pair, transfer_id, reason)
             self._rendezvous.cancel(pair, transfer_id, reason)
+
+    def cut_off(self, pair: KvPair, error: KvxferError) -> None:
+        """Ends the connection to a peer that cannot be talked to."""
+        logger.warning("peer %s is cut off: %s", pair.peer.engine_id, error)
+        with contextlib.suppress(EngineError):  # it may be lost already
+            pair.peer.fence()
+        self.drop(pair, error)
 
     def drop(self, pair: KvPair, error: KvxferError) -> None:
         """Ends everything with a peer that is gone; no block of its transfers stays taken."""

@@ -110,7 +110,7 @@ async def test_worker_does_not_wait_past_its_heartbeat_and_says_what_is_away(red
             Registration(client, worker("p")),
         ):
             redis.kill()
-            said = f"instance p: the registry in Redis (127.0.0.1:{redis.port}) cannot be reached"
+            said = f"instance p: the registry in Redis (127.0.0.1:{redis.port}) cannot be used"
             await eventually(lambda: any(line.startswith(said) for line in caplog.messages))
 
 

@@ -15,7 +15,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
@@ -27,14 +27,15 @@ from rich.table import Table
 from kvxfer.cli.output import err, out
 from tests.arguments import above_zero
 
-from .catalogue import FABRICS, Fabric, Fault
+from .catalogue import FABRICS, PORTS, Fabric, Fault
 from .chaos import Round, arena, percentile
 from .link import why_no_links
+from .rdma_ports import on_an_emulated_machine
 
 MAX_DETECTION_SECONDS: Final = 1.0
 _DEVICES: Final = Path("/sys/class/infiniband")
 # On the emulated machine with RDMA devices rounds take longer, and a few show the same.
-_VERBS_SHARE: Final = 0.05
+_VERBS_SHARE: Final = 0.02
 
 
 class Rounds:
@@ -77,29 +78,16 @@ async def run(
     return rounds.done
 
 
-def on_a_machine_with_rdma(count: int, seed: int) -> list[Round]:
+def on_a_machine_with_rdma(count: int, faults: Iterable[Fault], seed: int) -> list[Round]:
     """The rounds of verbs on a host without RDMA devices: in the emulated machine that has some."""
     with tempfile.TemporaryDirectory(prefix="kvxfer-chaos-") as folder:
         found = Path(folder) / "rounds.json"
         command = ["scripts/rxe-machine", "--share", folder, "--timeout", "3600"]
-        command += [
-            "--env",
-            "PYTHONDONTWRITEBYTECODE=1",
-            "--",
-            sys.executable,
-            "-m",
-            "tests.faults",
-        ]
-        command += [
-            "--rounds",
-            str(count),
-            "--seed",
-            str(seed),
-            "--fabric",
-            "verbs",
-            "--parallel",
-            "1",
-        ]
+        command += ["--env", "PYTHONDONTWRITEBYTECODE=1", "--"]
+        command += [sys.executable, "-m", "tests.faults", "--rounds", str(count)]
+        command += ["--fabric", "verbs", "--parallel", "1", "--seed", str(seed)]
+        for fault in faults:
+            command += ["--fault", str(fault)]
         subprocess.run([*command, "--write", str(found)], check=False, stdout=sys.stderr)
         if not found.exists():
             sys.exit("chaos: the emulated machine with RDMA devices did not finish its rounds")
@@ -155,6 +143,10 @@ def broken(rounds: list[Round]) -> Iterator[str]:
             yield f"{fault} over {fabric}: p99 of the detection is {p99:.2f} s"
 
 
+def only(fabric: Fabric, wanted: Callable[[Fault], bool]) -> Fabric:
+    return replace(fabric, faults=tuple(filter(wanted, fabric.faults)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument(
@@ -174,21 +166,22 @@ def main() -> int:
     err.print(f"seed {seed}", highlight=False)
     fabrics = [FABRICS[name] for name in options.fabric or FABRICS]
     if options.fault:
-        fabrics = [
-            replace(fabric, faults=tuple(f for f in fabric.faults if str(f) in options.fault))
-            for fabric in fabrics
-        ]
+        fabrics = [only(fabric, lambda fault: str(fault) in options.fault) for fabric in fabrics]
     if reason := why_no_links():
         err.print(f"without faults of the network: {reason}")
         fabrics = [fabric for fabric in fabrics if not fabric.linked]
     rounds: list[Round] = []
     here, count = fabrics, options.rounds
-    verbs = any(fabric.engine == "verbs" and fabric.faults for fabric in fabrics)
+    verbs = [fabric for fabric in fabrics if fabric.engine == "verbs" and fabric.faults]
     if verbs and not any(_DEVICES.glob("*")):
-        here = [fabric for fabric in fabrics if fabric.engine != "verbs"]
+        here = [fabric for fabric in fabrics if fabric not in verbs]
         share = round(count * _VERBS_SHARE) if here else count
-        rounds += on_a_machine_with_rdma(share, seed)
+        rounds += on_a_machine_with_rdma(share, verbs[0].faults, seed)
         count -= share
+    elif not on_an_emulated_machine():
+        here = [
+            replace(f, faults=(*(set(f.faults) - set(PORTS)),)) if f in verbs else f for f in here
+        ]
     if here:
         rng = random.Random(seed)
         rounds += asyncio.run(run(count, here, options.parallel, rng, err))

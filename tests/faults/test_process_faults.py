@@ -22,6 +22,7 @@ _ENDED_BY: Final[dict[str, set[str | None]]] = {
     "port down": {"peer-timeout", "peer-lost", None},
     "half-open": {"peer-timeout", None},
     "reset": {"peer-lost", None},
+    "no memory": {"transfer-cancelled", "no-memory", None},
     "clock": {"ticket-expired", "transfer-refused", None},
 }
 

@@ -116,6 +116,7 @@ def make_ticket(
     transfer_id: str | None = None,
     decode_id: str | None = None,
     seconds: float = 60.0,
+    issued_at: float | None = None,
 ) -> str:
     return sign_ticket(
         Ticket(
@@ -126,6 +127,7 @@ def make_ticket(
             decode_id=decode_id or decode.endpoint.instance_id,
             decode_epoch=decode.endpoint.epoch,
             expires_at=time.time() + seconds,
+            issued_at=time.time() if issued_at is None else issued_at,
         ),
         KEY,
     )

@@ -101,7 +101,7 @@ async def test_while_redis_is_away_reads_tell_what_was_known_and_writes_are_refu
             registry.release(opened.transfer_id),
             open_transfer(registry, TransferRequest(), seconds=60, clock=SystemClock()),
         ):
-            with pytest.raises(ControlPlaneUnavailable, match="cannot be reached"):
+            with pytest.raises(ControlPlaneUnavailable, match="cannot be used"):
                 await write
         assert await registry.instances() == known, "what was refused counts nowhere"
 
