@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Final
 
-from tests.deploy import kubernetes_schemas, programs
+from tests.deploy import kubernetes_schemas, programs, queries
 from tests.deploy.chart import NAMESPACE, Container, Object, Rendered
 
 Check = Callable[[Rendered], Iterator[str]]
@@ -247,6 +246,15 @@ def endings(release: Rendered) -> Iterator[str]:
         needed = programs.stop_seconds(container)
         if needed >= grace:
             yield f"{container.owner} takes {needed} s to stop and is given {grace}"
+        told = "preStop" in container.spec.get("lifecycle", {})
+        if container.spec.get("ports") and container.component != "registry" and not told:
+            yield f"{container.owner} is stopped while requests still come"
+    shared = release.values["registry"]["kind"] != "embedded"
+    for one in release.of("Deployment"):
+        if one["metadata"]["labels"]["app.kubernetes.io/component"] == "control-plane":
+            rolls = one["spec"]["strategy"].get("rollingUpdate", {}).get("maxUnavailable") == 0
+            if rolls != shared:
+                yield f"{_called(one)} is replaced by {one['spec']['strategy']}"
 
 
 def policies(release: Rendered) -> Iterator[str]:
@@ -256,35 +264,11 @@ def policies(release: Rendered) -> Iterator[str]:
 
 def metrics(release: Rendered) -> Iterator[str]:
     """What the dashboard and the alerts ask for is counted somewhere."""
-    known = programs.metric_names()
-    for where, expression in _expressions(release):
+    known = queries.metric_names()
+    for where, expression in queries.expressions(release):
         for name in sorted(set(re.findall(r"\b(?:kvxfer|vllm:kvxfer)_[a-z0-9_]+", expression))):
-            if not programs.counted(name, known):
+            if not queries.counted(name, known):
                 yield f"{where}: nothing counts {name}"
-
-
-def _expressions(release: Rendered) -> Iterator[tuple[str, str]]:
-    for one in release.of("PrometheusRule"):
-        for group in one["spec"]["groups"]:
-            for rule in group["rules"]:
-                yield f"{_called(one)}, {rule.get('alert', rule.get('record'))}", str(rule["expr"])
-    for one in release.of("ConfigMap"):
-        for file, text in one["data"].items():
-            if file.endswith(".json"):
-                for expression in _queries(json.loads(text)):
-                    yield f"{_called(one)}, {file}", expression
-
-
-def _queries(part: Any) -> Iterator[str]:
-    if isinstance(part, dict):
-        for name, value in part.items():
-            if name in ("expr", "query", "definition") and isinstance(value, str):
-                yield value
-            else:
-                yield from _queries(value)
-    elif isinstance(part, list):
-        for value in part:
-            yield from _queries(value)
 
 
 CHECKS: Final[dict[str, Check]] = {

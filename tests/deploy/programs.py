@@ -50,7 +50,7 @@ def problems(container: Container) -> Iterator[str]:
         if hook["exec"]["command"][0] == "kvxfer":
             yield from _parse(hook["exec"]["command"][1:], container)
     for name in container.environment:
-        if name.startswith("KVXFER_") and f'"{name}"' not in _sources():
+        if name.startswith("KVXFER_") and f'"{name}"' not in sources():
             yield f"nothing reads {name}"
 
 
@@ -110,7 +110,7 @@ def _transfer_config(container: Container) -> Iterator[str]:
 
 
 @functools.cache
-def _sources() -> str:
+def sources() -> str:
     folders = ("kvxfer", "api", "scheduler")
     return "\n".join(f.read_text() for folder in folders for f in (ROOT / folder).rglob("*.py"))
 
@@ -236,14 +236,3 @@ async def _calls(config: KubernetesConfig) -> set[tuple[str, str, str, str]]:
             await backend.scale(role, 3, leads)
         await backend.close()
     return called
-
-
-@functools.cache
-def metric_names() -> frozenset[str]:
-    """As the code names them; one that ends with _ begins several."""
-    return frozenset(re.findall(r'"((?:vllm:)?kvxfer_[a-z_]*)', _sources()))
-
-
-def counted(name: str, known: frozenset[str]) -> bool:
-    base = re.sub(r"_(bucket|count|sum|total|created)$", "", name)
-    return base in known or any(base.startswith(one) for one in known if one.endswith("_"))

@@ -109,6 +109,14 @@ def short_grace(release: Rendered) -> None:
     pod(release, "kvxfer-decode")["terminationGracePeriodSeconds"] = 60
 
 
+def abrupt_stop(release: Rendered) -> None:
+    del container(release, "kvxfer-router")["lifecycle"]
+
+
+def gap(release: Rendered) -> None:
+    release.one("Deployment", "kvxfer")["spec"]["strategy"] = {"type": "Recreate"}
+
+
 def policy_that_is_none(release: Rendered) -> None:
     data = release.one("ConfigMap", "kvxfer-policies")["data"]
     data["scaling.yaml"] = data["scaling.yaml"].replace("tokens_per_second", "tokens")
@@ -144,6 +152,8 @@ DEFECTS: list[tuple[str, Callable[[Rendered], Any], str]] = [
     ("rights", root, "Deployment kvxfer-router is root"),
     ("rights", token_of_kubernetes, "has a token of Kubernetes that it does not use"),
     ("endings", short_grace, "takes 125.0 s to stop and is given 60"),
+    ("endings", abrupt_stop, "kvxfer-router is stopped while requests still come"),
+    ("endings", gap, "Deployment kvxfer is replaced by"),
     ("policies", policy_that_is_none, "decode.tokens is not known"),
     ("network", closed_network, "['prefill'] cannot reach kvxfer-decode"),
     ("metrics", alert_on_nothing, "nothing counts kvxfer_nothing"),
