@@ -32,8 +32,6 @@ from kvxfer.cli.serving import (
 from kvxfer.errors import InvalidArgument
 
 _PATIENCE: Final = "Deadlines and limits"
-# Streams under way when it is told to stop.
-_STOP_SECONDS: Final = 30
 
 
 class RouterHandshake(StrEnum):
@@ -89,6 +87,14 @@ def router(
             rich_help_panel=_PATIENCE,
         ),
     ] = 60.0,
+    stop_seconds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Told to stop, it lets requests under way go on for so long.",
+            rich_help_panel=_PATIENCE,
+        ),
+    ] = 30,
     max_requests: Annotated[
         int,
         typer.Option(min=1, help="Under way at once.", rich_help_panel=_PATIENCE),
@@ -175,5 +181,5 @@ def router(
         listener,
         announcement(as_json, told),
         tls=tls,
-        stop_seconds=_STOP_SECONDS,
+        stop_seconds=stop_seconds,
     ).serve_forever()

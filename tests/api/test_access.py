@@ -35,7 +35,7 @@ TAKES = {
     ("delete", "/v1/instances/{instance_id}"): "worker admin",
     ("put", "/v1/instances/{instance_id}/heartbeat"): "worker",
     ("post", "/v1/instances/{instance_id}/blocks"): "worker",
-    ("post", "/v1/instances/{instance_id}/drain"): "admin",
+    ("post", "/v1/instances/{instance_id}/drain"): "worker admin",
     ("post", "/v1/instances/{instance_id}/role"): "admin",
     ("post", "/v1/handshakes"): "worker router admin",
     ("post", "/v1/transfers"): "router",
