@@ -22,17 +22,20 @@ from kvxfer.api.routes import (
     instances,
     operations,
     scale,
+    traces,
     transfers,
     watch,
 )
 from kvxfer.api.settings import Settings
 from kvxfer.api.staleness import MarkStale
+from kvxfer.api.trace_store import own_tracer
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.kv.block_table import MAX_JSON_BYTES
 from kvxfer.scheduler.clock import Clock, SystemClock
 from kvxfer.scheduler.ending import end
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
+from kvxfer.tracing.asgi import TraceRequests
 
 
 def create_app(
@@ -80,7 +83,7 @@ def create_app(
     app.state.guard = Guard(settings, control_plane.clock)
     # Routes are tried in this order, so the busiest come first; and `watch` before `instances`, to
     # whose route of one instance it would be an id.
-    modules = (transfers, block_tables, watch, instances, handshakes, scale, operations)
+    modules = (transfers, block_tables, watch, instances, handshakes, scale, traces, operations)
     routers = [module.router for module in modules]
     for router in routers:
         if unguarded := [r for r in router.routes if not isinstance(r, GuardedRoute)]:
@@ -96,6 +99,7 @@ def create_app(
     app.add_middleware(MarkStale, registry=registry)
     app.add_middleware(MeasureRequests, metrics=control_plane.metrics)
     app.add_middleware(LogRequests)
+    app.add_middleware(TraceRequests, tracer=own_tracer(control_plane.traces))
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app
 

@@ -17,6 +17,7 @@ from kvxfer.cli import (
     scale,
     serve,
     simulate,
+    trace,
     transfers,
     worker,
 )
@@ -36,6 +37,7 @@ for module in (
     worker,
     instances,
     transfers,
+    trace,
     drain,
     role,
     scale,

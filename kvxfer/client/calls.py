@@ -25,6 +25,7 @@ from kvxfer.instances import (
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import as_text
 from kvxfer.scaling import ScalePlan
+from kvxfer.traces import Trace
 from kvxfer.transfers import Handshake, OpenedTransfer, Transfer
 
 T = TypeVar("T")
@@ -198,6 +199,14 @@ def block_table(transfer_id: str, *, wait_seconds: float = 0.0) -> Call[BlockTab
 def scale_plan() -> Call[ScalePlan]:
     """What the autoscaler would do now. Raises ScalingFailed where its backend is away."""
     return Call("GET", "/v1/scale/plan", _reads(ScalePlan))
+
+
+# --- traces ----------------------------------------------------------------------------------
+
+
+def trace(request_id: str) -> Call[Trace]:
+    """What was sent about a request, or about a trace. Raises UnknownTrace."""
+    return Call("GET", f"/v1/traces/{quote(request_id, safe='')}", _reads(Trace))
 
 
 # --- the control plane itself ----------------------------------------------------------------

@@ -11,6 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from kvxfer import instances as instance_records
 from kvxfer import scaling as scale_records
+from kvxfer import traces as trace_records
 from kvxfer import transfers as transfer_records
 from kvxfer.api.openapi import render
 from kvxfer.api.routes import (
@@ -19,12 +20,14 @@ from kvxfer.api.routes import (
     instances,
     operations,
     scale,
+    traces,
     transfers,
     watch,
 )
 from kvxfer.api.schemas import block_tables as block_table_schemas
 from kvxfer.api.schemas import instances as instance_schemas
 from kvxfer.api.schemas import scale as scale_schemas
+from kvxfer.api.schemas import traces as trace_schemas
 from kvxfer.api.schemas import transfers as transfer_schemas
 from kvxfer.api.schemas.problem import LayoutMismatchProblem, Problem
 from kvxfer.kv.layout import KvLayout
@@ -40,7 +43,13 @@ OPERATIONS = [
 
 MODELS_WITH_EXAMPLES = [
     model
-    for module in (instance_schemas, transfer_schemas, scale_schemas, block_table_schemas)
+    for module in (
+        instance_schemas,
+        transfer_schemas,
+        scale_schemas,
+        block_table_schemas,
+        trace_schemas,
+    )
     for model in vars(module).values()
     if isinstance(model, type)
     and issubclass(model, BaseModel)
@@ -63,7 +72,7 @@ def test_committed_schema_is_that_of_the_code():
 
 
 def test_every_route_is_in_the_schema():
-    modules = (watch, instances, handshakes, transfers, block_tables, scale, operations)
+    modules = (watch, instances, handshakes, transfers, block_tables, scale, traces, operations)
     routes = {
         (route.path, method.lower())
         for module in modules
@@ -108,7 +117,10 @@ def test_examples_are_valid_and_complete(model):
 def test_bodies_have_examples():
     for operation in (parameter.values[2] for parameter in OPERATIONS):
         if "requestBody" in operation:
-            schema = operation["requestBody"]["content"]["application/json"]["schema"]
+            content = operation["requestBody"]["content"]
+            if "application/x-protobuf" in content:
+                continue
+            schema = content["application/json"]["schema"]
             assert resolve(schema)["examples"]
 
 
@@ -135,6 +147,9 @@ def test_bodies_have_examples():
         (scale_schemas.ScalePlan, scale_records.ScalePlan),
         (scale_schemas.Demand, scale_records.Demand),
         (scale_schemas.Clip, scale_records.Clip),
+        (trace_schemas.Trace, trace_records.Trace),
+        (trace_schemas.TraceSpan, trace_records.TraceSpan),
+        (trace_schemas.SpanEvent, trace_records.SpanEvent),
     ],
     ids=lambda value: value.__name__,
 )
