@@ -24,7 +24,7 @@ from kvxfer.scheduler.simulator.workload import Arrivals, Workload
 
 _WINDOWS: Final = 96
 _WINDOW_SECONDS: Final = 2.0
-_FEWEST: Final = 24
+_FEWEST, _MOST = 24, 288
 # Requests that are under way at the end may take so long to finish.
 _LAST_SECONDS: Final = 3600.0
 
@@ -58,8 +58,9 @@ class Simulation:
         if not self.sampled:
             edges = np.linspace(0.0, seconds, _WINDOWS + 1)
             return [self._window(b, e, b, e) for b, e in itertools.pairwise(edges.tolist())]
-        width = min(_WINDOW_SECONDS, seconds)
-        count = max(int(self.detail / (requests / seconds * width)), _FEWEST)
+        rate = requests / seconds
+        width = min(max(_WINDOW_SECONDS, self.detail / rate / _MOST), seconds)
+        count = max(int(self.detail / (rate * width)), _FEWEST)
         count = max(min(count, int(seconds / width)), 1)
         draw = np.random.default_rng([self.seed, 3])
         windows = []

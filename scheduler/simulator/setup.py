@@ -19,6 +19,7 @@ from kvxfer.scheduler.simulator.workload import GeneratedDay, Workload
 # The options of members of WorkerModel whose names differ.
 _OPTIONS: Final = {"prefill_tokens_per_second": "prefill_speed"}
 _HOURS, _LOAD, _PROMPT_TOKENS, _OUTPUT_TOKENS = 24.0, 0.5, 2000.0, 250.0
+_MOST_REQUESTS: Final = 1_000_000
 # What a policy begins with is sized by these.
 _FIRST_SECONDS: Final = 600.0
 
@@ -84,6 +85,11 @@ def prepare(asked: Asked, workers: Mapping[str, Any]) -> tuple[Simulation, list[
     can = capacity(model, mean, itl_target=asked.itl_target)
     if asked.trace is None:
         rate = asked.rate or (asked.load or _LOAD) * can.of(*can.split(asked.instances))
+        if rate > _MOST_REQUESTS:
+            raise InvalidArgument(
+                f"--rate is {rate:g}, or --load and --instances come to that; {_MOST_REQUESTS:,} "
+                "requests/s is the most"
+            )
         workload = GeneratedDay(
             hours=asked.hours or _HOURS,
             requests_per_second=rate,

@@ -52,6 +52,7 @@ def test_policies_side_by_side(tmp_path):
     ("asked", "workers", "words"),
     [
         ({"load": 0.5, "rate": 3.0}, {}, "--load and --rate are two names for one thing"),
+        ({"rate": 1e9}, {}, "--rate is 1e+09, or --load and --instances come to that; 1,000,000"),
         ({"rate": -1.0}, {}, "--rate is -1.0; write a number above 0"),
         ({"ttft_target": 0.0}, {}, "--slo-ttft is 0.0; write a number above 0"),
         ({"hours": float("inf")}, {}, "--hours is inf; write"),
