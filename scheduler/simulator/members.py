@@ -170,7 +170,8 @@ class Members:
         return self.gone_seconds[role] + here
 
     def leave_if_done(self, worker: Worker) -> None:
-        if not worker.draining or not worker.idle:
+        gone = worker.name not in self.prefill and worker.name not in self.decode
+        if gone or not worker.draining or not worker.idle:
             return
         immediately(self.registry.deregister(worker.name, worker.epoch))
         stood = worker.stood(self.now)

@@ -95,6 +95,24 @@ def test_requests_are_all_accounted_for_while_workers_come_and_go():
     assert roles <= {Role.PREFILL.value, Role.DECODE.value}
 
 
+def test_windows_follow_the_autoscaler_up_and_down():
+    role = RolePolicy(min=1, max=20, tokens_per_second=18_000, utilisation=0.7)
+    decode = RolePolicy(min=1, max=20, tokens_per_second=2_000)
+    scaling = ScalingPolicy(step_down=4, prefill=role, decode=decode)
+    rises_and_falls = GeneratedDay(hours=24, requests_per_second=40, seed=1, bursts=False)
+    policy = Policy("scaled", 3, 5, scaling)
+    result = run(rises_and_falls, policy, detail=2_000)
+    counts = [point.decode_workers for point in result.course]
+    assert counts.index(max(counts)) in range(12, 18)
+    assert max(counts) > 1.5 * counts[2]
+    assert counts[-1] < max(counts)
+    assert {action.after > action.before for action in result.actions} == {True, False}
+    assert result.prefill_hours == pytest.approx(
+        sum(point.prefill_workers for point in result.course), rel=0.1
+    )
+    assert result.good > 0.5
+
+
 def test_the_same_seed_gives_the_same_results():
     policy = Policy("fixed", 3, 3)
     one, two = (run(day(15, hours=0.02), policy) for _ in range(2))
