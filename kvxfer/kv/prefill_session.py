@@ -256,6 +256,12 @@ class PrefillSession:
         """Whether nothing has come yet of the decode rank that a connection is to."""
         return self.decode == pair.named and pair.hello.layout.rank not in self._pairs
 
+    def offer_refused(self, pair: KvPair, error: KvxferError) -> None:
+        """The OFFER of a connected worker was not taken: if it is the awaited one, none will
+        come."""
+        if self.decode == pair.named and pair.hello.layout.rank not in self._outbounds:
+            self.fail(error)
+
     def keep(self, pair: KvPair, lease_seconds: float) -> None:
         """The OFFER of a decode rank has at least so long from now. Raises InvalidArgument."""
         if self._machine.state is PrefillState.WAITING and self._awaited is None:

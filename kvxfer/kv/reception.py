@@ -120,6 +120,7 @@ class Reception:
         except TransferError as error:
             logger.info("offer refused: %s", error)
             self._refusals.count("offer", error)
+            self._rendezvous.offer_refused(pair, offer.transfer_id, error)
             with contextlib.suppress(EngineError):
                 pair.send(Refused(offer.transfer_id, error.code, str(error)))
 

@@ -166,6 +166,12 @@ class Rendezvous:
             else:
                 session.fail(error)
 
+    def offer_refused(self, pair: KvPair, transfer_id: str, error: KvxferError) -> None:
+        """An OFFER came whose ticket is not good here: nobody waits for it any longer."""
+        session = self._sessions.get(transfer_id)
+        if session is not None:
+            session.offer_refused(pair, error)
+
     def release(self, pair: KvPair, claims: Ticket, reason: str) -> None:
         """Decode says that no OFFER will come. Raises TicketInvalid where one has come."""
         self._ledger.claim_by(claims, "offer", pair.hello)

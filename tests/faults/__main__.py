@@ -1,7 +1,7 @@
 """Breaks workers and their network in mid-transfer for many random rounds, over every fabric that
 runs here; prints what happened.
 
-Exit code 1 on any wrong byte, any leaked block, or a detection p99 above 1 s.
+Exit code 1 on any wrong byte, any leaked block, a worker that hangs, or a detection p99 above 1 s.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Rounds:
                 one = await workers.round(fault, seed)
                 self.done.append(one)
                 progress.advance(progress.task_ids[0])
-                if one.wrong_bytes or one.leaked_blocks:
+                if one.wrong_bytes or one.leaked_blocks or one.hung:
                     progress.console.print(one)
 
 
@@ -102,7 +102,7 @@ def table_of(rounds: list[Round]) -> Table:
     )
     for column in ("fabric", "fault"):
         table.add_column(column, no_wrap=True)
-    for column in ("rounds", "well", "wrong", "leaked", "p50", "p99"):
+    for column in ("rounds", "well", "wrong", "leaked", "hung", "p50", "p99"):
         table.add_column(column, justify="right", no_wrap=True)
     cells: dict[tuple[str, str], list[Round]] = collections.defaultdict(list)
     for one in rounds:
@@ -116,9 +116,10 @@ def table_of(rounds: list[Round]) -> Table:
 
 def _figures(found: list[Round]) -> Iterator[str]:
     yield f"{len(found):,}"
-    yield f"{sum(one.error is None for one in found):,}"
+    yield f"{sum(one.error is None and not one.hung for one in found):,}"
     yield f"{sum(one.wrong_bytes for one in found):,}"
     yield f"{sum(one.leaked_blocks for one in found):,}"
+    yield f"{sum(bool(one.hung) for one in found):,}"
     seconds = detections(found)
     yield from (f"{percentile(seconds, p):.3f}" if seconds else "-" for p in (0.5, 0.99))
 
@@ -133,6 +134,8 @@ def broken(rounds: list[Round]) -> Iterator[str]:
         yield f"{len(wrong)} rounds with wrong bytes, such as {wrong[0]}"
     if leaked := [one for one in rounds if one.leaked_blocks]:
         yield f"{len(leaked)} rounds with leaked blocks, such as {leaked[0]}"
+    if hung := [one for one in rounds if one.hung]:
+        yield f"{len(hung)} rounds that hung, such as {hung[0]}"
     cells: dict[tuple[str, str], list[Round]] = collections.defaultdict(list)
     for one in rounds:
         cells[one.fabric, one.fault].append(one)

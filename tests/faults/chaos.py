@@ -45,8 +45,10 @@ class Round:
     seed: int
     detection: float | None
     error: str | None
-    wrong_bytes: int
-    leaked_blocks: int
+    wrong_bytes: int = 0
+    leaked_blocks: int = 0
+    hung: str = ""
+    """Who did not end in time, for far more of it than any deadline of the transfer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,8 @@ class Arena:
             epoch,
             place,
             clock if "clock" in acts else {},
-            # Who has no memory left says so more than once.
-            quiet="no memory" in acts,
+            # Who has no memory left, or no port, says so more than once.
+            quiet=bool(acts & {"no memory", "port down"}),
         )
 
     async def end(self) -> None:
@@ -112,6 +114,13 @@ class Arena:
 
     async def round(self, fault: Fault, seed: int) -> Round:
         """One transfer, one fault at a random moment of it, and what became of everything."""
+        try:
+            return await self._round(fault, seed)
+        except TimeoutError as error:
+            await asyncio.gather(*map(self.start, get_args(Role)))
+            return Round(str(fault), self.fabric.name, seed, None, None, hung=str(error))
+
+    async def _round(self, fault: Fault, seed: int) -> Round:
         rng = random.Random(seed)
         may_end_well = fault in (*CLOCK, *PAUSE, Fault("loss"))
         # A frozen receiver may find whole transfers, posted and announced, when it wakes up.

@@ -39,6 +39,7 @@ async def test_a_fault_costs_no_block_and_no_byte(name: str, rng: random.Random)
         for fault in rng.sample(fabric.faults, k=len(fabric.faults)):
             rounds.append(await workers.round(fault, rng.getrandbits(32)))
             print(rounds[-1])
+    assert [one.hung for one in rounds] == [""] * len(rounds)
     assert [one.wrong_bytes for one in rounds] == [0] * len(rounds)
     assert [one.leaked_blocks for one in rounds] == [0] * len(rounds)
     for one in rounds:

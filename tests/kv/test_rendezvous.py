@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import time
 
 import pytest
 
@@ -23,8 +24,10 @@ from kvxfer.kv.messages import Cancel, encode
 from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.kv.session_state import PrefillState
+from kvxfer.ticket import Ticket, verify_ticket
 
 from .workers import (
+    KEY,
     LAYERS,
     LAYOUT,
     NUM_BLOCKS,
@@ -63,6 +66,26 @@ async def test_a_decode_that_comes_after_prefill_has_given_up_is_told_at_once(
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
     with pytest.raises(TransferCancelled, match=r"refused by prefill worker 'p'.*changed my mind"):
         await asyncio.wait_for(receiver.wait(), SOON)
+
+
+async def test_a_prefill_whose_offer_is_refused_is_told_at_once(
+    pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode)
+    with prefill.pool.hold(1) as hold:
+        session = await prefill.endpoint.prefill_session(ticket, hold)
+
+        def an_hour_later(token: str) -> Ticket:
+            return verify_ticket(token, KEY, now=time.time() + 3600)
+
+        monkeypatch.setattr(prefill.endpoint._identity, "verify", an_hour_later)
+        receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
+        with pytest.raises(TicketExpired):
+            await asyncio.wait_for(session.wait(), SOON)
+        with pytest.raises(TicketExpired, match="refused by prefill worker 'p'"):
+            await asyncio.wait_for(receiver.wait(), SOON)
+    assert prefill.pool.num_free == NUM_BLOCKS
 
 
 async def test_a_prefill_that_comes_after_decode_has_given_up_is_told_at_once(
