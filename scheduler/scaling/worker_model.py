@@ -1,4 +1,5 @@
-"""A fleet on paper, for replays: what workers of a known speed would make of a load.
+"""A fleet on paper, for replays and for the times between what `kvxfer simulate` looks at: what
+workers of a known speed would make of a load.
 
 A fluid model in steps of one second, meant to exercise decisions and not to predict an engine:
 
@@ -23,7 +24,7 @@ import msgspec
 from kvxfer.scheduler.scaling.measurements import Measurements, RoleMeasurement
 from kvxfer.scheduler.scaling.trace import Load
 
-_BLOCK_TOKENS: Final = 16
+BLOCK_TOKENS: Final = 16
 # Above it the M/D/1 wait is that of a queue, which is counted by itself.
 _MOST_UTILISATION: Final = 0.95
 # Workers report what they emit as a mean over about a minute.
@@ -39,12 +40,31 @@ class WorkerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_blocks: int = 20_000
     """Of 16 tokens."""
     start_seconds: float = 60.0
+    prefill_overhead: float = 0.0
+    """Seconds that a prompt takes whatever its length."""
+    batch: int = 256
+    """Requests that a decode worker computes at once at most."""
+    kv_bytes_per_token: float = 131_072.0
+    """Of a cache that moves. This, and what follows, counts in `kvxfer simulate` alone."""
+    nics: int = 1
+    nic_gb_per_second: float = 42.5
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if not 0 < value < math.inf:
+            if name == "prefill_overhead":
+                if not 0 <= value < math.inf:
+                    raise ValueError(f"{name} is {value}; write a number, 0 or more")
+            elif not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; write a number above 0")
+
+    def prefill_seconds(self, tokens: float) -> float:
+        """What one prompt takes by itself."""
+        return self.prefill_overhead + tokens / self.prefill_tokens_per_second
+
+    def itl(self, batch: float) -> float:
+        """Seconds per token in a batch of so many requests."""
+        return self.itl_base + self.itl_per_request * batch
 
 
 @dataclass(slots=True)
@@ -72,6 +92,20 @@ class _Workers:
         self.coming = [at for at in self.coming if at > now]
 
 
+@dataclass(frozen=True, slots=True)
+class PaperState:
+    """What there is of a fleet at one moment."""
+
+    prefill: int
+    """Ready workers."""
+    decode: int
+    queued_tokens: float
+    """Of prompts that are not computed."""
+    decoding: float
+    """Requests at decode, those that wait there included: what emits as much as it has to is what
+    there is before those that end in the last second have left."""
+
+
 class PaperFleet:
     """Workers, queues and latencies at one moment of a replay. It begins idle."""
 
@@ -80,7 +114,8 @@ class PaperFleet:
         self._prefill, self._decode = _Workers(prefill), _Workers(decode)
         self._load = Load(0.0, 1.0, 1.0)
         self._queued_tokens = 0.0
-        self._decoding = 0.0
+        self._decoding = self._emitting = 0.0
+        self._evenness = 1.0
         self._output_rate = 0.0
         self.ttft = 0.0
         self.itl = model.itl_base
@@ -89,6 +124,23 @@ class PaperFleet:
         ready_at = now + self._model.start_seconds
         self._prefill.resize(prefill, ready_at)
         self._decode.resize(decode, ready_at)
+
+    @property
+    def state(self) -> PaperState:
+        return PaperState(
+            self._prefill.ready, self._decode.ready, self._queued_tokens, self._emitting
+        )
+
+    def resume(self, queued_tokens: float, decoding: float, evenness: float = 1.0) -> None:
+        """Goes on from what was seen elsewhere. `evenness` is what batches of different sizes emit,
+        as a part of what they would if they were all alike."""
+        self._evenness = evenness
+        self._queued_tokens, self._decoding = queued_tokens, decoding
+        self._emit(self._load)
+
+    def give_up(self, queued_tokens: float) -> None:
+        """What is queued beyond this leaves."""
+        self._queued_tokens = min(self._queued_tokens, queued_tokens)
 
     def advance(self, now: float, load: Load) -> None:
         """One second of `load` passes; it is `now` after it."""
@@ -100,12 +152,12 @@ class PaperFleet:
 
     def _advance_prefill(self, load: Load) -> float:
         """Returns the requests that went on to decode."""
-        capacity = self._prefill.ready * self._model.prefill_tokens_per_second
+        alone = self._model.prefill_seconds(load.prompt_tokens)
+        capacity = self._prefill.ready * load.prompt_tokens / alone
         arrived = load.requests_per_second * load.prompt_tokens
         self._queued_tokens += arrived
         computed = min(self._queued_tokens, capacity)
         self._queued_tokens -= computed
-        alone = load.prompt_tokens / self._model.prefill_tokens_per_second
         used = min(arrived / capacity, _MOST_UTILISATION)
         wait = math.log(10) * used * alone / (2 * (1 - used))
         self.ttft = self._queued_tokens / capacity + alone + wait
@@ -113,14 +165,20 @@ class PaperFleet:
 
     def _advance_decode(self, load: Load, begun: float) -> None:
         self._decoding += begun
+        self._emit(load)
+
+    def _emit(self, load: Load) -> None:
+        """What a second of tokens comes to."""
+        self._emitting = self._decoding
         batch = min(self._decoding, self._decode_slots()) / self._decode.ready
-        self.itl = self._model.itl_base + self._model.itl_per_request * batch
-        emitted = batch * self._decode.ready / self.itl
+        self.itl = self._model.itl(batch)
+        emitted = batch * self._decode.ready / self.itl * self._evenness
         self._output_rate += (emitted - self._output_rate) / _RATE_SECONDS
         self._decoding -= min(emitted / load.output_tokens, self._decoding)
 
     def _decode_slots(self) -> float:
-        return self._decode.ready * self._model.kv_blocks * _BLOCK_TOKENS / self._tokens_held()
+        in_cache = self._model.kv_blocks * BLOCK_TOKENS / self._tokens_held()
+        return self._decode.ready * min(in_cache, self._model.batch)
 
     def _tokens_held(self) -> float:
         return self._load.prompt_tokens + self._load.output_tokens / 2
@@ -131,7 +189,7 @@ class PaperFleet:
         queued = self._queued_tokens / load.prompt_tokens
         computing = min(queued, self._prefill.ready)
         slots = self._decode_slots()
-        held = _BLOCK_TOKENS / self._tokens_held()
+        held = BLOCK_TOKENS / self._tokens_held()
         decoding = min(self._decoding, slots)
         return Measurements(
             at=at,
@@ -143,7 +201,7 @@ class PaperFleet:
                 waiting=round(queued - computing),
                 backlog=round(queued),
                 blocks=self._prefill.ready * model.kv_blocks,
-                used_blocks=round(computing * load.prompt_tokens / _BLOCK_TOKENS),
+                used_blocks=round(computing * load.prompt_tokens / BLOCK_TOKENS),
                 requests_per_second=load.requests_per_second,
                 tokens_per_second=load.requests_per_second * load.prompt_tokens,
                 latency=self.ttft,

@@ -1,0 +1,1 @@
+"""`kvxfer simulate`: a fleet on virtual time, with the real pairing and autoscaling code."""
