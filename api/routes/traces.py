@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Path, Request, Response
@@ -19,7 +18,6 @@ from kvxfer.tracing.setup import is_installed
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/traces", tags=["traces"])
 
 _PROTOBUF: Final = "application/x-protobuf"
-_MAX_BYTES: Final = 8 << 20
 _BODY: Final[dict[str, Any]] = {
     "requestBody": {
         "required": True,
@@ -57,7 +55,7 @@ async def export(request: Request, app: ControlPlaneDep) -> Response:
             "OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf"
         )
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    app.traces.add(read_spans(_decoded(await request.body(), encoding)))
+    app.traces.add(read_spans(await request.body(), encoding))
     return Response(b"", media_type=_PROTOBUF)
 
 
@@ -69,19 +67,3 @@ async def get(
 ) -> Trace:
     """The spans of a request that this replica has been sent, by their start."""
     return Trace.model_validate(app.traces.find(request_id))
-
-
-def _decoded(content: bytes, encoding: str) -> bytes:
-    """Raises InvalidArgument, also for what would be too much."""
-    if encoding == "identity":
-        return content
-    if encoding != "gzip":
-        raise InvalidArgument(f"Content-Encoding is {encoding!r}; send gzip, or none")
-    inflate = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-    try:
-        decoded = inflate.decompress(content, _MAX_BYTES)
-    except zlib.error as error:
-        raise InvalidArgument(f"the body is no gzip ({error})") from None
-    if not inflate.eof:
-        raise InvalidArgument(f"the body ends early or has more than {_MAX_BYTES} bytes; send less")
-    return decoded

@@ -24,7 +24,7 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --uid 10001 --user-group --create-home kvxfer
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    python3 -m pip install --no-cache-dir /wheels/kvxfer-*.whl
+    python3 -m pip install --no-cache-dir "$(echo /wheels/kvxfer-*.whl)[otel]"
 USER 10001:10001
 EXPOSE 8100
 ENTRYPOINT []

@@ -5,6 +5,8 @@ Whoever sends them has a token and no more: what is kept of a span is bounded.
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.proto.common.v1.common_pb2 import KeyValue
     from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
 
+_MAX_BYTES: Final = 8 << 20
 _MAX_TEXT: Final = 256
 _MAX_ATTRIBUTES: Final = 32
 _MAX_EVENTS: Final = 32
@@ -23,13 +26,14 @@ _SPAN_ID_BYTES: Final = 8
 _ERROR: Final = 2
 
 
-def read_spans(content: bytes) -> list[TraceSpan]:
-    """The spans of an ExportTraceServiceRequest in protobuf. Raises InvalidArgument."""
+def read_spans(content: bytes, encoding: str = "identity") -> list[TraceSpan]:
+    """The spans of an ExportTraceServiceRequest in protobuf, by its Content-Encoding. Raises
+    InvalidArgument."""
     from google.protobuf.message import DecodeError
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     try:
-        request = ExportTraceServiceRequest.FromString(content)
+        request = ExportTraceServiceRequest.FromString(_decoded(content, encoding))
     except DecodeError as error:
         raise InvalidArgument(
             f"the body is no OTLP ExportTraceServiceRequest in protobuf ({error}); send "
@@ -75,7 +79,25 @@ def _attributes(pairs: Iterable[KeyValue]) -> dict[str, str | int | float | bool
         kind = pair.value.WhichOneof("value")
         if kind in {"string_value", "int_value", "double_value", "bool_value"}:
             value: Any = getattr(pair.value, kind)
+            if isinstance(value, float) and not math.isfinite(value):
+                continue  # JSON has none
             found[pair.key[:_MAX_TEXT]] = value[:_MAX_TEXT] if isinstance(value, str) else value
         if len(found) == _MAX_ATTRIBUTES:
             break
     return found
+
+
+def _decoded(content: bytes, encoding: str) -> bytes:
+    """Raises InvalidArgument, also for what would be too much."""
+    if encoding == "identity":
+        return content
+    if encoding != "gzip":
+        raise InvalidArgument(f"Content-Encoding is {encoding!r}; send gzip, or none")
+    inflate = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        decoded = inflate.decompress(content, _MAX_BYTES)
+    except zlib.error as error:
+        raise InvalidArgument(f"the body is no gzip ({error})") from None
+    if not inflate.eof:
+        raise InvalidArgument(f"the body ends early or has more than {_MAX_BYTES} bytes; send less")
+    return decoded

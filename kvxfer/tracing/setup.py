@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
 
     from kvxfer.tracing.tracer import Tracer
+
+logger = logging.getLogger(__name__)
 
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -97,12 +100,20 @@ async def tracing(
     *,
     control_plane: str | None = None,
     credentials: Credentials | None = None,
+    optional: bool = False,
 ) -> AsyncIterator[Tracer | None]:
     """The same; what is left is sent on exit. The control plane and its credentials are those of
-    ControlPlaneClient where they are None."""
-    tracer = start_tracing(
-        service, instance_id, control_plane=control_plane, credentials=credentials
-    )
+    ControlPlaneClient where they are None. `optional`: in a process of somebody else's, whose
+    variables may be meant for other spans, what cannot be done is a warning."""
+    tracer = None
+    try:
+        tracer = start_tracing(
+            service, instance_id, control_plane=control_plane, credentials=credentials
+        )
+    except (NotBuilt, InvalidArgument) as error:
+        if not optional:
+            raise
+        logger.warning("transfers are not traced: %s", error)
     try:
         yield tracer
     finally:

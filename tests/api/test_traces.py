@@ -37,6 +37,7 @@ def exported(
         )
         span.attributes.add(key="kvxfer.request_id").value.string_value = request_id
         span.attributes.add(key="a list").value.array_value.values.add().int_value = 1
+        span.attributes.add(key="no number").value.double_value = float("nan")
         span.events.add(name="first token", time_unix_nano=1_800_000_000_250_000_000)
     return request.SerializeToString()
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import time
 
 import httpx
 import numpy as np
+import pytest
 
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.settings import ConnectorSettings
+from kvxfer.engine import Engine
+from kvxfer.errors import ConnectFailed
 from kvxfer.instances import Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.layout import KvLayout
+from kvxfer.ticket import Ticket, sign_ticket
 from tests.control_plane import CLUSTER_KEY, RunningControlPlane
 
 LAYOUT = KvLayout(
@@ -60,3 +65,63 @@ def test_two_ranks_are_one_instance_of_one_epoch() -> None:
         assert instance["rank_addresses"] == addresses
         assert instance["engine_address"] == addresses[0]
         assert [agent.endpoint.epoch for agent in agents] == [instance["epoch"]] * 2
+
+
+def settings_of(control_plane: RunningControlPlane) -> ConnectorSettings:
+    return ConnectorSettings(
+        role=Role.DECODE,
+        instance_id="decode",
+        model="tiny",
+        http_address="http://127.0.0.1:9",
+        control_plane=control_plane.url,
+        cluster_key=CLUSTER_KEY,
+        peer_timeout=5.0,
+    )
+
+
+def cache_of(engine: Engine) -> KvCache:
+    plane = np.zeros((4, LAYOUT.part_bytes), np.uint8)
+    return KvCache.register(engine, LAYOUT, 4, [[plane]])
+
+
+def test_transfers_are_traced_by_what_their_tickets_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunningControlPlane() as control_plane:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", control_plane.url)
+        agent = Agent(settings_of(control_plane))
+        try:
+            agent.start(cache_of)
+            ticket = Ticket(
+                transfer_id="t-1",
+                request_id="r-1",
+                prefill_id="prefill",
+                prefill_epoch=1,
+                decode_id="decode",
+                decode_epoch=0,
+                expires_at=time.time() + 60,
+                traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+            )
+            nobody = "kvx://127.0.0.1:9/" + "0" * 32
+            with pytest.raises(ConnectFailed):
+                agent.run(
+                    agent.endpoint.decode_session(sign_ticket(ticket, CLUSTER_KEY), nobody, 1), 10
+                )
+        finally:
+            agent.close()
+        [span] = httpx.get(control_plane.url + "/v1/traces/r-1").json()["spans"]
+    assert (span["service"], span["instance_id"], span["name"]) == ("vllm", "decode", "kv.receive")
+    assert span["parent_id"] == "b7ad6b7169203331"
+    assert span["attributes"]["error.type"] == "connect-failed"
+
+
+def test_variables_that_are_meant_for_others_do_not_keep_a_server_from_starting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    with RunningControlPlane() as control_plane:
+        agent = Agent(settings_of(control_plane))
+        try:
+            assert agent.start(cache_of)
+        finally:
+            agent.close()
+    assert "transfers are not traced: OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc'" in caplog.text

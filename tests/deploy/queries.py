@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
+from kvxfer.api.metrics_docs import families
 from tests.deploy.chart import Rendered
-from tests.deploy.programs import sources
 
 
 def expressions(release: Rendered) -> Iterator[tuple[str, str]]:
@@ -38,10 +37,14 @@ def _queries(part: Any) -> Iterator[str]:
 
 @functools.cache
 def metric_names() -> frozenset[str]:
-    """As the code names them; one that ends with _ begins several."""
-    return frozenset(re.findall(r'"((?:vllm:)?kvxfer_[a-z_]*)', sources()))
-
-
-def counted(name: str, known: frozenset[str]) -> bool:
-    base = re.sub(r"_(bucket|count|sum|total|created|info)$", "", name)
-    return base in known or any(base.startswith(one) for one in known if one.endswith("_"))
+    """Every series that the processes expose."""
+    return frozenset(
+        name
+        for part in families().values()
+        for family in part
+        for name in (
+            [f"{family.name}_{suffix}" for suffix in ("bucket", "sum", "count")]
+            if family.kind == "histogram"
+            else [family.name]
+        )
+    )

@@ -74,6 +74,14 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"controlPlane": {"externalUrl": "http://kvxfer:8080"}},
         "controlPlane.externalUrl is http://kvxfer:8080 and controlPlane.enabled is true",
     ),
+    "spans that are scattered": (
+        {
+            "tracing": {"enabled": True},
+            "registry": {"kind": "bundled"},
+            "controlPlane": {"replicas": 2},
+        },
+        "tracing.endpoint is empty and the control plane has several replicas",
+    ),
     "an autoscaler of nothing": (
         {"autoscaler": {"enabled": True}, "workers": {"decode": {"enabled": False}}},
         "autoscaler.enabled is true; it needs controlPlane.enabled, workers.prefill.enabled",

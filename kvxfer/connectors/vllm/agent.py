@@ -79,7 +79,10 @@ class Agent(LoopThread):
     async def _serve(self) -> None:
         async with (
             tracing(
-                "vllm", self._settings.instance_id, control_plane=self._settings.control_plane
+                "vllm",
+                self._settings.instance_id,
+                control_plane=self._settings.control_plane,
+                optional=True,
             ) as tracer,
             transfer_engine(
                 self._settings,

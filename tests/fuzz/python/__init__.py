@@ -19,6 +19,7 @@ TARGETS: Final = (
     "endpoint",
     "brokered",
     "redis_records",
+    "spans",
 )
 
 

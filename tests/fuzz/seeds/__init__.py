@@ -33,4 +33,5 @@ PYTHON: Final[Seeds] = {
     "endpoint": kv.endpoint,
     "brokered": kv.brokered,
     "redis_records": registry.redis_records,
+    "spans": http.spans,
 }

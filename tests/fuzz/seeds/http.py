@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 
@@ -81,3 +82,37 @@ def sglang_bootstrap() -> Iterator[bytes]:
     yield b"\x01\x10" + b"GET / HTTP/1.0\r\n" + b"PUT /route HTTP/1.1\r\n\r\n"
     yield put + b"\x00" + b"PUT /route HTTP/1.0\r\nContent-Length: 3\r\n\r\na.b"
     yield put + b"\x00" + b"DELETE /route HTTP/9\r\n\r\n"
+
+
+def spans() -> Iterator[bytes]:
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    for spans_of_each in ((1,), (3, 1), (1,) * 6, (40,)):
+        request = ExportTraceServiceRequest()
+        resource = request.resource_spans.add()
+        resource.resource.attributes.add(key="service.name").value.string_value = "router"
+        scope = resource.scope_spans.add()
+        for trace, count in enumerate(spans_of_each):
+            for number in range(count):
+                span = scope.spans.add(
+                    trace_id=bytes([trace + 1]) * 16,
+                    span_id=bytes([number + 1]) * 8,
+                    parent_span_id=bytes(8 if number else 0),
+                    name="n" * (300 if number else 3),
+                    end_time_unix_nano=2**64 - 1,
+                )
+                span.attributes.add(key="kvxfer.request_id").value.string_value = f"r-{trace}"
+                span.attributes.add(key="x").value.double_value = float("nan")
+                for each in range(40 if count == 1 else 0):
+                    span.attributes.add(key=f"a{each}").value.int_value = each
+                    span.events.add(name="e", time_unix_nano=each)
+                span.status.code = 2 if number else 0
+        yield b"\x00" + request.SerializeToString()
+        yield b"\x01" + gzip.compress(request.SerializeToString(), mtime=0)
+    scope.spans.add(trace_id=b"short")
+    yield b"\x00" + request.SerializeToString()
+    yield b"\x01" + gzip.compress(b"x", mtime=0)[:-3]
+    yield b"\x01" + gzip.compress(bytes(9 << 20), mtime=0)
+    yield b"\x01no gzip"
+    yield b"\x00\xff\xff"
+    yield b"\x0000-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -21,6 +21,9 @@
 {{- if and $v.controlPlane.enabled $v.controlPlane.externalUrl -}}
 {{- fail (printf "controlPlane.externalUrl is %s and controlPlane.enabled is true; set one of them" $v.controlPlane.externalUrl) -}}
 {{- end -}}
+{{- if and $v.tracing.enabled (not $v.tracing.endpoint) (or (gt (int $v.controlPlane.replicas) 1) $v.controlPlane.autoscaling.enabled) -}}
+{{- fail "tracing.endpoint is empty and the control plane has several replicas, each of which would keep the spans that it happens to get; set it to a collector" -}}
+{{- end -}}
 {{- if $v.autoscaler.enabled -}}
 {{- if not (and $v.controlPlane.enabled $v.workers.prefill.enabled $v.workers.decode.enabled) -}}
 {{- fail "autoscaler.enabled is true; it needs controlPlane.enabled, workers.prefill.enabled and workers.decode.enabled in the same release" -}}

@@ -32,6 +32,16 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end -}}
 
+{{- define "kvxfer.tracingEnv" -}}
+{{- with .Values.tracing }}
+{{- if .enabled -}}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ .endpoint | default (include "kvxfer.controlPlaneUrl" $) | quote }}}
+- {name: OTEL_TRACES_SAMPLER, value: traceidratio}
+- {name: OTEL_TRACES_SAMPLER_ARG, value: {{ .ratio | quote }}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "kvxfer.clientMounts" -}}
 - {name: secret, mountPath: /etc/kvxfer/secret, readOnly: true}
 {{- if .Values.tls.enabled }}

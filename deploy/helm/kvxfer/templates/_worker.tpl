@@ -65,6 +65,9 @@ spec:
           valueFrom: {fieldRef: {fieldPath: "metadata.annotations['leaderworkerset.sigs.k8s.io/leader-name']"}}
           {{- end }}
         {{- include "kvxfer.clientEnv" $ | nindent 8 }}
+        {{- with include "kvxfer.tracingEnv" $ }}
+        {{- . | nindent 8 }}
+        {{- end }}
         {{- if $vllm }}
         - {name: KVXFER_HOST, value: $(POD_IP)}
         - {name: KVXFER_HTTP_ADDRESS, value: "http://$(POD_IP):{{ $pool.port }}"}

@@ -1,0 +1,255 @@
+"""The chart's fleet as processes of this host: command lines, secrets and hooks as rendered.
+
+Addresses and the folder of secrets are replaced, nothing else. What Kubernetes does when a pod is
+replaced (a new pod, its Service, preStop, SIGTERM, its exit) is done by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.control_plane import PATIENCE
+from tests.deploy.chart import Container, Rendered, render
+from tests.deploy.programs import variables
+from tests.redis_server import free_port
+
+START_SECONDS = 8 * PATIENCE
+
+
+@dataclass
+class Pod:
+    """The first container of a workload, as a process."""
+
+    release: Rendered
+    workload: str
+    folder: Path
+    name: str
+    redis_port: int
+    process: subprocess.Popen[str] | None = field(default=None, repr=False)
+
+    @property
+    def container(self) -> Container:
+        wanted = f"Deployment {self.workload}"
+        [found] = [one for one in self.release.containers() if one.owner == wanted]
+        return found
+
+    @property
+    def environment(self) -> dict[str, str]:
+        given = variables(self.container)
+        given |= {"POD_IP": "127.0.0.1", "NODE_NAME": "node", "KVXFER_INSTANCE_ID": self.name}
+        password = self.release.secret("kvxfer-registry")["password"]
+        given |= {name: value.replace("secret@", f"{password}@") for name, value in given.items()}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("KVXFER_")}
+        return kept | {name: self.here(value) for name, value in given.items()}
+
+    def here(self, text: str) -> str:
+        """A text of the chart with this host's addresses and folder."""
+        text = text.replace("/etc/kvxfer", str(self.folder)).replace("$(POD_IP)", "127.0.0.1")
+        text = text.replace("$(NODE_NAME)", "node").replace("--host=0.0.0.0", "--host=127.0.0.1")
+        text = text.replace("@kvxfer-registry:6379", f"@127.0.0.1:{self.redis_port}")
+        for service in self.release.of("Service"):
+            text = text.replace(f"//{service['metadata']['name']}:", "//127.0.0.1:")
+        return text.replace("$(REDISCLI_AUTH)", self.release.secret("kvxfer-registry")["password"])
+
+    def command(self, words: list[str]) -> list[str]:
+        programs = {"kvxfer": [sys.executable, "-m", "kvxfer.cli"], "python3": [sys.executable]}
+        return [*programs.get(words[0], words[:1]), *map(self.here, words[1:])]
+
+    def mount(self) -> None:
+        for volume in self.container.pod["spec"].get("volumes", []):
+            if "secret" in volume:
+                content = self.release.secret(volume["secret"]["secretName"])
+                (self.folder / volume["name"]).mkdir(parents=True)
+                for item in volume["secret"]["items"]:
+                    (self.folder / volume["name"] / item["path"]).write_text(content[item["key"]])
+
+    def start(self) -> Pod:
+        self.mount()
+        spec = self.container.spec
+        words = self.command([*spec["command"], *spec["args"]])
+        self.process = subprocess.Popen(words, env=self.environment, text=True)
+        return self
+
+    def wait(self) -> None:
+        """Until its readiness probe is answered."""
+        spec = self.container.spec
+        path = spec["readinessProbe"]["httpGet"]["path"]
+        url = f"http://127.0.0.1:{spec['ports'][0]['containerPort']}{path}"
+        give_up = time.monotonic() + START_SECONDS
+        while time.monotonic() < give_up:
+            assert self.process is not None and self.process.poll() is None, f"{self.name} ended"
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(url, timeout=2).is_success:
+                    return
+            time.sleep(0.1)
+        raise AssertionError(f"{self.name} does not answer at {url}")
+
+    def hook(self) -> subprocess.CompletedProcess[str]:
+        words = self.command(self.container.spec["lifecycle"]["preStop"]["exec"]["command"])
+        return subprocess.run(
+            words, env=self.environment, text=True, capture_output=True, timeout=120, check=False
+        )
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code within the grace period."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(self.container.pod["spec"]["terminationGracePeriodSeconds"])
+
+
+class Service:
+    """A Service of the cluster: connections to one port go to its endpoints by turns."""
+
+    def __init__(self, port: int) -> None:
+        self.endpoints: list[int] = []
+        turns = itertools.count()
+        service = self
+
+        class Forward(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                endpoint = service.endpoints[next(turns) % len(service.endpoints)]
+                with socket.create_connection(("127.0.0.1", endpoint)) as pod:
+                    back = threading.Thread(target=_copy, args=(pod, self.request), daemon=True)
+                    back.start()
+                    _copy(self.request, pod)
+                    back.join()
+
+        socketserver.ThreadingTCPServer.allow_reuse_address = True
+        self.server = socketserver.ThreadingTCPServer(("127.0.0.1", port), Forward)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.socket.close()
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+    with contextlib.suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
+
+
+class Fleet:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pods: list[Pod] = []
+        self.release = _on_free_ports()
+        self.redis_port = free_port()
+        self.add("kvxfer-registry", port=self.redis_port)
+        self.service = Service(self.release.values["controlPlane"]["port"])
+        self.control_plane = self.add_control_plane("kvxfer-0")
+        router = self.add("kvxfer-router")
+        self.workers = [self.add("kvxfer-prefill"), self.add("kvxfer-decode")]
+        for pod in (*self.workers, router):
+            pod.wait()
+        port = self.release.values["router"]["port"]
+        key = self.release.secret("kvxfer")["api-key"]
+        self.client = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}",
+            headers={"authorization": f"Bearer {key}"},
+            timeout=60,
+        )
+
+    def add_control_plane(self, name: str) -> Pod:
+        port = free_port()
+        pod = self.add("kvxfer", name=name, port=port)
+        pod.wait()
+        self.service.endpoints.append(port)
+        return pod
+
+    def add(self, workload: str, *, name: str | None = None, port: int | None = None) -> Pod:
+        name = name or f"{workload}-0"
+        release = self.release
+        if port is not None:
+            release = Rendered(
+                release.name, release.values, _with_port(release, workload, port), release.notes
+            )
+        pod = Pod(release, workload, self.folder / name, name, self.redis_port)
+        self.pods.append(pod.start())
+        return pod
+
+    def complete(self, **more: Any) -> httpx.Response:
+        body = {"model": "kvxfer-demo-8l", "prompt": "hello", "max_tokens": 16, **more}
+        return self.client.post("/v1/completions", json=body)
+
+    @contextlib.contextmanager
+    def under_load(self, **more: Any) -> Iterator[list[int]]:
+        """The status codes of requests that follow each other; at the end, some after the last of
+        what the block does."""
+        answers: list[int] = []
+        enough = threading.Event()
+
+        def ask() -> None:
+            while not enough.is_set():
+                answers.append(self.complete(**more).status_code)
+
+        load = threading.Thread(target=ask, daemon=True)
+        load.start()
+        try:
+            yield answers
+            before, give_up = len(answers), time.monotonic() + PATIENCE
+            while len(answers) < before + 3 and time.monotonic() < give_up:
+                time.sleep(0.05)
+            assert len(answers) >= before + 3
+        finally:
+            enough.set()
+            load.join(60)
+
+    def close(self) -> None:
+        self.client.close()
+        self.service.close()
+        for pod in reversed(self.pods):
+            assert pod.process is not None
+            if pod.process.poll() is None:
+                pod.process.kill()
+            pod.process.wait()
+
+
+def _on_free_ports() -> Rendered:
+    port = {name: free_port() for name in ("controlPlane", "router", "prefill", "decode")}
+    return render(
+        {
+            "registry": {"kind": "bundled"},
+            "controlPlane": {"port": port["controlPlane"], "leaseSeconds": 15},
+            "router": {"port": port["router"], "firstTokenSeconds": 120},
+            "workers": {
+                "blocks": 256,
+                "drainSeconds": 60,
+                "extraArgs": ["--threads=1"],
+                "prefill": {"port": port["prefill"]},
+                "decode": {"port": port["decode"]},
+            },
+        }
+    )
+
+
+def _with_port(release: Rendered, workload: str, port: int) -> list[Any]:
+    """A second pod of a workload has an address of its own in a cluster; here it has a port."""
+    objects = copy.deepcopy(release.objects)
+    for one in objects:
+        if (one["kind"], one["metadata"]["name"]) == ("Deployment", workload):
+            [spec] = one["spec"]["template"]["spec"]["containers"]
+            old = spec["ports"][0]["containerPort"]
+            spec["ports"][0]["containerPort"] = port
+            spec["args"] = [arg.replace(f"--port={old}", f"--port={port}") for arg in spec["args"]]
+            if workload == "kvxfer-registry":
+                spec["args"] += ["--port", str(port)]
+    return objects
