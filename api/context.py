@@ -9,6 +9,7 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 
 from kvxfer.api.metrics import Metrics
+from kvxfer.api.overview_feed import OverviewFeed
 from kvxfer.api.settings import Settings
 from kvxfer.scheduler.clock import Clock
 from kvxfer.scheduler.registry import Registry
@@ -22,6 +23,7 @@ class ControlPlane:
     clock: Clock
     metrics: Metrics
     autoscaler: Autoscaler
+    overviews: OverviewFeed
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop: watches end, readiness is refused."""
 

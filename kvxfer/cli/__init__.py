@@ -16,6 +16,7 @@ from kvxfer.cli import (
     router,
     scale,
     serve,
+    top,
     transfers,
     worker,
 )
@@ -35,6 +36,7 @@ for module in (
     worker,
     instances,
     transfers,
+    top,
     drain,
     role,
     scale,

@@ -23,6 +23,7 @@ from kvxfer.kv.ranks import sources, targets
 from kvxfer.kv.reception import Reception
 from kvxfer.kv.refusals import Refusals
 from kvxfer.kv.rendezvous import OnOffer, Rendezvous
+from kvxfer.kv.traffic_meter import TrafficMeter
 from kvxfer.kv.transfer_ledger import TransferLedger
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from kvxfer.client import ControlPlaneClient
     from kvxfer.engine import Engine, Peer
+    from kvxfer.instances import Traffic
     from kvxfer.kv.block_owners import SourceBlocks, TargetBlocks
     from kvxfer.kv.block_pool import BlockPool
     from kvxfer.kv.cache import KvCache
@@ -97,6 +99,7 @@ class KvEndpoint:
         self._pairs = Pairs(engine, cache, self._identity, connect_timeout, checksums=checksums)
         self._ledger = TransferLedger()
         self._refusals = Refusals()
+        self._traffic = TrafficMeter()
         self._decodes: dict[DecodeSession, None] = {}  # in the order of their beginning
         self._rendezvous = Rendezvous(
             instance_id,
@@ -131,6 +134,10 @@ class KvEndpoint:
         """What was refused since the start, by error code: "message" (of peers that were cut off
         for them), "offer", "release", "keep" and "expect" of peers, and "ticket" of requests."""
         return self._refusals.by_what()
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """What goes to each decode worker now, for `Load.sent`."""
+        return self._traffic.rates(self._rendezvous.sessions)
 
     def set_epoch(self, epoch: int) -> None:
         """Takes the epoch of a new registration and tells every peer. Running transfers go on."""
@@ -355,6 +362,7 @@ class KvEndpoint:
         self._brokered.ended(session)
 
     def _prefill_ended(self, session: PrefillSession) -> None:
+        self._traffic.end(session)
         self._brokered.ended(session)
 
     def _verify_for(self, side: Side, token: str) -> Ticket:

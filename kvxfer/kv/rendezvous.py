@@ -64,6 +64,11 @@ class Rendezvous:
         self._on_offer = on_offer
         self._early = EarlyOffers(max_early_offers_per_peer)
 
+    @property
+    def sessions(self) -> tuple[PrefillSession, ...]:
+        """Those that have not ended."""
+        return tuple(self._sessions.values())
+
     async def request(
         self, claims: Ticket, blocks: SourceBlocks, lease_seconds: float
     ) -> PrefillSession:

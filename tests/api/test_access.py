@@ -45,6 +45,9 @@ TAKES = {
     ("post", "/v1/transfers/{transfer_id}/block-table"): "worker router",
     ("get", "/v1/transfers/{transfer_id}/block-table"): "worker",
     ("get", "/v1/scale/plan"): "admin",
+    ("get", "/v1/overview"): "monitor admin",
+    ("get", "/v1/overview/watch"): "monitor admin",
+    ("get", "/v1/caller"): "worker router admin monitor",
     ("get", "/metrics"): "monitor admin",
 }
 ROUTES = [(method, path) for path, item in SCHEMA["paths"].items() for method in item]

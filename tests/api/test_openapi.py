@@ -10,20 +10,25 @@ from openapi_spec_validator import validate
 from pydantic import BaseModel, TypeAdapter
 
 from kvxfer import instances as instance_records
+from kvxfer import overview as overview_records
 from kvxfer import scaling as scale_records
 from kvxfer import transfers as transfer_records
 from kvxfer.api.openapi import render
 from kvxfer.api.routes import (
     block_tables,
+    caller,
     handshakes,
     instances,
     operations,
+    overview,
+    page,
     scale,
     transfers,
     watch,
 )
 from kvxfer.api.schemas import block_tables as block_table_schemas
 from kvxfer.api.schemas import instances as instance_schemas
+from kvxfer.api.schemas import overview as overview_schemas
 from kvxfer.api.schemas import scale as scale_schemas
 from kvxfer.api.schemas import transfers as transfer_schemas
 from kvxfer.api.schemas.problem import LayoutMismatchProblem, Problem
@@ -40,7 +45,13 @@ OPERATIONS = [
 
 MODELS_WITH_EXAMPLES = [
     model
-    for module in (instance_schemas, transfer_schemas, scale_schemas, block_table_schemas)
+    for module in (
+        instance_schemas,
+        transfer_schemas,
+        scale_schemas,
+        block_table_schemas,
+        overview_schemas,
+    )
     for model in vars(module).values()
     if isinstance(model, type)
     and issubclass(model, BaseModel)
@@ -63,7 +74,18 @@ def test_committed_schema_is_that_of_the_code():
 
 
 def test_every_route_is_in_the_schema():
-    modules = (watch, instances, handshakes, transfers, block_tables, scale, operations)
+    modules = (
+        watch,
+        instances,
+        handshakes,
+        transfers,
+        block_tables,
+        scale,
+        overview,
+        caller,
+        operations,
+        page,
+    )
     routes = {
         (route.path, method.lower())
         for module in modules
@@ -117,6 +139,7 @@ def test_bodies_have_examples():
     [
         (instance_schemas.Layout, KvLayout),
         (instance_schemas.Load, instance_records.Load),
+        (instance_schemas.Traffic, instance_records.Traffic),
         (instance_schemas.Reserved, instance_records.Reserved),
         (instance_schemas.Instance, instance_records.Instance),
         (instance_schemas.Lease, instance_records.Lease),
@@ -135,6 +158,20 @@ def test_bodies_have_examples():
         (scale_schemas.ScalePlan, scale_records.ScalePlan),
         (scale_schemas.Demand, scale_records.Demand),
         (scale_schemas.Clip, scale_records.Clip),
+        *(
+            (getattr(overview_schemas, name), getattr(overview_records, name))
+            for name in (
+                "RoleSummary",
+                "Place",
+                "InstanceSummary",
+                "TransferSummary",
+                "FabricTraffic",
+                "PairTraffic",
+                "ScalingStep",
+                "ScalingSummary",
+                "Overview",
+            )
+        ),
     ],
     ids=lambda value: value.__name__,
 )
