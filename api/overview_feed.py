@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from kvxfer.scheduler.registry import Registry
     from kvxfer.scheduler.scaling.history import ScalingHistory
 
-# A look is followed by a pause of so many times its length.
+# A look is followed by a pause of so many times the work that it took, in seconds of a processor.
 _PAUSE: Final = 9
+_LONGEST_PAUSE: Final = 2.0
 _KEPT: Final = 64
 
 
@@ -42,10 +43,10 @@ class OverviewFeed:
             if found is not None and time.monotonic() < found[0]:
                 return found[1]
             await asyncio.sleep(max(self._not_before - time.monotonic(), 0.0))
-            began = time.monotonic()
+            began = time.thread_time()
             overview = await self._look(query)
-            ended = time.monotonic()
-            self._not_before = ended + _PAUSE * (ended - began)
+            pause = _PAUSE * (time.thread_time() - began)
+            self._not_before = time.monotonic() + min(pause, _LONGEST_PAUSE)
             self._looks[query] = self._not_before, overview
             self._looks.move_to_end(query)
             while len(self._looks) > _KEPT:

@@ -54,19 +54,19 @@ async def look(
     asked = _filter(query)
     matching: list[Instance] = []
     received = _sums()
-    async for instance in _by_turns(instances):
-        for traffic in instance.load.sent:
-            received[traffic.to] += traffic.bytes_per_second
-        if asked(instance):
-            matching.append(instance)
+    async for some in _by_turns(instances):
+        for instance in some:
+            for traffic in instance.load.sent:
+                received[traffic.to] += traffic.bytes_per_second
+        matching += filter(asked, some)
     everything = len(matching) == len(instances)
     ids = None if everything else {each.instance_id for each in matching}
     level, places, omitted = await _places(matching, received)
-    pairs = [pair async for pair in _pairs(instances, ids)]
+    pairs = await _pairs(instances, ids)
     fabrics = _sums()
-    for pair in pairs:
-        fabrics[pair.fabric] += pair.bytes_per_second
-    most = heapq.nlargest(MAX_PAIRS, pairs, key=lambda pair: pair.bytes_per_second)
+    for rate, _, _, fabric in pairs:
+        fabrics[fabric] += rate
+    most = heapq.nlargest(MAX_PAIRS, pairs)
     opened = [
         each
         for each in transfers
@@ -92,17 +92,19 @@ async def look(
             FabricTraffic(fabric=fabric, bytes_per_second=rate)
             for fabric, rate in sorted(fabrics.items(), key=lambda item: -item[1])
         ),
-        pairs=tuple(most),
+        pairs=tuple(
+            PairTraffic(prefill=prefill, decode=decode, fabric=fabric, bytes_per_second=rate)
+            for rate, prefill, decode, fabric in most
+        ),
         pairs_omitted=len(pairs) - len(most),
         scaling=scaling,
     )
 
 
-async def _by_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    for number, item in enumerate(items):
-        if number % _TURN == _TURN - 1:
-            await asyncio.sleep(0)
-        yield item
+async def _by_turns(items: Sequence[T]) -> AsyncIterator[Sequence[T]]:
+    for start in range(0, len(items), _TURN):
+        yield items[start : start + _TURN]
+        await asyncio.sleep(0)
 
 
 def _sums() -> Sums:
@@ -134,32 +136,48 @@ async def _places(
     matching: Sequence[Instance], received: Sums
 ) -> tuple[Level, tuple[Place, ...], int]:
     """At the narrowest level that has at most MAX_PLACES of them, and how many were left out."""
-    where = [(*place_of(each.labels)[:3], each.instance_id) async for each in _by_turns(matching)]
+    where: list[tuple[str, ...]] = []
+    async for some in _by_turns(matching):
+        where += ((*place_of(each.labels)[:3], each.instance_id) for each in some)
     levels = list(Level)
     depth = next(
         (
             depth
             for depth in range(len(levels), 1, -1)
-            if len({path[:depth] for path in where}) <= MAX_PLACES
+            if not _more(MAX_PLACES, (path[:depth] for path in where))
         ),
         1,
     )
     found: defaultdict[tuple[str, ...], Sums] = defaultdict(_sums)
-    turns = _by_turns(zip(where, matching, strict=True))
-    async for path, instance in turns:
-        sums = found[path[:depth]]
-        sums[instance.role] += 1
-        sums[instance.state] += 1
-        sums["running"] += instance.load.running
-        sums["waiting"] += instance.load.waiting
-        used = _used(instance)
-        if used is not None:
-            sums["blocks"] += instance.num_blocks
-            sums["used_blocks"] += used
-        sums["bytes_per_second"] += received[instance.instance_id] + _sent(instance)
+    async for some in _by_turns(list(zip(where, matching, strict=True))):
+        for path, instance in some:
+            sums = found[path[:depth]]
+            sums[instance.role] += 1
+            _add(sums, instance)
+            sums["bytes_per_second"] += received[instance.instance_id] + _sent(instance)
     paths = sorted(found)
     places = tuple(_place(path, found[path]) for path in paths[:MAX_PLACES])
     return levels[depth - 1], places, len(paths) - len(places)
+
+
+def _more(limit: int, items: Iterable[object]) -> bool:
+    """Whether there are more different ones than `limit`."""
+    found = set()
+    for item in items:
+        found.add(item)
+        if len(found) > limit:
+            return True
+    return False
+
+
+def _add(sums: Sums, instance: Instance) -> None:
+    load = instance.load
+    sums[instance.state] += 1
+    sums["running"] += load.running
+    sums["waiting"] += load.waiting
+    if load.free_blocks is not None:
+        sums["blocks"] += instance.num_blocks
+        sums["used_blocks"] += max(instance.num_blocks - load.free_blocks, 0)
 
 
 def _place(path: tuple[str, ...], sums: Sums) -> Place:
@@ -175,21 +193,16 @@ def _place(path: tuple[str, ...], sums: Sums) -> Place:
 async def _roles(matching: Sequence[Instance]) -> tuple[RoleSummary, ...]:
     sums = {role: _sums() for role in Role}
     highest: dict[tuple[Role, str], float] = {}
-    async for instance in _by_turns(matching):
-        role, load = instance.role, instance.load
-        counts = sums[role]
-        counts[instance.state] += 1
-        counts["running"] += load.running
-        counts["waiting"] += load.waiting
-        used = _used(instance)
-        if used is not None:
-            counts["blocks"] += instance.num_blocks
-            counts["used_blocks"] += used
-        counts["requests_per_second"] += load.requests_per_second or 0
-        counts["tokens_per_second"] += load.tokens_per_second or 0
-        for name, seconds in (("ttft_p90", load.ttft_p90), ("itl_p90", load.itl_p90)):
-            if seconds is not None:
-                highest[role, name] = max(seconds, highest.get((role, name), 0.0))
+    async for some in _by_turns(matching):
+        for instance in some:
+            role, load = instance.role, instance.load
+            counts = sums[role]
+            _add(counts, instance)
+            counts["requests_per_second"] += load.requests_per_second or 0
+            counts["tokens_per_second"] += load.tokens_per_second or 0
+            for name, seconds in (("ttft_p90", load.ttft_p90), ("itl_p90", load.itl_p90)):
+                if seconds is not None:
+                    highest[role, name] = max(seconds, highest.get((role, name), 0.0))
     return tuple(
         RoleSummary(
             role=role,
@@ -201,16 +214,19 @@ async def _roles(matching: Sequence[Instance]) -> tuple[RoleSummary, ...]:
     )
 
 
-async def _pairs(instances: Sequence[Instance], ids: set[str] | None) -> AsyncIterator[PairTraffic]:
-    async for instance in _by_turns(instances):
-        for traffic in instance.load.sent:
-            if ids is None or instance.instance_id in ids or traffic.to in ids:
-                yield PairTraffic(
-                    prefill=instance.instance_id,
-                    decode=traffic.to,
-                    fabric=traffic.fabric,
-                    bytes_per_second=traffic.bytes_per_second,
-                )
+async def _pairs(
+    instances: Sequence[Instance], ids: set[str] | None
+) -> list[tuple[float, str, str, str]]:
+    """Rate, prefill, decode and fabric."""
+    found = []
+    async for some in _by_turns(instances):
+        found += [
+            (traffic.bytes_per_second, instance.instance_id, traffic.to, traffic.fabric)
+            for instance in some
+            for traffic in instance.load.sent
+            if ids is None or instance.instance_id in ids or traffic.to in ids
+        ]
+    return found
 
 
 def _row(instance: Instance, received: Sums, now: float) -> InstanceSummary:

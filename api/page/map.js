@@ -119,6 +119,7 @@ export class TopologyMap {
       { type: "button", tabindex: "-1" },
       element("span", { class: "name" }),
       element("span", { class: "more" }),
+      element("span", { class: "visually-hidden" }),
       element("span", { class: "fill" }),
     );
     tile.addEventListener("click", () => {
@@ -138,11 +139,11 @@ export class TopologyMap {
     setAttribute(tile, "class", `tile ${role} ${state}`);
     const name = labelled(place.name, this.#level);
     const facts = describe(place, this.#level);
-    setAttribute(tile, "aria-label", [name, ...facts].join(", "));
     setAttribute(tile, "title", [name, ...facts].join("\n"));
     setText(tile.children[0], name);
     setText(tile.children[1], more(place, this.#level));
-    tile.children[2].style.inlineSize = `${Math.round((used(place) ?? 0) * 100)}%`;
+    setText(tile.children[2], facts.join(", "));
+    tile.children[3].style.inlineSize = `${Math.round((used(place) ?? 0) * 100)}%`;
   }
 
   // One stop for Tab; arrows go on from there.
