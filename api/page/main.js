@@ -136,6 +136,11 @@ byId("sign-in-form").addEventListener("submit", (event) => {
   setText(byId("sign-in-problem"), "");
   begin(byId("token").value.trim());
 });
+// What stands after # says what is looked at.
+byId("skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  byId("fleet").focus();
+});
 byId("sign-out").addEventListener("click", () => signOut());
 setInterval(look, 1000);
 begin();

@@ -118,7 +118,7 @@ def test_all_of_it_works_by_keyboard(page, fleet, packages):
     expect(tiles.last).to_be_focused()
     # The map's one stop, and on to the next thing.
     page.keyboard.press("Tab")
-    expect(page.get_by_role("region", name="Traffic by pair")).to_be_focused()
+    expect(page.get_by_role("group", name="Table of traffic by pair")).to_be_focused()
 
 
 def test_the_view_is_narrowed_shared_and_gone_back_from(page, context, fleet):
@@ -126,7 +126,7 @@ def test_the_view_is_narrowed_shared_and_gone_back_from(page, context, fleet):
     live(page)
     rows = page.locator("#instances tr")
     expect(rows).to_have_count(4)
-    page.get_by_label("Role").select_option("decode")
+    page.get_by_role("combobox", name="Role").select_option("decode")
     expect(rows).to_have_count(2)
     page.get_by_label("Name").fill("CODE-1")
     expect(rows).to_have_count(1)
@@ -159,7 +159,7 @@ def test_the_role_button_changes_the_role_of_a_real_worker(page, fleet):
     live(page)
     dialog = open_dialog(page, "decode-1")
     for role in ("prefill", "decode"):
-        dialog.get_by_label("Role", exact=True).select_option(role)
+        dialog.get_by_role("combobox", name="Role").select_option(role)
         dialog.get_by_role("button", name="Change role").click()
         expect(dialog.locator("#outcome")).to_have_text(f"decode-1 takes the role {role}")
         expect(dialog.locator("#instance-facts div", has_text="role")).to_have_text(f"role{role}")
