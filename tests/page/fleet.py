@@ -61,7 +61,7 @@ class Fleet:
         self._start(
             "control plane",
             *("serve", "--port", str(self._port), "--tokens-file", str(self._tokens)),
-            *("--scaling-policy", str(self._policy), "--lease-seconds", "3"),
+            *("--scaling-policy", str(self._policy), "--lease-seconds", "9"),
         )
 
     def start_worker(self, name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from playwright.sync_api import Page, expect
 
 IMAGES = Path(__file__).parents[2] / "docs" / "img"
-_COLOURS = 128
+_COLOURS = 256
 _RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 
 
