@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-sglang test-page lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate clean
+.PHONY: demo test test-verbs test-vllm test-sglang test-page lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate helm-test clean
 
 demo:
 	@scripts/setup demo
@@ -57,9 +57,11 @@ model:
 	@scripts/setup test
 	@scripts/model
 
+# Workers and their network, then the control plane.
 chaos:
 	@scripts/setup verbs
 	@scripts/chaos $(if $(ROUNDS),--rounds $(ROUNDS))
+	@scripts/chaos-control
 
 chaos-control:
 	@scripts/setup test
@@ -81,6 +83,10 @@ attack:
 simulate:
 	@scripts/setup test
 	@scripts/simulate --seeds $(or $(SEEDS),100000) $(SIMULATE)
+
+helm-test:
+	@scripts/setup test
+	@scripts/helm-test
 
 clean:
 	rm -rf build dist .venv

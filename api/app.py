@@ -26,11 +26,13 @@ from kvxfer.api.routes import (
     overview,
     page,
     scale,
+    traces,
     transfers,
     watch,
 )
 from kvxfer.api.settings import Settings
 from kvxfer.api.staleness import MarkStale
+from kvxfer.api.trace_store import own_tracer
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.kv.block_table import MAX_JSON_BYTES
 from kvxfer.scaling import ScalePlan
@@ -39,6 +41,7 @@ from kvxfer.scheduler.ending import end
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.history import ScalingHistory
+from kvxfer.tracing.asgi import TraceRequests
 
 
 def create_app(
@@ -100,6 +103,7 @@ def create_app(
         handshakes,
         scale,
         overview,
+        traces,
         caller,
         operations,
         page,
@@ -119,6 +123,7 @@ def create_app(
     app.add_middleware(MarkStale, registry=registry)
     app.add_middleware(MeasureRequests, metrics=control_plane.metrics)
     app.add_middleware(LogRequests)
+    app.add_middleware(TraceRequests, tracer=own_tracer(control_plane.traces))
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app
 

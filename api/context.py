@@ -11,6 +11,7 @@ from fastapi import Depends, Request
 from kvxfer.api.metrics import Metrics
 from kvxfer.api.overview_feed import OverviewFeed
 from kvxfer.api.settings import Settings
+from kvxfer.api.trace_store import TraceStore
 from kvxfer.scheduler.clock import Clock
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
@@ -24,6 +25,7 @@ class ControlPlane:
     metrics: Metrics
     autoscaler: Autoscaler
     overviews: OverviewFeed
+    traces: TraceStore = field(default_factory=TraceStore)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop: watches end, readiness is refused."""
 

@@ -1,96 +1,77 @@
-"""The metrics of one application: names, labels, and how they are measured."""
+"""The metrics of one control plane: names, labels, and how they are measured."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter as Tally
+from collections.abc import Iterable
 from http import HTTPMethod
 from typing import Final
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvxfer.errors import DeadlineExceeded, KvxferError
+from kvxfer.instances import Instance
+from kvxfer.metric_set import MetricSet, Samples
 from kvxfer.scaling import ScalePlan
 from kvxfer.scheduler.registry import Statistics, TransferEnd
+from kvxfer.scheduler.scaling.measurements import blocks_in_use
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _METHODS: Final = frozenset(HTTPMethod)
+_NOBODY: Final = Statistics({}, 0, 0, 0, 0, {})
 
 
 class Metrics:
-    """Every metric has its home here; docs/api.md lists them."""
+    """Every metric has its home here; `python -m kvxfer.api.metrics_docs` documents them."""
 
     def __init__(self) -> None:
-        self._collectors = CollectorRegistry()
-        self._fleet = _Fleet()
-        self._collectors.register(self._fleet)
-        self.requests = Counter(
-            "kvxfer_http_requests",
-            "HTTP requests answered.",
-            ("method", "route", "status"),
-            registry=self._collectors,
+        self.set = metrics = MetricSet("control-plane")
+        self._fleet = _NOBODY
+        self._load: dict[str, Samples] = {}
+        self._read_fleet()
+        self._read_load()
+        self.requests = metrics.counter(
+            "kvxfer_http_requests_total", "HTTP requests answered.", "method", "route", "status"
         )
-        self.request_seconds = Histogram(
+        self.request_seconds = metrics.histogram(
             "kvxfer_http_request_seconds",
             "Seconds from a request's arrival to the start of its answer.",
-            ("method", "route"),
+            "method",
+            "route",
             buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5),
-            registry=self._collectors,
         )
-        self.errors = Counter(
-            "kvxfer_http_errors",
-            "Problem documents sent, by their code.",
-            ("code",),
-            registry=self._collectors,
+        self.errors = metrics.counter(
+            "kvxfer_http_errors_total", "Problem documents sent, by their code.", "code"
         )
-        self.heartbeats = Counter("kvxfer_heartbeats", "Leases renewed.", registry=self._collectors)
-        self.watchers = Gauge(
-            "kvxfer_watchers", "Watches that are open now.", registry=self._collectors
-        )
-        self._stale = Gauge(
+        self.heartbeats = metrics.counter("kvxfer_heartbeats_total", "Leases renewed.")
+        self.watchers = metrics.gauge("kvxfer_watchers", "Watches that are open now.")
+        self._stale = metrics.gauge(
             "kvxfer_registry_stale_seconds",
             "Seconds since the registry was last heard of; 0 while it is there.",
-            registry=self._collectors,
         )
-
-        self.scale_wanted = Gauge(
-            "kvxfer_scale_wanted_workers",
-            "Workers that the last decision wants.",
-            ("role",),
-            registry=self._collectors,
+        self.scale_wanted = metrics.gauge(
+            "kvxfer_scale_wanted_workers", "Workers that the last decision wants.", "role"
         )
-        self.scale_current = Gauge(
+        self.scale_current = metrics.gauge(
             "kvxfer_scale_current_workers",
             "Workers that there were or that were asked for at the last decision.",
-            ("role",),
-            registry=self._collectors,
+            "role",
         )
-        self.scale_decisions = Counter(
-            "kvxfer_scale_decisions",
-            "Decisions of this replica, whether or not it leads.",
-            ("role", "direction"),
-            registry=self._collectors,
+        self.scale_decisions = metrics.counter(
+            "kvxfer_scale_decisions_total",
+            "Decisions of this replica, whether or not it leads, by direction: up, down, hold.",
+            "role",
+            "direction",
         )
-        self.scale_failures = Counter(
-            "kvxfer_scale_failures",
+        self.scale_failures = metrics.counter(
+            "kvxfer_scale_failures_total",
             "Rounds of the autoscaler that failed, by the code of the error.",
-            ("code",),
-            registry=self._collectors,
+            "code",
         )
-        self.scale_leader = Gauge(
-            "kvxfer_scale_leader",
-            "1 where this replica applies its decisions.",
-            registry=self._collectors,
+        self.scale_leader = metrics.gauge(
+            "kvxfer_scale_leader", "1 where this replica applies its decisions."
         )
 
     def note_scaling(self, plan: ScalePlan) -> None:
@@ -106,45 +87,89 @@ class Metrics:
         self.scale_leader.set(0)
         self.scale_failures.labels(code).inc()
 
-    def render(self, fleet: Statistics, stale_seconds: float | None) -> bytes:
+    def render(
+        self, fleet: Statistics, instances: Iterable[Instance], stale_seconds: float | None
+    ) -> bytes:
         """The exposition in the Prometheus text format, with the fleet as it is now."""
-        self._fleet.now = fleet
+        self._fleet = fleet
+        self._load = _load(instances)
         self._stale.set(stale_seconds or 0)
-        return generate_latest(self._collectors)
+        return self.set.render()
+
+    def _read_fleet(self) -> None:
+        """What is read off the registry, which counts for all replicas that share it."""
+        read = self.set.read
+        read(
+            "gauge",
+            "kvxfer_instances",
+            "Live instances.",
+            "role",
+            "state",
+            samples=lambda: self._fleet.instances,
+        )
+        read(
+            "gauge",
+            "kvxfer_transfers_open",
+            "Transfers that hold a reservation.",
+            samples=lambda: {(): self._fleet.open_transfers},
+        )
+        read(
+            "counter",
+            "kvxfer_registrations_total",
+            "Leases begun.",
+            samples=lambda: {(): self._fleet.registrations},
+        )
+        read(
+            "counter",
+            "kvxfer_leases_expired_total",
+            "Leases ended for lack of a heartbeat.",
+            samples=lambda: {(): self._fleet.leases_expired},
+        )
+        read(
+            "counter",
+            "kvxfer_transfers_opened_total",
+            "Transfers opened.",
+            samples=lambda: {(): self._fleet.transfers_opened},
+        )
+        read(
+            "counter",
+            "kvxfer_transfers_ended_total",
+            f"Transfers ended, by why: {', '.join(TransferEnd)}.",
+            "reason",
+            samples=lambda: {
+                (reason,): self._fleet.transfers_ended.get(reason, 0) for reason in TransferEnd
+            },
+        )
+
+    def _read_load(self) -> None:
+        """What workers tell with their heartbeats, whatever engine they run."""
+        for name, text in (
+            ("requests_running", "Requests that live instances work on."),
+            ("requests_waiting", "Requests that wait in live instances."),
+            ("kv_blocks", "KV blocks of live instances."),
+            ("kv_used_blocks", "KV blocks of live instances that are in use or reserved."),
+        ):
+            self.set.read(
+                "gauge",
+                f"kvxfer_fleet_{name}",
+                text,
+                "role",
+                samples=lambda name=name: self._load.get(name, {}),  # type: ignore[misc]
+            )
 
 
-class _Fleet(Collector):
-    """Metrics read off the registry, which counts for all replicas that share it."""
-
-    def __init__(self) -> None:
-        self.now: Statistics | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        fleet = self.now
-        if fleet is None:
-            return
-        instances = GaugeMetricFamily(
-            "kvxfer_instances", "Live instances.", labels=("role", "state")
-        )
-        for (role, state), count in sorted(fleet.instances.items()):
-            instances.add_metric((role, state), count)
-        yield instances
-        yield GaugeMetricFamily(
-            "kvxfer_transfers_open", "Transfers that hold a reservation.", fleet.open_transfers
-        )
-        yield CounterMetricFamily("kvxfer_registrations", "Leases begun.", fleet.registrations)
-        yield CounterMetricFamily(
-            "kvxfer_leases_expired", "Leases ended for lack of a heartbeat.", fleet.leases_expired
-        )
-        yield CounterMetricFamily(
-            "kvxfer_transfers_opened", "Transfers opened.", fleet.transfers_opened
-        )
-        ended = CounterMetricFamily(
-            "kvxfer_transfers_ended", "Transfers ended, by why.", labels=("reason",)
-        )
-        for reason in TransferEnd:
-            ended.add_metric((reason,), fleet.transfers_ended.get(reason, 0))
-        yield ended
+def _load(instances: Iterable[Instance]) -> dict[str, Samples]:
+    found: dict[str, Tally[tuple[str, ...]]] = {
+        name: Tally()
+        for name in ("requests_running", "requests_waiting", "kv_blocks", "kv_used_blocks")
+    }
+    for instance in instances:
+        role = (instance.role.value,)
+        found["requests_running"][role] += instance.load.running
+        found["requests_waiting"][role] += instance.load.waiting
+        found["kv_blocks"][role] += instance.num_blocks
+        found["kv_used_blocks"][role] += blocks_in_use(instance)
+    return {name: dict(tally) for name, tally in found.items()}
 
 
 class MeasureRequests:

@@ -27,6 +27,7 @@ from kvxfer.errors import (
     KvxferError,
     LayoutMismatch,
     NoCapacity,
+    NotBuilt,
     PromptTooLong,
     RateLimited,
     ScalingFailed,
@@ -37,6 +38,7 @@ from kvxfer.errors import (
     Unauthenticated,
     UnknownBlockTable,
     UnknownInstance,
+    UnknownTrace,
     UnknownTransfer,
 )
 from kvxfer.http_answer import ClientLeft
@@ -54,6 +56,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     UnknownInstance: 404,
     UnknownTransfer: 404,
     UnknownBlockTable: 404,
+    UnknownTrace: 404,
     BlockTableExists: 409,
     BlockTableMismatch: 409,
     TicketInvalid: 403,
@@ -65,6 +68,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     ControlPlaneUnavailable: 503,
     ScalingFailed: 502,
     ScorerFailed: 500,
+    NotBuilt: 501,
 }
 # Errors whose problem documents have a model of their own.
 _MODEL: Final[dict[type[KvxferError], str]] = {LayoutMismatch: "LayoutMismatchProblem"}
@@ -118,6 +122,15 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "detail": "transfer '3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a' has no block table yet; ask again, "
         "with wait_seconds to be answered as soon as it has",
         "transfer_id": "3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a",
+    },
+    UnknownTrace: {
+        "detail": "there is no trace of 'chat-7f3a': it was not recorded, has not arrived yet, "
+        "went to another replica, or is too old",
+        "request_id": "chat-7f3a",
+    },
+    NotBuilt: {
+        "detail": "this control plane takes no traces: OpenTelemetry is not installed there; "
+        "pip install 'kvxfer[otel]'",
     },
     BlockTableExists: {
         "detail": "transfer '3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a' has another block table already; a "

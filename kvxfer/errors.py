@@ -284,6 +284,12 @@ class UnknownBlockTable(ControlPlaneError):
     code = "unknown-block-table"
 
 
+class UnknownTrace(ControlPlaneError):
+    """The control plane has no spans of the request."""
+
+    code = "unknown-trace"
+
+
 class BlockTableExists(ControlPlaneError):
     """The transfer has a block table already, and it is another one."""
 

@@ -13,7 +13,7 @@ MAX_HASHES_PER_INSTANCE: Final = 1024
 TOKENS_PER_HASH: Final = 64
 """Of the hashes that kvxfer's own connectors and router make, whatever the size of a KV block."""
 
-_HASH_BYTES: Final = 8
+HASH_BYTES: Final = 8
 
 
 def chain_hashes(tokens: Sequence[int], tokens_per_hash: int, *, salt: str = "") -> tuple[int, ...]:
@@ -23,12 +23,12 @@ def chain_hashes(tokens: Sequence[int], tokens_per_hash: int, *, salt: str = "")
     decides on the KV cache, above all the model, then adapters. The control plane never computes a
     hash: any other 64-bit chain hash will do where all workers of a model and the routers share it.
     """
-    parent = hashlib.blake2b(salt.encode(), digest_size=_HASH_BYTES).digest()
+    parent = hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES).digest()
     hashes = []
     for end in range(tokens_per_hash, len(tokens) + 1, tokens_per_hash):
         block = tokens[end - tokens_per_hash : end]
         content = parent + struct.pack(f"<{tokens_per_hash}q", *block)
-        parent = hashlib.blake2b(content, digest_size=_HASH_BYTES).digest()
+        parent = hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
         hashes.append(int.from_bytes(parent, "big"))
     return tuple(hashes)
 
@@ -74,4 +74,4 @@ def pack(hashes: Iterable[int]) -> bytes:
 
 
 def unpack(packed: bytes) -> tuple[int, ...]:
-    return struct.unpack(f">{len(packed) // _HASH_BYTES}Q", packed)
+    return struct.unpack(f">{len(packed) // HASH_BYTES}Q", packed)

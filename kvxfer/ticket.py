@@ -33,10 +33,11 @@ _MAX_LENGTH: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a ticket says. `expires_at` is in seconds since the Unix epoch.
+    """What a ticket says. Times are in seconds since the Unix epoch.
 
     With an empty `decode_id` it is a bearer ticket: the first decode worker of the cluster that
     comes with it has the transfer. `prompt_digest` names the prompt, where the signer knows it.
+    `issued_at` is 0 where the signer does not say.
     """
 
     transfer_id: str
@@ -47,6 +48,9 @@ class Ticket:
     decode_epoch: int
     expires_at: float
     prompt_digest: bytes = b""
+    issued_at: float = 0.0
+    traceparent: str = ""
+    """The trace that the transfer is a part of, where it is recorded."""
 
     @property
     def bearer(self) -> bool:
@@ -123,6 +127,8 @@ class _Claims(msgspec.Struct, frozen=True, omit_defaults=True):
     decode: _Side
     exp: float
     prompt: bytes = b""  # in base64
+    iat: float = 0.0
+    trace: str = ""
 
 
 def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
@@ -136,6 +142,8 @@ def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
         decode=_Side(ticket.decode_id, ticket.decode_epoch),
         exp=ticket.expires_at,
         prompt=ticket.prompt_digest,
+        iat=ticket.issued_at,
+        trace=ticket.traceparent,
     )
     return _jws.encode(
         msgspec.json.encode(claims),
@@ -164,8 +172,9 @@ def verify_ticket(
             keys.find(jwt.get_unverified_header(token).get("kid")),
             algorithms=[_ALGORITHM],
             issuer=_ISSUER,
-            # Compared below: PyJWT would cut the fraction of a second off.
-            options={"verify_exp": False},
+            # Compared below: PyJWT would cut the fraction of a second off. Of clocks that differ,
+            # that of the signer may be ahead.
+            options={"verify_exp": False, "verify_iat": False},
         )
         claims = msgspec.convert(payload, _Claims)
     except (jwt.PyJWTError, msgspec.ValidationError, ValueError, RecursionError) as error:
@@ -188,6 +197,8 @@ def verify_ticket(
         decode_epoch=claims.decode.epoch,
         expires_at=claims.exp,
         prompt_digest=claims.prompt,
+        issued_at=claims.iat,
+        traceparent=claims.trace,
     )
 
 

@@ -61,7 +61,9 @@ class Fleet:
         return self._instances.pop(instance_id)
 
     def publish(self, instance_id: str, added: bytes, removed: bytes, *, reset: bool) -> int:
-        """As PrefixIndex.publish."""
+        """As PrefixIndex.publish. Raises KeyError for an instance that is not here."""
+        if instance_id not in self._instances:
+            raise KeyError(instance_id)
         return self._index.publish(instance_id, added, removed, reset=reset)
 
     def open(self, transfer: Transfer) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
-from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack, unpack
+from kvxfer.prefix_hashes import HASH_BYTES, MAX_HASHES_PER_INSTANCE, pack, unpack
 
-_HASH_BYTES: Final = 8
 # An update of more hashes than these is compared as a whole.
 _FEW_HASHES: Final = 64
 # A hash with more holders than these is not searched holder by holder.
@@ -31,7 +30,7 @@ class PrefixIndex:
         Returns how many it has.
         """
         before = self._packed.get(instance_id, b"")
-        if not reset and len(added) + len(removed) <= _FEW_HASHES * _HASH_BYTES:
+        if not reset and len(added) + len(removed) <= _FEW_HASHES * HASH_BYTES:
             after = self._step(instance_id, before, added, removed)
         else:
             after = merged(before, added, removed, reset=reset)
@@ -44,22 +43,22 @@ class PrefixIndex:
             self._packed[instance_id] = after
         else:
             self._packed.pop(instance_id, None)
-        return len(after) // _HASH_BYTES
+        return len(after) // HASH_BYTES
 
     def _step(self, instance_id: str, packed: bytes, added: bytes, removed: bytes) -> bytes:
         """`merged`, and its holders, without a look at the hashes that stay."""
         for hashes, comes in ((removed, False), (added, True)):
-            for start in range(0, len(hashes), _HASH_BYTES):
-                one = hashes[start : start + _HASH_BYTES]
+            for start in range(0, len(hashes), HASH_BYTES):
+                one = hashes[start : start + HASH_BYTES]
                 at = _find(packed, one)
                 if at >= 0:
-                    packed = packed[:at] + packed[at + _HASH_BYTES :]
+                    packed = packed[:at] + packed[at + HASH_BYTES :]
                 if comes and at < 0:
                     self._add(int.from_bytes(one, "big"), instance_id)
                 elif at >= 0 and not comes:
                     self._drop(int.from_bytes(one, "big"), instance_id)
         packed += added
-        surplus = max(0, len(packed) - MAX_HASHES_PER_INSTANCE * _HASH_BYTES)
+        surplus = max(0, len(packed) - MAX_HASHES_PER_INSTANCE * HASH_BYTES)
         for number in unpack(packed[:surplus]):
             self._drop(number, instance_id)
         return packed[surplus:]
@@ -134,7 +133,7 @@ class PrefixIndex:
 def _find(packed: bytes, one: bytes) -> int:
     """Where a hash begins among others; -1 where it is not there."""
     at = packed.find(one)
-    while at % _HASH_BYTES and at >= 0:
+    while at % HASH_BYTES and at >= 0:
         at = packed.find(one, at + 1)
     return at
 
@@ -146,4 +145,4 @@ def merged(held: bytes, added: bytes, removed: bytes, *, reset: bool) -> bytes:
     for number in (*unpack(removed), *new):
         kept.pop(number, None)
     kept.update(dict.fromkeys(new))
-    return pack(kept)[-MAX_HASHES_PER_INSTANCE * _HASH_BYTES :]
+    return pack(kept)[-MAX_HASHES_PER_INSTANCE * HASH_BYTES :]

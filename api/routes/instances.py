@@ -135,7 +135,7 @@ async def publish_blocks(
     summary="Drain",
     responses=responses(InvalidArgument, UnknownInstance, ControlPlaneUnavailable),
 )
-@allow(Scope.ADMIN)
+@allow(Scope.WORKER, Scope.ADMIN)
 async def drain(
     instance_id: _InstanceId, app: ControlPlaneDep, body: DrainRequest = _DRAIN_DEFAULTS
 ) -> Instance:

@@ -58,5 +58,9 @@ async def readyz(app: ControlPlaneDep) -> Readiness:
 @allow(Scope.MONITOR, Scope.ADMIN)
 async def metrics(app: ControlPlaneDep) -> Response:
     """Metrics in the Prometheus text format."""
-    exposition = app.metrics.render(await app.registry.statistics(), app.registry.stale_seconds)
+    exposition = app.metrics.render(
+        await app.registry.statistics(),
+        await app.registry.instances(),
+        app.registry.stale_seconds,
+    )
     return Response(exposition, media_type=CONTENT_TYPE)

@@ -30,6 +30,7 @@ from kvxfer.errors import (
 )
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.ticket import Ticket, sign_ticket
+from kvxfer.tracing.span import incoming
 from kvxfer.transfers import OpenedTransfer as OpenedTransferRecord
 from kvxfer.transfers import Transfer as TransferRecord
 
@@ -115,4 +116,6 @@ def _ticket(transfer: TransferRecord) -> Ticket:
         decode_id=transfer.decode.instance_id,
         decode_epoch=transfer.decode.epoch,
         expires_at=transfer.expires_at,
+        issued_at=transfer.created_at,
+        traceparent=incoming.get(),
     )

@@ -57,9 +57,10 @@ Result<RegionPtr> MemoryRegion::allocate(EngineId engine, std::size_t bytes) {
   if (!data) return cannot_allocate(bytes);
   populate_huge(data, mapped);
   // From now on nobody can write through the memfd that peers are given, this mapping apart.
-  ::fcntl(memfd.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE);  // Linux 5.1
-  ::fcntl(memfd.get(), F_ADD_SEALS, F_SEAL_SEAL);
-  return RegionPtr(new MemoryRegion(engine, data, bytes, std::move(memfd)));
+  const bool sealed = ::fcntl(memfd.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) == 0;
+  RegionPtr region(new MemoryRegion(engine, data, bytes, std::move(memfd)));
+  region->shareable_ = sealed;
+  return region;
 }
 
 Result<RegionPtr> MemoryRegion::wrap(EngineId engine, void* address, std::size_t bytes) {

@@ -19,7 +19,8 @@ namespace kvxfer {
 class MemoryRegion {
  public:
   // Memory of our own in a sealed memfd, so that a peer on this host can map it safely: it can
-  // neither shrink nor grow under the peer, who cannot write to it. Huge pages are asked for.
+  // neither shrink nor grow under the peer, who cannot write to it. A kernel that cannot promise
+  // the latter (before Linux 5.1) leaves it unshared. Huge pages are asked for.
   static Result<std::shared_ptr<MemoryRegion>> allocate(EngineId engine, std::size_t bytes);
   static Result<std::shared_ptr<MemoryRegion>> wrap(EngineId engine, void* address,
                                                     std::size_t bytes);
@@ -38,7 +39,7 @@ class MemoryRegion {
   std::byte* data() const { return data_; }
   std::size_t size() const { return size_; }
   std::uint64_t key() const { return key_; }
-  bool shareable() const { return static_cast<bool>(memfd_); }
+  bool shareable() const { return shareable_; }
   int memfd() const { return memfd_.get(); }
   MrDescriptor descriptor() const;
   const std::optional<Grant>& granted() const { return grant_; }
@@ -64,6 +65,7 @@ class MemoryRegion {
   std::size_t size_;
   std::uint64_t key_;  // random: knowing it is the permission to write
   UniqueFd memfd_;     // owns the mapping where set
+  bool shareable_ = false;
   std::vector<std::shared_ptr<NicRegistration>> registrations_;
   std::optional<Grant> grant_;
 };

@@ -153,6 +153,8 @@ EngineOptions options_for(const std::string& fabric, const std::string& name) {
   EngineOptions options;
   options.cluster_key = "a key for the tests only";
   options.name = name;
+  // A busy machine, or software RDMA under emulation, keeps an engine's thread off its processor.
+  options.peer_timeout = std::chrono::seconds(5);
   options.local = fabric == "local";
   options.tcp = fabric == "tcp";
   const unsigned nics = nics_per_engine();
@@ -164,8 +166,6 @@ EngineOptions options_for(const std::string& fabric, const std::string& name) {
     options.more_nics = simulated_network().nics(std::move(own));
   } else if (fabric == "verbs") {
     options.verbs = FabricUse::required;
-    // Software RDMA under emulation keeps an engine's thread off its processor for up to a second.
-    options.peer_timeout = std::chrono::seconds(5);
     options.nics = rdma_devices();
     if (options.nics.size() > nics) options.nics.resize(nics);
   } else if (fabric.starts_with("ofi")) {

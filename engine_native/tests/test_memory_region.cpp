@@ -1,7 +1,10 @@
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstdarg>
 #include <cstring>
 
 #include "fabric/local/ring.hpp"
@@ -9,6 +12,35 @@
 
 using namespace kvxfer;
 using namespace kvxfer::test;
+
+namespace {
+bool before_linux_5_1 = false;
+}
+
+// In place of libc's: a kernel that does not know a seal adds none of those it is asked for.
+extern "C" int fcntl(int fd, int command, ...) {
+  std::va_list arguments;
+  va_start(arguments, command);
+  const auto argument = va_arg(arguments, std::uintptr_t);
+  va_end(arguments);
+  if (before_linux_5_1 && command == F_ADD_SEALS && (argument & F_SEAL_FUTURE_WRITE)) {
+    errno = EINVAL;
+    return -1;
+  }
+  return static_cast<int>(::syscall(SYS_fcntl, fd, command, argument));
+}
+
+TEST_CASE("memory that a peer could write to is not shared") {
+  const auto sealed = good(MemoryRegion::allocate({}, 4096));
+  CHECK(sealed->shareable());
+  CHECK(::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, sealed->memfd(), 0) ==
+        MAP_FAILED);
+  before_linux_5_1 = true;
+  const auto unsealed = good(MemoryRegion::allocate({}, 4096));
+  before_linux_5_1 = false;
+  CHECK(!unsealed->shareable());
+  std::memset(unsealed->data(), 7, 4096);
+}
 
 TEST_CASE("allocated memory is zeroed, huge-page aligned and cannot shrink under a peer") {
   const auto region = good(MemoryRegion::allocate({}, 3u << 20));

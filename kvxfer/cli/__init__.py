@@ -17,6 +17,7 @@ from kvxfer.cli import (
     scale,
     serve,
     top,
+    trace,
     transfers,
     worker,
 )
@@ -37,6 +38,7 @@ for module in (
     instances,
     transfers,
     top,
+    trace,
     drain,
     role,
     scale,

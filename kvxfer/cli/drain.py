@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -28,16 +29,29 @@ _POLL_SECONDS: Final = 0.5
 _GRACE_SECONDS: Final = 15.0
 
 
+class Until(StrEnum):
+    LEFT = "left"
+    IDLE = "idle"
+
+
 def register(app: typer.Typer) -> None:
     app.command()(drain)
 
 
 def drain(
-    instance_id: Annotated[str, typer.Argument(metavar="ID", show_default=False)],
+    instance_id: Annotated[
+        str, typer.Argument(metavar="ID", envvar="KVXFER_INSTANCE_ID", show_default=False)
+    ],
     deadline: Annotated[
         float, typer.Option(min=0, help="Seconds it may take; then it leaves all the same.")
     ] = 60.0,
     wait: Annotated[bool, typer.Option(help="Wait until it has left.")] = True,
+    until: Annotated[
+        Until,
+        typer.Option(
+            help="With idle, wait only until it has no transfer and no request: it may be stopped."
+        ),
+    ] = Until.LEFT,
     control_plane: ControlPlaneOption = None,
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,
@@ -50,10 +64,11 @@ def drain(
     """Drain an instance: it gets nothing new, finishes what it has, and leaves.
 
     Again on an instance that drains it sets the deadline anew. An instance that is still there
-    15 s after its deadline is exit code 1.
+    15 s after its deadline is exit code 1; with --until idle, one that is busy then.
     """
     import msgspec
 
+    left = wait
     with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
         since = _latest_change(client) if wait else 0
         told = last = client.drain(instance_id, deadline_seconds=deadline)
@@ -61,10 +76,15 @@ def drain(
             with err.status("") as status:
                 for last in _until_gone(client, told, since, deadline):
                     status.update(_progress(last))
+                    if until is Until.IDLE and _idle(last, told):
+                        left = False
+                        break
     if as_json:
-        show_json({"left": wait, "instance": msgspec.to_builtins(last)})
-    elif wait:
+        show_json({"left": left, "instance": msgspec.to_builtins(last)})
+    elif left:
         out.print(f"{instance_id} has left", highlight=False)
+    elif wait:
+        out.print(f"{instance_id} is idle", highlight=False)
     else:
         out.print(_progress(last), highlight=False)
 
@@ -143,6 +163,13 @@ def _forgotten_at(client: SyncControlPlaneClient, instance: Instance, since: int
             if ended and (told.instance_id, told.epoch) == (instance.instance_id, instance.epoch):
                 return None
     raise AssertionError("a watch has no end")
+
+
+def _idle(instance: Instance, told: Instance) -> bool:
+    """Whether it has nothing left, by a heartbeat of after it was `told` to drain: until then a
+    request that has just begun counts nowhere."""
+    busy = instance.load.running or instance.load.waiting or instance.reserved.transfers
+    return not busy and (instance.epoch, instance.heartbeat_at) > (told.epoch, told.heartbeat_at)
 
 
 def _progress(instance: Instance) -> str:

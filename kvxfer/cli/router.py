@@ -32,8 +32,6 @@ from kvxfer.cli.serving import (
 from kvxfer.errors import InvalidArgument
 
 _PATIENCE: Final = "Deadlines and limits"
-# Streams under way when it is told to stop.
-_STOP_SECONDS: Final = 30
 
 
 class RouterHandshake(StrEnum):
@@ -89,6 +87,14 @@ def router(
             rich_help_panel=_PATIENCE,
         ),
     ] = 60.0,
+    stop_seconds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Told to stop, it lets requests under way go on for so long.",
+            rich_help_panel=_PATIENCE,
+        ),
+    ] = 30,
     max_requests: Annotated[
         int,
         typer.Option(min=1, help="Under way at once.", rich_help_panel=_PATIENCE),
@@ -137,6 +143,7 @@ def router(
     from kvxfer.router.api_keys import watch_api_keys
     from kvxfer.router.app import create_app
     from kvxfer.router.settings import RouterSettings
+    from kvxfer.tracing.setup import start_tracing
 
     configure_logging(log_level, log_format)
     if tls_key is not None and tls_cert is None:
@@ -154,11 +161,9 @@ def router(
         bytes_per_token=bytes_per_token,
     )
     tls = None if tls_cert is None else ServerTls(tls_cert, tls_key)
-    client = ControlPlaneClient(
-        control_plane,
-        credentials=credentials(token_file, ca_file, cert_file, key_file),
-        deadline=capacity_seconds,
-    )
+    own = credentials(token_file, ca_file, cert_file, key_file)
+    client = ControlPlaneClient(control_plane, credentials=own, deadline=capacity_seconds)
+    tracer = start_tracing("router", control_plane=control_plane, credentials=own)
     listener = listen(
         host,
         port,
@@ -172,9 +177,9 @@ def router(
         return f"kvxfer router at {url}, over the control plane at {client.url}"
 
     ControlPlaneServer(
-        create_app(settings, client),
+        create_app(settings, client, tracer),
         listener,
         announcement(as_json, told),
         tls=tls,
-        stop_seconds=_STOP_SECONDS,
+        stop_seconds=stop_seconds,
     ).serve_forever()

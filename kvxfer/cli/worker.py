@@ -41,7 +41,10 @@ def worker(
     role: Annotated[WorkerRole, typer.Option(help="Which side of transfers it takes.")],
     control_plane: ControlPlaneOption = None,
     instance_id: Annotated[
-        str | None, typer.Option(help="Its name in the cluster.", show_default="made up")
+        str | None,
+        typer.Option(
+            envvar="KVXFER_INSTANCE_ID", help="Its name in the cluster.", show_default="made up"
+        ),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on, and to be reached at.")

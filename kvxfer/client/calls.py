@@ -26,6 +26,7 @@ from kvxfer.kv.block_table import BlockTable
 from kvxfer.overview import Overview, OverviewQuery
 from kvxfer.prefix_hashes import as_text
 from kvxfer.scaling import ScalePlan
+from kvxfer.traces import Trace
 from kvxfer.transfers import Handshake, OpenedTransfer, Transfer
 
 T = TypeVar("T")
@@ -209,6 +210,14 @@ def overview(query: OverviewQuery | None = None) -> Call[Overview]:
     asked = OverviewQuery() if query is None else query
     params = _given(**msgspec.to_builtins(asked))
     return Call("GET", "/v1/overview", _reads(Overview), params=params)
+
+
+# --- traces ----------------------------------------------------------------------------------
+
+
+def trace(request_id: str) -> Call[Trace]:
+    """What was sent about a request, or about a trace. Raises UnknownTrace."""
+    return Call("GET", f"/v1/traces/{quote(request_id, safe='')}", _reads(Trace))
 
 
 # --- the control plane itself ----------------------------------------------------------------

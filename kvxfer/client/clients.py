@@ -22,6 +22,7 @@ from kvxfer.client.watch import PATH as WATCH_PATH
 from kvxfer.client.watch import SILENCE_SECONDS, WatchReader
 from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument
 from kvxfer.instances import Change, Snapshot
+from kvxfer.tracing.span import HEADER, current
 
 ENVIRONMENT: Final = "KVXFER_CONTROL_PLANE"
 DEFAULT_URL: Final = "http://127.0.0.1:8080"
@@ -30,6 +31,11 @@ _LEAST_TIMEOUT: Final = 0.01
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def control_plane_url(url: str | None) -> str:
+    """The one that is given, else that of the environment, else the usual one on this host."""
+    return (url or os.environ.get(ENVIRONMENT) or DEFAULT_URL).rstrip("/")
 
 
 class _Method(Generic[P, T]):
@@ -73,7 +79,7 @@ class _Client:
         deadline: float,
         transport: object,
     ) -> None:
-        self.url = (url or os.environ.get(ENVIRONMENT) or DEFAULT_URL).rstrip("/")
+        self.url = control_plane_url(url)
         if not self.url.startswith(("http://", "https://")):
             raise InvalidArgument(
                 f"the control plane's URL is {self.url!r}; write it as http://HOST:PORT"
@@ -102,11 +108,13 @@ class _Client:
 
     def _request(self, call: Call[Any], give_up: float) -> dict[str, Any]:
         left = max(give_up - time.monotonic(), _LEAST_TIMEOUT)
+        traced = current.get()
         return {
             "method": call.method,
             "url": call.path,
             "params": dict(call.params) or None,
             "json": call.body,
+            "headers": None if traced is None else {HEADER: traced.traceparent},
             "timeout": min(self._timeout + call.wait_seconds, left),
         }
 
@@ -135,6 +143,7 @@ class _Client:
     block_table = _Method(calls.block_table)
     scale_plan = _Method(calls.scale_plan)
     overview = _Method(calls.overview)
+    trace = _Method(calls.trace)
     ready = _Method(calls.ready)
 
 

@@ -48,7 +48,7 @@ class Credentials:
             key_file=file("KEY"),
         )
 
-    def auth(self) -> httpx.Auth | None:
+    def auth(self) -> _Bearer | None:
         """Raises InvalidArgument where the token file cannot be read."""
         if self.token is not None:
             token = _checked(self.token, "the token")
@@ -57,6 +57,14 @@ class Credentials:
             return None
         file = WatchedFile("token file", self.token_file, _parse_token)
         return _Bearer(lambda: file.current, file.refresh)
+
+    def bearer(self) -> Callable[[], str] | None:
+        """What returns the token as it is now, for clients of another library; None without one.
+
+        Raises InvalidArgument where the token file cannot be read.
+        """
+        auth = self.auth()
+        return None if auth is None else auth.token
 
     def tls(self) -> ssl.SSLContext:
         """Raises InvalidArgument, which names the file that does not fit."""
@@ -83,13 +91,13 @@ class _Bearer(httpx.Auth):
     """Adds the token; one that is refused is looked up anew and sent once more if it changed."""
 
     def __init__(self, token: Callable[[], str], refresh: Callable[[], bool]) -> None:
-        self._token, self._refresh = token, refresh
+        self.token, self._refresh = token, refresh
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        request.headers["Authorization"] = f"Bearer {self._token()}"
+        request.headers["Authorization"] = f"Bearer {self.token()}"
         response = yield request
         if response.status_code == httpx.codes.UNAUTHORIZED and self._refresh():
-            request.headers["Authorization"] = f"Bearer {self._token()}"
+            request.headers["Authorization"] = f"Bearer {self.token()}"
             yield request
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvxfer.engine import Engine
 from kvxfer.kv.cache import KvCache
@@ -13,6 +13,9 @@ from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.rendezvous import OnOffer
 from kvxfer.ticket import TicketKeys, as_ticket_keys
 from kvxfer.watched_file import WatchedFile
+
+if TYPE_CHECKING:
+    from kvxfer.tracing.tracer import Tracer
 
 DEFAULT_LEASE_SECONDS: Final = 30.0
 DEFAULT_PEER_TIMEOUT: Final = 0.7
@@ -54,6 +57,7 @@ async def transfer_engine(
     instance_id: str,
     epoch: int = 0,
     on_offer: OnOffer | None = None,
+    tracer: Tracer | None = None,
 ) -> AsyncIterator[tuple[Engine, KvCache, KvEndpoint]]:
     """They belong to the loop that enters this, and end when it is left."""
     engine = Engine(
@@ -78,6 +82,7 @@ async def transfer_engine(
                 connect_timeout=settings.peer_timeout,
                 on_offer=on_offer,
                 checksums=settings.checksums,
+                tracer=tracer,
             )
             async with endpoint:
                 yield engine, cache, endpoint

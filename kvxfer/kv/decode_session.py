@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +19,7 @@ from kvxfer.kv.block_pool import BlockState
 from kvxfer.kv.checksum import verify
 from kvxfer.kv.lease import Lease
 from kvxfer.kv.messages import Offer
+from kvxfer.kv.ranks import targets
 from kvxfer.kv.session_state import DecodeEvent, DecodeState, why_left
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.cache import KvCache
     from kvxfer.kv.inbound import Inbound
     from kvxfer.ticket import Ticket
+    from kvxfer.tracing.span import Span
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +60,11 @@ class DecodeSession:
         first_block: int,
         lease_seconds: float,
         ended: Callable[[DecodeSession], None],
+        span: Span | None = None,
     ) -> None:
         self.transfer_id = ticket.transfer_id
         self.request_id = ticket.request_id
+        self.begun = time.monotonic()
         self.checked_bytes = 0
         """Bytes that were compared with their checksum."""
         self._token = token
@@ -71,6 +76,7 @@ class DecodeSession:
         self._present = (by_group(blocks.ids, cache.layout) >= 0).sum(axis=1).tolist()
         self._inbounds = tuple(inbounds)
         self._ended = ended
+        self._span = span
         self._error: KvxferError | None = None
         self._still_writing = len(self._inbounds)
         self._freed = asyncio.Event()  # the blocks of a transfer that failed
@@ -86,6 +92,11 @@ class DecodeSession:
     def state(self) -> DecodeState:
         """What is true of all prefill ranks: of the states with each, the earliest."""
         return min((inbound.state for inbound in self._inbounds), key=_PROGRESS.index)
+
+    @property
+    def error(self) -> KvxferError | None:
+        """Why the transfer has failed, if it has."""
+        return self._error
 
     @property
     def fabric(self) -> str:
@@ -104,6 +115,12 @@ class DecodeSession:
             for plan in plans
             for layer in plan.layers
         )
+
+    @property
+    def is_of_several(self) -> bool:
+        """Whether other ranks of decode take part in the transfer."""
+        ours = self._cache.layout
+        return any(len(targets(one.pair.hello.layout, ours)) > 1 for one in self._inbounds)
 
     @property
     def lease_remaining(self) -> float:
@@ -170,11 +187,13 @@ class DecodeSession:
         """A prefill rank may write into the blocks now."""
         if self._blocks.block_state() is BlockState.OFFERED:
             self._blocks.receive()
+            self._happened("accepted")
 
     def counted(self) -> None:
         """A prefill rank's part is there."""
         if any(inbound.state is not DecodeState.COMPLETE for inbound in self._inbounds):
             return
+        self._happened("every byte is there")
         pairs = [inbound.pair for inbound in self._inbounds]
         if not self._permutes and not any(pair.checksums for pair in pairs):
             self._complete()
@@ -214,7 +233,20 @@ class DecodeSession:
     def inbound_ended(self) -> None:
         if all(inbound.ended for inbound in self._inbounds):
             self._lease.end()
+            self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        """Over is a session whose blocks are somebody else's: until then it is waited for."""
+        gone = self._error is None or self._freed.is_set()
+        if gone and all(inbound.ended for inbound in self._inbounds):
             self._ended(self)
+            if self._span is not None:
+                self._span.set(fabric=self.fabric, bytes=self.nbytes)
+                self._span.end(self._error)
+
+    def _happened(self, what: str) -> None:
+        if self._span is not None:
+            self._span.event(what)
 
     def _lease_over(self) -> None:
         late = next((i for i in self._inbounds if i.state in _EXPECTED), None)
@@ -262,6 +294,7 @@ class DecodeSession:
 
     def _complete(self) -> None:
         self._blocks.complete()
+        self._happened("complete")
         tails = [inbound.tail for inbound in self._inbounds if inbound.tail]
         self._tail.set_result(tails[-1] if tails else b"")
 
@@ -273,6 +306,7 @@ class DecodeSession:
         if not self._tail.done() and self._error is not None:
             self._tail.set_exception(self._error)
         self._freed.set()
+        self._end_if_over()
 
     def _offer_to(self, inbound: Inbound) -> Offer:
         return Offer(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from kvxfer.errors import Backpressure
 from kvxfer.kv.block_pool import BlockIds
@@ -12,19 +14,29 @@ from kvxfer.kv.lease import Lease
 from kvxfer.kv.messages import Offer
 from kvxfer.kv.pair import KvPair
 
+_LEAST_SECONDS: Final = 0.001
+
 
 @dataclass(frozen=True, slots=True)
 class EarlyOffer:
-    """A verified OFFER, its unpacked block table, and the time that decode gave it."""
+    """A verified OFFER, its unpacked block table, the time that decode gave it, and that until no
+    request can come with its ticket."""
 
     pair: KvPair
     offer: Offer
     blocks: BlockIds
     lease: Lease
+    ticket: Lease
+
+    def end(self) -> None:
+        """It waits no longer."""
+        self.lease.end()
+        self.ticket.end()
 
 
 class EarlyOffers:
-    """Keeps offers until their request comes or their lease ends. Loop only."""
+    """Keeps offers until their request comes, their lease ends or their ticket expires. Loop
+    only."""
 
     def __init__(self, max_per_peer: int) -> None:
         self._max_per_peer = max_per_peer
@@ -40,9 +52,13 @@ class EarlyOffers:
         pair: KvPair,
         offer: Offer,
         blocks: BlockIds,
-        expired: Callable[[EarlyOffer], None],
+        expires_at: float,
+        *,
+        lease_over: Callable[[EarlyOffer], None],
+        ticket_expired: Callable[[EarlyOffer], None],
     ) -> None:
-        """Keeps an offer; `expired` is called with it, no longer kept, when its lease ends.
+        """Keeps an offer whose ticket expires at this time; one of both is called with it, no
+        longer kept, when its lease ends or its ticket has expired.
 
         Raises Backpressure where the peer has too many waiting.
         """
@@ -52,11 +68,15 @@ class EarlyOffers:
                 "wait for their prefill requests already; send requests to prefill first"
             )
 
-        def expire() -> None:
-            expired(self._remove(offer.transfer_id, pair))
+        def remove() -> EarlyOffer:
+            early = self._remove(offer.transfer_id, pair)
+            early.end()
+            return early
 
-        lease = Lease(offer.lease_seconds, expire)
-        early = EarlyOffer(pair, offer, blocks, lease)
+        lease = Lease(offer.lease_seconds, lambda: lease_over(remove()))
+        left = max(expires_at - time.time(), _LEAST_SECONDS)
+        ticket = Lease(left, lambda: ticket_expired(remove()))
+        early = EarlyOffer(pair, offer, blocks, lease, ticket)
         self._offers.setdefault(offer.transfer_id, {})[pair] = early
         self._per_peer[pair] += 1
 
@@ -65,7 +85,7 @@ class EarlyOffers:
         return pair in self._offers.get(transfer_id, ())
 
     def take(self, transfer_id: str) -> list[EarlyOffer]:
-        """Removes and returns the offers of a transfer, their leases still running."""
+        """Removes and returns the offers of a transfer, which are still to be ended."""
         return [self._remove(transfer_id, pair) for pair in list(self._offers.get(transfer_id, ()))]
 
     def take_all(self, pair: KvPair | None = None) -> list[EarlyOffer]:

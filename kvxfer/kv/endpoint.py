@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvxfer.errors import EngineClosed, InvalidArgument, TicketInvalid
+from kvxfer.errors import EngineClosed, InvalidArgument, KvxferError, TicketInvalid
 from kvxfer.instances import Role
 from kvxfer.kv.brokered import Brokered
 from kvxfer.kv.decode_session import DecodeSession
@@ -24,7 +24,9 @@ from kvxfer.kv.reception import Reception
 from kvxfer.kv.refusals import Refusals
 from kvxfer.kv.rendezvous import OnOffer, Rendezvous
 from kvxfer.kv.traffic_meter import TrafficMeter
+from kvxfer.kv.transfer_counts import TransferCounts
 from kvxfer.kv.transfer_ledger import TransferLedger
+from kvxfer.tracing.span import child
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -34,11 +36,14 @@ if TYPE_CHECKING:
     from kvxfer.engine import Engine, Peer
     from kvxfer.instances import Traffic
     from kvxfer.kv.block_owners import SourceBlocks, TargetBlocks
-    from kvxfer.kv.block_pool import BlockPool
+    from kvxfer.kv.block_pool import BlockPool, BlockState
     from kvxfer.kv.cache import KvCache
     from kvxfer.kv.layout import KvLayout
     from kvxfer.kv.prefill_session import PrefillSession
+    from kvxfer.kv.transfer_counts import Direction
     from kvxfer.ticket import Ticket, TicketKeys
+    from kvxfer.tracing.span import Span
+    from kvxfer.tracing.tracer import Tracer
     from kvxfer.watched_file import WatchedFile
 
 DEFAULT_LEASE_SECONDS: Final = 60.0
@@ -67,6 +72,9 @@ class KvEndpoint:
 
     `checksums`: every transfer with this endpoint, in both directions, is checked by a checksum of
     its blocks before they are used, whatever the other side's setting.
+
+    `tracer`: transfers whose ticket names a trace have spans; those that begin in a traced task
+    have them anyway.
     """
 
     def __init__(
@@ -84,6 +92,7 @@ class KvEndpoint:
         max_early_offers_per_peer: int = MAX_EARLY_OFFERS_PER_PEER,
         on_offer: OnOffer | None = None,
         checksums: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         if pool is not None and pool.num_blocks != cache.num_blocks:
             raise InvalidArgument(
@@ -96,10 +105,20 @@ class KvEndpoint:
         self._pool = pool
         self._lease_seconds = lease_seconds
         self._open = False
-        self._pairs = Pairs(engine, cache, self._identity, connect_timeout, checksums=checksums)
+        self._tracer = tracer
+        self._pairs = Pairs(
+            engine,
+            cache,
+            self._identity,
+            connect_timeout,
+            lambda pair, error: self._reception.cut_off(pair, error),
+            checksums=checksums,
+        )
         self._ledger = TransferLedger()
         self._refusals = Refusals()
         self._traffic = TrafficMeter()
+        self.counts = TransferCounts()
+        """How the transfers of this endpoint ended, since the start."""
         self._decodes: dict[DecodeSession, None] = {}  # in the order of their beginning
         self._rendezvous = Rendezvous(
             instance_id,
@@ -108,11 +127,17 @@ class KvEndpoint:
             max_early_offers_per_peer=max_early_offers_per_peer,
             ended=self._prefill_ended,
             refusals=self._refusals,
+            loss_of_decode=self._pairs.loss_of_decode,
             on_offer=on_offer,
         )
         self._expectations = Expectations()
         self._reception = Reception(
-            self._identity, self._pairs, self._rendezvous, self._expectations, self._refusals
+            self._identity,
+            self._pairs,
+            self._rendezvous,
+            self._expectations,
+            self._refusals,
+            self.counts,
         )
         self._brokered = Brokered(control_plane, self._identity, self._pairs, self._rendezvous)
 
@@ -138,6 +163,14 @@ class KvEndpoint:
     def traffic(self) -> tuple[Traffic, ...]:
         """What goes to each decode worker now, for `Load.sent`."""
         return self._traffic.rates(self._rendezvous.sessions)
+
+    def running(self) -> dict[Direction, int]:
+        """Transfers that have begun and not ended."""
+        return {"send": len(self._rendezvous), "receive": len(self._decodes)}
+
+    def blocks(self) -> dict[BlockState, int]:
+        """How many blocks of the pool are in each state; nothing without a pool."""
+        return {} if self._pool is None else self._pool.counts()
 
     def set_epoch(self, epoch: int) -> None:
         """Takes the epoch of a new registration and tells every peer. Running transfers go on."""
@@ -204,13 +237,17 @@ class KvEndpoint:
         that, errors of `kvxfer.client` among it, is the transfer's error.
 
         Raises TicketInvalid, TicketExpired, BlockStateError, and what ended the transfer if decode
-        came first and is gone.
+        came first and is gone, or was lost after the ticket was issued.
         """
         claims = self._verify_for(Role.PREFILL, ticket)
         if decode_address is not None:
             self._brokered.require()
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
-        session = await self._rendezvous.request(claims, blocks, lease)
+        span = self._span("kv.send", claims)
+        with self._noting_failure("send", span):
+            session = await self._rendezvous.request(
+                claims, blocks, lease, dials=decode_address is not None, span=span
+            )
         if decode_address is not None:
             self._brokered.fetch(session, claims, ticket, decode_address)
         return session
@@ -259,16 +296,18 @@ class KvEndpoint:
                 "same request to both workers"
             )
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
-        if prefill_address is None:
-            self._brokered.require()
-            begun = time.monotonic()
-            pair = await self._expectations.prefill_of(claims, lease)
-            self._require_alone(pair)
-            pairs: tuple[KvPair, ...] = (pair,)
-            lease = max(lease - (time.monotonic() - begun), _LEAST_LEASE_SECONDS)
-        else:
-            pairs = await self._pairs.meet_sources(claims, prefill_address)
-        session = self._begin(claims, ticket, pairs, blocks, first_block, lease)
+        span = self._span("kv.receive", claims)
+        with self._noting_failure("receive", span):
+            if prefill_address is None:
+                self._brokered.require()
+                begun = time.monotonic()
+                pair = await self._expectations.prefill_of(claims, lease)
+                self._require_alone(pair)
+                pairs: tuple[KvPair, ...] = (pair,)
+                lease = max(lease - (time.monotonic() - begun), _LEAST_LEASE_SECONDS)
+            else:
+                pairs = await self._pairs.meet_sources(claims, prefill_address)
+            session = self._begin(claims, ticket, pairs, blocks, first_block, lease, span)
         try:
             if prefill_address is None:
                 self._brokered.publish(session, claims)
@@ -306,6 +345,7 @@ class KvEndpoint:
         wanted: int | TargetBlocks,
         first_block: int,
         lease_seconds: float,
+        span: Span | None,
     ) -> DecodeSession:
         """A session that has its blocks, which nobody has been offered yet."""
         self._require_open()
@@ -333,6 +373,7 @@ class KvEndpoint:
                 first_block,
                 lease_seconds,
                 self._decode_ended,
+                span,
             )
             undo.pop_all()
         self._decodes[session] = None
@@ -360,10 +401,40 @@ class KvEndpoint:
     def _decode_ended(self, session: DecodeSession) -> None:
         self._decodes.pop(session, None)
         self._brokered.ended(session)
+        self.counts.checked_bytes += session.checked_bytes
+        self._count("receive", session)
 
     def _prefill_ended(self, session: PrefillSession) -> None:
         self._traffic.end(session)
         self._brokered.ended(session)
+        self._count("send", session)
+
+    def _count(self, direction: Direction, session: DecodeSession | PrefillSession) -> None:
+        if session.error is not None:
+            self.counts.failed(direction, session.error)
+        else:
+            seconds = time.monotonic() - session.begun
+            self.counts.delivered(direction, session.fabric or "", session.nbytes, seconds)
+
+    def _span(self, name: str, claims: Ticket) -> Span | None:
+        """Of a transfer that is traced: by the task that begins it, or by its ticket."""
+        ids = {"request_id": claims.request_id, "transfer_id": claims.transfer_id}
+        span = child(name, **ids)
+        if span is None and self._tracer is not None and claims.traceparent:
+            span = self._tracer.join(name, claims.traceparent, **ids)
+        return span
+
+    @contextlib.contextmanager
+    def _noting_failure(self, direction: Direction, span: Span | None) -> Iterator[None]:
+        """Counts a transfer that fails before there is a session."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, KvxferError):
+                self.counts.failed(direction, error)
+            if span is not None:
+                span.end(error)
+            raise
 
     def _verify_for(self, side: Side, token: str) -> Ticket:
         return self._verify(token, side)

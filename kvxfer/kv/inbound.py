@@ -122,9 +122,11 @@ class Inbound:
         if not self._machine.allows(event):
             return
         failing = self.fails_by(event)
+        complete = self.state is DecodeState.COMPLETE
         after = self._machine.advance(event)
         if failing:
-            if after is DecodeState.CANCELLING:
+            # With this rank complete, prefill may still wait for the offers of the others.
+            if after is DecodeState.CANCELLING or (complete and self._session.is_of_several):
                 # First, so that prefill hears the reason before its writes are refused.
                 with contextlib.suppress(EngineError):
                     self.pair.send(Cancel(self._transfer_id, reason))
@@ -134,8 +136,8 @@ class Inbound:
 
     async def _count(self, total: int) -> None:
         try:
-            if total:
-                await self.counter.wait(total, self._session.lease_remaining)
+            # Also for none at all: a counter whose total is there is released at once.
+            await self.counter.wait(total, self._session.lease_remaining)
         except StaleCounter:
             return  # revoked here, by whoever gave the transfer up
         except DeadlineExceeded:

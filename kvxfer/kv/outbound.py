@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.pair import KvPair
     from kvxfer.kv.plane_writes import Offsets, PlaneWrite, Runs
+    from kvxfer.kv.send_spans import SendSpans
 
 
 class Outbound:
@@ -24,8 +25,16 @@ class Outbound:
     `source` and `target` are block tables with a row for each KV cache group.
     """
 
-    def __init__(self, pair: KvPair, offer: Offer, source: BlockIds, target: BlockIds) -> None:
+    def __init__(
+        self,
+        pair: KvPair,
+        offer: Offer,
+        source: BlockIds,
+        target: BlockIds,
+        spans: SendSpans | None = None,
+    ) -> None:
         self.pair = pair
+        self._spans = spans
         self.operations: list[Operation] = []
         self.announced = False
         self._writes = pair.writes
@@ -34,7 +43,7 @@ class Outbound:
         # Counted from where the grants begin.
         self._target = [np.where(row < 0, row, row - row[row >= 0].min()) for row in target]
         # Writes that wait for room in the engine, in order.
-        self._queue: collections.deque[tuple[PlaneWrite, range]] = collections.deque()
+        self._queue: collections.deque[tuple[int, PlaneWrite, range]] = collections.deque()
         # The same for every layer of a group whose blocks lie equally far apart.
         self._offsets: dict[tuple[Runs, int, range], tuple[Offsets, Offsets, Offsets]] = {}
         self._checksum = RunningChecksum() if pair.checksums else None
@@ -54,7 +63,7 @@ class Outbound:
 
     def add(self, layer: int, blocks: range) -> None:
         """Puts some of prefill's blocks of a layer into the queue."""
-        self._queue.extend((write, blocks) for write in self._writes[layer])
+        self._queue.extend((layer, write, blocks) for write in self._writes[layer])
 
     def post(self, timeout: float) -> bool:
         """Posts what is queued, as far as the engine has room; whether it had.
@@ -81,7 +90,7 @@ class Outbound:
             checksum = Checksum(self._checksum.value, self._source.shape[1])
         self.pair.send(Done(self._offer.transfer_id, self.posted, tail, checksum))
 
-    def _post(self, write: PlaneWrite, blocks: range, timeout: float) -> None:
+    def _post(self, layer: int, write: PlaneWrite, blocks: range, timeout: float) -> None:
         runs, group = write.runs, write.group
         if (runs, group, blocks) not in self._offsets:
             self._offsets[runs, group, blocks] = runs.offsets(
@@ -103,6 +112,9 @@ class Outbound:
             timeout=timeout,
         )
         self.operations.append(operation)
+        if self._spans is not None:
+            rank = self.pair.hello.layout.rank
+            self._spans.posted(rank, layer, blocks.start, operation)
         if self._checksum is not None:
             self._checksum.add(
                 write.src, write.src_offset, runs, source, numbers, write.first_number

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.kv.block_ids import by_group
 from kvxfer.kv.messages import PROTOCOL_VERSION, Hello, Message, encode
+from kvxfer.kv.outbox import Outbox
 from kvxfer.kv.plan import TransferPlan, plan_transfer
 from kvxfer.kv.plane_writes import PlaneArrival, PlaneWrite, bind_arrivals, bind_plan
 
@@ -74,8 +75,17 @@ def check_hello(hello: Hello) -> None:
 class KvPair:
     """One connected peer of a KvEndpoint, and the sessions with it by transfer id. Loop only."""
 
-    def __init__(self, peer: Peer, cache: KvCache, *, checksums: bool = False) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        cache: KvCache,
+        unreachable: Callable[[KvPair, KvxferError], object],
+        *,
+        checksums: bool = False,
+    ) -> None:
+        """`unreachable` has to end the connection: a message could not be sent in time."""
         self.peer = peer
+        self._outbox = Outbox(peer, lambda error: unreachable(self, error))
         self.prefills: dict[str, PrefillSession] = {}
         self.decodes: dict[str, Inbound] = {}
         self.error: KvxferError | None = None
@@ -88,8 +98,8 @@ class KvPair:
         self._greeted.add_done_callback(lambda future: future.cancelled() or future.exception())
 
     def send(self, message: Message) -> None:
-        """Raises PeerLost, or MessageTooLarge."""
-        self.peer.send(encode(message))
+        """Sends in order, as soon as there is room. Raises PeerLost, or MessageTooLarge."""
+        self._outbox.send(encode(message))
 
     @property
     def hello(self) -> Hello:
@@ -134,6 +144,7 @@ class KvPair:
     def lose(self, error: KvxferError) -> None:
         """The connection has ended."""
         self.error = error
+        self._outbox.close()
         if not self._greeted.done():
             self._greeted.set_exception(error)
 

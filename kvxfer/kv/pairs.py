@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import DeadlineExceeded, EngineError, InvalidArgument, KvxferError, PeerLost
 from kvxfer.instances import Role
-from kvxfer.kv.identity import require_peer
+from kvxfer.kv.identity import named, require_peer
+from kvxfer.kv.lost_workers import LostWorkers
 from kvxfer.kv.pair import KvPair, hello_from
 from kvxfer.kv.ranks import sources
 
@@ -30,6 +31,7 @@ class Pairs:
         cache: KvCache,
         identity: Identity,
         connect_timeout: float,
+        unreachable: Callable[[KvPair, KvxferError], object],
         *,
         checksums: bool,
     ) -> None:
@@ -37,8 +39,10 @@ class Pairs:
         self._engine = engine
         self._cache = cache
         self._identity = identity
+        self._unreachable = unreachable
         self._checksums = checksums
         self._pairs: dict[int, KvPair] = {}
+        self._lost = LostWorkers()
 
     def __iter__(self) -> Iterator[KvPair]:
         return iter(list(self._pairs.values()))
@@ -50,7 +54,9 @@ class Pairs:
         """The pair of a connected peer, which is greeted when it is new."""
         pair = self._pairs.get(peer.id)
         if pair is None:
-            pair = self._pairs[peer.id] = KvPair(peer, self._cache, checksums=self._checksums)
+            pair = self._pairs[peer.id] = KvPair(
+                peer, self._cache, self._unreachable, checksums=self._checksums
+            )
             self._greet(pair)
         return pair
 
@@ -63,6 +69,23 @@ class Pairs:
         """The connection has ended."""
         self._pairs.pop(pair.peer.id, None)
         pair.lose(error)
+        if pair.named is not None:
+            self._lost.add(pair.named, pair.hello.layout.rank, error)
+
+    def loss_of_decode(self, ticket: Ticket) -> KvxferError | None:
+        """Why no OFFER comes with a ticket: a rank of its decode worker was lost after it was
+        issued, and has not connected anew."""
+        decode = named(ticket, Role.DECODE)
+        lost = self._lost.since(decode, ticket.issued_at)
+        if not lost:
+            return None
+        for pair in self:
+            if pair.named == decode:
+                lost.pop(pair.hello.layout.rank, None)
+        for error in lost.values():
+            what = f"transfer {ticket.transfer_id}: decode worker {ticket.decode_id!r} was lost"
+            return type(error)(f"{what} before the prefill request came: {error}")
+        return None
 
     async def meet(self, address: str) -> KvPair:
         """The peer at an address, connected and greeted.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from kvxfer.kv.messages import MAX_TAIL_BYTES, Cancel, Cancelled, Offer
 from kvxfer.kv.outbound import Outbound
 from kvxfer.kv.plan import blocks_match
 from kvxfer.kv.ranks import targets
+from kvxfer.kv.send_spans import SendSpans
 from kvxfer.kv.session_state import (
     PREFILL_TRANSITIONS,
     PrefillEvent,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.layout import KvLayout
     from kvxfer.kv.pair import KvPair
     from kvxfer.ticket import Ticket
+    from kvxfer.tracing.span import Span
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +73,11 @@ class PrefillSession:
         layout: KvLayout,
         lease_seconds: float,
         ended: Callable[[PrefillSession], None],
+        span: Span | None = None,
     ) -> None:
         self.transfer_id = ticket.transfer_id
         self.request_id = ticket.request_id
+        self.begun = time.monotonic()
         self.decode = named(ticket, Role.DECODE)
         self._peer_name = (
             "the decode worker with its ticket"
@@ -103,6 +108,7 @@ class PrefillSession:
         self._last_words: dict[KvPair, PrefillEvent] = {}
         self._settling: asyncio.Task[None] | None = None
         self._on_end = ended
+        self._spans = None if span is None else SendSpans(span)
         self._ended: asyncio.Future[None] = self._loop.create_future()
         # A failure that nobody waits for is no unhandled error.
         self._ended.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -253,6 +259,16 @@ class PrefillSession:
         self._pairs[rank] = pair
         pair.prefills[self.transfer_id] = self
 
+    def awaits(self, pair: KvPair) -> bool:
+        """Whether nothing has come yet of the decode rank that a connection is to."""
+        return self.decode == pair.named and pair.hello.layout.rank not in self._pairs
+
+    def offer_refused(self, pair: KvPair, error: KvxferError) -> None:
+        """The OFFER of a connected worker was not taken: if it is the awaited one, none will
+        come."""
+        if self.decode == pair.named and pair.hello.layout.rank not in self._outbounds:
+            self.fail(error)
+
     def keep(self, pair: KvPair, lease_seconds: float) -> None:
         """The OFFER of a decode rank has at least so long from now. Raises InvalidArgument."""
         if self._machine.state is PrefillState.WAITING and self._awaited is None:
@@ -273,7 +289,9 @@ class PrefillSession:
         """
         layout = pair.hello.layout
         self._check_offer(layout, offer.first_block, blocks.shape[1])
-        outbound = Outbound(pair, offer, self._blocks, blocks)
+        outbound = Outbound(pair, offer, self._blocks, blocks, self._spans)
+        if self._spans is not None:
+            self._spans.accepted()
         self._lease.renew(lease_seconds)
         self.meet(pair)
         try:
@@ -423,6 +441,8 @@ class PrefillSession:
         if cause is not None:
             self._say_last_words()
         self._on_end(self)
+        if self._spans is not None:
+            self._spans.end(cause, self.fabric, self.nbytes)
         if cause is None:
             self._ended.set_result(None)
         else:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.pairs import Pairs
     from kvxfer.kv.refusals import Refusals
     from kvxfer.kv.rendezvous import Rendezvous
+    from kvxfer.kv.transfer_counts import TransferCounts
     from kvxfer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,14 @@ class Reception:
         rendezvous: Rendezvous,
         expectations: Expectations,
         refusals: Refusals,
+        counts: TransferCounts,
     ) -> None:
         self._identity = identity
         self._pairs = pairs
         self._rendezvous = rendezvous
         self._expectations = expectations
         self._refusals = refusals
+        self._counts = counts
 
     def peer_up(self, peer: Peer) -> None:
         self._pairs.of(peer)
@@ -70,6 +73,7 @@ class Reception:
         pair = self._pairs.get(peer)
         if pair is not None:
             logger.info("peer %s is lost: %s", peer.engine_id, error)
+            self._counts.lost_peers[error.code] += 1
             self.drop(pair, error)
 
     def message(self, peer: Peer, data: bytes) -> None:
@@ -79,11 +83,8 @@ class Reception:
         try:
             self._dispatch(pair, data)
         except ProtocolError as error:
-            logger.warning("peer %s is cut off: %s", peer.engine_id, error)
             self._refusals.count("message", error)
-            with contextlib.suppress(EngineError):  # it may be lost already
-                peer.fence()
-            self.drop(pair, error)
+            self.cut_off(pair, error)
 
     def _dispatch(self, pair: KvPair, data: bytes) -> None:
         match decode(data):
@@ -119,6 +120,7 @@ class Reception:
         except TransferError as error:
             logger.info("offer refused: %s", error)
             self._refusals.count("offer", error)
+            self._rendezvous.offer_refused(pair, offer.transfer_id, error)
             with contextlib.suppress(EngineError):
                 pair.send(Refused(offer.transfer_id, error.code, str(error)))
 
@@ -170,6 +172,13 @@ class Reception:
         else:
             self._expectations.cancel(pair, transfer_id, reason)
             self._rendezvous.cancel(pair, transfer_id, reason)
+
+    def cut_off(self, pair: KvPair, error: KvxferError) -> None:
+        """Ends the connection to a peer that cannot be talked to."""
+        logger.warning("peer %s is cut off: %s", pair.peer.engine_id, error)
+        with contextlib.suppress(EngineError):  # it may be lost already
+            pair.peer.fence()
+        self.drop(pair, error)
 
     def drop(self, pair: KvPair, error: KvxferError) -> None:
         """Ends everything with a peer that is gone; no block of its transfers stays taken."""

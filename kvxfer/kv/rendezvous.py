@@ -14,6 +14,7 @@ from kvxfer.errors import (
     InvalidArgument,
     KvxferError,
     LeaseExpired,
+    TicketExpired,
     TransferCancelled,
 )
 from kvxfer.kv.block_ids import unpack_block_table
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.refusals import Refusals
     from kvxfer.kv.transfer_ledger import TransferLedger
     from kvxfer.ticket import Ticket
+    from kvxfer.tracing.span import Span
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Rendezvous:
         max_early_offers_per_peer: int,
         ended: Callable[[PrefillSession], None],
         refusals: Refusals,
+        loss_of_decode: Callable[[Ticket], KvxferError | None],
         on_offer: OnOffer | None = None,
     ) -> None:
         self._instance_id = instance_id
@@ -61,6 +64,7 @@ class Rendezvous:
         self._sessions: dict[str, PrefillSession] = {}
         self._on_end = ended
         self._refusals = refusals
+        self._loss_of_decode = loss_of_decode
         self._on_offer = on_offer
         self._early = EarlyOffers(max_early_offers_per_peer)
 
@@ -69,12 +73,23 @@ class Rendezvous:
         """Those that have not ended."""
         return tuple(self._sessions.values())
 
-    async def request(
-        self, claims: Ticket, blocks: SourceBlocks, lease_seconds: float
-    ) -> PrefillSession:
-        """A session for a prefill request whose ticket is verified.
+    def __len__(self) -> int:
+        """Sessions that have not ended."""
+        return len(self._sessions)
 
-        Raises TicketInvalid for a second one, and what has ended the transfer already.
+    async def request(
+        self,
+        claims: Ticket,
+        blocks: SourceBlocks,
+        lease_seconds: float,
+        *,
+        dials: bool,
+        span: Span | None = None,
+    ) -> PrefillSession:
+        """A session for a prefill request whose ticket is verified. `dials`: it connects to decode.
+
+        Raises TicketInvalid for a second one, and what has ended the transfer already: the loss of
+        decode, where its OFFER would have to come over a connection that is gone.
         """
         transfer_id = claims.transfer_id
         self._ledger.claim(claims, "prefill session")
@@ -82,14 +97,21 @@ class Rendezvous:
         if failure is not None:
             raise failure
         early = self._early.take(transfer_id)
+        loss = None if dials else self._loss_of_decode(claims)
+        if loss is not None:
+            self._abandon(transfer_id, loss, early)
+            raise loss
+        # With a ticket that has expired no OFFER is taken up.
+        left = claims.expires_at - time.time()
+        lease = left if 0 < left < lease_seconds else lease_seconds
         try:
-            session = PrefillSession(claims, blocks, self._layout, lease_seconds, self._ended)
+            session = PrefillSession(claims, blocks, self._layout, lease, self._ended, span)
         except KvxferError as error:
             self._abandon(transfer_id, error, early)
             raise
         self._sessions[transfer_id] = session
         for index, one in enumerate(early):
-            one.lease.end()
+            one.end()
             try:
                 session.accept(one.pair, one.offer, one.blocks, one.lease.remaining())
             except KvxferError as error:
@@ -130,7 +152,14 @@ class Rendezvous:
             if offer.first_block < 0:
                 raise InvalidArgument(f"first_block is {offer.first_block}; pass 0 or more")
             if session is None:
-                self._early.keep(pair, offer, blocks, self._expired)
+                self._early.keep(
+                    pair,
+                    offer,
+                    blocks,
+                    claims.expires_at,
+                    lease_over=self._lease_over,
+                    ticket_expired=self._ticket_expired,
+                )
                 if self._on_offer is not None:
                     self._on_offer(claims, offer.ticket)
             else:
@@ -141,6 +170,12 @@ class Rendezvous:
                 self._abandon(claims.transfer_id, error, self._early.take(claims.transfer_id))
             else:
                 session.fail(error)
+
+    def offer_refused(self, pair: KvPair, transfer_id: str, error: KvxferError) -> None:
+        """An OFFER came whose ticket is not good here: nobody waits for it any longer."""
+        session = self._sessions.get(transfer_id)
+        if session is not None:
+            session.offer_refused(pair, error)
 
     def release(self, pair: KvPair, claims: Ticket, reason: str) -> None:
         """Decode says that no OFFER will come. Raises TicketInvalid where one has come."""
@@ -178,19 +213,19 @@ class Rendezvous:
             )
             self._abandon(transfer_id, error, [one for one in early if one.pair is not pair])
             for one in early:
-                one.lease.end()
+                one.end()
         with contextlib.suppress(EngineError):
             pair.send(Cancelled(transfer_id, 0))
 
     def drop(self, pair: KvPair, error: KvxferError) -> None:
         """The decode worker is gone."""
         for lost in self._early.take_all(pair):
-            lost.lease.end()
+            lost.end()
             transfer_id = lost.offer.transfer_id
             self._abandon(transfer_id, error, self._early.take(transfer_id))
         for session in list(self._sessions.values()):
             # Also one that its OFFER has not reached: there will be none.
-            if session.transfer_id in pair.prefills or session.decode == pair.named:
+            if session.transfer_id in pair.prefills or session.awaits(pair):
                 session.peer_lost(pair, error)
 
     async def close(self, reason: str) -> None:
@@ -199,11 +234,17 @@ class Rendezvous:
             self._abandon(early.offer.transfer_id, TransferCancelled(reason), [early])
         await asyncio.gather(*(session.cancel(reason) for session in self._sessions.values()))
 
-    def _expired(self, early: EarlyOffer) -> None:
+    def _lease_over(self, early: EarlyOffer) -> None:
+        self._expired(early, LeaseExpired, f"within {early.lease.seconds:g} s")
+
+    def _ticket_expired(self, early: EarlyOffer) -> None:
+        self._expired(early, TicketExpired, "before its ticket expired")
+
+    def _expired(self, early: EarlyOffer, kind: type[KvxferError], when: str) -> None:
         transfer_id = early.offer.transfer_id
-        error = LeaseExpired(
-            f"transfer {transfer_id}: no request came to prefill worker "
-            f"{self._instance_id!r} within {early.lease.seconds:g} s"
+        error = kind(
+            f"transfer {transfer_id}: no request came to prefill worker {self._instance_id!r} "
+            f"{when}"
         )
         self._abandon(transfer_id, error, [early, *self._early.take(transfer_id)])
 
@@ -211,7 +252,7 @@ class Rendezvous:
         """Ends a transfer that has no session here."""
         self._ledger.fail(transfer_id, error)
         for one in early:
-            one.lease.end()
+            one.end()
             self._refuse(one.pair, transfer_id, error)
 
     def _refuse(self, pair: KvPair, transfer_id: str, error: KvxferError) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -25,10 +25,16 @@ from kvxfer.router.exchange import CHAT, COMPLETIONS, Chunk
 from kvxfer.router.metrics import Metrics
 from kvxfer.router.routing import Router
 from kvxfer.router.settings import RouterSettings
+from kvxfer.tracing.asgi import TraceRequests
+
+if TYPE_CHECKING:
+    from kvxfer.tracing.tracer import Tracer
 
 
-def create_app(settings: RouterSettings, control_plane: ControlPlaneClient) -> FastAPI:
-    """The router over a control plane, whose client it closes when it stops."""
+def create_app(
+    settings: RouterSettings, control_plane: ControlPlaneClient, tracer: Tracer | None = None
+) -> FastAPI:
+    """The router over a control plane, whose client and `tracer` it closes when it stops."""
     metrics = Metrics()
     router = Router(settings, control_plane, metrics)
     guard = ApiKeyGuard(settings.api_keys)
@@ -37,6 +43,8 @@ def create_app(settings: RouterSettings, control_plane: ControlPlaneClient) -> F
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with router:
             yield
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
     app = FastAPI(title="kvxfer router", version="1", lifespan=lifespan, openapi_url=None)
     app.state.router = router
@@ -99,6 +107,8 @@ def create_app(settings: RouterSettings, control_plane: ControlPlaneClient) -> F
 
     app.add_middleware(LimitBodies, max_bytes=settings.max_body_bytes)
     app.add_middleware(_CountAnswers, metrics=metrics)
+    if tracer is not None:
+        app.add_middleware(TraceRequests, tracer=tracer, begins=True)
     app.add_middleware(LogRequests)
     return app
 

@@ -31,6 +31,7 @@ from kvxfer.errors import (
 )
 from kvxfer.event_stream import EventParser
 from kvxfer.router.settings import Handshake
+from kvxfer.tracing.span import HEADER, Span, child, span
 from kvxfer.transfers import OpenedTransfer, Party
 from kvxfer.unreadable import UNREADABLE
 
@@ -63,6 +64,10 @@ class WorkerFailed(Exception):
     def __init__(self, error: KvxferError, instance_id: str) -> None:
         super().__init__(str(error))
         self.error, self.instance_id = error, instance_id
+
+    @property
+    def code(self) -> str:
+        return self.error.code
 
 
 class Exchange:
@@ -101,11 +106,16 @@ class Exchange:
         self._tasks: list[asyncio.Task[Any]] = []
         self._parser = EventParser()
         self._events: collections.deque[str] = collections.deque()
+        self._decode_span: Span | None = None
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        if self._decode_span is not None:
+            self._decode_span.end(error)
         if kind is None and self._tasks:
             await asyncio.wait(self._tasks, timeout=_PREFILL_SECONDS)
         for task in self._tasks:
@@ -161,27 +171,35 @@ class Exchange:
     async def _ask_prefill(self) -> bytes:
         party = self._transfer.prefill
         body = {name: value for name, value in self._body.items() if name not in _NOT_FOR_PREFILL}
-        response = await self._post(party, {**body, "max_tokens": 1, "stream": False})
-        return await self._read(party, response)
+        with span("prefill", instance_id=party.instance_id) as asked:
+            response = await self._post(party, {**body, "max_tokens": 1, "stream": False}, asked)
+            return await self._read(party, response)
 
     async def _ask_decode(self) -> Chunk:
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         # vLLM then tells its connector of a request that its API refuses, and prefill lets go.
         params = {**self._body["kv_transfer_params"], "do_remote_prefill": True}
         body = {**self._body, **streamed, "kv_transfer_params": params}
-        response = await self._post(self._transfer.decode, body)
+        party = self._transfer.decode
+        self._decode_span = asked = child("decode", instance_id=party.instance_id)
+        response = await self._post(party, body, asked)
         self._bytes: AsyncIterator[bytes] = response.aiter_bytes()
         chunk = await self._next_chunk()
         if chunk is None:
-            raise _unreadable(self._transfer.decode, "without a single token")
+            raise _unreadable(party, "without a single token")
+        if asked is not None:
+            asked.event("first token")
         return chunk
 
-    async def _post(self, party: Party, body: Mapping[str, Any]) -> httpx.Response:
+    async def _post(
+        self, party: Party, body: Mapping[str, Any], asked: Span | None
+    ) -> httpx.Response:
+        traced = {} if asked is None else {HEADER: asked.traceparent}
         request = self._http.build_request(
             "POST",
             party.http_address + self._path,
             content=json.dumps(body).encode(),
-            headers=self._headers,
+            headers={**self._headers, **traced},
         )
         try:
             response = await self._http.send(request, stream=True)

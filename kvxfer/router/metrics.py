@@ -1,59 +1,53 @@
-"""The metrics of one router: names and labels. docs/router.md lists them."""
+"""The metrics of one router: names and labels."""
 
 from __future__ import annotations
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
+from kvxfer.metric_set import MetricSet
 
 
 class Metrics:
-    """Labels come from fixed sets: nothing that a client makes up becomes one."""
+    """`python -m kvxfer.api.metrics_docs` documents them."""
 
     def __init__(self) -> None:
-        self._collectors = CollectorRegistry()
-        self.requests = Counter(
-            "kvxfer_router_requests",
-            "Requests answered, by the status that the answer began with.",
-            ("route", "status"),
-            registry=self._collectors,
+        self.set = metrics = MetricSet("router")
+        self.requests = metrics.counter(
+            "kvxfer_router_requests_total",
+            "Requests answered, by the status the answer began with; 499: the client had left.",
+            "route",
+            "status",
         )
-        self.running = Gauge(
-            "kvxfer_router_running", "Requests under way.", registry=self._collectors
+        self.running = metrics.gauge("kvxfer_router_running", "Requests under way.")
+        self.waiting = metrics.gauge(
+            "kvxfer_router_waiting", "Requests under way that have no pair of workers yet."
         )
-        self.retries = Counter(
-            "kvxfer_router_retries",
+        self.retries = metrics.counter(
+            "kvxfer_router_retries_total",
             "Attempts after the first one, by the error of the one before.",
-            ("code",),
-            registry=self._collectors,
+            "code",
         )
-        self.failed_streams = Counter(
-            "kvxfer_router_failed_streams",
+        self.failures = metrics.counter(
+            "kvxfer_router_failures_total",
+            "Requests that ended with an error after all attempts, by its code.",
+            "code",
+        )
+        self.failed_streams = metrics.counter(
+            "kvxfer_router_failed_streams_total",
             "Streams that ended with an error after their first token.",
-            ("code",),
-            registry=self._collectors,
+            "code",
         )
-        self.aborted = Counter(
-            "kvxfer_router_aborted",
-            "Requests whose client left, or stopped reading.",
-            registry=self._collectors,
+        self.aborted = metrics.counter(
+            "kvxfer_router_aborted_total", "Requests whose client left, or stopped reading."
         )
-        self.first_token = Histogram(
+        self.first_token = metrics.histogram(
             "kvxfer_router_time_to_first_token_seconds",
             "From a request's arrival to its first token, with all attempts.",
             buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
-            registry=self._collectors,
         )
-        self.inter_token = Histogram(
+        self.inter_token = metrics.histogram(
             "kvxfer_router_inter_token_seconds",
             "Between two tokens, as a client that keeps up sees them.",
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5),
-            registry=self._collectors,
         )
 
     def render(self) -> bytes:
-        return generate_latest(self._collectors)
+        return self.set.render()

@@ -27,6 +27,7 @@ from kvxfer.router.errors import Overloaded, UnknownModel
 from kvxfer.router.exchange import Chunk, Exchange, WorkerFailed
 from kvxfer.router.metrics import Metrics
 from kvxfer.router.settings import RouterSettings
+from kvxfer.tracing.span import span
 from kvxfer.transfers import OpenedTransfer
 
 # Another pair answers these in the same way.
@@ -133,6 +134,19 @@ class Router:
     async def _pair(self, request: CompletionRequest, attempts: _Attempts) -> OpenedTransfer:
         """Raises NoCapacity or ControlPlaneUnavailable once the wait for a pair is over."""
         give_up = time.monotonic() + min(self._settings.capacity_seconds, attempts.seconds_left())
+        with self._metrics.waiting.track_inprogress(), span("ticket") as waiting:
+            transfer = await self._pair_before(give_up, request, attempts)
+            if waiting is not None:
+                waiting.set(
+                    transfer_id=transfer.transfer_id,
+                    prefill_id=transfer.prefill.instance_id,
+                    decode_id=transfer.decode.instance_id,
+                )
+            return transfer
+
+    async def _pair_before(
+        self, give_up: float, request: CompletionRequest, attempts: _Attempts
+    ) -> OpenedTransfer:
         while True:
             try:
                 call = calls.open_transfer(
@@ -210,6 +224,7 @@ class Router:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         if self._running >= self._settings.max_requests:
+            self._metrics.failures.labels(Overloaded.code).inc()
             raise Overloaded(
                 f"{self._running} requests are under way, as many as this router takes; retry"
             )
@@ -219,6 +234,9 @@ class Router:
             yield
         except (asyncio.CancelledError, GeneratorExit):
             self._metrics.aborted.inc()
+            raise
+        except KvxferError as error:
+            self._metrics.failures.labels(error.code).inc()
             raise
         finally:
             self._running -= 1

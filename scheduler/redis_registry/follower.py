@@ -10,10 +10,12 @@ from typing import Any, Final
 
 from redis.exceptions import RedisError
 
+from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.scheduler.redis_registry.link import Link, trouble_of
 from kvxfer.scheduler.redis_registry.mirror import LogBroken, Mirror
-from kvxfer.scheduler.redis_registry.records import decode_change, decode_instance, decode_transfer
+from kvxfer.scheduler.redis_registry.records import REMEDY
 from kvxfer.scheduler.redis_registry.scripts import script
+from kvxfer.scheduler.redis_registry.snapshot import load, read_all
 
 _BLOCK_SECONDS: Final = 0.5
 _RETRY_SECONDS: Final = 0.1
@@ -66,7 +68,10 @@ class Follower:
             except LogBroken as broken:
                 _log.info("the log in Redis (%s) is loaded anew: %s", self._link.name, broken)
             except (RedisError, OSError, TimeoutError) as error:
-                self._link.bad(trouble_of(error) or f"{type(error).__name__}: {error}")
+                self._link.bad(trouble_of(error) or f"{error}; {REMEDY}")
+                await asyncio.sleep(_RETRY_SECONDS)
+            except ControlPlaneUnavailable as damaged:
+                self._link.bad(str(damaged))
                 await asyncio.sleep(_RETRY_SECONDS)
             except Exception as error:
                 _log.exception("the log in Redis (%s) cannot be followed", self._link.name)
@@ -76,32 +81,7 @@ class Follower:
     async def _load(self) -> None:
         sweep = script("sweep")
         await self._client.eval(sweep.text, 1, self._prefix, *self._header())
-        async with self._client.pipeline(transaction=True) as pipeline:
-            for key in ("sequence", "changed"):
-                pipeline.get(f"{self._prefix}:{key}")
-            for key in ("instances", "specs", "blocks", "transfers"):
-                pipeline.hgetall(f"{self._prefix}:{key}")
-            pipeline.hkeys(f"{self._prefix}:tables")
-            pipeline.xrange(f"{self._prefix}:changes")
-            answers = await pipeline.execute()
-        sequence, changed, members, specs, blocks, transfers, tables, entries = answers
-        fleet, changes = self._mirror.empty_fleet(), []
-        for number, (instance_id, member) in enumerate(members.items()):
-            fleet.put(decode_instance(member, specs[instance_id]))
-            await _give_way(number)
-        for number, (instance_id, packed) in enumerate(blocks.items()):
-            fleet.publish(instance_id.decode(), packed, b"", reset=True)
-            await _give_way(number)
-        for number, transfer in enumerate(transfers.values()):
-            fleet.open(decode_transfer(transfer))
-            await _give_way(number)
-        for number, (entry_id, fields) in enumerate(entries):
-            changes.append(decode_change(entry_id, fields))
-            await _give_way(number)
-        floor = int(entries[0][1][b"after"] if entries else changed)
-        self._mirror.replace(
-            fleet, int(sequence), floor, changes, (transfer_id.decode() for transfer_id in tables)
-        )
+        await load(self._mirror, await read_all(self._client, self._prefix))
 
     async def _read(self) -> None:
         answer: Any = await self._client.xread(
@@ -113,9 +93,3 @@ class Follower:
             for entry_id, fields in entries:
                 self._mirror.apply(entry_id, fields)
         self._link.good()
-
-
-async def _give_way(number: int) -> None:
-    """Lets requests be answered while much is decoded."""
-    if number % _BATCH == _BATCH - 1:
-        await asyncio.sleep(0)

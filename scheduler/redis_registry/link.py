@@ -31,6 +31,7 @@ from redis.exceptions import (
 )
 
 from kvxfer.errors import ControlPlaneUnavailable
+from kvxfer.scheduler.redis_registry.records import REMEDY
 from kvxfer.scheduler.redis_registry.scripts import Step, script
 from kvxfer.scheduler.redis_registry.url import RedisUrl
 
@@ -92,7 +93,7 @@ class Link:
         if trouble != self._told:
             self._told = trouble
             _log.warning(
-                "the registry in Redis (%s) cannot be reached: %s; reads are served from what was "
+                "the registry in Redis (%s) cannot be used: %s; reads are served from what was "
                 "last known, anything else is answered 503",
                 self.name,
                 trouble,
@@ -100,7 +101,7 @@ class Link:
 
     def unavailable(self) -> ControlPlaneUnavailable:
         return ControlPlaneUnavailable(
-            f"the registry in Redis ({self.name}) cannot be reached: {self.trouble}; retry, and "
+            f"the registry in Redis ({self.name}) cannot be used: {self.trouble}; retry, and "
             "look at that server if it lasts"
         )
 
@@ -189,6 +190,12 @@ class Link:
         trouble = trouble_of(error)
         if trouble is not None:
             self.bad(trouble)
+        elif isinstance(error, ResponseError):  # a script that came upon what it cannot read
+            damaged = ControlPlaneUnavailable(
+                f"the registry in Redis ({self.name}) did not take this step: {error}; {REMEDY}"
+            )
+            damaged.__cause__ = error
+            return damaged
         elif not isinstance(error, ControlPlaneUnavailable):
             return error
         unavailable = self.unavailable()

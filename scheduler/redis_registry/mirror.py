@@ -15,7 +15,10 @@ from kvxfer.scheduler.redis_registry.records import (
     decode_change,
     decode_load,
     decode_transfer,
+    finite,
+    hashes,
     id_of,
+    reading,
 )
 from kvxfer.scheduler.scoring import Scorer
 from kvxfer.transfers import Transfer
@@ -62,25 +65,13 @@ class Mirror:
         self._wake()
 
     def apply(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> None:
-        """Takes the step of one record. Raises LogBroken."""
-        if int(fields[b"after"]) != self.position:
-            raise LogBroken
-        match fields[b"kind"]:
-            case b"change":
-                self._change(decode_change(entry_id, fields))
-            case b"beat":
-                self._beat(fields)
-            case b"blocks":
-                self._blocks(fields)
-            case b"open":
-                self._open(decode_transfer(fields[b"transfer"]))
-            case b"table":
-                self._table(fields[b"transfer"].decode())
-            case b"end":
-                self._end(fields[b"transfer"].decode())
-            case other:
-                raise LogBroken(f"unknown record {other!r}")
-        self.position = id_of(entry_id)
+        """Takes the step of one record. Raises LogBroken, and ControlPlaneUnavailable for one that
+        is damaged; then load the whole again."""
+        with reading(f"record {entry_id.decode(errors='backslashreplace')} of the log"):
+            if int(fields[b"after"]) != self.position:
+                raise LogBroken
+            self._take(entry_id, fields)
+            self.position = id_of(entry_id)
         self._wake()
 
     async def reach(self, position: int) -> None:
@@ -133,6 +124,23 @@ class Mirror:
         if self._provisional.pop(transfer_id, None) is not None:
             self.fleet.end(transfer_id)
 
+    def _take(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> None:
+        match fields[b"kind"]:
+            case b"change":
+                self._change(decode_change(entry_id, fields))
+            case b"beat":
+                self._beat(fields)
+            case b"blocks":
+                self._blocks(fields)
+            case b"open":
+                self._open(decode_transfer(fields[b"transfer"]))
+            case b"table":
+                self._table(fields[b"transfer"].decode())
+            case b"end":
+                self._end(fields[b"transfer"].decode())
+            case other:
+                raise LogBroken(f"unknown record {other!r}")
+
     def _change(self, change: Change) -> None:
         if change.instance.state is InstanceState.GONE:
             self.fleet.remove(change.instance.instance_id)
@@ -147,7 +155,7 @@ class Mirror:
         self.fleet.put(
             replace(
                 instance,
-                heartbeat_at=float(fields[b"heartbeat_at"]),
+                heartbeat_at=finite(fields[b"heartbeat_at"]),
                 load=decode_load(fields[b"load"]) or instance.load,
             )
         )
@@ -155,8 +163,8 @@ class Mirror:
     def _blocks(self, fields: Mapping[bytes, bytes]) -> None:
         self.fleet.publish(
             fields[b"instance"].decode(),
-            fields[b"added"],
-            fields[b"removed"],
+            hashes(fields[b"added"]),
+            hashes(fields[b"removed"]),
             reset=fields[b"reset"] == b"1",
         )
 
@@ -169,6 +177,7 @@ class Mirror:
         self.arrivals.announce(transfer_id)
 
     def _end(self, transfer_id: str) -> None:
+        self._provisional.pop(transfer_id, None)
         self.fleet.end(transfer_id)
         self.tables.discard(transfer_id)
         self.arrivals.announce(transfer_id)

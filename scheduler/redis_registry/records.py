@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
 
 import msgspec
 
+from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import (
     Change,
     ChangeCause,
@@ -18,7 +22,25 @@ from kvxfer.instances import (
     Role,
 )
 from kvxfer.kv.block_table import BlockTable
+from kvxfer.prefix_hashes import HASH_BYTES, unpack
 from kvxfer.transfers import Transfer
+from kvxfer.unreadable import UNREADABLE
+
+REMEDY: Final = (
+    "where it lasts, delete what kvxfer keeps there (the keys kvxfer:*), and every worker "
+    "registers again"
+)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raises ControlPlaneUnavailable where `what` is nothing that the registry wrote."""
+    try:
+        yield
+    except (*UNREADABLE, ValueError, LookupError, struct.error) as error:
+        raise ControlPlaneUnavailable(
+            f"{what} in Redis is damaged ({type(error).__name__}: {error}); {REMEDY}"
+        ) from error
 
 
 class _Member(msgspec.Struct, frozen=True):
@@ -53,7 +75,14 @@ def encode_load(load: Load | None) -> bytes:
 
 
 def decode_load(raw: bytes) -> Load | None:
-    return _load.decode(raw) if raw else None
+    return _checked(_load.decode(raw)) if raw else None
+
+
+def hashes(packed: bytes) -> bytes:
+    """Hashes of blocks, whole and none of them twice."""
+    if len(set(unpack(packed))) * HASH_BYTES != len(packed):
+        raise ValueError("a hash is there twice")
+    return packed
 
 
 def encode_transfer(transfer: Transfer) -> bytes:
@@ -61,7 +90,11 @@ def encode_transfer(transfer: Transfer) -> bytes:
 
 
 def decode_transfer(raw: bytes) -> Transfer:
-    return _transfer.decode(raw)
+    transfer = _transfer.decode(raw)
+    _require_finite(transfer.created_at, transfer.expires_at)
+    if min(transfer.prefill_blocks, transfer.decode_blocks) < 0:
+        raise ValueError("it holds fewer than 0 blocks")
+    return transfer
 
 
 def encode_table(table: BlockTable) -> bytes:
@@ -72,8 +105,13 @@ def decode_table(raw: bytes) -> BlockTable:
     return _table.decode(raw)
 
 
-def decode_instance(member: bytes, spec: bytes) -> Instance:
+def decode_instance(name: bytes, member: bytes, spec: bytes) -> Instance:
     said, held = _spec.decode(spec), _member.decode(member)
+    if said.instance_id != name.decode():
+        raise ValueError(f"it is that of {said.instance_id!r}")
+    if said.num_blocks < 1:
+        raise ValueError(f"num_blocks is {said.num_blocks}")
+    _require_finite(held.registered_at, held.heartbeat_at, held.drain_deadline)
     return Instance(
         instance_id=said.instance_id,
         role=held.role,
@@ -89,7 +127,7 @@ def decode_instance(member: bytes, spec: bytes) -> Instance:
         state=held.state,
         registered_at=held.registered_at,
         heartbeat_at=held.heartbeat_at,
-        load=held.load,
+        load=_checked(held.load),
         reserved=held.reserved,
         drain_deadline=held.drain_deadline,
     )
@@ -99,10 +137,28 @@ def decode_change(entry_id: bytes, fields: Mapping[bytes, Any]) -> Change:
     return Change(
         id=id_of(entry_id),
         cause=ChangeCause(fields[b"cause"].decode()),
-        instance=decode_instance(fields[b"member"], fields[b"spec"]),
+        instance=decode_instance(fields[b"instance"], fields[b"member"], fields[b"spec"]),
     )
 
 
 def id_of(entry_id: bytes) -> int:
     """The id of a record from that of its stream entry, `ID-0`."""
     return int(entry_id.partition(b"-")[0])
+
+
+def finite(raw: bytes) -> float:
+    """A number of seconds."""
+    number = float(raw)
+    _require_finite(number)
+    return number
+
+
+def _checked(load: Load) -> Load:
+    _require_finite(load.requests_per_second, load.tokens_per_second, load.ttft_p90, load.itl_p90)
+    return load
+
+
+def _require_finite(*numbers: float | None) -> None:
+    for number in numbers:
+        if number is not None and not math.isfinite(number):
+            raise ValueError(f"a number is {number}")

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Final, NoReturn
+from typing import Final
 
 from kvxfer.errors import ControlPlaneUnavailable, KvxferError
 from kvxfer.instances import (
@@ -18,7 +18,6 @@ from kvxfer.instances import (
     Lease,
     Load,
     PublishedBlocks,
-    Reserved,
     Role,
     Snapshot,
 )
@@ -27,6 +26,7 @@ from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
 from kvxfer.scheduler import refusals
 from kvxfer.scheduler.clock import Clock
 from kvxfer.scheduler.pairing import Pair
+from kvxfer.scheduler.redis_registry.answers import accepted, lease
 from kvxfer.scheduler.redis_registry.follower import Follower
 from kvxfer.scheduler.redis_registry.link import Link
 from kvxfer.scheduler.redis_registry.mirror import Mirror
@@ -37,6 +37,7 @@ from kvxfer.scheduler.redis_registry.records import (
     encode_spec,
     encode_table,
     encode_transfer,
+    reading,
 )
 from kvxfer.scheduler.redis_registry.scripts import Step
 from kvxfer.scheduler.redis_registry.url import RedisUrl
@@ -111,7 +112,7 @@ class RedisRegistry(Registry):
             spec.role.value,
             encode_spec(spec),
         )
-        return self._lease(spec.instance_id, answer)
+        return lease(spec.instance_id, self._policy, answer)
 
     async def heartbeat(
         self,
@@ -129,12 +130,12 @@ class RedisRegistry(Registry):
             encode_load(load),
             self._lease_micros,
         )
-        return self._lease(instance_id, answer)
+        return lease(instance_id, self._policy, answer)
 
     async def publish_blocks(
         self, instance_id: str, epoch: int, update: BlockUpdate
     ) -> PublishedBlocks:
-        (held,) = await self._take(
+        answer = await self._take(
             "blocks",
             instance_id,
             str(epoch),
@@ -143,18 +144,20 @@ class RedisRegistry(Registry):
             pack(update.removed),
             str(MAX_HASHES_PER_INSTANCE),
         )
-        return PublishedBlocks(held=int(held), capacity=MAX_HASHES_PER_INSTANCE)
+        with reading(f"what instance {instance_id!r} has cached"):
+            (held,) = map(int, answer)
+        return PublishedBlocks(held=held, capacity=MAX_HASHES_PER_INSTANCE)
 
     async def deregister(self, instance_id: str, epoch: int) -> None:
         await self._take("deregister", instance_id, str(epoch))
 
     async def drain(self, instance_id: str, *, seconds: float) -> Instance:
-        member, spec = await self._take("drain", instance_id, _micros(seconds))
-        return decode_instance(member, spec)
+        answer = await self._take("drain", instance_id, _micros(seconds))
+        return _instance(instance_id, answer)
 
     async def change_role(self, instance_id: str, role: Role) -> Instance:
-        member, spec = await self._take("change_role", instance_id, role.value)
-        return decode_instance(member, spec)
+        answer = await self._take("change_role", instance_id, role.value)
+        return _instance(instance_id, answer)
 
     async def instance(self, instance_id: str) -> Instance:
         await self._catch_up()
@@ -236,7 +239,8 @@ class RedisRegistry(Registry):
             if transfer_id in self._mirror.tables:
                 packed = await self._link.field(f"{_PREFIX}:tables", transfer_id)
                 if packed is not None:
-                    return decode_table(packed)
+                    with reading(f"the block table of transfer {transfer_id!r}"):
+                        return decode_table(packed)
                 await self._catch_up()  # the transfer has ended meanwhile
             elif left > 0:
                 await self._mirror.arrivals.wait(transfer_id, left)
@@ -253,16 +257,16 @@ class RedisRegistry(Registry):
         with suppress(ControlPlaneUnavailable):
             self._counts = await self._link.hash(f"{_PREFIX}:counts")
 
-        def count(name: str) -> int:
-            return int(self._counts.get(name.encode(), 0))
+        with reading("what has happened since the registry began"):
+            counts = Counter({name.decode(): int(n) for name, n in self._counts.items()})
 
         return Statistics(
             instances=self._mirror.fleet.census(),
             open_transfers=self._mirror.open_transfers,
-            registrations=count("registrations"),
-            leases_expired=count("leases_expired"),
-            transfers_opened=count("transfers_opened"),
-            transfers_ended=Counter({end: n for end in TransferEnd if (n := count(end.value))}),
+            registrations=counts["registrations"],
+            leases_expired=counts["leases_expired"],
+            transfers_opened=counts["transfers_opened"],
+            transfers_ended=Counter({end: n for end in TransferEnd if (n := counts[end.value])}),
         )
 
     async def ping(self) -> None:
@@ -288,17 +292,17 @@ class RedisRegistry(Registry):
         """Takes a step in Redis; raises what it refuses."""
         if self._mirror.feed.closed:
             raise refusals.stopping()
-        said, *rest = await self._link.take(step, _PREFIX, *self._header(), *arguments)
-        if said != b"ok":
-            _refuse(said.decode(), [part.decode() for part in rest], arguments)
-        return rest
+        answer = await self._link.take(step, _PREFIX, *self._header(), *arguments)
+        return accepted(step, answer, arguments)
 
     async def _catch_up(self) -> None:
         """Waits until the mirror has all that happened before; not while Redis is away."""
         try:
-            (last,) = await self._take("sweep")
+            answer = await self._take("sweep")
+            with reading("the place in the log"):
+                (last,) = map(int, answer)
             async with asyncio.timeout(self._link.timeout):
-                await self._mirror.reach(int(last))
+                await self._mirror.reach(last)
         except TimeoutError:
             self._link.bad("its log arrives too late")
             self._follower.doubt()
@@ -314,37 +318,11 @@ class RedisRegistry(Registry):
         if self._link.trouble is not None:
             raise self._link.unavailable()
 
-    def _lease(self, instance_id: str, said: list[bytes]) -> Lease:
-        epoch, state, role, transfers, blocks, left = (part.decode() for part in said)
-        return Lease(
-            instance_id=instance_id,
-            epoch=int(epoch),
-            state=InstanceState(state),
-            lease_seconds=self._policy.lease_seconds,
-            heartbeat_interval=self._policy.heartbeat_interval,
-            role=Role(role),
-            reserved=Reserved(transfers=int(transfers), blocks=int(blocks)),
-            drain_seconds=int(left) / 1e6 if left else None,
-        )
 
-
-def _refuse(said: str, about: list[str], arguments: tuple[str | bytes, ...]) -> NoReturn:
-    match said, about:
-        case "held", [http_address, epoch, micros]:
-            raise refusals.held(str(arguments[0]), http_address, int(epoch), int(micros) / 1e6)
-        case "stale", [name, epoch, living]:
-            raise refusals.stale_epoch(name, int(epoch), int(living) if living else None)
-        case "not-ready", [name, state]:
-            raise refusals.not_ready(name, state)
-        case "too-few-blocks", [name, unreserved, wanted]:
-            raise refusals.too_few_blocks(name, int(unreserved), int(wanted))
-        case "unknown-instance", []:
-            raise refusals.unknown_instance(str(arguments[0]))
-        case "table-exists", []:
-            raise refusals.block_table_exists(str(arguments[0]))
-        case "unknown-transfer", []:
-            raise refusals.unknown_transfer(str(arguments[0]))
-    raise AssertionError(f"a script answered {said!r} with {about!r}")
+def _instance(instance_id: str, answer: list[bytes]) -> Instance:
+    with reading(f"instance {instance_id!r}"):
+        member, spec = answer
+        return decode_instance(instance_id.encode(), member, spec)
 
 
 def _micros(seconds: float) -> str:

@@ -91,14 +91,14 @@ def _role(
         waiting=sum(worker.load.waiting for worker in ready),
         backlog=sum(worker.reserved.transfers for worker in ready),
         blocks=sum(worker.num_blocks for worker in ready),
-        used_blocks=sum(_used(worker) for worker in ready),
+        used_blocks=sum(blocks_in_use(worker) for worker in ready),
         requests_per_second=_total([worker.load.requests_per_second for worker in ready]),
         tokens_per_second=_total([worker.load.tokens_per_second for worker in ready]),
         latency=latency,
     )
 
 
-def _used(worker: Instance) -> int:
+def blocks_in_use(worker: Instance) -> int:
     """Blocks in use or promised. A reserved block may be in use too: the two are not added up."""
     free = worker.load.free_blocks
     in_use = 0 if free is None else worker.num_blocks - free

@@ -68,7 +68,7 @@ class RedisLeader(Leader):
         answer = await self._run(
             self._campaign, [self._lock, self._last], [self._replica, self._milliseconds]
         )
-        self._token = None if answer is None else int(answer)
+        self._token = None if answer is None else _token(answer, self._last)
         return self._token
 
     async def confirm(self, token: int) -> None:
@@ -82,7 +82,7 @@ class RedisLeader(Leader):
                 f"whether token {token} still leads cannot be found out: Redis does not answer "
                 f"({_words(error)}); nothing was written"
             ) from error
-        text = held.decode() if isinstance(held, bytes) else held
+        text = held.decode(errors="backslashreplace") if isinstance(held, bytes) else held
         if text != self._holding(token):
             raise NotLeader(
                 f"token {token} no longer leads the autoscaling ({text or 'nobody'} does); "
@@ -114,6 +114,16 @@ class RedisLeader(Leader):
                 "does"
             ) from error
         return answer
+
+
+def _token(answer: bytes | str | int, key: str) -> int:
+    try:
+        return int(answer)
+    except ValueError:
+        raise ControlPlaneUnavailable(
+            f"the token {answer!r} in Redis is no number, and the autoscaler has no leader; delete "
+            f"the key {key} there"
+        ) from None
 
 
 def _words(error: Exception) -> str:

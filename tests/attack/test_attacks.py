@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
 from . import answers, control_plane, floods, members, outsiders, transfers
-from .attack import Attack, Flood, run, run_flood
+from .attack import Attack, Fabric, Flood, run, run_flood
 from .control_plane import Plane
 from .on_path import Place, altered_stream
 from .pair import Pair, workers
@@ -29,9 +31,15 @@ def on_each_fabric(kind: type[Attack] | type[Flood]) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module")
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with workers(request.param) as started:
-        yield started
+def pairs() -> Iterator[Callable[[Fabric], Pair]]:
+    """One pair of each fabric for all of its attacks."""
+    with ExitStack() as stack:
+        yield cache(lambda fabric: stack.enter_context(workers(fabric)))
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest, pairs: Callable[[Fabric], Pair]) -> Pair:
+    return pairs(request.param)
 
 
 @pytest.fixture

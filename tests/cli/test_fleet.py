@@ -170,7 +170,7 @@ def until(client: SyncControlPlaneClient, seen: Callable[[Instance], bool]) -> I
 def test_drain_waits_until_the_worker_has_left():
     load = Load(running=1)
     with (
-        RunningControlPlane(lease_seconds=1.5) as server,
+        RunningControlPlane(lease_seconds=4.5) as server,
         SyncControlPlaneClient(server.url) as client,
         living(server.url, lambda: load),
     ):
@@ -183,9 +183,33 @@ def test_drain_waits_until_the_worker_has_left():
         assert json.loads(out)["left"] is True
 
 
+def test_drain_until_idle_does_not_wait_for_the_worker_to_leave(server, client):
+    lease = client.register(worker("p"), state=READY)
+    client.heartbeat("p", lease.epoch, load=Load(running=1))
+    where = {"KVXFER_INSTANCE_ID": "p"}
+    with started(server.url, "drain", "--until", "idle", **where) as draining:
+        until(client, lambda p: p.state is InstanceState.DRAINING)
+        client.heartbeat("p", lease.epoch, load=Load(waiting=1))
+        with pytest.raises(subprocess.TimeoutExpired):
+            draining.wait(1.5)
+        client.heartbeat("p", lease.epoch, load=Load())
+        out, _ = draining.communicate(timeout=30)
+    assert (draining.returncode, out) == (0, "p is idle\n")
+    assert client.instance("p").state is InstanceState.DRAINING
+
+
+def test_drain_until_idle_believes_no_load_of_before(server, client):
+    """A request that arrived since the last heartbeat is in no figure yet."""
+    client.register(worker("p"), state=READY)
+    with started(server.url, "drain", "p", "--until", "idle", "--deadline", "0", grace=1) as late:
+        _, said = late.communicate(timeout=60)
+    assert late.returncode == 1
+    assert "[deadline-exceeded] instance 'p' is still there" in said
+
+
 def test_drain_goes_on_with_a_worker_that_redis_forgot(redis):
     load = Load(running=1)
-    registry = RedisRegistry(redis.url, LeasePolicy(1.5))
+    registry = RedisRegistry(redis.url, LeasePolicy(4.5))
     with (
         RunningControlPlane(registry=registry) as server,
         SyncControlPlaneClient(server.url) as client,
@@ -220,7 +244,9 @@ def test_drain_does_not_take_a_worker_that_redis_forgot_for_one_that_has_left(re
 
 
 @contextlib.contextmanager
-def started(url: str, *arguments: str, grace: float = 15.0) -> Iterator[subprocess.Popen[str]]:
+def started(
+    url: str, *arguments: str, grace: float = 15.0, **variables: str
+) -> Iterator[subprocess.Popen[str]]:
     """A command under way."""
     code = (
         f"import kvxfer.cli.drain as d, sys; d._GRACE_SECONDS = {grace}; sys.argv[0] = 'kvxfer'\n"
@@ -228,7 +254,7 @@ def started(url: str, *arguments: str, grace: float = 15.0) -> Iterator[subproce
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "KVXFER_CONTROL_PLANE": url, "COLUMNS": "200"},
+        env={**os.environ, "KVXFER_CONTROL_PLANE": url, "COLUMNS": "200", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -71,7 +71,7 @@ class Process:
 
 @pytest.fixture(scope="module")
 def control_plane() -> Iterator[str]:
-    with Process("serve", "--port", "0", "--lease-seconds", "2") as process:
+    with Process("serve", "--port", "0", "--lease-seconds", "6") as process:
         yield process.ready["url"]
 
 

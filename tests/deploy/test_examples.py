@@ -1,8 +1,7 @@
-"""The Kubernetes examples: what they name exists, in the program and in each other."""
+"""The Kubernetes example of SGLang: what it names exists, in the program and in itself."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -11,13 +10,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import typer
 import yaml
 
-from kvxfer.cli import app
 from kvxfer.connectors.sglang import plugin
 from kvxfer.connectors.sglang.settings import BackendSettings
-from kvxfer.connectors.vllm.settings import ConnectorSettings
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy" / "examples").glob("*.yaml"))
@@ -57,10 +53,6 @@ def secret_keys(manifest: object) -> Iterator[str]:
             yield from secret_keys(part)
 
 
-def test_there_is_one_for_each_engine() -> None:
-    assert [file.stem for file in FILES] == ["control-plane", "sglang", "vllm"]
-
-
 def test_services_select_the_pods_and_ports_of_a_deployment() -> None:
     templates = [m["spec"]["template"] for m in MANIFESTS if m["kind"] == "Deployment"]
     for manifest in MANIFESTS:
@@ -90,7 +82,7 @@ def test_urls_lead_to_a_service() -> None:
             host, port = urlsplit(url).hostname, urlsplit(url).port
             assert port in ports[str(host)], (name, url)
             found.add(host)
-    assert found == {"kvxfer", "sglang-prefill", "sglang-decode"}
+    assert found == {"sglang-prefill", "sglang-decode"}
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -109,44 +101,10 @@ def test_probes_and_ports_are_those_that_the_program_listens_on(container: dict[
     assert ports.get("bootstrap") == bootstrap
 
 
-@pytest.mark.parametrize(
-    "container", [one for one in CONTAINERS if one.values[0]["command"][0] == "kvxfer"]
-)
-def test_kvxfer_takes_its_options(container: dict[str, Any]) -> None:
-    command = typer.main.get_command(app).commands[container["command"][1]]  # type: ignore[attr-defined]
-    known = {name for parameter in command.params for name in parameter.opts}
-    given = {argument for argument in container["args"] if argument.startswith("--")}
-    assert given
-    assert given <= known
-
-
 def test_the_secret_of_the_comment_has_every_key() -> None:
     for file in FILES:
         keys = set(secret_keys(list(yaml.safe_load_all(file.read_text()))))
-        comment = file.read_text() + (ROOT / "deploy/examples/control-plane.yaml").read_text()
-        assert keys <= set(re.findall(r"--from-literal=([a-z-]+)=", comment))
-
-
-def test_vllm_is_given_settings_of_the_connector(monkeypatch: pytest.MonkeyPatch) -> None:
-    roles = []
-    for name, container in containers():
-        if not name.startswith("vllm"):
-            continue
-        for variable, value in environment(container).items():
-            monkeypatch.setenv(variable, value)
-        transfer = json.loads(options(container)["--kv-transfer-config"])
-        assert importlib.util.find_spec(transfer["kv_connector_module_path"])
-        settings = ConnectorSettings.read(
-            transfer["kv_connector_extra_config"],
-            role=transfer["kv_role"],
-            engine_id="engine",
-            model="model",
-        )
-        roles.append((name, settings.role.value, settings.http_address))
-    assert roles == [
-        ("vllm-prefill", "prefill", "http://$(POD_IP):8100"),
-        ("vllm-decode", "decode", "http://$(POD_IP):8100"),
-    ]
+        assert keys <= set(re.findall(r"--from-literal=([a-z-]+)=", file.read_text()))
 
 
 def test_sglang_is_given_settings_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,13 +40,14 @@ def rdma_devices() -> list[str]:
 
 def engine_options(fabric: str) -> dict[str, Any]:
     """The arguments of Engine() for an engine that has only this fabric."""
+    # A busy machine, or software RDMA, may keep an engine's thread off its processor for long.
+    patient = {"peer_timeout": 5.0}
     match fabric:
         case "verbs":
             return {
                 "fabrics": ["verbs"],
                 "nics": rdma_devices()[: nics_per_engine()],
-                # Software RDMA keeps an engine's thread off its processor for up to a second.
-                "peer_timeout": 5.0,
+                **patient,
             }
         case "ofi" | "ofi-strict":
             return {
@@ -54,5 +55,6 @@ def engine_options(fabric: str) -> dict[str, Any]:
                 "ofi_provider": "tcp",
                 "ofi_endpoints": nics_per_engine(),
                 "ofi_strict": fabric == "ofi-strict",
+                **patient,
             }
-    return {"fabrics": [fabric]}
+    return {"fabrics": [fabric], **patient}

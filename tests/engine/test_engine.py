@@ -56,7 +56,7 @@ async def test_scattered_pages_arrive_and_the_counter_shows_the_announced_total(
         imm=counter.imm,
     )
     assert write.nbytes == page * count
-    await counter.wait(write.writes, timeout=10)
+    await counter.wait(write.writes, timeout=20)
     await write
     expected = np.zeros_like(src)
     expected[to_pages] = src[from_pages]
@@ -115,15 +115,15 @@ async def test_writes_may_be_submitted_from_any_thread(pair: Pair) -> None:
         thread.start()
     for thread in threads:
         await asyncio.to_thread(thread.join)
-    await counter.wait(800, timeout=10)
-    await asyncio.gather(*(asyncio.wait_for(op, 10) for op in operations))
+    await counter.wait(800, timeout=20)
+    await asyncio.gather(*(asyncio.wait_for(op, 20) for op in operations))
     assert all(op.done() for op in operations)
 
 
 async def test_messages_arrive_in_order(pair: Pair) -> None:
     for i in range(100):
         pair.to_reader.send(b"%d" % i)
-    assert [await pair.to_writer.receive(5) for _ in range(100)] == [b"%d" % i for i in range(100)]
+    assert [await pair.to_writer.receive(20) for _ in range(100)] == [b"%d" % i for i in range(100)]
     with pytest.raises(DeadlineExceeded, match=r"within 0\.01 s"):
         await pair.to_writer.receive(0.01)
 
@@ -143,12 +143,12 @@ async def test_a_handler_hears_of_peers_and_messages() -> None:
             heard.append(("lost", error.code))
             lost.set()
 
-    async with Engine(cluster_key=KEY, name="server") as server:
+    async with Engine(cluster_key=KEY, name="server", peer_timeout=5.0) as server:
         server.handler = Handler()
-        async with Engine(cluster_key=KEY, name="client") as client:
+        async with Engine(cluster_key=KEY, name="client", peer_timeout=5.0) as client:
             peer = await client.connect(server.address)
             peer.send(b"hello")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await lost.wait()
     assert heard == [("up", "client"), ("message", b"hello"), ("lost", "peer-lost")]
 
@@ -171,8 +171,8 @@ async def test_a_failing_handler_costs_nobody_a_completion(
     counter = pair.reader.counter()
     pair.to_reader.send(b"x")
     await pair.to_reader.write_imm(counter.imm)
-    await counter.wait(1, timeout=5)
-    async with asyncio.timeout(5):
+    await counter.wait(1, timeout=20)
+    async with asyncio.timeout(20):
         await told.wait()
     assert "a bug of the handler" in caplog.text
 
@@ -238,7 +238,7 @@ async def test_a_wait_has_a_deadline_and_ends_when_the_counter_is_released(pair:
     await pair.to_reader.write_imm(counter.imm)
     await eventually(lambda: counter.value == 2)
     with pytest.raises(EngineError, match="1 were announced"):
-        await counter.wait(1, timeout=1)
+        await counter.wait(1, timeout=20)
 
 
 async def test_cancelling_an_operation_ends_it(pair: Pair) -> None:
@@ -286,7 +286,7 @@ async def test_a_lost_peer_is_named_and_unknown_afterwards(pair: Pair) -> None:
     with pytest.raises(PeerLost, match="'reader'"):
         await writes[-1]
     with pytest.raises(PeerLost):
-        await pair.to_reader.receive(5)
+        await pair.to_reader.receive(20)
     assert not pair.to_reader.alive
     with pytest.raises(PeerLost):
         pair.to_reader.send(b"x")

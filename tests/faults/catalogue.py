@@ -27,14 +27,17 @@ def _of_both(*acts: str) -> tuple[Fault, ...]:
 # kill: SIGKILL. freeze: SIGSTOP until the other has given it up. stall: SIGSTOP for a moment that
 # heartbeats forgive, in which the other cancels and reuses its blocks.
 PROCESS: Final = _of_both("kill", "freeze", "stall")
-# The transfer may end well. no memory: the system gives the process no more of it. clock: the
-# time of day is another one.
-HOST: Final = _of_both("no memory", "clock")
+# The system gives the process no more memory, and then the other one cancels.
+MEMORY: Final = _of_both("no memory")
+# The time of day is another one.
+CLOCK: Final = _of_both("clock")
 # half-open: cut off, and killed while nobody hears of it.
 NETWORK: Final = (
     *(Fault(damage) for damage in get_args(Damage)),
     *_of_both("half-open"),
 )
+# The ports of both ends; connections that do not need them stay.
+PORTS: Final = (Fault("port down"),)
 # SIGSTOP for a moment that heartbeats forgive, with nobody giving up.
 PAUSE: Final = _of_both("pause")
 
@@ -54,10 +57,10 @@ class Fabric:
 FABRICS: Final = {
     fabric.name: fabric
     for fabric in (
-        Fabric("local", "local", PROCESS + HOST),
-        Fabric("tcp", "tcp", PROCESS + HOST + NETWORK, linked=True),
+        Fabric("local", "local", PROCESS + MEMORY + CLOCK),
+        Fabric("tcp", "tcp", PROCESS + MEMORY + CLOCK + NETWORK, linked=True),
         # Socket buffers that are full all the time.
         Fabric("tcp 4 KiB", "tcp", PROCESS + PAUSE, linked=True, small_buffers=True),
-        Fabric("verbs", "verbs", PROCESS),
+        Fabric("verbs", "verbs", PROCESS + PORTS),
     )
 }

@@ -17,8 +17,9 @@ from typing import Any, Final, get_args
 
 from kvxfer.ticket import Ticket, sign_ticket
 
-from .catalogue import HOST, PAUSE, Fabric, Fault
+from .catalogue import CLOCK, PAUSE, Fabric, Fault
 from .link import Damage, Link, link
+from .rdma_ports import RdmaPorts
 from .worker import KEY, NUM_BLOCKS
 from .worker_process import Place, Role, WorkerProcess
 
@@ -34,9 +35,9 @@ Event = dict[str, Any]
 class Round:
     """What one round found.
 
-    `detection` is the seconds from the fault (of a stall: from SIGCONT) until the last side that
-    could hear of it (of a stall: the stalled one) had its error; None where the transfer finished
-    before, or in spite of it.
+    `detection` is the seconds from the fault (of a stall: from SIGCONT; of a transfer that a frozen
+    worker got: from its start) until the last side that could hear of it (of a stall: the stalled
+    one) had its error; None where the transfer finished before, or in spite of it.
     """
 
     fault: str
@@ -44,8 +45,10 @@ class Round:
     seed: int
     detection: float | None
     error: str | None
-    wrong_bytes: int
-    leaked_blocks: int
+    wrong_bytes: int = 0
+    leaked_blocks: int = 0
+    hung: str = ""
+    """Who did not end in time, for far more of it than any deadline of the transfer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Arena:
         self.fabric = fabric
         self.workers: dict[Role, WorkerProcess] = {}
         self._cable = cable
+        self._network: Link | RdmaPorts = cable or RdmaPorts()
         self._clocks = {role: folder / role for role in get_args(Role)}
 
     async def start(self, role: Role) -> None:
@@ -101,8 +105,8 @@ class Arena:
             epoch,
             place,
             clock if "clock" in acts else {},
-            # Who has no memory left says so more than once.
-            quiet="no memory" in acts,
+            # Who has no memory left, or no port, says so more than once.
+            quiet=bool(acts & {"no memory", "port down"}),
         )
 
     async def end(self) -> None:
@@ -110,8 +114,15 @@ class Arena:
 
     async def round(self, fault: Fault, seed: int) -> Round:
         """One transfer, one fault at a random moment of it, and what became of everything."""
+        try:
+            return await self._round(fault, seed)
+        except TimeoutError as error:
+            await asyncio.gather(*map(self.start, get_args(Role)))
+            return Round(str(fault), self.fabric.name, seed, None, None, hung=str(error))
+
+    async def _round(self, fault: Fault, seed: int) -> Round:
         rng = random.Random(seed)
-        may_end_well = fault in (*HOST, *PAUSE, Fault("loss"))
+        may_end_well = fault in (*CLOCK, *PAUSE, Fault("loss"))
         # A frozen receiver may find whole transfers, posted and announced, when it wakes up.
         asleep = str(fault) == "freeze decode" and rng.random() < 0.4
         transfer = _Transfer(
@@ -147,7 +158,6 @@ class Arena:
     async def _strike(self, fault: Fault, rng: random.Random, asleep: _Transfer | None) -> _Found:
         victim = fault.victim
         if victim is None:
-            assert self._cable is not None
             how: Damage = fault.act  # type: ignore[assignment]
             return await (self._lose(how) if how == "loss" else self._sever(how))
         match fault.act:
@@ -180,6 +190,7 @@ class Arena:
         at = broken.signal(signal.SIGSTOP)
         if asleep is not None:
             await self._send(asleep)
+            at = time.monotonic()
         ended = await self._reuse(survivor)
         broken.signal(signal.SIGCONT)
         woken = await broken.event("ended")
@@ -210,36 +221,33 @@ class Arena:
 
     async def _sever(self, how: Damage) -> _Found:
         """Both give each other up and reuse their blocks; only then the network is whole again."""
-        assert self._cable is not None
         at = time.monotonic()
-        await self._cable.damage(how)
+        await self._network.damage(how)
         try:
             ended = await asyncio.gather(*map(self._reuse, self.workers.values()))
         finally:
-            await self._cable.mend()
+            await self._network.mend()
         checked = await asyncio.gather(*map(self._watch, self.workers.values()))
         return _Found(at, ended, checked)
 
     async def _lose(self, how: Damage) -> _Found:
-        assert self._cable is not None
         at = time.monotonic()
-        await self._cable.damage(how)
+        await self._network.damage(how)
         try:
             return await self._both(at)
         finally:
-            await self._cable.mend()
+            await self._network.mend()
 
     async def _half_open(self, victim: Role) -> _Found:
         """No packet says that a process has ended."""
-        assert self._cable is not None
         broken, survivor = self._sides(victim)
         at = time.monotonic()
-        await self._cable.damage("cut")
+        await self._network.damage("cut")
         broken.signal(signal.SIGKILL)
         try:
             ended = await self._reuse(survivor)
         finally:
-            await self._cable.mend()
+            await self._network.mend()
         checked = await self._watch(survivor)
         await self.start(victim)
         return _Found(at, [ended], [checked])
@@ -252,23 +260,19 @@ class Arena:
             self._set_clock(victim, 0)
 
     async def _exhaust(self, victim: Role) -> _Found:
-        """What the victim says and does then is not looked at; it starts again."""
+        """The other worker cancels, and one without memory has to clear up; it starts again."""
         broken, survivor = self._sides(victim)
-        at = time.monotonic()
         broken.take_memory()
         broken.tell({"do": "hog"})
-        dying = asyncio.create_task(self._die_soon(broken))
+        own = await broken.event("hogged", "ended")
+        at = time.monotonic()
+        survivor.tell({"do": "cancel"})
+        if own["event"] == "hogged":
+            own = await broken.event("ended")
         ended = await self._reuse(survivor)
-        await dying
         checked = await self._watch(survivor)
         await self.start(victim)
-        return _Found(at, [ended], [checked])
-
-    async def _die_soon(self, worker: WorkerProcess) -> None:
-        with contextlib.suppress(EOFError, TimeoutError):
-            async with asyncio.timeout(0.3):
-                await worker.event("ended")
-        await worker.end()
+        return _Found(at, [own, ended], [checked])
 
     async def _both(self, at: float) -> _Found:
         """Neither has to fail; both have ended and have their blocks back."""

@@ -53,16 +53,16 @@ class Link:
         lost, or one port has no carrier."""
         if how == "port down":
             host = self.hosts[0]
-            await _run(*host.command("ip", "link", "set", host.interface, "down"))
+            await run_command(*host.command("ip", "link", "set", host.interface, "down"))
             return
         chain = f"type filter hook input priority 0; {_RULES[how]};"
         rules = f"table inet cable {{ chain in {{ {chain} }}; }}"
-        await asyncio.gather(*(_run(*h.command("nft", rules)) for h in self.hosts))
+        await asyncio.gather(*(run_command(*h.command("nft", rules)) for h in self.hosts))
 
     async def mend(self) -> None:
         for host in self.hosts:
-            await _run(*host.command("nft", "flush", "ruleset"))
-            await _run(*host.command("ip", "link", "set", host.interface, "up"))
+            await run_command(*host.command("nft", "flush", "ruleset"))
+            await run_command(*host.command("ip", "link", "set", host.interface, "up"))
 
 
 def why_no_links() -> str | None:
@@ -85,27 +85,34 @@ async def link(*, small_buffers: bool = False) -> AsyncIterator[Link]:
     hosts = (Host(names[0], f"{subnet}.1", names[0]), Host(names[1], f"{subnet}.2", names[1]))
     try:
         for host in hosts:
-            await _run("ip", "netns", "add", host.namespace)
+            await run_command("ip", "netns", "add", host.namespace)
         cable = ["link", "add", names[0], "netns", names[0], "type", "veth"]
-        await _run("ip", *cable, "peer", "name", names[1], "netns", names[1])
+        await run_command("ip", *cable, "peer", "name", names[1], "netns", names[1])
         for host in hosts:
             inside = ["ip", "-n", host.namespace]
-            await _run(*inside, "addr", "add", f"{host.address}/24", "dev", host.interface)
-            await _run(*inside, "link", "set", "lo", "up")
-            await _run(*inside, "link", "set", host.interface, "up")
+            await run_command(*inside, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            await run_command(*inside, "link", "set", "lo", "up")
+            await run_command(*inside, "link", "set", host.interface, "up")
             if small_buffers:
                 sizes = " ".join([str(_SMALLEST_BUFFER)] * 3)
                 for name in ("tcp_rmem", "tcp_wmem"):
-                    await _run(*host.command("sysctl", "-qw", f"net.ipv4.{name}={sizes}"))
+                    await run_command(*host.command("sysctl", "-qw", f"net.ipv4.{name}={sizes}"))
         yield Link(hosts)
     finally:
         for host in hosts:
             with contextlib.suppress(CommandFailed):
-                await _run("ip", "netns", "del", host.namespace)
+                await run_command("ip", "netns", "del", host.namespace)
 
 
-async def _run(*command: str) -> None:
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-    _, complaint = await process.communicate()
+async def run_command(*command: str, given: str = "") -> str:
+    """What it prints; `given` is its input. Raises CommandFailed."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    printed, complaint = await process.communicate(given.encode())
     if process.returncode:
         raise CommandFailed(f"{' '.join(command)}: {complaint.decode().strip()}")
+    return printed.decode()

@@ -22,6 +22,7 @@ _ENDED_BY: Final[dict[str, set[str | None]]] = {
     "port down": {"peer-timeout", "peer-lost", None},
     "half-open": {"peer-timeout", None},
     "reset": {"peer-lost", None},
+    "no memory": {"transfer-cancelled", "no-memory", None},
     "clock": {"ticket-expired", "transfer-refused", None},
 }
 
@@ -38,6 +39,7 @@ async def test_a_fault_costs_no_block_and_no_byte(name: str, rng: random.Random)
         for fault in rng.sample(fabric.faults, k=len(fabric.faults)):
             rounds.append(await workers.round(fault, rng.getrandbits(32)))
             print(rounds[-1])
+    assert [one.hung for one in rounds] == [""] * len(rounds)
     assert [one.wrong_bytes for one in rounds] == [0] * len(rounds)
     assert [one.leaked_blocks for one in rounds] == [0] * len(rounds)
     for one in rounds:

@@ -69,17 +69,19 @@ class FaultWorker:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, role: str, transfer: Awaitable[int]) -> None:
-        wrong, error = 0, None
+        wrong, error, text = 0, None, ""
         try:
             wrong = await transfer
         except KvxferError as failure:
-            error = failure
+            error, text = failure.code, str(failure)
+        except MemoryError:
+            error = "no-memory"
         at = time.monotonic()
         report(
             "ended",
             role=role,
-            error=error.code if error else None,
-            text=str(error) if error else "",
+            error=error,
+            text=text,
             at=at,
             free=self._pool.num_free,
             wrong=wrong,
@@ -143,11 +145,12 @@ class FaultWorker:
         report("checked", wrong=wrong, free=self._pool.num_free)
 
     def _hog(self) -> None:
-        """Takes what is left of the process's memory."""
-        for size in (1 << 20, 1 << 12, 1 << 6):
+        """Takes what is left of the process's memory, but for what is too small for one page."""
+        for size in (1 << 20, LAYOUT.part_bytes):
             with contextlib.suppress(MemoryError):
                 while True:
                     self._hogged.append(bytearray(size))
+        report("hogged")
 
     def _pages(self, blocks: int) -> list[tuple[int, int]]:
         return [(plane, index) for plane in range(len(self._planes)) for index in range(blocks)]

@@ -65,7 +65,7 @@ class WorkerProcess:
             | {"PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
         )
         worker = cls(process, instance, epoch)
-        worker.address = str((await worker.event("ready", _START_SECONDS))["address"])
+        worker.address = str((await worker.event("ready", patience=_START_SECONDS))["address"])
         return worker
 
     @property
@@ -76,21 +76,21 @@ class WorkerProcess:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
 
-    async def event(self, name: str, patience: float = PATIENCE) -> dict[str, Any]:
-        """The next event of this name; others are passed over. Raises EOFError where the process
-        has ended."""
+    async def event(self, *names: str, patience: float = PATIENCE) -> dict[str, Any]:
+        """The next event of one of these names; others are passed over. Raises EOFError where the
+        process has ended."""
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(patience):
                 while line := await self._process.stdout.readline():
                     event: dict[str, Any] = json.loads(line)
-                    if event["event"] == name:
+                    if event["event"] in names:
                         return event
         except TimeoutError:
             raise TimeoutError(
-                f"{self.instance} did not report {name!r} in {patience:g} s"
+                f"{self.instance} did not report {' or '.join(names)!r} in {patience:g} s"
             ) from None
-        raise EOFError(f"{self.instance} ended before it reported {name!r}")
+        raise EOFError(f"{self.instance} ended before it reported {' or '.join(names)!r}")
 
     async def any_event(self) -> dict[str, Any]:
         """The next event, whenever it comes. Raises EOFError as event() does."""

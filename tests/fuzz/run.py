@@ -1,4 +1,4 @@
-"""Runs the fuzzers one after another and prints what they did; scripts/fuzz builds them first.
+"""Runs the fuzzers side by side and prints what they did; scripts/fuzz builds them first.
 
 Exit code 1 on a crash, or where the inputs of the corpus, with those that were found, reach less
 than 95 % of the lines of a target's decoders.
@@ -7,16 +7,22 @@ than 95 % of the lines of a target's decoders.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tests.arguments import above_zero
@@ -26,6 +32,8 @@ from tests.fuzz.python import TARGETS as PYTHON_TARGETS
 LEAST_PERCENT: Final = 95.0
 WORK: Final = native.ROOT / "build/fuzz-findings"
 """What runs found is kept between them, so the next one goes on from there."""
+
+_BLIND: Final = "Is the code instrumented for coverage?"
 
 TARGETS: Final[dict[str, Any]] = {
     **dict.fromkeys(native.DECODERS, native),
@@ -56,7 +64,7 @@ def fuzz(target: str, seconds: int) -> Outcome:
     options = [
         f"-max_total_time={seconds}",
         "-max_len=4096",
-        "-timeout=20",
+        "-timeout=120",  # of a busy machine, too
         "-rss_limit_mb=2048",
         "-print_final_stats=1",
         f"-artifact_prefix={crashes}/{target}-",
@@ -75,7 +83,12 @@ def fuzz(target: str, seconds: int) -> Outcome:
     outcome.per_second = outcome.executions / max(time.time() - begun, 1e-3)
     if ran.returncode:
         new = [path for path in crashes.glob(f"{target}-*") if path.stat().st_mtime >= begun]
-        outcome.crashes = [str(path.relative_to(native.ROOT)) for path in new] or ["see the log"]
+        new = [path for path in new if not path.name.startswith(f"{target}-slow-unit")]
+        kept = [keep(path, seeds.CORPUS / target) for path in new]
+        outcome.crashes = [str(path.relative_to(native.ROOT)) for path in kept] or ["see the log"]
+        return outcome
+    if _BLIND in log:
+        outcome.crashes = ["no line of the target is instrumented: it fuzzes blindly"]
         return outcome
     try:
         reached = kind.coverage(target, corpora, WORK)
@@ -85,6 +98,35 @@ def fuzz(target: str, seconds: int) -> Outcome:
         return outcome
     outcome.coverage, outcome.missed = reached.percent, reached.missed
     return outcome
+
+
+def keep(crash: Path, corpus: Path) -> Path:
+    """Puts an input that shows a defect into the corpus, which the tests replay from now on."""
+    found = corpus / f"found-{hashlib.sha256(crash.read_bytes()).hexdigest()[:12]}"
+    return Path(shutil.copyfile(crash, found))
+
+
+def fuzz_all(targets: Sequence[str], seconds: int, jobs: int, console: Console) -> list[Outcome]:
+    """So many targets at the same time; their outcomes in the order of the targets."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with (
+        Progress(*columns, console=console, transient=True) as progress,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
+
+        def one(target: str) -> Outcome:
+            shown = progress.add_task(target, total=seconds)
+            try:
+                return fuzz(target, seconds)
+            finally:
+                progress.remove_task(shown)
+
+        outcomes: list[Future[Outcome]] = [pool.submit(one, target) for target in targets]
+        while not all(outcome.done() for outcome in outcomes):
+            time.sleep(0.5)
+            for task in progress.tasks:
+                progress.update(task.id, completed=task.elapsed)
+        return [outcome.result() for outcome in outcomes]
 
 
 def table_of(outcomes: list[Outcome]) -> Table:
@@ -115,6 +157,12 @@ def main() -> int:
     parser.add_argument(
         "--target", action="append", choices=TARGETS, help="only this one; may be repeated"
     )
+    parser.add_argument(
+        "--jobs",
+        type=above_zero,
+        default=len(os.sched_getaffinity(0)),
+        help="targets at the same time (default: one per core)",
+    )
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.add_argument(
         "--clean", action="store_true", help="forget what earlier runs found before"
@@ -123,10 +171,8 @@ def main() -> int:
     if options.clean:
         shutil.rmtree(WORK, ignore_errors=True)
     console = Console(stderr=options.json)
-    outcomes = []
-    for target in options.target or TARGETS:
-        with console.status(f"{target} for {options.seconds} s"):
-            outcomes.append(fuzz(target, options.seconds))
+    targets = list(dict.fromkeys(options.target or TARGETS))
+    outcomes = fuzz_all(targets, options.seconds, options.jobs, console)
     if options.json:
         sys.stdout.write(json.dumps([asdict(outcome) for outcome in outcomes], indent=2) + "\n")
     else:

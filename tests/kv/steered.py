@@ -75,7 +75,10 @@ class Counter:
 
     def revoke(self, then: Callable[[], object]) -> None:
         self.release()
-        then()
+        if self.engine.revoking is None:
+            then()
+        else:
+            self.engine.revoking.append(then)
 
 
 @dataclass(eq=False)
@@ -135,6 +138,8 @@ class Peer:
     def send(self, data: bytes) -> None:
         if not self.alive:
             raise PeerLost(f"{self.engine_id} is lost")
+        if len(self.network.messages[self.there.name]) >= self.network.max_messages:
+            raise Backpressure("too many messages wait")
         self.network.messages[self.there.name].append(data)
 
     def write_pages(
@@ -177,6 +182,8 @@ class Engine:
         self.counters: dict[int, Counter] = {}
         self.peer: Peer | None = None
         self.network: Network | None = None
+        self.revoking: list[Callable[[], object]] | None = None
+        """With a list: what waits for writers to stop, as where NICs place the bytes."""
 
     @property
     def peers(self) -> list[Peer]:
@@ -215,7 +222,7 @@ class Network:
         self.writes: list[Write] = []
         self.landing: Callable[[Write], None] = lambda write: None
         self.random = random.Random(0)
-        self.max_queued = 1_000_000
+        self.max_queued = self.max_messages = 1_000_000
 
     def join(self) -> None:
         first, second = self.engines.values()
@@ -272,7 +279,7 @@ class Network:
                 continue
             peer.alive, peer.error = False, error
             self.messages[engine.name].clear()
-            if engine is not by:
+            if engine is not by and engine.handler is not None:
                 asyncio.get_running_loop().call_soon(engine.handler.peer_lost, peer, error)
         writes, self.writes = self.writes, []
         for write in writes:

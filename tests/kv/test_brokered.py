@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -416,8 +415,8 @@ async def test_decode_refuses_a_prefill_worker_whose_ticket_is_not_for_them(
 
 async def test_two_decode_requests_with_one_ticket_are_one_too_many(fleet: Fleet) -> None:
     ticket = await fleet.ticket()
-    first = asyncio.create_task(fleet.begin_decode(ticket, lease_seconds=0.2))
-    await asyncio.sleep(0.02)
+    first = asyncio.create_task(fleet.begin_decode(ticket, lease_seconds=1.0))
+    await eventually(lambda: len(fleet.decode.endpoint._expectations) == 1)
     with pytest.raises(TicketInvalid, match="another decode request waits"):
         await fleet.begin_decode(ticket)
     with pytest.raises(LeaseExpired):
@@ -562,16 +561,16 @@ async def test_whatever_is_given_up_and_when_nothing_is_left(
             asyncio.create_task(side(partial(fleet.receive, ticket))),
         ]
         await asyncio.sleep(rng.random() * 0.05)
-        match rng.randrange(4):
+        given_up = rng.randrange(4)
+        match given_up:
             case 0:
                 rng.choice(tasks).cancel()
             case 1:
                 await fleet.release(ticket)
-        began = time.monotonic()
-        _, late = await asyncio.wait(tasks, timeout=SOON)
+        # Whoever hears nothing lost the other before they were connected: a router would say so.
+        _, late = await asyncio.wait(tasks, timeout=0.3 if given_up == 0 else SOON)
         for task in late:
-            # The other side was gone before they were connected: a router would say so.
-            assert any(t.cancelled() for t in tasks), time.monotonic() - began
+            assert any(t.cancelled() for t in tasks)
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         if all(isinstance(result, list) for result in results):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from kvxfer.errors import Backpressure
 from kvxfer.kv.early_offers import EarlyOffer, EarlyOffers
 from kvxfer.kv.messages import Offer
+
+from .workers import SOON
 
 BLOCKS = np.array([1, 2], dtype=np.int32)
 
@@ -21,12 +24,16 @@ def never(early: EarlyOffer) -> None:
     raise AssertionError(early)
 
 
+LATER = time.time() + 3600
+NEVER: Any = {"lease_over": never, "ticket_expired": never}
+
+
 async def test_an_offer_is_taken_once() -> None:
     offers, pair = EarlyOffers(4), _pair("a")
-    offers.keep(pair, offer("t"), BLOCKS, never)
+    offers.keep(pair, offer("t"), BLOCKS, LATER, **NEVER)
     [early] = offers.take("t")
     assert (early.pair, early.offer.transfer_id, early.blocks.tolist()) == (pair, "t", [1, 2])
-    early.lease.end()
+    early.end()
     assert offers.take("t") == []
     assert len(offers) == 0
 
@@ -34,8 +41,8 @@ async def test_an_offer_is_taken_once() -> None:
 async def test_the_ranks_of_a_transfer_are_taken_together() -> None:
     offers = EarlyOffers(1)
     first, second = _pair("a"), _pair("b")
-    offers.keep(first, offer("t"), BLOCKS, never)
-    offers.keep(second, offer("t"), BLOCKS, never)
+    offers.keep(first, offer("t"), BLOCKS, LATER, **NEVER)
+    offers.keep(second, offer("t"), BLOCKS, LATER, **NEVER)
     assert len(offers) == 2
     assert [early.pair for early in offers.take("t")] == [first, second]
     assert len(offers) == 0
@@ -45,26 +52,49 @@ async def test_the_bound_is_per_peer_and_counts_what_waits() -> None:
     offers = EarlyOffers(2)
     first, second = _pair("a"), _pair("b")
     for transfer_id in ("1", "2"):
-        offers.keep(first, offer(transfer_id), BLOCKS, never)
+        offers.keep(first, offer(transfer_id), BLOCKS, LATER, **NEVER)
     with pytest.raises(Backpressure, match="transfer 3: 2 offers of this decode worker wait"):
-        offers.keep(first, offer("3"), BLOCKS, never)
-    offers.keep(second, offer("4"), BLOCKS, never)
+        offers.keep(first, offer("3"), BLOCKS, LATER, **NEVER)
+    offers.keep(second, offer("4"), BLOCKS, LATER, **NEVER)
     offers.take("1")
-    offers.keep(first, offer("5"), BLOCKS, never)
+    offers.keep(first, offer("5"), BLOCKS, LATER, **NEVER)
     assert {early.offer.transfer_id for early in offers.take_all(first)} == {"2", "5"}
     assert {early.offer.transfer_id for early in offers.take_all()} == {"4"}
+
+
+async def test_an_offer_ends_with_its_ticket() -> None:
+    offers = EarlyOffers(1)
+    expired: asyncio.Queue[EarlyOffer] = asyncio.Queue()
+    offers.keep(
+        _pair("a"),
+        offer("t"),
+        BLOCKS,
+        time.time() + 0.02,
+        lease_over=never,
+        ticket_expired=expired.put_nowait,
+    )
+    early = await asyncio.wait_for(expired.get(), SOON)
+    assert (early.offer.transfer_id, early.lease.seconds) == ("t", 60.0)
+    assert len(offers) == 0
 
 
 async def test_an_expired_offer_is_reported_and_no_longer_kept() -> None:
     offers = EarlyOffers(1)
     expired: asyncio.Queue[EarlyOffer] = asyncio.Queue()
     pair = _pair("a")
-    offers.keep(pair, offer("t", lease_seconds=0.02), BLOCKS, expired.put_nowait)
-    early = await asyncio.wait_for(expired.get(), 5)
+    offers.keep(
+        pair,
+        offer("t", lease_seconds=0.02),
+        BLOCKS,
+        LATER,
+        lease_over=expired.put_nowait,
+        ticket_expired=never,
+    )
+    early = await asyncio.wait_for(expired.get(), SOON)
     assert early.offer.transfer_id == "t"
     assert early.lease.seconds == 0.02
     assert len(offers) == 0
-    offers.keep(pair, offer("u"), BLOCKS, never)
+    offers.keep(pair, offer("u"), BLOCKS, LATER, **NEVER)
 
 
 def _pair(name: str) -> Any:

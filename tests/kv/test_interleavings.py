@@ -15,36 +15,17 @@ from kvxfer.errors import (
     KvxferError,
     PeerLost,
 )
-from kvxfer.kv.block_pool import BlockPool, BlockState
-from kvxfer.kv.cache import KvCache
-from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.block_pool import BlockState
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.session_state import DecodeState, PrefillState
 from kvxfer.ticket import Ticket, sign_ticket
 
-from .steered import Engine, Network, Region, Write
+from .pair import KEY, POOL, Side
+from .steered import Network, Write
 from .workers import heads_by_token
 
-KEY = b"k" * 32
-LAYERS, TOKENS, POOL = 3, 4, 6
+LAYERS, TOKENS = 3, 4
 ROUNDS = 600
-
-
-class Side:
-    def __init__(self, name: str, layout: KvLayout) -> None:
-        self.engine = Engine(name)
-        engine: Any = self.engine
-        self.cache = KvCache.allocate(engine, layout, POOL)
-        self.pool = BlockPool(POOL)
-        self.endpoint = KvEndpoint(
-            engine, self.cache, self.pool, instance_id=name, epoch=1, ticket_key=KEY
-        )
-
-    def block_of(self, region: Region, offset: int) -> int:
-        """The block that an offset into a region, granted or of the whole cache, lies in."""
-        plane = POOL * self.cache.layout.part_bytes
-        at = region.address + offset - self.cache.planes[0][0].region.address
-        return at % plane // self.cache.layout.part_bytes
 
 
 class Round:
@@ -71,6 +52,7 @@ class Round:
         self.network = Network(self.prefill.engine, self.decode.engine)
         self.network.random = rng
         self.network.max_queued = rng.choice([1, 3, 100])
+        self.network.max_messages = rng.choice([1, 3, 100])
         self.network.landing = self.check_landing
         self.ticket = sign_ticket(
             Ticket("t", "r", "prefill", 1, "decode", 1, time.time() + 60), KEY
@@ -210,6 +192,7 @@ async def test_no_order_of_events_leaks_a_block_or_lands_a_byte_late(
     rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvxfer.kv.prefill_session._BACKPRESSURE_SECONDS", 0)
+    monkeypatch.setattr("kvxfer.kv.outbox.RETRY_SECONDS", 0)
     ends: dict[str, int] = {}
     for _ in range(ROUNDS):
         seed = rng.getrandbits(32)

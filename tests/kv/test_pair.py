@@ -32,7 +32,7 @@ def hello(**changes: Any) -> Hello:
 def pair_with(cache: KvCache) -> KvPair:
     peer: Any = Engine("peer")
     peer.engine_id = "0" * 32
-    return KvPair(peer, cache)
+    return KvPair(peer, cache, lambda pair, error: None)
 
 
 def test_a_hello_describes_every_plane_and_gives_no_permission() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import time
 
 import pytest
 
@@ -14,6 +15,7 @@ from kvxfer.errors import (
     OutOfBounds,
     PeerLost,
     ProtocolError,
+    TicketExpired,
     TicketInvalid,
     TransferCancelled,
     TransferRefused,
@@ -22,8 +24,10 @@ from kvxfer.kv.messages import Cancel, encode
 from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.kv.session_state import PrefillState
+from kvxfer.ticket import Ticket, verify_ticket
 
 from .workers import (
+    KEY,
     LAYERS,
     LAYOUT,
     NUM_BLOCKS,
@@ -62,6 +66,26 @@ async def test_a_decode_that_comes_after_prefill_has_given_up_is_told_at_once(
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
     with pytest.raises(TransferCancelled, match=r"refused by prefill worker 'p'.*changed my mind"):
         await asyncio.wait_for(receiver.wait(), SOON)
+
+
+async def test_a_prefill_whose_offer_is_refused_is_told_at_once(
+    pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode)
+    with prefill.pool.hold(1) as hold:
+        session = await prefill.endpoint.prefill_session(ticket, hold)
+
+        def an_hour_later(token: str) -> Ticket:
+            return verify_ticket(token, KEY, now=time.time() + 3600)
+
+        monkeypatch.setattr(prefill.endpoint._identity, "verify", an_hour_later)
+        receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
+        with pytest.raises(TicketExpired):
+            await asyncio.wait_for(session.wait(), SOON)
+        with pytest.raises(TicketExpired, match="refused by prefill worker 'p'"):
+            await asyncio.wait_for(receiver.wait(), SOON)
+    assert prefill.pool.num_free == NUM_BLOCKS
 
 
 async def test_a_prefill_that_comes_after_decode_has_given_up_is_told_at_once(
@@ -126,6 +150,98 @@ async def test_a_prefill_that_waits_for_a_decode_that_dies_is_told_at_once(fabri
             await asyncio.wait_for(waiting.wait(), SOON)
         assert of_another.state is PrefillState.WAITING
         await of_another.cancel("the test is over")
+
+
+async def test_a_prefill_that_comes_after_its_decode_was_lost_is_told_at_once(fabric: str) -> None:
+    """Whose OFFER has never come."""
+    async with worker("p", fabric) as prefill:
+        async with worker("d", fabric) as decode:
+            await decode.engine.connect(prefill.engine.address)
+            await eventually(lambda: [pair.named for pair in prefill.endpoint._pairs] == [("d", 1)])
+            ticket = make_ticket(prefill, decode)
+            await decode.engine.close()
+            await eventually(lambda: not list(prefill.endpoint._pairs))
+        with (
+            prefill.pool.hold(1) as hold,
+            pytest.raises(PeerLost, match="decode worker 'd' was lost before the prefill request"),
+        ):
+            await prefill.endpoint.prefill_session(ticket, hold)
+
+
+async def test_a_connection_that_was_lost_is_not_held_against_later_tickets(
+    pair: tuple[Worker, Worker], rng: random.Random
+) -> None:
+    prefill, decode = pair
+    before, reconnected = make_ticket(prefill, decode), make_ticket(prefill, decode)
+    peer = await decode.engine.connect(prefill.engine.address)
+    await eventually(lambda: [pair.named for pair in prefill.endpoint._pairs] == [("d", 1)])
+    peer.close()
+    await eventually(lambda: not list(prefill.endpoint._pairs))
+    unknown, later = make_ticket(prefill, decode, issued_at=0.0), make_ticket(prefill, decode)
+    with prefill.pool.hold(1) as hold:
+        for ticket in (unknown, later):
+            async with await prefill.endpoint.prefill_session(ticket, hold) as session:
+                assert session.state is PrefillState.WAITING
+        with pytest.raises(PeerLost):
+            await prefill.endpoint.prefill_session(before, hold)
+    await decode.engine.connect(prefill.engine.address)
+    await eventually(lambda: [pair.named for pair in prefill.endpoint._pairs] == [("d", 1)])
+    sent, received = await asyncio.gather(
+        send(prefill, reconnected, 2, rng), receive(prefill, decode, reconnected, 2)
+    )
+    assert sent == received
+
+
+async def test_an_old_connection_that_is_lost_leaves_what_runs_over_a_newer_one(
+    fabric: str, rng: random.Random
+) -> None:
+    async with worker("p", fabric) as prefill, worker("d", fabric) as decode:
+        # Two engines that dial each other at once have two connections.
+        await asyncio.gather(
+            prefill.engine.connect(decode.engine.address),
+            decode.engine.connect(prefill.engine.address),
+        )
+        await eventually(
+            lambda: [pair.named for pair in prefill.endpoint._pairs] == [("d", 1), ("d", 1)]
+        )
+        ticket = make_ticket(prefill, decode)
+        receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
+        with prefill.pool.hold(2) as hold:
+            prefill.fill(hold.ids.tolist(), rng)
+            async with await prefill.endpoint.prefill_session(ticket, hold) as sender:
+                await accepted(receiver)
+                [used] = sender.pairs
+                [old] = [pair for pair in prefill.endpoint._pairs if pair is not used]
+                prefill.endpoint._reception.drop(old, PeerLost("the test says so"))
+                for layer in range(LAYERS):
+                    sender.write_layer(layer)
+                await sender.finish()
+        await asyncio.wait_for(receiver.wait(), SOON)
+        receiver.take().release()
+
+
+async def test_decode_hears_at_once_that_its_ticket_has_expired_at_prefill(
+    pair: tuple[Worker, Worker],
+) -> None:
+    """Not only when its own lease ends: no request can come with that ticket any more."""
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode, seconds=0.3)
+    receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
+    with pytest.raises(TicketExpired, match=r"refused by prefill worker 'p'.*before its ticket"):
+        await asyncio.wait_for(receiver.wait(), SOON)
+    assert early_offers(prefill) == 0
+
+
+async def test_prefill_waits_for_no_offer_longer_than_its_ticket_is_good(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    with prefill.pool.hold(1) as hold:
+        session = await prefill.endpoint.prefill_session(
+            make_ticket(prefill, decode, seconds=0.2), hold
+        )
+    with pytest.raises(LeaseExpired, match="made no offer"):
+        await asyncio.wait_for(session.wait(), SOON)
 
 
 async def test_an_offer_that_is_replayed_changes_nothing(

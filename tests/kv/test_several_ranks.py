@@ -147,6 +147,28 @@ async def test_when_one_decode_rank_fails_prefill_and_the_other_rank_hear_of_it(
         assert ranks.decode[0].pool.num_free == NUM_BLOCKS
 
 
+async def test_a_decode_rank_that_has_its_part_and_gives_up_is_heard_by_who_waits_for_another(
+    fabric: str,
+) -> None:
+    async with (
+        fleet(fabric, LAYOUT, sized(LAYOUT, 2, 1)) as ranks,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        ticket = ranks.ticket()
+        [sender] = await ranks.requests(ticket, stack)
+        receiver = await ranks.decode[0].endpoint.decode_session(
+            ticket, ranks.addresses, LAYOUT.blocks_for(TOKENS)
+        )
+        for layer in range(LAYOUT.num_layers):
+            sender.write_layer(layer)
+        finishing = asyncio.create_task(sender.finish())
+        await asyncio.wait_for(receiver.wait(), SOON)
+        assert sender.state is PrefillState.WAITING
+        await receiver.cancel("the user left")
+        with pytest.raises(TransferCancelled, match="the user left"):
+            await asyncio.wait_for(finishing, SOON)
+
+
 @pytest.mark.parametrize(("prefill", "decode"), [((1, 1), (2, 1)), ((1, 2), (1, 1))])
 async def test_every_prefill_rank_frees_what_it_keeps_for_a_decode_worker_that_dies(
     fabric: str, prefill: tuple[int, int], decode: tuple[int, int]
@@ -189,7 +211,7 @@ async def test_a_decode_rank_that_fails_before_the_request_ends_the_offers_of_th
 
 async def test_prefill_waits_for_every_decode_rank_within_its_lease(fabric: str) -> None:
     async with (
-        fleet(fabric, LAYOUT, sized(LAYOUT, 2, 1), lease_seconds=0.5) as ranks,
+        fleet(fabric, LAYOUT, sized(LAYOUT, 2, 1), lease_seconds=1.5) as ranks,
         contextlib.AsyncExitStack() as stack,
     ):
         ticket = ranks.ticket()
@@ -200,7 +222,7 @@ async def test_prefill_waits_for_every_decode_rank_within_its_lease(fabric: str)
         finishing = asyncio.create_task(sender.finish())
         await receiver.wait()  # this rank has everything, and keeps it
         receiver.take().release()
-        text = "decode worker 'd' made no offer for its ranks 1 within 0.5 s"
+        text = "decode worker 'd' made no offer for its ranks 1 within 1.5 s"
         with pytest.raises(LeaseExpired, match=text):
             await finishing
 

@@ -26,7 +26,7 @@ from kvxfer.ticket import Ticket, sign_ticket
 
 KEY = b"0123456789abcdef0123456789abcdef"
 NUM_BLOCKS = 24
-SOON = 4.0
+SOON = 15.0
 """Seconds, on a machine that is busy too, for what a side is told: before any lease ends."""
 LAYOUT = KvLayout(num_layers=6, num_kv_heads=2, head_size=32, dtype="float32", block_size=4)
 LAYERS = LAYOUT.num_layers
@@ -116,6 +116,7 @@ def make_ticket(
     transfer_id: str | None = None,
     decode_id: str | None = None,
     seconds: float = 60.0,
+    issued_at: float | None = None,
 ) -> str:
     return sign_ticket(
         Ticket(
@@ -126,6 +127,7 @@ def make_ticket(
             decode_id=decode_id or decode.endpoint.instance_id,
             decode_epoch=decode.endpoint.epoch,
             expires_at=time.time() + seconds,
+            issued_at=time.time() if issued_at is None else issued_at,
         ),
         KEY,
     )
@@ -151,7 +153,7 @@ def heads_by_token(cache: KvCache, blocks: Sequence[int]) -> np.ndarray[Any, Any
     return made.reshape(layout.layers_per_rank, vectors, -1, heads, layout.vector_bytes)
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], seconds: float = SOON) -> None:
     """Waits for something that nobody announces."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110

@@ -110,6 +110,7 @@ MUTATIONS: Final = (
     _mutation("leases never end", 2, "WITH_ENDLESS_LEASES"),
     _mutation("DONE's total is ignored", 3, "WITHOUT_TOTAL"),
     _mutation("prefill says nothing when it gives up", 4, "WITHOUT_LEASES", "WITHOUT_LAST_WORDS"),
+    _mutation("a lost decode worker is forgotten", 4, "WITHOUT_LEASES", "WITHOUT_MEMORY"),
     _mutation("heartbeats are not watched", 4, "WITHOUT_LEASES", "WITHOUT_HEARTBEATS"),
     _mutation("epochs are not checked", 5, "WITHOUT_EPOCHS"),
 )

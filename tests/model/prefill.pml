@@ -67,6 +67,14 @@ inline accept_offer(t)
   fi
 }
 
+/* Pairs.loss_of_decode(): over which its OFFER would have come. */
+#ifdef WITHOUT_MEMORY
+#define DECODE_WAS_LOST(t) false
+#else
+#define DECODE_WAS_LOST(t) (x[t].over != NOBODY && CONNECTION(t).prefill_told && \
+                            CONNECTION(t).decode_epoch == x[t].ticket_decode)
+#endif
+
 #define CONNECTED(t, c) (connection[c].used && !connection[c].prefill_told && \
                          connection[c].decode_epoch == x[t].ticket_decode)
 
@@ -90,11 +98,17 @@ inline prefill_begins(t)
   :: TICKET_OF_PREFILL(t) && x[t].prefill == P_NONE ->
        if
        :: x[t].failure
+       :: !x[t].failure && !x[t].early && DECODE_WAS_LOST(t) -> x[t].failure = 1
        :: else ->
             REQUIRE(invariant_5, x[t].ticket_prefill == worker[PREFILL_OF(t)].epoch);
             x[t].prefill = P_WAITING;
             x[t].pinned = 1;
-            prefill_knows(t);
+#ifdef WITHOUT_LEASES
+            if
+            :: x[t].over != NOBODY && CONNECTION(t).decode_epoch == x[t].ticket_decode -> x[t].knew = 1
+            :: else
+            fi;
+#endif
             if :: x[t].early -> x[t].early = 0; accept_offer(t) :: else fi
        fi
   :: else

@@ -71,6 +71,41 @@ async def test_metrics_say_what_moved_and_what_was_refused(
     assert sent.replace("sent", "received") in received.splitlines()
 
 
+async def test_metrics_say_how_transfers_ended_and_who_was_lost(
+    workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+) -> None:
+    prefill, decode = clients
+    body = workers.request("over HTTP", max_tokens=2).model_dump()
+    await asyncio.gather(*(client.post("/v1/completions", json=body) for client in clients))
+    nobody = workers.request("over HTTP", max_tokens=2).model_dump()
+    gone = "kvx://127.0.0.1:9/" + "0" * 32
+    nobody["kv_transfer_params"]["prefill_engine_address"] = gone
+    assert (await decode.post("/v1/completions", json=nobody)).status_code == 502
+    sent, received = [
+        (await client.get("/metrics")).text.splitlines() for client in (prefill, decode)
+    ]
+    assert 'kvxfer_kv_transfers_total{direction="send",outcome="delivered"} 1.0' in sent
+    for outcome, times in ("delivered", 1), ("connect-failed", 1), ("checksum-mismatch", 0):
+        line = f'kvxfer_kv_transfers_total{{direction="receive",outcome="{outcome}"}} {times}.0'
+        assert line in received
+    moved = next(line for line in sent if line.startswith("kvxfer_kv_transfer_bytes_total{"))
+    assert 'fabric="local"' in moved
+    assert float(moved.split()[1]) > 0
+    assert moved.replace("send", "receive") in received
+    assert 'kvxfer_kv_transfer_seconds_bucket{direction="receive",le="+Inf"} 1.0' in received
+    assert 'kvxfer_kv_transfer_seconds_count{direction="receive"} 1.0' in received
+    assert 'kvxfer_kv_transfers_running{direction="receive"} 0.0' in received
+    assert f'kvxfer_kv_blocks{{state="free"}} {BLOCKS}.0' in received
+    assert 'kvxfer_peers_lost_total{code="peer-lost"} 0.0' in received
+    await workers.prefill.engine.close()
+    await eventually(
+        lambda: (
+            'kvxfer_peers_lost_total{code="peer-lost"} 1.0'
+            in workers.decode.service.metrics().decode()
+        )
+    )
+
+
 @pytest.mark.parametrize("with_usage", [False, True])
 async def test_decode_streams_a_token_per_event(
     with_usage: bool,

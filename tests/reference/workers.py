@@ -97,7 +97,7 @@ async def start_worker(
         block_size=block_size,
     )
     engine = await stack.enter_async_context(
-        MeteredEngine(cluster_key=key, name=str(role), fabrics=(fabric,))
+        MeteredEngine(cluster_key=key, name=str(role), fabrics=(fabric,), peer_timeout=5.0)
     )
     cache = stack.enter_context(KvCache.allocate(engine, layout, BLOCKS))
     pool = BlockPool(BLOCKS)
@@ -111,7 +111,7 @@ async def start_worker(
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Returns when `condition` holds; fails after 5 s."""
-    async with asyncio.timeout(5):
+    """Returns when `condition` holds; fails after 20 s."""
+    async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110 (a pool's states raise no event)
             await asyncio.sleep(0.001)

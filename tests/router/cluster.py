@@ -18,17 +18,19 @@ BLOCKS = 512
 
 class Cluster:
     """Processes by name, and where they can be reached. `serve` are further options of the control
-    plane."""
+    plane; `traced` sends the spans of all others there."""
 
-    def __init__(self, model: Path, *serve: str) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("KVXFER_")}
+    def __init__(self, model: Path, *serve: str, traced: bool = False) -> None:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("KVXFER_", "OTEL_"))}
         self._environment = {**kept, "KVXFER_CLUSTER_KEY": "0123456789abcdef" * 2}
         self._model = model
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._urls: dict[str, str] = {}
-        self._start("control", "serve", "--port", "0", *(serve or ("--lease-seconds", "2")))
+        self._start("control", "serve", "--port", "0", *(serve or ("--lease-seconds", "3")))
         self.control_plane = self._url("control", "url")
         self._environment["KVXFER_CONTROL_PLANE"] = self.control_plane
+        if traced:
+            self._environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = self.control_plane
         self._start("router", "router", "--port", "0", "--bytes-per-token", "1")
         self.router = self._url("router", "url")
         self._start("brokering", "router", "--port", "0", "--handshake", "brokered")
@@ -115,7 +117,7 @@ class Cluster:
 
 
 async def until(condition: Any) -> None:
-    """Returns when `condition` holds; fails after 20 s."""
-    async with asyncio.timeout(20):
+    """Returns when `condition` holds; fails after a minute."""
+    async with asyncio.timeout(60):
         while not await asyncio.to_thread(condition):  # noqa: ASYNC110 (processes raise no event)
             await asyncio.sleep(0.02)

@@ -24,7 +24,8 @@ USAGE = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
 
 
 class RunningRouter:
-    """`kvxfer router` in a thread of this process."""
+    """`kvxfer router` in a thread of this process; `deadline` is that of its calls of the control
+    plane."""
 
     def __init__(
         self,
@@ -32,10 +33,11 @@ class RunningRouter:
         *,
         credentials: Credentials | None = None,
         tls: ServerTls | None = None,
+        deadline: float = 10.0,
         **settings: Any,
     ) -> None:
         client = ControlPlaneClient(
-            control_plane, credentials=credentials or Credentials(), deadline=0.3
+            control_plane, credentials=credentials or Credentials(), deadline=deadline
         )
         app = create_app(RouterSettings(**{"capacity_seconds": 0.2, **settings}), client)
         listener = bind("127.0.0.1", 0)

@@ -262,7 +262,7 @@ async def test_other_paths_and_methods_are_refused_in_the_same_shape(client) -> 
 
 
 async def test_without_a_control_plane_it_is_not_ready() -> None:
-    with RunningRouter("http://127.0.0.1:9") as router:
+    with RunningRouter("http://127.0.0.1:9", deadline=0.3) as router:
         async with httpx.AsyncClient(base_url=router.url) as client:
             assert (await client.get("/healthz")).status_code == 200
             error_of(await client.get("/readyz"), 503, "control-plane-unavailable")

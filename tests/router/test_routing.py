@@ -124,8 +124,19 @@ STREAM_FAILURES = [
 async def test_what_another_pair_may_do_better_is_tried_on_another_pair(
     control_plane: RunningControlPlane, bad: Answer, code: str, side: str, stream: bool
 ) -> None:
-    good = PREFILLS if side == "p" else DECODES
-    other = {"d": waits_for_prefill} if side == "p" else {"p": PREFILLS}
+    first_failed = asyncio.Event()
+
+    async def prefills_second(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        first_failed.set()
+        await PREFILLS(body, writer)
+
+    async def decodes_later(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        """It cannot be faster than the failure of a prefill worker."""
+        await first_failed.wait()
+        await DECODES(body, writer)
+
+    good = prefills_second if side == "p" else DECODES
+    other = {"d": decodes_later} if side == "p" else {"p": PREFILLS}
     fleet = Fleet(control_plane, **{f"{side}1": bad, f"{side}2": good}, **other)
     async with fleet.routed() as client:
         answer = await client.post("/v1/completions", json={**ASKED, "stream": stream})
@@ -134,12 +145,6 @@ async def test_what_another_pair_may_do_better_is_tried_on_another_pair(
         metrics = (await client.get("/metrics")).text
     assert f'kvxfer_router_retries_total{{code="{code}"}} 1.0' in metrics
     assert not await control_plane.registry.transfers()
-
-
-async def waits_for_prefill(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    """A decode worker that cannot be faster than the failure of a prefill worker."""
-    await asyncio.sleep(0.2)
-    await DECODES(body, writer)
 
 
 async def test_an_error_about_the_other_side_blames_the_other_side(

@@ -59,7 +59,7 @@ def test_control_plane_that_the_router_does_not_trust_is_named(tmp_path: Path) -
     tls = ServerTls(ours.server_cert, ours.server_key)
     with (
         RunningControlPlane(tls=tls) as control_plane,
-        RunningRouter(control_plane.url) as router,
+        RunningRouter(control_plane.url, deadline=0.3) as router,
         httpx.Client(base_url=router.url) as client,
     ):
         answer = client.post("/v1/completions", json=ASKED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -60,10 +59,8 @@ async def test_transfer_takes_one_table_and_the_same_again(opened):
 async def test_transfer_that_is_not_open_has_no_table(fleet):
     with pytest.raises(UnknownTransfer):
         await fleet.registry.put_block_table("t-1", TABLE)
-    began = time.monotonic()
     with pytest.raises(UnknownTransfer):
-        await fleet.registry.block_table("t-1", wait_seconds=30)
-    assert time.monotonic() - began < 20
+        await fleet.registry.block_table("t-1", wait_seconds=600)
 
 
 async def test_wait_ends_with_the_table(opened):

@@ -101,7 +101,7 @@ async def test_while_redis_is_away_reads_tell_what_was_known_and_writes_are_refu
             registry.release(opened.transfer_id),
             open_transfer(registry, TransferRequest(), seconds=60, clock=SystemClock()),
         ):
-            with pytest.raises(ControlPlaneUnavailable, match="cannot be reached"):
+            with pytest.raises(ControlPlaneUnavailable, match="cannot be used"):
                 await write
         assert await registry.instances() == known, "what was refused counts nowhere"
 
@@ -112,10 +112,10 @@ async def test_while_redis_is_away_reads_tell_what_was_known_and_writes_are_refu
 
 
 async def test_time_in_which_nobody_could_renew_ends_no_lease(server):
-    async with replica(server, lease=1.2, timeout=1) as registry:
+    async with replica(server, lease=2.4, timeout=1) as registry:
         lease = await registry.register(worker("p"), state=READY)
         server.pause()
-        await asyncio.sleep(2)
+        await asyncio.sleep(3.5)
         server.resume()
         await eventually(lambda: is_current(registry))
         assert (await registry.heartbeat("p", lease.epoch)).epoch == lease.epoch
@@ -187,7 +187,7 @@ async def test_sentinel_moves_the_registry_to_the_replica_of_a_master_that_died(
             await open_transfer(registry, TransferRequest(), seconds=60, clock=SystemClock())
             known = await registry.instances()
             with servers.master.client() as client:
-                assert client.wait(1, 5000) == 1
+                assert client.wait(1, 15_000) == 1
             servers.master.kill()
 
             assert await registry.instances() == known

@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvxfer.kv.block_ids import ABSENT
+from kvxfer.kv.block_pool import BlockIds
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.head_order import _blocks_of
 from kvxfer.kv.layout import KvLayout
@@ -16,7 +18,7 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 def make(seed: str, layout: KvLayout, tokens: int) -> Array:
     """Bytes by layer, K and V, token, head: of the whole model."""
-    shape = (layout.num_layers, 2, tokens, layout.num_kv_heads, layout.vector_bytes)
+    shape = (layout.num_layers, layout.vectors, tokens, layout.num_kv_heads, layout.vector_bytes)
     data = random.Random(seed).randbytes(int(np.prod(shape)))
     return np.frombuffer(data, np.uint8).reshape(shape)
 
@@ -38,23 +40,30 @@ class Contents:
         first = layout.first_head
         self._heads = slice(first, first + layout.heads_per_rank)
 
-    def put(self, data: Array, layer: int, blocks: list[int], begin: int) -> None:
-        """The bytes of a layer, from block `begin` of the prompt on."""
+    def put(self, data: Array, layer: int, table: BlockIds, begin: int, end: int) -> None:
+        """The bytes of a layer in blocks `begin` to `end` of the prompt."""
         size = self._layout.block_size
+        row = table[self._layout.group_of(layer)].tolist()
         for vector, array in enumerate(self._by_layer[layer]):
-            for index, block in enumerate(blocks):
-                at = (begin + index) * size
-                part = data[layer, vector, at : at + size, self._heads]
-                array[block, : len(part)] = part
+            for index in range(begin, end):
+                part = self._part(data, layer, vector, index * size)
+                if row[index] != ABSENT:
+                    array[row[index], : len(part)] = part
 
-    def differs(self, data: Array, blocks: list[int], begin: int) -> str:
+    def differs(self, data: Array, table: BlockIds, begin: int) -> str:
         """Where blocks from block `begin` of the prompt on do not hold it; empty where they do."""
         size = self._layout.block_size
         for layer, vectors in enumerate(self._by_layer):
+            blocks = table[self._layout.group_of(layer)].tolist()
             for vector, array in enumerate(vectors):
                 for index, block in enumerate(blocks):
-                    at = (begin + index) * size
-                    part = data[layer, vector, at : at + size, self._heads]
-                    if not np.array_equal(array[block, : len(part)], part):
+                    part = self._part(data, layer, vector, (begin + index) * size)
+                    if block != ABSENT and not np.array_equal(array[block, : len(part)], part):
                         return f"layer {layer}, {'KV'[vector]}, block {block}"
         return ""
+
+    def _part(self, data: Array, layer: int, vector: int, token: int) -> Array:
+        """What a block has from a token on, of this rank's layers and heads."""
+        tokens = slice(token, token + self._layout.block_size)
+        part: Array = data[self._layout.first_layer + layer, vector, tokens, self._heads]
+        return part

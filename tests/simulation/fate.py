@@ -28,6 +28,7 @@ MISHAPS: Final = (
 
 _ABORTS: Final = ("prefill aborted", "decode aborted")
 _COUNTED_LATER: Final = (*_ABORTS, "byte changed")
+_HOW: Final = ("", "", "bearer", "brokered", "by offer")
 _BUSY_SECONDS = 0.2
 _HEALED_SECONDS = 3.0
 
@@ -153,8 +154,8 @@ class Fate:
             mishap = ""  # nobody promises to find it then
         prefill = rng.choice(self._instances(Role.PREFILL))
         decode = rng.choice(self._instances(Role.DECODE))
-        alone = prefill.layout.tp_size == decode.layout.tp_size == 1
-        how = "bearer" if mishap == "two bearers" else rng.choice(["", "", "bearer", "brokered"])
+        alone = prefill.layout.num_ranks == decode.layout.num_ranks == 1
+        how = "bearer" if mishap == "two bearers" else rng.choice(_HOW)
         if how == "brokered" and not alone:
             how = ""
         request = fleet.request(
@@ -162,6 +163,7 @@ class Fate:
             decode,
             bearer=how == "bearer",
             brokered=how == "brokered",
+            by_offer=how == "by offer",
             lease_seconds=rng.choice([0.05, 1.0, 5.0]),
             ticket_seconds=rng.choice([0.05, TICKET_SECONDS, TICKET_SECONDS, TICKET_SECONDS]),
             mishap=mishap,

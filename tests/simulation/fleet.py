@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvxfer.instances import Role
 from kvxfer.kv.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
 
-from . import contents
+from . import contents, shapes
 from .clock import Clock
 from .control_plane import ControlPlane
 from .defects import NONE, Defects
@@ -24,7 +24,6 @@ from .requests import Part, Request
 
 TICKET_SECONDS = 30.0
 _NEVER_SECONDS = 60.0
-_MODEL = KvLayout(num_layers=2, num_kv_heads=2, head_size=4, dtype="uint8", block_size=2)
 _HONEST = {
     "ok", "aborted", "died", "TransferCancelled", "TransferRefused", "LeaseExpired",
     "PeerLost", "PeerTimeout", "PeerRestarted", "ConnectFailed", "DeadlineExceeded",
@@ -59,7 +58,9 @@ class Fleet:
         self.oracle = Oracle()
         self.network = Network(self.clock, self.rng, self.oracle, defects, self.counts, self.note)
         self.control_plane = ControlPlane(self.network)
-        self.num_blocks = self.rng.choice([4, 6, 12])
+        self.model, self.layouts = shapes.choose(self.rng)
+        self.counts[self.model] += 1
+        self.num_blocks = shapes.num_blocks(self.rng, self.model)
         self.checksums = self.rng.choice([None, None, None, Role.PREFILL, Role.DECODE])
         """Which side wants every transfer checked."""
         self.lease_seconds = self.rng.choice([0.3, 2.0, 5.0])
@@ -71,14 +72,8 @@ class Fleet:
         self._starts = 0
         self._open = 0
         self.promises = Promises(self)
-        for role in (Role.PREFILL, Role.DECODE):
-            layout = replace(
-                _MODEL,
-                block_size=self.rng.choice([2, 2, 4]),
-                order=self.rng.choice(["NHD", "HND"]),
-                kv=self.rng.choice(["separate", "interleaved"]),
-                tp_size=self.rng.choice([1, 1, 1, 2]),
-            )
+        for role, layout in self.layouts.items():
+            self.counts["pipeline stages"] += layout.pp_size > 1
             self.instances += [Instance(f"{role.value}{index}", role, layout) for index in range(2)]
 
     # --- time
@@ -133,9 +128,9 @@ class Fleet:
     def start(self, instance: Instance) -> None:
         """The processes of an instance that has none, under its epoch."""
         instance.ranks = []
-        for rank in range(instance.layout.tp_size):
+        for rank in range(instance.layout.num_ranks):
             self._starts += 1
-            layout = replace(instance.layout, tp_rank=rank)
+            layout = instance.layout.of_rank(rank)
             process = Process(self, instance, layout, self._starts)
             instance.ranks.append(process)
             self.network.hosts[process.name] = process
@@ -162,7 +157,8 @@ class Fleet:
         instance.epoch += 1
         for process in instance.ranks:
             process.epochs.append(instance.epoch)
-            self._tell(process, lambda process=process: process.endpoint.set_epoch(instance.epoch))  # type: ignore[misc]
+        first = instance.ranks[0]  # the others have it from this one
+        self._tell(first, lambda epoch=instance.epoch: first.endpoint.set_epoch(epoch))  # type: ignore[misc]
 
     def _tell(self, process: Process, event: Callable[[], object]) -> None:
         """Over HTTP, or whatever it is: in the process's loop."""
@@ -183,6 +179,7 @@ class Fleet:
             decode_id="" if bearer else decode.name,
             decode_epoch=0 if bearer else decode.epoch,
             expires_at=self.clock.wall() + how.pop("ticket_seconds", TICKET_SECONDS),
+            issued_at=self.clock.wall(),
         )
         tokens = rng.randint(1, 8)
         request = Request(
@@ -191,7 +188,8 @@ class Fleet:
             prefill_addresses=[rank.address for rank in prefill.ranks],
             decode_address=decode.ranks[0].address,
             tokens=tokens,
-            contents=contents.make(ticket.transfer_id, _MODEL, tokens),
+            contents=contents.make(ticket.transfer_id, prefill.layout, tokens),
+            window=rng.randint(1, 3),
             **how,
         )
         self.requests.append(request)

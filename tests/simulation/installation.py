@@ -50,7 +50,7 @@ class _Signatures:
         return self._decode(token, key, algorithms[0], how["issuer"])
 
     def _verify(self, token: str, key: bytes, algorithm: str, issuer: str) -> Any:
-        how: Any = {"verify_exp": False}
+        how: Any = {"verify_exp": False, "verify_iat": False}
         return jwt.decode(token, key, algorithms=[algorithm], issuer=issuer, options=how)
 
 

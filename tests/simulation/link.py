@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvxfer.engine.native import native as compiled
 from kvxfer.kv.messages import decode
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class End:
         self.peer_id = native.new_id()
         self.state = "opening"
         self.waiters: list[int] = []
+        self._unheard = 0
         self.operations: dict[int, PostedOperation] = {}
         self.revoked: set[int] = set()
         """Immediates that the other side has asked to be spared."""
@@ -57,7 +59,17 @@ class End:
 
     def send(self, data: bytes) -> None:
         """A message, in order."""
-        self.link.carry(self.index, lambda: self.other.receive(data), ordered=True)
+        network = self.native.network
+        if self._unheard >= network.max_messages:
+            network.count("messages held back")
+            raise compiled.Error("backpressure", f"{self._unheard} messages wait")
+        self._unheard += 1
+
+        def arrive() -> None:
+            self._unheard -= 1
+            self.other.receive(data)
+
+        self.link.carry(self.index, arrive, ordered=True)
 
     def receive(self, data: bytes) -> None:
         if self.state == "up":

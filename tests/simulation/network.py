@@ -36,6 +36,8 @@ class Network:
         self.note = note
         self.fabric = rng.choice(["tcp", "verbs"])
         self.max_queued = rng.choice([2, 1000, 1000, 1000, 1000])
+        self.max_messages = rng.choice([1, 3, 1000, 1000, 1000])
+        """Of one end, on their way."""
         self.links: list[Link] = []
         self.hosts: dict[str, Process] = {}
         """Who listens where."""

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from kvxfer.engine import Engine
-from kvxfer.kv.block_pool import BlockIds
+from kvxfer.errors import KvxferError
+from kvxfer.kv.block_pool import BlockIds, BlockState
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.head_order import HeadOrder, permute_on_host
@@ -17,6 +18,7 @@ from kvxfer.kv.layout import KvLayout
 
 from .contents import Contents
 from .loop import SimulatedLoop
+from .offers import Offers
 from .oracle import OwnedPool
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from .native import NativeEngine
 
 KEY = b"0123456789abcdef0123456789abcdef"
+_FOLLOW_SECONDS = 0.02
 
 
 class Process:
@@ -59,6 +62,9 @@ class Process:
         self._waiting: list[Callable[[], None]] = []
         seconds = fleet.rng.choice([0.0, 1e-4, 5e-3])
         self.loop = SimulatedLoop(lambda: fleet.clock.now, lambda: fleet.rng.uniform(0, seconds))
+        self.offers = Offers(self)
+        self.following: asyncio.Task[None] | None = None
+        """Of a rank that has its epoch from the first one."""
         self._leave = asyncio.Event()
         self._life = self.loop.create_task(self._live())
 
@@ -131,16 +137,44 @@ class Process:
                     cache,
                     self.pool,
                     instance_id=self.instance.name,
-                    epoch=self.epochs[-1],
+                    epoch=0 if self._layout.rank else self.epochs[-1],
                     ticket_key=KEY,
                     lease_seconds=self._fleet.lease_seconds,
                     checksums=self._fleet.checksums is self.instance.role,
                     control_plane=cast(Any, self._fleet.control_plane),
+                    on_offer=self.offers.told,
                 ) as endpoint:
                     self.endpoint = endpoint
-                    self.ready = True
+                    if self._layout.rank:
+                        self.following = self.loop.create_task(self._follow())
+                    else:
+                        self.ready = True
                     await self._leave.wait()
                     self.ready = False
+                    if self.following is not None:
+                        self.following.cancel()
+                        await asyncio.wait([self.following])
+                counts = self.pool.counts()
+                held = counts[BlockState.OFFERED] + counts[BlockState.RECEIVING]
+                # With several groups a request takes its blocks itself, before its session.
+                self._fleet.oracle.require(
+                    not held or self._layout.num_groups > 1,
+                    f"{self.name} has closed its endpoint; {held} blocks are still offered",
+                )
+
+    async def _follow(self) -> None:
+        """Has the epoch from the first rank, over whatever connection there is to it."""
+        while True:
+            lost = asyncio.Event()
+            try:
+                peer = await self.endpoint.follow(self.instance.ranks[0].address)
+            except KvxferError:
+                await asyncio.sleep(_FOLLOW_SECONDS)
+                continue
+            self._fleet.counts["epoch followed"] += 1
+            self.ready = not self._leave.is_set()
+            peer.on_lost(lambda _, lost=lost: lost.set())  # type: ignore[misc]
+            await lost.wait()
 
     def _permute(self, cache: KvCache, blocks: BlockIds, arrived: HeadOrder) -> None:
         """A thread puts heads in order: only in blocks that are still somebody's."""

@@ -117,7 +117,8 @@ class Promises:
                 "pairs without a peer": len(pairs) - len(engine.peers),
                 "peers without a connection": len(engine.peers)
                 - sum(end.state == "up" for end in process.native.ends.values()),
-                "tasks": len(process.loop.tasks) - 1,
+                "unsaid messages": sum(len(pair._outbox._waiting) for pair in pairs),
+                "tasks": len(process.loop.tasks) - 1 - (process.following is not None),
             }
             wrong = {what: count for what, count in left.items() if count}
             self._fleet.oracle.require(not wrong, f"{process.name} has left: {wrong}")

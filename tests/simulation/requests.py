@@ -7,15 +7,18 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvxfer.errors import BlockPoolExhausted, ChecksumMismatch, KvxferError
+from kvxfer.errors import BlockPoolExhausted, ChecksumMismatch, KvxferError, LeaseExpired
 from kvxfer.instances import Role
+from kvxfer.kv.block_ids import by_group
 from kvxfer.kv.session_state import DecodeState, PrefillState
 from kvxfer.ticket import Ticket
 
 from .contents import Array
+from .groups import take
 from .oracle import TRANSFER
 
 if TYPE_CHECKING:
+    from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.decode_session import DecodeSession
     from kvxfer.kv.prefill_session import PrefillSession
 
@@ -47,6 +50,10 @@ class Request:
     lease_seconds: float
     brokered: bool = False
     mishap: str = ""
+    window: int = 1
+    """Blocks that decode keeps of the layers with a sliding window."""
+    by_offer: bool = False
+    """Prefill has no ticket but that of decode's OFFER."""
     parts: list[Part] = field(default_factory=list)
 
     @property
@@ -137,47 +144,67 @@ class Part:
         begun = False
         try:
             with await self._hold() as hold:
+                token = await self._token()
                 begun = True
                 session = await endpoint.prefill_session(
-                    request.token,
+                    token,
                     hold,
                     decode_address=request.decode_address if request.brokered else None,
                     lease_seconds=request.lease_seconds,
                 )
                 self._has(session)
                 async with session:
-                    blocks = hold.ids.tolist()
+                    table = by_group(hold.ids, process.cache.layout)
                     if rng.random() < 0.3:
                         hold.release()  # takes effect when nothing is read any more
-                    await self._compute(session, blocks)
+                    await self._compute(session, table)
                     await session.finish(TAIL)
         except (asyncio.CancelledError, BlockPoolExhausted):
-            if not begun and rng.random() < 0.7:
+            if not begun and request.by_offer:
+                process.offers.leave(request.id)
+            elif not begun and rng.random() < 0.7:
                 with contextlib.suppress(KvxferError):
                     endpoint.decline(request.token, "the request was aborted")
                 self.fleet.counts["declined"] += 1
             raise
 
     async def _hold(self) -> Any:
-        count = self.process.cache.layout.blocks_for(self.request.tokens)
-        for _ in range(10):
-            with contextlib.suppress(BlockPoolExhausted):
-                return self.process.pool.hold(count)
+        layout = self.process.cache.layout
+        count = layout.blocks_for(self.request.tokens)
+        window = self.request.window + self.fleet.rng.randint(0, 1)
+        for attempt in range(11):
+            try:
+                return take(self.process.pool.hold, layout, count, window)
+            except BlockPoolExhausted:
+                if attempt == 10:
+                    raise
             await asyncio.sleep(_QUEUE_SECONDS)
-        return self.process.pool.hold(count)
+        raise AssertionError
 
-    async def _compute(self, session: PrefillSession, blocks: list[int]) -> None:
+    async def _token(self) -> str:
+        """The ticket of the request, or that of decode's OFFER for it."""
+        request = self.request
+        if not request.by_offer:
+            return request.token
+        try:
+            return await self.process.offers.of(request.id, request.lease_seconds)
+        except TimeoutError:
+            self.process.offers.leave(request.id)
+            raise LeaseExpired(f"nobody has made an offer for {request.id}") from None
+
+    async def _compute(self, session: PrefillSession, table: BlockIds) -> None:
         """Layer by layer, all at once or in chunks."""
         rng, contents = self.fleet.rng, self.process.contents
         layers = range(self.process.cache.layout.layers_per_rank)
-        chunks = sorted({len(blocks), rng.randint(1, len(blocks))})
+        blocks = table.shape[1]
+        chunks = sorted({blocks, rng.randint(1, blocks)})
         begin = 0
         for end in chunks:
             for layer in layers:
                 await self._pause()
                 # Engines let every layer know at once; a transfer that has failed takes none.
                 if session.error is None:
-                    contents.put(self.request.contents, layer, blocks[begin:end], begin)
+                    contents.put(self.request.contents, layer, table, begin, end)
                 session.write_layer(layer, end)
             begin = end
 
@@ -205,7 +232,7 @@ class Part:
             self.complete = True
             await self._pause()
             with session.take() as hold:
-                ids = hold.ids.tolist()
+                ids = by_group(hold.ids, layout)
                 self.fleet.oracle.require(tail == TAIL, f"{request.id} has the tail {tail!r}")
                 for _ in range(2):
                     wrong = process.contents.differs(request.contents, ids, first)
@@ -219,15 +246,24 @@ class Part:
 
     async def _session(self, addresses: list[str], blocks: int, first: int) -> DecodeSession:
         request, endpoint = self.request, self.process.endpoint
+        layout = self.process.cache.layout
         for attempt in range(10):
             try:
-                return await endpoint.decode_session(
-                    request.token,
-                    None if request.brokered else addresses,
-                    blocks,
-                    first_block=first,
-                    lease_seconds=request.lease_seconds,
-                )
+                wanted: Any = blocks
+                if layout.num_groups > 1:
+                    wanted = take(self.process.pool.offer, layout, blocks, request.window)
+                try:
+                    return await endpoint.decode_session(
+                        request.token,
+                        None if request.brokered else addresses,
+                        wanted,
+                        first_block=first,
+                        lease_seconds=request.lease_seconds,
+                    )
+                except BaseException:
+                    if wanted is not blocks:
+                        wanted.release()
+                    raise
             except BlockPoolExhausted:
                 if attempt == 9 and not request.brokered:
                     await endpoint.release(request.token, addresses, "there are no blocks")

@@ -13,7 +13,9 @@ SEEDS = 2000
 BATCH = 250
 # What the faults and mishaps have to lead to, somewhere.
 _REACHED = (
-    *FAULTS, *MISHAPS, "direct", "bearer", "brokered", "declined", "kept", "backpressure",
+    *FAULTS, *MISHAPS, "direct", "bearer", "brokered", "by offer", "plain",
+    "MLA", "layer groups", "pipeline stages", "epoch followed", "declined", "kept", "backpressure",
+    "messages held back",
     "asked to revoke", "paths reset", "heads put in order", "restarted peer refused",
     "request to nobody", "has to be told",
     *(f"prefill: {end}" for end in (

@@ -24,6 +24,7 @@ from kvxfer.instances import InstanceSpec, InstanceState, Load
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.registration import Registration
+from kvxfer.tracing.setup import tracing
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,17 @@ class Agent(LoopThread):
         self._ranks.cancel()
 
     async def _serve(self) -> None:
-        async with transfer_engine(
-            self._settings, self._make_cache, instance_id=self._settings.instance_id
-        ) as (engine, cache, self.endpoint):
+        async with (
+            tracing(
+                "vllm", self._settings.instance_id, control_plane=self._settings.control_plane
+            ) as tracer,
+            transfer_engine(
+                self._settings,
+                self._make_cache,
+                instance_id=self._settings.instance_id,
+                tracer=tracer,
+            ) as (engine, cache, self.endpoint),
+        ):
             self.engine_address = engine.address
             self._started.set_result(None)
             addresses = await self._ranks

@@ -12,7 +12,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvxfer.connectors.vllm import metrics
 from kvxfer.connectors.vllm.ended import DELIVERED, Ended
+from kvxfer.errors import ChecksumMismatch
+from kvxfer.metric_set import Family
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,29 +77,19 @@ class TransferMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        by_direction = [*labelnames, "direction"]
-        self._transfers = self._counter_cls(
-            name="vllm:kvxfer_transfers",
-            documentation="KV transfers that have ended, by how: delivered, or the error's code.",
-            labelnames=[*by_direction, "outcome"],
-        )
-        self._bytes = self._counter_cls(
-            name="vllm:kvxfer_transfer_bytes",
-            documentation="Bytes of KV cache in transfers that were delivered.",
-            labelnames=by_direction,
-        )
-        self._blocks = self._counter_cls(
-            name="vllm:kvxfer_transfer_blocks",
-            documentation="KV blocks in transfers that were delivered.",
-            labelnames=by_direction,
-        )
-        self._seconds = self._histogram_cls(
-            name="vllm:kvxfer_transfer_seconds",
-            documentation="From the first step of the prompt (send) or the offer (receive) until "
-            "the last byte is there.",
-            buckets=_BUCKETS,
-            labelnames=by_direction,
-        )
+
+        def made(kind: type[Any], family: Family, **more: Any) -> Any:
+            labels = [*labelnames, *family.labels]
+            return kind(name=family.base, documentation=family.text, labelnames=labels, **more)
+
+        self._transfers = made(self._counter_cls, metrics.TRANSFERS)
+        self._bytes = made(self._counter_cls, metrics.NBYTES)
+        self._blocks = made(self._counter_cls, metrics.BLOCKS)
+        self._seconds = made(self._histogram_cls, metrics.SECONDS, buckets=_BUCKETS)
+        for (
+            engine
+        ) in per_engine_labelvalues.values():  # there from the start, as an alert watches it
+            self._transfers.labels(*engine, "receive", ChecksumMismatch.code)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]

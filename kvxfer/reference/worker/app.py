@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -21,11 +21,15 @@ from kvxfer.reference.worker.completions import (
     PrefillCompletion,
 )
 from kvxfer.reference.worker.service import WorkerService
+from kvxfer.tracing.asgi import TraceRequests
+
+if TYPE_CHECKING:
+    from kvxfer.tracing.tracer import Tracer
 
 
-def make_app(service: WorkerService) -> FastAPI:
+def make_app(service: WorkerService, tracer: Tracer | None = None) -> FastAPI:
     """`POST /v1/completions`, `POST /v1/chat/completions`, `GET /healthz` and `GET /metrics` of one
-    worker."""
+    worker. Requests that bring a trace have spans, where there is a tracer."""
     app = FastAPI(title="kvxfer worker")
     problems.install(app)
 
@@ -51,6 +55,8 @@ def make_app(service: WorkerService) -> FastAPI:
     async def metrics() -> Response:
         return Response(service.metrics(), media_type=CONTENT_TYPE_LATEST)
 
+    if tracer is not None:
+        app.add_middleware(TraceRequests, tracer=tracer)
     return app
 
 

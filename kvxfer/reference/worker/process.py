@@ -31,6 +31,7 @@ from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.service import WorkerService
 from kvxfer.registration import Registration
 from kvxfer.ticket import TicketKeys
+from kvxfer.tracing.setup import tracing
 from kvxfer.watched_file import WatchedFile
 
 
@@ -130,8 +131,16 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
             )
         )
         compute = stack.enter_context(contextlib.closing(ComputeThread()))
+        tracer = await stack.enter_async_context(
+            tracing(
+                "worker",
+                instance_id,
+                control_plane=settings.control_plane,
+                credentials=settings.credentials,
+            )
+        )
         service = WorkerService(settings.role, runner, cache, pool, endpoint, engine, compute)
-        server = HttpServer(make_app(service))
+        server = HttpServer(make_app(service, tracer))
         ready = Ready(
             instance_id, settings.role, model.config.name, url_of(listener), engine.address
         )

@@ -40,6 +40,7 @@ from kvxfer.reference.worker.compute import Abandon, ComputeThread
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
 from kvxfer.reference.worker.text_stream import TextStream
+from kvxfer.tracing.span import span
 from kvxfer.worker_metrics import WorkerMetrics
 
 
@@ -189,10 +190,11 @@ class WorkerService:
                 params.ticket, hold, decode_address=params.prefill_dials
             ) as session:
                 abandon = Abandon()
-                tail = await self._compute.run(
-                    lambda: self._compute_prompt(tokens, hold.ids.tolist(), session, abandon),
-                    abandon,
-                )
+                with span("prefill.compute", prompt_tokens=len(tokens)):
+                    tail = await self._compute.run(
+                        lambda: self._compute_prompt(tokens, hold.ids.tolist(), session, abandon),
+                        abandon,
+                    )
                 await session.finish(encode_tail(tail))
                 sent_at = time.time()
         output = [tail.first_token]
@@ -262,6 +264,7 @@ class WorkerService:
             run.visible_transfer = max(complete_at - tail.computed_at, 0.0)
 
             token: int | None = tail.first_token
+            first_step = True
             steps = self.runner.decode(
                 tail.first_token, len(tokens), received.ids.tolist() + table, request.max_tokens
             )
@@ -271,7 +274,9 @@ class WorkerService:
                 if self.runner.ends(token) and not request.ignore_eos:
                     break
                 before = time.perf_counter()
-                token = await self._compute.run(lambda: next(steps, None))
+                with span("decode.first_step") if first_step else contextlib.nullcontext():
+                    token = await self._compute.run(lambda: next(steps, None))
+                first_step = False
                 if token is not None:
                     self._meter.next_tokens(time.perf_counter() - before)
 

@@ -1,7 +1,8 @@
 """Transfers at random between workers that join, leave and are killed, for as long as you say.
 
 Exit code 1 where memory, file descriptors or threads of a worker that lives throughout grow, where
-bytes sent, received and checked by their checksum differ, or where a block is not given back.
+bytes sent, received, checked by their checksum and counted by the engines differ, or where a block
+is not given back.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ from kvxfer.cli.output import err, out, show_json
 from tests.arguments import minutes_to_run
 
 from .flatness import Held, Slope, held_by, slopes
-from .fleet import Counted, Fleet
+from .fleet import Audit, Counted, Fleet
 from .worker import NUM_BLOCKS
 
 _AT_ONCE: Final = 6
 _CHURN_SECONDS: Final = (2.0, 8.0)
 _SAMPLE_SECONDS: Final = 1.0
+# Transfers of the calm while at the end.
+_AUDITED: Final = 100
 
 
 class Outcome(msgspec.Struct):
     minutes: float
     counted: Counted
+    audit: Audit
     joined: int
     left: int
     killed: int
@@ -53,10 +57,8 @@ class Outcome(msgspec.Struct):
             for slope in of_worker:
                 if not slope.flat:
                     yield f"{name}: {slope.what} grew by {slope.growth:.1f}"
-        sent = sum(stats["bytes_sent"] for stats in self.engines.values())
-        received = sum(stats["bytes_received"] for stats in self.engines.values())
-        if sent + received < counted.sent:
-            yield f"the engines that lived throughout count {sent:,} and {received:,} bytes"
+        if not self.audit.reconciled:
+            yield f"the books of a calm while and the engines' counters differ: {self.audit}"
         for name, stats in self.engines.items():
             if stats["free"] != NUM_BLOCKS:
                 yield f"{name}: {NUM_BLOCKS - stats['free']} blocks were not given back"
@@ -70,6 +72,7 @@ async def soak(minutes: float, rng: random.Random) -> Outcome:
         with Progress(*columns, console=err) as progress:
             bar = progress.add_task("soak", total=minutes * 60)
             samples = await _load(fleet, minutes * 60, rng, progress, bar)
+        audit = await fleet.audit(_AUDITED)
         engines = {
             name: {k: v for k, v in (await member.ask_stats()).items() if k != "event"}
             for name, member in fleet.keepers.items()
@@ -79,6 +82,7 @@ async def soak(minutes: float, rng: random.Random) -> Outcome:
     return Outcome(
         minutes=minutes,
         counted=fleet.counted,
+        audit=audit,
         joined=fleet.joined,
         left=fleet.left,
         killed=fleet.killed,
@@ -147,6 +151,10 @@ def tables(outcome: Outcome) -> Iterator[Table]:
     books.add_row("transfers that ended well", f"{counted.transfers:,}")
     for what in ("sent", "received", "checked"):
         books.add_row(f"bytes {what}", f"{getattr(counted, what):,}")
+    for what in ("sent", "engines_sent", "engines_received", "checked"):
+        who, _, how = what.rpartition("_")
+        name = f"bytes {how}{' by the ' * bool(who)}{who}"
+        books.add_row(f"calm while: {name}", f"{getattr(outcome.audit, what):,}")
     for code, number in counted.errors.most_common():
         books.add_row(f"sides that ended with {code}", f"{number:,}")
     books.add_row("sides that were killed", f"{counted.lost:,}")

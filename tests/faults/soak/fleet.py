@@ -10,7 +10,7 @@ import signal
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvxfer.ticket import Ticket, sign_ticket
@@ -26,6 +26,8 @@ _PASSING: Final = 2
 _FABRICS: Final = ("local,tcp", "tcp", "local,tcp")
 _LEAVING_SECONDS: Final = 1.0
 _END_SECONDS: Final = 30.0
+# For a side to hear of the other's end.
+_HEAR_SECONDS: Final = 2.0
 _CLIENT_LEAVES: Final = 0.1
 
 
@@ -41,6 +43,22 @@ class Counted:
     """How the others ended, by code; each side counts."""
     lost: int = 0
     """Sides that were killed before they could tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Bytes of some transfers that nothing disturbed, by the books of both sides and by the
+    counters of their engines: five times the same number."""
+
+    sent: int
+    received: int
+    checked: int
+    engines_sent: int
+    engines_received: int
+
+    @property
+    def reconciled(self) -> bool:
+        return self.sent > 0 and len({getattr(self, name) for name in self.__slots__}) == 1
 
 
 class Member:
@@ -60,18 +78,18 @@ class Member:
                 if event["event"] == "stats" and self.stats is not None:
                     self.stats.set_result(event)
                 elif (waiting := self.ended.pop(event.get("number", -1), None)) is not None:
-                    waiting.set_result(event)
+                    _settle(waiting, event)
         for waiting in self.ended.values():
-            waiting.set_result({"lost": True})
+            _settle(waiting, {"lost": True})
         self.ended.clear()
 
     def begin(self, number: int, command: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
-        self.ended[number] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         if self._listening.done():
-            self.ended.pop(number).set_result({"lost": True})
-            return _lost()
-        waiting = self.ended[number]
-        self.process.tell({"number": number, **command})
+            _settle(waiting, {"lost": True})
+        else:
+            self.ended[number] = waiting
+            self.process.tell({"number": number, **command})
         return waiting
 
     async def ask_stats(self) -> dict[str, Any]:
@@ -84,10 +102,13 @@ class Member:
         await self._listening
 
 
-def _lost() -> asyncio.Future[dict[str, Any]]:
-    future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-    future.set_result({"lost": True})
-    return future
+def _settle(waiting: asyncio.Future[dict[str, Any]], event: dict[str, Any]) -> None:
+    if not waiting.done():  # nobody waits for it any more
+        waiting.set_result(event)
+
+
+def _failed(side: asyncio.Future[dict[str, Any]]) -> bool:
+    return side.result().get("error", "lost") is not None
 
 
 class Fleet:
@@ -132,14 +153,36 @@ class Fleet:
         self.members.remove(member)
         await member.end()
 
-    async def transfer(self) -> None:
-        """One between two random workers; its client may leave."""
+    async def audit(self, transfers: int) -> Audit:
+        """So many between those that lived throughout, when all others are over."""
+        before, books = await self._engines(), replace(self.counted)
+        for _ in range(transfers):
+            await self.transfer(list(self.keepers.values()))
+        after, counted = await self._engines(), self.counted
+        return Audit(
+            sent=counted.sent - books.sent,
+            received=counted.received - books.received,
+            checked=counted.checked - books.checked,
+            engines_sent=after["bytes_sent"] - before["bytes_sent"],
+            engines_received=after["bytes_received"] - before["bytes_received"],
+        )
+
+    async def _engines(self) -> Counter[str]:
+        """The counters of those that lived throughout, added up."""
+        total: Counter[str] = Counter()
+        for member in self.keepers.values():
+            stats = await member.ask_stats()
+            total.update({name: stats[name] for name in ("bytes_sent", "bytes_received")})
+        return total
+
+    async def transfer(self, among: list[Member] | None = None) -> None:
+        """One between two random workers; its client may leave. `among` these, it stays."""
         rng, number = self._rng, next(self._numbers)
-        prefill, decode = (self._one(role) for role in ("prefill", "decode"))
+        prefill, decode = (self._one(role, among) for role in ("prefill", "decode"))
         blocks = rng.randint(1, MAX_BLOCKS)
         ticket = self._ticket(prefill, decode)
         patience = {"prefill": 0.0, "decode": 0.0}
-        if rng.random() < _CLIENT_LEAVES:
+        if among is None and rng.random() < _CLIENT_LEAVES:
             patience[rng.choice(["prefill", "decode"])] = rng.uniform(0.0001, 0.03)
         common = {"ticket": ticket, "blocks": blocks}
         address = prefill.process.address
@@ -150,7 +193,7 @@ class Fleet:
             ),
             prefill.begin(number, {"do": "prefill", "patience": patience["prefill"], **common}),
         ]
-        received, sent = await asyncio.wait_for(asyncio.gather(*sides), 2 * _END_SECONDS)
+        received, sent = await self._both(number, {decode: sides[0], prefill: sides[1]})
         counted = self.counted
         for side in (received, sent):
             if "lost" in side:
@@ -163,8 +206,24 @@ class Fleet:
             counted.received += received["received"]
             counted.checked += received["checked"]
 
-    def _one(self, role: str) -> Member:
-        return self._rng.choice([m for m in self.members if m.role == role and not m.leaving])
+    async def _both(
+        self, number: int, sides: dict[Member, asyncio.Future[dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        """How each side ended. One that has not heard of the other's failure is told to give up, as
+        a router does: prefill may never have heard of its decode worker."""
+        waiting = set(sides.values())
+        async with asyncio.timeout(_END_SECONDS):
+            ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if any(map(_failed, ended)) and waiting:
+                _, waiting = await asyncio.wait(waiting, timeout=_HEAR_SECONDS)
+                for member, side in sides.items():
+                    if side in waiting:
+                        member.process.tell({"do": "give up", "number": number})
+            return list(await asyncio.gather(*sides.values()))
+
+    def _one(self, role: str, among: list[Member] | None) -> Member:
+        members = self.members if among is None else among
+        return self._rng.choice([m for m in members if m.role == role and not m.leaving])
 
     async def _join(self, role: str, instance: str) -> Member:
         place = Place(self._rng.choice(_FABRICS))

@@ -40,24 +40,34 @@ class SoakWorker:
             for part in LAYOUT.parts
         ]
         self._tasks: set[asyncio.Task[None]] = set()
+        self._transfers: dict[int, asyncio.Task[None]] = {}
         self.closing = asyncio.Event()
 
     def command(self, command: dict[str, Any]) -> None:
         match command.pop("do"):
             case "prefill":
-                self._start(self._run(command["number"], self._prefill(**command)))
+                self._begin(command["number"], self._prefill(**command))
             case "decode":
-                self._start(self._run(command["number"], self._decode(**command)))
+                self._begin(command["number"], self._decode(**command))
+            case "give up":
+                if (transfer := self._transfers.get(command["number"])) is not None:
+                    # Not before it has begun: it would not tell.
+                    asyncio.get_running_loop().call_soon(transfer.cancel)
             case "stats":
                 self._pool.check()
                 report("stats", free=self._pool.num_free, **self._engine.stats())
             case "close":
                 self.closing.set()
 
-    def _start(self, work: Awaitable[None]) -> None:
+    def _begin(self, number: int, transfer: Awaitable[dict[str, int]]) -> None:
+        self._transfers[number] = task = self._start(self._run(number, transfer))
+        task.add_done_callback(lambda _: self._transfers.pop(number))
+
+    def _start(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _run(self, number: int, transfer: Awaitable[dict[str, int]]) -> None:
         found: dict[str, int] = {}
@@ -66,6 +76,8 @@ class SoakWorker:
             found = await transfer
         except KvxferError as failure:
             error = failure.code
+        except asyncio.CancelledError:
+            error = "given-up"
         report("ended", number=number, error=error, **found)
 
     async def _prefill(

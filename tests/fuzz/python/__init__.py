@@ -17,6 +17,8 @@ TARGETS: Final = (
     "router_bodies",
     "sglang_bootstrap",
     "endpoint",
+    "brokered",
+    "redis_records",
 )
 
 

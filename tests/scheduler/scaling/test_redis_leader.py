@@ -136,7 +136,7 @@ async def test_over_a_fail_over_one_replica_acts_at_a_time_and_tokens_ascend(ter
             await eventually(lambda: len(acts) > 5)
             first, replica = acts[-1]
             with servers.master.client() as client:
-                assert client.wait(1, 5000) == 1
+                assert client.wait(1, 15_000) == 1
             servers.master.kill()
             with pytest.raises(NotLeader, match="cannot be found out"):
                 await leaders[replica].confirm(first)

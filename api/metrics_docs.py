@@ -1,0 +1,78 @@
+"""docs/metrics.md, made of the metrics' own descriptions: `python -m kvxfer.api.metrics_docs FILE`
+writes it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from kvxfer.api.metrics import Metrics
+from kvxfer.connectors.vllm.metrics import FAMILIES as VLLM_FAMILIES
+from kvxfer.metric_set import Family
+from kvxfer.router.metrics import Metrics as RouterMetrics
+from kvxfer.worker_metrics import WorkerMetrics
+
+if TYPE_CHECKING:
+    from kvxfer.engine import Engine
+    from kvxfer.kv.endpoint import KvEndpoint
+
+_HEAD: Final = """\
+# Metrics
+
+Every metric there is, made from the code by `python -m kvxfer.api.metrics_docs docs/metrics.md`.
+Names follow Prometheus' conventions: base units, `_total` for counters. Labels come from fixed
+sets; `code` is that of an error ([operations.md](operations.md#errors)). A histogram has
+`_bucket`, `_sum` and `_count`.
+
+The dashboard and the alerts made of them are in `deploy/helm/kvxfer`
+([operations.md](operations.md#dashboard-and-alerts)).
+"""
+_SECTIONS: Final[Mapping[str, str]] = {
+    "Control plane": """\
+`GET /metrics` of `kvxfer serve`, with a token of scope `monitor` or `admin`. `kvxfer_instances`,
+`kvxfer_transfers_*`, `kvxfer_registrations_total`, `kvxfer_leases_expired_total` and
+`kvxfer_fleet_*` are of the whole registry, and the same on every replica that shares it: take the
+maximum over replicas, never the sum. The rest is of one process.""",
+    "Router": "`GET /metrics` of `kvxfer router`, without a key.",
+    "Worker": """\
+`GET /metrics` of `kvxfer worker`. Other programs register
+`kvxfer.worker_metrics.WorkerMetrics(engine, endpoint)` with their Prometheus registry.""",
+    "vLLM": "In `/metrics` of vLLM itself, with the labels that vLLM gives to all of its metrics.",
+}
+
+
+def families() -> dict[str, tuple[Family, ...]]:
+    """Every metric, by the part of kvxfer that has it."""
+    # Nothing is read off the engine before the first scrape.
+    worker = WorkerMetrics(cast("Engine", None), cast("KvEndpoint", None))
+    return {
+        "Control plane": tuple(Metrics().set.families),
+        "Router": tuple(RouterMetrics().set.families),
+        "Worker": tuple(worker.set.families),
+        "vLLM": VLLM_FAMILIES,
+    }
+
+
+def render() -> str:
+    """The text of docs/metrics.md."""
+    parts = [_HEAD]
+    for title, of_it in families().items():
+        parts.append(f"## {title}\n\n{_SECTIONS[title]}\n\n{_table(of_it)}")
+    return "\n".join(parts)
+
+
+def _table(of_it: Iterable[Family]) -> str:
+    lines = ["| metric | type | unit | labels | |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{f.name}` | {f.kind} | {f.unit} | {', '.join(f.labels)} | {f.text} |"
+        for f in sorted(of_it, key=lambda family: family.name)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m kvxfer.api.metrics_docs FILE")
+    Path(sys.argv[1]).write_text(render(), encoding="utf-8")

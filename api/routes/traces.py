@@ -1,0 +1,87 @@
+"""Spans come in as any OpenTelemetry exporter sends them, and go out as the trace of a request."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Path, Request, Response
+
+from kvxfer.api.access import GuardedRoute, allow
+from kvxfer.api.context import ControlPlaneDep
+from kvxfer.api.problems import responses
+from kvxfer.api.schemas.traces import Trace
+from kvxfer.api.tokens import Scope
+from kvxfer.errors import InvalidArgument, NotBuilt, UnknownTrace
+from kvxfer.tracing.otlp import read_spans
+from kvxfer.tracing.setup import is_installed
+
+router = APIRouter(route_class=GuardedRoute, prefix="/v1/traces", tags=["traces"])
+
+_PROTOBUF: Final = "application/x-protobuf"
+_MAX_BYTES: Final = 8 << 20
+_BODY: Final[dict[str, Any]] = {
+    "requestBody": {
+        "required": True,
+        "description": "An ExportTraceServiceRequest of OTLP 1; `Content-Encoding: gzip` is fine.",
+        "content": {_PROTOBUF: {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+@router.post(
+    "",
+    summary="Export spans",
+    response_class=Response,
+    responses={
+        200: {"content": {_PROTOBUF: {"schema": {"type": "string", "format": "binary"}}}},
+        **responses(InvalidArgument, NotBuilt),
+    },
+    openapi_extra=_BODY,
+)
+@allow(Scope.WORKER, Scope.ROUTER)
+async def export(request: Request, app: ControlPlaneDep) -> Response:
+    """Takes spans as an OTLP/HTTP collector does; the latest of them are kept in memory.
+
+    Name this control plane in OTEL_EXPORTER_OTLP_ENDPOINT, or let a collector forward to it.
+    """
+    if not is_installed():
+        raise NotBuilt(
+            "this control plane takes no traces: OpenTelemetry is not installed there; "
+            "pip install 'kvxfer[otel]'"
+        )
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip()
+    if media_type != _PROTOBUF:
+        raise InvalidArgument(
+            f"Content-Type is {media_type!r}; send {_PROTOBUF}, which is "
+            "OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf"
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    app.traces.add(read_spans(_decoded(await request.body(), encoding)))
+    return Response(b"", media_type=_PROTOBUF)
+
+
+@router.get("/{request_id}", summary="Get", responses=responses(InvalidArgument, UnknownTrace))
+@allow(Scope.ADMIN)
+async def get(
+    request_id: Annotated[str, Path(max_length=256, description="Of a request, or of a trace.")],
+    app: ControlPlaneDep,
+) -> Trace:
+    """The spans of a request that this replica has been sent, by their start."""
+    return Trace.model_validate(app.traces.find(request_id))
+
+
+def _decoded(content: bytes, encoding: str) -> bytes:
+    """Raises InvalidArgument, also for what would be too much."""
+    if encoding == "identity":
+        return content
+    if encoding != "gzip":
+        raise InvalidArgument(f"Content-Encoding is {encoding!r}; send gzip, or none")
+    inflate = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        decoded = inflate.decompress(content, _MAX_BYTES)
+    except zlib.error as error:
+        raise InvalidArgument(f"the body is no gzip ({error})") from None
+    if not inflate.eof:
+        raise InvalidArgument(f"the body ends early or has more than {_MAX_BYTES} bytes; send less")
+    return decoded

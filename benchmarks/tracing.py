@@ -1,0 +1,103 @@
+"""What tracing costs: `python -m benchmarks.tracing` compares the control plane's busiest call,
+POST /v1/transfers without HTTP, with tracing taken out, with a request that nobody traces, and with
+one that is recorded; and a step of code that is traced where nothing is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from fastapi import FastAPI
+
+from kvxfer.api.app import create_app
+from kvxfer.api.settings import Settings
+from kvxfer.instances import InstanceState, Role
+from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.tracing.asgi import TraceRequests
+from kvxfer.tracing.span import span
+from tests.control_plane import CLUSTER_KEY, FakeClock, worker
+
+CALLS = 200
+ROUNDS = 9
+RECORDED = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+BODY = json.dumps({"request_id": "r", "prompt_tokens": 16}).encode()
+
+
+async def control_plane(*, traced: bool) -> FastAPI:
+    clock = FakeClock()  # no lease ends while this runs
+    registry = EmbeddedRegistry(clock=clock)
+    for role in (Role.PREFILL, Role.DECODE):
+        spec = worker(role.value, role, num_blocks=1 << 30)
+        await registry.register(spec, state=InstanceState.READY)
+    app = create_app(Settings(cluster_key=CLUSTER_KEY), registry, clock=clock)
+    if not traced:
+        kept = [each for each in app.user_middleware if each.cls is not TraceRequests]
+        app.user_middleware[:] = kept
+    return app
+
+
+async def call(app: FastAPI, headers: list[tuple[bytes, bytes]]) -> None:
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/v1/transfers",
+        "raw_path": b"/v1/transfers",
+        "query_string": b"",
+        "root_path": "",
+        "headers": [
+            (b"host", b"kvxfer"),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(BODY)).encode()),
+            *headers,
+        ],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": BODY, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start" and message["status"] != 201:
+            raise RuntimeError(f"the control plane answered {message['status']}")
+
+    # A server gives each request a context of its own.
+    await asyncio.create_task(app(scope, receive, send))
+
+
+async def microseconds(app: FastAPI, headers: list[tuple[bytes, bytes]]) -> float:
+    begun = time.process_time()
+    for _ in range(CALLS):
+        await call(app, headers)
+    return (time.process_time() - begun) / CALLS * 1e6
+
+
+async def main() -> None:
+    without, shipped = await control_plane(traced=False), await control_plane(traced=True)
+    cases: dict[str, tuple[FastAPI, list[tuple[bytes, bytes]]]] = {
+        "tracing taken out": (without, []),
+        "nobody traces it": (shipped, []),
+        "recorded": (shipped, [(b"traceparent", RECORDED)]),
+    }
+    rounds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(ROUNDS):  # in turns, so that whatever else runs disturbs all of them
+        for name, case in cases.items():
+            rounds[name].append(await microseconds(*case))
+    least = {name: min(values) for name, values in rounds.items()}
+    print("POST /v1/transfers          CPU us   ratio")
+    for name, value in least.items():
+        print(f"{name:<24}{value:>9.1f}{value / least['tracing taken out']:>8.3f}")
+    begun = time.process_time()
+    for _ in range(100_000):
+        with span("nothing"):
+            pass
+    print(f"{'a step, nobody traces it':<24}{(time.process_time() - begun) * 10:>9.2f}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

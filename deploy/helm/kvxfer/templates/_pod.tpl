@@ -1,0 +1,70 @@
+{{/* What pods have in common. */}}
+
+{{- define "kvxfer.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "kvxfer.securityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* Where a pod may run: the values of its part. */}}
+{{- define "kvxfer.placement" -}}
+{{- range $name := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" }}
+{{- with index $ $name }}
+{{ dict $name . | toYaml }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Environment of a client of the control plane. */}}
+{{- define "kvxfer.clientEnv" -}}
+- {name: KVXFER_CONTROL_PLANE, value: {{ include "kvxfer.controlPlaneUrl" . | quote }}}
+- {name: KVXFER_TOKEN_FILE, value: /etc/kvxfer/secret/token}
+{{- if .Values.tls.enabled }}
+- {name: KVXFER_CA_FILE, value: /etc/kvxfer/ca/ca.crt}
+{{- end }}
+{{- end -}}
+
+{{- define "kvxfer.clientMounts" -}}
+- {name: secret, mountPath: /etc/kvxfer/secret, readOnly: true}
+{{- if .Values.tls.enabled }}
+- {name: ca, mountPath: /etc/kvxfer/ca, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{/* (list $ "key of the token" "further key" …): the token is the file `token`, the others have their key's name. */}}
+{{- define "kvxfer.clientVolumes" -}}
+{{- $ := index . 0 -}}
+- name: secret
+  secret:
+    secretName: {{ include "kvxfer.secretName" $ }}
+    defaultMode: 0440
+    items:
+      - {key: {{ index . 1 }}, path: token}
+      {{- range slice . 2 }}
+      - {key: {{ . }}, path: {{ . }}}
+      {{- end }}
+{{- if $.Values.tls.enabled }}
+- name: ca
+  secret:
+    secretName: {{ include "kvxfer.tlsSecretName" $ }}
+    defaultMode: 0440
+    items:
+      - {key: ca.crt, path: ca.crt}
+{{- end }}
+{{- end -}}
+
+{{/* Arguments, one per line and quoted: what they are is the program's business, not YAML's. */}}
+{{- define "kvxfer.arguments" -}}
+{{- range $index, $argument := . }}
+{{- if $index }}{{ "\n" }}{{ end -}}
+- {{ $argument | toString | quote }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,95 @@
+"""`kvxfer trace`: the timeline of one request."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from kvxfer.cli.connection import (
+    CaFileOption,
+    CertFileOption,
+    ControlPlaneOption,
+    KeyFileOption,
+    TokenFileOption,
+    connect,
+)
+from kvxfer.cli.output import err, out, show_json
+
+if TYPE_CHECKING:
+    from kvxfer.client import SyncControlPlaneClient
+    from kvxfer.traces import Trace
+
+_PAUSE_SECONDS: Final = 0.25
+# Exporters send once a second: after this long without news a trace is taken to be whole.
+_QUIET_SECONDS: Final = 1.5
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(trace)
+
+
+def trace(
+    request_id: Annotated[
+        str, typer.Argument(metavar="REQUEST_ID", help="X-Request-ID of its answer, or a trace id.")
+    ],
+    every: Annotated[
+        bool, typer.Option("--all", help="A line for every span, however many are alike.")
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for spans that are on their way.")
+    ] = 5.0,
+    control_plane: ControlPlaneOption = None,
+    token_file: TokenFileOption = None,
+    ca_file: CaFileOption = None,
+    cert_file: CertFileOption = None,
+    key_file: KeyFileOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known.")] = False,
+) -> None:
+    """Draw the timeline of a request: router, ticket, prefill, each layer's write, decode.
+
+    Processes whose OTEL_EXPORTER_OTLP_ENDPOINT is the control plane send their spans there; it
+    keeps the latest.
+    """
+    import msgspec
+
+    from kvxfer.cli.timeline import timeline
+
+    with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
+        found = _when_whole(client, request_id, wait)
+    if as_json:
+        show_json(msgspec.to_builtins(found))
+        return
+    out.print(timeline(found, width=out.width, every=every), soft_wrap=True)
+    if _orphans(found):
+        err.print("[yellow]incomplete[/] the spans that began this trace have not arrived")
+
+
+def _when_whole(client: SyncControlPlaneClient, request_id: str, wait: float) -> Trace:
+    """The trace once nothing has been added to it for a while, or as it is after `wait` seconds."""
+    from kvxfer.errors import UnknownTrace
+
+    give_up = time.monotonic() + wait
+    found: Trace | None = None
+    since = time.monotonic()
+    while True:
+        try:
+            before, found = found, client.trace(request_id)
+        except UnknownTrace:
+            if time.monotonic() >= give_up:
+                raise
+        else:
+            if before is None or len(before.spans) != len(found.spans):
+                since = time.monotonic()
+            # One that ended long ago is whole.
+            age = time.time() - max(span.end for span in found.spans)
+            settled = time.monotonic() - since >= _QUIET_SECONDS or age > wait
+            if time.monotonic() >= give_up or (settled and not _orphans(found)):
+                return found
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _orphans(trace: Trace) -> bool:
+    ids = {span.span_id for span in trace.spans}
+    return all(span.parent_id is not None and span.parent_id not in ids for span in trace.spans)

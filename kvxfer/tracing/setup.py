@@ -1,0 +1,150 @@
+"""Tracing as OpenTelemetry's environment variables set it: where spans go, and which of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from kvxfer.client.clients import control_plane_url
+from kvxfer.client.credentials import Credentials
+from kvxfer.errors import InvalidArgument, NotBuilt
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+
+    from kvxfer.tracing.tracer import Tracer
+
+_ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_HEADERS: Final = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
+# Whoever asks for a trace should not wait for OpenTelemetry's own 5 s.
+_DELAY_MS: Final = 1000
+
+
+def is_installed() -> bool:
+    """Whether the packages of `kvxfer[otel]` are there."""
+    try:
+        return (
+            find_spec("opentelemetry.sdk") is not None
+            and find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+        )
+    except ModuleNotFoundError:
+        return False
+
+
+def endpoint() -> str:
+    """Where spans go; empty where nothing is traced."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return ""
+    if os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() == "none":
+        return ""
+    return next((url for name in _ENDPOINTS if (url := os.environ.get(name, "").strip())), "")
+
+
+def start_tracing(
+    service: str,
+    instance_id: str = "",
+    *,
+    control_plane: str | None = None,
+    credentials: Credentials | None = None,
+) -> Tracer | None:
+    """A tracer where the environment names an endpoint, None otherwise.
+
+    Where that endpoint is the control plane itself, spans are sent with the `credentials` for it.
+    Raises NotBuilt where the packages are missing, and InvalidArgument for a protocol that is not
+    there.
+    """
+    url = endpoint()
+    if not url:
+        return None
+    if not is_installed():
+        raise NotBuilt(
+            f"traces are to go to {url}, and OpenTelemetry is not installed: "
+            "pip install 'kvxfer[otel]', or unset OTEL_EXPORTER_OTLP_ENDPOINT"
+        )
+    protocol = next((p for name in _PROTOCOLS if (p := os.environ.get(name))), "http/protobuf")
+    if protocol != "http/protobuf":
+        raise InvalidArgument(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; traces are sent by http/protobuf: "
+            "name the collector's HTTP port, which usually is 4318"
+        )
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    from kvxfer.tracing.tracer import Tracer
+
+    options: dict[str, Any] = {}
+    if _origin(url) == _origin(control_plane_url(control_plane)):
+        options = _with_credentials(credentials or Credentials.from_environment())
+    provider = TracerProvider(resource=resource(service, instance_id), shutdown_on_exit=False)
+    delay = None if "OTEL_BSP_SCHEDULE_DELAY" in os.environ else _DELAY_MS
+    provider.add_span_processor(
+        BatchSpanProcessor(OTLPSpanExporter(**options), schedule_delay_millis=delay)
+    )
+    return Tracer(provider)
+
+
+@contextlib.asynccontextmanager
+async def tracing(
+    service: str,
+    instance_id: str = "",
+    *,
+    control_plane: str | None = None,
+    credentials: Credentials | None = None,
+) -> AsyncIterator[Tracer | None]:
+    """The same; what is left is sent on exit. The control plane and its credentials are those of
+    ControlPlaneClient where they are None."""
+    tracer = start_tracing(
+        service, instance_id, control_plane=control_plane, credentials=credentials
+    )
+    try:
+        yield tracer
+    finally:
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+
+
+def resource(service: str, instance_id: str = "") -> Resource:
+    """Who the spans of this process are of; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win."""
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+
+    own = {"service.name": service}
+    if instance_id:
+        own["service.instance.id"] = instance_id
+    return Resource(own).merge(OTELResourceDetector().detect())
+
+
+def _with_credentials(credentials: Credentials) -> dict[str, Any]:
+    import requests
+
+    options: dict[str, Any] = {
+        name: str(path)
+        for name, path in (
+            ("certificate_file", credentials.ca_file),
+            ("client_certificate_file", credentials.cert_file),
+            ("client_key_file", credentials.key_file),
+        )
+        if path is not None
+    }
+    token = credentials.bearer()
+    if token is not None and not any(os.environ.get(name) for name in _HEADERS):
+
+        def authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
+            request.headers["Authorization"] = f"Bearer {token()}"
+            return request
+
+        options["session"] = requests.Session()
+        options["session"].auth = authorize
+        options["session"].trust_env = False
+    return options
+
+
+def _origin(url: str) -> tuple[str, str]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.netloc

@@ -1,0 +1,91 @@
+"""Spans of OpenTelemetry behind the interface of `span.py`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+import kvxfer
+from kvxfer.tracing.span import HEADER, Span, is_recorded
+
+_PROPAGATOR: Final = TraceContextTextMapPropagator()
+
+
+class Tracer:
+    """Begins the spans of one process. Any thread."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("kvxfer", kvxfer.__version__)
+
+    def root(
+        self, name: str, traceparent: str = "", **attributes: str | int | float
+    ) -> Span | None:
+        """A request that begins here, or goes on with the trace of its client; None where it is not
+        recorded."""
+        return self._begin(name, traceparent, attributes)
+
+    def join(self, name: str, traceparent: str, **attributes: str | int | float) -> Span | None:
+        """A part of somebody else's trace; None where there is none that is recorded."""
+        return self._begin(name, traceparent, attributes) if is_recorded(traceparent) else None
+
+    def close(self) -> None:
+        """Sends what is left, within the exporter's own deadline."""
+        self._provider.shutdown()
+
+    def _begin(
+        self, name: str, traceparent: str, attributes: dict[str, str | int | float]
+    ) -> Span | None:
+        context = _PROPAGATOR.extract({HEADER: traceparent} if traceparent else {})
+        begun = self._tracer.start_span(
+            name, context, SpanKind.SERVER, attributes=_named(attributes)
+        )
+        return _Span(self._tracer, begun) if begun.is_recording() else None
+
+
+class _Span:
+    __slots__ = ("_span", "_tracer")
+
+    def __init__(self, tracer: trace.Tracer, begun: trace.Span) -> None:
+        self._tracer, self._span = tracer, begun
+
+    @property
+    def traceparent(self) -> str:
+        context = self._span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
+
+    def child(
+        self, name: str, start_ns: int | None = None, /, **attributes: str | int | float
+    ) -> Span:
+        begun = self._tracer.start_span(
+            name,
+            trace.set_span_in_context(self._span),
+            attributes=_named(attributes),
+            start_time=start_ns,
+        )
+        return _Span(self._tracer, begun)
+
+    def set(self, **attributes: str | int | float) -> None:
+        self._span.set_attributes(_named(attributes))
+
+    def rename(self, name: str) -> None:
+        self._span.update_name(name)
+
+    def event(self, name: str) -> None:
+        self._span.add_event(name)
+
+    def end(self, error: BaseException | None = None, *, end_ns: int | None = None) -> None:
+        if error is not None and self._span.is_recording():
+            code = getattr(error, "code", type(error).__name__)
+            self._span.set_attribute("error.type", code)
+            self._span.set_status(Status(StatusCode.ERROR, str(error)))
+        self._span.end(end_ns)
+
+
+def _named(attributes: dict[str, str | int | float]) -> dict[str, str | int | float]:
+    """With the prefix that tells them from those of others."""
+    return {f"kvxfer.{name}": value for name, value in attributes.items()}

@@ -1,0 +1,108 @@
+"""Values that cannot be meant are refused before anything is installed, by their name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import helm_python
+import pytest
+
+from tests.deploy.chart import render
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a misspelt value": (
+        {"controlPlane": {"replica": 3}},
+        "at '/controlPlane': additional properties 'replica' not allowed",
+    ),
+    "a count that is text": (
+        {"router": {"replicas": "two"}},
+        "at '/router/replicas': got string, want integer",
+    ),
+    "a port that is none": (
+        {"controlPlane": {"port": 80800}},
+        "at '/controlPlane/port': maximum: got 80,800, want 65,535",
+    ),
+    "an engine that is not there": (
+        {"workers": {"engine": "vLLM"}},
+        "at '/workers/engine': value must be one of 'reference', 'vllm'",
+    ),
+    "a fabric that is not there": (
+        {"workers": {"decode": {"fabrics": ["rdma"]}}},
+        "at '/workers/decode/fabrics/0': value must be one of 'local', 'verbs', 'ofi', 'tcp'",
+    ),
+    "a device without its domain": (
+        {"workers": {"rdma": {"resource": "mlx5_0"}}},
+        "at '/workers/rdma/resource': 'mlx5_0' does not match pattern",
+    ),
+    "a registry that is no Redis": (
+        {"registry": {"kind": "external", "external": {"url": "http://redis:6379"}}},
+        "at '/registry/external/url': 'http://redis:6379' does not match pattern",
+    ),
+    "a drain that leaves no time": (
+        {"workers": {"drainSeconds": 5}},
+        "at '/workers/drainSeconds': minimum: got 5, want 20",
+    ),
+    "huge pages of no size": (
+        {"workers": {"hugepages": {"size": "2MB"}}},
+        "at '/workers/hugepages/size': value must be one of '2Mi', '1Gi'",
+    ),
+    "an argument that is none": (
+        {"router": {"extraArgs": ["attempts=2"]}},
+        "at '/router/extraArgs/0': 'attempts=2' does not match pattern",
+    ),
+    "replicas that share nothing": (
+        {"controlPlane": {"replicas": 3}},
+        "needs a registry that they share; set registry.kind to bundled or external",
+    ),
+    "an external registry that is nowhere": (
+        {"registry": {"kind": "external"}},
+        "registry.kind is external and no Redis is named; set registry.external.url",
+    ),
+    "a registry named twice": (
+        {"registry": {"kind": "external", "external": {"url": "redis://r", "existingSecret": "s"}}},
+        "registry.external: both url and existingSecret are set; keep one of them",
+    ),
+    "workers without a control plane": (
+        {"controlPlane": {"enabled": False}},
+        "set controlPlane.externalUrl to the control plane they belong to",
+    ),
+    "workers without the other's secrets": (
+        {"controlPlane": {"enabled": False, "externalUrl": "http://kvxfer:8080"}},
+        "auth.existingSecret is empty; name the Secret with the cluster key and tokens",
+    ),
+    "two control planes": (
+        {"controlPlane": {"externalUrl": "http://kvxfer:8080"}},
+        "controlPlane.externalUrl is http://kvxfer:8080 and controlPlane.enabled is true",
+    ),
+    "an autoscaler of nothing": (
+        {"autoscaler": {"enabled": True}, "workers": {"decode": {"enabled": False}}},
+        "autoscaler.enabled is true; it needs controlPlane.enabled, workers.prefill.enabled",
+    ),
+    "an autoscaler with its own backend": (
+        {"autoscaler": {"enabled": True, "policy": {"backend": {"kind": "processes"}}}},
+        "autoscaler.policy.backend is the chart's to set; leave it out",
+    ),
+    "vLLM without a model": (
+        {"workers": {"decode": {"engine": "vllm"}}},
+        "workers.decode: engine is vllm and model is empty; set workers.model",
+    ),
+    "a group of the reference engine": (
+        {"workers": {"kind": "LeaderWorkerSet", "groupSize": 2}},
+        "workers.prefill: groupSize is 2 with kind LeaderWorkerSet and engine reference",
+    ),
+    "a rollout that cannot move": (
+        {"workers": {"rollout": {"maxSurge": 0, "maxUnavailable": 0}}},
+        "workers.prefill: rollout.maxSurge and maxUnavailable are both 0",
+    ),
+    "a setting that is the chart's": (
+        {"workers": {"engine": "vllm", "model": "m", "connector": {"instance_id": "x"}}},
+        "workers.prefill: connector.instance_id is the chart's to set",
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm_python.HelmError) as refused:
+        render(values)
+    assert message in str(refused.value)

@@ -1,0 +1,205 @@
+"""The chart's secrets over upgrades: what is there is kept, and an exchange refuses nobody.
+
+The cluster is an HTTP server that answers what Helm's `lookup` asks for: the resources of v1, and
+the secrets of before.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+
+from kvxfer.api.tokens import parse_tokens
+from kvxfer.cluster_key import as_cluster_key
+from kvxfer.router.api_keys import parse_api_keys
+from tests.deploy.chart import NAMESPACE, Rendered, render
+
+KUBECONFIG = """
+apiVersion: v1
+kind: Config
+current-context: test
+clusters: [{{name: test, cluster: {{server: "{url}"}}}}]
+contexts: [{{name: test, context: {{cluster: test, user: test}}}}]
+users: [{{name: test, user: {{}}}}]
+"""
+SECRETS = {
+    "kind": "APIResourceList",
+    "apiVersion": "v1",
+    "groupVersion": "v1",
+    "resources": [
+        {
+            "name": "secrets",
+            "singularName": "secret",
+            "namespaced": True,
+            "kind": "Secret",
+            "verbs": ["get", "list"],
+        }
+    ],
+}
+
+
+class Cluster:
+    """What was applied to it, and Helm's connection."""
+
+    def __init__(self) -> None:
+        self.secrets: dict[str, dict[str, Any]] = {}
+        cluster = self
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                code, body = cluster.answer(self.path.partition("?")[0])
+                text = json.dumps(body).encode()
+                self.send_response(code)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *_: object) -> None:
+                """Nothing: the test says what matters."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.config = helm_python.Config(
+            kubeconfig_content=KUBECONFIG.format(url=self.url), namespace=NAMESPACE
+        )
+
+    def answer(self, path: str) -> tuple[int, dict[str, Any]]:
+        known = {
+            "/api": {"kind": "APIVersions", "versions": ["v1"]},
+            "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
+            "/api/v1": SECRETS,
+        }
+        if path in known:
+            return 200, known[path]
+        found = re.fullmatch(f"/api/v1/namespaces/{NAMESPACE}/secrets/([a-z-]+)", path)
+        if found and found[1] in self.secrets:
+            return 200, self.secrets[found[1]]
+        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "metadata": {}}
+        return 404, {**status, "reason": "NotFound", "code": 404}
+
+    def upgrade(self, **values: Any) -> Rendered:
+        release = render(values, cluster=self.config)
+        for secret in release.of("Secret"):
+            self.secrets[secret["metadata"]["name"]] = secret
+        return release
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    thread = threading.Thread(target=cluster.server.serve_forever, daemon=True)
+    thread.start()
+    yield cluster
+    cluster.config.close()
+    cluster.server.shutdown()
+    thread.join(20)
+
+
+def test_upgrade_keeps_every_secret(cluster: Cluster) -> None:
+    values: dict[str, Any] = {
+        "registry": {"kind": "bundled"},
+        "tls": {"enabled": True},
+    }
+    before = cluster.upgrade(**values)
+    after = cluster.upgrade(**values, router={"replicas": 3})
+    for name in ("kvxfer", "kvxfer-registry", "kvxfer-tls"):
+        assert after.secret(name) == before.secret(name)
+
+
+def test_two_releases_have_nothing_in_common(cluster: Cluster) -> None:
+    first, second = render().secret("kvxfer"), render().secret("kvxfer")
+    assert {name for name in first if first[name] == second[name]} == set()
+    as_cluster_key(first["cluster-key"])
+
+
+def test_exchange_hands_out_what_was_accepted_before(cluster: Cluster) -> None:
+    """A pod may have its new token long before the control plane has the new list, or after."""
+    history = [cluster.upgrade(auth={"generation": n}).secret("kvxfer") for n in (1, 1, 2, 3)]
+    first, same, second, third = history
+    assert same == first
+    for before, after in ((first, second), (second, third)):
+        assert before["cluster-key"] == after["cluster-key"]
+        for who in ("worker", "router", "admin", "monitor"):
+            old, new = before[f"{who}-token"], after[f"{who}-token"]
+            assert old != new
+            for listed in (before, after):
+                tokens = parse_tokens(listed["tokens"].encode())
+                for token in (old, new):
+                    caller = tokens.caller(token)
+                    assert caller is not None
+                    assert (caller.name, who in caller.scopes) == (who, True)
+        assert before["api-key"] != after["api-key"]
+        for listed in (before, after):
+            keys = parse_api_keys(listed["api-keys"].encode())
+            assert keys.caller(before["api-key"]) and keys.caller(after["api-key"])
+    assert cluster.upgrade(auth={"generation": 1}).secret("kvxfer") == third
+    assert cluster.upgrade(auth={"generation": 3}).secret("kvxfer") == third
+    leaked = first["worker-token"]
+    assert parse_tokens(second["tokens"].encode()).caller(leaked) is not None
+    assert parse_tokens(third["tokens"].encode()).caller(leaked) is None
+    assert len(third["tokens"].splitlines()) == 12
+
+
+def test_cluster_key_that_was_taken_out_is_made_anew(cluster: Cluster) -> None:
+    before = cluster.upgrade().secret("kvxfer")
+    del cluster.secrets["kvxfer"]["data"]["cluster-key"]
+    after = cluster.upgrade().secret("kvxfer")
+    assert {name for name in before if before[name] != after[name]} == {"cluster-key"}
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+@pytest.mark.parametrize("generated", [True, False])
+def test_notes_get_what_they_say(cluster: Cluster, tmp_path: Path, generated: bool) -> None:
+    """Their commands, by kubectl against the secrets of the release."""
+    release = cluster.upgrade(tls={"enabled": True})
+    secret = release.secret("kvxfer")
+    if not generated:
+        release = cluster.upgrade(
+            tls={"enabled": True, "existingSecret": "kvxfer-tls"},
+            auth={"existingSecret": "kvxfer"},
+        )
+    (tmp_path / "kubeconfig").write_text(KUBECONFIG.format(url=cluster.url))
+    lines = [line.strip() for line in release.notes.splitlines() if "get secret" in line]
+    script = "\n".join([*lines, 'echo "$key $KVXFER_TOKEN"'])
+    ended = subprocess.run(
+        ["bash", "-euc", script],
+        cwd=tmp_path,
+        env={**os.environ, "KUBECONFIG": str(tmp_path / "kubeconfig"), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == [secret["api-key"], secret["admin-token"]]
+    assert (tmp_path / "ca.crt").read_text() == release_ca(cluster)
+
+
+def release_ca(cluster: Cluster) -> str:
+    return base64.b64decode(cluster.secrets["kvxfer-tls"]["data"]["ca.crt"]).decode()
+
+
+def test_secret_of_the_operator_is_left_alone() -> None:
+    release = render({"auth": {"existingSecret": "mine"}})
+    assert release.of("Secret") == []
+
+
+def test_notes_tell_how_to_reach_it_without_telling_a_secret() -> None:
+    release = render({"tls": {"enabled": True}})
+    for command in ("helm test kvxfer -n llm", "kvxfer instances", "svc/kvxfer-router 8000"):
+        assert command in release.notes
+    for name, value in release.secret("kvxfer").items():
+        assert value not in release.notes, name

@@ -1,0 +1,55 @@
+"""The ports of an emulated machine's RDMA devices, which can go down."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import platform
+import socket
+import struct
+from pathlib import Path
+from typing import Final
+
+from .link import Damage, run_command
+
+_INTERFACE: Final = Path(__file__).parents[2] / "scripts/rxe/guest-interface"
+_DEVICES: Final = Path("/sys/class/infiniband")
+# Sets an interface's flags: of <linux/sockios.h>.
+_SIOCSIFFLAGS: Final = 0x8914
+# The name that scripts/rxe-machine gives to its machine. Anybody else's links are left alone.
+_MACHINE: Final = "rxe-machine"
+
+
+class RdmaPorts:
+    """Loop only."""
+
+    async def damage(self, how: Damage) -> None:
+        """No port has a link, until mend()."""
+        assert how == "port down"
+        # Not by a command: to start one takes long on an emulated machine.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            for number in range(_count()):
+                interface = f"rx{number}".encode()
+                fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", interface, 0))
+
+    async def mend(self) -> None:
+        # Their routes went with the links.
+        for number in range(_count()):
+            again = await run_command(str(_INTERFACE), str(number), str(_count()))
+            await run_command("ip", "-batch", "-", given=again)
+        await asyncio.gather(*(_is_active(device) for device in _DEVICES.iterdir()))
+
+
+def on_an_emulated_machine() -> bool:
+    return platform.node() == _MACHINE
+
+
+def _count() -> int:
+    return len(list(_DEVICES.iterdir()))
+
+
+async def _is_active(device: Path) -> None:
+    async with asyncio.timeout(20):
+        # sysfs tells nobody.
+        while "ACTIVE" not in (device / "ports/1/state").read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)

@@ -1,0 +1,53 @@
+"""Two endpoints over steered engines, and a transfer between them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvxfer.kv.block_pool import BlockPool
+from kvxfer.kv.cache import KvCache
+from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.layout import KvLayout
+from kvxfer.ticket import Ticket, sign_ticket
+
+from .steered import Engine, Network, Region
+from .workers import LAYOUT
+
+KEY = b"k" * 32
+POOL = 6
+
+
+class Side:
+    def __init__(self, name: str, layout: KvLayout) -> None:
+        self.engine = Engine(name)
+        engine: Any = self.engine
+        self.cache = KvCache.allocate(engine, layout, POOL)
+        self.pool = BlockPool(POOL)
+        self.endpoint = KvEndpoint(
+            engine, self.cache, self.pool, instance_id=name, epoch=1, ticket_key=KEY
+        )
+
+    def block_of(self, region: Region, offset: int) -> int:
+        """The block that an offset into a region, granted or of the whole cache, lies in."""
+        plane = POOL * self.cache.layout.part_bytes
+        at = region.address + offset - self.cache.planes[0][0].region.address
+        return at % plane // self.cache.layout.part_bytes
+
+
+class Pair:
+    def __init__(self) -> None:
+        self.prefill, self.decode = Side("prefill", LAYOUT), Side("decode", LAYOUT)
+        self.network = Network(self.prefill.engine, self.decode.engine)
+        expires = time.time() + 60
+        self.token = sign_ticket(Ticket("t", "r", "prefill", 1, "decode", 1, expires), KEY)
+
+    def meet(self) -> None:
+        """Connects them; both have the other's HELLO then."""
+        self.network.join()
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Everything that is on its way."""
+        while steps := self.network.steps():
+            steps[0]()

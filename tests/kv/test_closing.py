@@ -1,0 +1,34 @@
+"""An endpoint that closes while writers are still being asked to stop."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvxfer.errors import PeerLost
+
+from .pair import POOL, Pair
+
+
+async def test_an_endpoint_has_closed_when_nothing_can_land_in_blocks_of_failed_sessions() -> None:
+    """Where NICs place the bytes, a lost peer's blocks are free only when that has stopped."""
+    pair = Pair()
+    async with pair.prefill.endpoint, pair.decode.endpoint:
+        pair.meet()
+        stopping = pair.decode.engine.revoking = []
+        receiver = await pair.decode.endpoint.decode_session(pair.token, "kvx://prefill", 2)
+        pair.deliver()
+        pair.network.lose(PeerLost("the cable was pulled"))
+        await asyncio.sleep(0)
+        [stopped] = stopping
+        closing = asyncio.create_task(pair.decode.endpoint.close())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not closing.done()
+        assert pair.decode.pool.num_free == POOL - 2
+        stopped()
+        await closing
+        assert pair.decode.pool.num_free == POOL
+        with pytest.raises(PeerLost):
+            await receiver.wait()

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import time
+
+from kvxfer.errors import PeerLost, PeerTimeout
+from kvxfer.kv.lost_workers import LostWorkers
+
+
+def test_losses_after_a_ticket_was_issued_are_known_by_rank() -> None:
+    lost = LostWorkers()
+    before = time.time() - 1
+    first, second = PeerLost("first"), PeerTimeout("second")
+    lost.add(("d", 1), 0, first)
+    lost.add(("d", 1), 1, second)
+    assert lost.since(("d", 1), before) == {0: first, 1: second}
+    assert lost.since(("d", 2), before) == {}
+    assert lost.since(("d", 1), time.time() + 1) == {}
+    assert lost.since(("d", 1), 0.0) == {}
+
+
+def test_the_worker_that_was_lost_longest_ago_is_forgotten_first() -> None:
+    lost = LostWorkers(2)
+    before = time.time() - 1
+    error = PeerLost("it exited")
+    for name in ("a", "b", "a", "c"):
+        lost.add((name, 1), 0, error)
+    assert len(lost) == 2
+    assert [name for name in "abc" if lost.since((name, 1), before)] == ["a", "c"]

@@ -1,0 +1,184 @@
+"""Values in Redis that the registry did not write: a named error, and none of them is taken in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+from redis import Redis
+
+from kvxfer.errors import ControlPlaneUnavailable
+from kvxfer.instances import BlockUpdate, InstanceState, Role
+from kvxfer.scheduler.clock import SystemClock
+from kvxfer.scheduler.redis_registry import RedisRegistry
+from kvxfer.scheduler.transfers import open_transfer
+from kvxfer.transfers import TransferRequest
+from tests.block_tables import block_table
+from tests.control_plane import eventually, worker
+from tests.redis_server import RedisServer
+
+from .redis_replica import is_current, replica
+
+READY = InstanceState.READY
+
+
+async def filled(registry: RedisRegistry) -> str:
+    """A prefill and a decode instance with a transfer, whose id is returned, and its table."""
+    lease = await registry.register(worker("p"), state=READY)
+    await registry.register(worker("d", Role.DECODE), state=READY)
+    await registry.publish_blocks("p", lease.epoch, BlockUpdate(added=(1, 2)))
+    opened = await open_transfer(registry, TransferRequest(), seconds=60, clock=SystemClock())
+    await registry.put_block_table(opened.transfer_id, block_table())
+    return opened.transfer_id
+
+
+def member(client: Redis, **changed: object) -> bytes:
+    held = msgspec.msgpack.decode(client.hget("kvxfer:instances", "p"))
+    return msgspec.msgpack.encode({**held, **changed})
+
+
+def spec(**changed: object) -> bytes:
+    return msgspec.json.encode({**msgspec.to_builtins(worker("p")), **changed})
+
+
+DAMAGE: dict[str, tuple[Callable[[Redis, str], object], str]] = {
+    "member": (lambda c, t: c.hset("kvxfer:instances", "p", b"\xc1"), "instance 'p'"),
+    "epoch": (
+        lambda c, t: c.hset("kvxfer:instances", "p", member(c, epoch="new")),
+        r"instance 'p'.*epoch",
+    ),
+    "time": (
+        lambda c, t: c.hset("kvxfer:instances", "p", member(c, heartbeat_at=float("nan"))),
+        "instance 'p'.*a number is nan",
+    ),
+    "load": (
+        lambda c, t: c.hset("kvxfer:instances", "p", member(c, load={"ttft_p90": float("inf")})),
+        "instance 'p'.*a number is inf",
+    ),
+    "no spec": (lambda c, t: c.hdel("kvxfer:specs", "p"), "instance 'p'"),
+    "spec": (lambda c, t: c.hset("kvxfer:specs", "p", b"{"), "instance 'p'"),
+    "spec of another": (
+        lambda c, t: c.hset("kvxfer:specs", "p", spec(instance_id="q")),
+        "instance 'p'.*it is that of 'q'",
+    ),
+    "no blocks": (
+        lambda c, t: c.hset("kvxfer:specs", "p", spec(num_blocks=0)),
+        "instance 'p'.*num_blocks is 0",
+    ),
+    "hashes": (lambda c, t: c.hset("kvxfer:blocks", "p", b"odd"), "instance 'p' has cached"),
+    "hashes of nobody": (
+        lambda c, t: c.hset("kvxfer:blocks", "q", b"8 bytes."),
+        "instance 'q' has cached",
+    ),
+    "transfer": (
+        lambda c, t: c.hset("kvxfer:transfers", t, b"\x80"),
+        "transfer '.*prompt|transfer",
+    ),
+    "transfer of another id": (
+        lambda c, t: c.hset("kvxfer:transfers", "other", c.hget("kvxfer:transfers", t)),
+        "transfer 'other'",
+    ),
+    "name": (lambda c, t: c.hset("kvxfer:tables", b"\xff", b""), "place in the log"),
+    "change": (
+        lambda c, t: c.xadd("kvxfer:changes", {"cause": "boredom"}),
+        r"change '\d+-\d'",
+    ),
+    "no change": (
+        lambda c, t: c.delete("kvxfer:changes", "kvxfer:changed"),
+        "place in the log",
+    ),
+    "sequence": (
+        lambda c, t: c.set("kvxfer:sequence", "many"),
+        "got nil.*delete what kvxfer keeps",
+    ),
+    "kind of key": (
+        lambda c, t: c.delete("kvxfer:transfers") and c.set("kvxfer:transfers", "x"),
+        "WRONGTYPE.*delete what kvxfer keeps",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+async def test_what_is_damaged_is_named_and_no_replica_takes_it_in(
+    empty_redis: RedisServer, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    damage, said = DAMAGE[name]
+    async with replica(empty_redis) as registry:
+        transfer_id = await filled(registry)
+    with empty_redis.client() as client:
+        damage(client, transfer_id)
+    async with replica(empty_redis, timeout=0.5, there=False) as registry:
+
+        async def words() -> str:
+            with pytest.raises(ControlPlaneUnavailable) as refused:
+                await registry.instances()
+            text = str(refused.value)
+            return "" if "not connected yet" in text else text
+
+        await eventually(words)
+        with pytest.raises(ControlPlaneUnavailable, match=said):
+            await registry.ping()
+        with empty_redis.client() as client:
+            client.flushall()
+        await eventually(lambda: is_current(registry))
+        await filled(registry)
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+RECORDS: dict[str, dict[str, str]] = {
+    "nothing": {},
+    "no number": {"after": "x"},
+    "change": {"kind": "change", "cause": "registered", "instance": "p", "member": "", "spec": ""},
+    "beat": {"kind": "beat", "instance": "p", "heartbeat_at": "nan", "load": ""},
+    "load": {"kind": "beat", "instance": "p", "heartbeat_at": "1", "load": "x"},
+    "blocks": {"kind": "blocks", "instance": "q", "added": "", "removed": "", "reset": ""},
+    "hashes": {"kind": "blocks", "instance": "p", "added": "odd", "removed": "", "reset": "1"},
+    "open": {"kind": "open", "transfer": "x"},
+    "end": {"kind": "end", "transfer": "unknown"},
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+async def test_a_damaged_record_of_the_log_is_named_and_the_whole_loaded_again(
+    empty_redis: RedisServer, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    caplog.set_level(logging.WARNING)
+    async with replica(empty_redis) as registry:
+        transfer_id = await filled(registry)
+        with empty_redis.client() as client:
+            last = int(client.get("kvxfer:sequence"))
+            fields = {"after": str(last), **RECORDS[name]}
+            moment = client.pipeline()
+            moment.xadd("kvxfer:log", fields, id=f"{last + 1}-0")
+            moment.set("kvxfer:sequence", last + 1)
+            moment.execute()
+        await eventually(lambda: f"record {last + 1}-0 of the log" in caplog.text)
+        await eventually(lambda: is_current(registry))
+        assert [i.instance_id for i in await registry.instances()] == ["d", "p"]
+        assert (await registry.transfer(transfer_id)).transfer_id == transfer_id
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+async def test_a_damaged_value_that_a_step_comes_upon_fails_that_step_alone(
+    empty_redis: RedisServer,
+) -> None:
+    async with replica(empty_redis) as registry:
+        transfer_id = await filled(registry)
+        living = await registry.instance("d")
+        with empty_redis.client() as client:
+            client.hset("kvxfer:instances", "p", b"\xc1")
+            client.hset("kvxfer:tables", transfer_id, b"\xc1")
+            client.hset("kvxfer:counts", "registrations", "many")
+        refused: list[tuple[Callable[[], Awaitable[object]], str]] = [
+            (lambda: registry.heartbeat("p", 1), "did not take this step"),
+            (lambda: registry.drain("p", seconds=1), "did not take this step"),
+            (lambda: registry.block_table(transfer_id), f"table of transfer '{transfer_id}'"),
+            (registry.statistics, "since the registry began"),
+        ]
+        for call, said in refused:
+            with pytest.raises(ControlPlaneUnavailable, match=said):
+                await call()
+        assert registry.stale_seconds is None
+        assert (await registry.heartbeat("d", living.epoch)).epoch == living.epoch
