@@ -149,8 +149,8 @@ async def _places(
         1,
     )
     found: defaultdict[tuple[str, ...], Sums] = defaultdict(_sums)
-    async for some in _by_turns(list(zip(where, matching, strict=True))):
-        for path, instance in some:
+    async for placed in _by_turns(list(zip(where, matching, strict=True))):
+        for path, instance in placed:
             sums = found[path[:depth]]
             sums[instance.role] += 1
             _add(sums, instance)
