@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-sglang lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate helm-test clean
+.PHONY: demo test test-verbs test-vllm test-sglang test-page lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate helm-test clean
 
 demo:
 	@scripts/setup demo
@@ -23,6 +23,10 @@ test-vllm:
 test-sglang:
 	@scripts/setup test
 	@scripts/test-sglang
+
+test-page:
+	@scripts/setup page
+	@scripts/test-page
 
 lint:
 	@scripts/setup lint

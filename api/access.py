@@ -19,6 +19,7 @@ from kvxfer.scheduler.clock import Clock
 
 SECURITY_SCHEME: Final = "bearer"
 CALLER_KEY: Final = "kvxfer.caller"
+_ADMITTED_KEY: Final = "kvxfer.admitted"
 
 # Wrong tokens per client address: enough for a rotation that goes wrong, useless for guessing.
 FAILURES_PER_SECOND: Final = 5
@@ -45,6 +46,11 @@ def public(endpoint: F) -> F:
     """Declares that a route takes no token."""
     setattr(endpoint, _SCOPES, _PUBLIC)
     return endpoint
+
+
+def caller(request: Request) -> Caller:
+    """Who sent a request that was let through."""
+    return cast(Caller, request.scope[_ADMITTED_KEY])
 
 
 class Guard:
@@ -139,7 +145,7 @@ class GuardedRoute(APIRoute):
 
         async def guarded(request: Request) -> Response:
             guard: Guard = request.app.state.guard
-            guard.admit(request, self.scopes)
+            request.scope[_ADMITTED_KEY] = guard.admit(request, self.scopes)
             plain = None if answer_plain is None else await answer_plain(request)
             return await answer(request) if plain is None else plain
 

@@ -15,12 +15,16 @@ from kvxfer.api.body_limit import LimitBodies
 from kvxfer.api.context import ControlPlane
 from kvxfer.api.metrics import MeasureRequests, Metrics
 from kvxfer.api.openapi import describe
+from kvxfer.api.overview_feed import OverviewFeed
 from kvxfer.api.request_log import LogRequests
 from kvxfer.api.routes import (
     block_tables,
+    caller,
     handshakes,
     instances,
     operations,
+    overview,
+    page,
     scale,
     traces,
     transfers,
@@ -31,10 +35,12 @@ from kvxfer.api.staleness import MarkStale
 from kvxfer.api.trace_store import own_tracer
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.kv.block_table import MAX_JSON_BYTES
+from kvxfer.scaling import ScalePlan
 from kvxfer.scheduler.clock import Clock, SystemClock
 from kvxfer.scheduler.ending import end
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
+from kvxfer.scheduler.scaling.history import ScalingHistory
 from kvxfer.tracing.asgi import TraceRequests
 
 
@@ -52,14 +58,20 @@ def create_app(
     """
     clock, metrics = clock or SystemClock(), Metrics()
     planner = autoscaler or Autoscaler(registry, clock=clock)
-    control_plane = ControlPlane(settings, registry, clock, metrics, planner)
+    history = ScalingHistory()
+    overviews = OverviewFeed(registry, history, clock)
+    control_plane = ControlPlane(settings, registry, clock, metrics, planner, overviews)
+
+    def note_round(plan: ScalePlan) -> None:
+        metrics.note_scaling(plan)
+        history.note(plan)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await registry.open()
         tasks = [asyncio.create_task(_sweep(registry, settings.sweep_seconds))]
         if autoscaler is not None:
-            scaling = autoscaler.run(metrics.note_scaling, metrics.note_scaling_failure)
+            scaling = autoscaler.run(note_round, metrics.note_scaling_failure)
             tasks.append(asyncio.create_task(scaling))
         try:
             yield
@@ -83,7 +95,19 @@ def create_app(
     app.state.guard = Guard(settings, control_plane.clock)
     # Routes are tried in this order, so the busiest come first; and `watch` before `instances`, to
     # whose route of one instance it would be an id.
-    modules = (transfers, block_tables, watch, instances, handshakes, scale, traces, operations)
+    modules = (
+        transfers,
+        block_tables,
+        watch,
+        instances,
+        handshakes,
+        scale,
+        overview,
+        traces,
+        caller,
+        operations,
+        page,
+    )
     routers = [module.router for module in modules]
     for router in routers:
         if unguarded := [r for r in router.routes if not isinstance(r, GuardedRoute)]:

@@ -9,6 +9,7 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 
 from kvxfer.api.metrics import Metrics
+from kvxfer.api.overview_feed import OverviewFeed
 from kvxfer.api.settings import Settings
 from kvxfer.api.trace_store import TraceStore
 from kvxfer.scheduler.clock import Clock
@@ -23,6 +24,7 @@ class ControlPlane:
     clock: Clock
     metrics: Metrics
     autoscaler: Autoscaler
+    overviews: OverviewFeed
     traces: TraceStore = field(default_factory=TraceStore)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop: watches end, readiness is refused."""

@@ -35,6 +35,15 @@ class InstanceState(StrEnum):
         return max(self, wanted, key=order.index)
 
 
+class Traffic(Struct, frozen=True, kw_only=True):
+    """What one worker has delivered to another over one fabric, over the last seconds."""
+
+    to: str
+    """The decode instance."""
+    fabric: str
+    bytes_per_second: float
+
+
 class Load(Struct, frozen=True, kw_only=True):
     """What a worker says of itself with each heartbeat."""
 
@@ -53,6 +62,8 @@ class Load(Struct, frozen=True, kw_only=True):
     """90th percentile of the seconds to the first token."""
     itl_p90: float | None = None
     """90th percentile of the seconds between two tokens."""
+    sent: tuple[Traffic, ...] = ()
+    """The KV cache that goes to each decode worker now, the most first."""
 
 
 class Reserved(Struct, frozen=True, kw_only=True):

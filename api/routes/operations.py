@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fastapi import APIRouter, Response
-from fastapi.responses import PlainTextResponse, RedirectResponse
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
 from kvxfer.api.access import GuardedRoute, allow, public
@@ -64,9 +64,3 @@ async def metrics(app: ControlPlaneDep) -> Response:
         app.registry.stale_seconds,
     )
     return Response(exposition, media_type=CONTENT_TYPE)
-
-
-@router.get("/", include_in_schema=False)
-@public
-async def landing() -> RedirectResponse:
-    return RedirectResponse("/docs")

@@ -127,6 +127,16 @@ class Layout(BaseModel):
         return KvLayout(**self.model_dump())
 
 
+class Traffic(BaseModel):
+    """What one worker has delivered to another over one fabric, over the last seconds."""
+
+    model_config = ConfigDict(extra="forbid", from_attributes=True)
+
+    to: InstanceId
+    fabric: Annotated[str, Field(min_length=1, max_length=32)]
+    bytes_per_second: float = Field(ge=0, le=1e15, allow_inf_nan=False)
+
+
 class Load(BaseModel):
     """What a worker says of itself with each heartbeat."""
 
@@ -147,9 +157,13 @@ class Load(BaseModel):
     itl_p90: Measured = Field(
         None, description="90th percentile of the seconds between two tokens."
     )
+    sent: tuple[Traffic, ...] = Field(
+        (), max_length=256, description="The KV cache that goes to each decode worker now."
+    )
 
     def record(self) -> records.Load:
-        return records.Load(**self.model_dump())
+        sent = tuple(records.Traffic(**each.model_dump()) for each in self.sent)
+        return records.Load(**{**self.model_dump(exclude={"sent"}), "sent": sent})
 
 
 class Reserved(BaseModel):

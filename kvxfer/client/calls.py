@@ -23,6 +23,7 @@ from kvxfer.instances import (
     Role,
 )
 from kvxfer.kv.block_table import BlockTable
+from kvxfer.overview import Overview, OverviewQuery
 from kvxfer.prefix_hashes import as_text
 from kvxfer.scaling import ScalePlan
 from kvxfer.traces import Trace
@@ -199,6 +200,16 @@ def block_table(transfer_id: str, *, wait_seconds: float = 0.0) -> Call[BlockTab
 def scale_plan() -> Call[ScalePlan]:
     """What the autoscaler would do now. Raises ScalingFailed where its backend is away."""
     return Call("GET", "/v1/scale/plan", _reads(ScalePlan))
+
+
+# --- the fleet as a whole ---------------------------------------------------------------------
+
+
+def overview(query: OverviewQuery | None = None) -> Call[Overview]:
+    """The fleet in one bounded look; of the instances that `query` asks for."""
+    asked = OverviewQuery() if query is None else query
+    params = _given(**msgspec.to_builtins(asked))
+    return Call("GET", "/v1/overview", _reads(Overview), params=params)
 
 
 # --- traces ----------------------------------------------------------------------------------

@@ -142,6 +142,7 @@ class _Client:
     put_block_table = _Method(calls.put_block_table)
     block_table = _Method(calls.block_table)
     scale_plan = _Method(calls.scale_plan)
+    overview = _Method(calls.overview)
     trace = _Method(calls.trace)
     ready = _Method(calls.ready)
 

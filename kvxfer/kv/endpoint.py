@@ -23,6 +23,7 @@ from kvxfer.kv.ranks import sources, targets
 from kvxfer.kv.reception import Reception
 from kvxfer.kv.refusals import Refusals
 from kvxfer.kv.rendezvous import OnOffer, Rendezvous
+from kvxfer.kv.traffic_meter import TrafficMeter
 from kvxfer.kv.transfer_counts import TransferCounts
 from kvxfer.kv.transfer_ledger import TransferLedger
 from kvxfer.tracing.span import child
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from kvxfer.client import ControlPlaneClient
     from kvxfer.engine import Engine, Peer
+    from kvxfer.instances import Traffic
     from kvxfer.kv.block_owners import SourceBlocks, TargetBlocks
     from kvxfer.kv.block_pool import BlockPool, BlockState
     from kvxfer.kv.cache import KvCache
@@ -114,6 +116,7 @@ class KvEndpoint:
         )
         self._ledger = TransferLedger()
         self._refusals = Refusals()
+        self._traffic = TrafficMeter()
         self.counts = TransferCounts()
         """How the transfers of this endpoint ended, since the start."""
         self._decodes: dict[DecodeSession, None] = {}  # in the order of their beginning
@@ -156,6 +159,10 @@ class KvEndpoint:
         """What was refused since the start, by error code: "message" (of peers that were cut off
         for them), "offer", "release", "keep" and "expect" of peers, and "ticket" of requests."""
         return self._refusals.by_what()
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """What goes to each decode worker now, for `Load.sent`."""
+        return self._traffic.rates(self._rendezvous.sessions)
 
     def running(self) -> dict[Direction, int]:
         """Transfers that have begun and not ended."""
@@ -398,6 +405,7 @@ class KvEndpoint:
         self._count("receive", session)
 
     def _prefill_ended(self, session: PrefillSession) -> None:
+        self._traffic.end(session)
         self._brokered.ended(session)
         self._count("send", session)
 

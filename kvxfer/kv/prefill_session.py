@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kvxfer.errors import (
@@ -156,6 +156,13 @@ class PrefillSession:
         """Writes posted so far, after coalescing: what the receiver's counter grows by."""
         with self._lock:
             return sum(operation.writes for operation in self._operations())
+
+    def delivered(self) -> Iterator[tuple[str, str, int]]:
+        """For each decode rank: its instance, the fabric, and the bytes delivered so far."""
+        for outbound in self._outbounds.values():
+            ended = [each for each in list(outbound.operations) if each.done()]
+            nbytes = sum(each.nbytes for each in ended if each.error is None)
+            yield outbound.pair.hello.instance_id, outbound.pair.peer.fabric, nbytes
 
     def write_layer(self, layer: int, until: int | None = None) -> None:
         """Sends a layer whose K and V are computed; kept until the OFFER comes if it has not.

@@ -68,6 +68,11 @@ class Rendezvous:
         self._on_offer = on_offer
         self._early = EarlyOffers(max_early_offers_per_peer)
 
+    @property
+    def sessions(self) -> tuple[PrefillSession, ...]:
+        """Those that have not ended."""
+        return tuple(self._sessions.values())
+
     def __len__(self) -> int:
         """Sessions that have not ended."""
         return len(self._sessions)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
-from msgspec import to_builtins
 
 from kvxfer.api.schemas.instances import InstanceList
 from kvxfer.instances import Load
@@ -40,7 +40,7 @@ async def test_instance_is_told_as_it_was_registered(api, clock):
         "epoch": lease["epoch"],
         "registered_at": clock.unix(),
         "heartbeat_at": clock.unix(),
-        "load": to_builtins(Load()),
+        "load": json.loads(msgspec.json.encode(Load())),
         "reserved": {"transfers": 0, "blocks": 0},
         "drain_deadline": None,
     }
@@ -177,7 +177,7 @@ async def test_heartbeat_renews_the_lease_and_takes_state_and_load(api, clock):
     told = (await api.get("/v1/instances/p")).json()
     assert (told["state"], told["load"]) == (
         "ready",
-        to_builtins(Load(running=3, waiting=1, free_blocks=9)),
+        json.loads(msgspec.json.encode(Load(running=3, waiting=1, free_blocks=9))),
     )
 
 

@@ -10,15 +10,19 @@ from openapi_spec_validator import validate
 from pydantic import BaseModel, TypeAdapter
 
 from kvxfer import instances as instance_records
+from kvxfer import overview as overview_records
 from kvxfer import scaling as scale_records
 from kvxfer import traces as trace_records
 from kvxfer import transfers as transfer_records
 from kvxfer.api.openapi import render
 from kvxfer.api.routes import (
     block_tables,
+    caller,
     handshakes,
     instances,
     operations,
+    overview,
+    page,
     scale,
     traces,
     transfers,
@@ -26,6 +30,7 @@ from kvxfer.api.routes import (
 )
 from kvxfer.api.schemas import block_tables as block_table_schemas
 from kvxfer.api.schemas import instances as instance_schemas
+from kvxfer.api.schemas import overview as overview_schemas
 from kvxfer.api.schemas import scale as scale_schemas
 from kvxfer.api.schemas import traces as trace_schemas
 from kvxfer.api.schemas import transfers as transfer_schemas
@@ -48,6 +53,7 @@ MODELS_WITH_EXAMPLES = [
         transfer_schemas,
         scale_schemas,
         block_table_schemas,
+        overview_schemas,
         trace_schemas,
     )
     for model in vars(module).values()
@@ -72,7 +78,19 @@ def test_committed_schema_is_that_of_the_code():
 
 
 def test_every_route_is_in_the_schema():
-    modules = (watch, instances, handshakes, transfers, block_tables, scale, traces, operations)
+    modules = (
+        watch,
+        instances,
+        handshakes,
+        transfers,
+        block_tables,
+        scale,
+        overview,
+        traces,
+        caller,
+        operations,
+        page,
+    )
     routes = {
         (route.path, method.lower())
         for module in modules
@@ -129,6 +147,7 @@ def test_bodies_have_examples():
     [
         (instance_schemas.Layout, KvLayout),
         (instance_schemas.Load, instance_records.Load),
+        (instance_schemas.Traffic, instance_records.Traffic),
         (instance_schemas.Reserved, instance_records.Reserved),
         (instance_schemas.Instance, instance_records.Instance),
         (instance_schemas.Lease, instance_records.Lease),
@@ -147,6 +166,20 @@ def test_bodies_have_examples():
         (scale_schemas.ScalePlan, scale_records.ScalePlan),
         (scale_schemas.Demand, scale_records.Demand),
         (scale_schemas.Clip, scale_records.Clip),
+        *(
+            (getattr(overview_schemas, name), getattr(overview_records, name))
+            for name in (
+                "RoleSummary",
+                "Place",
+                "InstanceSummary",
+                "TransferSummary",
+                "FabricTraffic",
+                "PairTraffic",
+                "ScalingStep",
+                "ScalingSummary",
+                "Overview",
+            )
+        ),
         (trace_schemas.Trace, trace_records.Trace),
         (trace_schemas.TraceSpan, trace_records.TraceSpan),
         (trace_schemas.SpanEvent, trace_records.SpanEvent),

@@ -30,9 +30,3 @@ async def test_not_ready_while_stopping():
     ) as api:
         problem(await api.get("/readyz"), 503, "control-plane-unavailable")
         assert (await api.get("/v1/instances")).status_code == 200
-
-
-async def test_root_leads_to_the_documentation(api):
-    answer = await api.get("/")
-    assert (answer.status_code, answer.headers["location"]) == (307, "/docs")
-    assert (await api.get("/docs")).status_code == 200

@@ -107,7 +107,7 @@ class Agent(LoopThread):
                 client,
                 spec,
                 state=InstanceState.JOINING,
-                load=lambda: Load(running=len(self._tasks)),
+                load=lambda: Load(running=len(self._tasks), sent=self.endpoint.traffic()),
                 on_epoch=self.endpoint.set_epoch,
                 cached=self._cached,
             ) as registration,

@@ -102,6 +102,7 @@ class WorkerService:
             tokens_per_second=self._meter.tokens_per_second,
             ttft_p90=self._meter.ttft_p90,
             itl_p90=self._meter.itl_p90,
+            sent=self._endpoint.traffic(),
         )
 
     def take_role(self, role: Role) -> None:

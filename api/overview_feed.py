@@ -1,0 +1,67 @@
+"""Looks at the fleet for all who watch it, so that they never cost more than a part of the time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+from kvxfer.scheduler.overview import look
+
+if TYPE_CHECKING:
+    from kvxfer.overview import Overview, OverviewQuery
+    from kvxfer.scheduler.clock import Clock
+    from kvxfer.scheduler.registry import Registry
+    from kvxfer.scheduler.scaling.history import ScalingHistory
+
+# A look is followed by a pause of so many times the work that it took, in seconds of a processor.
+_PAUSE: Final = 9
+_LONGEST_PAUSE: Final = 2.0
+_KEPT: Final = 64
+
+
+class OverviewFeed:
+    """One event loop. Whoever asks for the same at once gets the same look."""
+
+    def __init__(self, registry: Registry, scaling: ScalingHistory, clock: Clock) -> None:
+        self._registry = registry
+        self._scaling = scaling
+        self._clock = clock
+        self._turn = asyncio.Lock()
+        self._not_before = 0.0
+        # Until when each look is good.
+        self._looks: OrderedDict[OverviewQuery, tuple[float, Overview]] = OrderedDict()
+
+    async def look(self, query: OverviewQuery) -> Overview:
+        """The fleet now, or a moment ago where it is large.
+
+        Raises ControlPlaneUnavailable.
+        """
+        async with self._turn:
+            found = self._looks.get(query)
+            if found is not None and time.monotonic() < found[0]:
+                return found[1]
+            await asyncio.sleep(max(self._not_before - time.monotonic(), 0.0))
+            began = time.thread_time()
+            overview = await self._look(query)
+            pause = _PAUSE * (time.thread_time() - began)
+            self._not_before = time.monotonic() + min(pause, _LONGEST_PAUSE)
+            self._looks[query] = self._not_before, overview
+            self._looks.move_to_end(query)
+            while len(self._looks) > _KEPT:
+                self._looks.popitem(last=False)
+            return overview
+
+    async def _look(self, query: OverviewQuery) -> Overview:
+        registry, now = self._registry, self._clock.unix()
+        statistics = await registry.statistics()
+        return await look(
+            await registry.instances(),
+            await registry.transfers(),
+            query,
+            now=now,
+            transfers_opened=statistics.transfers_opened,
+            stale_seconds=registry.stale_seconds,
+            scaling=self._scaling.summary(now),
+        )

@@ -1,0 +1,127 @@
+"""What is going on in the fleet now: one look, or a stream of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Final
+
+import msgspec
+from fastapi import APIRouter, Depends, Query, Response
+from fastapi.responses import StreamingResponse
+
+from kvxfer.api.access import GuardedRoute, allow
+from kvxfer.api.context import ControlPlane, ControlPlaneDep
+from kvxfer.api.problems import responses
+from kvxfer.api.records import record_response
+from kvxfer.api.schemas.instances import InstanceId, LiveState
+from kvxfer.api.schemas.overview import Overview
+from kvxfer.api.tokens import Scope
+from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument
+from kvxfer.instances import InstanceState, Role
+from kvxfer.overview import Overview as OverviewRecord
+from kvxfer.overview import OverviewQuery
+
+router = APIRouter(route_class=GuardedRoute, prefix="/v1/overview", tags=["overview"])
+
+_SECONDS: Final = 1.0
+_RETRY_MS: Final = 1000
+
+_Label = Annotated[
+    str | None, Query(max_length=256, description="Of this label; empty: without it.")
+]
+
+
+async def _query(
+    instance_id: Annotated[InstanceId | None, Query()] = None,
+    model: Annotated[str | None, Query(max_length=256)] = None,
+    role: Annotated[Role | None, Query(description="Of exactly this role.")] = None,
+    state: LiveState | None = None,
+    zone: _Label = None,
+    rack: _Label = None,
+    host: _Label = None,
+    search: Annotated[
+        str | None, Query(max_length=128, description="A part of the id, in whatever case.")
+    ] = None,
+    offset: Annotated[int, Query(ge=0, le=1_000_000)] = 0,
+    limit: Annotated[int, Query(ge=0, le=200, description="Rows of the list.")] = 50,
+) -> OverviewQuery:
+    return OverviewQuery(
+        instance_id=instance_id,
+        model=model,
+        role=role,
+        state=None if state is None else InstanceState(state),
+        zone=zone,
+        rack=rack,
+        host=host,
+        search=search,
+        offset=offset,
+        limit=limit,
+    )
+
+
+_QueryDep = Annotated[OverviewQuery, Depends(_query)]
+
+
+@router.get(
+    "",
+    summary="Look",
+    response_model=Overview,
+    responses=responses(InvalidArgument, ControlPlaneUnavailable),
+)
+@allow(Scope.MONITOR, Scope.ADMIN)
+async def look(app: ControlPlaneDep, query: _QueryDep) -> Response:
+    """The fleet in one bounded answer: counts by role and place, traffic, the newest transfers, a
+    page of instances, and what the autoscaler decides.
+
+    In a large fleet it may be a moment old: at most a tenth of the time goes into making it.
+    """
+    return record_response(await app.overviews.look(query))
+
+
+@router.get(
+    "/watch",
+    summary="Watch",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "Events `overview` (data: Overview), one a second",
+            "content": {
+                "text/event-stream": {
+                    "schema": {"type": "string"},
+                    "example": 'event: overview\ndata: {"at":1795046460.0,…}\n\n',
+                }
+            },
+        },
+        **responses(InvalidArgument, ControlPlaneUnavailable),
+    },
+)
+@allow(Scope.MONITOR, Scope.ADMIN)
+async def watch(app: ControlPlaneDep, query: _QueryDep) -> StreamingResponse:
+    """The same as server-sent events. Each has all there is: nothing is missed by a reader that
+    comes back."""
+    first = await app.overviews.look(query)
+    return StreamingResponse(
+        _events(app, query, first),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _events(
+    app: ControlPlane, query: OverviewQuery, first: OverviewRecord
+) -> AsyncIterator[bytes]:
+    stopping = asyncio.ensure_future(app.stopping.wait())
+    app.metrics.watchers.inc()
+    try:
+        yield b"retry: %d\n\n" % _RETRY_MS
+        overview = first
+        while True:
+            yield b"event: overview\ndata: %s\n\n" % msgspec.json.encode(overview)
+            done, _ = await asyncio.wait((stopping,), timeout=_SECONDS)
+            if done:
+                return
+            overview = await app.overviews.look(query)
+    finally:
+        stopping.cancel()
+        app.metrics.watchers.dec()

@@ -1,0 +1,107 @@
+"""`kvxfer top`: what is going on in the fleet now, in a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kvxfer.cli.connection import (
+    CaFileOption,
+    CertFileOption,
+    ControlPlaneOption,
+    KeyFileOption,
+    TokenFileOption,
+    connect,
+)
+from kvxfer.cli.output import out, show_json
+
+if TYPE_CHECKING:
+    from kvxfer.overview import Overview
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(top)
+
+
+def top(
+    model: Annotated[str | None, typer.Option(help="Instances of this model.")] = None,
+    role: Annotated[
+        Literal["prefill", "decode", "both"] | None, typer.Option(help="Of this role.")
+    ] = None,
+    state: Annotated[
+        Literal["joining", "ready", "draining"] | None, typer.Option(help="In this state.")
+    ] = None,
+    zone: Annotated[str | None, typer.Option(help="In this zone.")] = None,
+    rack: Annotated[str | None, typer.Option(help="In this rack.")] = None,
+    host: Annotated[str | None, typer.Option(help="On this host.")] = None,
+    interval: Annotated[
+        float, typer.Option(min=0.2, max=3600, help="Seconds between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+    control_plane: ControlPlaneOption = None,
+    token_file: TokenFileOption = None,
+    ca_file: CaFileOption = None,
+    cert_file: CertFileOption = None,
+    key_file: KeyFileOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Look once, and print all there is as JSON.")
+    ] = False,
+) -> None:
+    """Show what is going on now: instances, traffic, transfers, scaling. Ctrl-C ends it.
+
+    It is what the page at the control plane's / shows, and takes a token with scope monitor or
+    admin. Without a terminal it looks once.
+    """
+    import msgspec
+
+    from kvxfer.cli.top_frame import frame
+    from kvxfer.client import calls
+    from kvxfer.instances import InstanceState, Role
+    from kvxfer.overview import OverviewQuery
+
+    query = OverviewQuery(
+        model=model,
+        role=None if role is None else Role(role),
+        state=None if state is None else InstanceState(state),
+        zone=zone,
+        rack=rack,
+        host=host,
+        limit=200,
+    )
+    with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
+
+        def look() -> Overview:
+            return client.send(calls.overview(query))
+
+        first = look()
+        if as_json:
+            show_json(msgspec.to_builtins(first))
+        elif once or not out.is_terminal:
+            out.print(frame(first, height=None))
+        else:
+            with suppress(KeyboardInterrupt):
+                _follow(look, first, interval)
+
+
+def _follow(look: Callable[[], Overview], last: Overview, interval: float) -> None:
+    """Draws without end. A control plane that is away leaves what was last seen, marked as old."""
+    from rich.live import Live
+
+    from kvxfer.cli.top_frame import frame
+    from kvxfer.errors import ControlPlaneUnavailable, RateLimited
+
+    seen_at, trouble = time.monotonic(), ""
+    with Live(console=out, screen=True, auto_refresh=False) as live:
+        while True:
+            since = time.monotonic() - seen_at if trouble else 0.0
+            shown = frame(last, height=out.height, trouble=trouble, trouble_seconds=since)
+            live.update(shown, refresh=True)
+            time.sleep(interval)
+            try:
+                last, seen_at, trouble = look(), time.monotonic(), ""
+            except (ControlPlaneUnavailable, RateLimited) as error:
+                trouble = str(error)

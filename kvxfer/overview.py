@@ -1,0 +1,192 @@
+"""One look at all of the fleet: records that control plane, page and `kvxfer top` share.
+
+Its size does not grow with the fleet: what is many is counted by place, or comes in pages.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from kvxfer.instances import InstanceState, Role
+
+
+class Level(StrEnum):
+    """What one place of the map is, the widest first."""
+
+    ZONE = "zone"
+    RACK = "rack"
+    HOST = "host"
+    INSTANCE = "instance"
+
+
+class OverviewQuery(Struct, frozen=True, kw_only=True):
+    """Which instances to look at, and which of them to list. None takes all."""
+
+    instance_id: str | None = None
+    model: str | None = None
+    role: Role | None = None
+    state: InstanceState | None = None
+    zone: str | None = None
+    """As labels have it; empty for instances without the label."""
+    rack: str | None = None
+    host: str | None = None
+    search: str | None = None
+    """Part of an instance's id, in whatever case."""
+    offset: int = 0
+    limit: int = 50
+
+
+class RoleSummary(Struct, frozen=True, kw_only=True):
+    """All instances of one role together. Rates are those of the instances that report them."""
+
+    role: Role
+    joining: int = 0
+    ready: int = 0
+    draining: int = 0
+    running: int = 0
+    """Requests."""
+    waiting: int = 0
+    blocks: int = 0
+    """KV blocks of the instances that count them."""
+    used_blocks: int = 0
+    requests_per_second: float = 0.0
+    tokens_per_second: float = 0.0
+    ttft_p90: float | None = None
+    """The highest that an instance reports, in seconds."""
+    itl_p90: float | None = None
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """One place of the map: a zone, rack, host or instance. What is wider than it has a name."""
+
+    name: str
+    zone: str
+    rack: str | None
+    """None where the place is not within one rack."""
+    host: str | None
+    prefill: int = 0
+    """Instances, by role and by state."""
+    decode: int = 0
+    both: int = 0
+    joining: int = 0
+    ready: int = 0
+    draining: int = 0
+    running: int = 0
+    waiting: int = 0
+    blocks: int = 0
+    used_blocks: int = 0
+    bytes_per_second: float = 0.0
+    """Sent and received."""
+
+
+class InstanceSummary(Struct, frozen=True, kw_only=True):
+    """One row of the list of instances."""
+
+    instance_id: str
+    role: Role
+    state: InstanceState
+    model: str
+    zone: str
+    rack: str
+    host: str
+    running: int
+    waiting: int
+    transfers: int
+    """Open ones, which hold a reservation."""
+    blocks: int
+    used_blocks: int | None
+    sent_bytes_per_second: float
+    received_bytes_per_second: float
+    heartbeat_seconds: float
+    """Since the last heartbeat."""
+    drain_seconds: float | None
+    """Until its deadline; None where nobody drains it."""
+
+
+class TransferSummary(Struct, frozen=True, kw_only=True):
+    """An open transfer."""
+
+    transfer_id: str
+    request_id: str
+    prefill: str
+    decode: str
+    prompt_tokens: int | None
+    blocks: int
+    """KV blocks reserved at decode."""
+    age_seconds: float
+
+
+class FabricTraffic(Struct, frozen=True, kw_only=True):
+    """What is delivered over one fabric."""
+
+    fabric: str
+    bytes_per_second: float
+
+
+class PairTraffic(Struct, frozen=True, kw_only=True):
+    """What one prefill worker delivers to one decode worker."""
+
+    prefill: str
+    decode: str
+    fabric: str
+    bytes_per_second: float
+
+
+class ScalingStep(Struct, frozen=True, kw_only=True):
+    """A decision of the autoscaler for one role."""
+
+    age_seconds: float
+    role: Role
+    current: int
+    wanted: int
+    direction: str
+    because: str
+
+
+class ScalingSummary(Struct, frozen=True, kw_only=True):
+    """What the autoscaler of this replica decides."""
+
+    policy: str
+    backend: str
+    leads: bool
+    """Whether this replica applies its decisions."""
+    now: tuple[ScalingStep, ...]
+    """The last decision for each role."""
+    changes: tuple[ScalingStep, ...]
+    """Decisions for another count than there was, the newest first."""
+
+
+class Overview(Struct, frozen=True, kw_only=True):
+    """The fleet at one moment."""
+
+    at: float
+    """Seconds since the Unix epoch."""
+    stale_seconds: float | None
+    """While the registry is away this is what was known so many seconds ago; None else."""
+    total: int
+    """Instances, whatever is asked for."""
+    matching: int
+    """Instances that are asked for: roles, places and the list are of them, and transfers and
+    traffic have one of them on a side."""
+    models: tuple[str, ...]
+    roles: tuple[RoleSummary, ...]
+    level: Level
+    """What a place is: the narrowest that there are not too many of."""
+    places: tuple[Place, ...]
+    places_omitted: int
+    offset: int
+    instances: tuple[InstanceSummary, ...]
+    """A page of them, ordered by id."""
+    transfers_opened: int
+    """Since the registry began, whatever is asked for."""
+    transfers_open: int
+    transfers: tuple[TransferSummary, ...]
+    """The newest of them."""
+    fabrics: tuple[FabricTraffic, ...]
+    pairs: tuple[PairTraffic, ...]
+    """Those with the most traffic."""
+    pairs_omitted: int
+    scaling: ScalingSummary | None
+    """None where no autoscaler runs."""

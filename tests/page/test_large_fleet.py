@@ -1,0 +1,96 @@
+"""10,000 instances behind the page: it stays small, and one gets from the whole to each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import expect
+
+from kvxfer.instances import InstanceState, Load, Traffic
+from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.registry import LeasePolicy
+from tests.control_plane import RunningControlPlane, worker
+
+from .looks import barriers, live
+
+INSTANCES = 10_000
+ZONES, RACKS, HOSTS = 4, 250, 2_500
+
+
+async def filled() -> EmbeddedRegistry:
+    """Each decode worker on its host with a prefill worker that sends to it."""
+    registry = EmbeddedRegistry(LeasePolicy(lease_seconds=3600))
+    for number in range(INSTANCES):
+        role = "prefill" if number % 2 else "decode"
+        host = number // 4
+        labels = {
+            "zone": f"zone-{host % ZONES}",
+            "rack": f"rack-{host % RACKS:03}",
+            "host": f"host-{host:04}",
+        }
+        name = f"{role}-{number:05}"
+        lease = await registry.register(
+            worker(name, role, labels=labels), state=InstanceState.READY
+        )
+        to = Traffic(to=f"decode-{number - 1:05}", fabric="verbs", bytes_per_second=1e9 + number)
+        load = Load(running=number % 9, free_blocks=number % 65, sent=(to,) * (number % 2))
+        await registry.heartbeat(name, lease.epoch, load=load)
+    return registry
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    # No loop runs in this thread, but playwright has made one its own.
+    made: list[EmbeddedRegistry] = []
+    thread = threading.Thread(target=lambda: made.append(asyncio.run(filled())))
+    thread.start()
+    thread.join()
+    with RunningControlPlane(registry=made[0]) as server:
+        yield server.url
+
+
+def test_ten_thousand_instances_are_seen_and_none_is_out_of_reach(page, url, packages):
+    page.add_init_script(
+        "window.held = []; new PerformanceObserver((list) => held.push(...list.getEntries()"
+        ".map((each) => each.duration))).observe({ type: 'longtask', buffered: true })"
+    )
+    began = time.monotonic()
+    page.goto(url)
+    live(page)
+    seconds = time.monotonic() - began
+    expect(page.locator("#summary div").first).to_have_text(re.compile("10,000"))
+    expect(page.locator("#map-note")).to_have_text("4 zones; open one to see inside")
+    expect(page.locator("#pairs tr")).to_have_count(50)
+    expect(page.locator("#pairs-note")).to_have_text("the 50 with the most of 5,000")
+    expect(page.locator("#instances tr")).to_have_count(50)
+    assert page.evaluate("document.querySelectorAll('*').length") < 2500
+    page.wait_for_timeout(5_000)
+    held = page.evaluate("held")
+    print(
+        f"10,000 instances: seen after {seconds:.1f} s; {len(held)} long tasks, the "
+        f"longest {max(held, default=0):.0f} ms"
+    )
+
+    for place, note in (
+        ("zone-0", r"125 racks"),
+        ("rack-000", r"(20|40) instances"),
+    ):
+        page.locator("#map .tile", has_text=place).click()
+        expect(page.locator("#map-note")).to_have_text(re.compile(note))
+        assert page.evaluate("document.querySelectorAll('*').length") < 4000
+    assert barriers(page, packages) == []
+    page.locator("#map .tile").first.click()
+    expect(page.get_by_role("dialog").locator("#instance-facts")).to_contain_text("zone-0")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="everything").click()
+    expect(page.locator("#page-note")).to_have_text("1 to 50 of 10000")
+    page.get_by_role("button", name="Next").click()
+    expect(page.locator("#page-note")).to_have_text("51 to 100 of 10000")
+    page.get_by_label("Name").fill("09999")
+    expect(page.locator("#instances tr")).to_have_count(1)
+    expect(page.locator("#instances")).to_contain_text("prefill-09999")
