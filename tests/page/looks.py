@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from playwright.sync_api import Page, expect
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+expect = pytest.importorskip("playwright.sync_api", reason="run by `make test-page`").expect
 
 IMAGES = Path(__file__).parents[2] / "docs" / "img"
 _COLOURS = 256

@@ -9,14 +9,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import expect
 
 from kvxfer.instances import InstanceState, Load, Traffic
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from tests.control_plane import RunningControlPlane, worker
 
-from .looks import barriers, live
+from .looks import barriers, expect, live
 
 INSTANCES = 10_000
 ZONES, RACKS, HOSTS = 4, 250, 2_500

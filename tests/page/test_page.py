@@ -4,12 +4,15 @@ cannot. Tests run in order; the last ones take the fleet apart."""
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Page, expect
 
 from .fleet import ADMIN, MONITOR, WORKER, WORKERS, Requests
-from .looks import barriers, live, sign_in, take_picture
+from .looks import barriers, expect, live, sign_in, take_picture
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 NAMES = sorted(WORKERS)
 
