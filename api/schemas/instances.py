@@ -130,7 +130,7 @@ class Layout(BaseModel):
 class Traffic(BaseModel):
     """What one worker has delivered to another over one fabric, over the last seconds."""
 
-    model_config = ConfigDict(extra="forbid", from_attributes=True)
+    model_config = ConfigDict(from_attributes=True)
 
     to: InstanceId
     fabric: Annotated[str, Field(min_length=1, max_length=32)]
@@ -138,9 +138,10 @@ class Traffic(BaseModel):
 
 
 class Load(BaseModel):
-    """What a worker says of itself with each heartbeat."""
+    """What a worker says of itself with each heartbeat. What a newer worker says besides is passed
+    over: in an upgrade it may meet an older control plane."""
 
-    model_config = ConfigDict(extra="forbid", from_attributes=True)
+    model_config = ConfigDict(from_attributes=True)
 
     running: Count = Field(0, description="Requests that are being computed.")
     waiting: Count = Field(0, description="Requests that are queued.")

@@ -181,6 +181,16 @@ async def test_heartbeat_renews_the_lease_and_takes_state_and_load(api, clock):
     )
 
 
+async def test_heartbeat_of_a_newer_worker_is_taken_as_far_as_it_is_known(api):
+    lease = await join(api, "p")
+    beat = {"epoch": lease["epoch"], "load": {"running": 3, "temperature": 61}}
+    answer = await api.put("/v1/instances/p/heartbeat", json=beat)
+    assert answer.status_code == 200
+    load = (await api.get("/v1/instances/p")).json()["load"]
+    assert load["running"] == 3
+    assert "temperature" not in load
+
+
 async def test_heartbeat_tells_a_worker_that_it_is_drained(api):
     lease = await join(api, "p")
     beat = {"epoch": lease["epoch"], "state": "draining"}
@@ -204,7 +214,7 @@ async def test_heartbeat_of_a_lost_lease_is_stale(api, clock):
         ({"epoch": 0}, "epoch"),
         ({"state": "gone"}, "state"),
         ({"load": {"running": -1}}, "load.running"),
-        ({"load": {"runing": 1}}, "load.runing"),
+        ({"sate": "ready"}, "sate"),
     ],
 )
 async def test_heartbeat_that_cannot_be_meant_names_the_member(api, change, field):
