@@ -9,5 +9,5 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = make_arg_parser(FlexibleArgumentParser())
 for line in sys.stdin:
     taken = parser.parse_args(json.loads(line))
-    role = json.loads(taken.kv_transfer_config.model_dump_json())["kv_role"]
+    role = taken.kv_transfer_config.kv_role
     print(role, taken.port, taken.shutdown_timeout, taken.nnodes, taken.headless)
