@@ -30,9 +30,10 @@ def redis() -> Iterator[RedisServer]:
 
 
 def control_plane(
-    redis: RedisServer, *, lease: float = 60.0, retry_after: int = 2
+    redis: RedisServer, *, lease: float = 60.0, retry_after: int = 2, patience: float = 1.0
 ) -> RunningControlPlane:
-    registry = RedisRegistry(redis.url, LeasePolicy(lease))
+    """`patience`: seconds for an answer of Redis."""
+    registry = RedisRegistry(redis.url, LeasePolicy(lease), timeout=patience)
     return RunningControlPlane(registry=registry, retry_after_seconds=retry_after)
 
 
@@ -132,7 +133,7 @@ class Noted(httpx.AsyncHTTPTransport):
 async def test_a_fleet_is_there_again_within_one_heartbeat_of_a_redis_that_lost_its_data(redis):
     names = [f"w{number:03}" for number in range(200)]
     answers: list[tuple[float, int, str]] = []
-    with control_plane(redis, lease=15.0) as server:
+    with control_plane(redis, lease=15.0, patience=10.0) as server:
         async with (
             ControlPlaneClient(server.url) as client,
             httpx.AsyncClient(base_url=server.url, trust_env=False) as api,
@@ -167,12 +168,7 @@ async def test_a_fleet_is_there_again_within_one_heartbeat_of_a_redis_that_lost_
             # Each was refused once, by its first heartbeat, and registered at once.
             said = Counter(status for _, status, _ in answers)
             assert (said[201], said[409]) == (2 * len(names), len(names))
-            # A machine that is too busy for Redis to answer in time says that, and nothing else.
-            assert not [
-                text
-                for began, status, text in answers
-                if began > back and status == 503 and "no answer in time" not in text
-            ]
+            assert not [text for began, status, text in answers if began > back and status == 503]
 
 
 async def test_worker_keeps_its_epoch_where_redis_was_only_away(redis):
