@@ -103,6 +103,9 @@ class Instance(InstanceSpec, frozen=True, kw_only=True):
     heartbeat_at: float
     load: Load = field(default_factory=Load)
     reserved: Reserved = field(default_factory=Reserved)
+    started: int = 0
+    """Transfers to it that were released since its last load: requests that it decodes and has not
+    told of."""
     drain_deadline: float | None = None
     """Until when it may finish what it has; None where nobody has asked it to drain."""
 

@@ -146,6 +146,7 @@ class EmbeddedRegistry(Registry):
             before,
             state=before.state if state is None else before.state.advanced_to(state),
             load=before.load if load is None else load,
+            started=before.started if load is None else 0,
             heartbeat_at=self._clock.unix(),
         )
         self._fleet.put(after)
@@ -339,7 +340,7 @@ class EmbeddedRegistry(Registry):
         self._publish(cause, replace(last, state=InstanceState.GONE))
 
     def _end_transfer(self, transfer_id: str, end: TransferEnd) -> None:
-        self._fleet.end(transfer_id)
+        self._fleet.end(transfer_id, released=end is TransferEnd.RELEASED)
         self._tables.pop(transfer_id, None)
         self._arrivals.announce(transfer_id)
         self._transfers_ended[end] += 1

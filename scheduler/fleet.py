@@ -71,10 +71,13 @@ class Fleet:
         self._transfers[transfer.transfer_id] = transfer
         self._count(transfer, 1)
 
-    def end(self, transfer_id: str) -> Transfer:
-        """Gives back what a transfer reserved."""
+    def end(self, transfer_id: str, *, released: bool = False) -> Transfer:
+        """Gives back what a transfer reserved; one that was released counts as started on decode."""
         transfer = self._transfers.pop(transfer_id)
         self._count(transfer, -1)
+        decode = self._instances.get(transfer.decode.instance_id)
+        if released and decode is not None and decode.epoch == transfer.decode.epoch:
+            self.put(replace(decode, started=decode.started + 1))
         return transfer
 
     def snapshot(self) -> tuple[Instance, ...]:

@@ -46,7 +46,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What each thing costs. The unit is one request in a queue."""
 
     running: float = 1.0
-    """One request that is computed."""
+    """One request that is computed, or was handed over to decode since its last heartbeat."""
     waiting: float = 1.0
     """One request that is queued."""
     reserved: float = 1.0
@@ -78,7 +78,7 @@ class WeightedScorer(Scorer):
     def load_parts(self, instance: Instance) -> Mapping[str, float]:
         weights, load = self.weights, instance.load
         return {
-            "running": weights.running * load.running,
+            "running": weights.running * (load.running + instance.started),
             "waiting": weights.waiting * load.waiting,
             "reserved": weights.reserved * instance.reserved.transfers,
             "occupancy": weights.occupancy * occupancy(instance),
@@ -97,7 +97,8 @@ class WeightedScorer(Scorer):
     def load(self, instance: Instance) -> float:
         # What load_parts adds up to, without the dict: this is asked for every heartbeat.
         weights, load = self.weights, instance.load
-        requests = weights.running * load.running + weights.waiting * load.waiting
+        running = load.running + instance.started
+        requests = weights.running * running + weights.waiting * load.waiting
         cost = requests + weights.reserved * instance.reserved.transfers
         return cost + weights.occupancy * occupancy(instance) if weights.occupancy else cost
 

@@ -81,6 +81,7 @@ _INSTANCE: JsonDict = {
     "heartbeat_at": 1795046460.0,
     "load": {"running": 3, "waiting": 1, "free_blocks": 3100},
     "reserved": {"transfers": 1, "blocks": 12},
+    "started": 0,
     "drain_deadline": None,
 }
 
@@ -278,6 +279,12 @@ class Instance(_Spec):
     heartbeat_at: float
     load: Load
     reserved: Reserved
+    started: int = Field(
+        description=(
+            "Transfers to it that were released since it last told its load: requests that it "
+            "decodes and has not told of. Pairing takes them for running ones."
+        )
+    )
     drain_deadline: float | None = Field(
         None,
         description="Until when it may finish what it has; null where nobody drains it.",

@@ -137,7 +137,7 @@ class Mirror:
             case b"table":
                 self._table(fields[b"transfer"].decode())
             case b"end":
-                self._end(fields[b"transfer"].decode())
+                self._end(fields[b"transfer"].decode(), fields.get(b"reason", b""))
             case other:
                 raise LogBroken(f"unknown record {other!r}")
 
@@ -152,11 +152,13 @@ class Mirror:
         instance = self.fleet.get(fields[b"instance"].decode())
         if instance is None:
             raise LogBroken("a heartbeat of an instance that is not there")
+        load = decode_load(fields[b"load"])
         self.fleet.put(
             replace(
                 instance,
                 heartbeat_at=finite(fields[b"heartbeat_at"]),
-                load=decode_load(fields[b"load"]) or instance.load,
+                load=load or instance.load,
+                started=0 if load else instance.started,
             )
         )
 
@@ -176,9 +178,9 @@ class Mirror:
         self.tables.add(transfer_id)
         self.arrivals.announce(transfer_id)
 
-    def _end(self, transfer_id: str) -> None:
+    def _end(self, transfer_id: str, reason: bytes) -> None:
         self._provisional.pop(transfer_id, None)
-        self.fleet.end(transfer_id)
+        self.fleet.end(transfer_id, released=reason == b"released")
         self.tables.discard(transfer_id)
         self.arrivals.announce(transfer_id)
 

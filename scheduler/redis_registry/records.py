@@ -53,6 +53,7 @@ class _Member(msgspec.Struct, frozen=True):
     heartbeat_at: float
     reserved: Reserved
     load: Load = Load()
+    started: int = 0
     drain_deadline: float | None = None
 
 
@@ -128,6 +129,7 @@ def decode_instance(name: bytes, member: bytes, spec: bytes) -> Instance:
         registered_at=held.registered_at,
         heartbeat_at=held.heartbeat_at,
         load=_checked(held.load),
+        started=held.started,
         reserved=held.reserved,
         drain_deadline=held.drain_deadline,
     )

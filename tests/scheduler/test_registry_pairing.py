@@ -123,6 +123,36 @@ async def test_transfer_keeps_why_it_got_its_pair(fleet):
     assert await fleet.registry.transfer(opened.transfer_id) == opened
 
 
+async def test_released_transfer_counts_until_decode_tells_its_load(fleet):
+    """Between a first token and decode's next heartbeat, requests are spread all the same."""
+    await fleet.join("p")
+    epochs = {name: (await fleet.join(name, Role.DECODE)).epoch for name in ("d", "e")}
+
+    async def route() -> str:
+        await fleet.registry.instances()
+        request = TransferRequest(explain=True)
+        opened = await open_transfer(fleet.registry, request, seconds=30, clock=fleet.clock)
+        await fleet.registry.release(opened.transfer_id)
+        return opened.decode.instance_id
+
+    assert [await route() for _ in range(4)] == ["d", "e", "d", "e"]
+    assert [(await fleet.registry.instance(name)).started for name in "de"] == [2, 2]
+    await fleet.registry.heartbeat("e", epochs["e"], state=InstanceState.READY)
+    assert (await fleet.registry.instance("e")).started == 2, "it has not told its load"
+    await fleet.registry.heartbeat("e", epochs["e"], load=Load(running=1))
+    assert (await fleet.registry.instance("e")).started == 0
+    assert await route() == "e"
+    assert (await fleet.registry.instance("p")).started == 0
+
+
+async def test_transfer_that_ran_out_started_nothing(fleet):
+    await fleet.join("p")
+    await fleet.join("d", Role.DECODE)
+    await open_transfer(fleet.registry, TransferRequest(), seconds=1, clock=fleet.clock)
+    await fleet.pass_time(2.0)
+    assert (await fleet.registry.instance("d")).started == 0
+
+
 @pytest.mark.parametrize("seed", [random.randrange(2**32)])
 async def test_all_registries_come_to_the_same_choices(empty_redis, seed):
     """One history told to both; a replica that loads it later agrees too."""
@@ -151,6 +181,12 @@ async def test_all_registries_come_to_the_same_choices(empty_redis, seed):
             for registry, epoch in zip(both, epochs[name], strict=True):
                 await registry.heartbeat(name, epoch, load=load)
                 await registry.publish_blocks(name, epoch, step)
+            if source.random() < 0.3:
+                await redis.instances()
+                for registry in both:
+                    request = TransferRequest(prompt_tokens=10)
+                    opened = await open_transfer(registry, request, seconds=600, clock=clock)
+                    await registry.release(opened.transfer_id)
         requests = [
             TransferRequest(
                 prompt_tokens=source.choice([None, 100]),

@@ -9,6 +9,7 @@ end
 member.heartbeat_at = now / 1000000
 if load ~= '' then
   member.load = cmsgpack.unpack(load)
+  member.started = 0
 end
 local moved = wanted ~= '' and ORDER[wanted] > ORDER[member.state]
 if moved then

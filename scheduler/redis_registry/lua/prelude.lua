@@ -97,11 +97,14 @@ local function sides_of(transfer)
 end
 
 local function end_transfer(id, reason)
-  for _, side in ipairs(sides_of(cmsgpack.unpack(redis.call('HGET', TRANSFERS, id)))) do
+  for number, side in ipairs(sides_of(cmsgpack.unpack(redis.call('HGET', TRANSFERS, id)))) do
     local name = side.party.instance_id
     local member = member_of(name)
     member.reserved.transfers = member.reserved.transfers - 1
     member.reserved.blocks = member.reserved.blocks - side.blocks
+    if number == 2 and reason == 'released' then
+      member.started = (member.started or 0) + 1
+    end
     save(name, member)
     redis.call('SREM', HELD .. name, id)
   end
@@ -109,7 +112,7 @@ local function end_transfer(id, reason)
   redis.call('HDEL', TABLES, id)
   redis.call('ZREM', EXPIRIES, 't' .. id)
   redis.call('HINCRBY', COUNTS, reason, 1)
-  append('kind', 'end', 'transfer', id)
+  append('kind', 'end', 'transfer', id, 'reason', reason)
 end
 
 local function remove(id, cause)
