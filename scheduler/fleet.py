@@ -72,7 +72,7 @@ class Fleet:
         self._count(transfer, 1)
 
     def end(self, transfer_id: str, *, released: bool = False) -> Transfer:
-        """Gives back what a transfer reserved; one that was released counts as started on decode."""
+        """Gives back what a transfer reserved; one that was released is started on decode."""
         transfer = self._transfers.pop(transfer_id)
         self._count(transfer, -1)
         decode = self._instances.get(transfer.decode.instance_id)

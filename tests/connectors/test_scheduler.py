@@ -17,12 +17,13 @@ BLOCK = 16
 
 
 KEEP_SECONDS = 10.0
+LEASE_SECONDS = 3 * KEEP_SECONDS
 
 
 def scheduler(
     side: Role | None, prompt_tokens: int, clock: Callable[[], float] = lambda: 0.0
 ) -> TransferScheduler:
-    made = TransferScheduler(PromptBlocks(BLOCK), lambda params: side, KEEP_SECONDS, clock)
+    made = TransferScheduler(PromptBlocks(BLOCK), lambda params: side, LEASE_SECONDS, clock)
     made.arrived("r", PARAMS, prompt_tokens, DIGEST)
     return made
 
@@ -147,6 +148,30 @@ def test_prefill_sends_once_for_requests_with_the_same_ticket() -> None:
     assert not side.finished("second", "stopped")
 
 
+@pytest.mark.parametrize("side", [Role.PREFILL, Role.DECODE])
+def test_a_sample_that_arrives_after_the_end_of_the_first_one_has_no_transfer(side: Role) -> None:
+    now = 0.0
+    samples = scheduler(side, 33, lambda: now)
+    samples.arrived("0_s", TransferParams("of samples", "kvx://127.0.0.1:1/0"), 33, DIGEST)
+    samples.allocated("0_s", [[1, 2, 3]], 32)
+    samples.step([Scheduled("0_s", [[1, 2, 3]], 0, 33)], ())
+    samples.received({"0_s"})
+    samples.finished("0_s", "stopped")
+
+    def transfers(request_id: str) -> bool:
+        samples.arrived(request_id, TransferParams("of samples", "kvx://127.0.0.1:1/0"), 33, DIGEST)
+        samples.allocated(request_id, [[4, 5, 6]], samples.external_tokens(request_id, 0) or 0)
+        plan = samples.step([Scheduled(request_id, [[4, 5, 6]], 0, 33)], ())
+        samples.finished(request_id, "stopped")
+        return bool(plan.sends or plan.receives)
+
+    assert not transfers("1_s")
+    assert not transfers("2_s")
+    assert transfers("0_of-another-request"), "the ticket is refused where it is used again"
+    now = LEASE_SECONDS
+    assert transfers("3_s"), "what is long over is forgotten"
+
+
 def test_a_request_is_received_once_and_computed_here_after_a_failure() -> None:
     side = scheduler(Role.DECODE, 33)
     side.allocated("r", [[7, 8, 9]], 32)
@@ -196,7 +221,7 @@ def test_a_preempted_prefill_is_given_up_and_then_an_ordinary_request() -> None:
 
 
 def test_requests_without_a_ticket_or_with_that_of_others_are_ordinary() -> None:
-    nobody = TransferScheduler(PromptBlocks(BLOCK), lambda params: Role.DECODE, KEEP_SECONDS)
+    nobody = TransferScheduler(PromptBlocks(BLOCK), lambda params: Role.DECODE, LEASE_SECONDS)
     for side in (scheduler(None, 33), nobody):
         assert side.external_tokens("r", 0) == 0
         side.allocated("r", [[1, 2, 3]], 0)

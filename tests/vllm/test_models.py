@@ -36,7 +36,8 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     "sliding": Kind("sliding", [0, 1, 2, 0, 1, 2]),
-    "mla": Kind("mla", []),
+    # On CPUs with AMX vLLM computes MLA with halves only.
+    "mla": Kind("mla", [], "bfloat16", ("--dtype", "bfloat16")),
     "fp8": Kind("llama", [], "float8_e4m3fn", ("--kv-cache-dtype", "fp8")),
 }
 

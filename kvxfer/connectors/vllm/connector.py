@@ -102,9 +102,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             blocks = PromptBlocks(self._block_size, self._windows)
             self._held = HeldWindows(blocks)
-            self._scheduler = TransferScheduler(
-                blocks, self._side_of, keep_seconds=self._settings.lease_seconds / 3
-            )
+            self._scheduler = TransferScheduler(blocks, self._side_of, self._settings.lease_seconds)
             self._kept = KeptPrompts(
                 self._settings.instance_id,
                 blocks,

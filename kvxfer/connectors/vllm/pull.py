@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from kvxfer.connectors.vllm.plan import Send, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
+from kvxfer.connectors.vllm.samples import EndedSamples
 from kvxfer.ticket import Ticket, TicketKeys, sign_ticket
 
 # How long decode may have a prompt kept, by asking for it again and again while its request waits.
@@ -62,8 +63,7 @@ class KeptPrompts:
         self._lease_seconds = lease_seconds
         self._ticket_keys = ticket_keys
         self._prompts: dict[str, _Prompt] = {}
-        # Of samples, by what they have in common: when the lease ends, and the reply.
-        self._replies: dict[tuple[str, bytes], tuple[float, dict[str, Any]]] = {}
+        self._replies: EndedSamples[dict[str, Any]] = EndedSamples(lease_seconds)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -84,19 +84,10 @@ class KeptPrompts:
         prompt = self._prompts.pop(request_id, None)
         if prompt is None or not computed:
             return None, None
-        # vLLM calls its n samples 0_ID to (n-1)_ID, with an ID that is random in part. The first
-        # may have ended before the next one arrives.
-        index, _, parent = request_id.partition("_")
-        if not (index.isdecimal() and parent):
-            return self._keep(request_id, prompt, block_ids)
-        now = time.monotonic()
-        while self._replies and next(iter(self._replies.values()))[0] <= now:
-            del self._replies[next(iter(self._replies))]
-        samples = (parent, prompt.digest)
-        if samples in self._replies:
-            return None, self._replies[samples][1]
+        if (reply := self._replies.of(request_id, prompt.digest)) is not None:
+            return None, reply
         send, reply = self._keep(request_id, prompt, block_ids)
-        self._replies[samples] = (now + self._lease_seconds, reply)
+        self._replies.add(request_id, prompt.digest, reply)
         return send, reply
 
     def _keep(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
+from kvxfer.connectors.vllm.samples import EndedSamples
 from kvxfer.instances import Role
 
 logger = logging.getLogger(__name__)
@@ -67,16 +68,17 @@ class TransferScheduler:
         self,
         blocks: PromptBlocks,
         side_of: SideOf,
-        keep_seconds: float,
+        lease_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keep_seconds`: how often prefill hears of a request that waits for blocks."""
+        """`lease_seconds`: how long prefill keeps a prompt of which it hears nothing."""
         self._blocks = blocks
         self._side_of = side_of
-        self._keep_seconds = keep_seconds
+        self._keep_seconds = lease_seconds / 3
         self._clock = clock
         self._requests: dict[str, _Request] = {}
         self._leaders: dict[str, _Request] = {}  # by ticket
+        self._ended_leaders: EndedSamples[bool] = EndedSamples(lease_seconds, clock)
         self._plan = StepPlan()
 
     def __len__(self) -> int:
@@ -88,7 +90,7 @@ class TransferScheduler:
         """A request with a ticket. One whose ticket is not for this instance is an ordinary one.
 
         Of several with one ticket (`n` above 1) the first has the transfer; decode's others wait
-        for it, and find its blocks in the prefix cache.
+        for it, and find its blocks in the prefix cache. Who comes after its end does, too.
         """
         side = self._side_of(params)
         if side is None:
@@ -99,6 +101,8 @@ class TransferScheduler:
         if leader is not request:
             request.leader = leader
             request.stage = Stage.FOLLOWING if side is Role.DECODE else Stage.ORDINARY
+        elif self._ended_leaders.of(request_id, params.ticket):
+            request.stage = Stage.ORDINARY
         self._requests[request_id] = request
 
     def external_tokens(self, request_id: str, computed_tokens: int) -> int | None:
@@ -184,6 +188,7 @@ class TransferScheduler:
             return False
         if request.leader is None:
             del self._leaders[request.params.ticket]
+            self._ended_leaders.add(request_id, request.params.ticket, True)
         stage, request.stage = request.stage, Stage.ORDINARY  # for those that follow it
         if stage is Stage.SENDING:
             if request.planned < self._blocks.count(request.prompt_tokens):

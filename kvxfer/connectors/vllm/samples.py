@@ -1,0 +1,51 @@
+"""The samples of one request (`n` above 1), which vLLM makes requests of their own.
+
+It calls them 0_ID to (n-1)_ID, with an ID that is random in part. They arrive one by one: the first
+may have ended before the next one does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+What = TypeVar("What")
+
+
+class EndedSamples(Generic[What]):
+    """What the first sample of a request came to, for those that arrive after its end."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`seconds`: how long it is remembered."""
+        self._seconds = seconds
+        self._clock = clock
+        self._ended: dict[tuple[str, Hashable], tuple[float, What]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def add(self, request_id: str, same: Hashable, what: What) -> None:
+        """Nothing where it is no sample. `same`: what else they have in common."""
+        self._forget()
+        parent = _parent(request_id)
+        if parent is not None:
+            self._ended[parent, same] = (self._clock() + self._seconds, what)
+
+    def of(self, request_id: str, same: Hashable) -> What | None:
+        """What a sample before came to, if there was one."""
+        self._forget()
+        parent = _parent(request_id)
+        ended = None if parent is None else self._ended.get((parent, same))
+        return None if ended is None else ended[1]
+
+    def _forget(self) -> None:
+        """What is remembered ends in the order in which it began."""
+        now = self._clock()
+        while self._ended and next(iter(self._ended.values()))[0] <= now:
+            del self._ended[next(iter(self._ended))]
+
+
+def _parent(request_id: str) -> str | None:
+    index, _, parent = request_id.partition("_")
+    return parent if index.isdecimal() and parent else None
