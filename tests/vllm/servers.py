@@ -33,7 +33,7 @@ def free_port() -> int:
 
 @dataclass
 class Server:
-    """A process in a session of its own, and where its API answers."""
+    """A process in a group of its own, and where its API answers."""
 
     name: str
     url: str
@@ -49,7 +49,9 @@ class Server:
                 self.command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                # Not a session each, which Linux would schedule as a group (sched_autogroup):
+                # servers that spin keep the others from the cores for 15 s and more then.
+                process_group=0,
                 env={**os.environ, "KVXFER_CLUSTER_KEY": CLUSTER_KEY, **self.environment},
             )
 
