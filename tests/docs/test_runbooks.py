@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Its ports are those of the document: one at a time on this machine."""
-    with (Path(tempfile.gettempdir()) / "kvxfer-runbooks.lock").open("a") as lock:
+    with (Path(tempfile.gettempdir()) / f"kvxfer-runbooks-{os.getuid()}").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         fleet = Fleet(tmp_path_factory)
         yield fleet
