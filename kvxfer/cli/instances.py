@@ -48,7 +48,7 @@ def instances(
     ] = None,
     deadline: Annotated[
         float, typer.Option(min=0, help="Seconds that --until-count may wait.")
-    ] = 60.0,
+    ] = 300.0,
     control_plane: ControlPlaneOption = None,
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,

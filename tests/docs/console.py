@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-# A command that waits has a deadline of its own.
-_HANG_SECONDS: Final = 200.0
+# A command that waits has a deadline of its own, of five minutes at most.
+_HANG_SECONDS: Final = 400.0
 _END: Final = "\x1eend of output"
 _PRIVATE: Final = ("KVXFER_", "OTEL_")
 

@@ -58,6 +58,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         fleet.close()
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("title", RUNBOOKS)
 def test_a_runbook_does_what_it_says(title: str, fleet: Fleet) -> None:
     with fleet.installed() as shell:
