@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+import kvxfer
 from kvxfer.cli import (
     bench,
     demo,
@@ -22,7 +24,7 @@ from kvxfer.cli import (
     transfers,
     worker,
 )
-from kvxfer.cli.output import show_error
+from kvxfer.cli.output import out, show_error
 from kvxfer.errors import KvxferError
 
 app = typer.Typer(
@@ -49,6 +51,24 @@ for module in (
     doctor,
 ):
     module.register(app)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"kvxfer {kvxfer.__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -21,7 +21,12 @@ from kvxfer.cli.output import out, show_json, show_staleness
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from kvxfer.client import SyncControlPlaneClient
+    from kvxfer.client.answers import Answer
+    from kvxfer.client.calls import Call
     from kvxfer.instances import Instance
+
+_POLL_SECONDS: Final = 0.5
 
 
 def register(app: typer.Typer) -> None:
@@ -38,6 +43,12 @@ def instances(
         Literal["joining", "ready", "draining"] | None,
         typer.Option(help="Instances in this state."),
     ] = None,
+    until_count: Annotated[
+        int | None, typer.Option(min=0, help="Wait until there are exactly so many.")
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option(min=0, help="Seconds that --until-count may wait.")
+    ] = 300.0,
     control_plane: ControlPlaneOption = None,
     token_file: TokenFileOption = None,
     ca_file: CaFileOption = None,
@@ -45,7 +56,10 @@ def instances(
     key_file: KeyFileOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that is known.")] = False,
 ) -> None:
-    """List the workers that the control plane knows."""
+    """List the workers that the control plane knows.
+
+    With --until-count it waits first; exit code 1 says that the deadline came before.
+    """
     import msgspec
 
     from kvxfer.client import calls
@@ -57,7 +71,10 @@ def instances(
         state=None if state is None else InstanceState(state),
     )
     with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
-        answer = client.ask(asked)
+        if until_count is None:
+            answer = client.ask(asked)
+        else:
+            answer = _until(client, asked, until_count, deadline)
     found = answer.value
     if as_json:
         stale = {"stale_seconds": answer.stale_seconds}
@@ -68,6 +85,31 @@ def instances(
     else:
         out.print("no instance matches" if role or model or state else "no instance is registered")
     show_staleness(answer.stale_seconds)
+
+
+def _until(
+    client: SyncControlPlaneClient,
+    asked: Call[tuple[Instance, ...]],
+    count: int,
+    deadline: float,
+) -> Answer[tuple[Instance, ...]]:
+    """The first answer that has so many and is not stale. Raises DeadlineExceeded."""
+    from kvxfer.errors import ControlPlaneUnavailable, DeadlineExceeded
+
+    end = time.monotonic() + deadline
+    while True:
+        try:
+            answer = client.ask(asked)
+            if len(answer.value) == count and answer.stale_seconds is None:
+                return answer
+            seen = f"the last count was {len(answer.value)}"
+            if answer.stale_seconds is not None:
+                seen += ", and stale: the control plane cannot reach its registry"
+        except ControlPlaneUnavailable as error:
+            seen = str(error)
+        if time.monotonic() + _POLL_SECONDS > end:
+            raise DeadlineExceeded(f"not {count} such instances within {deadline:g} s: {seen}")
+        time.sleep(_POLL_SECONDS)
 
 
 def _table(instances: Sequence[Instance], now: float) -> Table:

@@ -219,5 +219,5 @@ def trouble_of(error: Exception) -> str | None:
         | TryAgainError
         | OSError,
     ) or (isinstance(error, ResponseError) and str(error).startswith(_UNABLE)):
-        return str(error) or type(error).__name__
+        return str(error).rstrip(".") or type(error).__name__
     return None

@@ -118,6 +118,40 @@ def test_what_is_listed_says_how_stale_it_is(redis):
             assert 0 <= told["stale_seconds"] < 60
 
 
+def test_instances_are_waited_for(server, client):
+    client.register(worker("p"), state=READY)
+    late = threading.Timer(1.0, client.register, [worker("d", "decode")], {"state": READY})
+    late.start()
+    assert len(rows(shown(server.url, "instances", "--until-count", "2"))) == 2
+    late.join()
+    asked = ("instances", "--role", "decode", "--until-count", "0", "--deadline", "0")
+    ended = kvxfer(*asked, KVXFER_CONTROL_PLANE=server.url)
+    told = "error [deadline-exceeded] not 0 such instances within 0 s: the last count was 1\n"
+    assert (ended.returncode, ended.stderr) == (1, told)
+
+
+def test_what_is_stale_is_not_waited_for(redis):
+    registry = RedisRegistry(redis.url, LeasePolicy(600), timeout=PATIENCE)
+    with RunningControlPlane(registry=registry) as server:
+        with SyncControlPlaneClient(server.url) as client:
+            client.register(worker("p"), state=READY)
+        redis.kill()
+        ended = kvxfer(
+            *("instances", "--until-count", "1", "--deadline", "0"),
+            KVXFER_CONTROL_PLANE=server.url,
+        )
+    assert ended.returncode == 1
+    assert "the last count was 1, and stale: the control plane cannot" in ended.stderr
+
+
+def test_a_control_plane_that_is_not_there_yet_is_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    ended = kvxfer("instances", "--until-count", "0", "--deadline", "3", KVXFER_CONTROL_PLANE=url)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error [deadline-exceeded] not 0 such instances within 3 s: no")
+
+
 def test_role_is_changed(server, client):
     client.register(worker("p"), state=READY)
     assert shown(server.url, "role", "p", "decode") == "p takes the role decode\n"

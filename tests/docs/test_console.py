@@ -1,0 +1,99 @@
+"""What is said of a command is held against what it prints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.console import Shell, Step, sessions
+
+DOCUMENT = """\
+# Title
+
+## First
+
+Words, and `$ no command`.
+
+```console
+$ for n in 1 2; do
+>   echo $n
+> done
+1
+2
+$ true
+```
+
+```sh
+$ no command either
+```
+
+## Second
+
+```console
+$ false
+```
+"""
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    shell = Shell(tmp_path)
+    yield shell
+    shell.close()
+
+
+def test_commands_and_their_output_are_found():
+    assert sessions(DOCUMENT) == {
+        "First": [Step("for n in 1 2; do\n  echo $n\ndone", ["1", "2"]), Step("true", [])],
+        "Second": [Step("false", [])],
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        ("true", []),
+        ("echo a; echo b", ["a", "b"]),
+        ("echo 17 of 64", ["... of 64"]),
+        ("printf unfinished", ["unfinished"]),
+        ("echo trouble >&2; false", ["trouble"]),
+    ],
+)
+def test_what_is_printed_as_said_passes(shell, command, output):
+    shell.take(Step(command, output))
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        ("echo a", ["b"]),
+        ("echo a", []),
+        ("true", ["a"]),
+        ("echo a; echo b", ["a"]),
+        ("echo 1 000; echo 9 200", ["... 200"]),
+        ("false", []),
+        ("exit 0", []),
+    ],
+)
+def test_what_is_not_printed_as_said_fails(shell, command, output):
+    with pytest.raises(AssertionError):
+        shell.take(Step(command, output))
+
+
+def test_a_shell_remembers_what_was_done_before(shell):
+    shell.take(Step("say() { echo $word; }", []))
+    shell.take(Step("word=hello", []))
+    shell.take(Step("say", ["hello"]))
+
+
+def test_what_was_started_ends_with_the_shell(tmp_path):
+    shell = Shell(tmp_path)
+    shell.take(Step("sleep 1000 > log & echo $! > pid; disown", []))
+    pid = int((tmp_path / "pid").read_text())
+    os.kill(pid, 0)
+    shell.close()
+    status = Path(f"/proc/{pid}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"

@@ -1,0 +1,67 @@
+"""docs/runbooks.md, as written: what is typed there prints what is shown there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.docs.console import Shell, sessions
+
+RUNBOOKS: Final = sessions((Path(__file__).parents[2] / "docs/runbooks.md").read_text())
+INSTALL: Final = "Install"
+
+
+class Fleet:
+    """A shell in which the first runbook was done. The others leave its fleet as they found it, so
+    that it does for all of them, until one fails."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._folder = Path()
+        self._shell: Shell | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[Shell]:
+        try:
+            if self._shell is None:
+                self._folder = self._folders.mktemp("fleet")
+                self._shell = Shell(self._folder)
+                for step in RUNBOOKS[INSTALL]:
+                    self._shell.take(step)
+            yield self._shell
+        except BaseException:
+            self.close()
+            for log in sorted(self._folder.glob("*.log")):
+                print(f"== {log.name}\n{log.read_text(errors='replace')[-1000:]}")
+            raise
+
+    def close(self) -> None:
+        if self._shell is not None:
+            self._shell.close()
+            self._shell = None
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Its ports are those of the document: one at a time on this machine."""
+    with (Path(tempfile.gettempdir()) / f"kvxfer-runbooks-{os.getuid()}").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fleet = Fleet(tmp_path_factory)
+        yield fleet
+        fleet.close()
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("title", RUNBOOKS)
+def test_a_runbook_does_what_it_says(title: str, fleet: Fleet) -> None:
+    with fleet.installed() as shell:
+        if title != INSTALL:
+            for step in RUNBOOKS[title]:
+                shell.take(step)
