@@ -165,7 +165,8 @@ class Registration:
         while True:
             try:
                 async with self._step:
-                    await self._register()
+                    left = max(give_up - clock(), _RETRY_SECONDS)
+                    await self._register(min(left, _STEP_SECONDS))
                 return
             except (ControlPlaneUnavailable, RateLimited) as error:
                 if clock() + _RETRY_SECONDS > give_up:
@@ -212,7 +213,7 @@ class Registration:
             except StaleEpoch as error:
                 _log.warning("%s", error)
                 self._lease = None
-        await self._register()
+        await self._register(self._step_seconds)
 
     async def _publish_cached(self) -> None:
         update = None if self._cached is None else self._cached.take(self._epoch)
@@ -227,12 +228,12 @@ class Registration:
             self._cached.lost()
             raise
 
-    async def _register(self) -> None:
+    async def _register(self, seconds: float) -> None:
         # A lease begins as joining or ready; what comes after is said by a heartbeat.
         begin = min(self._state, InstanceState.READY, key=list(InstanceState).index)
         lease = await self._client.send(
             calls.register(self._spec, state=begin, incarnation=self._incarnation),
-            deadline=self._step_seconds,
+            deadline=seconds,
         )
         self._epoch = lease.epoch
         self._hold(lease)

@@ -193,6 +193,21 @@ async def test_control_plane_that_stays_away_is_an_error_after_patience():
                     pass
 
 
+async def test_control_plane_that_takes_its_time_is_waited_for(slow_server, monkeypatch):
+    really = slow_server.registry.register
+
+    async def register(*arguments, **named):
+        await asyncio.sleep(0.5)
+        return await really(*arguments, **named)
+
+    monkeypatch.setattr(slow_server.registry, "register", register)
+    async with (
+        ControlPlaneClient(slow_server.url) as client,
+        Registration(client, worker("p"), patience=5) as registration,
+    ):
+        assert registration.registered
+
+
 async def test_id_of_a_crashed_worker_is_taken_over_when_its_lease_ends():
     with RunningControlPlane(lease_seconds=0.3) as server:
         async with ControlPlaneClient(server.url) as client:

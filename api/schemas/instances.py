@@ -1,4 +1,8 @@
-"""Bodies about instances."""
+"""Bodies about instances.
+
+What a worker writes about itself is taken as far as it is known: in an upgrade a newer worker may
+meet an older control plane. What people and routers write is strict.
+"""
 
 from __future__ import annotations
 
@@ -92,9 +96,7 @@ EngineAddress: TypeAlias = Annotated[str, Field(pattern=r"^kvx://\S+$", max_leng
 class Layout(BaseModel):
     """How the KV cache of one rank lies in memory; all but the ranks is of the whole model."""
 
-    model_config = ConfigDict(
-        extra="forbid", from_attributes=True, json_schema_extra={"examples": [_LAYOUT]}
-    )
+    model_config = ConfigDict(from_attributes=True, json_schema_extra={"examples": [_LAYOUT]})
 
     num_layers: PositiveCount
     num_kv_heads: PositiveCount = Field(description="Before tensor parallelism.")
@@ -139,8 +141,7 @@ class Traffic(BaseModel):
 
 
 class Load(BaseModel):
-    """What a worker says of itself with each heartbeat. What a newer worker says besides is passed
-    over: in an upgrade it may meet an older control plane."""
+    """What a worker says of itself with each heartbeat."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -219,8 +220,7 @@ class RegisterInstance(_Spec):
     """A worker that joins."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={"examples": [{**_SPEC, "state": "joining", "incarnation": "5b8e0c"}]},
+        json_schema_extra={"examples": [{**_SPEC, "state": "joining", "incarnation": "5b8e0c"}]}
     )
 
     state: Literal["joining", "ready"] = Field(
@@ -309,7 +309,6 @@ class Heartbeat(BaseModel):
     """A sign of life. What is left out stays as it was."""
 
     model_config = ConfigDict(
-        extra="forbid",
         json_schema_extra={
             "examples": [
                 {
@@ -318,7 +317,7 @@ class Heartbeat(BaseModel):
                     "load": {"running": 3, "waiting": 1, "free_blocks": 3100},
                 }
             ]
-        },
+        }
     )
 
     epoch: Epoch
@@ -373,10 +372,9 @@ class BlockUpdate(BaseModel):
     """What changed about the KV blocks that a worker has cached. It may be sent again."""
 
     model_config = ConfigDict(
-        extra="forbid",
         json_schema_extra={
             "examples": [{"epoch": 1795046400000001, "added": ["9f1c2a7be0d44c5e"], "removed": []}]
-        },
+        }
     )
 
     epoch: Epoch

@@ -7,6 +7,7 @@ import functools
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -28,6 +29,11 @@ ENVIRONMENT: Final = "KVXFER_CONTROL_PLANE"
 DEFAULT_URL: Final = "http://127.0.0.1:8080"
 
 _LEAST_TIMEOUT: Final = 0.01
+# Of one client at a time. httpx looks at every connection for every call that waits for one: with
+# hundreds of calls at once that takes longer than the calls.
+_MAX_CALLS: Final = 32
+# Those that the control plane keeps waiting have connections of their own, as many as there are.
+_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,6 +97,7 @@ class _Client:
         self._options: dict[str, Any] = {
             "base_url": self.url,
             "timeout": timeout,
+            "limits": _LIMITS,
             "transport": transport,
             "trust_env": False,
             "auth": credentials.auth(),
@@ -106,8 +113,12 @@ class _Client:
                 f"the control plane's URL is {self.url!r} ({error}); write it as http://HOST:PORT"
             ) from error
 
-    def _request(self, call: Call[Any], give_up: float) -> dict[str, Any]:
+    def _seconds(self, call: Call[Any], give_up: float) -> float:
+        """How long each step of an attempt may take."""
         left = max(give_up - time.monotonic(), _LEAST_TIMEOUT)
+        return min(self._timeout + call.wait_seconds, left)
+
+    def _request(self, call: Call[Any], give_up: float) -> dict[str, Any]:
         traced = current.get()
         return {
             "method": call.method,
@@ -115,7 +126,7 @@ class _Client:
             "params": dict(call.params) or None,
             "json": call.body,
             "headers": None if traced is None else {HEADER: traced.traceparent},
-            "timeout": min(self._timeout + call.wait_seconds, left),
+            "timeout": self._seconds(call, give_up),
         }
 
     def _watch_options(self, reader: WatchReader) -> dict[str, Any]:
@@ -161,6 +172,7 @@ class ControlPlaneClient(_Client):
     ) -> None:
         super().__init__(url, credentials, timeout, deadline, transport)
         self._http = self._open(httpx.AsyncClient)
+        self._turns = asyncio.Semaphore(_MAX_CALLS)
 
     async def __aenter__(self) -> Self:
         return self
@@ -191,10 +203,26 @@ class ControlPlaneClient(_Client):
 
     async def _attempt(self, call: Call[T], give_up: float) -> Answer[T]:
         try:
-            response = await self._http.request(**self._request(call, give_up))
+            async with self._turn(call, give_up):
+                response = await self._http.request(**self._request(call, give_up))
         except httpx.RequestError as error:
             raise unanswered(error, call, self.url) from error
         return read(response, call, self.url)
+
+    @asynccontextmanager
+    async def _turn(self, call: Call[Any], give_up: float) -> AsyncGenerator[None, None]:
+        if call.wait_seconds:
+            yield
+            return
+        try:
+            async with asyncio.timeout(self._seconds(call, give_up)):
+                await self._turns.acquire()
+        except TimeoutError as error:
+            raise httpx.PoolTimeout(f"{_MAX_CALLS} calls were under way") from error
+        try:
+            yield
+        finally:
+            self._turns.release()
 
     async def watch(
         self, last_event_id: int | None = None

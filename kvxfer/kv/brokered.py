@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 # One question for a block table; short enough for every proxy in between.
 _POLL_SECONDS: Final = 10.0
+# From one question to the next, also to a control plane, or a proxy, that does not wait.
+_PAUSE_SECONDS: Final = 0.1
 # Of the time that a session has left.
 _PATIENCE: Final = 0.9
 
@@ -132,10 +134,11 @@ class Brokered:
         self._rendezvous.offer(pair, table.offer, ticket)
 
     async def _ask(self, session: PrefillSession) -> BlockTable:
+        clock = asyncio.get_running_loop().time
         while True:
-            left = session.lease_remaining
+            asked, left = clock(), session.lease_remaining
             call = calls.block_table(session.transfer_id, wait_seconds=min(_POLL_SECONDS, left))
             try:
                 return await self.require().send(call, deadline=left)
             except UnknownBlockTable:
-                continue
+                await asyncio.sleep(asked + _PAUSE_SECONDS - clock())

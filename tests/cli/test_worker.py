@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import httpx
 import pytest
 import torch
 import transformers
+
+from tests.control_plane import PATIENCE
 
 KEY = "0123456789abcdef0123456789abcdef"
 KVXFER = (sys.executable, "-m", "kvxfer.cli")
@@ -125,6 +128,24 @@ def test_a_worker_is_in_the_fleet_until_it_is_stopped(
         assert (health["status"], health["free_blocks"]) == ("ok", 40)
         assert worker.stop(number) == 0
         assert said["instance_id"] not in instances(control_plane)
+
+
+def test_a_drained_worker_that_is_stopped_while_it_leaves_ends_well(
+    control_plane: str, model: Path
+) -> None:
+    with Process(
+        *("worker", "--role", "prefill", "--control-plane", control_plane, "--model", model),
+        *("--instance-id", "drained", "--blocks", "40"),
+    ) as worker:
+        url = f"{control_plane}/v1/instances/drained"
+        assert httpx.post(f"{url}/drain", json={"deadline_seconds": 0}).status_code == 202
+        give_up = time.monotonic() + PATIENCE
+        while httpx.get(url).status_code == 200 and time.monotonic() < give_up:
+            time.sleep(0.01)
+        while worker.process.poll() is None and time.monotonic() < give_up:
+            worker.process.send_signal(signal.SIGTERM)
+            time.sleep(0.01)
+        assert worker.process.returncode == 0
 
 
 def test_an_id_that_a_live_worker_has_is_refused(control_plane: str, model: Path) -> None:

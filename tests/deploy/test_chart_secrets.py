@@ -1,111 +1,28 @@
-"""The chart's secrets over upgrades: what is there is kept, and an exchange refuses nobody.
-
-The cluster is an HTTP server that answers what Helm's `lookup` asks for: the resources of v1, and
-the secrets of before.
-"""
+"""The chart's secrets over upgrades: what is there is kept, and an exchange refuses nobody."""
 
 from __future__ import annotations
 
 import base64
-import json
 import os
-import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import pytest
 
 from kvxfer.api.tokens import parse_tokens
 from kvxfer.cluster_key import as_cluster_key
 from kvxfer.router.api_keys import parse_api_keys
-from tests.deploy.chart import NAMESPACE, Rendered, render
-
-KUBECONFIG = """
-apiVersion: v1
-kind: Config
-current-context: test
-clusters: [{{name: test, cluster: {{server: "{url}"}}}}]
-contexts: [{{name: test, context: {{cluster: test, user: test}}}}]
-users: [{{name: test, user: {{}}}}]
-"""
-SECRETS = {
-    "kind": "APIResourceList",
-    "apiVersion": "v1",
-    "groupVersion": "v1",
-    "resources": [
-        {
-            "name": "secrets",
-            "singularName": "secret",
-            "namespaced": True,
-            "kind": "Secret",
-            "verbs": ["get", "list"],
-        }
-    ],
-}
-
-
-class Cluster:
-    """What was applied to it, and Helm's connection."""
-
-    def __init__(self) -> None:
-        self.secrets: dict[str, dict[str, Any]] = {}
-        cluster = self
-
-        class Answer(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                code, body = cluster.answer(self.path.partition("?")[0])
-                text = json.dumps(body).encode()
-                self.send_response(code)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            def log_message(self, *_: object) -> None:
-                """Nothing: the test says what matters."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        self.config = helm_python.Config(
-            kubeconfig_content=KUBECONFIG.format(url=self.url), namespace=NAMESPACE
-        )
-
-    def answer(self, path: str) -> tuple[int, dict[str, Any]]:
-        known = {
-            "/api": {"kind": "APIVersions", "versions": ["v1"]},
-            "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
-            "/api/v1": SECRETS,
-        }
-        if path in known:
-            return 200, known[path]
-        found = re.fullmatch(f"/api/v1/namespaces/{NAMESPACE}/secrets/([a-z-]+)", path)
-        if found and found[1] in self.secrets:
-            return 200, self.secrets[found[1]]
-        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "metadata": {}}
-        return 404, {**status, "reason": "NotFound", "code": 404}
-
-    def upgrade(self, **values: Any) -> Rendered:
-        release = render(values, cluster=self.config)
-        for secret in release.of("Secret"):
-            self.secrets[secret["metadata"]["name"]] = secret
-        return release
+from tests.deploy.chart import render
+from tests.deploy.cluster import KUBECONFIG, Cluster, running_cluster
 
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
-    thread = threading.Thread(target=cluster.server.serve_forever, daemon=True)
-    thread.start()
-    yield cluster
-    cluster.config.close()
-    cluster.server.shutdown()
-    thread.join(20)
+    with running_cluster() as cluster:
+        yield cluster
 
 
 def test_upgrade_keeps_every_secret(cluster: Cluster) -> None:
@@ -155,7 +72,7 @@ def test_exchange_hands_out_what_was_accepted_before(cluster: Cluster) -> None:
 
 def test_cluster_key_that_was_taken_out_is_made_anew(cluster: Cluster) -> None:
     before = cluster.upgrade().secret("kvxfer")
-    del cluster.secrets["kvxfer"]["data"]["cluster-key"]
+    del cluster.objects["Secret", "kvxfer"]["data"]["cluster-key"]
     after = cluster.upgrade().secret("kvxfer")
     assert {name for name in before if before[name] != after[name]} == {"cluster-key"}
 
@@ -189,7 +106,7 @@ def test_notes_get_what_they_say(cluster: Cluster, tmp_path: Path, generated: bo
 
 
 def release_ca(cluster: Cluster) -> str:
-    return base64.b64decode(cluster.secrets["kvxfer-tls"]["data"]["ca.crt"]).decode()
+    return base64.b64decode(cluster.objects["Secret", "kvxfer-tls"]["data"]["ca.crt"]).decode()
 
 
 def test_secret_of_the_operator_is_left_alone() -> None:

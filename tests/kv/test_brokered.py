@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +27,7 @@ from kvxfer.errors import (
     PeerLost,
     TicketInvalid,
     TransferCancelled,
+    UnknownBlockTable,
 )
 from kvxfer.instances import InstanceSpec, InstanceState, Role
 from kvxfer.kv.block_table import BlockTable
@@ -262,6 +264,26 @@ async def test_a_lease_ends_the_wait(fleet: Fleet, waits: str) -> None:
         assert "decode worker 'd' made no offer within 0.3 s" in str(error)
         await eventually(lambda: not fleet.server.registry._arrivals._waiting)
     assert fleet.all_free()
+
+
+async def test_a_control_plane_that_does_not_wait_is_not_asked_without_a_pause(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+
+    async def send(*_: object, **__: object) -> BlockTable:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(0)
+        raise UnknownBlockTable("not yet")
+
+    ticket = await fleet.ticket()
+    monkeypatch.setattr(fleet.client, "send", send)
+    begun = time.monotonic()
+    sender = await fleet.begin_prefill(ticket)
+    await eventually(lambda: asked >= 3)
+    assert time.monotonic() - begun > 0.099 * (asked - 1)
+    await sender.cancel("seen enough")
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

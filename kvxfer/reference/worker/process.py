@@ -83,6 +83,7 @@ async def serve_worker(settings: WorkerSettings, announce: Callable[[Ready], Non
 
     `announce` is called once it is registered and takes requests. The first signal stops it
     gracefully: no new pairs, running requests get a few seconds. A second one stops it at once.
+    From its return on SIGTERM is ignored: the process is about to end as it was told to.
 
     Raises InvalidArgument, AddressInUse, NotBuilt, ControlPlaneUnavailable, InstanceExists and
     the engine's errors while it starts.
@@ -216,3 +217,5 @@ def _signals_cancel_this_task() -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+        # Kubernetes sends one to a worker that its preStop has drained.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,3 +1,17 @@
+{{/* The count of a workload: (list $ pool apiVersion kind name). The autoscaler's stays where there is one: what runs now, since
+Kubernetes would take a count that is named no longer for 1. */}}
+{{- define "kvxfer.replicas" -}}
+{{- $ := index . 0 -}}
+{{- if or (not $.Values.autoscaler.enabled) $.Values.autoscaler.dryRun -}}
+replicas: {{ (index . 1).replicas }}
+{{- else -}}
+{{- $spec := (lookup (index . 2) (index . 3) $.Release.Namespace (index . 4)).spec | default dict -}}
+{{- if hasKey $spec "replicas" -}}
+replicas: {{ int $spec.replicas }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* The pod of a worker: (list $ role pool leader). The pods of a group but its leader run ranks of the leader's vLLM:
 they serve no HTTP and are no instance. */}}
 {{- define "kvxfer.workerPod" -}}
