@@ -83,8 +83,10 @@ def cpu_seconds(server: Server) -> float:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == server.process.pid:  # the session
+            if int(fields[2]) == server.process.pid:  # the process group
                 total += (int(fields[11]) + int(fields[12])) / _TICKS
+    if not total:
+        raise RuntimeError(f"no process of {server.name} was found")
     return total
 
 

@@ -42,6 +42,7 @@ async def test_instance_is_told_as_it_was_registered(api, clock):
         "heartbeat_at": clock.unix(),
         "load": json.loads(msgspec.json.encode(Load())),
         "reserved": {"transfers": 0, "blocks": 0},
+        "started": 0,
         "drain_deadline": None,
     }
 
