@@ -110,8 +110,11 @@ def test_one_of_two_replicas_leads_and_the_other_takes_over(tmp_path: Path, empt
         while not (leading := [url for url in processes if leads(url)]):
             assert time.monotonic() < deadline
         (leader,) = leading
-        processes.pop(leader).terminate()
+        ended = processes.pop(leader)
+        ended.terminate()
+        ended.wait(60)
         (follower,) = processes
+        deadline = time.monotonic() + 25
         while not leads(follower):
             assert time.monotonic() < deadline, "the term ends with the leader, not after 30 s"
 
