@@ -30,6 +30,7 @@ class EndedSamples(Generic[What]):
         self._forget()
         parent = _parent(request_id)
         if parent is not None:
+            self._ended.pop((parent, same), None)
             self._ended[parent, same] = (self._clock() + self._seconds, what)
 
     def of(self, request_id: str, same: Hashable) -> What | None:
@@ -40,7 +41,7 @@ class EndedSamples(Generic[What]):
         return None if ended is None else ended[1]
 
     def _forget(self) -> None:
-        """What is remembered ends in the order in which it began."""
+        """What has been remembered for long enough; the oldest is the first."""
         now = self._clock()
         while self._ended and next(iter(self._ended.values()))[0] <= now:
             del self._ended[next(iter(self._ended))]
