@@ -180,7 +180,7 @@ void answer_dialer(Input& input) {
   Engine& self = engine();
   EngineAddress address{.host = "127.0.0.1", .port = self.dialed_port, .engine = {}};
   address.engine.bytes.fill(1);
-  auto dialer = Engine::sound(Dialer::dial(address, self.self, UINT64_MAX, self.poller, self));
+  auto dialer = Engine::sound(Dialer::dial(address, self.self, self.poller, self));
   UniqueFd socket = answer_call(self);
   await_input(self, socket.get());
   std::string hello(kHelloBytes, '\0');

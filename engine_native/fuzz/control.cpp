@@ -45,7 +45,7 @@ class Connection final : private PeerEvents, private NicEvents {
     session.introduction = identity_of(1).introduction;
     session.introduction.nics = {{"their0", "simulated", 1}, {"their1", "simulated", 1}};
     PeerEvents& events = *this;
-    peer_ = std::make_unique<Peer>(kPeer, std::move(*stream), session, UINT64_MAX, events);
+    peer_ = std::make_unique<Peer>(kPeer, std::move(*stream), session, events);
     peer_->use_nics(nics_, initiator, kTimeout);
     if (initiator) peer_->nics()->open_missing(now_);
   }

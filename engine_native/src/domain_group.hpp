@@ -111,7 +111,7 @@ class DomainGroup final : private AcceptorEvents,
   void open_remote_paths(Peer& peer);
   void set_socket_options(int fd) const;
   void note_fallback(const Peer& peer, const std::string& why);
-  Peer& add_peer(std::unique_ptr<Stream> stream, const Session& session, std::uint64_t deadline_ns);
+  Peer& add_peer(std::unique_ptr<Stream> stream, const Session& session);
   Peer* find_session_peer(const SessionId& session);
   void limit_opening();
   void close_peer(PeerId id, const Error& error);

@@ -46,7 +46,7 @@ void DomainGroup::begin_connect(OperationId id, const EngineAddress& address, Du
       return dialer->waiters.add(id, deadline);
     }
   }
-  auto dialer = Dialer::dial(address, identity_, deadline, poller_, *this);
+  auto dialer = Dialer::dial(address, identity_, poller_, *this);
   if (!dialer) return complete_connect(id, dialer.error());
   (*dialer)->waiters.add(id, deadline);
   dialers_.push_back(std::move(*dialer));
@@ -63,9 +63,7 @@ void DomainGroup::expire_connects(std::uint64_t now) {
   };
   for (const auto& dialer : dialers_) {
     give_up(dialer->waiters.take_late(now), dialer->address().text(), "");
-    if (!dialer->ended() && now > dialer->deadline_ns()) {
-      on_dialed(*dialer, Error{Errc::connect_failed, "no answer in time"});
-    }
+    if (dialer->waiters.empty()) dialer->abandon();
   }
   std::erase_if(dialers_, [](const auto& dialer) { return dialer->ended(); });
   for (const auto& [id, peer] : peers_) {
@@ -92,7 +90,7 @@ void DomainGroup::on_dialed(Dialer& dialer, Result<Session> session) {
     dialer.abandon();
     return;
   }
-  Peer& peer = add_peer(dialer.take_stream(), *session, dialer.deadline_ns());
+  Peer& peer = add_peer(dialer.take_stream(), *session);
   peer.address = dialer.address();
   peer.waiters = std::move(dialer.waiters);
   peer.use_nics(nics_, true, options_.peer_timeout);
@@ -164,13 +162,13 @@ void DomainGroup::note_fallback(const Peer& peer, const std::string& why) {
 
 void DomainGroup::on_accepted(std::unique_ptr<Stream> stream, const Session& session) {
   limit_opening();
-  add_peer(std::move(stream), session, UINT64_MAX).use_nics(nics_, false, options_.peer_timeout);
+  add_peer(std::move(stream), session).use_nics(nics_, false, options_.peer_timeout);
 }
 
 // Who knows the cluster key may take its time, but not without end in number.
 void DomainGroup::limit_opening() {
   const auto opening = [](const auto& entry) {
-    return entry.second->state() == Peer::State::opening && entry.second->address.port == 0;
+    return entry.second->state() == Peer::State::opening && !entry.second->initiator();
   };
   if (std::count_if(peers_.begin(), peers_.end(), opening) < kMaxOpening) return;
   PeerId oldest = last_peer_;
@@ -218,9 +216,8 @@ Peer* DomainGroup::find_session_peer(const SessionId& session) {
 void DomainGroup::on_local_link(const SessionId& session, Result<local::LocalLink> link) {
   Peer* peer = find_session_peer(session);
   if (!peer || peer->state() != Peer::State::opening) return;
-  const bool initiator = peer->address.port != 0;
   if (!link) {
-    if (!initiator) return;  // the initiator decides what to do without
+    if (!peer->initiator()) return;  // the initiator decides what to do without
     note_fallback(*peer, link.error().text);
     return open_remote_paths(*peer);
   }
@@ -228,7 +225,7 @@ void DomainGroup::on_local_link(const SessionId& session, Result<local::LocalLin
   auto path = local_->open_path(std::move(*link), {peer->id(), peer->label()});
   if (!path) return peer->lose(path.error());
   peer->add_path(std::move(*path), kLocalPathLane);
-  if (!initiator) return;
+  if (!peer->initiator()) return;
   if (reads_both_ways) return peer->announce_paths();
   note_fallback(*peer,
                 "one process may not read the other's memory (another user, pid namespace or "
@@ -241,12 +238,11 @@ void DomainGroup::set_socket_options(int fd) const {
   net::set_options(fd, 2 * static_cast<std::uint64_t>(options_.peer_timeout.count()));
 }
 
-Peer& DomainGroup::add_peer(std::unique_ptr<Stream> stream, const Session& session,
-                            std::uint64_t deadline_ns) {
+Peer& DomainGroup::add_peer(std::unique_ptr<Stream> stream, const Session& session) {
   const PeerId id = ++last_peer_;
   set_socket_options(stream->fd());
   PeerEvents& events = *this;
-  auto peer = std::make_unique<Peer>(id, std::move(stream), session, deadline_ns, events);
+  auto peer = std::make_unique<Peer>(id, std::move(stream), session, events);
   return *peers_.emplace(id, std::move(peer)).first->second;
 }
 

@@ -32,12 +32,10 @@ std::string make_label(const Session& session) {
 
 }  // namespace
 
-Peer::Peer(PeerId id, std::unique_ptr<Stream> stream, Session session, std::uint64_t deadline_ns,
-           PeerEvents& events)
+Peer::Peer(PeerId id, std::unique_ptr<Stream> stream, Session session, PeerEvents& events)
     : handle_(std::make_shared<PeerHandle>()),
       stream_(std::move(stream)),
       session_(std::move(session)),
-      deadline_ns_(deadline_ns),
       events_(events),
       last_heard_ns_(now_ns()),
       last_path_ns_(last_heard_ns_) {
@@ -307,7 +305,8 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
   if (state_ == State::lost) return;
   last_heard_ns_ = std::min(now, last_heard_ns_ + stalled_ns);
   for (const auto& path : paths_) last_heard_ns_ = std::max(last_heard_ns_, path->last_heard_ns());
-  if (state_ != State::up && now > deadline_ns_) {
+  // The acceptor goes by the initiator's heartbeats.
+  if (state_ != State::up && initiator() && waiters.empty()) {
     return lose({Errc::connect_failed, trouble()});
   }
   const auto silent = now - std::min(now, last_heard_ns_);

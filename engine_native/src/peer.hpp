@@ -67,8 +67,7 @@ class Peer final : public StreamOwner, private NicLinkOwner {
  public:
   enum class State { opening, announced, up, lost };
 
-  Peer(PeerId id, std::unique_ptr<Stream> stream, Session session, std::uint64_t deadline_ns,
-       PeerEvents& events);
+  Peer(PeerId id, std::unique_ptr<Stream> stream, Session session, PeerEvents& events);
 
   PeerId id() const { return handle_->id; }
   State state() const { return state_; }
@@ -88,14 +87,15 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   // Those with a socket of their own; the others are the link's.
   const std::vector<std::unique_ptr<Path>>& paths() const { return paths_; }
   NicLink* nics() const { return nics_.get(); }
-  // Announces once everything that was begun has ended and there is a path. Until the deadline the
-  // NICs try again.
+  // Announces once everything that was begun has ended and there is a path. While anybody waits for
+  // it the NICs try again.
   void announce_paths();
   // Why it is not up yet, as far as known.
   std::string trouble() const;
   ConnectWaiters waiters;      // connect operations that this peer's set-up answers
   unsigned lanes_to_open = 0;  // initiator: dials that have not ended
   EngineAddress address;       // initiator: where lanes are dialed
+  bool initiator() const { return address.port != 0; }
 
   // --- running
   // Whether any path can carry the operation, once its destination is known; if not, why.
@@ -147,7 +147,6 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   std::shared_ptr<PeerHandle> handle_;
   std::unique_ptr<Stream> stream_;
   Session session_;
-  std::uint64_t deadline_ns_;  // for the set-up; the acceptor goes by the initiator's heartbeats
   PeerEvents& events_;
   State state_ = State::opening;
   bool was_up_ = false;  // on_up() was reported

@@ -52,6 +52,22 @@ TEST_CASE("connecting to nobody fails by name") {
   CHECK(done.text.find(address.text()) != std::string::npos);
 }
 
+TEST_CASE("an impatient caller does not end the connecting of a patient one") {
+  TestEngine client(options_for("tcp", "client"));
+  const auto silent = good(net::listen("127.0.0.1", 0));  // takes connections, says nothing
+  EngineAddress address = client->address();
+  address.engine.bytes[0] ^= 1;
+  address.port = good(net::local_port(silent.get()));
+  const auto begun = std::chrono::steady_clock::now();
+  const auto impatient = client->connect(address, std::chrono::milliseconds(50));
+  const auto patient = client->connect(address, std::chrono::milliseconds(800));
+  CHECK(client.await(Kind::connect, impatient).code == Errc::connect_failed);
+  const auto done = client.await(Kind::connect, patient);
+  CHECK(done.code == Errc::connect_failed);
+  CHECK(done.text.find("took longer than allowed") != std::string::npos);
+  CHECK(std::chrono::steady_clock::now() - begun >= std::chrono::milliseconds(800));
+}
+
 TEST_CASE("engines without a common fabric say so") {
   TestEngine a(options_for("tcp", "a"));
   TestEngine b(options_for("local", "b"));

@@ -1,4 +1,5 @@
-// Connect operations that wait for the same connection, each with its own deadline.
+// Connect operations that wait for the same connection, each with its own deadline. When the last
+// one has passed, nobody wants the connection any more.
 #pragma once
 
 #include <algorithm>
@@ -13,6 +14,8 @@ namespace kvxfer {
 class ConnectWaiters {
  public:
   void add(OperationId id, std::uint64_t deadline_ns) { waiting_.push_back({id, deadline_ns}); }
+
+  bool empty() const { return waiting_.empty(); }
 
   std::vector<OperationId> take() {
     return take_if([](const Waiter&) { return true; });

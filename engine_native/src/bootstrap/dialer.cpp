@@ -5,11 +5,10 @@
 namespace kvxfer {
 
 Result<std::unique_ptr<Dialer>> Dialer::dial(const EngineAddress& address, const Identity& identity,
-                                             std::uint64_t deadline_ns, Poller& poller,
-                                             DialerEvents& events) {
+                                             Poller& poller, DialerEvents& events) {
   auto socket = net::dial(address.host, address.port);
   if (!socket) return socket.error();
-  std::unique_ptr<Dialer> dialer(new Dialer(address, identity, deadline_ns, events));
+  std::unique_ptr<Dialer> dialer(new Dialer(address, identity, events));
   auto stream = Stream::open(std::move(*socket), poller, *dialer);
   if (!stream) return stream.error();
   dialer->stream_ = std::move(*stream);
@@ -17,12 +16,8 @@ Result<std::unique_ptr<Dialer>> Dialer::dial(const EngineAddress& address, const
   return dialer;
 }
 
-Dialer::Dialer(const EngineAddress& address, const Identity& identity, std::uint64_t deadline_ns,
-               DialerEvents& events)
-    : address_(address),
-      handshake_(identity, address.engine),
-      deadline_ns_(deadline_ns),
-      events_(events) {}
+Dialer::Dialer(const EngineAddress& address, const Identity& identity, DialerEvents& events)
+    : address_(address), handshake_(identity, address.engine), events_(events) {}
 
 void Dialer::on_input(std::string& in) {
   if (ended_) return;

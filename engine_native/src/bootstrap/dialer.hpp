@@ -32,11 +32,10 @@ class DialerEvents {
 class Dialer final : private StreamOwner {
  public:
   static Result<std::unique_ptr<Dialer>> dial(const EngineAddress& address,
-                                              const Identity& identity, std::uint64_t deadline_ns,
-                                              Poller& poller, DialerEvents& events);
+                                              const Identity& identity, Poller& poller,
+                                              DialerEvents& events);
 
   const EngineAddress& address() const { return address_; }
-  std::uint64_t deadline_ns() const { return deadline_ns_; }
   std::unique_ptr<Stream> take_stream() { return std::move(stream_); }
   bool ended() const { return ended_; }
   // Nothing is reported any more.
@@ -44,8 +43,7 @@ class Dialer final : private StreamOwner {
   ConnectWaiters waiters;
 
  private:
-  Dialer(const EngineAddress& address, const Identity& identity, std::uint64_t deadline_ns,
-         DialerEvents& events);
+  Dialer(const EngineAddress& address, const Identity& identity, DialerEvents& events);
 
   void on_input(std::string& in) override;
   void on_sent() override {}
@@ -54,7 +52,6 @@ class Dialer final : private StreamOwner {
 
   EngineAddress address_;
   ClientHandshake handshake_;
-  std::uint64_t deadline_ns_;
   DialerEvents& events_;
   std::unique_ptr<Stream> stream_;
   bool ended_ = false;

@@ -16,7 +16,7 @@ from .load import Sent
 
 _POLL_SECONDS: Final = 0.01
 _NAMED: Final = re.compile(rb"request \S*?(chaos-\d+)\b\S* is not (?:received|sent): (.*)")
-_UNANSWERED: Final = re.compile(r"connecting to .* (took longer than allowed|no answer in time)")
+_UNANSWERED: Final = re.compile(r"connecting to .* took longer than allowed")
 _SILENCE: Final = re.compile(r"no heartbeat for (\d+) ms")
 
 

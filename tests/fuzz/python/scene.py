@@ -6,6 +6,7 @@ What targets with an endpoint share: the world, which lasts, and a scene in it f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from kvxfer.engine import Engine, EngineHandler, Peer
-from kvxfer.errors import KvxferError
+from kvxfer.errors import ConnectFailed, KvxferError
 from kvxfer.kv import prefill_session
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
@@ -145,8 +146,7 @@ class Scene(ABC):
         )
 
     async def run(self) -> None:
-        world = self.world
-        peer = await world.engine.connect(world.other.address, timeout=30)
+        peer = await self._connect()
         async with self.endpoint() as endpoint:
             await self.play(endpoint, peer)
         for task in self.tasks:
@@ -156,6 +156,14 @@ class Scene(ABC):
                 raise outcome
         self.pool.check()
         assert self.pool.num_free == BLOCKS, self.pool.counts()
+
+    async def _connect(self) -> Peer:
+        """Again where strangers' deadlines (2 s) are too short for a machine full of fuzzers."""
+        async with asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(ConnectFailed):
+                    return await self.world.engine.connect(self.world.other.address, timeout=30)
+                await asyncio.sleep(0.1)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         self.tasks.append(asyncio.create_task(work))
