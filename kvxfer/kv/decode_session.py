@@ -67,7 +67,7 @@ class DecodeSession:
         self.begun = time.monotonic()
         self.checked_bytes = 0
         """Bytes that were compared with their checksum."""
-        self._token = token
+        self.ticket, self.token = ticket, token
         self._cache = cache
         self._blocks = blocks
         self._first_block = first_block
@@ -311,7 +311,7 @@ class DecodeSession:
     def _offer_to(self, inbound: Inbound) -> Offer:
         return Offer(
             transfer_id=self.transfer_id,
-            ticket=self._token,
+            ticket=self.token,
             blocks=self._table,
             grants=inbound.grants,
             imm=inbound.counter.imm,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.decode_session import DecodeSession
     from kvxfer.kv.messages import Checksum
     from kvxfer.kv.pair import KvPair
+    from kvxfer.ticket import Ticket
 
 ENDED: Final = frozenset({DecodeState.TAKEN, DecodeState.CANCELLED, DecodeState.FAILED})
 
@@ -50,6 +51,8 @@ class Inbound:
         self.peer_name = f"{rank}prefill worker {hello.instance_id!r}"
         self.tail = b""
         self.checksum: Checksum | None = None
+        self.answered = False
+        """Whether prefill is known to have the OFFER."""
         self._transfer_id = transfer_id
         self._machine = StateMachine(
             f"transfer {transfer_id} with {self.peer_name}",
@@ -69,12 +72,18 @@ class Inbound:
         return self._machine.state
 
     @property
+    def ticket(self) -> tuple[Ticket, str]:
+        """That of the OFFER, and as a token."""
+        return self._session.ticket, self._session.token
+
+    @property
     def ended(self) -> bool:
         return self.state in ENDED
 
     # What the endpoint hears from prefill.
 
     def accepted(self) -> None:
+        self.answered = True
         if self._machine.advance(DecodeEvent.ACCEPTED) is DecodeState.RECEIVING:
             self._session.accepted()
 

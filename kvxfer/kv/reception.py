@@ -19,6 +19,7 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Role
 from kvxfer.kv.identity import require_peer
+from kvxfer.kv.lost_offers import LostOffers
 from kvxfer.kv.messages import (
     Accepted,
     Cancel,
@@ -65,9 +66,10 @@ class Reception:
         self._expectations = expectations
         self._refusals = refusals
         self._counts = counts
+        self._lost_offers = LostOffers()
 
     def peer_up(self, peer: Peer) -> None:
-        self._pairs.of(peer)
+        self._tell_of_lost_offers(self._pairs.of(peer))
 
     def peer_lost(self, peer: Peer, error: KvxferError) -> None:
         pair = self._pairs.get(peer)
@@ -184,9 +186,21 @@ class Reception:
         """Ends everything with a peer that is gone; no block of its transfers stays taken."""
         self._pairs.remove(pair, error)
         for inbound in list(pair.decodes.values()):
+            if not inbound.answered:
+                self._lost_offers.add(
+                    pair.peer.engine_id, *inbound.ticket, f"its OFFER was lost: {error}"
+                )
             inbound.peer_lost(error)
+        for other in self._pairs:
+            if other.peer.engine_id == pair.peer.engine_id:
+                self._tell_of_lost_offers(other)
         self._expectations.drop(pair, error)
         self._rendezvous.drop(pair, error)
+
+    def _tell_of_lost_offers(self, pair: KvPair) -> None:
+        for release in self._lost_offers.of(pair.peer.engine_id):
+            with contextlib.suppress(EngineError):
+                pair.send(release)
 
 
 def _refusal(pair: KvPair, transfer_id: str, code: str, reason: str) -> TransferError:

@@ -178,9 +178,12 @@ class Rendezvous:
             session.offer_refused(pair, error)
 
     def release(self, pair: KvPair, claims: Ticket, reason: str) -> None:
-        """Decode says that no OFFER will come. Raises TicketInvalid where one has come."""
-        self._ledger.claim_by(claims, "offer", pair.hello)
+        """Decode says that no OFFER will come. Raises TicketInvalid where one has come, unless the
+        transfer has failed since."""
         transfer_id = claims.transfer_id
+        if self._ledger.failure(transfer_id) is not None:
+            return
+        self._ledger.claim_by(claims, "offer", pair.hello)
         error = TransferCancelled(
             f"transfer {transfer_id}: released by decode worker {pair.hello.instance_id!r}: "
             f"{reason}"

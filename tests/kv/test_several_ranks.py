@@ -197,7 +197,7 @@ async def test_a_decode_rank_that_fails_before_the_request_ends_the_offers_of_th
     ):
         [prefill] = ranks.prefill
         receivers = await ranks.offers(ranks.ticket())
-        ticket = receivers[0]._token
+        ticket = receivers[0].token
         await eventually(lambda: early_offers(prefill) == 2)
         await receivers[1].cancel("the user left")
         with pytest.raises(

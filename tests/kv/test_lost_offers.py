@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from kvxfer.errors import PeerLost, TransferCancelled
+from kvxfer.kv.lost_offers import LostOffers
+from kvxfer.kv.messages import Release
+from kvxfer.kv.pair import KvPair
+from kvxfer.ticket import Ticket, verify_ticket
+
+from .workers import KEY, SOON, Worker, eventually, make_ticket
+
+
+def test_a_lost_offer_is_known_by_its_engine_until_its_ticket_expires() -> None:
+    lost = LostOffers()
+    for name, seconds in (("expired", 0), ("good", 60)):
+        ticket = Ticket(name, "r", "p", 1, "d", 1, expires_at=time.time() + seconds)
+        lost.add("engine", ticket, f"token of {name}", "why")
+    assert lost.of("engine") == [Release("good", "token of good", "why")]
+    assert lost.of("another") == []
+    assert len(lost._releases) == 1
+
+
+async def offer_that_is_lost(
+    prefill: Worker, decode: Worker, ticket: str, monkeypatch: pytest.MonkeyPatch
+) -> KvPair:
+    """The connection that was lost with it: decode has heard of that, prefill may not have."""
+    monkeypatch.setattr(prefill.endpoint._rendezvous, "offer", lambda *_: None)
+    receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
+    [inbound] = receiver._inbounds
+    decode.endpoint._reception.drop(inbound.pair, PeerLost("the test says so"))
+    with pytest.raises(PeerLost):
+        await asyncio.wait_for(receiver.wait(), SOON)
+    return inbound.pair
+
+
+async def test_a_lost_offer_is_told_over_the_next_connection(
+    pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    ticket = make_ticket(prefill, decode)
+    lost = await offer_that_is_lost(prefill, decode, ticket, monkeypatch)
+    lost.peer.close()
+    await eventually(lambda: not list(prefill.endpoint._pairs))
+    await decode.engine.connect(prefill.engine.address)
+    transfer_id = verify_ticket(ticket, KEY).transfer_id
+    await eventually(lambda: prefill.endpoint._ledger.failure(transfer_id) is not None)
+    with (
+        prefill.pool.hold(1) as hold,
+        pytest.raises(TransferCancelled, match="its OFFER was lost: the test says so"),
+    ):
+        await prefill.endpoint.prefill_session(ticket, hold)
+
+
+async def test_a_lost_offer_is_told_over_another_connection_and_once_is_enough(
+    pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair
+    # Two engines that dial each other at once have two connections.
+    await asyncio.gather(
+        prefill.engine.connect(decode.engine.address),
+        decode.engine.connect(prefill.engine.address),
+    )
+    await eventually(lambda: len(list(decode.endpoint._pairs)) == 2)
+    ticket = make_ticket(prefill, decode)
+    with prefill.pool.hold(1) as hold:
+        sender = await prefill.endpoint.prefill_session(ticket, hold)
+        await offer_that_is_lost(prefill, decode, ticket, monkeypatch)
+        with pytest.raises(TransferCancelled, match="its OFFER was lost: the test says so"):
+            await asyncio.wait_for(sender.wait(), SOON)
+    [other] = decode.endpoint._pairs
+    decode.endpoint._reception._tell_of_lost_offers(other)
+    after = make_ticket(prefill, decode)
+    other.send(Release(verify_ticket(after, KEY).transfer_id, after, "to come after the other"))
+    await eventually(lambda: len(prefill.endpoint._ledger) == 2)
+    assert "release" not in prefill.endpoint.refusals()
