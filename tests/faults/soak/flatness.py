@@ -66,5 +66,5 @@ def slopes(samples: list[tuple[float, Held]]) -> list[Slope]:
         rest = values - values.mean() - slope * centred
         error = float(np.sqrt((rest**2).sum() / max(len(values) - 2, 1) / spread))
         growth = slope * float(hours[-1] - hours[0])
-        found.append(Slope(what, values[-1], slope, error, growth))
+        found.append(Slope(what, float(values[-1]), slope, error, growth))
     return found

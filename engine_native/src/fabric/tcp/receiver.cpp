@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <string>
@@ -13,7 +14,7 @@
 namespace kvxfer::tcp {
 namespace {
 
-constexpr std::size_t kScratchBytes = 256u << 10;
+constexpr std::size_t kScratchBytes = 64u << 10;
 constexpr std::uint64_t kPumpBytes = 4u << 20;
 
 Error bad_frame(const std::string& what) {
@@ -129,9 +130,9 @@ Result<bool> Receiver::read_payload() {
     message.msg_iovlen = iovecs_.size() - next_iovec_;
     got = ::recvmsg(fd_, &message, MSG_DONTWAIT);
   } else {
-    if (!scratch_) scratch_ = std::make_unique<std::byte[]>(kScratchBytes);
+    std::array<std::byte, kScratchBytes> scratch;  // refused: nobody reads it
     got =
-        ::recv(fd_, scratch_.get(), std::min<std::uint64_t>(unread_, kScratchBytes), MSG_DONTWAIT);
+        ::recv(fd_, scratch.data(), std::min<std::uint64_t>(unread_, scratch.size()), MSG_DONTWAIT);
   }
   if (got == 0) return Error{Errc::peer_lost, "the peer closed the connection"};
   if (got < 0) {

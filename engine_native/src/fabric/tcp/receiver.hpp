@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <vector>
 
@@ -62,7 +61,6 @@ class Receiver {
   std::uint64_t unread_ = 0;   // payload bytes of this batch
   std::vector<iovec> iovecs_;  // where they go; not used once the batch is refused
   std::size_t next_iovec_ = 0;
-  std::unique_ptr<std::byte[]> scratch_;  // where refused payload goes
 };
 
 }  // namespace kvxfer::tcp
