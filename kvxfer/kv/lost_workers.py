@@ -19,7 +19,8 @@ class LostWorkers:
 
     def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
         self._max_remembered = max_remembered
-        self._losses: dict[Worker, dict[int, tuple[float, KvxferError]]] = {}
+        # Not the error itself: its traceback would keep all that was under way.
+        self._losses: dict[Worker, dict[int, tuple[float, type[KvxferError], str]]] = {}
 
     def __len__(self) -> int:
         return len(self._losses)
@@ -27,7 +28,7 @@ class LostWorkers:
     def add(self, worker: Worker, rank: int, error: KvxferError) -> None:
         """The connection to a rank has ended now."""
         losses = self._losses.pop(worker, {})
-        losses[rank] = time.time(), error
+        losses[rank] = time.time(), type(error), str(error)
         self._losses[worker] = losses
         if len(self._losses) > self._max_remembered:
             del self._losses[next(iter(self._losses))]
@@ -37,4 +38,4 @@ class LostWorkers:
         if not issued_at:
             return {}
         losses = self._losses.get(worker, {})
-        return {rank: error for rank, (at, error) in losses.items() if at >= issued_at}
+        return {rank: kind(text) for rank, (at, kind, text) in losses.items() if at >= issued_at}

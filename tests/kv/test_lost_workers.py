@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 
 from kvxfer.errors import PeerLost, PeerTimeout
 from kvxfer.kv.lost_workers import LostWorkers
@@ -9,10 +10,13 @@ from kvxfer.kv.lost_workers import LostWorkers
 def test_losses_after_a_ticket_was_issued_are_known_by_rank() -> None:
     lost = LostWorkers()
     before = time.time() - 1
-    first, second = PeerLost("first"), PeerTimeout("second")
-    lost.add(("d", 1), 0, first)
-    lost.add(("d", 1), 1, second)
-    assert lost.since(("d", 1), before) == {0: first, 1: second}
+    lost.add(("d", 1), 0, PeerLost("first"))
+    lost.add(("d", 1), 1, PeerTimeout("second"))
+    found = lost.since(("d", 1), before)
+    assert {rank: (type(error), str(error)) for rank, error in found.items()} == {
+        0: (PeerLost, "first"),
+        1: (PeerTimeout, "second"),
+    }
     assert lost.since(("d", 2), before) == {}
     assert lost.since(("d", 1), time.time() + 1) == {}
     assert lost.since(("d", 1), 0.0) == {}
@@ -26,3 +30,18 @@ def test_the_worker_that_was_lost_longest_ago_is_forgotten_first() -> None:
         lost.add((name, 1), 0, error)
     assert len(lost) == 2
     assert [name for name in "abc" if lost.since((name, 1), before)] == ["a", "c"]
+
+
+def test_what_was_under_way_when_a_worker_was_lost_is_not_kept() -> None:
+    lost = LostWorkers()
+
+    def lose() -> weakref.ref[LostWorkers]:
+        under_way = LostWorkers()
+        try:
+            raise PeerLost("it exited")
+        except PeerLost as error:
+            lost.add(("d", 1), 0, error)
+        return weakref.ref(under_way)
+
+    assert lose()() is None
+    assert lost.since(("d", 1), time.time() - 1)
