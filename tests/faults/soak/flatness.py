@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 # The beginning does not count: caches, pools and connections fill.
 _WARM_UP: Final = 0.3
+# Workers that come and go take a few file descriptors for a while: samples that follow one another
+# say the same. Means over so many parts of the time do not.
+_PARTS: Final = 10
 # More than this over a run, and more than noise: it grows.
 _ALLOWED: Final = {"memory": 4.0, "fds": 4.0, "threads": 2.0}
 
@@ -56,15 +59,21 @@ class Slope:
 def slopes(samples: list[tuple[float, Held]]) -> list[Slope]:
     """`samples`: seconds and what was held then, in order."""
     counted = samples[int(len(samples) * _WARM_UP) :]
-    hours = np.array([at for at, _ in counted]) / 3600
+    parts = np.array_split(np.arange(len(counted)), min(_PARTS, len(counted)))
+
+    def means(values: list[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.array([np.mean(np.take(values, part)) for part in parts])
+
+    hours = means([at / 3600 for at, _ in counted])
+    centred = hours - hours.mean()
+    spread = float((centred**2).sum())
     found = []
     for what in _ALLOWED:
-        values = np.array([float(getattr(held, what)) for _, held in counted])
-        centred = hours - hours.mean()
-        spread = float((centred**2).sum())
+        values = means([float(getattr(held, what)) for _, held in counted])
         slope = float((centred * values).sum()) / spread
         rest = values - values.mean() - slope * centred
         error = float(np.sqrt((rest**2).sum() / max(len(values) - 2, 1) / spread))
-        growth = slope * float(hours[-1] - hours[0])
-        found.append(Slope(what, float(values[-1]), slope, error, growth))
+        growth = slope * (counted[-1][0] - counted[0][0]) / 3600
+        last = float(getattr(counted[-1][1], what))
+        found.append(Slope(what, last, slope, error, growth))
     return found
