@@ -111,11 +111,24 @@ class SoakWorker:
         return {"received": session.nbytes, "checked": session.checked_bytes}
 
 
+def _commands() -> asyncio.StreamReader:
+    """What comes on stdin. asyncio's own reader of pipes takes 256 KiB of the heap for each read,
+    which fragments it, and the memory of this process is what is looked at."""
+    stdin, commands = sys.stdin.fileno(), asyncio.StreamReader()
+
+    def read() -> None:
+        if data := os.read(stdin, 4096):
+            commands.feed_data(data)
+        else:
+            asyncio.get_running_loop().remove_reader(stdin)
+            commands.feed_eof()
+
+    asyncio.get_running_loop().add_reader(stdin, read)
+    return commands
+
+
 async def main(instance: str, epoch: int, fabrics: str, host: str) -> None:
-    commands = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
-    )
+    commands = _commands()
     async with Engine(
         cluster_key=KEY, name=instance, fabrics=tuple(fabrics.split(",")), host=host
     ) as engine:
