@@ -7,13 +7,16 @@ to do about it.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 
 class KvxferError(Exception):
     """Base of all kvxfer errors."""
 
     code: ClassVar[str] = "error"
+
+
+_Error = TypeVar("_Error", bound=KvxferError)
 
 
 class InvalidArgument(KvxferError, ValueError):
@@ -363,3 +366,11 @@ def by_code(code: str) -> type[KvxferError]:
             return candidate
         pending.extend(candidate.__subclasses__())
     return KvxferError
+
+
+def without_traceback(error: _Error) -> _Error:
+    """The same error without a traceback, which keeps the frames that it went through, and all that
+    was under way in them: for one that is kept, or raised again."""
+    again = type(error).__new__(type(error), *error.args)
+    again.__dict__.update(error.__dict__)
+    return again

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final, TypeAlias
 
-from kvxfer.errors import KvxferError
+from kvxfer.errors import KvxferError, without_traceback
 
 MAX_REMEMBERED: Final = 1024
 
@@ -19,8 +19,7 @@ class LostWorkers:
 
     def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
         self._max_remembered = max_remembered
-        # Not the error itself: its traceback would keep all that was under way.
-        self._losses: dict[Worker, dict[int, tuple[float, type[KvxferError], str]]] = {}
+        self._losses: dict[Worker, dict[int, tuple[float, KvxferError]]] = {}
 
     def __len__(self) -> int:
         return len(self._losses)
@@ -28,7 +27,7 @@ class LostWorkers:
     def add(self, worker: Worker, rank: int, error: KvxferError) -> None:
         """The connection to a rank has ended now."""
         losses = self._losses.pop(worker, {})
-        losses[rank] = time.time(), type(error), str(error)
+        losses[rank] = time.time(), without_traceback(error)
         self._losses[worker] = losses
         if len(self._losses) > self._max_remembered:
             del self._losses[next(iter(self._losses))]
@@ -38,4 +37,4 @@ class LostWorkers:
         if not issued_at:
             return {}
         losses = self._losses.get(worker, {})
-        return {rank: kind(text) for rank, (at, kind, text) in losses.items() if at >= issued_at}
+        return {rank: error for rank, (at, error) in losses.items() if at >= issued_at}

@@ -6,7 +6,7 @@ import heapq
 import time
 from typing import Literal, TypeAlias
 
-from kvxfer.errors import KvxferError, TicketExpired, TicketInvalid
+from kvxfer.errors import KvxferError, TicketExpired, TicketInvalid, without_traceback
 from kvxfer.kv.messages import Hello
 from kvxfer.ticket import Ticket
 
@@ -66,11 +66,12 @@ class TransferLedger:
     def fail(self, transfer_id: str, error: KvxferError) -> None:
         """Records why the transfer ended, for whoever comes for it later."""
         if transfer_id in self._used:
-            self._failures.setdefault(transfer_id, error)
+            self._failures.setdefault(transfer_id, without_traceback(error))
 
     def failure(self, transfer_id: str) -> KvxferError | None:
-        """Why the transfer has ended, if it has failed."""
-        return self._failures.get(transfer_id)
+        """Why the transfer has ended, if it has failed; an error of one's own, to be raised."""
+        error = self._failures.get(transfer_id)
+        return error and without_traceback(error)
 
     def __len__(self) -> int:
         return len(self._used)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 
 from kvxfer.errors import PeerLost, PeerTimeout
 from kvxfer.kv.lost_workers import LostWorkers
@@ -30,18 +29,3 @@ def test_the_worker_that_was_lost_longest_ago_is_forgotten_first() -> None:
         lost.add((name, 1), 0, error)
     assert len(lost) == 2
     assert [name for name in "abc" if lost.since((name, 1), before)] == ["a", "c"]
-
-
-def test_what_was_under_way_when_a_worker_was_lost_is_not_kept() -> None:
-    lost = LostWorkers()
-
-    def lose() -> weakref.ref[LostWorkers]:
-        under_way = LostWorkers()
-        try:
-            raise PeerLost("it exited")
-        except PeerLost as error:
-            lost.add(("d", 1), 0, error)
-        return weakref.ref(under_way)
-
-    assert lose()() is None
-    assert lost.since(("d", 1), time.time() - 1)

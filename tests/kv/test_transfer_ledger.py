@@ -69,11 +69,12 @@ def test_a_bearer_ticket_that_is_bound_is_still_good_once_and_then_forgotten() -
 def test_the_first_failure_is_remembered() -> None:
     ledger = TransferLedger()
     ledger.claim(ticket("a"), "offer")
-    first = TransferCancelled("first")
-    ledger.fail("a", first)
+    ledger.fail("a", TransferCancelled("first"))
     ledger.fail("a", TransferCancelled("second"))
     ledger.fail("unknown", TransferCancelled("of nobody"))
-    assert ledger.failure("a") is first
+    remembered = [ledger.failure("a"), ledger.failure("a")]
+    assert [(type(error), str(error)) for error in remembered] == [(TransferCancelled, "first")] * 2
+    assert remembered[0] is not remembered[1]  # each is raised, with a traceback of its own
     assert ledger.failure("unknown") is None
 
 
