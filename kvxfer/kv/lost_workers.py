@@ -27,7 +27,7 @@ class LostWorkers:
     def add(self, worker: Worker, rank: int, error: KvxferError) -> None:
         """The connection to a rank has ended now."""
         losses = self._losses.pop(worker, {})
-        losses[rank] = time.time(), without_traceback(error)
+        losses[rank] = time.monotonic(), without_traceback(error)
         self._losses[worker] = losses
         if len(self._losses) > self._max_remembered:
             del self._losses[next(iter(self._losses))]
@@ -37,4 +37,6 @@ class LostWorkers:
         if not issued_at:
             return {}
         losses = self._losses.get(worker, {})
-        return {rank: error for rank, (at, error) in losses.items() if at >= issued_at}
+        # By the clock of now, which may have been set since.
+        issued = time.monotonic() - (time.time() - issued_at)
+        return {rank: error for rank, (at, error) in losses.items() if at >= issued}

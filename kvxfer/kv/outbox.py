@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS: Final = 1.0
 RETRY_SECONDS: Final = 0.005
+# Between two tries no more than this counts: a process that was stopped may not hold it against the
+# peer, who had no chance.
+_MOST_SECONDS: Final = 0.1
 
 
 class Outbox:
@@ -31,7 +34,9 @@ class Outbox:
         self._give_up = give_up
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[float, bytes]] = deque()  # until when, and what
+        self._waiting: deque[tuple[float, bytes]] = deque()  # until when by _waited, and what
+        self._waited = 0.0
+        self._tried_at = 0.0
 
     def send(self, data: bytes) -> None:
         """Sends, or keeps until there is room. Raises PeerLost and MessageTooLarge."""
@@ -40,8 +45,9 @@ class Outbox:
                 with contextlib.suppress(Backpressure):
                     self._peer.send(data)
                     return
+                self._tried_at = time.monotonic()
                 self._loop.call_soon_threadsafe(self._retry_later)
-            self._waiting.append((time.monotonic() + PATIENCE_SECONDS, data))
+            self._waiting.append((self._waited + PATIENCE_SECONDS, data))
 
     def close(self) -> None:
         """Nobody sends any more. What was kept is not sent: the connection ends, if it has not."""
@@ -58,13 +64,16 @@ class Outbox:
     def _retry(self) -> None:
         error: KvxferError
         with self._lock:
+            now = time.monotonic()
+            self._waited += min(now - self._tried_at, _MOST_SECONDS)
+            self._tried_at = now
             try:
                 while self._waiting:
                     self._peer.send(self._waiting[0][1])
                     self._waiting.popleft()
                 return
             except Backpressure as full:
-                if time.monotonic() < self._waiting[0][0]:
+                if self._waited < self._waiting[0][0]:
                     self._retry_later()
                     return
                 error = PeerTimeout(

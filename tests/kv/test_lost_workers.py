@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from kvxfer.errors import PeerLost, PeerTimeout
 from kvxfer.kv.lost_workers import LostWorkers
 
@@ -29,3 +31,14 @@ def test_the_worker_that_was_lost_longest_ago_is_forgotten_first() -> None:
         lost.add((name, 1), 0, error)
     assert len(lost) == 2
     assert [name for name in "abc" if lost.since((name, 1), before)] == ["a", "c"]
+
+
+def test_a_clock_that_was_wrong_when_a_worker_was_lost_does_no_harm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost, now = LostWorkers(), time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    lost.add(("d", 1), 0, PeerLost("it exited"))
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert lost.since(("d", 1), now - 1)
+    assert not lost.since(("d", 1), now + 1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -82,6 +83,21 @@ async def test_a_message_that_finds_no_room_in_time_is_the_end(
     network.max_messages = 9
     box.send(b"third")
     assert list(network.messages["other"]) == [b"third"]
+
+
+async def test_the_time_in_which_this_process_was_stopped_is_not_held_against_the_peer() -> None:
+    network, one, _ = engines()
+    network.max_messages = 0
+    errors: list[KvxferError] = []
+    said: Any = one.peer
+    box = Outbox(said, errors.append)
+    box.send(b"first")
+    await asyncio.sleep(2 * outbox.RETRY_SECONDS)
+    time.sleep(1.5 * outbox.PATIENCE_SECONDS)  # noqa: ASYNC251
+    await asyncio.sleep(2 * outbox.RETRY_SECONDS)
+    assert not errors
+    network.max_messages = 9
+    await eventually(lambda: list(network.messages["other"]) == [b"first"])
 
 
 async def test_what_was_kept_for_a_peer_that_is_lost_is_forgotten() -> None:
