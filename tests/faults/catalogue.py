@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 from .link import Damage
+from .worker import NUM_BLOCKS
 from .worker_process import Role
 
 
@@ -52,6 +53,8 @@ class Fabric:
     linked: bool = False
     """Each in a network namespace of its own."""
     small_buffers: bool = False
+    most_blocks: int = NUM_BLOCKS
+    """Of a transfer."""
 
 
 FABRICS: Final = {

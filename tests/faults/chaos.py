@@ -129,7 +129,7 @@ class Arena:
             ticket=self._ticket(),
             seed=seed,
             # Small ones fit into the window of writes under way, large ones do not.
-            blocks=rng.choice([rng.randint(4, 32), rng.randint(32, NUM_BLOCKS)]),
+            blocks=rng.choice([rng.randint(4, 32), rng.randint(32, self.fabric.most_blocks)]),
             pause=rng.choice([0.0, 0.0, 0.001, 0.01]),
             # Mostly the transfer is kept from ending before the fault; sometimes it may win.
             hold_back=not (asleep or may_end_well) and rng.random() < 0.75,
