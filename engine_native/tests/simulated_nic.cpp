@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "bootstrap/bytes.hpp"
 #include "memory_region.hpp"
@@ -205,8 +206,9 @@ class SimulatedDomain final : public NicDomain, private EventSink {
       std::shuffle(completions.begin(), completions.end(), network_.random_);
       changed = nic.up != up_;
       up_ = nic.up;
+      const bool went_down = std::exchange(downs_, nic.downs) != nic.downs;
       for (const auto& [end, path] : network_.ends_) {
-        if (!up_ && path->nic() == info_.name) down.push_back(path);
+        if ((!up_ || went_down) && path->nic() == info_.name) down.push_back(path);
       }
     }
     for (const auto& completion : completions) completion.path->take(completion);
@@ -216,7 +218,7 @@ class SimulatedDomain final : public NicDomain, private EventSink {
   bool prepare_sleep() override {
     const std::lock_guard lock(network_.mutex_);
     const auto& nic = network_.nics_.at(info_.name);
-    return nic.completions.empty() && nic.up == up_;
+    return nic.completions.empty() && nic.up == up_ && nic.downs == downs_;
   }
   void finish_sleep() override {}
   void wake() const {
@@ -237,6 +239,7 @@ class SimulatedDomain final : public NicDomain, private EventSink {
   NicLoad load_;
   UniqueFd event_;
   bool up_ = true;
+  std::uint64_t downs_ = 0;  // as last seen
 };
 
 namespace {
@@ -280,8 +283,10 @@ std::shared_ptr<NicFactory> SimulatedNetwork::nics(
 
 void SimulatedNetwork::set_link(const std::string& nic, bool up) {
   const std::lock_guard lock(mutex_);
-  nics_[nic].up = up;
-  if (nics_[nic].domain) nics_[nic].domain->wake();
+  Nic& changed = nics_[nic];
+  if (!up && changed.up) ++changed.downs;
+  changed.up = up;
+  if (changed.domain) changed.domain->wake();
 }
 
 void SimulatedNetwork::lose_completions(const std::string& nic, bool lose) {

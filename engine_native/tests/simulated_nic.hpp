@@ -75,6 +75,7 @@ class SimulatedNetwork {
   struct Nic {
     SimulatedDomain* domain = nullptr;
     bool up = true;
+    std::uint64_t downs = 0;  // how often its link went down: also of a flap that nobody saw
     bool loses_completions = false;
     unsigned refuses = 0;  // attempts to join
     std::uint64_t delivered = 0;
