@@ -60,7 +60,8 @@ struct Operation {
   std::shared_ptr<std::size_t> uncounted_left;
   bool arrived = false;               // the peer says that all its immediates have
   bool queued = false;                // at its peer
-  unsigned losses = 0;                // paths that were lost with writes of this operation
+  unsigned losses = 0;                // times that paths were lost with writes of this operation
+  std::uint32_t newest_at_loss = 0;   // path at the last of them: older ones are lost with it
   std::size_t finished_at_grace = 0;  // when it last got more time to end
   Errc code = Errc::ok;               // first failure; nothing is posted after it
   std::string text;

@@ -136,6 +136,30 @@ TEST_CASE("any mix of 1 to 8 NICs on both sides moves everything") {
   }
 }
 
+TEST_CASE("NICs that all fail at once fail no write that they had begun") {
+  std::vector<std::pair<std::string, std::uint64_t>> list;
+  for (int n = 0; n < 8; ++n) list.emplace_back(std::to_string(n), 100);
+  NicPairOfEngines pair(with_nics("a", list), with_nics("b", list));
+  const auto write = [&] {
+    return good(pair.writer->write(pair.to_reader, pair.source, pair.destination->descriptor(),
+                                   {.length = pair.source->size()}, {.timeout = kDeadline}))
+        .id;
+  };
+  CHECK(pair.writer.await(Kind::write, write()).code == Errc::ok);
+  simulated_network().hold(true);
+  const OperationId id = write();
+  (void)pair.writer->stats();  // behind the write, so that it is posted
+  for (const bool up : {false, true}) {
+    for (const auto& nic : pair.writer->nics()) {
+      simulated_network().set_link(nic.name, up);
+      pair.writer.await(Kind::notice);
+    }
+  }
+  simulated_network().hold(false);
+  const auto done = pair.writer.await(Kind::write, id);
+  CHECK_MESSAGE(done.code == Errc::ok, done.text);
+}
+
 TEST_CASE("a chosen name that no NIC has is refused, with the names that there are") {
   auto options = with_nics("a", {{"0", 100}, {"1", 100}});
   const std::string nic = good(TransferEngine::create(options))->nics()[0].name;

@@ -8,7 +8,8 @@ namespace kvxfer {
 namespace {
 
 constexpr std::uint64_t kRetryNs = 250'000'000u;
-// Ways that one operation may lose before it is given up.
+// How often the ways of one operation may be lost before it is given up. Those that are lost
+// together, as those of a NIC or of a switch are, count once.
 constexpr unsigned kMaxLosses = 5;
 constexpr std::size_t kMaxEntries = 4 * kMaxNics;
 
@@ -312,11 +313,14 @@ void NicLink::settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>
   }
   for (const OperationPtr& operation : touched) {
     operation->destination.reset();
-    if (failed) ++operation->losses;
+    if (failed && path.identity().id > operation->newest_at_loss) {
+      ++operation->losses;
+      operation->newest_at_loss = last_path_;
+    }
     if (operation->losses >= kMaxLosses && operation->wants_post()) {
       owner_.fail(operation, Errc::nic_lost,
-                  std::to_string(kMaxLosses) +
-                      " paths were lost under this operation; the last one: " + trouble_);
+                  "its paths were lost " + std::to_string(kMaxLosses) +
+                      " times; the last one: " + trouble_);
       continue;
     }
     owner_.settle(operation);
