@@ -47,15 +47,20 @@ void Stream::on_events(std::uint32_t events) {
     if (!(events & (EPOLLOUT | EPOLLIN))) return;
     connected_ = true;
   }
-  if (auto good = flush(); !good) return lose(good.error());
-  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
-    auto good = receive();
+  const auto sent = flush();
+  if (!sent || (events & (EPOLLIN | EPOLLHUP | EPOLLERR))) {
+    const std::size_t heard = in_.size();
+    const auto received = receive();
+    const bool more = in_.size() > heard;
     // An owner may hand the stream on in the middle of the input.
     for (StreamOwner* reader = nullptr; !lost_ && !in_.empty() && reader != owner_;) {
       reader = owner_;
       reader->on_input(in_);
     }
-    if (!good && !lost_) lose(good.error());
+    if (lost_) return;
+    if (!received) return lose(received.error());
+    // Whom nothing can be sent to any more may have said something before.
+    if (!sent && !more) lose(sent.error());
   }
 }
 
