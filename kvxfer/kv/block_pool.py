@@ -68,6 +68,7 @@ class BlockPool:
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = num_blocks
         self._owners: set[BlockLease | BlockHold] = set()
+        self._overdue = False  # some of them are over, and their blocks not back yet
 
     @property
     def num_blocks(self) -> int:
@@ -75,11 +76,15 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        if self._overdue:
+            with self._lock:
+                self._collect()
         return self._num_free
 
     def counts(self) -> dict[BlockState, int]:
         """How many blocks are in each state."""
         with self._lock:
+            self._collect()
             counts = np.bincount(self._state, minlength=len(BlockState))
         return {state: int(counts[state]) for state in BlockState}
 
@@ -111,6 +116,7 @@ class BlockPool:
     def check(self) -> None:
         """Raises BlockStateError unless every block is free or has exactly one owner."""
         with self._lock:
+            self._collect()
             owned = [owner.block_ids() for owner in self._owners]
             everywhere = np.concatenate([self._free[: self._num_free], *owned])
             times = np.bincount(everywhere, minlength=self.num_blocks)
@@ -129,6 +135,7 @@ class BlockPool:
     def _pop(self, count: int, to: BlockState) -> BlockIds:
         if count < 1:
             raise InvalidArgument(f"{count} blocks asked for; ask for at least 1")
+        self._collect()
         if count > self._num_free:
             counts = self.counts()
             used = ", ".join(f"{counts[s]} {s.name.lower()}" for s in BlockState if s)
@@ -143,10 +150,27 @@ class BlockPool:
         return ids
 
     def _push(self, ids: BlockIds) -> None:
+        top = self._num_free + len(ids)
+        self._free[self._num_free : top] = ids[::-1]
         self._move(ids, BlockState.FREE)
-        top = self._num_free
-        self._free[top : top + len(ids)] = ids[::-1]
-        self._num_free = top + len(ids)
+        self._num_free = top
+
+    def _take_back(self, owner: BlockLease | BlockHold) -> None:
+        """The blocks of an owner that is over. Those that there is no memory for now, which numpy
+        says with a SystemError too, come back as soon as anybody asks for blocks or their number.
+        """
+        try:
+            self._push(owner.block_ids())
+        except (MemoryError, SystemError):
+            self._overdue = True
+        else:
+            self._owners.discard(owner)
+
+    def _collect(self) -> None:
+        if self._overdue:
+            self._overdue = False
+            for owner in [owner for owner in self._owners if owner.is_over()]:
+                self._take_back(owner)
 
     def _move(self, ids: BlockIds, to: BlockState) -> None:
         refused = np.flatnonzero(~_ALLOWED[self._state[ids], to])
@@ -204,6 +228,10 @@ class _Owner(ABC):
     def release(self) -> None:
         """Gives the blocks back."""
 
+    def is_over(self) -> bool:
+        """Whether its blocks belong back into the pool."""
+        return self._ended
+
     def block_ids(self) -> BlockIds:
         """The ids, whether or not the owner was released."""
         return self._ids
@@ -242,7 +270,8 @@ class BlockLease(_Owner):
             self._advance(BlockState.HELD)
             hold = BlockHold(self._pool, self._ids)
             self._pool._owners.add(hold)
-            self._end()
+            self._ended = True
+            self._pool._owners.discard(self)
             return hold
 
     def release(self) -> None:
@@ -252,18 +281,14 @@ class BlockLease(_Owner):
         """
         with self._pool._lock:
             if not self._ended:
-                self._pool._push(self._ids)
-                self._end()
+                self._ended = True
+                self._pool._take_back(self)
 
     def _advance(self, to: BlockState) -> None:
         with self._pool._lock:
             self._require_live()
             self._pool._move(self._ids, to)
             self._state = to
-
-    def _end(self) -> None:
-        self._ended = True
-        self._pool._owners.discard(self)
 
 
 class BlockHold(_Owner):
@@ -279,6 +304,9 @@ class BlockHold(_Owner):
 
     def block_state(self) -> BlockState:
         return BlockState.HELD
+
+    def is_over(self) -> bool:
+        return self._ended and not self._pins
 
     def extend(self, count: int) -> BlockIds:
         """Takes `count` more free blocks into this hold and returns their ids.
@@ -321,13 +349,11 @@ class BlockHold(_Owner):
         with self._pool._lock:
             if pin in self._pins:
                 self._pins.remove(pin)
-                if self._ended:
-                    self._return_unpinned()
+                self._return_unpinned()
 
     def _return_unpinned(self) -> None:
-        if not self._pins:
-            self._pool._push(self._ids)
-            self._pool._owners.discard(self)
+        if self.is_over():
+            self._pool._take_back(self)
 
 
 class BlockPin:

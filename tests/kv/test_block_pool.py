@@ -37,6 +37,31 @@ def test_an_offer_goes_through_its_states_and_comes_back() -> None:
     pool.check()
 
 
+@pytest.mark.parametrize("error", [MemoryError, SystemError])
+@pytest.mark.parametrize("count_first", [True, False])
+def test_blocks_come_back_though_there_was_no_memory_for_it(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], count_first: bool
+) -> None:
+    pool = BlockPool(8)
+    hold, lease = pool.hold(3), pool.offer(4)
+    pin = hold.pin("reader")
+
+    def exhausted(_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "flatnonzero", exhausted)
+        hold.release()
+        lease.release()
+        assert pool.num_free == 1
+        pin.release()
+        assert pool.num_free == 1
+    if count_first:
+        assert pool.num_free == 8
+    pool.hold(8).release()
+    pool.check()
+
+
 def test_a_fresh_pool_gives_out_ascending_runs() -> None:
     pool = BlockPool(8)
     assert pool.hold(3).ids.tolist() == [0, 1, 2]
