@@ -161,7 +161,7 @@ def main() -> int:
     faults = sorted({str(fault) for fabric in FABRICS.values() for fault in fabric.faults})
     parser.add_argument("--fault", action="append", choices=faults, help="only these")
     parser.add_argument(
-        "--parallel", type=above_zero, default=2, help="pairs of workers per fabric"
+        "--parallel", type=above_zero, default=4, help="pairs of workers per fabric"
     )
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")
     parser.add_argument("--json", action="store_true", help="every round instead of a table")

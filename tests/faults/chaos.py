@@ -48,7 +48,8 @@ class Round:
     wrong_bytes: int = 0
     leaked_blocks: int = 0
     hung: str = ""
-    """Who did not end in time, for far more of it than any deadline of the transfer's."""
+    """Who did not end in time, for far more of it than any deadline of the transfer's; or could
+    not begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,10 @@ class _Found:
     """The ends of those that could hear of the fault."""
     checks: list[Event]
     """What else may name wrong bytes and leaked blocks."""
+
+
+class _NotOffered(Exception):
+    """A transfer could not begin, though nothing was broken."""
 
 
 class Arena:
@@ -116,7 +121,7 @@ class Arena:
         """One transfer, one fault at a random moment of it, and what became of everything."""
         try:
             return await self._round(fault, seed)
-        except TimeoutError as error:
+        except (TimeoutError, _NotOffered) as error:
             await asyncio.gather(*map(self.start, get_args(Role)))
             return Round(str(fault), self.fabric.name, seed, None, None, hung=str(error))
 
@@ -260,19 +265,20 @@ class Arena:
             self._set_clock(victim, 0)
 
     async def _exhaust(self, victim: Role) -> _Found:
-        """The other worker cancels, and one without memory has to clear up; it starts again."""
+        """The other worker cancels, and one without memory has to clear up, or ends of it, as
+        Python may; it starts again."""
         broken, survivor = self._sides(victim)
         broken.take_memory()
         broken.tell({"do": "hog"})
-        own = await broken.event("hogged", "ended")
+        own = await _said(broken, "hogged", "ended")
         at = time.monotonic()
         survivor.tell({"do": "cancel"})
-        if own["event"] == "hogged":
-            own = await broken.event("ended")
+        if own and own["event"] == "hogged":
+            own = await _said(broken, "ended")
         ended = await self._reuse(survivor)
         checked = await self._watch(survivor)
         await self.start(victim)
-        return _Found(at, [own, ended], [checked])
+        return _Found(at, [own, ended] if own else [ended], [checked])
 
     async def _both(self, at: float) -> _Found:
         """Neither has to fail; both have ended and have their blocks back."""
@@ -326,7 +332,9 @@ class Arena:
                 "blocks": transfer.blocks,
             }
         )
-        await decode.event("offered")
+        told = await decode.event("offered", "ended")
+        if told["event"] == "ended":
+            raise _NotOffered(f"decode could not offer: {told['text']}")
 
     async def _send(self, transfer: _Transfer) -> None:
         prefill = self.workers["prefill"]
@@ -341,6 +349,14 @@ class Arena:
             }
         )
         await prefill.event("ready-to-send")
+
+
+async def _said(worker: WorkerProcess, *names: str) -> Event | None:
+    """The next event of one of these names; None where the process has ended."""
+    try:
+        return await worker.event(*names)
+    except EOFError:
+        return None
 
 
 @contextlib.asynccontextmanager

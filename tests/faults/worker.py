@@ -74,9 +74,10 @@ class FaultWorker:
             wrong = await transfer
         except KvxferError as failure:
             error, text = failure.code, str(failure)
-        except MemoryError:
+        except (MemoryError, SystemError):  # the latter is numpy's where it has none
             error = "no-memory"
         at = time.monotonic()
+        self._hogged.clear()  # blocks may come back late for want of memory, but they do
         report(
             "ended",
             role=role,
@@ -177,9 +178,10 @@ async def main(instance: str, epoch: int, fabric: str, host: str) -> None:
         ) as endpoint:
             worker = FaultWorker(cache, pool, endpoint)
             report("ready", address=engine.address)
-            while line := await commands.readline():
-                worker.command(json.loads(line))
-            os._exit(0)  # the driver is gone
+            with contextlib.suppress(MemoryError, SystemError):
+                while line := await commands.readline():
+                    worker.command(json.loads(line))
+            os._exit(0)  # the driver is gone, or all memory
 
 
 if __name__ == "__main__":
