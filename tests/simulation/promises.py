@@ -23,7 +23,8 @@ class Promises:
         self._late: dict[Part, float] = {}
 
     def has_to_hear(self, part: Part, other: Part, since: float) -> None:
-        """`part` has ended or been stopped: `other` knows of it soon, while it runs at all."""
+        """`part` has ended or been stopped: `other` knows of it soon, while it runs at all and
+        `part` has not every byte."""
         process = other.process
         disturbed = [
             link.disturbed_at
@@ -35,6 +36,7 @@ class Promises:
         def look() -> None:
             if (
                 other.over_with(part)
+                or part.complete
                 or not process.runs
                 or (not part.outcome and part.process.runs)
             ):
