@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
@@ -22,6 +23,7 @@ _RULES: Final = {
     "loss": "numgen random mod 100 < 5 drop",
 }
 _SMALLEST_BUFFER: Final = 4096
+_REACH_SECONDS: Final = 20.0
 _numbers: Final = itertools.count(os.getpid() % 4096)
 
 
@@ -63,6 +65,25 @@ class Link:
         for host in self.hosts:
             await run_command(*host.command("nft", "flush", "ruleset"))
             await run_command(*host.command("ip", "link", "set", host.interface, "up"))
+        here, there = self.hosts
+        await asyncio.gather(_reach(here, there.address), _reach(there, here.address))
+
+
+async def _reach(host: Host, address: str) -> None:
+    """Returns when packets get there, which a port that refuses them says: a port that was down
+    takes a while. Raises CommandFailed after _REACH_SECONDS."""
+    until = time.monotonic() + _REACH_SECONDS
+    while True:
+        try:
+            await run_command(
+                *host.command("timeout", "1", "bash", "-c", f": > /dev/tcp/{address}/1")
+            )
+        except CommandFailed as failed:
+            if "refused" in str(failed):
+                return
+            if time.monotonic() > until:
+                raise
+        await asyncio.sleep(0.01)
 
 
 def why_no_links() -> str | None:
