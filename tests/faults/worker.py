@@ -74,7 +74,10 @@ class FaultWorker:
             wrong = await transfer
         except KvxferError as failure:
             error, text = failure.code, str(failure)
-        except (MemoryError, SystemError):  # the latter is numpy's where it has none
+        except (MemoryError, SystemError) as failure:
+            # numpy says it with a SystemError; any other one is a defect.
+            if isinstance(failure, SystemError) and not self._hogged:
+                raise
             error = "no-memory"
         at = time.monotonic()
         self._hogged.clear()  # blocks may come back late for want of memory, but they do

@@ -23,8 +23,8 @@ class Promises:
         self._late: dict[Part, float] = {}
 
     def has_to_hear(self, part: Part, other: Part, since: float) -> None:
-        """`part` has ended or been stopped: `other` knows of it soon, while it runs at all and
-        `part` has not every byte."""
+        """`part` has ended or been stopped: `other` knows of it soon, while it runs at all,
+        unless `part` goes on, or went on until it had every byte."""
         process = other.process
         disturbed = [
             link.disturbed_at
@@ -36,9 +36,8 @@ class Promises:
         def look() -> None:
             if (
                 other.over_with(part)
-                or part.complete
                 or not process.runs
-                or (not part.outcome and part.process.runs)
+                or (part.process.runs and (part.complete or not part.outcome))
             ):
                 return
             if process.woke_at > since or self._clock.now < told_by - 1e-9:
