@@ -294,6 +294,11 @@ void SimulatedNetwork::lose_completions(const std::string& nic, bool lose) {
   nics_[nic].loses_completions = lose;
 }
 
+void SimulatedNetwork::refuse_writes(const std::string& nic, unsigned times) {
+  const std::lock_guard lock(mutex_);
+  nics_[nic].refuses_writes = times;
+}
+
 void SimulatedNetwork::refuse_joins(const std::string& nic, unsigned times) {
   const std::lock_guard lock(mutex_);
   nics_[nic].refuses = times;
@@ -345,7 +350,12 @@ void SimulatedNetwork::deliver(const Packet& packet) {
                        (key != keys_.end() && packet.address >= key->second.address &&
                         (key->second.end == 0 || key->second.end == packet.to) &&
                         packet.address + packet.length <= key->second.address + key->second.length);
-  if (!linked || !granted) return complete(sender, {.path = &sender, .refused = true});
+  unsigned& refuses = nics_.at(sender.nic()).refuses_writes;
+  const bool refused = refuses > 0;
+  if (refused) --refuses;
+  if (!linked || !granted || refused) {
+    return complete(sender, {.path = &sender, .refused = true});
+  }
   if (packet.length > 0) {
     std::memcpy(reinterpret_cast<void*>(packet.address), packet.source, packet.length);
   }

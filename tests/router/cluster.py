@@ -94,8 +94,14 @@ class Cluster:
 
     def _reported_busy(self) -> bool:
         found = httpx.get(f"{self.control_plane}/v1/instances").json()["instances"]
-        loads = [one["load"] for one in found if one["instance_id"] in self._processes]
-        return any(load["running"] or load["free_blocks"] not in (None, BLOCKS) for load in loads)
+        return any(
+            # A transfer that decode has not told of since counts against it as well.
+            one["started"]
+            or one["load"]["running"]
+            or one["load"]["free_blocks"] not in (None, BLOCKS)
+            for one in found
+            if one["instance_id"] in self._processes
+        )
 
     def metric(self, name: str, url: str | None = None) -> float:
         """A metric of the router, or of what is at another URL."""
