@@ -312,7 +312,7 @@ class Connection final : private PeerEvents, private NicEvents {
   void on_finished(const OperationPtr& operation, const WriteRange& writes,
                    const Error& error) override {
     require(writes.count <= operation->outstanding, "no write is finished twice");
-    operation->finish(writes);
+    operation->finish(writes, error.code == Errc::ok);
     if (error.code != Errc::ok) operation->fail(error.code, error.text);
     settle(operation);
   }

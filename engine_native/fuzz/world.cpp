@@ -110,7 +110,7 @@ void World::check() const {
 void Books::on_finished(const OperationPtr& operation, const WriteRange& writes,
                         const Error& error) {
   require(writes.count <= operation->outstanding, "no write is finished twice");
-  operation->finish(writes);
+  operation->finish(writes, error.code == Errc::ok);
   if (error.code != Errc::ok) operation->fail(error.code, error.text);
 }
 

@@ -89,7 +89,7 @@ void DomainGroup::fail(const OperationPtr& operation, Errc code, std::string tex
 
 void DomainGroup::on_finished(const OperationPtr& operation, const WriteRange& writes,
                               const Error& error) {
-  operation->finish(writes);
+  operation->finish(writes, error.code == Errc::ok);
   if (error.code != Errc::ok) operation->fail(error.code, error.text);
   settle(operation);
 }

@@ -56,12 +56,14 @@ struct Operation {
   // Came back from paths that were lost, to be posted on others.
   std::deque<WriteRange> reposts;
   // Of this immediate: to be posted again without it, because it did arrive, and not delivered
-  // yet. Counted ones wait for them, so that a count never runs ahead of bytes. Null: none.
+  // yet. Counted ones wait for them, so that a count never runs ahead of bytes; where they are
+  // never delivered, for ever. Null: none.
   std::shared_ptr<std::size_t> uncounted_left;
   bool arrived = false;               // the peer says that all its immediates have
   bool queued = false;                // at its peer
   unsigned losses = 0;                // times that paths were lost with writes of this operation
-  std::uint32_t newest_at_loss = 0;   // path at the last of them: older ones are lost with it
+  std::uint64_t lost_at_ns = 0;       // the last of them
+  std::uint32_t newest_at_loss = 0;   // path at that time: older ones are lost with it
   std::size_t finished_at_grace = 0;  // when it last got more time to end
   Errc code = Errc::ok;               // first failure; nothing is posted after it
   std::string text;
@@ -93,18 +95,15 @@ struct Operation {
     range.count -= count;
     if (range.count == 0) reposts.pop_front();
   }
-  void finish(const WriteRange& range) {
+  void finish(const WriteRange& range, bool delivered) {
     outstanding -= range.count;
     finished += range.count;
-    if (!range.counted) *uncounted_left -= range.count;
+    if (!range.counted && delivered) *uncounted_left -= range.count;
   }
   void fail(Errc why, std::string what) {
     if (code != Errc::ok) return;
     code = why;
     text = std::move(what);
-    for (const WriteRange& range : reposts) {
-      if (!range.counted) *uncounted_left -= range.count;
-    }
     reposts.clear();
   }
 };

@@ -122,8 +122,9 @@ void OfiBench::settle() {
   until([&] { return now_ns() > end; });
 }
 
-void OfiBench::on_finished(const OperationPtr& operation, const WriteRange& writes, const Error&) {
-  operation->finish(writes);
+void OfiBench::on_finished(const OperationPtr& operation, const WriteRange& writes,
+                           const Error& error) {
+  operation->finish(writes, error.code == Errc::ok);
 }
 
 }  // namespace kvxfer::test

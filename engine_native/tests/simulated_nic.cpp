@@ -90,7 +90,7 @@ class SimulatedPath final : public NicPath {
       const std::lock_guard lock(network_.mutex_);
       network_.wire_.push_back(packet);
     }
-    network_.arrived_.notify_one();
+    network_.arrived_.notify_all();
     return count;
   }
 
@@ -312,7 +312,19 @@ unsigned SimulatedNetwork::refusals_left(const std::string& nic) {
 void SimulatedNetwork::hold(bool held) {
   const std::lock_guard lock(mutex_);
   held_ = held;
-  arrived_.notify_one();
+  arrived_.notify_all();
+}
+
+void SimulatedNetwork::await_posted(std::size_t count) {
+  std::unique_lock lock(mutex_);
+  arrived_.wait(lock, [&] { return wire_.size() >= count; });
+}
+
+void SimulatedNetwork::deliver_newest() {
+  const std::lock_guard lock(mutex_);
+  const Packet packet = wire_.back();
+  wire_.pop_back();
+  deliver(packet);
 }
 
 std::uint64_t SimulatedNetwork::delivered(const std::string& nic) {

@@ -47,8 +47,12 @@ class SimulatedNetwork {
   void refuse_joins(const std::string& nic, unsigned times);
   // How many of them are left.
   unsigned refusals_left(const std::string& nic);
-  // While held, nothing is delivered.
+  // While held, nothing is delivered but by deliver_newest().
   void hold(bool held);
+  // Delivers the write that was posted last.
+  void deliver_newest();
+  // Returns once so many writes wait to be delivered.
+  void await_posted(std::size_t count);
   std::uint64_t delivered(const std::string& nic);
 
  private:

@@ -102,6 +102,43 @@ TEST_CASE("writes that arrived without their sender's knowing are counted once")
   }
 }
 
+TEST_CASE("a count is never complete without the bytes of a write that was given up") {
+  auto& network = simulated_network();
+  Pair pair("simulated");
+  const RegionPtr source = good(pair.writer->allocate(4096));
+  const RegionPtr destination = good(pair.reader->allocate(4096));
+  const Imm imm = good(pair.reader->allocate_counter(pair.to_writer));
+  const std::string nic = pair.writer->nics()[0].name;
+  const auto lose_paths = [&] {
+    for (const bool up : {false, true}) {
+      network.set_link(nic, up);
+      pair.writer.await(Kind::notice);
+    }
+  };
+  const auto submit = [&](std::uint64_t at, Duration timeout) {
+    return good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
+                                   {.source_offset = at, .destination_offset = at, .length = 1024},
+                                   {.imm = imm, .timeout = timeout, .nic = 0}))
+        .id;
+  };
+  network.lose_completions(nic, true);
+  network.hold(true);
+  const OperationId first = submit(0, kDeadline);
+  const OperationId second = submit(1024, std::chrono::seconds(1));
+  network.await_posted(2);
+  network.deliver_newest();  // the second arrives, and its sender does not hear of it
+  lose_paths();
+  // So the first, which did not, is posted again without its immediate, and is given up there.
+  network.await_posted(1);
+  pair.writer->cancel(first);
+  lose_paths();
+  CHECK(pair.writer.await(Kind::write, first).code == Errc::cancelled);
+  network.lose_completions(nic, false);
+  network.hold(false);
+  CHECK(pair.writer.await(Kind::write, second).code != Errc::ok);
+  CHECK(pair.reader->counter_value(imm) == 1);
+}
+
 TEST_CASE("NICs that fail crosswise leave the pair that works") {
   Random random;
   CAPTURE(random.seed);

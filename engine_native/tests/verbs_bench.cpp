@@ -97,8 +97,8 @@ void VerbsBench::until(const std::function<bool()>& so) {
 }
 
 void VerbsBench::on_finished(const OperationPtr& operation, const WriteRange& writes,
-                             const Error&) {
-  operation->finish(writes);
+                             const Error& error) {
+  operation->finish(writes, error.code == Errc::ok);
 }
 
 }  // namespace kvxfer::test

@@ -7,12 +7,13 @@ Every class here may be used from any thread.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -54,6 +55,11 @@ _REMEDY: Final[Mapping[BlockState, str]] = {
 _ALLOWED: Final = np.array(
     [[to in TRANSITIONS[state] for to in BlockState] for state in BlockState], dtype=np.bool_
 )
+
+
+_NONE: Final[BlockIds] = np.empty(0, np.int32)
+
+_OwnerT = TypeVar("_OwnerT", bound="BlockLease | BlockHold")
 
 
 class BlockPool:
@@ -102,16 +108,12 @@ class BlockPool:
         Raises BlockPoolExhausted.
         """
         with self._lock:
-            lease = BlockLease(self, self._pop(count, BlockState.OFFERED))
-            self._owners.add(lease)
-            return lease
+            return self._give(BlockLease(self), count, BlockState.OFFERED)
 
     def hold(self, count: int) -> BlockHold:
         """Takes `count` free blocks to compute with them. Raises BlockPoolExhausted."""
         with self._lock:
-            hold = BlockHold(self, self._pop(count, BlockState.HELD))
-            self._owners.add(hold)
-            return hold
+            return self._give(BlockHold(self), count, BlockState.HELD)
 
     def check(self) -> None:
         """Raises BlockStateError unless every block is free or has exactly one owner."""
@@ -132,7 +134,19 @@ class BlockPool:
             ]:
                 self._require(ids, state)
 
-    def _pop(self, count: int, to: BlockState) -> BlockIds:
+    def _give(self, owner: _OwnerT, count: int, to: BlockState) -> _OwnerT:
+        """`count` more blocks for an owner, or none where there is no memory for it: it is in the
+        books before it has them."""
+        self._owners.add(owner)
+        try:
+            owner._ids = self._pop(count, to, owner._ids)
+        finally:
+            if not len(owner):
+                self._owners.discard(owner)
+        return owner
+
+    def _pop(self, count: int, to: BlockState, owned: BlockIds) -> BlockIds:
+        """`owned`, and after them as many free blocks, which are `to` now."""
         if count < 1:
             raise InvalidArgument(f"{count} blocks asked for; ask for at least 1")
         self._collect()
@@ -143,10 +157,11 @@ class BlockPool:
                 f"{count} blocks asked for, {self._num_free} of {self.num_blocks} are free "
                 f"({used}); release blocks, or give the pool more"
             )
-        top = self._num_free
-        ids = self._free[top - count : top][::-1].copy()
-        self._move(ids, to)
-        self._num_free = top - count
+        left = self._num_free - count
+        ids = np.concatenate([owned, self._free[left : self._num_free][::-1]])
+        ids.setflags(write=False)
+        self._move(ids[len(owned) :], to)
+        self._num_free = left
         return ids
 
     def _push(self, ids: BlockIds) -> None:
@@ -167,10 +182,13 @@ class BlockPool:
             self._owners.discard(owner)
 
     def _collect(self) -> None:
-        if self._overdue:
-            self._overdue = False
+        if not self._overdue:
+            return
+        # Without memory for this, it is for the next one who asks.
+        with contextlib.suppress(MemoryError):
             for owner in [owner for owner in self._owners if owner.is_over()]:
                 self._take_back(owner)
+            self._overdue = any(owner.is_over() for owner in self._owners)
 
     def _move(self, ids: BlockIds, to: BlockState) -> None:
         refused = np.flatnonzero(~_ALLOWED[self._state[ids], to])
@@ -197,8 +215,7 @@ class BlockPool:
 class _Owner(ABC):
     """Blocks outside the pool. Leaving the `with` block, or release(), gives them back once."""
 
-    def __init__(self, pool: BlockPool, ids: BlockIds) -> None:
-        ids.setflags(write=False)
+    def __init__(self, pool: BlockPool, ids: BlockIds = _NONE) -> None:
         self._pool = pool
         self._ids = ids
         self._ended = False
@@ -249,8 +266,8 @@ class _Owner(ABC):
 class BlockLease(_Owner):
     """Blocks that a prefill worker was offered: offered → receiving → complete → held."""
 
-    def __init__(self, pool: BlockPool, ids: BlockIds) -> None:
-        super().__init__(pool, ids)
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
         self._state = BlockState.OFFERED
 
     def block_state(self) -> BlockState:
@@ -298,7 +315,7 @@ class BlockHold(_Owner):
     gone, so that no page is reused while bytes of it are under way.
     """
 
-    def __init__(self, pool: BlockPool, ids: BlockIds) -> None:
+    def __init__(self, pool: BlockPool, ids: BlockIds = _NONE) -> None:
         super().__init__(pool, ids)
         self._pins: set[BlockPin] = set()
 
@@ -315,11 +332,8 @@ class BlockHold(_Owner):
         """
         with self._pool._lock:
             self._require_live()
-            more = self._pool._pop(count, BlockState.HELD)
-            ids: BlockIds = np.concatenate([self._ids, more])
-            ids.setflags(write=False)
-            self._ids = ids
-            return more
+            self._pool._give(self, count, BlockState.HELD)
+            return self._ids[-count:]
 
     def pin(self, reader: str) -> BlockPin:
         """Keeps the blocks from being reused until the pin is released; `reader` names who reads.

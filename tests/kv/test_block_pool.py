@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -60,6 +61,45 @@ def test_blocks_come_back_though_there_was_no_memory_for_it(
         assert pool.num_free == 8
     pool.hold(8).release()
     pool.check()
+
+
+def exhausted(_: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("ask", [BlockPool.counts, lambda pool: pool.num_free])
+def test_blocks_come_back_though_there_was_no_memory_to_look_for_them(
+    monkeypatch: pytest.MonkeyPatch, ask: Callable[[BlockPool], object]
+) -> None:
+    pool = BlockPool(8)
+    hold = pool.hold(3)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "flatnonzero", exhausted)
+        hold.release()
+        patched.setattr(BlockHold, "is_over", exhausted)
+        ask(pool)
+    assert pool.num_free == 8
+    pool.check()
+
+
+@pytest.mark.parametrize("failing", ["flatnonzero", "concatenate"])
+def test_without_memory_no_block_leaves_the_pool(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    pool = BlockPool(8)
+    hold = pool.hold(3)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, failing, exhausted)
+        for take in (pool.offer, pool.hold, hold.extend):
+            with pytest.raises(MemoryError):
+                take(2)
+    assert pool.num_free == 5
+    assert len(hold) == 3
+    pool.check()
+    hold.release()
+    assert pool.num_free == 8
 
 
 def test_a_fresh_pool_gives_out_ascending_runs() -> None:

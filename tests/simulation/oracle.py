@@ -30,9 +30,9 @@ class OwnedPool(BlockPool):
         super().__init__(num_blocks)
         self.owners: dict[int, str] = {}
 
-    def _pop(self, count: int, to: BlockState) -> BlockIds:
-        ids = super()._pop(count, to)
-        self.owners.update(dict.fromkeys(ids.tolist(), TRANSFER.get()))
+    def _pop(self, count: int, to: BlockState, owned: BlockIds) -> BlockIds:
+        ids = super()._pop(count, to, owned)
+        self.owners.update(dict.fromkeys(ids[len(owned) :].tolist(), TRANSFER.get()))
         return ids
 
     def _push(self, ids: BlockIds) -> None:

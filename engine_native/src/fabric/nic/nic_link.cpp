@@ -9,8 +9,10 @@ namespace {
 
 constexpr std::uint64_t kRetryNs = 250'000'000u;
 // How often the ways of one operation may be lost before it is given up. Those that are lost
-// together, as those of a NIC or of a switch are, count once.
+// together, as those of a NIC or of a switch are, count once: within kTogetherNs, or later where
+// they were there at the first loss.
 constexpr unsigned kMaxLosses = 5;
+constexpr std::uint64_t kTogetherNs = 250'000'000u;
 constexpr std::size_t kMaxEntries = 4 * kMaxNics;
 
 Error malformed(std::string_view what) {
@@ -249,14 +251,14 @@ Result<void> NicLink::on_path_close(ByteReader reader, std::uint64_t now) {
   const std::unique_ptr<NicPath> path = std::move(entry.path);
   entries_.erase(id);
   missing_ = true;
-  settle(*path, received, failed);
+  settle(*path, received, failed, now);
   return {};
 }
 
 // Both ends are closed. What was not known to be delivered is posted again; as many immediates as
 // came through without our knowing are left out.
 void NicLink::settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>& received,
-                     bool failed) {
+                     bool failed, std::uint64_t now) {
   std::unordered_map<Imm, std::uint64_t> unknown;
   const auto unfinished = path.take_unfinished();
   for (const auto& [operation, writes] : unfinished) {
@@ -278,10 +280,7 @@ void NicLink::settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>
     }
     operation->outstanding -= writes.count;
     const bool counted = operation->imm && writes.counted;
-    if (operation->code != Errc::ok) {
-      if (!writes.counted) *operation->uncounted_left -= writes.count;
-      continue;
-    }
+    if (operation->code != Errc::ok) continue;
     if (operation->arrived || (counted && landed[*operation->imm] == unknown[*operation->imm])) {
       // All of this immediate's are there, so these are too.
       operation->finished += writes.count;
@@ -313,8 +312,10 @@ void NicLink::settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>
   }
   for (const OperationPtr& operation : touched) {
     operation->destination.reset();
-    if (failed && path.identity().id > operation->newest_at_loss) {
+    if (failed && path.identity().id > operation->newest_at_loss &&
+        now - operation->lost_at_ns >= kTogetherNs) {
       ++operation->losses;
+      operation->lost_at_ns = now;
       operation->newest_at_loss = last_path_;
     }
     if (operation->losses >= kMaxLosses && operation->wants_post()) {

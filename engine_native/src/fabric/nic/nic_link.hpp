@@ -139,7 +139,8 @@ class NicLink {
   void open_path(NicPair pair, std::uint64_t now);
   void enter_service(Entry& entry);
   void close(Entry& entry, std::string_view why, bool failed, std::uint64_t now);
-  void settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>& received, bool failed);
+  void settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>& received, bool failed,
+              std::uint64_t now);
   void refresh_usable();
   void retry(std::string_view trouble);
 
