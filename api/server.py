@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvxfer.api.tls import ServerTls
-from kvxfer.http_listener import BACKLOG, url_of
+from kvxfer.http_listener import BACKLOG, KEEP_ALIVE_SECONDS, url_of
 
 _STOP_SECONDS: Final = 5
 _TICKS_PER_TLS_CHECK: Final = 10  # uvicorn ticks every 0.1 s
@@ -44,6 +44,7 @@ class ControlPlaneServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=stop_seconds,
             )
         )

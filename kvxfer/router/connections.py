@@ -8,7 +8,7 @@ import httpx
 
 _CONNECT_SECONDS: Final = 2.0
 _WRITE_SECONDS: Final = 10.0
-# Shorter than what servers wait (uvicorn: 5 s), so that no request meets a connection being closed.
+# Shorter than what engines wait (vLLM: 5 s), so that no request meets a connection being closed.
 _IDLE_SECONDS: Final = 2.0
 _IDLE_CONNECTIONS: Final = 512
 

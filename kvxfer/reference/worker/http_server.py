@@ -9,6 +9,8 @@ from typing import Final
 import uvicorn
 from fastapi import FastAPI
 
+from kvxfer.http_listener import KEEP_ALIVE_SECONDS
+
 _STOP_SECONDS: Final = 5
 
 
@@ -26,6 +28,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_STOP_SECONDS,
             )
         )
