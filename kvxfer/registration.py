@@ -186,8 +186,13 @@ class Registration:
                 await asyncio.sleep(remaining + _RETRY_SECONDS)
 
     async def _keep(self) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
         while True:
-            await asyncio.sleep(self._interval * (1 - random.uniform(0, _JITTER)))  # noqa: S311
+            # From the beginning of the last one: one that hung must not put off the next.
+            due = began + self._interval * (1 - random.uniform(0, _JITTER))  # noqa: S311
+            await asyncio.sleep(due - clock())
+            began = clock()
             try:
                 await self.heartbeat()
                 self._look_at_drain()

@@ -122,7 +122,7 @@ class RedisServer:
         configuration = self._folder / "sentinel.conf"
         configuration.write_text(
             f"sentinel monitor fleet 127.0.0.1 {port} 1\n"
-            "sentinel down-after-milliseconds fleet 500\n"
+            "sentinel down-after-milliseconds fleet 3000\n"
             "sentinel failover-timeout fleet 5000\n"
             + (f"sentinel auth-pass fleet {word}\n" if word else "")
         )

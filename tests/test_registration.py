@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 
 import pytest
 
@@ -17,7 +18,7 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role
 from kvxfer.registration import Registration
-from tests.control_plane import FakeClock, RunningControlPlane, worker
+from tests.control_plane import FakeClock, RunningControlPlane, eventually, worker
 
 JOINING, READY, DRAINING = InstanceState.JOINING, InstanceState.READY, InstanceState.DRAINING
 
@@ -121,9 +122,37 @@ async def test_lost_lease_is_taken_anew_with_state_and_load(server):
         second = await epochs.next()
         assert second > first
         assert registration.epoch == second
-        await registration.heartbeat()
+
+        async def load() -> Load:
+            await registration.heartbeat()
+            return (await client.instance("p")).load
+
+        assert await eventually(load) == Load(waiting=2)
         instance = await client.instance("p")
-        assert (instance.epoch, instance.state, instance.load) == (second, READY, Load(waiting=2))
+        assert (instance.epoch, instance.state) == (second, READY)
+
+
+@pytest.fixture
+def steady_server():
+    """A heartbeat comes each second."""
+    with RunningControlPlane(lease_seconds=3) as running:
+        yield running
+
+
+async def test_a_heartbeat_that_hangs_does_not_put_off_the_next(steady_server, monkeypatch):
+    beats: asyncio.Queue[float] = asyncio.Queue()
+
+    async def hangs() -> None:
+        beats.put_nowait(time.monotonic())
+        await asyncio.sleep(0.9)
+
+    async with (
+        ControlPlaneClient(steady_server.url) as client,
+        Registration(client, worker("p")) as registration,
+    ):
+        monkeypatch.setattr(registration, "heartbeat", hangs)
+        begun = [await asyncio.wait_for(beats.get(), 10) for _ in range(4)]
+    assert begun[3] - begun[0] < 3 * 1.5
 
 
 async def test_draining_worker_that_lost_its_lease_is_draining_again(slow_server):
@@ -327,7 +356,8 @@ async def test_deadline_of_a_drain_ends_it_without_the_control_plane_too(server)
         Registration(client, worker("p"), load=lambda: Load(running=1)) as registration,
     ):
         await client.drain("p", deadline_seconds=0.5)
-        await registration.heartbeat()
+        while registration._drain_deadline is None:
+            await registration.heartbeat()
         await asyncio.to_thread(server.stop)
         await asyncio.wait_for(registration.drained(), 10)
 

@@ -21,9 +21,9 @@ constexpr std::uint64_t kIdleTickNs = 10'000'000'000u;
 // How often a sleeping thread looks at watched words: nobody can be made to wake it.
 constexpr std::uint64_t kWatchNs = 100'000u;
 // For a stranger to prove that it knows the cluster key.
-constexpr std::uint64_t kHandshakeNs = 2'000'000'000u;
+constexpr std::uint64_t kHandshakeNs = 5'000'000'000u;
 // For two engines of one host to share memory; well within a connect, so that tcp can follow.
-constexpr std::uint64_t kRendezvousNs = 500'000'000u;
+constexpr std::uint64_t kRendezvousNs = 1'000'000'000u;
 
 // Equal for engines that share a kernel boot and a network namespace: only those can meet over
 // an abstract unix socket.
@@ -274,16 +274,19 @@ void DomainGroup::step() {
 
 void DomainGroup::tick(std::uint64_t now) {
   const auto interval = static_cast<std::uint64_t>(options_.heartbeat_interval.count());
-  const bool timed = !peers_.empty();
   const std::uint64_t elapsed = now - std::exchange(last_tick_ns_, now);
-  const std::uint64_t stalled = timed && elapsed > 3 * interval ? elapsed - interval : 0;
+  // While this thread had no processor, or nothing to time, nobody was late.
+  const std::uint64_t stalled = elapsed > 3 * interval ? elapsed - interval : 0;
   for (const auto& [id, peer] : peers_) peer->tick(now, stalled, options_.peer_timeout);
   expire_connects(now);
   std::erase_if(lane_dialers_, [&](const auto& dialer) {
     return dialer->ended() || !peers_.contains(dialer->peer);
   });
-  acceptor_->expire(now - std::min(now, kHandshakeNs));
-  if (local_) local_->expire(now - std::min(now, kRendezvousNs));
+  acceptor_->expire(now - std::min(now, kHandshakeNs + stalled));
+  if (local_) {
+    const bool only = lanes_.empty() && nics_.empty();
+    local_->expire(now - std::min(now, (only ? kHandshakeNs : kRendezvousNs) + stalled));
+  }
   expire_operations(now);
 }
 

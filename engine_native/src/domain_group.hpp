@@ -108,7 +108,7 @@ class DomainGroup final : private AcceptorEvents,
   void expire_connects(std::uint64_t now);
   void complete_connect(OperationId id, const Result<PeerId>& peer);
   void open_paths(Peer& peer);
-  void open_remote_paths(Peer& peer);
+  void open_remote_paths(Peer& peer, const std::string& local_trouble = {});
   void set_socket_options(int fd) const;
   void note_fallback(const Peer& peer, const std::string& why);
   Peer& add_peer(std::unique_ptr<Stream> stream, const Session& session);

@@ -104,7 +104,9 @@ void DomainGroup::open_paths(Peer& peer) {
       const auto begun = local_->connect(peer.session());
       if (begun) return;  // on_local_link() goes on
       note_fallback(peer, begun.error().text);
-    } else if (!peer.nics() && (lanes_.empty() || !theirs.tcp)) {
+      return open_remote_paths(peer, begun.error().text);
+    }
+    if (!peer.nics() && (lanes_.empty() || !theirs.tcp)) {
       return peer.lose({Errc::connect_failed,
                         "it runs on another host (or network namespace), where the local fabric "
                         "does not reach, and no other fabric is enabled on both sides"});
@@ -113,14 +115,16 @@ void DomainGroup::open_paths(Peer& peer) {
   open_remote_paths(peer);
 }
 
-void DomainGroup::open_remote_paths(Peer& peer) {
+void DomainGroup::open_remote_paths(Peer& peer, const std::string& local_trouble) {
   const Introduction& theirs = peer.session().introduction;
   if (peer.nics()) peer.nics()->open_missing(now_ns());
   if (lanes_.empty() || !theirs.tcp) {
     if (peer.paths().empty() && !peer.nics()) {
-      return peer.lose({Errc::connect_failed,
-                        "no common fabric: both sides need tcp, NICs of one network, or local on "
-                        "one host"});
+      std::string text =
+          "no common fabric: both sides need tcp, NICs of one network, or local on "
+          "one host";
+      if (!local_trouble.empty()) text += "; local failed: " + local_trouble;
+      return peer.lose({Errc::connect_failed, std::move(text)});
     }
     return peer.announce_paths();
   }
@@ -219,7 +223,7 @@ void DomainGroup::on_local_link(const SessionId& session, Result<local::LocalLin
   if (!link) {
     if (!peer->initiator()) return;  // the initiator decides what to do without
     note_fallback(*peer, link.error().text);
-    return open_remote_paths(*peer);
+    return open_remote_paths(*peer, link.error().text);
   }
   const bool reads_both_ways = link->peer_reads_us && link->we_read_peer;
   auto path = local_->open_path(std::move(*link), {peer->id(), peer->label()});

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "bootstrap/bytes.hpp"
@@ -317,7 +318,9 @@ void SimulatedNetwork::hold(bool held) {
 
 void SimulatedNetwork::await_posted(std::size_t count) {
   std::unique_lock lock(mutex_);
-  arrived_.wait(lock, [&] { return wire_.size() >= count; });
+  if (!arrived_.wait_for(lock, std::chrono::seconds(20), [&] { return wire_.size() >= count; })) {
+    throw std::runtime_error("nothing more was posted");
+  }
 }
 
 void SimulatedNetwork::deliver_newest() {

@@ -9,7 +9,7 @@ using Kind = Completion::Kind;
 namespace {
 
 Completion try_connect(TestEngine& engine, const EngineAddress& address,
-                       Duration timeout = std::chrono::milliseconds(500)) {
+                       Duration timeout = kDeadline) {
   const auto id = engine->connect(address, timeout);
   return engine.await(Kind::connect, id);
 }

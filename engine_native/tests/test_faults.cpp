@@ -20,11 +20,14 @@ TEST_CASE("a peer that closes ends all operations with peer-lost and is then unk
       TestEngine reader(options_for(fabric, "reader"));
       peer = writer.connect_to(reader);
       const auto destination = good(reader->allocate(64u << 20));
-      for (int i = 0; i < 20; ++i) {
-        operations.push_back(good(writer->write(peer, source, destination->descriptor(),
-                                                {.length = 64u << 20}, {.timeout = kDeadline}))
-                                 .id);
-      }
+      const auto submit = [&](const WatchFor& after) {
+        operations.push_back(
+            good(writer->write(peer, source, destination->descriptor(), {.length = 64u << 20},
+                               {.timeout = kDeadline, .after = after}))
+                .id);
+      };
+      for (int i = 0; i < 20; ++i) submit({});
+      submit({TransferEngine::watch_word(), 1});  // however fast the others are
     }
     bool lost = false;
     for (const auto id : operations) {

@@ -359,11 +359,14 @@ TEST_CASE("ofi: a reader that is killed in mid-transfer is lost, and the next on
     const auto connected = writer.await(Kind::connect, connect);
     REQUIRE_MESSAGE(connected.code == Errc::ok, connected.text);
     std::set<OperationId> operations;
-    for (int i = 0; i < 8; ++i) {
-      operations.insert(good(writer->write(connected.peer, source, victim.descriptor,
-                                           {.length = 64u << 20}, {.timeout = kDeadline}))
-                            .id);
-    }
+    const auto submit = [&](const WatchFor& after) {
+      operations.insert(
+          good(writer->write(connected.peer, source, victim.descriptor, {.length = 64u << 20},
+                             {.timeout = kDeadline, .after = after}))
+              .id);
+    };
+    for (int i = 0; i < 8; ++i) submit({});
+    submit({TransferEngine::watch_word(), 1});  // however fast the others are
     const auto first = writer.await(Kind::write, *operations.begin());
     CHECK_MESSAGE(first.code == Errc::ok, first.text);
     operations.erase(operations.begin());

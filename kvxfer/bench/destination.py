@@ -8,6 +8,7 @@ from kvxfer.bench import pattern
 from kvxfer.bench.errors import BenchError
 from kvxfer.bench.pages import PageDraw
 from kvxfer.bench.pool import anonymous_pool
+from kvxfer.bench.settings import PEER_TIMEOUT_SECONDS
 from kvxfer.engine import Counter, Engine
 from kvxfer.errors import EngineError
 
@@ -26,7 +27,12 @@ class Destination:
 
     async def open_engine(self, fabrics: tuple[str, ...], cluster_key: bytes) -> tuple[str, bytes]:
         """Starts an engine and registers the pool; returns address and region descriptor."""
-        engine = Engine(cluster_key=cluster_key, name="bench receiver", fabrics=fabrics)
+        engine = Engine(
+            cluster_key=cluster_key,
+            name="bench receiver",
+            fabrics=fabrics,
+            peer_timeout=PEER_TIMEOUT_SECONDS,
+        )
         await self._open.enter_async_context(engine)
         region = engine.register(self.pool)
         self._open.callback(region.close)

@@ -17,6 +17,7 @@ from kvxfer.bench.channel import Channel
 from kvxfer.bench.errors import NotAvailableHere
 from kvxfer.bench.pages import PageDraw, PageLists
 from kvxfer.bench.pool import anonymous_pool
+from kvxfer.bench.settings import PEER_TIMEOUT_SECONDS
 from kvxfer.engine import Engine, MemoryRegion, Peer
 
 
@@ -31,7 +32,12 @@ class ReceiverEngine:
 
     def sender(self) -> Engine:
         """A new engine, not yet entered, that may connect."""
-        return Engine(cluster_key=self.cluster_key, name="bench sender", fabrics=self.fabrics)
+        return Engine(
+            cluster_key=self.cluster_key,
+            name="bench sender",
+            fabrics=self.fabrics,
+            peer_timeout=PEER_TIMEOUT_SECONDS,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from kvxfer.bench.cases import Case
 from kvxfer.bench.pages import PageDraw
 from kvxfer.errors import InvalidArgument
 
 CPU_PAGE_BYTES = (1 << 10, 256 << 10)
+# Of both engines: probes that spin take the processors for themselves.
+PEER_TIMEOUT_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PAUSE_SECONDS: Final = 0.25
 # Exporters send once a second: after this long without news a trace is taken to be whole.
-_QUIET_SECONDS: Final = 1.5
+_QUIET_SECONDS: Final = 3.0
 
 
 def register(app: typer.Typer) -> None:

@@ -68,6 +68,16 @@ def worker(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of torch.", show_default="torch's choice")
     ] = None,
+    peer_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            max=3600,
+            envvar="KVXFER_PEER_TIMEOUT",
+            help="Seconds without a heartbeat after which the other side counts as frozen; more "
+            "where cores are overcommitted.",
+        ),
+    ] = 0.7,
     checksums: Annotated[
         bool, typer.Option("--checksums", help="Check every transfer by a checksum of its blocks.")
     ] = False,
@@ -136,6 +146,7 @@ def worker(
             else tuple(name.strip() for name in fabrics.split(",") if name.strip())
         ),
         threads=threads,
+        peer_timeout=peer_timeout,
         checksums=checksums,
         labels=dict(_label(text) for text in label or ()),
     )

@@ -213,8 +213,9 @@ async def open_over(client: ControlPlaneClient) -> BlockTable:
 
 async def test_clients_wait_longer_than_their_timeout_for_a_table():
     with RunningControlPlane() as server:
-        async with ControlPlaneClient(server.url, timeout=0.2) as client:
+        async with ControlPlaneClient(server.url) as client:
             table = await open_over(client)
+        async with ControlPlaneClient(server.url, timeout=0.2) as client:
             transfer_id = table.offer.transfer_id
             began = time.monotonic()
             with pytest.raises(UnknownBlockTable):

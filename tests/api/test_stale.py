@@ -30,7 +30,7 @@ def redis() -> Iterator[RedisServer]:
 
 
 def control_plane(
-    redis: RedisServer, *, lease: float = 60.0, retry_after: int = 2, patience: float = 1.0
+    redis: RedisServer, *, lease: float = 60.0, retry_after: int = 2, patience: float = 3.0
 ) -> RunningControlPlane:
     """`patience`: seconds for an answer of Redis."""
     registry = RedisRegistry(redis.url, LeasePolicy(lease), timeout=patience)

@@ -16,7 +16,8 @@ from .hostile import Target, flipped, read
 from .pair import Pair, workers
 
 Place: TypeAlias = Literal["header", "page"]
-_LEASE: Final = 2.0
+# Seconds; a header that was altered may cost the whole of it.
+_LEASES: Final = {"header": 2.0, "page": 20.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def altered_stream(
         elsewhere = 0
         for _ in range(trials):
             proxy.alter = _once(place, rng)
-            found = _transfer(pair, proxy.address)
+            found = _transfer(pair, proxy.address, _LEASES[place])
             errors |= {error.split(":")[0] for error in found[0]}
             outcome = "noticed" if found[0] else "unnoticed" if found[1] else "harmless"
             outcomes[outcome] += 1
@@ -146,9 +147,9 @@ def _once(place: Place, rng: random.Random) -> Callable[[bytes, bytes], tuple[by
     return alter
 
 
-def _transfer(pair: Pair, address: str) -> tuple[list[str], int]:
+def _transfer(pair: Pair, address: str, lease: float) -> tuple[list[str], int]:
     """The errors of both sides, and how many bytes of decode's blocks are wrong."""
     ticket = pair.ticket()
-    sending = pair.prefill.begin("send", tickets=[ticket], lease=_LEASE)
-    received = pair.decode.ask("receive", tickets=[ticket], address=address, lease=_LEASE)
+    sending = pair.prefill.begin("send", tickets=[ticket], lease=lease)
+    received = pair.decode.ask("receive", tickets=[ticket], address=address, lease=lease)
     return received["errors"] + sending.result(60)["errors"], int(received["wrong"])

@@ -1,11 +1,14 @@
-"""Silent strangers at the local socket do not take the place of a rendezvous under way."""
+"""A rendezvous at the local socket that is not answered: what follows, and strangers meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 
+import pytest
+
 from kvxfer.engine import Engine
+from kvxfer.errors import ConnectFailed
 
 from . import wire
 from .fake_engine import FakeEngine
@@ -21,12 +24,25 @@ async def test_engine_falls_back_to_tcp_though_its_local_socket_is_flooded() -> 
             rendezvous, _ = await asyncio.to_thread(fake.unix.accept)
             target = Target.of(engine.address)
             silent = [target.connect_local() for _ in range(300)]
-            # The rendezvous is not answered: after half a second come the lanes.
+            # The rendezvous is not answered: after a second come the lanes.
             lane, _ = await asyncio.to_thread(fake.listener.accept)
             hello = await asyncio.to_thread(read, lane, wire.HELLO_BYTES)
             assert hello[6] == wire.LANE
-            assert engine.refusals()["handshake"]["backpressure"] >= 300 - 256
+            refused = engine.refusals()["handshake"]
+            assert sum(refused.get(why, 0) for why in ("backpressure", "deadline-exceeded")) >= 44
             connecting.cancel()
             await asyncio.gather(connecting, return_exceptions=True)
             for sock in (control, rendezvous, lane, *silent):
                 sock.close()
+
+
+async def test_where_sharing_memory_fails_and_nothing_else_is_there_the_error_says_why() -> None:
+    with contextlib.closing(FakeEngine(KEY)) as fake:
+        async with Engine(cluster_key=KEY, fabrics=("local",), peer_timeout=10) as engine:
+            connecting = asyncio.create_task(engine.connect(fake.address, timeout=15))
+            control = await asyncio.to_thread(fake.accept)
+            rendezvous, _ = await asyncio.to_thread(fake.unix.accept)
+            rendezvous.close()
+            with pytest.raises(ConnectFailed, match=r"no common fabric.*; local failed: \w"):
+                await connecting
+            control.close()

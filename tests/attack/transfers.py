@@ -60,13 +60,18 @@ def offer(ticket: str, transfer_id: str, **changes: Any) -> Offer:
     return Offer(**{**said, **changes})
 
 
+def attacker(name: str, fabric: str) -> Engine:
+    """With the key, and with patience: its victims are busy, not gone."""
+    return Engine(cluster_key=KEY, name=name, fabrics=(fabric,), peer_timeout=10)
+
+
 def with_engine(
     victim: Callable[[Pair], str], act: Callable[[Peer], Awaitable[Tried]], fabric: str
 ) -> Callable[[Pair], Tried]:
     """Runs `act` with a peer of the victim's that has the right key."""
 
     async def run(pair: Pair) -> Tried:
-        async with Engine(cluster_key=KEY, name="impostor", fabrics=(fabric,)) as engine:
+        async with attacker("impostor", fabric) as engine:
             return await act(await engine.connect(victim(pair)))
 
     return lambda pair: asyncio.run(run(pair))
@@ -194,7 +199,7 @@ def foreign_transfers(pair: Pair, _: random.Random) -> Tried:
         failed.extend(["wrong bytes"] if received["wrong"] else [])
 
     async def run() -> None:
-        async with Engine(cluster_key=KEY, name="impostor", fabrics=(pair.fabric,)) as engine:
+        async with attacker("impostor", pair.fabric) as engine:
             await act(engine)
 
     failed: list[str] = []
@@ -221,7 +226,7 @@ def bombs(pair: Pair, rng: random.Random) -> Tried:
     ]
 
     async def one(payload: bytes) -> bool:
-        async with Engine(cluster_key=KEY, name="bomb", fabrics=(pair.fabric,)) as engine:
+        async with attacker("bomb", pair.fabric) as engine:
             peer = await engine.connect(pair.decode.address)
             peer.send(payload)
             async with asyncio.timeout(20):

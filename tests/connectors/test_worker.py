@@ -219,14 +219,14 @@ def test_prefill_frees_a_prompt_that_decode_releases(
 def test_prefill_keeps_a_prompt_while_its_request_waits_at_decode(
     control_plane: RunningControlPlane, bearer: bool
 ) -> None:
-    url, short = control_plane.url, 1.0
+    url, short = control_plane.url, 4.0
     with (
         serving(Role.PREFILL, url, lease_seconds=short) as prefill,
         serving(Role.DECODE, url, lease_seconds=short) as decode,
     ):
         of = params(prefill, decode, bearer=bearer)
         prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
-        for _ in range(8):
+        for _ in range(5):
             decode.step(StepPlan(waiting=[of]))
             prefill.step()
             time.sleep(short / 4)

@@ -248,6 +248,11 @@ async def test_cancelling_an_operation_ends_it(pair: Pair) -> None:
         pair.to_reader.write(source.region, target.region.descriptor, length=size)
         for _ in range(20)
     ]
+    # However fast those are.
+    after = pair.writer.watcher().at(1)
+    writes.append(
+        pair.to_reader.write(source.region, target.region.descriptor, length=size, after=after)
+    )
     for write in writes:
         write.cancel()
     with pytest.raises(Cancelled):

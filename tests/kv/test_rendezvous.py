@@ -225,7 +225,7 @@ async def test_decode_hears_at_once_that_its_ticket_has_expired_at_prefill(
 ) -> None:
     """Not only when its own lease ends: no request can come with that ticket any more."""
     prefill, decode = pair
-    ticket = make_ticket(prefill, decode, seconds=0.3)
+    ticket = make_ticket(prefill, decode, seconds=3)
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
     with pytest.raises(TicketExpired, match=r"refused by prefill worker 'p'.*before its ticket"):
         await asyncio.wait_for(receiver.wait(), SOON)

@@ -49,6 +49,8 @@ class Cluster:
                 name,
                 *("worker", "--role", name.partition("-")[0], "--instance-id", name),
                 *("--model", str(self._model), "--blocks", str(BLOCKS), "--threads", "1"),
+                # A machine that is very busy takes its time, and frozen ones are to stay unnoticed.
+                *("--peer-timeout", "3"),
             )
         for name in missing:
             self._urls[name] = self._url(name, "http_address")

@@ -39,7 +39,7 @@ class RunningRouter:
         client = ControlPlaneClient(
             control_plane, credentials=credentials or Credentials(), deadline=deadline
         )
-        app = create_app(RouterSettings(**{"capacity_seconds": 0.2, **settings}), client)
+        app = create_app(RouterSettings(**{"capacity_seconds": 20, **settings}), client)
         listener = bind("127.0.0.1", 0)
         self.url = url_of(listener, tls=tls is not None)
         self.stopping: asyncio.Event = app.state.stopping

@@ -238,12 +238,14 @@ async def test_a_prompt_that_no_worker_can_hold_is_too_long(control_plane, asked
             assert (await client.post(COMPLETIONS, json=text)).status_code == 200
 
 
-async def test_without_workers_it_is_a_503_that_says_when_to_come_again(client) -> None:
-    for stream in (False, True):
-        answer = await client.post(COMPLETIONS, json={**ASKED, "stream": stream})
-        error = error_of(answer, 503, "no-capacity")
-        assert "no instance of model 'llama' is registered" in error["message"]
-        assert answer.headers["retry-after"] == "1"
+async def test_without_workers_it_is_a_503_that_says_when_to_come_again(control_plane) -> None:
+    with RunningRouter(control_plane.url, capacity_seconds=1) as router:
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            for stream in (False, True):
+                answer = await client.post(COMPLETIONS, json={**ASKED, "stream": stream})
+                error = error_of(answer, 503, "no-capacity")
+                assert "no instance of model 'llama' is registered" in error["message"]
+                assert answer.headers["retry-after"] == "1"
 
 
 async def test_a_model_that_nobody_runs_is_not_found(client, asked) -> None:
@@ -262,7 +264,7 @@ async def test_other_paths_and_methods_are_refused_in_the_same_shape(client) -> 
 
 
 async def test_without_a_control_plane_it_is_not_ready() -> None:
-    with RunningRouter("http://127.0.0.1:9", deadline=0.3) as router:
+    with RunningRouter("http://127.0.0.1:9", deadline=0.3, capacity_seconds=0.2) as router:
         async with httpx.AsyncClient(base_url=router.url) as client:
             assert (await client.get("/healthz")).status_code == 200
             error_of(await client.get("/readyz"), 503, "control-plane-unavailable")

@@ -191,7 +191,7 @@ async def test_attempts_are_bounded(control_plane: RunningControlPlane) -> None:
 
 async def test_no_token_within_the_deadline_is_a_504(control_plane: RunningControlPlane) -> None:
     fleet = Fleet(control_plane, p1=PREFILLS, d1=waits, d2=DECODES)
-    async with fleet.routed(first_token_seconds=0.3) as client:
+    async with fleet.routed(first_token_seconds=2) as client:
         answer = await client.post("/v1/completions", json=ASKED)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline-exceeded")
     assert not await control_plane.registry.transfers()

@@ -27,7 +27,7 @@ async def serves(url: str) -> None:
 
 async def refused(url: str, *secrets: str, telling: str = "") -> str:
     """What a registry says that cannot be reached; of several things the one that has `telling`."""
-    async with replica(url, timeout=1, there=False) as registry:
+    async with replica(url, timeout=5, there=False) as registry:
 
         async def said() -> str:
             with pytest.raises(ControlPlaneUnavailable) as refusal:

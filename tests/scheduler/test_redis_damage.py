@@ -109,7 +109,7 @@ async def test_what_is_damaged_is_named_and_no_replica_takes_it_in(
         transfer_id = await filled(registry)
     with empty_redis.client() as client:
         damage(client, transfer_id)
-    async with replica(empty_redis, timeout=0.5, there=False) as registry:
+    async with replica(empty_redis, timeout=5, there=False) as registry:
 
         async def words() -> str:
             with pytest.raises(ControlPlaneUnavailable) as refused:

@@ -61,6 +61,8 @@ class WorkerSettings:
     """None takes all that this host has."""
     threads: int | None = None
     """Of torch; None takes torch's own choice."""
+    peer_timeout: float = 0.7
+    """Seconds without a heartbeat after which the other side counts as frozen."""
     checksums: bool = False
     """Every transfer is checked by a checksum of its blocks, whatever the other side's setting."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -108,6 +110,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
                 name=instance_id,
                 host=settings.host,
                 fabrics=settings.fabrics,
+                peer_timeout=settings.peer_timeout,
             )
         )
         cache = stack.enter_context(KvCache.allocate(engine, layout, settings.blocks))
@@ -209,13 +212,15 @@ def torch_view(cache: KvCache, config: LlamaConfig) -> PagedKvCache:
 def _signals_cancel_this_task() -> Iterator[None]:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None  # noqa: S101 (a coroutine runs in a task)
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, task.cancel)
+
+    def cancel(*_: object) -> None:
+        loop.call_soon_threadsafe(task.cancel)
+
+    before = {number: signal.signal(number, cancel) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-        # Kubernetes sends one to a worker that its preStop has drained.
+        # Kubernetes sends one to a worker that its preStop has drained. The loop's own handlers
+        # would leave the default in place for a moment.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])

@@ -158,7 +158,7 @@ class Scene(ABC):
         assert self.pool.num_free == BLOCKS, self.pool.counts()
 
     async def _connect(self) -> Peer:
-        """Again where strangers' deadlines (2 s) are too short for a machine full of fuzzers."""
+        """Again where strangers' deadlines (5 s) are too short for a machine full of fuzzers."""
         async with asyncio.timeout(30):
             while True:
                 with contextlib.suppress(ConnectFailed):

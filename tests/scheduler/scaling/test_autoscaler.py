@@ -207,7 +207,7 @@ async def test_redis_that_is_killed_with_its_data_costs_the_lead_until_it_is_bac
 
 async def test_nothing_is_scaled_by_what_was_last_known_of_the_fleet(clock, api):
     with RedisServer() as server:
-        registry = RedisRegistry(server.url, LeasePolicy(10_000), clock=clock)
+        registry = RedisRegistry(server.url, LeasePolicy(10_000), clock=clock, timeout=10)
         await registry.open()
         for name, role in (("p", "prefill"), ("d", "decode")):
             lease = await registry.register(worker(name, role), state=InstanceState.READY)

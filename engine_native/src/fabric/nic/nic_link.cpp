@@ -102,8 +102,13 @@ Result<void> NicLink::on_path_open(ByteReader reader, std::uint64_t now) {
         ByteWriter().put(id).put(static_cast<std::uint16_t>(status)).text(text).take());
   };
   NicDomain& domain = *ours_[ours];
-  if (!domain.usable() || domain.info().network != ends_.theirs[theirs].network) {
-    answer(Errc::nic_lost, "NIC " + domain.info().name + " is not usable there");
+  const std::string nic = "NIC " + domain.info().name + " there";
+  if (!domain.usable()) {
+    answer(Errc::nic_lost, nic + " is down");
+    return {};
+  }
+  if (domain.info().network != ends_.theirs[theirs].network) {
+    answer(Errc::nic_lost, nic + " is of another network, " + domain.info().network);
     return {};
   }
   auto path = domain.open_path(
