@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvxfer.errors import NotBuilt
+from kvxfer.scheduler.clock import AttendedClock
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
 from kvxfer.scheduler.scaling.leader import Leader, OnlyReplica
@@ -24,7 +25,7 @@ def make_registry(url: str, policy: LeasePolicy, scorer: Scorer | None = None) -
     Raises InvalidArgument and NotBuilt.
     """
     if url == EMBEDDED:
-        return EmbeddedRegistry(policy, scorer=scorer)
+        return EmbeddedRegistry(policy, clock=AttendedClock(), scorer=scorer)
     try:
         from kvxfer.scheduler.redis_registry import RedisRegistry
     except ModuleNotFoundError as error:
