@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from kvxfer.errors import NotBuilt
-from kvxfer.scheduler.clock import AttendedClock
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
 from kvxfer.scheduler.scaling.leader import Leader, OnlyReplica
@@ -13,6 +12,8 @@ from kvxfer.scheduler.scoring import Scorer
 
 EMBEDDED: Final = "embedded"
 
+# A control plane sweeps twice a second; what is in Redis goes by the same (lua/prelude.lua).
+_SILENCE_SECONDS: Final = 1.0
 _LEADER_SECONDS: Final = 30.0
 # A leader campaigns once per round; one that is late keeps its term.
 _ROUNDS_PER_TERM: Final = 3
@@ -25,7 +26,7 @@ def make_registry(url: str, policy: LeasePolicy, scorer: Scorer | None = None) -
     Raises InvalidArgument and NotBuilt.
     """
     if url == EMBEDDED:
-        return EmbeddedRegistry(policy, clock=AttendedClock(), scorer=scorer)
+        return EmbeddedRegistry(policy, scorer=scorer, silence_seconds=_SILENCE_SECONDS)
     try:
         from kvxfer.scheduler.redis_registry import RedisRegistry
     except ModuleNotFoundError as error:

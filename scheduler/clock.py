@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Final, Protocol
-
-# Of a gap between two readings of an AttendedClock, so much counts. A control plane reads it twice
-# a second.
-_MOST_SECONDS: Final = 1.0
+from typing import Protocol
 
 
 class Clock(Protocol):
@@ -26,18 +22,3 @@ class SystemClock:
 
     def unix(self) -> float:
         return time.time()
-
-
-class AttendedClock(SystemClock):
-    """Measures leases that this process grants: while it is stopped or starved, nobody can renew
-    one, and what was sent meanwhile waits in its sockets. Of a time in which nobody read it at
-    most a second counts. Belongs to one thread."""
-
-    def __init__(self) -> None:
-        self._read = time.monotonic()
-        self._now = self._read
-
-    def monotonic(self) -> float:
-        before, self._read = self._read, time.monotonic()
-        self._now += min(self._read - before, _MOST_SECONDS)
-        return self._now

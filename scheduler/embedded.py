@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -57,6 +58,9 @@ class EmbeddedRegistry(Registry):
 
     Change ids and epochs are one ascending number. It starts at the microseconds since the Unix
     epoch, so that both go on ascending when the process restarts.
+
+    Where steps come regularly, two that are more than `silence_seconds` apart say that the process
+    was stopped or starved: nobody could renew a lease, and all leases are moved by that time.
     """
 
     def __init__(
@@ -66,9 +70,12 @@ class EmbeddedRegistry(Registry):
         clock: Clock | None = None,
         feed_capacity: int = _FEED_CAPACITY,
         scorer: Scorer | None = None,
+        silence_seconds: float = math.inf,
     ) -> None:
         self._policy = policy or LeasePolicy()
         self._clock = clock or SystemClock()
+        self._silence_seconds = silence_seconds
+        self._stepped = self._clock.monotonic()
         self._feed = ChangeFeed(last_id=int(self._clock.unix() * 1e6), capacity=feed_capacity)
         self._fleet = Fleet(scorer)
         self._holders: dict[str, _Holder] = {}
@@ -288,6 +295,10 @@ class EmbeddedRegistry(Registry):
         if self._feed.closed:
             raise refusals.stopping()
         now = self._clock.monotonic()
+        silence, self._stepped = now - self._stepped, now
+        if silence > self._silence_seconds:
+            for holder in self._holders.values():
+                holder.deadline += silence
         while self._expiries and self._expiries[0][0] <= now:
             _, kind, name, epoch = heapq.heappop(self._expiries)
             if kind == "transfer":

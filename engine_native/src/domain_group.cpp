@@ -23,7 +23,7 @@ constexpr std::uint64_t kWatchNs = 100'000u;
 // For a stranger to prove that it knows the cluster key.
 constexpr std::uint64_t kHandshakeNs = 5'000'000'000u;
 // For two engines of one host to share memory; well within a connect, so that tcp can follow.
-constexpr std::uint64_t kRendezvousNs = 1'000'000'000u;
+constexpr std::uint64_t kRendezvousNs = 500'000'000u;
 
 // Equal for engines that share a kernel boot and a network namespace: only those can meet over
 // an abstract unix socket.

@@ -151,6 +151,7 @@ class DomainGroup final : private AcceptorEvents,
   // --- engine thread: operations
   void begin_operation(const OperationPtr& operation);
   void post_operation(const OperationPtr& operation);
+  Peer* find_up(PeerId peer) const;  // null where it is not, or not yet, up
   void release_held();
   void on_finished(const OperationPtr& operation, const WriteRange& writes,
                    const Error& error) override;

@@ -22,7 +22,8 @@ void DomainGroup::submit(const std::vector<OperationPtr>& operations) {
 
 void DomainGroup::begin_operation(const OperationPtr& operation) {
   operations_.emplace(operation->id, operation);
-  if (operation->held()) {
+  // What is for a peer that was lost meanwhile has nothing to wait for.
+  if (operation->held() && find_up(operation->peer)) {
     held_.push_back(operation);
   } else {
     post_operation(operation);
@@ -46,8 +47,8 @@ void DomainGroup::wake() {
 }
 
 void DomainGroup::post_operation(const OperationPtr& operation) {
-  const auto found = peers_.find(operation->peer);
-  if (found == peers_.end() || !found->second->up()) {
+  Peer* const peer = find_up(operation->peer);
+  if (!peer) {
     return fail(operation, Errc::peer_lost,
                 "peer " + operation->handle->label + " was lost before the operation was posted");
   }
@@ -56,11 +57,15 @@ void DomainGroup::post_operation(const OperationPtr& operation) {
     return fail(operation, Errc::unknown_region,
                 "the source region is not registered at this engine any more");
   }
-  Peer& peer = *found->second;
-  if (const auto good = peer.reaches(*operation); !good) {
+  if (const auto good = peer->reaches(*operation); !good) {
     return fail(operation, good.error().code, good.error().text);
   }
-  peer.submit(operation);
+  peer->submit(operation);
+}
+
+Peer* DomainGroup::find_up(PeerId peer) const {
+  const auto found = peers_.find(peer);
+  return found != peers_.end() && found->second->up() ? found->second.get() : nullptr;
 }
 
 void DomainGroup::send(PeerId peer, std::string data) {

@@ -47,6 +47,32 @@ TEST_CASE("a peer that closes ends all operations with peer-lost and is then unk
   }
 }
 
+TEST_CASE("a write that is held back ends with its peer, whenever it was submitted") {
+  for (const std::string& fabric : EachFabric()) {
+    CAPTURE(fabric);
+    TestEngine writer(options_for(fabric, "writer"));
+    auto reader = std::make_unique<TestEngine>(options_for(fabric, "reader"));
+    const PeerId peer = writer.connect_to(*reader);
+    const auto word = TransferEngine::watch_word();
+    std::thread closing([&] { reader.reset(); });
+    std::vector<OperationId> operations;
+    while (true) {
+      const auto submitted = writer->write_imm(peer, 1, {.timeout = kDeadline, .after = {word, 1}});
+      if (submitted) {
+        operations.push_back(submitted->id);
+        if (operations.size() > 5000) std::this_thread::sleep_for(std::chrono::microseconds(50));
+      } else if (submitted.error().code == Errc::unknown_peer) {
+        break;
+      }
+    }
+    closing.join();
+    for (const auto id : operations) {
+      const auto done = writer.await(Kind::write, id);
+      REQUIRE_MESSAGE(done.code == Errc::peer_lost, done.text);
+    }
+  }
+}
+
 TEST_CASE("after fence returned nothing of the peer lands") {
   for (const std::string& fabric :
        EachFabric({"ofi-shared"}, "its fence are keys that a NIC checks, and this is tcp")) {

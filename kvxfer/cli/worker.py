@@ -71,7 +71,7 @@ def worker(
     peer_timeout: Annotated[
         float,
         typer.Option(
-            min=0.1,
+            min=0.2,  # two heartbeats
             max=3600,
             envvar="KVXFER_PEER_TIMEOUT",
             help="Seconds without a heartbeat after which the other side counts as frozen; more "

@@ -24,7 +24,7 @@ async def test_engine_falls_back_to_tcp_though_its_local_socket_is_flooded() -> 
             rendezvous, _ = await asyncio.to_thread(fake.unix.accept)
             target = Target.of(engine.address)
             silent = [target.connect_local() for _ in range(300)]
-            # The rendezvous is not answered: after a second come the lanes.
+            # The rendezvous is not answered: after half a second come the lanes.
             lane, _ = await asyncio.to_thread(fake.listener.accept)
             hello = await asyncio.to_thread(read, lane, wire.HELLO_BYTES)
             assert hello[6] == wire.LANE

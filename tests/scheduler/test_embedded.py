@@ -3,8 +3,12 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.errors import ControlPlaneUnavailable
-from kvxfer.instances import InstanceState
+from kvxfer.instances import InstanceState, Role
+from kvxfer.scheduler.choice import EMBEDDED, make_registry
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.registry import LeasePolicy
+from kvxfer.scheduler.transfers import open_transfer
+from kvxfer.transfers import TransferRequest
 from tests.control_plane import FakeClock, worker
 
 
@@ -44,3 +48,27 @@ async def test_closed_registry_says_that_it_is_stopping(call):
     await registry.close()
     with pytest.raises(ControlPlaneUnavailable, match="stopping"):
         await getattr(registry, call)()
+
+
+async def test_while_the_process_stood_still_nobody_could_renew_a_lease():
+    clock = FakeClock()
+    registry = EmbeddedRegistry(LeasePolicy(6.0), clock=clock, silence_seconds=1.0)
+    lease = await registry.register(worker("p"), state=InstanceState.READY)
+    await registry.register(worker("d", Role.DECODE), state=InstanceState.READY)
+    await open_transfer(registry, TransferRequest(), seconds=30, clock=clock)
+    for _ in range(3):
+        clock.advance(60)  # whoever asks first is not the worker
+        assert len(await registry.instances()) == 2
+    assert await registry.transfers() == (), "its ticket is good no longer"
+    assert (await registry.heartbeat("p", lease.epoch)).epoch == lease.epoch
+    for _ in range(12):
+        assert await registry.instances()
+        clock.advance(0.5)
+        await registry.sweep()
+    assert await registry.instances() == ()
+
+
+async def test_what_serves_knows_when_it_stood_still():
+    registry = make_registry(EMBEDDED, LeasePolicy(6.0))
+    assert isinstance(registry, EmbeddedRegistry)
+    assert registry._silence_seconds == 1.0

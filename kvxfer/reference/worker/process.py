@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -33,6 +34,8 @@ from kvxfer.registration import Registration
 from kvxfer.ticket import TicketKeys
 from kvxfer.tracing.setup import tracing
 from kvxfer.watched_file import WatchedFile
+
+_CONNECT_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +134,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
                 epoch=0,
                 ticket_key=settings.ticket_keys or settings.cluster_key,
                 control_plane=client,
+                connect_timeout=max(_CONNECT_SECONDS, settings.peer_timeout),
                 checksums=settings.checksums,
             )
         )
