@@ -23,13 +23,13 @@ async def test_engine_falls_back_to_tcp_though_its_local_socket_is_flooded() -> 
             control = await asyncio.to_thread(fake.accept)
             rendezvous, _ = await asyncio.to_thread(fake.unix.accept)
             target = Target.of(engine.address)
-            silent = [target.connect_local() for _ in range(300)]
+            silent = [target.connect_local() for _ in range(600)]
             # The rendezvous is not answered: after half a second come the lanes.
             lane, _ = await asyncio.to_thread(fake.listener.accept)
             hello = await asyncio.to_thread(read, lane, wire.HELLO_BYTES)
             assert hello[6] == wire.LANE
-            refused = engine.refusals()["handshake"]
-            assert sum(refused.get(why, 0) for why in ("backpressure", "deadline-exceeded")) >= 44
+            # 256 are kept, and as many again on a machine so busy that the first had their time.
+            assert engine.refusals()["handshake"]["backpressure"] >= 600 - 2 * 256
             connecting.cancel()
             await asyncio.gather(connecting, return_exceptions=True)
             for sock in (control, rendezvous, lane, *silent):

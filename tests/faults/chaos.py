@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -80,8 +80,11 @@ class _NotOffered(Exception):
 class Arena:
     """A prefill and a decode worker of one fabric; whoever is killed starts again."""
 
-    def __init__(self, fabric: Fabric, cable: Link | None, folder: Path) -> None:
+    def __init__(
+        self, fabric: Fabric, cable: Link | None, folder: Path, environment: Mapping[str, str]
+    ) -> None:
         self.fabric = fabric
+        self._environment = environment
         self.workers: dict[Role, WorkerProcess] = {}
         self._cable = cable
         self._network: Link | RdmaPorts = cable or RdmaPorts()
@@ -109,7 +112,7 @@ class Arena:
             role,
             epoch,
             place,
-            clock if "clock" in acts else {},
+            {**self._environment, **(clock if "clock" in acts else {})},
             # Who has no memory left, or no port, says so more than once.
             quiet=bool(acts & {"no memory", "port down"}),
         )
@@ -360,14 +363,16 @@ async def _said(worker: WorkerProcess, *names: str) -> Event | None:
 
 
 @contextlib.asynccontextmanager
-async def arena(fabric: Fabric) -> AsyncIterator[Arena]:
+async def arena(
+    fabric: Fabric, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Arena]:
     """Both workers of a fabric, started; no process is left behind."""
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-chaos-"))
         cable = None
         if fabric.linked:
             cable = await stack.enter_async_context(link(small_buffers=fabric.small_buffers))
-        made = Arena(fabric, cable, Path(folder))
+        made = Arena(fabric, cable, Path(folder), environment or {})
         stack.push_async_callback(made.end)
         await asyncio.gather(*(made.start(role) for role in get_args(Role)))
         yield made

@@ -173,7 +173,13 @@ async def main(instance: str, epoch: int, fabric: str, host: str) -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
     )
-    async with Engine(cluster_key=KEY, name=instance, fabrics=(fabric,), host=host) as engine:
+    async with Engine(
+        cluster_key=KEY,
+        name=instance,
+        fabrics=(fabric,),
+        host=host,
+        peer_timeout=float(os.environ.get("KVXFER_PEER_TIMEOUT", "0.7")),
+    ) as engine:
         cache = KvCache.allocate(engine, LAYOUT, NUM_BLOCKS)
         pool = BlockPool(NUM_BLOCKS)
         async with KvEndpoint(

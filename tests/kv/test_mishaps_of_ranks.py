@@ -81,7 +81,7 @@ async def test_whatever_happens_to_a_rank_no_block_stays_taken_and_no_wrong_byte
             choices.shuffle(tasks)
             mishap = choices.random() < 0.7
             if mishap:
-                for _ in range(choices.randrange(40)):
+                for _ in range(choices.randrange(60)):
                     await asyncio.sleep(0)
                 if sessions and choices.random() < 0.5:
                     await choices.choice(sessions).cancel("mishap")
@@ -96,5 +96,5 @@ async def test_whatever_happens_to_a_rank_no_block_stays_taken_and_no_wrong_byte
 
     async with fleet(fabric, prefill, decode, lease_seconds=5.0) as ranks:
         await asyncio.gather(*(one(ranks, rng.getrandbits(32)) for _ in range(40)))
-    assert ends.count("done") >= 1
-    assert ends.count("failed") >= 1
+    assert ends.count("done") >= 5
+    assert ends.count("failed") >= 5
