@@ -14,8 +14,8 @@ from kvxfer.api.problems import responses
 from kvxfer.api.rate_limit import RateLimiter
 from kvxfer.api.settings import Settings
 from kvxfer.api.tokens import ANONYMOUS, Caller, Scope
+from kvxfer.clock import Clock
 from kvxfer.errors import BodyTooLarge, Forbidden, RateLimited, Unauthenticated
-from kvxfer.scheduler.clock import Clock
 
 SECURITY_SCHEME: Final = "bearer"
 CALLER_KEY: Final = "kvxfer.caller"

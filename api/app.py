@@ -33,10 +33,10 @@ from kvxfer.api.routes import (
 from kvxfer.api.settings import Settings
 from kvxfer.api.staleness import MarkStale
 from kvxfer.api.trace_store import own_tracer
+from kvxfer.clock import Clock, SystemClock
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.kv.block_table import MAX_JSON_BYTES
 from kvxfer.scaling import ScalePlan
-from kvxfer.scheduler.clock import Clock, SystemClock
 from kvxfer.scheduler.ending import end
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler

@@ -12,7 +12,7 @@ from kvxfer.api.metrics import Metrics
 from kvxfer.api.overview_feed import OverviewFeed
 from kvxfer.api.settings import Settings
 from kvxfer.api.trace_store import TraceStore
-from kvxfer.scheduler.clock import Clock
+from kvxfer.clock import Clock
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 

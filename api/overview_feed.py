@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 from kvxfer.scheduler.overview import look
 
 if TYPE_CHECKING:
+    from kvxfer.clock import Clock
     from kvxfer.overview import Overview, OverviewQuery
-    from kvxfer.scheduler.clock import Clock
     from kvxfer.scheduler.registry import Registry
     from kvxfer.scheduler.scaling.history import ScalingHistory
 

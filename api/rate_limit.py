@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Final
 
-from kvxfer.scheduler.clock import Clock
+from kvxfer.clock import Clock
 
 _MAX_CALLERS: Final = 10_000
 

@@ -17,7 +17,8 @@ from kvxfer.instances import InstanceState, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.tracing.asgi import TraceRequests
 from kvxfer.tracing.span import span
-from tests.control_plane import CLUSTER_KEY, FakeClock, worker
+from tests.control_plane import CLUSTER_KEY, worker
+from tests.virtual_time import VirtualClock
 
 CALLS = 200
 ROUNDS = 9
@@ -26,7 +27,7 @@ BODY = json.dumps({"request_id": "r", "prompt_tokens": 16}).encode()
 
 
 async def control_plane(*, traced: bool) -> FastAPI:
-    clock = FakeClock()  # no lease ends while this runs
+    clock = VirtualClock()  # no lease ends while this runs
     registry = EmbeddedRegistry(clock=clock)
     for role in (Role.PREFILL, Role.DECODE):
         spec = worker(role.value, role, num_blocks=1 << 30)

@@ -12,6 +12,7 @@ from typing import Final, Literal, TypeAlias
 
 from msgspec.structs import replace
 
+from kvxfer.clock import Clock, SystemClock
 from kvxfer.instances import (
     BlockUpdate,
     Change,
@@ -29,7 +30,6 @@ from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
 from kvxfer.scheduler import refusals
 from kvxfer.scheduler.arrivals import Arrivals
-from kvxfer.scheduler.clock import Clock, SystemClock
 from kvxfer.scheduler.feed import ChangeFeed
 from kvxfer.scheduler.fleet import Fleet
 from kvxfer.scheduler.pairing import Pair

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import Final
 
+from kvxfer.clock import Clock
 from kvxfer.errors import NoCapacity, StaleEpoch
-from kvxfer.scheduler.clock import Clock
 from kvxfer.scheduler.registry import Registry
 from kvxfer.transfers import Party, Transfer, TransferRequest
 

@@ -1,24 +1,69 @@
+"""Every test is of one of three kinds:
+
+- *virtual*, without a mark: no socket, no other process; waits take virtual time.
+- `native`: the real engine, real sockets, real Redis. Asserts order, bytes and names, no deadline.
+- `realtime`: killed, frozen and starved processes. Run one after the other, with the machine to
+  themselves; allows a stall of two seconds.
+"""
+
 from __future__ import annotations
 
+import asyncio
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 
 import hypothesis
 import pytest
 
-from tests.redis_server import RedisServer
+from tests.virtual_time import VirtualLoop
+from verify.redis_server import RedisServer
+
+_SEED: Final = "KVXFER_TEST_SEED"
+
+# Not sorted into kinds yet.
+_NATIVE_FOLDERS: Final = (
+    "api attack bench cli client connectors contract demo deploy docs engine kv page reference "
+    "router scheduler sglang topology tracing verify vllm"
+)
 
 # No test is about how long one example takes.
 hypothesis.settings.register_profile("kvxfer", deadline=None)
 hypothesis.settings.load_profile("kvxfer")
 
 
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    real = any(item.get_closest_marker(kind) for kind in ("native", "realtime"))
+    if real or _folder(item) in _NATIVE_FOLDERS.split():
+        return {"real": asyncio.new_event_loop}
+    return {"virtual": VirtualLoop}
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(item.config.rootpath / "tests").parts[0]
+
+
+def pytest_configure() -> None:
+    """One seed for a run, in all of its processes: KVXFER_TEST_SEED repeats its choices."""
+    os.environ.setdefault(_SEED, str(random.SystemRandom().getrandbits(32)))
+
+
+def pytest_report_header() -> str:
+    return f"{_SEED}={os.environ[_SEED]}"
+
+
 @pytest.fixture
-def rng() -> random.Random:
-    """Random choices of a test; a failure shows the seed, KVXFER_TEST_SEED repeats it."""
-    seed = int(os.environ.get("KVXFER_TEST_SEED") or random.SystemRandom().getrandbits(32))
-    print(f"KVXFER_TEST_SEED={seed}")
+def seed(request: pytest.FixtureRequest) -> int:
+    """A test's own seed, which follows from the run's seed and the test's name."""
+    return random.Random(f"{os.environ[_SEED]} {request.node.nodeid}").getrandbits(32)
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    print(f"{_SEED}={os.environ[_SEED]}")
     return random.Random(seed)
 
 

@@ -1,48 +1,22 @@
-"""What the tests of registry, API and client share: a clock that is moved, workers, a server."""
+"""What the tests of registry, API and client share: workers, a server."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import threading
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvxfer.errors import KvxferError
 from kvxfer.instances import InstanceSpec, Role
 from kvxfer.kv.layout import KvLayout
+from tests.virtual_time import VirtualClock
 
 if TYPE_CHECKING:
     from kvxfer.scheduler.registry import Registry
 
-T = TypeVar("T")
-
-# For what comes at once where the machine has nothing else to do.
-PATIENCE = 30.0
-
 CLUSTER_KEY = b"cluster key of the tests"
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", block_size=16)
-
-
-class FakeClock:
-    """Stands still until it is moved."""
-
-    def __init__(self, unix: float = 1_800_000_000.0) -> None:
-        self._unix = unix
-        self._passed = 0.0
-
-    def advance(self, seconds: float) -> None:
-        self._passed += seconds
-
-    def monotonic(self) -> float:
-        return 50.0 + self._passed
-
-    def unix(self) -> float:
-        return self._unix + self._passed
 
 
 def worker(instance_id: str, role: Role | str = Role.PREFILL, **changes: Any) -> InstanceSpec:
@@ -62,19 +36,6 @@ def worker(instance_id: str, role: Role | str = Role.PREFILL, **changes: Any) ->
     return msgspec.structs.replace(spec, **changes)
 
 
-async def eventually(step: Callable[[], T | Awaitable[T]]) -> T:
-    """The answer of `step` once it gives one that is neither an error nor false."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            with suppress(KvxferError):
-                answer = step()
-                if inspect.isawaitable(answer):
-                    answer = await answer
-                if answer:
-                    return answer
-            await asyncio.sleep(0.02)
-
-
 class RunningControlPlane:
     """`kvxfer serve` in a thread of this process, so that a test can hold its clock."""
 
@@ -83,7 +44,7 @@ class RunningControlPlane:
         *,
         port: int = 0,
         lease_seconds: float = 6.0,
-        clock: FakeClock | None = None,
+        clock: VirtualClock | None = None,
         registry: Registry | None = None,
         tls: Any = None,
         **settings: Any,

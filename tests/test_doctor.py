@@ -12,6 +12,9 @@ from kvxfer.doctor.examination import core_works, examine
 from kvxfer.doctor.finding import Area, Finding, Status
 from kvxfer.doctor.host import Host
 
+pytestmark = pytest.mark.native
+
+
 THP = "sys/kernel/mm/transparent_hugepage"
 
 

@@ -7,6 +7,8 @@ import pytest
 from kvxfer.errors import AddressInUse, InvalidArgument
 from kvxfer.http_listener import bind, url_of
 
+pytestmark = pytest.mark.native
+
 
 def test_port_0_is_a_free_port_that_the_url_names():
     with bind("127.0.0.1", 0) as listener:

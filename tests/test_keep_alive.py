@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import httpx
+import pytest
 from fastapi import FastAPI
 
 from kvxfer.http_listener import bind, url_of
 from kvxfer.reference.worker.http_server import HttpServer
 
 from .control_plane import RunningControlPlane
+
+pytestmark = pytest.mark.native
+
 
 # What httpx waits, and uvicorn by itself.
 CLIENT_SECONDS = 5.0

@@ -10,6 +10,9 @@ import pytest
 
 from kvxfer.logs import redact
 
+pytestmark = pytest.mark.native
+
+
 TICKET = "eyJhbGciOiJIUzI1NiJ9.eyJqdGkiOiJ0LTEifQ.c2lnbmF0dXJl_-"
 
 

@@ -18,14 +18,19 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role
 from kvxfer.registration import Registration
-from tests.control_plane import FakeClock, RunningControlPlane, eventually, worker
+from tests.control_plane import RunningControlPlane, worker
+from tests.virtual_time import VirtualClock
+from verify.polling import eventually
+
+pytestmark = pytest.mark.native
+
 
 JOINING, READY, DRAINING = InstanceState.JOINING, InstanceState.READY, InstanceState.DRAINING
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock() -> VirtualClock:
+    return VirtualClock()
 
 
 @pytest.fixture
@@ -38,7 +43,7 @@ def server(clock):
 @pytest.fixture
 def slow_server():
     """No heartbeat comes within a test unless it asks for one."""
-    with RunningControlPlane(lease_seconds=600, clock=FakeClock()) as running:
+    with RunningControlPlane(lease_seconds=600, clock=VirtualClock()) as running:
         yield running
 
 
@@ -174,7 +179,7 @@ async def test_worker_goes_on_while_the_control_plane_is_away_and_is_back_with_i
     ):
         before = await epochs.next()
         await asyncio.to_thread(server.stop)
-        later = FakeClock(unix=1_900_000_000.0)
+        later = VirtualClock(unix=1_900_000_000.0)
         with RunningControlPlane(port=server.port, lease_seconds=600, clock=later):
             after = await epochs.next()
             assert after > before

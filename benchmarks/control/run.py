@@ -26,7 +26,7 @@ from benchmarks.control.figures import (
 from benchmarks.control.generator import Answers, request, send
 from benchmarks.control.servers import Server, control_plane, empty_server
 from kvxfer.bench.machine import this_machine
-from tests.redis_server import RedisServer
+from verify.redis_server import RedisServer
 
 OPEN, HEARTBEAT, EMPTY = "open transfer", "heartbeat", "empty route"
 _CREATED, _OK, _GONE, _STALE = 201, 200, 204, 409

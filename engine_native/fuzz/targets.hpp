@@ -1,5 +1,5 @@
 // What a fuzzer calls, each with bytes such as a peer may send. They abort where a promise is
-// broken. The corpus of NAME is in tests/fuzz/corpus/NAME.
+// broken. The corpus of NAME is in verify/fuzz/corpus/NAME.
 #pragma once
 
 #include <array>

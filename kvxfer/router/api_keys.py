@@ -11,9 +11,9 @@ from starlette.requests import Request
 from kvxfer.api.access import CALLER_KEY, FAILURE_BURST, FAILURES_PER_SECOND
 from kvxfer.api.rate_limit import RateLimiter
 from kvxfer.api.tokens import Caller, Tokens
+from kvxfer.clock import SystemClock
 from kvxfer.errors import InvalidArgument
 from kvxfer.router.errors import InvalidApiKey, TooManyWrongKeys
-from kvxfer.scheduler.clock import SystemClock
 from kvxfer.watched_file import WatchedFile
 
 _KEY: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")

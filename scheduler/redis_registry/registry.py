@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Final
 
+from kvxfer.clock import Clock
 from kvxfer.errors import ControlPlaneUnavailable, KvxferError
 from kvxfer.instances import (
     BlockUpdate,
@@ -24,7 +25,6 @@ from kvxfer.instances import (
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
 from kvxfer.scheduler import refusals
-from kvxfer.scheduler.clock import Clock
 from kvxfer.scheduler.pairing import Pair
 from kvxfer.scheduler.redis_registry.answers import accepted, lease
 from kvxfer.scheduler.redis_registry.follower import Follower

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from kvxfer.clock import Clock, SystemClock
 from kvxfer.errors import ControlPlaneUnavailable, KvxferError, NotLeader, ScalingFailed
 from kvxfer.instances import Role
 from kvxfer.scaling import ScalePlan
-from kvxfer.scheduler.clock import Clock, SystemClock
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.backend import ScalingBackend
 from kvxfer.scheduler.scaling.decision import Decision, ScalingState, decide

@@ -11,23 +11,24 @@ from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import CLUSTER_KEY, FakeClock, worker
+from tests.control_plane import CLUSTER_KEY, worker
+from tests.virtual_time import VirtualClock
 
 LEASE = 6.0
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock() -> VirtualClock:
+    return VirtualClock()
 
 
 @pytest.fixture
-def registry(clock: FakeClock) -> EmbeddedRegistry:
+def registry(clock: VirtualClock) -> EmbeddedRegistry:
     return EmbeddedRegistry(LeasePolicy(LEASE), clock=clock)
 
 
 @pytest.fixture
-async def api(registry: EmbeddedRegistry, clock: FakeClock) -> AsyncIterator[httpx.AsyncClient]:
+async def api(registry: EmbeddedRegistry, clock: VirtualClock) -> AsyncIterator[httpx.AsyncClient]:
     """The routes, called without a network."""
     app = create_app(
         Settings(cluster_key=CLUSTER_KEY, transfer_seconds=30, retry_after_seconds=2),

@@ -17,7 +17,8 @@ from kvxfer.instances import InstanceState, Role
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.ticket import Ticket, sign_ticket, verify_ticket
 from tests.block_tables import block_table
-from tests.control_plane import CLUSTER_KEY, PATIENCE, RunningControlPlane, eventually, worker
+from tests.control_plane import CLUSTER_KEY, RunningControlPlane, worker
+from verify.polling import PATIENCE, eventually
 
 from .conftest import join, problem
 

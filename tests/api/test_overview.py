@@ -18,7 +18,9 @@ from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
-from tests.control_plane import PATIENCE, FakeClock, RunningControlPlane, eventually
+from tests.control_plane import RunningControlPlane
+from tests.virtual_time import VirtualClock
+from verify.polling import PATIENCE, eventually
 
 from .conftest import LEASE, join, problem
 
@@ -30,7 +32,7 @@ SENT = [{"to": "d", "fabric": "verbs", "bytes_per_second": 9.5e9}]
 
 @pytest.fixture(params=["embedded", "redis"])
 def server(request):
-    clock, registry = FakeClock(), None
+    clock, registry = VirtualClock(), None
     if request.param == "redis":
         url = request.getfixturevalue("empty_redis").url
         registry = RedisRegistry(url, LeasePolicy(LEASE), clock=clock, timeout=PATIENCE)

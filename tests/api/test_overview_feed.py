@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from kvxfer.api import overview_feed
 from kvxfer.api.overview_feed import OverviewFeed
+from kvxfer.clock import SystemClock
 from kvxfer.instances import Role
 from kvxfer.overview import OverviewQuery
-from kvxfer.scheduler.clock import SystemClock
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.history import ScalingHistory
-from tests.control_plane import eventually, worker
+from tests.control_plane import worker
+from verify.polling import eventually
 
 
 async def test_one_look_is_for_all_who_ask_the_same_until_its_pause_is_over(monkeypatch):

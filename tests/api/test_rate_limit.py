@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.api.rate_limit import RateLimiter
-from tests.control_plane import FakeClock
+from tests.virtual_time import VirtualClock
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock() -> VirtualClock:
+    return VirtualClock()
 
 
 def test_burst_then_the_rate(clock):
@@ -34,7 +34,7 @@ def test_who_comes_when_told_to_is_admitted(clock):
         wait = limiter.wait_seconds("a")
         admitted += not wait
         clock.advance(wait)
-    passed = clock.monotonic() - FakeClock().monotonic()
+    passed = clock.monotonic() - VirtualClock().monotonic()
     assert admitted == pytest.approx(7 * passed + 2, abs=1)
 
 

@@ -9,7 +9,8 @@ from kvxfer.errors import ScalingFailed
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
-from tests.control_plane import CLUSTER_KEY, eventually
+from tests.control_plane import CLUSTER_KEY
+from verify.polling import eventually
 
 from .conftest import join, problem
 from .test_metrics import scrape

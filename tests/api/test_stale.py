@@ -15,8 +15,9 @@ from kvxfer.client import ControlPlaneClient
 from kvxfer.registration import Registration
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import RunningControlPlane, eventually, worker
-from tests.redis_server import RedisServer
+from tests.control_plane import RunningControlPlane, worker
+from verify.polling import eventually
+from verify.redis_server import RedisServer
 
 from .conftest import join, problem, registration
 

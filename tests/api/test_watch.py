@@ -13,14 +13,16 @@ from kvxfer.api.schemas.instances import Change, Snapshot
 from kvxfer.event_stream import EventParser, ServerSentEvent
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import PATIENCE, FakeClock, RunningControlPlane
+from tests.control_plane import RunningControlPlane
+from tests.virtual_time import VirtualClock
+from verify.polling import PATIENCE
 
 from .conftest import LEASE, join, problem
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock() -> VirtualClock:
+    return VirtualClock()
 
 
 @pytest.fixture(params=["embedded", "redis"])

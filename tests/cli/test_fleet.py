@@ -21,8 +21,10 @@ from kvxfer.instances import Instance, InstanceState, Load, Role, Snapshot
 from kvxfer.registration import Registration
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import PATIENCE, FakeClock, RunningControlPlane, worker
-from tests.redis_server import RedisServer
+from tests.control_plane import RunningControlPlane, worker
+from tests.virtual_time import VirtualClock
+from verify.polling import PATIENCE
+from verify.redis_server import RedisServer
 
 READY = InstanceState.READY
 
@@ -326,7 +328,7 @@ def test_no_control_plane_is_one_line(command):
 def guarded(tmp_path: Path) -> Iterator[RunningControlPlane]:
     file = tmp_path / "tokens"
     file.write_text("ops admin token-of-the-admin\nnode worker token-of-a-worker\n")
-    with RunningControlPlane(tokens=watch_tokens(file), clock=FakeClock()) as running:
+    with RunningControlPlane(tokens=watch_tokens(file), clock=VirtualClock()) as running:
         yield running
 
 

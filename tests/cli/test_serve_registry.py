@@ -11,7 +11,7 @@ import pytest
 
 from tests.api.conftest import registration
 from tests.control_plane import CLUSTER_KEY
-from tests.redis_server import audit, free_port
+from verify.redis_server import audit, free_port
 
 from .test_serve import first_line, run, serving
 

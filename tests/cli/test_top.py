@@ -18,7 +18,8 @@ from kvxfer.api.tokens import watch_tokens
 from kvxfer.cli.top_frame import bytes_per_second
 from kvxfer.client import SyncControlPlaneClient
 from kvxfer.instances import InstanceState, Load, Traffic
-from tests.control_plane import PATIENCE, RunningControlPlane, worker
+from tests.control_plane import RunningControlPlane, worker
+from verify.polling import PATIENCE
 
 from .test_fleet import kvxfer, shown
 

@@ -16,8 +16,8 @@ import pytest
 from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.demo.router import Router
 from kvxfer.instances import Role
-from tests.certificates import Certificates, make_certificates
-from tests.redis_server import RedisServer
+from verify.certificates import Certificates, make_certificates
+from verify.redis_server import RedisServer
 
 from .test_worker import KVXFER, Process, environment, model  # noqa: F401 (a fixture)
 

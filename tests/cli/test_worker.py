@@ -18,7 +18,7 @@ import pytest
 import torch
 import transformers
 
-from tests.control_plane import PATIENCE
+from verify.polling import PATIENCE
 
 KEY = "0123456789abcdef0123456789abcdef"
 KVXFER = (sys.executable, "-m", "kvxfer.cli")

@@ -23,14 +23,15 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role, Snapshot
 from kvxfer.ticket import verify_ticket
-from tests.control_plane import CLUSTER_KEY, LAYOUT, FakeClock, RunningControlPlane, worker
+from tests.control_plane import CLUSTER_KEY, LAYOUT, RunningControlPlane, worker
+from tests.virtual_time import VirtualClock
 
 READY = InstanceState.READY
 
 
 @pytest.fixture(scope="module")
 def server():
-    with RunningControlPlane(lease_seconds=600, clock=FakeClock()) as running:
+    with RunningControlPlane(lease_seconds=600, clock=VirtualClock()) as running:
         yield running
 
 

@@ -198,9 +198,7 @@ async def test_fraction_of_a_second_counts_where_it_is_told(ask, pauses):
     assert 0.25 <= pauses[0] <= 0.45
 
 
-def test_pauses_differ_from_client_to_client_and_grow():
-    seed = random.randrange(2**32)
-    print("seed", seed)
+def test_pauses_differ_from_client_to_client_and_grow(seed: int):
     random.seed(seed)
 
     failed = Failed(ControlPlaneUnavailable("away"), again=True)

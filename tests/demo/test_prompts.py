@@ -41,10 +41,7 @@ def test_a_text_without_spaces_is_cut_into_equal_pieces() -> None:
     assert split_text("abcdefgh", 4) == ["ab", "cd", "ef", "gh"]
 
 
-def test_any_text_is_split_whole_or_refused() -> None:
-    seed = random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+def test_any_text_is_split_whole_or_refused(rng: random.Random) -> None:
     for _ in range(500):
         text = "".join(rng.choice("ab \n") for _ in range(rng.randrange(60)))
         count = rng.randrange(1, 12)

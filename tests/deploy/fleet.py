@@ -23,10 +23,10 @@ from typing import Any
 
 import httpx
 
-from tests.control_plane import PATIENCE
 from tests.deploy.chart import Container, Rendered, render
 from tests.deploy.programs import variables
-from tests.redis_server import free_port
+from verify.polling import PATIENCE
+from verify.redis_server import free_port
 
 START_SECONDS = 8 * PATIENCE
 

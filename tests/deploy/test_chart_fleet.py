@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.control_plane import PATIENCE
 from tests.deploy.fleet import Fleet, Pod
 from tests.deploy.programs import variables
-from tests.redis_server import free_port
+from verify.polling import PATIENCE
+from verify.redis_server import free_port
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("KVXFER_HELM_TEST"), reason="run by `make helm-test`"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvxfer.instances import Traffic
 from kvxfer.kv.traffic_meter import TrafficMeter
-from tests.control_plane import FakeClock
+from tests.virtual_time import VirtualClock
 
 
 class Moving:
@@ -23,7 +23,7 @@ def rate(to: str, bytes_per_second: float) -> Traffic:
 
 
 def test_bytes_count_once_whether_a_transfer_goes_on_or_ends():
-    clock = FakeClock()
+    clock = VirtualClock()
     meter = TrafficMeter(seconds=10, clock=clock.monotonic)
     moving, ends = Moving(d=100, e=30), Moving(d=500)
     clock.advance(2)
@@ -36,7 +36,7 @@ def test_bytes_count_once_whether_a_transfer_goes_on_or_ends():
 
 
 def test_what_is_older_than_the_window_counts_no_more():
-    clock = FakeClock()
+    clock = VirtualClock()
     meter = TrafficMeter(seconds=10, clock=clock.monotonic)
     moving = Moving(d=1000)
     clock.advance(5)
@@ -51,7 +51,7 @@ def test_what_is_older_than_the_window_counts_no_more():
 
 
 def test_ranks_of_one_instance_are_one_and_the_most_comes_first():
-    meter = TrafficMeter(seconds=10, clock=FakeClock().monotonic)
+    meter = TrafficMeter(seconds=10, clock=VirtualClock().monotonic)
 
     class Ranks:
         def delivered(self):
@@ -67,6 +67,6 @@ def test_ranks_of_one_instance_are_one_and_the_most_comes_first():
 
 
 def test_a_large_fleet_is_told_in_part():
-    meter = TrafficMeter(seconds=10, clock=FakeClock().monotonic)
+    meter = TrafficMeter(seconds=10, clock=VirtualClock().monotonic)
     told = meter.rates([Moving(**{f"d{n}": n for n in range(1, 101)})])
     assert [each.to for each in told] == [f"d{n}" for n in range(100, 36, -1)]

@@ -20,8 +20,8 @@ from kvxfer.router.connections import worker_client
 from kvxfer.router.exchange import Exchange
 from kvxfer.transfers import OpenedTransfer
 from tests.api.conftest import problem, registration
-from tests.control_plane import eventually
-from tests.redis_server import RedisServer
+from verify.polling import eventually
+from verify.redis_server import RedisServer
 
 from .cluster import Cluster, until
 from .completions import MODEL, asked, streamed

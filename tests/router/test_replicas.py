@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from kvxfer.reference.runner import ModelRunner
-from tests.faults.control.balancer import Balancer
-from tests.redis_server import RedisServer, audit
+from verify.faults.control.balancer import Balancer
+from verify.redis_server import RedisServer, audit
 
 from .cluster import BLOCKS, Cluster, until
 from .completions import asked

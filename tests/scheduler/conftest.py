@@ -9,7 +9,9 @@ from kvxfer.instances import InstanceState, Lease, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
-from tests.control_plane import PATIENCE, FakeClock, worker
+from tests.control_plane import worker
+from tests.virtual_time import VirtualClock
+from verify.polling import PATIENCE
 
 LEASE = 6.0
 FEED_CAPACITY = 8
@@ -20,7 +22,7 @@ class Fleet:
     """A registry under test, and the means to let time pass in it."""
 
     registry: Registry
-    clock: FakeClock
+    clock: VirtualClock
 
     async def pass_time(self, seconds: float) -> None:
         """In steps, as a control plane sweeps twice a second."""
@@ -43,7 +45,7 @@ class Fleet:
 @pytest.fixture(params=["embedded", "redis"])
 async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
     """Each implementation of the registry in turn: lease of 6 s, the last 8 changes kept."""
-    clock = FakeClock()
+    clock = VirtualClock()
     registry: Registry
     match request.param:
         case "embedded":

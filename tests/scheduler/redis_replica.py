@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager, suppress
 
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import PATIENCE, FakeClock, eventually
-from tests.redis_server import RedisServer
+from tests.virtual_time import VirtualClock
+from verify.polling import PATIENCE, eventually
+from verify.redis_server import RedisServer
 
 
 @asynccontextmanager
@@ -17,7 +18,7 @@ async def replica(
     server: RedisServer | str,
     *,
     lease: float = 60.0,
-    clock: FakeClock | None = None,
+    clock: VirtualClock | None = None,
     timeout: float = PATIENCE,
     there: bool = True,
 ) -> AsyncIterator[RedisRegistry]:

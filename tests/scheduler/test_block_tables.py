@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvxfer.clock import SystemClock
 from kvxfer.errors import (
     BlockTableExists,
     ControlPlaneUnavailable,
@@ -13,12 +14,11 @@ from kvxfer.errors import (
     UnknownTransfer,
 )
 from kvxfer.instances import Role, Snapshot
-from kvxfer.scheduler.clock import SystemClock
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
 from tests.block_tables import block_table
 from tests.control_plane import worker
-from tests.redis_server import RedisServer
+from verify.redis_server import RedisServer
 
 from .redis_replica import replica
 from .test_registry import LEASE, READY, open_between, take

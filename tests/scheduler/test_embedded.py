@@ -9,11 +9,12 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from tests.control_plane import FakeClock, worker
+from tests.control_plane import worker
+from tests.virtual_time import VirtualClock
 
 
 async def test_epochs_and_change_ids_go_on_ascending_when_the_process_restarts():
-    clock = FakeClock()
+    clock = VirtualClock()
     before = EmbeddedRegistry(clock=clock)
     epochs = [(await before.register(worker(f"p-{i}"))).epoch for i in range(1000)]
     clock.advance(0.5)
@@ -24,7 +25,7 @@ async def test_epochs_and_change_ids_go_on_ascending_when_the_process_restarts()
 
 
 async def test_watcher_of_the_process_before_a_restart_gets_a_snapshot():
-    clock = FakeClock()
+    clock = VirtualClock()
     before = EmbeddedRegistry(clock=clock)
     seen = (await before.register(worker("p"))).epoch
     clock.advance(0.5)
@@ -35,7 +36,7 @@ async def test_watcher_of_the_process_before_a_restart_gets_a_snapshot():
 
 
 async def test_wall_clock_that_jumps_ends_no_lease():
-    clock = FakeClock()
+    clock = VirtualClock()
     registry = EmbeddedRegistry(clock=clock)
     await registry.register(worker("p"), state=InstanceState.READY)
     clock._unix += 3600
@@ -51,7 +52,7 @@ async def test_closed_registry_says_that_it_is_stopping(call):
 
 
 async def test_while_the_process_stood_still_nobody_could_renew_a_lease():
-    clock = FakeClock()
+    clock = VirtualClock()
     registry = EmbeddedRegistry(LeasePolicy(6.0), clock=clock, silence_seconds=1.0)
     lease = await registry.register(worker("p"), state=InstanceState.READY)
     await registry.register(worker("d", Role.DECODE), state=InstanceState.READY)

@@ -6,7 +6,8 @@ import pytest
 
 from kvxfer.instances import Change, ChangeCause, Instance, InstanceState
 from kvxfer.scheduler.feed import ChangeFeed
-from tests.control_plane import PATIENCE, worker
+from tests.control_plane import worker
+from verify.polling import PATIENCE
 
 
 def feed_with(count: int, *, capacity: int = 4) -> ChangeFeed:

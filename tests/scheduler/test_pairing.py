@@ -227,7 +227,6 @@ def test_prompt_that_fits_no_cache_is_too_long_and_not_a_matter_of_waiting():
         )
 
 
-@pytest.mark.parametrize("seed", [random.randrange(2**32)])
 def test_choice_is_the_best_of_all_pairs(seed):
     """Against the slow way: look at every pair."""
     source = random.Random(seed)

@@ -131,7 +131,6 @@ def test_newest_hashes_stay():
     assert unpack(merged(again, pack([1]), b"", reset=True)) == (1,)
 
 
-@pytest.mark.parametrize("seed", [random.randrange(2**32)])
 def test_longest_is_what_the_slow_way_finds_after_any_history(seed):
     source = random.Random(seed)
     index, held = PrefixIndex(), dict[str, list[int]]()
@@ -170,7 +169,6 @@ def test_longest_is_what_the_slow_way_finds_after_any_history(seed):
         )
 
 
-@pytest.mark.parametrize("seed", [random.randrange(2**32)])
 def test_small_and_large_updates_come_to_the_same(seed):
     """Against `merged`, with hashes whose bytes are found across the border of two others."""
     source = random.Random(seed)

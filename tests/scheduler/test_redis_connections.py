@@ -8,9 +8,10 @@ import pytest
 
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import InstanceState
-from tests.certificates import make_certificates
-from tests.control_plane import eventually, worker
-from tests.redis_server import RedisServer
+from tests.control_plane import worker
+from verify.certificates import make_certificates
+from verify.polling import eventually
+from verify.redis_server import RedisServer
 
 from .redis_replica import replica
 

@@ -9,15 +9,16 @@ import msgspec
 import pytest
 from redis import Redis
 
+from kvxfer.clock import SystemClock
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import BlockUpdate, InstanceState, Role
-from kvxfer.scheduler.clock import SystemClock
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
 from tests.block_tables import block_table
-from tests.control_plane import eventually, worker
-from tests.redis_server import RedisServer
+from tests.control_plane import worker
+from verify.polling import eventually
+from verify.redis_server import RedisServer
 
 from .redis_replica import is_current, replica
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from kvxfer.clock import SystemClock
 from kvxfer.errors import ControlPlaneUnavailable, StaleEpoch
 from kvxfer.instances import Change, InstanceState, Role, Snapshot
-from kvxfer.scheduler.clock import SystemClock
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from tests.control_plane import PATIENCE, eventually, worker
-from tests.redis_server import RedisServer, audit, watched
+from tests.control_plane import worker
+from verify.polling import PATIENCE, eventually
+from verify.redis_server import RedisServer, audit, watched
 
 from .redis_replica import is_current, replica
 

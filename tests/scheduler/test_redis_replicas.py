@@ -7,17 +7,18 @@ import random
 from collections import Counter
 from contextlib import suppress
 
-import pytest
 from msgspec.structs import replace
 
+from kvxfer.clock import SystemClock
 from kvxfer.errors import KvxferError, NoCapacity
 from kvxfer.instances import InstanceState, Load, Role
-from kvxfer.scheduler.clock import SystemClock
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from tests.control_plane import PATIENCE, FakeClock, worker
-from tests.redis_server import audit
+from tests.control_plane import worker
+from tests.virtual_time import VirtualClock
+from verify.polling import PATIENCE
+from verify.redis_server import audit
 
 from .redis_replica import replica
 
@@ -78,7 +79,7 @@ async def test_two_routers_at_two_replicas_cannot_overbook_a_worker(empty_redis)
 
 
 async def test_reservation_of_a_replica_that_died_comes_back_at_its_time(empty_redis):
-    clock = FakeClock()
+    clock = VirtualClock()
     async with replica(empty_redis, clock=clock) as one:
         async with replica(empty_redis, clock=clock) as dying:
             await dying.register(worker("p"), state=READY)
@@ -156,10 +157,9 @@ async def test_watch_goes_on_at_another_replica_also_at_one_that_starts_later(em
                 assert await asyncio.wait_for(anext(watch), PATIENCE) == changes[2]
 
 
-@pytest.mark.parametrize("seed", [random.randrange(2**32)])
 async def test_replicas_agree_with_each_other_and_with_redis_after_any_history(empty_redis, seed):
     source = random.Random(seed)
-    clock = FakeClock()
+    clock = VirtualClock()
     names = [f"w-{n}" for n in range(6)]
     epochs: dict[str, int] = {}
     opened: list[str] = []

@@ -8,15 +8,17 @@ from collections import Counter
 
 import pytest
 
+from kvxfer.clock import SystemClock
 from kvxfer.errors import NoCapacity, StaleEpoch
 from kvxfer.instances import BlockUpdate, InstanceState, Load, PublishedBlocks, Role
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes, pack
-from kvxfer.scheduler.clock import SystemClock
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import Transfer, TransferRequest
-from tests.control_plane import PATIENCE, FakeClock, worker
+from tests.control_plane import worker
+from tests.virtual_time import VirtualClock
+from verify.polling import PATIENCE
 
 from .conftest import Fleet
 from .redis_replica import replica
@@ -153,11 +155,10 @@ async def test_transfer_that_ran_out_started_nothing(fleet):
     assert (await fleet.registry.instance("d")).started == 0
 
 
-@pytest.mark.parametrize("seed", [random.randrange(2**32)])
 async def test_all_registries_come_to_the_same_choices(empty_redis, seed):
     """One history told to both; a replica that loads it later agrees too."""
     source = random.Random(seed)
-    clock = FakeClock()  # no lease ends, however long it takes
+    clock = VirtualClock()  # no lease ends, however long it takes
     embedded = EmbeddedRegistry(clock=clock)
     async with replica(empty_redis, clock=clock) as redis:
         both: tuple[Registry, ...] = (embedded, redis)
@@ -210,7 +211,6 @@ async def choice(registry: Registry, request: TransferRequest) -> object:
     return pair.prefill.instance_id, pair.decode.instance_id, pair.score
 
 
-@pytest.mark.parametrize("seed", [random.randrange(2**32)])
 async def test_two_routers_never_overbook_a_worker(fleet, empty_redis, seed):
     """Random prompts, opened and released by both at a time, at two replicas with Redis."""
     source = random.Random(seed)

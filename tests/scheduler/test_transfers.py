@@ -10,14 +10,15 @@ from kvxfer.instances import InstanceState, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import Transfer, TransferRequest
-from tests.control_plane import FakeClock, worker
+from tests.control_plane import worker
+from tests.virtual_time import VirtualClock
 
 
 class Contended(EmbeddedRegistry):
     """Somebody else is faster than the first `times` reservations."""
 
     def __init__(self, times: int) -> None:
-        super().__init__(clock=FakeClock())
+        super().__init__(clock=VirtualClock())
         self.times = times
 
     async def reserve(self, transfer: Transfer, *, seconds: float) -> None:
@@ -35,7 +36,7 @@ async def filled(registry: EmbeddedRegistry, *, decodes: int = 1) -> EmbeddedReg
 
 
 async def test_opened_transfer_is_reserved_and_named():
-    clock = FakeClock()
+    clock = VirtualClock()
     registry = await filled(EmbeddedRegistry(clock=clock))
     request = TransferRequest(request_id="cmpl-7", prompt_tokens=40)
     transfer = await open_transfer(registry, request, seconds=30, clock=clock)
@@ -48,7 +49,7 @@ async def test_opened_transfer_is_reserved_and_named():
 
 async def test_request_without_a_name_takes_that_of_its_transfer():
     registry = await filled(EmbeddedRegistry())
-    transfer = await open_transfer(registry, TransferRequest(), seconds=30, clock=FakeClock())
+    transfer = await open_transfer(registry, TransferRequest(), seconds=30, clock=VirtualClock())
     assert transfer.request_id == transfer.transfer_id
 
 
@@ -56,7 +57,7 @@ async def test_open_transfers_spread_over_equal_instances():
     registry = await filled(EmbeddedRegistry(), decodes=4)
     transfers = await asyncio.gather(
         *(
-            open_transfer(registry, TransferRequest(), seconds=30, clock=FakeClock())
+            open_transfer(registry, TransferRequest(), seconds=30, clock=VirtualClock())
             for _ in range(12)
         )
     )
@@ -67,7 +68,7 @@ async def test_open_transfers_spread_over_equal_instances():
 
 async def test_pair_that_was_taken_meanwhile_is_chosen_anew():
     registry = await filled(Contended(times=3))
-    transfer = await open_transfer(registry, TransferRequest(), seconds=30, clock=FakeClock())
+    transfer = await open_transfer(registry, TransferRequest(), seconds=30, clock=VirtualClock())
     assert registry.times == 0
     assert (await registry.instance("p")).reserved.transfers == 1
     assert transfer.decode.instance_id == "d0"
@@ -76,5 +77,5 @@ async def test_pair_that_was_taken_meanwhile_is_chosen_anew():
 async def test_contention_without_end_is_no_capacity():
     registry = await filled(Contended(times=1000))
     with pytest.raises(NoCapacity, match="retry") as refusal:
-        await open_transfer(registry, TransferRequest(), seconds=30, clock=FakeClock())
+        await open_transfer(registry, TransferRequest(), seconds=30, clock=VirtualClock())
     assert "taken by other requests" in str(refusal.value.details["reasons"])

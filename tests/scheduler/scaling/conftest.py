@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from tests.redis_server import RedisServer
+from verify.redis_server import RedisServer
 
 
 @pytest.fixture

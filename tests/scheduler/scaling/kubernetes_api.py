@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from kvxfer.http_listener import bind, url_of
-from tests.control_plane import eventually
+from verify.polling import eventually
 
 TOKEN = "token of the service account"
 PATH = "/apis/{group}/{version}/namespaces/{namespace}/{plural}/{name}/scale"

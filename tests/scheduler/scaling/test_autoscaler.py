@@ -19,8 +19,10 @@ from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.kubernetes import KubernetesBackend
 from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
 from kvxfer.scheduler.scaling.redis_leader import RedisLeader
-from tests.control_plane import FakeClock, eventually, worker
-from tests.redis_server import RedisServer
+from tests.control_plane import worker
+from tests.virtual_time import VirtualClock
+from verify.polling import eventually
+from verify.redis_server import RedisServer
 
 from .kubernetes_api import TOKEN, KubernetesApi, running
 from .test_kubernetes import CONFIG, LWS
@@ -36,12 +38,12 @@ POLICY = ScalingPolicy(
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+def clock() -> VirtualClock:
+    return VirtualClock()
 
 
 @pytest.fixture
-async def registry(clock: FakeClock) -> AsyncIterator[EmbeddedRegistry]:
+async def registry(clock: VirtualClock) -> AsyncIterator[EmbeddedRegistry]:
     """One prefill worker with 7 requests, one decode worker with none."""
     registry = EmbeddedRegistry(LeasePolicy(10_000), clock=clock)
     for name, role in (("p", "prefill"), ("d", "decode")):

@@ -11,7 +11,8 @@ from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import Instance, InstanceState, Lease, Load
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.drain import drain
-from tests.control_plane import eventually, worker
+from tests.control_plane import worker
+from verify.polling import eventually
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from kvxfer.scheduler.ending import end
 from kvxfer.scheduler.redis_registry.url import RedisUrl
 from kvxfer.scheduler.scaling import redis_leader
 from kvxfer.scheduler.scaling.redis_leader import RedisLeader
-from tests.control_plane import eventually
-from tests.redis_server import watched
+from verify.polling import eventually
+from verify.redis_server import watched
 
 LOCK = "kvxfer:{scaling}:leader"
 

@@ -1,0 +1,35 @@
+"""The one place that reads the time. Code that measures or waits is given a `Clock`; asyncio's own
+waits (`asyncio.sleep`, `asyncio.timeout`) run on the event loop's time, which is `monotonic()`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final, Protocol
+
+
+class Clock(Protocol):
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary point, never set back: what deadlines are measured with."""
+
+    def unix(self) -> float:
+        """Seconds since the Unix epoch: what tickets and records carry."""
+
+    def sleep(self, seconds: float) -> None:
+        """Blocks the calling thread. Not for coroutines: they have `asyncio.sleep`."""
+
+
+class SystemClock:
+    """The clock of this machine."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def unix(self) -> float:
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+SYSTEM_CLOCK: Final = SystemClock()

@@ -1,0 +1,47 @@
+"""A rendezvous at the local socket that is not answered: what follows, and strangers meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from kvxfer.engine import Engine
+from kvxfer.errors import ConnectFailed
+from verify.attack import wire
+from verify.attack.fake_engine import FakeEngine
+from verify.attack.hostile import Target, read
+from verify.attack.worker import KEY
+
+
+async def test_engine_falls_back_to_tcp_though_its_local_socket_is_flooded() -> None:
+    with contextlib.closing(FakeEngine(KEY)) as fake:
+        async with Engine(cluster_key=KEY, fabrics=("local", "tcp"), peer_timeout=10) as engine:
+            connecting = asyncio.create_task(engine.connect(fake.address, timeout=15))
+            control = await asyncio.to_thread(fake.accept)
+            rendezvous, _ = await asyncio.to_thread(fake.unix.accept)
+            target = Target.of(engine.address)
+            silent = [target.connect_local() for _ in range(600)]
+            # The rendezvous is not answered: after half a second come the lanes.
+            lane, _ = await asyncio.to_thread(fake.listener.accept)
+            hello = await asyncio.to_thread(read, lane, wire.HELLO_BYTES)
+            assert hello[6] == wire.LANE
+            # 256 are kept, and as many again on a machine so busy that the first had their time.
+            assert engine.refusals()["handshake"]["backpressure"] >= 600 - 2 * 256
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+            for sock in (control, rendezvous, lane, *silent):
+                sock.close()
+
+
+async def test_where_sharing_memory_fails_and_nothing_else_is_there_the_error_says_why() -> None:
+    with contextlib.closing(FakeEngine(KEY)) as fake:
+        async with Engine(cluster_key=KEY, fabrics=("local",), peer_timeout=10) as engine:
+            connecting = asyncio.create_task(engine.connect(fake.address, timeout=15))
+            control = await asyncio.to_thread(fake.accept)
+            rendezvous, _ = await asyncio.to_thread(fake.unix.accept)
+            rendezvous.close()
+            with pytest.raises(ConnectFailed, match=r"no common fabric.*; local failed: \w"):
+                await connecting
+            control.close()

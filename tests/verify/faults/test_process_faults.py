@@ -1,0 +1,48 @@
+"""Real processes and a real network: whoever survives gets a named error, and no byte lands late.
+
+How soon it comes is measured by `make chaos`."""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+import pytest
+
+from verify.faults.catalogue import FABRICS
+from verify.faults.chaos import Round, arena
+from verify.faults.link import why_no_links
+
+# A machine that is very busy can make a moment's stall long enough for the usual timeout.
+_PATIENT: Final = {"KVXFER_PEER_TIMEOUT": "2"}
+_GIVEN_UP: Final = {"transfer-cancelled", "peer-timeout", "peer-lost", None}
+_ENDED_BY: Final[dict[str, set[str | None]]] = {
+    "kill": {"peer-lost", None},
+    "freeze": {"peer-timeout", None},
+    "cut": {"peer-timeout", None},
+    "port down": {"peer-timeout", "peer-lost", None},
+    "half-open": {"peer-timeout", None},
+    "reset": {"peer-lost", None},
+    "no memory": {"transfer-cancelled", "no-memory", None},
+    "clock": {"ticket-expired", "transfer-refused", None},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [fabric.name for fabric in FABRICS.values() if fabric.engine != "verbs"]
+)
+async def test_a_fault_costs_no_block_and_no_byte(name: str, rng: random.Random) -> None:
+    fabric = FABRICS[name]
+    if fabric.linked and (reason := why_no_links()):
+        pytest.skip(reason)
+    rounds: list[Round] = []
+    async with arena(fabric, _PATIENT) as workers:
+        for fault in rng.sample(fabric.faults, k=len(fabric.faults)):
+            rounds.append(await workers.round(fault, rng.getrandbits(32)))
+            print(rounds[-1])
+    assert [one.hung for one in rounds] == [""] * len(rounds)
+    assert [one.wrong_bytes for one in rounds] == [0] * len(rounds)
+    assert [one.leaked_blocks for one in rounds] == [0] * len(rounds)
+    for one in rounds:
+        act = one.fault.removesuffix(" prefill").removesuffix(" decode")
+        assert one.error in _ENDED_BY.get(act, _GIVEN_UP), one

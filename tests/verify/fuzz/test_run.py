@@ -1,0 +1,75 @@
+"""What `make fuzz` makes of what a fuzzer says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from verify.fuzz import run, seeds
+from verify.fuzz.coverage import Coverage
+
+_FOUND = (
+    "import pathlib, sys; pathlib.Path(sys.argv[1] + 'crash-1').write_bytes(b'bad'); sys.exit(77)"
+)
+_BLIND = "print('WARNING: no interesting inputs. Is the code instrumented for coverage?')"
+_WELL = "print('stat::number_of_executed_units: 7')"
+
+
+@pytest.fixture
+def fuzzers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """Programs in place of fuzzers, by their target; what they are given first is the prefix of
+    the inputs that they write."""
+    programs: dict[str, str] = {}
+
+    def command(target: str, options: list[str]) -> tuple[list[str], None]:
+        [prefix] = [o.partition("=")[2] for o in options if o.startswith("-artifact_prefix")]
+        return [sys.executable, "-c", programs[target], prefix], None
+
+    def coverage(*_: object) -> Coverage:
+        reached = Coverage()
+        reached.add("decoder.py", {1: True})
+        return reached
+
+    kind = SimpleNamespace(command=command, coverage=coverage)
+    monkeypatch.setattr(run, "TARGETS", dict.fromkeys(("a", "b", "c"), kind))
+    monkeypatch.setattr(run, "WORK", tmp_path / "findings")
+    monkeypatch.setattr(run.native, "ROOT", tmp_path)
+    monkeypatch.setattr(seeds, "CORPUS", tmp_path / "corpus")
+    for target in run.TARGETS:
+        (tmp_path / "corpus" / target).mkdir(parents=True)
+        programs[target] = _WELL
+    return programs
+
+
+def outcomes(jobs: int) -> list[run.Outcome]:
+    return run.fuzz_all(["a", "b", "c"], 1, jobs, Console(quiet=True))
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_outcomes_are_in_the_order_of_the_targets(fuzzers: dict[str, str], jobs: int) -> None:
+    fuzzers["a"] = f"import time; time.sleep(0.2); {_WELL}"
+    assert [(each.target, each.executions, each.good) for each in outcomes(jobs)] == [
+        ("a", 7, True),
+        ("b", 7, True),
+        ("c", 7, True),
+    ]
+
+
+def test_an_input_that_crashes_a_target_is_in_its_corpus_from_then_on(
+    fuzzers: dict[str, str], tmp_path: Path
+) -> None:
+    fuzzers["b"] = _FOUND
+    assert [each.good for each in outcomes(2)] == [True, False, True]
+    [kept] = (tmp_path / "corpus/b").iterdir()
+    assert kept.name.startswith("found-")
+    assert kept.read_bytes() == b"bad"
+    assert not list((tmp_path / "corpus/a").iterdir())
+
+
+def test_a_target_that_sees_no_line_is_no_success(fuzzers: dict[str, str]) -> None:
+    fuzzers["c"] = _BLIND
+    assert [each.good for each in outcomes(2)] == [True, True, False]

@@ -1,0 +1,40 @@
+"""Spin on the smallest sizes: the protocol holds, and a missing fence is found."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from verify.model.checks import FENCE_REMOVED, SMALL
+from verify.model.verifier import SpinError, read_verdict, run
+
+
+def test_one_transfer_keeps_every_invariant_whatever_strikes_it() -> None:
+    verdict = run(SMALL)
+    assert (verdict.errors, verdict.violated) == (0, None)
+    assert verdict.met
+    assert verdict.states > 10_000
+    mutated = dataclasses.replace(SMALL, refuted="invariant 1")
+    assert not dataclasses.replace(verdict, check=mutated).met
+
+
+def test_without_the_fence_a_byte_lands_in_a_page_that_was_given_back() -> None:
+    verdict = run(FENCE_REMOVED)
+    assert verdict.violated == "invariant 1"
+    assert verdict.met
+
+
+REPORT = """\
+error: max search depth too small
+State-vector 100 byte, depth reached 19, errors: 0
+       12 states, stored
+       20 transitions (= stored+matched)
+  128.000	total actual memory usage
+pan: elapsed time 0.1 seconds
+"""
+
+
+def test_a_search_that_was_cut_short_is_no_verdict() -> None:
+    with pytest.raises(SpinError, match="max search depth too small"):
+        read_verdict(SMALL, REPORT)

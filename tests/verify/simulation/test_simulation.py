@@ -1,0 +1,57 @@
+"""2,000 seeds of a simulated fleet: every promise holds, and everything that can happen did."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+
+import pytest
+
+from verify.simulation.fate import FAULTS, MISHAPS, simulate
+
+SEEDS = 2000
+BATCH = 250
+# What the faults and mishaps have to lead to, somewhere.
+_REACHED = (
+    *FAULTS, *MISHAPS, "direct", "bearer", "brokered", "by offer", "plain",
+    "MLA", "layer groups", "pipeline stages", "epoch followed", "declined", "kept", "backpressure",
+    "messages held back",
+    "asked to revoke", "paths reset", "heads put in order", "restarted peer refused",
+    "request to nobody", "has to be told",
+    *(f"prefill: {end}" for end in (
+        "ok", "aborted", "died", "TransferCancelled", "LeaseExpired", "PeerLost", "PeerTimeout",
+        "TicketInvalid", "TicketExpired", "BlockPoolExhausted",
+    )),
+    *(f"decode: {end}" for end in (
+        "ok", "aborted", "died", "TransferCancelled", "TransferRefused", "LeaseExpired",
+        "PeerLost", "PeerTimeout", "PeerRestarted", "ConnectFailed", "TicketInvalid",
+        "TicketExpired", "BlockPoolExhausted", "ChecksumMismatch",
+    )),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def happened() -> Iterator[collections.Counter[str]]:
+    """What happened in all batches together."""
+    counts: collections.Counter[str] = collections.Counter()
+    yield counts
+    print(dict(sorted(counts.items())))
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
+def test_whatever_happens_every_promise_holds(
+    first: int, happened: collections.Counter[str]
+) -> None:
+    for seed in range(first, first + BATCH):
+        outcome = simulate(seed)
+        happened += outcome.counts
+        assert not outcome.violation, (
+            f"{outcome.violation}\nreplay: python -m verify.simulation --seed {seed} --trace"
+        )
+    happened["seeds"] += BATCH
+
+
+def test_everything_that_can_happen_did(happened: collections.Counter[str]) -> None:
+    if happened["seeds"] < SEEDS:
+        pytest.skip("only part of the seeds were run")
+    assert not [what for what in _REACHED if not happened[what]]

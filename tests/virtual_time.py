@@ -1,0 +1,89 @@
+"""Virtual time for tests: an event loop on which seconds pass at once, when nothing else is to do.
+
+Every unmarked asynchronous test runs on a `VirtualLoop` (tests/conftest.py). Deadlines of seconds
+take no time there, and a busy machine cannot miss one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable
+from typing import Any
+
+_MONOTONIC_BEGIN = 1000.0
+_UNIX_BEGIN = 1_800_000_000.0
+
+
+class VirtualClock:
+    """A `kvxfer.clock.Clock` that passes only when it is told to."""
+
+    def __init__(self, unix: float = _UNIX_BEGIN) -> None:
+        self._unix = unix
+        self._passed = 0.0
+
+    def monotonic(self) -> float:
+        return _MONOTONIC_BEGIN + self._passed
+
+    def unix(self) -> float:
+        return self._unix + self._passed
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+
+    def advance(self, seconds: float) -> None:
+        """Time passes while nothing runs, as for a process that was stopped meanwhile."""
+        self._passed += seconds
+
+
+class NothingLeftToDo(RuntimeError):
+    """The test waits for something that nothing will ever do."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Runs what is ready; when nothing is, moves `clock` to the next timer instead of waiting.
+
+    Work in threads (`asyncio.to_thread`) takes no virtual time: the clock stands still until it is
+    done. A socket's time is real, so a virtual test may not open one.
+    """
+
+    def __init__(self, clock: VirtualClock | None = None) -> None:
+        self.clock = clock or VirtualClock()
+        self.threads_at_work = 0
+        super().__init__(_Selector(self))
+
+    def time(self) -> float:
+        return self.clock.monotonic()
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        work = super().run_in_executor(executor, func, *args)
+        self.threads_at_work += 1
+        work.add_done_callback(self._work_done)
+        return work
+
+    def _work_done(self, _: object) -> None:
+        self.threads_at_work -= 1
+
+
+class _Selector(selectors.DefaultSelector):  # type: ignore[valid-type, misc]
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        # The first is the loop's own, with which threads wake it.
+        assert not self.get_map(), "a virtual test opens no socket: mark it native or realtime"
+        return super().register(fileobj, events, data)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if ready or timeout == 0:
+            return ready
+        if self._loop.threads_at_work:
+            return super().select(None)
+        if timeout is None:
+            raise NothingLeftToDo("every task waits, and no timer is set")
+        self._loop.clock.advance(timeout)
+        return super().select(0)

@@ -1,0 +1,164 @@
+"""A calm phase, then one act after another under the same load, and what all are held to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+
+from verify.redis_server import audit
+
+from .acts import ACTS
+from .cluster import Cluster
+from .load import HANG_SECONDS, Load, Sent, prompts
+
+MAX_EXTRA_SECONDS: Final = 5.0
+CALM: Final = "calm"
+# Requests before the first phase, and how much of what the cluster then managed is sent: two thirds
+# of the workers have to be able to do it while another one starts.
+_WARM_UP: Final = 24
+_SHARE: Final = 0.4
+_RETRIES: Final = re.compile(r"^kvxfer_router_retries_total\{.*\} ([0-9.e+]+)$", re.MULTILINE)
+_TEXTS: Final = [
+    f"The {thing} of a {kind} is" + " moved page by page" * length
+    for thing, kind, length in (
+        ("cache", "prompt", 1),
+        ("weight", "layer", 2),
+        ("ticket", "pair", 4),
+        ("lease", "worker", 0),
+        ("epoch", "fleet", 6),
+        ("address", "router", 3),
+    )
+]
+
+
+@dataclass(slots=True)
+class Phase:
+    """The requests that were sent while one thing happened."""
+
+    name: str
+    sent: Sequence[Sent] = ()
+    seconds: float = 0.0
+    """Until the fleet was as it should be again."""
+    retries: int = 0
+    killed_decode: str | None = None
+
+    @property
+    def right(self) -> int:
+        return sum(sent.right for sent in self.sent)
+
+    @property
+    def wrong(self) -> int:
+        return sum(sent.wrong for sent in self.sent)
+
+    @property
+    def failed(self) -> list[Sent]:
+        return [sent for sent in self.sent if sent.failure is not None]
+
+    @property
+    def slowest(self) -> float:
+        return max((sent.seconds for sent in self.sent), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    phases: Sequence[Phase]
+    open_transfers: int
+    leaked_blocks: int
+
+    def broken(self) -> list[str]:
+        """What was not held, in words."""
+        calm, *others = self.phases
+        limit = calm.slowest + MAX_EXTRA_SECONDS
+        addresses = [phase.killed_decode for phase in others if phase.killed_decode]
+        found = []
+        for phase in self.phases:
+            if phase.wrong:
+                found.append(f"{phase.name}: {phase.wrong} wrong answers")
+            if phase.slowest > limit:
+                found.append(
+                    f"{phase.name}: a request took {phase.slowest:.2f} s, the limit is {limit:.2f}"
+                )
+            if failed := sum(not _excused(sent, addresses) for sent in phase.failed):
+                found.append(f"{phase.name}: {failed} requests failed that should not")
+        if self.open_transfers:
+            found.append(f"{self.open_transfers} reservations are left")
+        if self.leaked_blocks:
+            found.append(f"{self.leaked_blocks} KV blocks are left on idle workers")
+        return found
+
+
+def _excused(sent: Sent, killed: Sequence[str]) -> bool:
+    """A stream whose decode worker was killed after its first token."""
+    return bool(sent.tokens) and any(f" {address} " in str(sent.failure) for address in killed)
+
+
+async def run(
+    *,
+    rate: float | None,
+    calm_seconds: float,
+    gap_seconds: float,
+    threads: int,
+    rng: random.Random,
+    tell: Callable[[str], None],
+) -> Outcome:
+    expected = await asyncio.to_thread(prompts, _TEXTS)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    async with (
+        Cluster(threads) as cluster,
+        httpx.AsyncClient(
+            base_url=cluster.router, timeout=HANG_SECONDS, limits=limits, trust_env=False
+        ) as http,
+    ):
+        # The first requests of a process are slow: they belong to no phase.
+        capacity = await Load(http, cluster.model, expected).closed(_WARM_UP, concurrency=2)
+        load = Load(http, cluster.model, expected)
+        rate = rate or round(capacity * _SHARE, 2)
+        tell(f"{capacity:.1f} requests per second at most; {rate:g} are sent")
+        running = asyncio.create_task(load.run(rate))
+        phases: list[Phase] = []
+        begins: list[int] = []
+        try:
+            begins.append(len(load.sent))
+            phases.append(Phase(CALM, seconds=calm_seconds))
+            await _while_running(running, asyncio.sleep(calm_seconds))
+            for name, act in ACTS.items():
+                phase, began = Phase(name), time.monotonic()
+                begins.append(len(load.sent))
+                phases.append(phase)
+                retries = await _retries(http)
+                phase.killed_decode = await _while_running(running, act(cluster, load, rng))
+                phase.seconds = time.monotonic() - began
+                await _while_running(running, asyncio.sleep(gap_seconds))
+                phase.retries = await _retries(http) - retries
+                tell(f"{name}: whole again after {phase.seconds:.1f} s")
+        finally:
+            load.stop()
+        await running
+        for phase, begin, end in zip(phases, begins, [*begins[1:], None], strict=True):
+            phase.sent = load.sent[begin:end]
+        await asyncio.to_thread(audit, cluster.redis)
+        return Outcome(phases, await cluster.open_transfers(), await cluster.leaked_blocks(http))
+
+
+async def _while_running(running: asyncio.Task[None], step: object) -> str | None:
+    """The result of `step`, at once the error of the load where that ends first."""
+    task = asyncio.ensure_future(step)  # type: ignore[call-overload]
+    await asyncio.wait([running, task], return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        task.cancel()
+        await running
+    result = await task
+    return result if isinstance(result, str) else None
+
+
+async def _retries(http: httpx.AsyncClient) -> int:
+    """How many further attempts the router has made so far."""
+    metrics = (await http.get("/metrics")).text
+    return round(sum(float(value) for value in _RETRIES.findall(metrics)))

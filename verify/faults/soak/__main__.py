@@ -1,0 +1,191 @@
+"""Transfers at random between workers that join, leave and are killed, for as long as you say.
+
+Exit code 1 where memory, file descriptors or threads of a worker that lives throughout grow, where
+bytes sent, received, checked by their checksum and counted by the engines differ, or where a block
+is not given back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import sys
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from kvxfer.cli.output import err, out, show_json
+from verify.arguments import minutes_to_run
+
+from .flatness import Held, Slope, held_by, slopes
+from .fleet import Audit, Counted, Fleet
+from .worker import NUM_BLOCKS
+
+_AT_ONCE: Final = 6
+_CHURN_SECONDS: Final = (2.0, 8.0)
+_SAMPLE_SECONDS: Final = 1.0
+# Transfers of the calm while at the end.
+_AUDITED: Final = 100
+
+
+class Outcome(msgspec.Struct):
+    minutes: float
+    counted: Counted
+    audit: Audit
+    joined: int
+    left: int
+    killed: int
+    slopes: dict[str, list[Slope]]
+    engines: dict[str, dict[str, int]]
+
+    def broken(self) -> Iterator[str]:
+        counted = self.counted
+        if not counted.transfers:
+            yield "no transfer ended well"
+        if not counted.sent == counted.received == counted.checked:
+            yield (
+                f"{counted.sent:,} bytes sent, {counted.received:,} received, "
+                f"{counted.checked:,} checked"
+            )
+        for name, of_worker in self.slopes.items():
+            for slope in of_worker:
+                if not slope.flat:
+                    yield f"{name}: {slope.what} grew by {slope.growth:.1f}"
+        if not self.audit.reconciled:
+            yield f"the books of a calm while and the engines' counters differ: {self.audit}"
+        for name, stats in self.engines.items():
+            if stats["free"] != NUM_BLOCKS:
+                yield f"{name}: {NUM_BLOCKS - stats['free']} blocks were not given back"
+
+
+async def soak(minutes: float, rng: random.Random) -> Outcome:
+    fleet = Fleet(rng)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    try:
+        await fleet.start()
+        with Progress(*columns, console=err) as progress:
+            bar = progress.add_task("soak", total=minutes * 60)
+            samples = await _load(fleet, minutes * 60, rng, progress, bar)
+        audit = await fleet.audit(_AUDITED)
+        engines = {
+            name: {k: v for k, v in (await member.ask_stats()).items() if k != "event"}
+            for name, member in fleet.keepers.items()
+        }
+    finally:
+        await fleet.end()
+    return Outcome(
+        minutes=minutes,
+        counted=fleet.counted,
+        audit=audit,
+        joined=fleet.joined,
+        left=fleet.left,
+        killed=fleet.killed,
+        slopes={name: slopes(of_worker) for name, of_worker in samples.items()},
+        engines=engines,
+    )
+
+
+async def _load(
+    fleet: Fleet, seconds: float, rng: random.Random, progress: Progress, bar: object
+) -> dict[str, list[tuple[float, Held]]]:
+    begun = time.monotonic()
+    samples: dict[str, list[tuple[float, Held]]] = {name: [] for name in fleet.keepers}
+
+    def over() -> bool:
+        return time.monotonic() - begun >= seconds
+
+    async def transfers() -> None:
+        while not over():
+            await fleet.transfer()
+
+    async def churn() -> None:
+        while not over():
+            await asyncio.sleep(rng.uniform(*_CHURN_SECONDS))
+            await fleet.churn()
+
+    async def sample() -> None:
+        while not over():
+            now = time.monotonic() - begun
+            for name, member in fleet.keepers.items():
+                samples[name].append((now, held_by(member.process.pid)))
+            done = fleet.counted.transfers
+            progress.update(bar, completed=now, description=f"{done:,} transfers")  # type: ignore[arg-type]
+            await asyncio.sleep(_SAMPLE_SECONDS)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(_AT_ONCE):
+            tasks.create_task(transfers())
+        tasks.create_task(churn())
+        tasks.create_task(sample())
+    return samples
+
+
+def tables(outcome: Outcome) -> Iterator[Table]:
+    held = Table(title=f"Held over {outcome.minutes:g} minutes", title_justify="left")
+    held.add_column("worker")
+    for column in ("what", "at the end", "per hour", "± ", "growth"):
+        held.add_column(column, justify="right")
+    for name, of_worker in outcome.slopes.items():
+        for index, slope in enumerate(of_worker):
+            held.add_row(
+                name if index == 0 else None,
+                "memory, MiB" if slope.what == "memory" else slope.what,
+                f"{slope.last:,.1f}",
+                f"{slope.per_hour:+.2f}",
+                f"{slope.error_per_hour:.2f}",
+                f"{slope.growth:+.2f}",
+                style=None if slope.flat else "bold red",
+                end_section=index == len(of_worker) - 1,
+            )
+    yield held
+    counted = outcome.counted
+    books = Table(title="Books", title_justify="left", show_header=False)
+    books.add_column("")
+    books.add_column("", justify="right")
+    books.add_row("transfers that ended well", f"{counted.transfers:,}")
+    for what in ("sent", "received", "checked"):
+        books.add_row(f"bytes {what}", f"{getattr(counted, what):,}")
+    for what in ("sent", "engines_sent", "engines_received", "checked"):
+        who, _, how = what.rpartition("_")
+        name = f"bytes {how}{' by the ' * bool(who)}{who}"
+        books.add_row(f"calm while: {name}", f"{getattr(outcome.audit, what):,}")
+    for code, number in counted.errors.most_common():
+        books.add_row(f"sides that ended with {code}", f"{number:,}")
+    books.add_row("sides that were killed", f"{counted.lost:,}")
+    for what in ("joined", "left", "killed"):
+        books.add_row(
+            f"workers that {'were ' * (what == 'killed')}{what}", str(getattr(outcome, what))
+        )
+    yield books
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="soak", description=__doc__)
+    parser.add_argument("--minutes", type=minutes_to_run, default=5.0)
+    parser.add_argument("--seed", type=int, default=None, help="repeat the choices of a run")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
+    err.print(f"seed {seed}", highlight=False)
+    with contextlib.suppress(KeyboardInterrupt):
+        outcome = asyncio.run(soak(options.minutes, random.Random(seed)))
+        if options.json:
+            show_json(msgspec.to_builtins(outcome))
+        else:
+            for table in tables(outcome):
+                out.print(table)
+        problems = list(outcome.broken())
+        for problem in problems:
+            err.print(f"[red]not held[/] {problem}", highlight=False)
+        return 1 if problems else 0
+    return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""The workers of the soak, and the transfers between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import signal
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from kvxfer.ticket import Ticket, sign_ticket
+from verify.faults.worker import KEY
+from verify.faults.worker_process import Place, WorkerProcess
+
+from .worker import MAX_BLOCKS
+
+KEEPERS: Final = 2
+"""Of each role, which live from the beginning to the end."""
+_PASSING: Final = 2
+"""Of each role, at most, which come and go."""
+_FABRICS: Final = ("local,tcp", "tcp", "local,tcp")
+_LEAVING_SECONDS: Final = 1.0
+_END_SECONDS: Final = 30.0
+# For a side to hear of the other's end.
+_HEAR_SECONDS: Final = 2.0
+_CLIENT_LEAVES: Final = 0.1
+
+
+@dataclass(slots=True)
+class Counted:
+    """Bytes of all transfers that ended well on both sides, as each of them tells."""
+
+    sent: int = 0
+    received: int = 0
+    checked: int = 0
+    transfers: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    """How the others ended, by code; each side counts."""
+    lost: int = 0
+    """Sides that were killed before they could tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Bytes of some transfers that nothing disturbed, by the books of both sides and by the
+    counters of their engines: five times the same number."""
+
+    sent: int
+    received: int
+    checked: int
+    engines_sent: int
+    engines_received: int
+
+    @property
+    def reconciled(self) -> bool:
+        return self.sent > 0 and len({getattr(self, name) for name in self.__slots__}) == 1
+
+
+class Member:
+    """A worker, and what its driver waits for."""
+
+    def __init__(self, process: WorkerProcess, role: str) -> None:
+        self.process, self.role = process, role
+        self.leaving = False
+        self.ended: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.stats: asyncio.Future[dict[str, Any]] | None = None
+        self._listening = asyncio.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                event = await self.process.any_event()
+                if event["event"] == "stats" and self.stats is not None:
+                    self.stats.set_result(event)
+                elif (waiting := self.ended.pop(event.get("number", -1), None)) is not None:
+                    _settle(waiting, event)
+        for waiting in self.ended.values():
+            _settle(waiting, {"lost": True})
+        self.ended.clear()
+
+    def begin(self, number: int, command: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
+        waiting: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        if self._listening.done():
+            _settle(waiting, {"lost": True})
+        else:
+            self.ended[number] = waiting
+            self.process.tell({"number": number, **command})
+        return waiting
+
+    async def ask_stats(self) -> dict[str, Any]:
+        self.stats = asyncio.get_running_loop().create_future()
+        self.process.tell({"do": "stats"})
+        return await asyncio.wait_for(self.stats, _END_SECONDS)
+
+    async def end(self) -> None:
+        await self.process.end()
+        await self._listening
+
+
+def _settle(waiting: asyncio.Future[dict[str, Any]], event: dict[str, Any]) -> None:
+    if not waiting.done():  # nobody waits for it any more
+        waiting.set_result(event)
+
+
+def _failed(side: asyncio.Future[dict[str, Any]]) -> bool:
+    return side.result().get("error", "lost") is not None
+
+
+class Fleet:
+    """Loop only."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.counted = Counted()
+        self.joined = self.left = self.killed = 0
+        self._rng = rng
+        self._numbers = itertools.count()
+        self._names = itertools.count()
+        self.members: list[Member] = []
+        self.keepers: dict[str, Member] = {}
+
+    async def start(self) -> None:
+        for role in ("prefill", "decode"):
+            for number in range(KEEPERS):
+                member = await self._join(role, f"{role}-{number}")
+                self.keepers[f"{role}-{number}"] = member
+
+    async def end(self) -> None:
+        await asyncio.gather(*(member.end() for member in self.members))
+
+    async def churn(self) -> None:
+        """One worker joins, leaves in good order, or is killed."""
+        role = self._rng.choice(["prefill", "decode"])
+        passing = [m for m in self.members if m.role == role and m not in self.keepers.values()]
+        if not passing or (len(passing) < _PASSING and self._rng.random() < 0.5):
+            await self._join(role, f"{role}-passing-{next(self._names)}")
+            self.joined += 1
+            return
+        member = self._rng.choice(passing)
+        member.leaving = True
+        if self._rng.random() < 0.5:
+            await asyncio.sleep(_LEAVING_SECONDS)  # what it has under way ends
+            member.process.tell({"do": "close"})
+            self.left += 1
+            await asyncio.sleep(_LEAVING_SECONDS)
+        else:
+            member.process.signal(signal.SIGKILL)
+            self.killed += 1
+        self.members.remove(member)
+        await member.end()
+
+    async def audit(self, transfers: int) -> Audit:
+        """So many between those that lived throughout, when all others are over."""
+        before, books = await self._engines(), replace(self.counted)
+        for _ in range(transfers):
+            await self.transfer(list(self.keepers.values()))
+        after, counted = await self._engines(), self.counted
+        return Audit(
+            sent=counted.sent - books.sent,
+            received=counted.received - books.received,
+            checked=counted.checked - books.checked,
+            engines_sent=after["bytes_sent"] - before["bytes_sent"],
+            engines_received=after["bytes_received"] - before["bytes_received"],
+        )
+
+    async def _engines(self) -> Counter[str]:
+        """The counters of those that lived throughout, added up."""
+        total: Counter[str] = Counter()
+        for member in self.keepers.values():
+            stats = await member.ask_stats()
+            total.update({name: stats[name] for name in ("bytes_sent", "bytes_received")})
+        return total
+
+    async def transfer(self, among: list[Member] | None = None) -> None:
+        """One between two random workers; its client may leave. `among` these, it stays."""
+        rng, number = self._rng, next(self._numbers)
+        prefill, decode = (self._one(role, among) for role in ("prefill", "decode"))
+        blocks = rng.randint(1, MAX_BLOCKS)
+        ticket = self._ticket(prefill, decode)
+        patience = {"prefill": 0.0, "decode": 0.0}
+        if among is None and rng.random() < _CLIENT_LEAVES:
+            patience[rng.choice(["prefill", "decode"])] = rng.uniform(0.0001, 0.03)
+        common = {"ticket": ticket, "blocks": blocks}
+        address = prefill.process.address
+        sides = [
+            decode.begin(
+                number,
+                {"do": "decode", "address": address, "patience": patience["decode"], **common},
+            ),
+            prefill.begin(number, {"do": "prefill", "patience": patience["prefill"], **common}),
+        ]
+        received, sent = await self._both(number, {decode: sides[0], prefill: sides[1]})
+        counted = self.counted
+        for side in (received, sent):
+            if "lost" in side:
+                counted.lost += 1
+            elif side["error"]:
+                counted.errors[side["error"]] += 1
+        if all(side.get("error", "lost") is None for side in (received, sent)):
+            counted.transfers += 1
+            counted.sent += sent["sent"]
+            counted.received += received["received"]
+            counted.checked += received["checked"]
+
+    async def _both(
+        self, number: int, sides: dict[Member, asyncio.Future[dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        """How each side ended. One that has not heard of the other's failure is told to give up, as
+        a router does: prefill may never have heard of its decode worker."""
+        waiting = set(sides.values())
+        async with asyncio.timeout(_END_SECONDS):
+            ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if any(map(_failed, ended)) and waiting:
+                _, waiting = await asyncio.wait(waiting, timeout=_HEAR_SECONDS)
+                for member, side in sides.items():
+                    if side in waiting:
+                        member.process.tell({"do": "give up", "number": number})
+            return list(await asyncio.gather(*sides.values()))
+
+    def _one(self, role: str, among: list[Member] | None) -> Member:
+        members = self.members if among is None else among
+        return self._rng.choice([m for m in members if m.role == role and not m.leaving])
+
+    async def _join(self, role: str, instance: str) -> Member:
+        place = Place(self._rng.choice(_FABRICS))
+        process = await WorkerProcess.start(instance, 1, place, module="verify.faults.soak.worker")
+        member = Member(process, role)
+        self.members.append(member)
+        return member
+
+    def _ticket(self, prefill: Member, decode: Member) -> str:
+        return sign_ticket(
+            Ticket(
+                transfer_id=uuid.uuid4().hex,
+                request_id="soak",
+                prefill_id=prefill.process.instance,
+                prefill_epoch=1,
+                decode_id=decode.process.instance,
+                decode_epoch=1,
+                expires_at=time.time() + 60,
+            ),
+            KEY,
+        )

@@ -1,0 +1,128 @@
+"""The C++ targets: how one is run, and how much of its decoders a corpus reaches."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from verify.fuzz.coverage import Coverage
+
+ROOT: Final = Path(__file__).parents[2]
+BUILD: Final = ROOT / "build/fuzz/engine_native/fuzz"
+SOURCES: Final = ROOT / "engine_native/src"
+
+DECODERS: Final[dict[str, dict[str, str]]] = {
+    "handshake": {"bootstrap/handshake.cpp": "", "bootstrap/bytes.hpp": ""},
+    "bootstrap": {
+        "bootstrap/acceptor.cpp": "Acceptor::Inbound::",
+        "bootstrap/dialer.cpp": "::(on_input|on_stream_lost|end)",
+        "bootstrap/stream.cpp": "::(on_events|receive|release)",
+    },
+    "control": {
+        "peer.cpp": "Peer::(on_input|handle_frame|confirm_paths|come_up|on_stream_lost)",
+        "fabric/nic/nic_link.cpp": "NicLink::(on_path|on_frame|on_revoke|settle|answer_revokes)",
+        "fabric/nic/remote_regions.cpp": "RemoteRegions::(on_|give|forget)",
+        "fabric/nic/nic_path.cpp": "add_credit",
+    },
+    "tcp_lane": {
+        "fabric/tcp/receiver.cpp": "",
+        "fabric/tcp/sender.cpp": "Sender::(on_ack|acknowledge)",
+        "placement.cpp": "",
+    },
+    "local_path": {
+        "fabric/local/local_path.cpp": "LocalPath::(consume|place|reap|receive_regions)",
+        "fabric/local/source_memory.cpp": "SourceMemory::in_region",
+        "fabric/local/region_message.hpp": "",
+        "fabric/local/unix_socket.cpp": "receive_message",
+    },
+    "rendezvous": {
+        "fabric/local/rendezvous.cpp": "Rendezvous::(on_|advance|take_descriptors|can_read)",
+        "fabric/local/ring.cpp": "(SharedRing::map|sealed)",
+    },
+    "descriptors": {
+        "types.cpp": "",
+        "paged_write.cpp": "",
+        "fabric/verbs/path_endpoint.cpp": "",
+        "fabric/ofi/path_endpoint.cpp": "",
+    },
+}
+"""Of each target the sources that it is to cover, and in them the functions whose names a pattern
+finds; an empty one finds all."""
+
+_ENVIRONMENT: Final = {
+    "ASAN_OPTIONS": "detect_stack_use_after_return=1:handle_abort=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+}
+
+
+def command(target: str, options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """What runs a target under libFuzzer, and in which environment."""
+    environment = {**os.environ, **_ENVIRONMENT, "LLVM_PROFILE_FILE": os.devnull}
+    return [str(BUILD / f"fuzz_{target}"), *options], environment
+
+
+def coverage(target: str, corpora: Sequence[Path], scratch: Path) -> Coverage:
+    """Which lines of the target's decoders these inputs reach. Raises CalledProcessError where one
+    of them fails."""
+    run, environment = command(target, ["-runs=0", *map(str, corpora)])
+    raw, merged = scratch / f"{target}.profraw", scratch / f"{target}.profdata"
+    environment["LLVM_PROFILE_FILE"] = str(raw)
+    subprocess.run(run, env=environment, check=True, capture_output=True)
+    _llvm("profdata", "merge", "-sparse", str(raw), "-o", str(merged))
+    files = [str(SOURCES / name) for name in DECODERS[target]]
+    options = [f"-instr-profile={merged}", run[0], *files]
+    counts = _lines(_llvm("cov", "export", "-format=lcov", *options))
+    ranges = _functions(_llvm("cov", "export", *options))
+    reached = Coverage()
+    for name, pattern in DECODERS[target].items():
+        path = str(SOURCES / name)
+        of_file = counts.get(path, {})
+        if not pattern:
+            wanted = set(of_file)
+        else:
+            wanted = {
+                line
+                for function, first, last in ranges.get(path, [])
+                if re.search(pattern, function)
+                for line in range(first, last + 1)
+                if line in of_file
+            }
+        reached.add(f"engine_native/src/{name}", {line: of_file[line] > 0 for line in wanted})
+    return reached
+
+
+def _llvm(tool: str, *arguments: str) -> str:
+    return subprocess.run(
+        [f"llvm-{tool}-14", *arguments], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def _lines(lcov: str) -> dict[str, dict[int, int]]:
+    counts: dict[str, dict[int, int]] = {}
+    for line in lcov.splitlines():
+        kind, _, value = line.partition(":")
+        if kind == "SF":
+            of_file = counts.setdefault(value, {})
+        elif kind == "DA":
+            number, count = value.split(",")[:2]
+            of_file[int(number)] = max(of_file.get(int(number), 0), int(count))
+    return counts
+
+
+def _functions(exported: str) -> dict[str, list[tuple[str, int, int]]]:
+    """Of each file its functions: name, first and last line."""
+    functions = json.loads(exported)["data"][0]["functions"]
+    mangled = [function["name"].rpartition(":")[2] for function in functions]
+    names = subprocess.run(
+        ["llvm-cxxfilt-14"], input="\n".join(mangled), check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    for name, function in zip(names, functions, strict=True):
+        lines = [region[at] for region in function["regions"] for at in (0, 2)]
+        found.setdefault(function["filenames"][0], []).append((name, min(lines), max(lines)))
+    return found

@@ -1,0 +1,86 @@
+"""What endpoints and receive pools send each other, and the block tables in it."""
+
+from __future__ import annotations
+
+import contextlib
+
+from kvxfer.engine import pool_wire
+from kvxfer.errors import InvalidArgument, LayoutMismatch, ProtocolError
+from kvxfer.kv.block_ids import pack_block_table, unpack_block_table
+from kvxfer.kv.layout import KvLayout
+from kvxfer.kv.messages import Hello, decode, encode
+from kvxfer.kv.pair import check_hello
+from kvxfer.kv.plan import plan_transfer
+from kvxfer.prompt_digest import prompt_digest
+from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
+from verify.fuzz.python.choices import Choices
+
+DECODERS = {
+    "kvxfer/kv/messages.py": None,
+    "kvxfer/engine/pool_wire.py": None,
+    "kvxfer/kv/block_ids.py": ["unpack_block_table"],
+    "kvxfer/kv/pair.py": ["check_hello"],
+    "kvxfer/kv/layout.py": ["KvLayout.__post_init__", "KvLayout._require_*"],
+    "kvxfer/kv/ranks.py": ["require_mappable"],
+    "kvxfer/reference/worker/tail.py": ["decode_tail"],
+}
+
+OURS = KvLayout(num_layers=4, num_kv_heads=4, head_size=16, dtype="float16", block_size=16)
+_GROUPED = KvLayout(
+    num_layers=2,
+    num_kv_heads=1,
+    head_size=1,
+    dtype="int8",
+    block_size=1,
+    layer_groups=(0, 1),
+)
+
+
+def run(data: bytes) -> None:
+    choices = Choices(data)
+    (_message, _pool_offer, _table, _header, _tail)[choices.below(5)](choices)
+
+
+def _message(choices: Choices) -> None:
+    try:
+        message = decode(choices.rest())
+    except ProtocolError:
+        return
+    if repr(decode(encode(message))) != repr(message):  # a NaN is not equal to itself
+        raise AssertionError(f"{message} does not read as written")
+    if isinstance(message, Hello):
+        with contextlib.suppress(ProtocolError, LayoutMismatch):
+            check_hello(message)
+            plan_transfer(OURS, message.layout)
+
+
+def _pool_offer(choices: Choices) -> None:
+    with contextlib.suppress(InvalidArgument):
+        offer = pool_wire.decode(choices.rest())
+        assert pool_wire.decode(pool_wire.encode(offer)) == offer
+
+
+def _table(choices: Choices) -> None:
+    layout = choices.one_of((OURS, _GROUPED))
+    blocks = choices.integer()
+    table = choices.rest()
+    with contextlib.suppress(InvalidArgument):
+        ids = unpack_block_table(table, blocks, layout)
+        assert ids.max() < blocks
+        assert ids.min() >= (-1 if layout.layer_groups else 0)
+        assert pack_block_table(ids) == table
+
+
+def _header(choices: Choices) -> None:
+    data = choices.take(pool_wire.HEADER_BYTES).ljust(pool_wire.HEADER_BYTES, b"\0")
+    header = pool_wire.Header.unpack(memoryview(data))
+    again = bytearray(pool_wire.HEADER_BYTES)
+    header.pack_into(memoryview(again))
+    assert pool_wire.Header.unpack(memoryview(again)) == header
+
+
+def _tail(choices: Choices) -> None:
+    tail = Tail(choices.text(), prompt_digest([7]), choices.byte(), 0.5, 1.5)
+    data = encode_tail(tail) if choices.flag() else choices.rest()
+    with contextlib.suppress(ProtocolError, InvalidArgument):
+        assert decode_tail(data, model="m", tokens=[choices.byte()]).model == "m"

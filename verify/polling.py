@@ -1,0 +1,58 @@
+"""Waiting for a condition, with a deadline: the one way in which tests and programs wait."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+from kvxfer.clock import SYSTEM_CLOCK
+from kvxfer.errors import KvxferError
+
+T = TypeVar("T")
+
+PATIENCE: Final = 30.0
+"""Seconds: for what comes at once on a machine with nothing else to do."""
+
+_PAUSE: Final = 0.02
+
+
+async def eventually(
+    step: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE, *, pause: float = _PAUSE
+) -> T:
+    """The answer of `step` once it is neither false nor a KvxferError.
+
+    Raises TimeoutError after `seconds`, with the last error or answer as a note.
+    """
+    last: T | KvxferError | None = None
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                try:
+                    answer = step()
+                    last = await answer if inspect.isawaitable(answer) else answer
+                    if last:
+                        return last
+                except KvxferError as error:
+                    last = error
+                await asyncio.sleep(pause)
+    except TimeoutError as error:
+        error.add_note(f"after {seconds} s: {last!r}")
+        raise
+
+
+def wait_until(step: Callable[[], T], seconds: float = PATIENCE, *, pause: float = _PAUSE) -> T:
+    """`eventually` for code without an event loop."""
+    give_up = SYSTEM_CLOCK.monotonic() + seconds
+    while True:
+        last: T | KvxferError
+        try:
+            last = step()
+            if last:
+                return last
+        except KvxferError as error:
+            last = error
+        if SYSTEM_CLOCK.monotonic() > give_up:
+            raise TimeoutError(f"after {seconds} s: {last!r}")
+        SYSTEM_CLOCK.sleep(pause)
