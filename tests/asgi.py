@@ -1,0 +1,129 @@
+"""ASGI applications called in this process: no socket, so requests run on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+
+
+class AsgiTransport(httpx.AsyncBaseTransport):
+    """Calls the application of a request's host, and streams its answer as it is sent.
+
+    `apps` maps "host" or "host:port" to an application; a host that is missing refuses the
+    connection. A client that leaves early is a disconnect to the application.
+    """
+
+    def __init__(self, apps: Mapping[str, Any]) -> None:
+        self.apps = apps
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        app = self.apps.get(request.url.netloc.decode())
+        if app is None:
+            raise httpx.ConnectError(f"nothing listens at {request.url.netloc.decode()}")
+        exchange = _Exchange(request, await request.aread())
+        timeout = request.extensions.get("timeout", {}).get("read")
+        exchange.begin(app)
+        try:
+            async with asyncio.timeout(timeout):
+                status, headers = await exchange.head()
+        except TimeoutError:
+            await exchange.aclose()
+            raise httpx.ReadTimeout("no answer in time", request=request) from None
+        except BaseException:
+            await exchange.aclose()
+            raise
+        return httpx.Response(status, headers=headers, stream=exchange.body(timeout))
+
+
+class _Exchange:
+    """One request of an application, and what it has answered so far."""
+
+    def __init__(self, request: httpx.Request, body: bytes) -> None:
+        self._request = request
+        self._body: bytes | None = body
+        self._sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._gone = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, app: Any) -> None:
+        url = self._request.url
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": self._request.method,
+            "scheme": url.scheme,
+            "path": url.path,
+            "raw_path": url.raw_path.split(b"?")[0],
+            "query_string": url.query,
+            "headers": [(name.lower(), value) for name, value in self._request.headers.raw],
+            "server": (url.host, url.port or 80),
+            "client": ("127.0.0.1", 40000),
+            "root_path": "",
+        }
+        self._task = asyncio.create_task(self._run(app, scope))
+
+    async def _run(self, app: Any, scope: dict[str, Any]) -> None:
+        try:
+            await app(scope, self._receive, self._sent.put)
+        finally:
+            self._sent.put_nowait(None)
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _next(self) -> dict[str, Any]:
+        message = await self._sent.get()
+        if message is None:
+            assert self._task is not None
+            await self._task  # Its error, if it has one.
+            raise httpx.RemoteProtocolError("the application ended without an answer")
+        return message
+
+    async def head(self) -> tuple[int, list[tuple[bytes, bytes]]]:
+        start = await self._next()
+        assert start["type"] == "http.response.start", start
+        return start["status"], list(start.get("headers", []))
+
+    def body(self, timeout: float | None) -> httpx.AsyncByteStream:
+        return _Body(self, timeout)
+
+    async def chunks(self, timeout: float | None) -> AsyncIterator[bytes]:
+        more = True
+        while more:
+            try:
+                async with asyncio.timeout(timeout):
+                    message = await self._next()
+            except TimeoutError:
+                raise httpx.ReadTimeout("no data in time", request=self._request) from None
+            assert message["type"] == "http.response.body", message
+            more = message.get("more_body", False)
+            if chunk := message.get("body", b""):
+                yield chunk
+
+    async def aclose(self) -> None:
+        self._gone.set()
+        if self._task is not None:
+            # An application that heard of the disconnect ends by itself, or is ended, as uvicorn's.
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+class _Body(httpx.AsyncByteStream):
+    def __init__(self, exchange: _Exchange, timeout: float | None) -> None:
+        self._exchange = exchange
+        self._timeout = timeout
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._exchange.chunks(self._timeout):
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._exchange.aclose()
