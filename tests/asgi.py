@@ -13,11 +13,13 @@ class AsgiTransport(httpx.AsyncBaseTransport):
     """Calls the application of a request's host, and streams its answer as it is sent.
 
     `apps` maps "host" or "host:port" to an application; a host that is missing refuses the
-    connection. A client that leaves early is a disconnect to the application.
+    connection. A client that leaves early is a disconnect to the application, which goes on, as it
+    does under uvicorn; closing the transport ends what still runs.
     """
 
     def __init__(self, apps: Mapping[str, Any]) -> None:
         self.apps = apps
+        self._running: set[asyncio.Task[None]] = set()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         app = self.apps.get(request.url.netloc.decode())
@@ -25,17 +27,24 @@ class AsgiTransport(httpx.AsyncBaseTransport):
             raise httpx.ConnectError(f"nothing listens at {request.url.netloc.decode()}")
         exchange = _Exchange(request, await request.aread())
         timeout = request.extensions.get("timeout", {}).get("read")
-        exchange.begin(app)
+        task = exchange.begin(app)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
         try:
             async with asyncio.timeout(timeout):
                 status, headers = await exchange.head()
         except TimeoutError:
-            await exchange.aclose()
+            exchange.leave()
             raise httpx.ReadTimeout("no answer in time", request=request) from None
         except BaseException:
-            await exchange.aclose()
+            exchange.leave()
             raise
         return httpx.Response(status, headers=headers, stream=exchange.body(timeout))
+
+    async def aclose(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
 
 
 class _Exchange:
@@ -48,7 +57,7 @@ class _Exchange:
         self._gone = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, app: Any) -> None:
+    def begin(self, app: Any) -> asyncio.Task[None]:
         url = self._request.url
         scope = {
             "type": "http",
@@ -65,6 +74,7 @@ class _Exchange:
             "root_path": "",
         }
         self._task = asyncio.create_task(self._run(app, scope))
+        return self._task
 
     async def _run(self, app: Any, scope: dict[str, Any]) -> None:
         try:
@@ -108,12 +118,8 @@ class _Exchange:
             if chunk := message.get("body", b""):
                 yield chunk
 
-    async def aclose(self) -> None:
+    def leave(self) -> None:
         self._gone.set()
-        if self._task is not None:
-            # An application that heard of the disconnect ends by itself, or is ended, as uvicorn's.
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
 
 class _Body(httpx.AsyncByteStream):
@@ -126,4 +132,4 @@ class _Body(httpx.AsyncByteStream):
             yield chunk
 
     async def aclose(self) -> None:
-        await self._exchange.aclose()
+        self._exchange.leave()
