@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-sglang test-page lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate helm-test clean
+.PHONY: demo test test-verbs test-vllm test-sglang test-page test-stability lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate helm-test verify clean
 
 demo:
 	@scripts/setup demo
@@ -27,6 +27,11 @@ test-sglang:
 test-page:
 	@scripts/setup page
 	@scripts/test-page
+
+# All tests, RUNS times, on a machine that is busy and stalls.
+test-stability:
+	@scripts/setup test
+	@$(VENV)/python -m verify.stability --runs $(or $(RUNS),3)
 
 lint:
 	@scripts/setup lint
@@ -87,6 +92,11 @@ simulate:
 helm-test:
 	@scripts/setup test
 	@scripts/helm-test
+
+# Everything that takes long (hours); what has passed on this very tree is not run again.
+verify:
+	@scripts/setup ci
+	@$(VENV)/python -m verify $(foreach step,$(STEP),--step $(step))
 
 clean:
 	rm -rf build dist .venv

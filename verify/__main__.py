@@ -1,0 +1,183 @@
+"""Runs everything that takes long, one step after the other, and says what each step proved.
+
+`make verify` calls it. A step that has passed on this very tree is not run again, so a run that was
+interrupted goes on where it stopped. Logs and results are in build/verify.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvxfer.clock import SYSTEM_CLOCK
+
+ROOT: Final = Path(__file__).parents[1]
+WORK: Final = ROOT / "build/verify"
+
+# A program's last line, or that of pytest or of doctest.
+_PROVED: Final = re.compile(
+    r"^(?:proved: (?P<program>.+)"
+    r"|=+ (?P<pytest>\d+ passed.*?) =+"
+    r"|\[doctest\] test cases: +\d+ \| +(?P<doctest>\d+ passed \| +0 failed).*)$",
+    re.MULTILINE,
+)
+_TAIL: Final = 12
+
+
+@dataclass(frozen=True)
+class Step:
+    """A make target, and what it is given beside it."""
+
+    target: str
+    variables: Mapping[str, str]
+    about: str
+
+    @property
+    def command(self) -> list[str]:
+        return ["make", self.target, *(f"{name}={value}" for name, value in self.variables.items())]
+
+
+STEPS: Final = (
+    Step("model", {}, "the protocol, in every order of events"),
+    Step("attack", {}, "a hostile peer, on every fabric"),
+    Step("simulate", {"SEEDS": "100000"}, "the code of sessions on virtual time"),
+    Step("sanitize", {"WHOLE": "1"}, "the engine under ASan with UBSan, and under TSan"),
+    Step("test-verbs", {}, "Soft-RoCE with one, two and four devices"),
+    Step("test-vllm", {}, "the connector in the real vLLM"),
+    Step("chaos-vllm", {}, "vLLM servers killed and frozen under load"),
+    Step("chaos", {"ROUNDS": "10000"}, "workers, network and control plane broken in mid-transfer"),
+    Step("soak", {"MINUTES": "30"}, "memory is flat, and every byte is accounted for"),
+    Step("fuzz", {"SECONDS": "180"}, "every decoder of bytes from outside"),
+)
+
+
+class Result(msgspec.Struct, frozen=True):
+    """How a step ended. `tree` is a digest of all files that it ran on."""
+
+    tree: str
+    passed: bool
+    seconds: float
+    proved: str
+
+
+def digest_of_tree() -> str:
+    """Of every file that is under version control or would be."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout
+    digest = hashlib.sha256()
+    for name in sorted({*listed.split(b"\0")} - {b""}):
+        path = ROOT / os.fsdecode(name)
+        digest.update(name + b"\0")
+        if path.is_symlink():
+            digest.update(os.fsencode(path.readlink()))
+        elif path.is_file():
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def what_it_proved(log: str) -> str:
+    """The programs' own words; empty where none says that it came to its end."""
+    return "; ".join(
+        next(words for words in found.groups() if words) for found in _PROVED.finditer(log)
+    )
+
+
+def run(step: Step, tree: str, console: Console) -> Result:
+    """One step to its end. Its processes end with it, also when this one is interrupted."""
+    log = WORK / f"{step.target}.log"
+    began = SYSTEM_CLOCK.monotonic()
+    with log.open("wb") as out, console.status(f"{step.target}: {step.about}"):
+        process = subprocess.Popen(
+            step.command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, process_group=0
+        )
+        try:
+            status = process.wait()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+            raise
+    proved = what_it_proved(log.read_text(errors="replace"))
+    seconds = SYSTEM_CLOCK.monotonic() - began
+    return Result(tree, status == 0 and bool(proved), seconds, proved or f"exit status {status}")
+
+
+def results(tree: str) -> Iterator[tuple[str, Result]]:
+    """What is known of this very tree from earlier runs."""
+    for step in STEPS:
+        with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+            found = msgspec.json.decode((WORK / f"{step.target}.json").read_bytes(), type=Result)
+            if found.tree == tree:
+                yield step.target, found
+
+
+def table_of(done: Mapping[str, Result]) -> Table:
+    table = Table("step", "result", "minutes", "what it proved")
+    table.columns[2].justify = "right"
+    for step in STEPS:
+        if (result := done.get(step.target)) is None:
+            table.add_row(step.target, "not run", "", step.about, style="dim")
+            continue
+        ended = "passed" if result.passed else "FAILED"
+        minutes = f"{result.seconds / 60:.1f}"
+        table.add_row(
+            step.target, ended, minutes, result.proved, style=None if result.passed else "red"
+        )
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make verify", description=__doc__)
+    parser.add_argument(
+        "--step", action="append", choices=[step.target for step in STEPS], help="only these"
+    )
+    parser.add_argument("--again", action="store_true", help="also steps that have passed")
+    parser.add_argument("--list", action="store_true", help="print the table and run nothing")
+    options = parser.parse_args()
+    console = Console()
+    WORK.mkdir(parents=True, exist_ok=True)
+    tree = digest_of_tree()
+    done = dict(results(tree))
+    wanted = [step for step in STEPS if options.step is None or step.target in options.step]
+    for step in () if options.list else wanted:
+        if step.target in done and done[step.target].passed and not options.again:
+            console.print(f"{step.target}: has passed on this tree")
+            continue
+        result = done[step.target] = run(step, tree, console)
+        (WORK / f"{step.target}.json").write_bytes(msgspec.json.encode(result))
+        console.print(f"{step.target}: {'passed' if result.passed else 'FAILED'}, {result.proved}")
+        if not result.passed:
+            log = WORK / f"{step.target}.log"
+            for line in log.read_text(errors="replace").splitlines()[-_TAIL:]:
+                console.print(f"  {line}", markup=False, highlight=False, style="dim")
+            console.print(f"  log: {log.relative_to(ROOT)}")
+    console.print(table_of(done))
+    if digest_of_tree() != tree:
+        console.print("the tree has changed meanwhile: run it again", style="red")
+        return 1
+    return 0 if all(s.target in done and done[s.target].passed for s in wanted) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("make verify: interrupted; steps that have passed are not run again")

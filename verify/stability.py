@@ -1,0 +1,212 @@
+"""Runs the test suite several times on a machine that is busy and stalls, and prints what failed.
+
+Two processes keep the cores busy, and every ten seconds all processes of the suite are stopped for
+a second. A test that fails in any of the runs is a defect, of the product or of the test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from kvxfer.clock import SYSTEM_CLOCK
+from verify.arguments import above_zero
+
+ROOT: Final = Path(__file__).parents[1]
+WORK: Final = ROOT / "build/stability"
+
+_BUSY: Final = 2
+_EVERY_SECONDS: Final = 10.0
+_STOPPED_SECONDS: Final = 1.0
+
+_PYTEST: Final = re.compile(r"^(?:FAILED|ERROR) (\S+(?: .*?)?)(?: - (.*))?$", re.MULTILINE)
+_DOCTEST: Final = re.compile(r"^TEST CASE: +(.+)\n(?:.*\n){0,6}?.*ERROR: (.*)$", re.MULTILINE)
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+@dataclass
+class Failures:
+    """The tests that failed, in which runs, and how the first time."""
+
+    runs: dict[str, set[int]] = field(default_factory=lambda: collections.defaultdict(set))
+    how: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, run: int, how: str) -> None:
+        self.runs[name].add(run)
+        self.how.setdefault(name, how)
+
+
+def failed_in(log: str) -> Iterator[tuple[str, str]]:
+    """Names of tests, and the line that says how, of a log of scripts/test."""
+    for found in (*_PYTEST.finditer(log), *_DOCTEST.finditer(log)):
+        yield found[1], found[2] or ""
+
+
+def descendants(of: int) -> list[int]:
+    """Processes below one, parents before their children."""
+    children: dict[int, list[int]] = collections.defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                after_name = (entry / "stat").read_text().rpartition(")")[2].split()
+                children[int(after_name[1])].append(int(entry.name))
+    found = [of]
+    for pid in found:
+        found += children[pid]
+    return found[1:]
+
+
+def state(pid: int) -> str:
+    """As in /proc: R, S, T for a stopped one, Z for one that has ended; empty for none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+class Stalls:
+    """Stops all descendants of this process but `others` for a second, every ten seconds.
+
+    Parents are stopped before their children, so no test notices that another process is. A
+    process that a test has stopped itself stays so.
+    """
+
+    def __init__(self, others: set[int]) -> None:
+        self.count = 0
+        self._others = others
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Stalls:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_EVERY_SECONDS):
+            stopped: list[int] = []
+            try:
+                while self._stop_the_rest(stopped):
+                    pass
+                self.count += 1
+                self._ended.wait(_STOPPED_SECONDS)
+            finally:
+                for pid in reversed(stopped):
+                    _signal(pid, signal.SIGCONT)
+
+    def _stop_the_rest(self, stopped: list[int]) -> bool:
+        """Until there is none left to stop: a process forks until its own turn comes."""
+        before = len(stopped)
+        for pid in descendants(os.getpid()):
+            runs = pid not in self._others and state(pid) not in ("T", "Z", "")
+            if runs and _signal(pid, signal.SIGSTOP):
+                stopped.append(pid)
+        return len(stopped) > before
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def busy_processes() -> Iterator[None]:
+    command = [sys.executable, "-c", "while True: pass"]
+    with contextlib.ExitStack() as stack:
+        for _ in range(_BUSY):
+            process = stack.enter_context(subprocess.Popen(command))
+            stack.callback(process.kill)
+        yield
+
+
+def left_behind(others: set[int]) -> Iterator[str]:
+    """Ends what the suite did not end, and names it."""
+    for pid in descendants(os.getpid()):
+        if pid in others:
+            continue
+        if state(pid) not in ("Z", ""):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").strip()
+            _signal(pid, signal.SIGKILL)
+            yield f"{pid} {command.decode(errors='replace')}"
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def one_run(number: int, arguments: list[str], failures: Failures) -> tuple[int, int, list[str]]:
+    """Exit status, number of stalls, and the processes that the suite left behind."""
+    log = WORK / f"run-{number}.log"
+    with log.open("wb") as out, busy_processes():
+        busy = set(descendants(os.getpid()))
+        suite = subprocess.Popen(
+            ["scripts/test", *arguments], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT
+        )
+        try:
+            with Stalls(busy) as stalls:
+                status = suite.wait()
+        finally:
+            left = list(left_behind(busy))
+    for name, how in failed_in(log.read_text(errors="replace")):
+        failures.add(name, number, how)
+    return status, stalls.count, left
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make test-stability", description=__doc__)
+    parser.add_argument("--runs", type=above_zero, default=3, help="how often (default: 3)")
+    parser.add_argument("tests", nargs="*", help="arguments of pytest; without, all tests")
+    options = parser.parse_args()
+    # Processes whose parent has ended become children of this one, and are stopped and seen, too.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("test-stability: ended by SIGTERM"))
+    WORK.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    failures, bad = Failures(), 0
+    for number in range(1, options.runs + 1):
+        began = SYSTEM_CLOCK.monotonic()
+        with console.status(f"run {number} of {options.runs}"):
+            status, stalls, left = one_run(number, options.tests, failures)
+        minutes = (SYSTEM_CLOCK.monotonic() - began) / 60
+        failed = sum(number in runs for runs in failures.runs.values())
+        bad += bool(status or left)
+        console.print(
+            f"run {number}: {'passed' if status == 0 else f'exit status {status}'}, "
+            f"{failed} tests failed, {stalls} stalls of {_STOPPED_SECONDS:.0f} s, "
+            f"{minutes:.1f} minutes; log: build/stability/run-{number}.log"
+        )
+        for process in left:
+            console.print(f"  left behind: {process}", markup=False, style="red")
+    if failures.runs:
+        table = Table("test", "failed", "how")
+        for name, runs in sorted(failures.runs.items(), key=lambda item: -len(item[1])):
+            table.add_row(name, f"{len(runs)} of {options.runs}", failures.how[name])
+        console.print(table)
+    console.print(f"{options.runs - bad} of {options.runs} runs passed")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("test-stability: interrupted")
