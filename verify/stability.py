@@ -153,21 +153,16 @@ def left_behind(others: set[int]) -> Iterator[str]:
             os.waitpid(pid, 0)
 
 
-def one_run(number: int, arguments: list[str], failures: Failures) -> tuple[int, int, list[str]]:
+def one_run(log: Path, command: list[str]) -> tuple[int, int, list[str]]:
     """Exit status, number of stalls, and the processes that the suite left behind."""
-    log = WORK / f"run-{number}.log"
     with log.open("wb") as out, busy_processes():
         busy = set(descendants(os.getpid()))
-        suite = subprocess.Popen(
-            ["scripts/test", *arguments], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT
-        )
+        suite = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
         try:
             with Stalls(busy) as stalls:
                 status = suite.wait()
         finally:
             left = list(left_behind(busy))
-    for name, how in failed_in(log.read_text(errors="replace")):
-        failures.add(name, number, how)
     return status, stalls.count, left
 
 
@@ -185,7 +180,10 @@ def main() -> int:
     for number in range(1, options.runs + 1):
         began = SYSTEM_CLOCK.monotonic()
         with console.status(f"run {number} of {options.runs}"):
-            status, stalls, left = one_run(number, options.tests, failures)
+            log = WORK / f"run-{number}.log"
+            status, stalls, left = one_run(log, ["scripts/test", *options.tests])
+        for name, how in failed_in(log.read_text(errors="replace")):
+            failures.add(name, number, how)
         minutes = (SYSTEM_CLOCK.monotonic() - began) / 60
         failed = sum(number in runs for runs in failures.runs.values())
         bad += bool(status or left)
