@@ -33,3 +33,8 @@ class SystemClock:
 
 
 SYSTEM_CLOCK: Final = SystemClock()
+
+
+def unix_ns(clock: Clock) -> int:
+    """`unix()` in nanoseconds, exact to some hundreds of them."""
+    return int(clock.unix() * 1e9)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable
 from typing import Final
+
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 
 _SECONDS: Final = 60.0
 # Counts within a second become one.
@@ -18,12 +18,10 @@ _SAMPLES: Final = 4096
 class LoadMeter:
     """Sliding windows over the last `seconds`. One thread, or one event loop."""
 
-    def __init__(
-        self, *, seconds: float = _SECONDS, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, *, seconds: float = _SECONDS, clock: Clock = SYSTEM_CLOCK) -> None:
         self._seconds = seconds
         self._clock = clock
-        self._began = clock()
+        self._began = clock.monotonic()
         self._requests: deque[tuple[float, float]] = deque()
         self._tokens: deque[tuple[float, float]] = deque()
         self._ttft: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
@@ -40,11 +38,11 @@ class LoadMeter:
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token after so many seconds."""
-        self._ttft.append((self._clock(), seconds))
+        self._ttft.append((self._clock.monotonic(), seconds))
 
     def next_tokens(self, seconds: float) -> None:
         """A token came so many seconds after the one before."""
-        self._itl.append((self._clock(), seconds))
+        self._itl.append((self._clock.monotonic(), seconds))
 
     @property
     def requests_per_second(self) -> float:
@@ -63,7 +61,7 @@ class LoadMeter:
         return self._p90(self._itl)
 
     def _count(self, samples: deque[tuple[float, float]], count: int) -> None:
-        now = self._clock()
+        now = self._clock.monotonic()
         if samples and now - samples[-1][0] < _BUCKET_SECONDS:
             begun, before = samples[-1]
             samples[-1] = (begun, before + count)
@@ -74,7 +72,7 @@ class LoadMeter:
     def _rate(self, samples: deque[tuple[float, float]]) -> float:
         self._forget(samples)
         # A worker that has just begun has no whole window yet; one second keeps it from infinity.
-        watched = min(self._clock() - self._began, self._seconds)
+        watched = min(self._clock.monotonic() - self._began, self._seconds)
         return sum(value for _, value in samples) / max(watched, 1.0)
 
     def _p90(self, samples: deque[tuple[float, float]]) -> float | None:
@@ -86,6 +84,6 @@ class LoadMeter:
         return values[math.ceil(0.9 * len(values)) - 1]
 
     def _forget(self, samples: deque[tuple[float, float]]) -> None:
-        oldest = self._clock() - self._seconds
+        oldest = self._clock.monotonic() - self._seconds
         while samples and samples[0][0] < oldest:
             samples.popleft()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -153,9 +152,7 @@ def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
     )
 
 
-def verify_ticket(
-    token: str, keys: TicketKeys | bytes | str, *, now: float | None = None
-) -> Ticket:
+def verify_ticket(token: str, keys: TicketKeys | bytes | str, *, now: float) -> Ticket:
     """The ticket of a token that this cluster signed and that has not expired at `now`.
 
     Raises TicketInvalid where it was not signed with one of the keys or is damaged, TicketExpired
@@ -182,7 +179,7 @@ def verify_ticket(
             f"the ticket cannot be trusted ({error}); give every worker and the control plane the "
             "same cluster key or ticket keys"
         ) from error
-    late = (time.time() if now is None else now) - claims.exp
+    late = now - claims.exp
     if not late < 0:  # one whose end is no number has ended
         raise TicketExpired(
             f"the ticket of transfer {claims.jti} expired {late:.1f} s ago; "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Generic, TypeAlias, TypeVar
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import InvalidArgument, KvxferError
 
 _log = logging.getLogger("kvxfer.watched_file")
@@ -37,7 +37,7 @@ class WatchedFile(Generic[T]):
         parse: Callable[[bytes], T],
         *,
         check_seconds: float = _CHECK_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.path = path
         self._what = what
@@ -45,17 +45,17 @@ class WatchedFile(Generic[T]):
         self._check_seconds = check_seconds
         self._clock = clock
         self._identity, self._value = self._read()
-        self._next_check = clock() + check_seconds
+        self._next_check = clock.monotonic() + check_seconds
 
     @property
     def current(self) -> T:
-        if self._clock() >= self._next_check:
+        if self._clock.monotonic() >= self._next_check:
             self.refresh()
         return self._value
 
     def refresh(self) -> bool:
         """Looks at the file now. Returns whether its content is a new value."""
-        self._next_check = self._clock() + self._check_seconds
+        self._next_check = self._clock.monotonic() + self._check_seconds
         try:
             if self._identify() == self._identity:
                 return False

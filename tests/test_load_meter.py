@@ -5,24 +5,16 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.load_meter import LoadMeter
-
-
-class Hand:
-    """A clock that is moved."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.virtual_time import VirtualClock
 
 
 @pytest.fixture
-def clock() -> Hand:
-    return Hand()
+def clock() -> VirtualClock:
+    return VirtualClock()
 
 
 @pytest.fixture
-def meter(clock: Hand) -> LoadMeter:
+def meter(clock: VirtualClock) -> LoadMeter:
     return LoadMeter(seconds=60, clock=clock)
 
 
@@ -34,14 +26,14 @@ def test_nothing_is_measured_before_anything_happens(meter):
 def test_rates_are_over_the_window(meter, clock):
     for _ in range(120):
         meter.request(tokens=100)
-        clock.now += 0.5
+        clock.advance(0.5)
     assert meter.requests_per_second == pytest.approx(2)
     assert meter.tokens_per_second == pytest.approx(200)
 
 
 def test_a_young_worker_is_measured_over_its_life(meter, clock):
     meter.request(tokens=50)
-    clock.now += 5
+    clock.advance(5)
     assert meter.requests_per_second == pytest.approx(1 / 5)
     assert meter.tokens_per_second == pytest.approx(10)
 
@@ -50,7 +42,7 @@ def test_what_is_older_than_the_window_is_forgotten(meter, clock):
     meter.request(tokens=7)
     meter.first_token(3.0)
     meter.next_tokens(0.2)
-    clock.now += 61
+    clock.advance(61)
     assert (meter.requests_per_second, meter.tokens_per_second) == (0, 0)
     assert (meter.ttft_p90, meter.itl_p90) == (None, None)
 

@@ -6,7 +6,6 @@ import hashlib
 import hmac
 import json
 import random
-import time
 
 import jwt
 import pytest
@@ -53,14 +52,6 @@ def test_ticket_is_valid_until_the_fraction_of_a_second_it_names(now, valid):
     else:
         with pytest.raises(TicketExpired, match="t-1 expired"):
             verify_ticket(token, KEY, now=now)
-
-
-def test_without_a_time_the_clock_of_the_machine_decides():
-    late = dataclasses.replace(TICKET, expires_at=time.time() - 1)
-    with pytest.raises(TicketExpired):
-        verify_ticket(sign_ticket(late, KEY), KEY)
-    early = dataclasses.replace(TICKET, expires_at=time.time() + 60)
-    assert verify_ticket(sign_ticket(early, KEY), KEY) == early
 
 
 def test_ticket_of_another_cluster_is_refused():
@@ -132,7 +123,7 @@ def test_no_algorithm_but_hs256_is_accepted(algorithm):
 )
 def test_damaged_token_is_invalid_and_nothing_worse(token):
     with pytest.raises(TicketInvalid):
-        verify_ticket(token, KEY)
+        verify_ticket(token, KEY, now=0)
 
 
 @pytest.mark.parametrize(
@@ -208,4 +199,4 @@ def test_short_cluster_key_is_refused_at_both_ends():
     with pytest.raises(InvalidArgument, match="at least 16"):
         sign_ticket(TICKET, b"short")
     with pytest.raises(InvalidArgument, match="at least 16"):
-        verify_ticket(sign_ticket(TICKET, KEY), b"short")
+        verify_ticket(sign_ticket(TICKET, KEY), b"short", now=0)

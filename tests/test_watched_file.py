@@ -10,13 +10,7 @@ import pytest
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.watched_file import WatchedFile
-
-
-class Time:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.virtual_time import VirtualClock
 
 
 def parse(content: bytes) -> str:
@@ -51,28 +45,28 @@ def swap_link(file: Path, content: str) -> None:
 
 @pytest.mark.parametrize("change", [write_in_place, replace, swap_link])
 def test_new_content_is_seen_after_the_check_interval(tmp_path, change):
-    file, clock = tmp_path / "secret", Time()
+    file, clock = tmp_path / "secret", VirtualClock()
     change(file, "first")
     watched = WatchedFile("secret", file, parse, clock=clock)
     change(file, "second!")
     assert watched.current == "first"
-    clock.now = 1.0
+    clock.advance(1)
     assert watched.current == "second!"
 
 
 def test_file_is_parsed_only_when_it_is_another_one(tmp_path):
-    file, clock, parsed = tmp_path / "secret", Time(), []
+    file, clock, parsed = tmp_path / "secret", VirtualClock(), []
     file.write_text("a")
     watched = WatchedFile("secret", file, parsed.append, clock=clock)
-    for now in range(1, 5):
-        clock.now = now
+    for _ in range(4):
+        clock.advance(1)
         _ = watched.current
     assert parsed == [b"a"]
 
 
 @pytest.mark.parametrize("harm", ["bad", None], ids=["malformed", "removed"])
 def test_value_before_stays_and_the_log_says_so_once(tmp_path, caplog, harm):
-    file, clock = tmp_path / "secret", Time()
+    file, clock = tmp_path / "secret", VirtualClock()
     file.write_text("good")
     watched = WatchedFile("secret", file, parse, clock=clock)
     if harm is None:
@@ -80,14 +74,14 @@ def test_value_before_stays_and_the_log_says_so_once(tmp_path, caplog, harm):
     else:
         file.write_text(harm)
     with caplog.at_level(logging.ERROR, logger="kvxfer.watched_file"):
-        for now in range(1, 5):
-            clock.now = now
+        for _ in range(4):
+            clock.advance(1)
             assert watched.current == "good"
     assert len(caplog.records) == 1
     assert "stays in force" in caplog.text
     replace(file, "better")
     os.utime(file, ns=(1, 1))
-    clock.now = 9
+    clock.advance(5)
     assert watched.current == "better"
 
 

@@ -11,6 +11,8 @@ import selectors
 from collections.abc import Callable
 from typing import Any
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
+
 _MONOTONIC_BEGIN = 1000.0
 _UNIX_BEGIN = 1_800_000_000.0
 
@@ -65,6 +67,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _work_done(self, _: object) -> None:
         self.threads_at_work -= 1
+
+
+def loop_clock() -> Clock:
+    """What goes as the running loop does, for tests of either kind."""
+    loop = asyncio.get_running_loop()
+    return loop.clock if isinstance(loop, VirtualLoop) else SYSTEM_CLOCK
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[valid-type, misc]

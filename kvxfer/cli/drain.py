@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from enum import StrEnum
@@ -19,6 +18,7 @@ from kvxfer.cli.connection import (
     connect,
 )
 from kvxfer.cli.output import err, out, show_json
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:
     from kvxfer.client import SyncControlPlaneClient
@@ -95,7 +95,11 @@ def _latest_change(client: SyncControlPlaneClient) -> int:
 
 
 def _until_gone(
-    client: SyncControlPlaneClient, instance: Instance, since: int, deadline: float
+    client: SyncControlPlaneClient,
+    instance: Instance,
+    since: int,
+    deadline: float,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Iterator[Instance]:
     """The instance again and again until it has left, which the changes after `since` tell.
 
@@ -104,19 +108,19 @@ def _until_gone(
     """
     from kvxfer.errors import DeadlineExceeded
 
-    end = time.monotonic() + deadline
-    while time.monotonic() <= end + _GRACE_SECONDS:
+    end = clock.monotonic() + deadline
+    while clock.monotonic() <= end + _GRACE_SECONDS:
         yield instance
-        time.sleep(_POLL_SECONDS)
+        clock.sleep(_POLL_SECONDS)
         seen = _find(client, instance.instance_id)
         if seen is None or seen.epoch != instance.epoch:
             forgotten_at = _forgotten_at(client, instance, since)
             if forgotten_at is None:
                 return
             since = forgotten_at
-            seen = seen or _returned(client, instance.instance_id)
+            seen = seen or _returned(client, instance.instance_id, clock)
         if seen.drain_deadline is None:
-            left = max(0.0, end - time.monotonic())
+            left = max(0.0, end - clock.monotonic())
             seen = client.drain(seen.instance_id, deadline_seconds=left)
         instance = seen
     raise DeadlineExceeded(
@@ -134,13 +138,13 @@ def _find(client: SyncControlPlaneClient, instance_id: str) -> Instance | None:
         return None
 
 
-def _returned(client: SyncControlPlaneClient, instance_id: str) -> Instance:
+def _returned(client: SyncControlPlaneClient, instance_id: str, clock: Clock) -> Instance:
     """The instance once it has registered again. Raises DeadlineExceeded."""
     from kvxfer.errors import DeadlineExceeded
 
-    give_up = time.monotonic() + _GRACE_SECONDS
-    while time.monotonic() <= give_up:
-        time.sleep(_POLL_SECONDS)
+    give_up = clock.monotonic() + _GRACE_SECONDS
+    while clock.monotonic() <= give_up:
+        clock.sleep(_POLL_SECONDS)
         if seen := _find(client, instance_id):
             return seen
     raise DeadlineExceeded(
@@ -173,7 +177,7 @@ def _idle(instance: Instance, told: Instance) -> bool:
 
 
 def _progress(instance: Instance) -> str:
-    left = max(0.0, (instance.drain_deadline or 0.0) - time.time())
+    left = max(0.0, (instance.drain_deadline or 0.0) - SYSTEM_CLOCK.unix())
     return (
         f"{instance.instance_id} drains: {instance.load.running} running, "
         f"{instance.load.waiting} waiting, {instance.reserved.transfers} transfers open, "

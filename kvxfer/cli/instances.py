@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -17,6 +16,7 @@ from kvxfer.cli.connection import (
     connect,
 )
 from kvxfer.cli.output import out, show_json, show_staleness
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,7 +81,7 @@ def instances(
         show_json({"instances": msgspec.to_builtins(found), **stale})
         return
     if found:
-        out.print(_table(found, time.time()))
+        out.print(_table(found, SYSTEM_CLOCK.unix()))
     else:
         out.print("no instance matches" if role or model or state else "no instance is registered")
     show_staleness(answer.stale_seconds)
@@ -92,11 +92,12 @@ def _until(
     asked: Call[tuple[Instance, ...]],
     count: int,
     deadline: float,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Answer[tuple[Instance, ...]]:
     """The first answer that has so many and is not stale. Raises DeadlineExceeded."""
     from kvxfer.errors import ControlPlaneUnavailable, DeadlineExceeded
 
-    end = time.monotonic() + deadline
+    end = clock.monotonic() + deadline
     while True:
         try:
             answer = client.ask(asked)
@@ -107,9 +108,9 @@ def _until(
                 seen += ", and stale: the control plane cannot reach its registry"
         except ControlPlaneUnavailable as error:
             seen = str(error)
-        if time.monotonic() + _POLL_SECONDS > end:
+        if clock.monotonic() + _POLL_SECONDS > end:
             raise DeadlineExceeded(f"not {count} such instances within {deadline:g} s: {seen}")
-        time.sleep(_POLL_SECONDS)
+        clock.sleep(_POLL_SECONDS)
 
 
 def _table(instances: Sequence[Instance], now: float) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -18,6 +17,7 @@ from kvxfer.cli.connection import (
     connect,
 )
 from kvxfer.cli.output import out, show_json
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:
     from kvxfer.overview import Overview
@@ -87,21 +87,23 @@ def top(
                 _follow(look, first, interval)
 
 
-def _follow(look: Callable[[], Overview], last: Overview, interval: float) -> None:
+def _follow(
+    look: Callable[[], Overview], last: Overview, interval: float, clock: Clock = SYSTEM_CLOCK
+) -> None:
     """Draws without end. A control plane that is away leaves what was last seen, marked as old."""
     from rich.live import Live
 
     from kvxfer.cli.top_frame import frame
     from kvxfer.errors import ControlPlaneUnavailable, RateLimited
 
-    seen_at, trouble = time.monotonic(), ""
+    seen_at, trouble = clock.monotonic(), ""
     with Live(console=out, screen=True, auto_refresh=False) as live:
         while True:
-            since = time.monotonic() - seen_at if trouble else 0.0
+            since = clock.monotonic() - seen_at if trouble else 0.0
             shown = frame(last, height=out.height, trouble=trouble, trouble_seconds=since)
             live.update(shown, refresh=True)
-            time.sleep(interval)
+            clock.sleep(interval)
             try:
-                last, seen_at, trouble = look(), time.monotonic(), ""
+                last, seen_at, trouble = look(), clock.monotonic(), ""
             except (ControlPlaneUnavailable, RateLimited) as error:
                 trouble = str(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -16,6 +15,7 @@ from kvxfer.cli.connection import (
     connect,
 )
 from kvxfer.cli.output import err, out, show_json
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:
     from kvxfer.client import SyncControlPlaneClient
@@ -66,28 +66,30 @@ def trace(
         err.print("[yellow]incomplete[/] the spans that began this trace have not arrived")
 
 
-def _when_whole(client: SyncControlPlaneClient, request_id: str, wait: float) -> Trace:
+def _when_whole(
+    client: SyncControlPlaneClient, request_id: str, wait: float, clock: Clock = SYSTEM_CLOCK
+) -> Trace:
     """The trace once nothing has been added to it for a while, or as it is after `wait` seconds."""
     from kvxfer.errors import UnknownTrace
 
-    give_up = time.monotonic() + wait
+    give_up = clock.monotonic() + wait
     found: Trace | None = None
-    since = time.monotonic()
+    since = clock.monotonic()
     while True:
         try:
             before, found = found, client.trace(request_id)
         except UnknownTrace:
-            if time.monotonic() >= give_up:
+            if clock.monotonic() >= give_up:
                 raise
         else:
             if before is None or len(before.spans) != len(found.spans):
-                since = time.monotonic()
+                since = clock.monotonic()
             # One that ended long ago is whole.
-            age = time.time() - max(span.end for span in found.spans)
-            settled = time.monotonic() - since >= _QUIET_SECONDS or age > wait
-            if time.monotonic() >= give_up or (settled and not _orphans(found)):
+            age = clock.unix() - max(span.end for span in found.spans)
+            settled = clock.monotonic() - since >= _QUIET_SECONDS or age > wait
+            if clock.monotonic() >= give_up or (settled and not _orphans(found)):
                 return found
-        time.sleep(_PAUSE_SECONDS)
+        clock.sleep(_PAUSE_SECONDS)
 
 
 def _orphans(trace: Trace) -> bool:

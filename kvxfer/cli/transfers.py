@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +16,7 @@ from kvxfer.cli.connection import (
     connect,
 )
 from kvxfer.cli.output import out, show_json, show_staleness
+from kvxfer.clock import SYSTEM_CLOCK
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +53,7 @@ def transfers(
         show_json({"transfers": msgspec.to_builtins(found), **stale})
         return
     if found:
-        out.print(_table(found, time.time()))
+        out.print(_table(found, SYSTEM_CLOCK.unix()))
     else:
         out.print("no transfer is open")
     show_staleness(answer.stale_seconds)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.engine import Engine
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
@@ -58,6 +59,7 @@ async def transfer_engine(
     epoch: int = 0,
     on_offer: OnOffer | None = None,
     tracer: Tracer | None = None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> AsyncIterator[tuple[Engine, KvCache, KvEndpoint]]:
     """They belong to the loop that enters this, and end when it is left."""
     engine = Engine(
@@ -83,6 +85,7 @@ async def transfer_engine(
                 on_offer=on_offer,
                 checksums=settings.checksums,
                 tracer=tracer,
+                clock=clock,
             )
             async with endpoint:
                 yield engine, cache, endpoint

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import httpx
 
 from kvxfer.client import ControlPlaneClient, Credentials
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import KvxferError
 from kvxfer.reference.worker.completions import DecodeCompletion, PrefillCompletion
 from kvxfer.router.completion import collect
@@ -40,7 +40,9 @@ class Router:
         *,
         credentials: Credentials | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self._clock = clock
         self._control_plane = ControlPlaneClient(
             control_plane, credentials=credentials, transport=transport
         )
@@ -58,9 +60,9 @@ class Router:
 
         Raises what the control plane or a worker answers, PeerLost where a worker does not.
         """
-        started = time.perf_counter()
+        started = self._clock.monotonic()
         transfer = await self._control_plane.open_transfer(model=model, prompt_tokens=len(tokens))
-        paired = time.perf_counter() - started
+        paired = self._clock.monotonic() - started
         body = {
             "model": model,
             "prompt": list(tokens),

@@ -48,9 +48,7 @@ def sign_block_table(offer: Offer, ticket: Ticket, keys: TicketKeys | bytes | st
     )
 
 
-def verify_block_table(
-    table: BlockTable, keys: TicketKeys | bytes | str, *, now: float | None = None
-) -> Ticket:
+def verify_block_table(table: BlockTable, keys: TicketKeys | bytes | str, *, now: float) -> Ticket:
     """The ticket of a table that decode made under it, and nobody changed.
 
     Raises TicketInvalid where table or ticket was not signed with one of the keys or is damaged, or

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvxfer.client import calls
+from kvxfer.clock import Clock
 from kvxfer.errors import (
     InvalidArgument,
     KvxferError,
@@ -58,11 +59,13 @@ class Brokered:
         identity: Identity,
         pairs: Pairs,
         rendezvous: Rendezvous,
+        clock: Clock,
     ) -> None:
         self._client = control_plane
         self._identity = identity
         self._pairs = pairs
         self._rendezvous = rendezvous
+        self._clock = clock
         self._errands: dict[PrefillSession | DecodeSession, asyncio.Task[None]] = {}
 
     def require(self) -> ControlPlaneClient:
@@ -126,7 +129,8 @@ class Brokered:
         session.meet(pair)
         pair.send(Expect(ticket.transfer_id, token))
         table = await self._ask(session)
-        if verify_block_table(table, self._identity.keys) != ticket:
+        made_under = verify_block_table(table, self._identity.keys, now=self._clock.unix())
+        if made_under != ticket:
             raise TicketInvalid(
                 f"the block table of transfer {ticket.transfer_id} is not for the ticket of the "
                 "prefill request; give both sides the same ticket"
@@ -134,11 +138,10 @@ class Brokered:
         self._rendezvous.offer(pair, table.offer, ticket)
 
     async def _ask(self, session: PrefillSession) -> BlockTable:
-        clock = asyncio.get_running_loop().time
         while True:
-            asked, left = clock(), session.lease_remaining
+            asked, left = self._clock.monotonic(), session.lease_remaining
             call = calls.block_table(session.transfer_id, wait_seconds=min(_POLL_SECONDS, left))
             try:
                 return await self.require().send(call, deadline=left)
             except UnknownBlockTable:
-                await asyncio.sleep(asked + _PAUSE_SECONDS - clock())
+                await asyncio.sleep(asked + _PAUSE_SECONDS - self._clock.monotonic())

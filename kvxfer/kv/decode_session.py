@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from kvxfer.clock import Clock
 from kvxfer.errors import (
     KvxferError,
     LeaseExpired,
@@ -61,10 +61,12 @@ class DecodeSession:
         lease_seconds: float,
         ended: Callable[[DecodeSession], None],
         span: Span | None = None,
+        *,
+        clock: Clock,
     ) -> None:
         self.transfer_id = ticket.transfer_id
         self.request_id = ticket.request_id
-        self.begun = time.monotonic()
+        self.begun = clock.monotonic()
         self.checked_bytes = 0
         """Bytes that were compared with their checksum."""
         self.ticket, self.token = ticket, token
@@ -84,7 +86,7 @@ class DecodeSession:
         self._tail: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         # A failure that nobody waits for is no unhandled error.
         self._tail.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self._lease = Lease(lease_seconds, self._lease_over)
+        self._lease = Lease(lease_seconds, self._lease_over, clock)
         for inbound in self._inbounds:
             inbound.begin(self)
 

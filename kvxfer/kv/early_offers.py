@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import collections
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kvxfer.clock import Clock
 from kvxfer.errors import Backpressure
 from kvxfer.kv.block_pool import BlockIds
 from kvxfer.kv.lease import Lease
@@ -38,8 +38,9 @@ class EarlyOffers:
     """Keeps offers until their request comes, their lease ends or their ticket expires. Loop
     only."""
 
-    def __init__(self, max_per_peer: int) -> None:
+    def __init__(self, max_per_peer: int, clock: Clock) -> None:
         self._max_per_peer = max_per_peer
+        self._clock = clock
         # By transfer, and the ranks of decode in it.
         self._offers: dict[str, dict[KvPair, EarlyOffer]] = {}
         self._per_peer: collections.Counter[KvPair] = collections.Counter()
@@ -73,9 +74,9 @@ class EarlyOffers:
             early.end()
             return early
 
-        lease = Lease(offer.lease_seconds, lambda: lease_over(remove()))
-        left = max(expires_at - time.time(), _LEAST_SECONDS)
-        ticket = Lease(left, lambda: ticket_expired(remove()))
+        lease = Lease(offer.lease_seconds, lambda: lease_over(remove()), self._clock)
+        left = max(expires_at - self._clock.unix(), _LEAST_SECONDS)
+        ticket = Lease(left, lambda: ticket_expired(remove()), self._clock)
         early = EarlyOffer(pair, offer, blocks, lease, ticket)
         self._offers.setdefault(offer.transfer_id, {})[pair] = early
         self._per_peer[pair] += 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import EngineClosed, InvalidArgument, KvxferError, TicketInvalid
 from kvxfer.instances import Role
 from kvxfer.kv.brokered import Brokered
@@ -75,6 +75,8 @@ class KvEndpoint:
 
     `tracer`: transfers whose ticket names a trace have spans; those that begin in a traced task
     have them anyway.
+
+    `clock` has to pass as the loop's time does.
     """
 
     def __init__(
@@ -93,19 +95,21 @@ class KvEndpoint:
         on_offer: OnOffer | None = None,
         checksums: bool = False,
         tracer: Tracer | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if pool is not None and pool.num_blocks != cache.num_blocks:
             raise InvalidArgument(
                 f"the pool has {pool.num_blocks} blocks, the cache {cache.num_blocks}; "
                 "make both with the same number"
             )
-        self._identity = Identity(instance_id, epoch, ticket_key)
+        self._identity = Identity(instance_id, epoch, ticket_key, clock)
         self._engine = engine
         self._cache = cache
         self._pool = pool
         self._lease_seconds = lease_seconds
         self._open = False
         self._tracer = tracer
+        self.clock = clock
         self._pairs = Pairs(
             engine,
             cache,
@@ -113,10 +117,11 @@ class KvEndpoint:
             connect_timeout,
             lambda pair, error: self._reception.cut_off(pair, error),
             checksums=checksums,
+            clock=clock,
         )
-        self._ledger = TransferLedger()
+        self._ledger = TransferLedger(clock)
         self._refusals = Refusals()
-        self._traffic = TrafficMeter()
+        self._traffic = TrafficMeter(clock=clock)
         self.counts = TransferCounts()
         """How the transfers of this endpoint ended, since the start."""
         self._decodes: dict[DecodeSession, None] = {}  # in the order of their beginning
@@ -129,8 +134,9 @@ class KvEndpoint:
             refusals=self._refusals,
             loss_of_decode=self._pairs.loss_of_decode,
             on_offer=on_offer,
+            clock=clock,
         )
-        self._expectations = Expectations()
+        self._expectations = Expectations(clock)
         self._reception = Reception(
             self._identity,
             self._pairs,
@@ -138,8 +144,11 @@ class KvEndpoint:
             self._expectations,
             self._refusals,
             self.counts,
+            clock,
         )
-        self._brokered = Brokered(control_plane, self._identity, self._pairs, self._rendezvous)
+        self._brokered = Brokered(
+            control_plane, self._identity, self._pairs, self._rendezvous, clock
+        )
 
     @property
     def instance_id(self) -> str:
@@ -300,11 +309,11 @@ class KvEndpoint:
         with self._noting_failure("receive", span):
             if prefill_address is None:
                 self._brokered.require()
-                begun = time.monotonic()
+                begun = self.clock.monotonic()
                 pair = await self._expectations.prefill_of(claims, lease)
                 self._require_alone(pair)
                 pairs: tuple[KvPair, ...] = (pair,)
-                lease = max(lease - (time.monotonic() - begun), _LEAST_LEASE_SECONDS)
+                lease = max(lease - (self.clock.monotonic() - begun), _LEAST_LEASE_SECONDS)
             else:
                 pairs = await self._pairs.meet_sources(claims, prefill_address)
             session = self._begin(claims, ticket, pairs, blocks, first_block, lease, span)
@@ -374,6 +383,7 @@ class KvEndpoint:
                 lease_seconds,
                 self._decode_ended,
                 span,
+                clock=self.clock,
             )
             undo.pop_all()
         self._decodes[session] = None
@@ -413,7 +423,7 @@ class KvEndpoint:
         if session.error is not None:
             self.counts.failed(direction, session.error)
         else:
-            seconds = time.monotonic() - session.begun
+            seconds = self.clock.monotonic() - session.begun
             self.counts.delivered(direction, session.fabric or "", session.nbytes, seconds)
 
     def _span(self, name: str, claims: Ticket) -> Span | None:

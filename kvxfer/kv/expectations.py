@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvxfer.clock import Clock
 from kvxfer.errors import KvxferError, LeaseExpired, TicketInvalid, TransferCancelled
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class Expectations:
     meanwhile: so decode is told at once, and may come again where it found no free blocks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._expected: dict[str, _Expected] = {}
         self._waiting: dict[str, asyncio.Future[_Expected]] = {}
 
@@ -98,7 +99,7 @@ class Expectations:
         return expected.pair
 
     def _forget_expired(self) -> None:
-        now = time.time()
+        now = self._clock.unix()
         while self._expected:
             transfer_id, oldest = next(iter(self._expected.items()))
             if oldest.ticket.expires_at > now:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+from kvxfer.clock import Clock
 from kvxfer.cluster_key import as_cluster_key
 from kvxfer.errors import TicketInvalid
 from kvxfer.instances import Role
@@ -18,10 +19,15 @@ class Identity:
     """Loop only. `epoch` changes with each new registration."""
 
     def __init__(
-        self, instance_id: str, epoch: int, ticket_key: bytes | str | WatchedFile[TicketKeys]
+        self,
+        instance_id: str,
+        epoch: int,
+        ticket_key: bytes | str | WatchedFile[TicketKeys],
+        clock: Clock,
     ) -> None:
         self.instance_id = instance_id
         self._epochs = [epoch]
+        self._clock = clock
         self._key = (
             ticket_key if isinstance(ticket_key, WatchedFile) else as_cluster_key(ticket_key)
         )
@@ -43,7 +49,7 @@ class Identity:
 
     def verify(self, token: str) -> Ticket:
         """Raises TicketInvalid and TicketExpired."""
-        return verify_ticket(token, self.keys)
+        return verify_ticket(token, self.keys, now=self._clock.unix())
 
     def side(self, ticket: Ticket) -> Role | None:
         """The side that a ticket gives to this instance; None where it names others."""

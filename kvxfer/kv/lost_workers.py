@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Final, TypeAlias
 
+from kvxfer.clock import Clock
 from kvxfer.errors import KvxferError, without_traceback
 
 MAX_REMEMBERED: Final = 1024
@@ -17,7 +17,8 @@ class LostWorkers:
     """The last loss of each rank of so many workers; the one that was lost longest ago is forgotten
     first. Loop only."""
 
-    def __init__(self, max_remembered: int = MAX_REMEMBERED) -> None:
+    def __init__(self, clock: Clock, max_remembered: int = MAX_REMEMBERED) -> None:
+        self._clock = clock
         self._max_remembered = max_remembered
         self._losses: dict[Worker, dict[int, tuple[float, KvxferError]]] = {}
 
@@ -27,7 +28,7 @@ class LostWorkers:
     def add(self, worker: Worker, rank: int, error: KvxferError) -> None:
         """The connection to a rank has ended now."""
         losses = self._losses.pop(worker, {})
-        losses[rank] = time.monotonic(), without_traceback(error)
+        losses[rank] = self._clock.monotonic(), without_traceback(error)
         self._losses[worker] = losses
         if len(self._losses) > self._max_remembered:
             del self._losses[next(iter(self._losses))]
@@ -38,5 +39,5 @@ class LostWorkers:
             return {}
         losses = self._losses.get(worker, {})
         # By the clock of now, which may have been set since.
-        issued = time.monotonic() - (time.time() - issued_at)
+        issued = self._clock.monotonic() - (self._clock.unix() - issued_at)
         return {rank: error for rank, (at, error) in losses.items() if at >= issued}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from kvxfer.clock import Clock
 from kvxfer.errors import Backpressure, EngineError, KvxferError, PeerError, PeerTimeout
 
 if TYPE_CHECKING:
@@ -29,9 +29,10 @@ class Outbox:
     called, and has to end the connection. Its loss tells the peer what the message would have.
     """
 
-    def __init__(self, peer: Peer, give_up: Callable[[KvxferError], object]) -> None:
+    def __init__(self, peer: Peer, give_up: Callable[[KvxferError], object], clock: Clock) -> None:
         self._peer = peer
         self._give_up = give_up
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._waiting: deque[tuple[float, bytes]] = deque()  # until when by _waited, and what
@@ -45,7 +46,7 @@ class Outbox:
                 with contextlib.suppress(Backpressure):
                     self._peer.send(data)
                     return
-                self._tried_at = time.monotonic()
+                self._tried_at = self._clock.monotonic()
                 self._loop.call_soon_threadsafe(self._retry_later)
             self._waiting.append((self._waited + PATIENCE_SECONDS, data))
 
@@ -64,7 +65,7 @@ class Outbox:
     def _retry(self) -> None:
         error: KvxferError
         with self._lock:
-            now = time.monotonic()
+            now = self._clock.monotonic()
             self._waited += min(now - self._tried_at, _MOST_SECONDS)
             self._tried_at = now
             try:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from kvxfer.clock import Clock
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.kv.block_ids import by_group
 from kvxfer.kv.messages import PROTOCOL_VERSION, Hello, Message, encode
@@ -81,11 +82,12 @@ class KvPair:
         cache: KvCache,
         unreachable: Callable[[KvPair, KvxferError], object],
         *,
+        clock: Clock,
         checksums: bool = False,
     ) -> None:
         """`unreachable` has to end the connection: a message could not be sent in time."""
         self.peer = peer
-        self._outbox = Outbox(peer, lambda error: unreachable(self, error))
+        self._outbox = Outbox(peer, lambda error: unreachable(self, error), clock)
         self.prefills: dict[str, PrefillSession] = {}
         self.decodes: dict[str, Inbound] = {}
         self.error: KvxferError | None = None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from kvxfer.clock import Clock
 from kvxfer.errors import DeadlineExceeded, EngineError, InvalidArgument, KvxferError, PeerLost
 from kvxfer.instances import Role
 from kvxfer.kv.identity import named, require_peer
@@ -34,6 +34,7 @@ class Pairs:
         unreachable: Callable[[KvPair, KvxferError], object],
         *,
         checksums: bool,
+        clock: Clock,
     ) -> None:
         self.connect_timeout = connect_timeout
         self._engine = engine
@@ -41,8 +42,9 @@ class Pairs:
         self._identity = identity
         self._unreachable = unreachable
         self._checksums = checksums
+        self._clock = clock
         self._pairs: dict[int, KvPair] = {}
-        self._lost = LostWorkers()
+        self._lost = LostWorkers(clock)
 
     def __iter__(self) -> Iterator[KvPair]:
         return iter(list(self._pairs.values()))
@@ -55,7 +57,11 @@ class Pairs:
         pair = self._pairs.get(peer.id)
         if pair is None:
             pair = self._pairs[peer.id] = KvPair(
-                peer, self._cache, self._unreachable, checksums=self._checksums
+                peer,
+                self._cache,
+                self._unreachable,
+                clock=self._clock,
+                checksums=self._checksums,
             )
             self._greet(pair)
         return pair
@@ -93,7 +99,7 @@ class Pairs:
         Raises ConnectFailed, PeerRestarted and other EngineErrors of the connection, or
         DeadlineExceeded where no KV endpoint answers there.
         """
-        give_up = time.monotonic() + self.connect_timeout
+        give_up = self._clock.monotonic() + self.connect_timeout
         peer = await self._engine.connect(address, timeout=self.connect_timeout)
         if not peer.alive:
             raise peer.error or PeerLost(f"the engine at {address} was lost while connecting to it")
@@ -101,7 +107,7 @@ class Pairs:
         try:
             # Not wait_for(): before Python 3.12 it forgets that it was cancelled where the HELLO
             # comes at that moment.
-            async with asyncio.timeout(give_up - time.monotonic()):
+            async with asyncio.timeout(give_up - self._clock.monotonic()):
                 await pair.greeted()
         except TimeoutError:
             raise DeadlineExceeded(

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from kvxfer.clock import Clock
 from kvxfer.errors import (
     EngineError,
     InvalidArgument,
@@ -74,10 +74,12 @@ class PrefillSession:
         lease_seconds: float,
         ended: Callable[[PrefillSession], None],
         span: Span | None = None,
+        *,
+        clock: Clock,
     ) -> None:
         self.transfer_id = ticket.transfer_id
         self.request_id = ticket.request_id
-        self.begun = time.monotonic()
+        self.begun = clock.monotonic()
         self.decode = named(ticket, Role.DECODE)
         self._peer_name = (
             "the decode worker with its ticket"
@@ -108,11 +110,11 @@ class PrefillSession:
         self._last_words: dict[KvPair, PrefillEvent] = {}
         self._settling: asyncio.Task[None] | None = None
         self._on_end = ended
-        self._spans = None if span is None else SendSpans(span)
+        self._spans = None if span is None else SendSpans(span, clock)
         self._ended: asyncio.Future[None] = self._loop.create_future()
         # A failure that nobody waits for is no unhandled error.
         self._ended.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self._lease = Lease(lease_seconds, self._lease_over)
+        self._lease = Lease(lease_seconds, self._lease_over, clock)
         try:
             self._blocks = by_group(blocks.ids, layout)
             self._num_blocks = self._blocks.shape[1]

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
+from kvxfer.clock import Clock
 from kvxfer.errors import (
     EngineError,
     InvalidArgument,
@@ -59,6 +60,7 @@ class Reception:
         expectations: Expectations,
         refusals: Refusals,
         counts: TransferCounts,
+        clock: Clock,
     ) -> None:
         self._identity = identity
         self._pairs = pairs
@@ -66,7 +68,7 @@ class Reception:
         self._expectations = expectations
         self._refusals = refusals
         self._counts = counts
-        self._lost_offers = LostOffers()
+        self._lost_offers = LostOffers(clock)
 
     def peer_up(self, peer: Peer) -> None:
         self._tell_of_lost_offers(self._pairs.of(peer))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from kvxfer.clock import Clock
 from kvxfer.errors import (
     EngineError,
     InvalidArgument,
@@ -57,6 +57,7 @@ class Rendezvous:
         refusals: Refusals,
         loss_of_decode: Callable[[Ticket], KvxferError | None],
         on_offer: OnOffer | None = None,
+        clock: Clock,
     ) -> None:
         self._instance_id = instance_id
         self._layout = layout
@@ -66,7 +67,8 @@ class Rendezvous:
         self._refusals = refusals
         self._loss_of_decode = loss_of_decode
         self._on_offer = on_offer
-        self._early = EarlyOffers(max_early_offers_per_peer)
+        self._clock = clock
+        self._early = EarlyOffers(max_early_offers_per_peer, clock)
 
     @property
     def sessions(self) -> tuple[PrefillSession, ...]:
@@ -102,10 +104,12 @@ class Rendezvous:
             self._abandon(transfer_id, loss, early)
             raise loss
         # With a ticket that has expired no OFFER is taken up.
-        left = claims.expires_at - time.time()
+        left = claims.expires_at - self._clock.unix()
         lease = left if 0 < left < lease_seconds else lease_seconds
         try:
-            session = PrefillSession(claims, blocks, self._layout, lease, self._ended, span)
+            session = PrefillSession(
+                claims, blocks, self._layout, lease, self._ended, span, clock=self._clock
+            )
         except KvxferError as error:
             self._abandon(transfer_id, error, early)
             raise
@@ -200,7 +204,7 @@ class Rendezvous:
         session = self._sessions.get(claims.transfer_id)
         if session is not None:
             self._ledger.bind(claims, pair.hello)
-            session.keep(pair, min(lease_seconds, claims.expires_at - time.time()))
+            session.keep(pair, min(lease_seconds, claims.expires_at - self._clock.unix()))
 
     def cancel(self, pair: KvPair, transfer_id: str, reason: str) -> None:
         """Decode gives a transfer up."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+
+from kvxfer.clock import Clock, unix_ns
 
 if TYPE_CHECKING:
     from kvxfer.engine import Operation
@@ -31,8 +32,9 @@ class SendSpans:
     end, of times that were noted: posting is not held up.
     """
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, clock: Clock) -> None:
         self._span = span
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._writes: dict[tuple[int, int, int], _Write] = {}
 
@@ -41,9 +43,11 @@ class SendSpans:
 
     def posted(self, rank: int, layer: int, first_block: int, operation: Operation) -> None:
         """A write of a layer, to a rank of decode."""
-        write = self._writes.setdefault((rank, layer, first_block), _Write(time.time_ns()))
+        write = self._writes.setdefault((rank, layer, first_block), _Write(unix_ns(self._clock)))
         write.under_way += 1
-        self._loop.call_soon_threadsafe(operation.on_end, partial(_delivered, write, operation))
+        self._loop.call_soon_threadsafe(
+            operation.on_end, partial(self._delivered, write, operation)
+        )
 
     def end(self, error: KvxferError | None, fabric: str | None, nbytes: int) -> None:
         for (rank, layer, first_block), write in self._writes.items():
@@ -59,8 +63,7 @@ class SendSpans:
         self._span.set(fabric=fabric or "", bytes=nbytes)
         self._span.end(error)
 
-
-def _delivered(write: _Write, operation: Operation) -> None:
-    write.ended = time.time_ns()
-    write.under_way -= operation.error is None
-    write.nbytes += operation.nbytes
+    def _delivered(self, write: _Write, operation: Operation) -> None:
+        write.ended = unix_ns(self._clock)
+        write.under_way -= operation.error is None
+        write.nbytes += operation.nbytes

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, Protocol
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.instances import Traffic
 
 _SECONDS: Final = 10.0
@@ -26,12 +26,10 @@ class Sender(Protocol):
 class TrafficMeter:
     """Loop only. Transfers are looked at when somebody asks: nothing is counted per write."""
 
-    def __init__(
-        self, *, seconds: float = _SECONDS, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, *, seconds: float = _SECONDS, clock: Clock = SYSTEM_CLOCK) -> None:
         self._seconds = seconds
         self._clock = clock
-        self._since = clock()
+        self._since = clock.monotonic()
         self._fresh: Counter[tuple[str, str]] = Counter()
         # When they were looked at, and what was new then. What came before is older than `_since`.
         self._steps: deque[tuple[float, Counter[tuple[str, str]]]] = deque()
@@ -47,7 +45,7 @@ class TrafficMeter:
         first."""
         for sender in senders:
             self._look(sender)
-        now = self._clock()
+        now = self._clock.monotonic()
         self._steps.append((now, self._fresh))
         self._fresh = Counter()
         while self._steps[0][0] <= now - self._seconds:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import heapq
-import time
 from typing import Literal, TypeAlias
 
+from kvxfer.clock import Clock
 from kvxfer.errors import KvxferError, TicketExpired, TicketInvalid, without_traceback
 from kvxfer.kv.messages import Hello
 from kvxfer.ticket import Ticket
@@ -19,7 +19,8 @@ class TransferLedger:
     Loop only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._used: dict[str, set[tuple[Use, int]]] = {}
         self._bearers: dict[str, tuple[str, int]] = {}
         self._failures: dict[str, KvxferError] = {}
@@ -85,7 +86,7 @@ class TransferLedger:
 
     def _forget_expired(self) -> float:
         """Returns the time."""
-        now = time.time()
+        now = self._clock.unix()
         while self._expiries and self._expiries[0][0] <= now:
             _, transfer_id = heapq.heappop(self._expiries)
             self._used.pop(transfer_id, None)

@@ -135,7 +135,7 @@ class Members:
             worker = self.decode[name] = DecodeWorker(name, epoch, self.model, self.now)
         worker.phase = self._draw.random()
         if self.settings.metered:
-            worker.meter = LoadMeter(clock=self.monotonic)
+            worker.meter = LoadMeter(clock=self)
         if ready:
             self.make_ready(worker)
         return worker

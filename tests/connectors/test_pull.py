@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from kvxfer.connectors.vllm.plan import Send, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
 from kvxfer.connectors.vllm.pull import KeptPrompts, Source, is_pull
 from kvxfer.ticket import TicketKeys, verify_ticket
+from tests.virtual_time import VirtualClock
 
 KEYS = TicketKeys([b"a cluster key of enough bytes"])
 ADDRESSES = ("kvx://10.0.0.7:4000/aa", "kvx://10.0.0.7:4001/bb")
@@ -20,8 +20,9 @@ BLOCK = 16
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
 
 
-def kept_prompts() -> KeptPrompts:
-    made = KeptPrompts("prefill-0", PromptBlocks(BLOCK), 30.0, lambda: KEYS)
+def kept_prompts(clock: VirtualClock | None = None) -> KeptPrompts:
+    clock = clock or VirtualClock()
+    made = KeptPrompts("prefill-0", PromptBlocks(BLOCK), 30.0, lambda: KEYS, clock=clock)
     made.source = Source(7, ADDRESSES)
     return made
 
@@ -33,16 +34,17 @@ def finish(kept: KeptPrompts, request_id: str) -> tuple[Send, dict[str, Any]]:
 
 
 def test_the_reply_lets_any_decode_worker_fetch_this_prompt() -> None:
-    kept = kept_prompts()
+    clock = VirtualClock()
+    kept = kept_prompts(clock)
     kept.arrived("r", 34, DIGEST)
     assert kept.tokens("r") == 34
     send, reply = finish(kept, "r")
-    ticket = verify_ticket(reply["ticket"], KEYS)
+    ticket = verify_ticket(reply["ticket"], KEYS, now=clock.unix())
     assert ticket.bearer
     assert (ticket.prefill_id, ticket.prefill_epoch) == ("prefill-0", 7)
     assert (ticket.request_id, ticket.prompt_digest) == ("r", DIGEST)
     # Decode may have it kept for longer than the lease, up to ten leases.
-    assert 299 < ticket.expires_at - time.time() <= 300
+    assert ticket.expires_at == clock.unix() + 300
     # Decode reads the reply as it reads what the control plane says.
     params = TransferParams.of(reply)
     assert params == TransferParams(reply["ticket"], ADDRESSES[0], ADDRESSES)
@@ -76,12 +78,13 @@ def test_the_samples_of_one_request_are_kept_once_and_have_one_reply(one_by_one:
 
 
 def test_what_samples_have_in_common_is_forgotten_with_their_lease() -> None:
-    kept = KeptPrompts("prefill-0", PromptBlocks(BLOCK), 1e-9, lambda: KEYS)
-    kept.source = Source(7, ADDRESSES)
-    for name in ("0_a", "0_b"):
+    clock = VirtualClock()
+    kept = kept_prompts(clock)
+    for name, remembered in (("0_a", 1), ("0_b", 2), ("0_c", 2)):
         kept.arrived(name, 33, DIGEST)
         finish(kept, name)
-    assert len(kept._replies) == 1
+        assert len(kept._replies) == remembered
+        clock.advance(15)
 
 
 @pytest.mark.parametrize("other", [("1_r-2f", DIGEST), ("1_r-1f", b"other")])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kvxfer.connectors.vllm.plan import Receive, StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
 from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
 from kvxfer.instances import Role
+from tests.virtual_time import VirtualClock
 
 PARAMS = TransferParams("ticket", "kvx://127.0.0.1:1/0")
 DIGEST = b"digest"
@@ -21,9 +20,10 @@ LEASE_SECONDS = 3 * KEEP_SECONDS
 
 
 def scheduler(
-    side: Role | None, prompt_tokens: int, clock: Callable[[], float] = lambda: 0.0
+    side: Role | None, prompt_tokens: int, clock: VirtualClock | None = None
 ) -> TransferScheduler:
-    made = TransferScheduler(PromptBlocks(BLOCK), lambda params: side, LEASE_SECONDS, clock)
+    clock = clock or VirtualClock()
+    made = TransferScheduler(PromptBlocks(BLOCK), lambda params: side, LEASE_SECONDS, clock=clock)
     made.arrived("r", PARAMS, prompt_tokens, DIGEST)
     return made
 
@@ -95,16 +95,16 @@ def test_prefill_hears_of_a_decode_request_that_never_got_blocks() -> None:
 
 
 def test_prefill_hears_again_and_again_of_a_decode_request_that_waits_for_blocks() -> None:
-    now = 100.0
-    side = scheduler(Role.DECODE, 33, lambda: now)
+    clock = VirtualClock()
+    side = scheduler(Role.DECODE, 33, clock)
     side.arrived("second", PARAMS, 33, DIGEST)
     heard = []
     for _ in range(5):
         heard.append(side.step((), ()).waiting)
-        now += KEEP_SECONDS / 2
+        clock.advance(KEEP_SECONDS / 2)
     assert heard == [[PARAMS], [], [PARAMS], [], [PARAMS]]
     side.allocated("r", [[7, 8, 9]], 32)
-    now += KEEP_SECONDS
+    clock.advance(KEEP_SECONDS)
     assert side.step((), ()).waiting == []
 
 
@@ -150,8 +150,8 @@ def test_prefill_sends_once_for_requests_with_the_same_ticket() -> None:
 
 @pytest.mark.parametrize("side", [Role.PREFILL, Role.DECODE])
 def test_a_sample_that_arrives_after_the_end_of_the_first_one_has_no_transfer(side: Role) -> None:
-    now = 0.0
-    samples = scheduler(side, 33, lambda: now)
+    clock = VirtualClock()
+    samples = scheduler(side, 33, clock)
     samples.arrived("0_s", TransferParams("of samples", "kvx://127.0.0.1:1/0"), 33, DIGEST)
     samples.allocated("0_s", [[1, 2, 3]], 32)
     samples.step([Scheduled("0_s", [[1, 2, 3]], 0, 33)], ())
@@ -168,7 +168,7 @@ def test_a_sample_that_arrives_after_the_end_of_the_first_one_has_no_transfer(si
     assert not transfers("1_s")
     assert not transfers("2_s")
     assert transfers("0_of-another-request"), "the ticket is refused where it is used again"
-    now = LEASE_SECONDS
+    clock.advance(LEASE_SECONDS)
     assert transfers("3_s"), "what is long over is forgotten"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from kvxfer.kv.block_pool import BlockPool
@@ -10,6 +9,7 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
+from tests.virtual_time import loop_clock
 
 from .steered import Engine, Network, Region
 from .workers import LAYOUT
@@ -25,7 +25,13 @@ class Side:
         self.cache = KvCache.allocate(engine, layout, POOL)
         self.pool = BlockPool(POOL)
         self.endpoint = KvEndpoint(
-            engine, self.cache, self.pool, instance_id=name, epoch=1, ticket_key=KEY
+            engine,
+            self.cache,
+            self.pool,
+            instance_id=name,
+            epoch=1,
+            ticket_key=KEY,
+            clock=loop_clock(),
         )
 
     def block_of(self, region: Region, offset: int) -> int:
@@ -39,7 +45,7 @@ class Pair:
     def __init__(self) -> None:
         self.prefill, self.decode = Side("prefill", LAYOUT), Side("decode", LAYOUT)
         self.network = Network(self.prefill.engine, self.decode.engine)
-        expires = time.time() + 60
+        expires = self.prefill.endpoint.clock.unix() + 60
         self.token = sign_ticket(Ticket("t", "r", "prefill", 1, "decode", 1, expires), KEY)
 
     def meet(self) -> None:

@@ -22,7 +22,7 @@ def test_a_table_survives_json_and_is_verified_after_it() -> None:
     text = msgspec.json.encode(table)
     again = msgspec.json.decode(text, type=BlockTable)
     assert again == table
-    assert verify_block_table(again, CLUSTER_KEY) == TICKET
+    assert verify_block_table(again, CLUSTER_KEY, now=0) == TICKET
     assert msgspec.json.decode(text)["offer"]["type"] == "offer"
 
 
@@ -41,7 +41,7 @@ def test_whatever_is_changed_in_the_offer_is_noticed(change: dict[str, object]) 
     table = block_table()
     offer = msgspec.structs.replace(table.offer, **change)
     with pytest.raises(TicketInvalid, match="its signature does not fit"):
-        verify_block_table(msgspec.structs.replace(table, offer=offer), CLUSTER_KEY)
+        verify_block_table(msgspec.structs.replace(table, offer=offer), CLUSTER_KEY, now=0)
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def test_whatever_is_changed_in_the_offer_is_noticed(change: dict[str, object]) 
 )
 def test_whatever_is_changed_beside_the_offer_is_noticed(change: dict[str, object]) -> None:
     with pytest.raises(TicketInvalid, match="its signature does not fit"):
-        verify_block_table(msgspec.structs.replace(block_table(), **change), CLUSTER_KEY)
+        verify_block_table(msgspec.structs.replace(block_table(), **change), CLUSTER_KEY, now=0)
 
 
 def test_a_table_of_another_cluster_is_refused() -> None:
     with pytest.raises(TicketInvalid, match=r"block table of transfer t-1 cannot be trusted .*key"):
-        verify_block_table(block_table(key=OTHER_KEY), CLUSTER_KEY)
+        verify_block_table(block_table(key=OTHER_KEY), CLUSTER_KEY, now=0)
 
 
 def test_a_ticket_of_another_cluster_is_refused() -> None:
     with pytest.raises(TicketInvalid, match="the ticket cannot be trusted"):
-        verify_block_table(block_table(ticket_key=OTHER_KEY), CLUSTER_KEY)
+        verify_block_table(block_table(ticket_key=OTHER_KEY), CLUSTER_KEY, now=0)
 
 
 def test_the_signature_of_a_ticket_is_none_of_a_table() -> None:
@@ -69,16 +69,16 @@ def test_the_signature_of_a_ticket_is_none_of_a_table() -> None:
     said = msgspec.msgpack.encode((table.offer, table.decode_id, table.decode_epoch))
     mac = hmac.digest(keys.signing_key, said, hashlib.sha256)
     with pytest.raises(TicketInvalid, match="its signature does not fit"):
-        verify_block_table(msgspec.structs.replace(table, mac=mac), keys)
+        verify_block_table(msgspec.structs.replace(table, mac=mac), keys, now=0)
 
 
 def test_a_table_under_the_ticket_of_another_transfer_or_decode_is_refused() -> None:
     other = sign_ticket(replace(TICKET, transfer_id="t-2"), CLUSTER_KEY)
     with pytest.raises(TicketInvalid, match="t-1 carries the ticket of transfer t-2"):
-        verify_block_table(block_table(ticket=other), CLUSTER_KEY)
+        verify_block_table(block_table(ticket=other), CLUSTER_KEY, now=0)
     stale = sign_ticket(replace(TICKET, decode_epoch=1), CLUSTER_KEY)
     with pytest.raises(TicketInvalid, match=r"'d' of epoch 2, its ticket names .* epoch 1"):
-        verify_block_table(block_table(ticket=stale), CLUSTER_KEY)
+        verify_block_table(block_table(ticket=stale), CLUSTER_KEY, now=0)
 
 
 def test_a_table_ends_with_its_ticket() -> None:
@@ -89,9 +89,9 @@ def test_a_table_ends_with_its_ticket() -> None:
 def test_keys_can_be_exchanged_while_tables_are_under_way() -> None:
     new = b"the key of the next month"
     table = block_table(key=CLUSTER_KEY)
-    assert verify_block_table(table, TicketKeys([new, CLUSTER_KEY])) == TICKET
+    assert verify_block_table(table, TicketKeys([new, CLUSTER_KEY]), now=0) == TICKET
     with pytest.raises(TicketInvalid, match="a key that is not known here"):
-        verify_block_table(table, TicketKeys([new]))
+        verify_block_table(table, TicketKeys([new]), now=0)
 
 
 def test_the_longest_offer_between_engines_fits_as_json() -> None:

@@ -311,7 +311,7 @@ async def test_a_table_that_was_altered_at_the_control_plane_is_refused(
             offer = msgspec.structs.replace(table.offer, blocks=table.offer.blocks[:8])
             table = msgspec.structs.replace(table, offer=offer)
         case _:
-            other = verify_ticket(await fleet.ticket(), CLUSTER_KEY)
+            other = verify_ticket(await fleet.ticket(), CLUSTER_KEY, now=0)
             table = block_table(other)
     fleet.server.registry._tables[transfer_id] = table
     ask.set()
@@ -348,11 +348,13 @@ async def test_decode_refuses_a_prefill_worker_whose_ticket_is_not_for_them(
     fleet: Fleet, change: dict[str, Any], said: str
 ) -> None:
     good = await fleet.ticket()
-    bad = sign_ticket(replace(verify_ticket(good, CLUSTER_KEY), **change), CLUSTER_KEY)
+    bad = sign_ticket(replace(verify_ticket(good, CLUSTER_KEY, now=0), **change), CLUSTER_KEY)
     brokered = fleet.prefill.endpoint._brokered
     sender = await fleet.begin_prefill(good, lease_seconds=5)
     brokered.ended(sender)
-    brokered.fetch(sender, verify_ticket(good, CLUSTER_KEY), bad, fleet.decode.engine.address)
+    brokered.fetch(
+        sender, verify_ticket(good, CLUSTER_KEY, now=0), bad, fleet.decode.engine.address
+    )
     error = await told(sender)
     assert isinstance(error, TransferCancelled)
     assert said in str(error)

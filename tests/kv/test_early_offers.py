@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from kvxfer.errors import Backpressure
 from kvxfer.kv.early_offers import EarlyOffer, EarlyOffers
 from kvxfer.kv.messages import Offer
+from tests.virtual_time import loop_clock
 
 from .workers import SOON
 
@@ -24,12 +24,12 @@ def never(early: EarlyOffer) -> None:
     raise AssertionError(early)
 
 
-LATER = time.time() + 3600
+LATER = 2e9
 NEVER: Any = {"lease_over": never, "ticket_expired": never}
 
 
 async def test_an_offer_is_taken_once() -> None:
-    offers, pair = EarlyOffers(4), _pair("a")
+    offers, pair = EarlyOffers(4, loop_clock()), _pair("a")
     offers.keep(pair, offer("t"), BLOCKS, LATER, **NEVER)
     [early] = offers.take("t")
     assert (early.pair, early.offer.transfer_id, early.blocks.tolist()) == (pair, "t", [1, 2])
@@ -39,7 +39,7 @@ async def test_an_offer_is_taken_once() -> None:
 
 
 async def test_the_ranks_of_a_transfer_are_taken_together() -> None:
-    offers = EarlyOffers(1)
+    offers = EarlyOffers(1, loop_clock())
     first, second = _pair("a"), _pair("b")
     offers.keep(first, offer("t"), BLOCKS, LATER, **NEVER)
     offers.keep(second, offer("t"), BLOCKS, LATER, **NEVER)
@@ -49,7 +49,7 @@ async def test_the_ranks_of_a_transfer_are_taken_together() -> None:
 
 
 async def test_the_bound_is_per_peer_and_counts_what_waits() -> None:
-    offers = EarlyOffers(2)
+    offers = EarlyOffers(2, loop_clock())
     first, second = _pair("a"), _pair("b")
     for transfer_id in ("1", "2"):
         offers.keep(first, offer(transfer_id), BLOCKS, LATER, **NEVER)
@@ -63,13 +63,13 @@ async def test_the_bound_is_per_peer_and_counts_what_waits() -> None:
 
 
 async def test_an_offer_ends_with_its_ticket() -> None:
-    offers = EarlyOffers(1)
+    offers = EarlyOffers(1, loop_clock())
     expired: asyncio.Queue[EarlyOffer] = asyncio.Queue()
     offers.keep(
         _pair("a"),
         offer("t"),
         BLOCKS,
-        time.time() + 0.02,
+        loop_clock().unix() + 0.02,
         lease_over=never,
         ticket_expired=expired.put_nowait,
     )
@@ -79,7 +79,7 @@ async def test_an_offer_ends_with_its_ticket() -> None:
 
 
 async def test_an_expired_offer_is_reported_and_no_longer_kept() -> None:
-    offers = EarlyOffers(1)
+    offers = EarlyOffers(1, loop_clock())
     expired: asyncio.Queue[EarlyOffer] = asyncio.Queue()
     pair = _pair("a")
     offers.keep(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +54,8 @@ class Round:
         self.network.max_messages = rng.choice([1, 3, 100])
         self.network.landing = self.check_landing
         self.ticket = sign_ticket(
-            Ticket("t", "r", "prefill", 1, "decode", 1, time.time() + 60), KEY
+            Ticket("t", "r", "prefill", 1, "decode", 1, self.prefill.endpoint.clock.unix() + 60),
+            KEY,
         )
         # A task that is cancelled before it runs leaves it at that.
         self.outcomes: dict[str, object] = dict.fromkeys(("prefill", "decode"), "task cancelled")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -10,14 +9,16 @@ from kvxfer.kv.lost_offers import LostOffers
 from kvxfer.kv.messages import Release
 from kvxfer.kv.pair import KvPair
 from kvxfer.ticket import Ticket, verify_ticket
+from tests.virtual_time import VirtualClock
 
 from .workers import KEY, SOON, Worker, eventually, make_ticket
 
 
 def test_a_lost_offer_is_known_by_its_engine_until_its_ticket_expires() -> None:
-    lost = LostOffers()
+    clock = VirtualClock()
+    lost = LostOffers(clock)
     for name, seconds in (("expired", 0), ("good", 60)):
-        ticket = Ticket(name, "r", "p", 1, "d", 1, expires_at=time.time() + seconds)
+        ticket = Ticket(name, "r", "p", 1, "d", 1, expires_at=clock.unix() + seconds)
         lost.add("engine", ticket, f"token of {name}", "why")
     assert lost.of("engine") == [Release("good", "token of good", "why")]
     assert lost.of("another") == []
@@ -46,7 +47,7 @@ async def test_a_lost_offer_is_told_over_the_next_connection(
     lost.peer.close()
     await eventually(lambda: not list(prefill.endpoint._pairs))
     await decode.engine.connect(prefill.engine.address)
-    transfer_id = verify_ticket(ticket, KEY).transfer_id
+    transfer_id = verify_ticket(ticket, KEY, now=0).transfer_id
     await eventually(lambda: prefill.endpoint._ledger.failure(transfer_id) is not None)
     with (
         prefill.pool.hold(1) as hold,
@@ -74,6 +75,8 @@ async def test_a_lost_offer_is_told_over_another_connection_and_once_is_enough(
     [other] = decode.endpoint._pairs
     decode.endpoint._reception._tell_of_lost_offers(other)
     after = make_ticket(prefill, decode)
-    other.send(Release(verify_ticket(after, KEY).transfer_id, after, "to come after the other"))
+    other.send(
+        Release(verify_ticket(after, KEY, now=0).transfer_id, after, "to come after the other")
+    )
     await eventually(lambda: len(prefill.endpoint._ledger) == 2)
     assert "release" not in prefill.endpoint.refusals()

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import time
-
-import pytest
-
 from kvxfer.errors import PeerLost, PeerTimeout
 from kvxfer.kv.lost_workers import LostWorkers
+from tests.virtual_time import VirtualClock
 
 
 def test_losses_after_a_ticket_was_issued_are_known_by_rank() -> None:
-    lost = LostWorkers()
-    before = time.time() - 1
+    clock = VirtualClock()
+    lost, before = LostWorkers(clock), clock.unix() - 1
     lost.add(("d", 1), 0, PeerLost("first"))
     lost.add(("d", 1), 1, PeerTimeout("second"))
     found = lost.since(("d", 1), before)
@@ -19,13 +16,13 @@ def test_losses_after_a_ticket_was_issued_are_known_by_rank() -> None:
         1: (PeerTimeout, "second"),
     }
     assert lost.since(("d", 2), before) == {}
-    assert lost.since(("d", 1), time.time() + 1) == {}
+    assert lost.since(("d", 1), clock.unix() + 1) == {}
     assert lost.since(("d", 1), 0.0) == {}
 
 
 def test_the_worker_that_was_lost_longest_ago_is_forgotten_first() -> None:
-    lost = LostWorkers(2)
-    before = time.time() - 1
+    clock = VirtualClock()
+    lost, before = LostWorkers(clock, 2), clock.unix() - 1
     error = PeerLost("it exited")
     for name in ("a", "b", "a", "c"):
         lost.add((name, 1), 0, error)
@@ -33,12 +30,18 @@ def test_the_worker_that_was_lost_longest_ago_is_forgotten_first() -> None:
     assert [name for name in "abc" if lost.since((name, 1), before)] == ["a", "c"]
 
 
-def test_a_clock_that_was_wrong_when_a_worker_was_lost_does_no_harm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lost, now = LostWorkers(), time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 3600)
+class WrongClock(VirtualClock):
+    wrong = 0.0
+
+    def unix(self) -> float:
+        return super().unix() + self.wrong
+
+
+def test_a_clock_that_was_wrong_when_a_worker_was_lost_does_no_harm() -> None:
+    clock = WrongClock()
+    lost, now = LostWorkers(clock), clock.unix()
+    clock.wrong = 3600
     lost.add(("d", 1), 0, PeerLost("it exited"))
-    monkeypatch.setattr(time, "time", lambda: now)
+    clock.wrong = 0
     assert lost.since(("d", 1), now - 1)
     assert not lost.since(("d", 1), now + 1)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from kvxfer.errors import KvxferError, PeerLost, PeerTimeout
 from kvxfer.kv import outbox
 from kvxfer.kv.outbox import Outbox
 from kvxfer.kv.session_state import PrefillState
+from tests.virtual_time import loop_clock
 
 from .pair import POOL, Pair
 from .steered import Engine, Network
@@ -48,7 +48,7 @@ async def test_messages_keep_their_order_where_there_is_no_room() -> None:
     network, one, other = engines()
     network.max_messages = 1
     said: Any = one.peer
-    box = Outbox(said, unheard)
+    box = Outbox(said, unheard, loop_clock())
     sent = [bytes([number]) for number in range(5)]
     for message in sent[:4]:
         box.send(message)
@@ -73,7 +73,7 @@ async def test_a_message_that_finds_no_room_in_time_is_the_end(
     network.max_messages = 0
     errors: list[KvxferError] = []
     said: Any = one.peer
-    box = Outbox(said, errors.append)
+    box = Outbox(said, errors.append, loop_clock())
     box.send(b"first")
     box.send(b"second")
     await eventually(lambda: bool(errors))
@@ -90,10 +90,10 @@ async def test_the_time_in_which_this_process_was_stopped_is_not_held_against_th
     network.max_messages = 0
     errors: list[KvxferError] = []
     said: Any = one.peer
-    box = Outbox(said, errors.append)
+    box = Outbox(said, errors.append, loop_clock())
     box.send(b"first")
     await asyncio.sleep(2 * outbox.RETRY_SECONDS)
-    time.sleep(1.5 * outbox.PATIENCE_SECONDS)  # noqa: ASYNC251
+    loop_clock().sleep(1.5 * outbox.PATIENCE_SECONDS)
     await asyncio.sleep(2 * outbox.RETRY_SECONDS)
     assert not errors
     network.max_messages = 9
@@ -104,7 +104,7 @@ async def test_what_was_kept_for_a_peer_that_is_lost_is_forgotten() -> None:
     network, one, _ = engines()
     network.max_messages = 0
     said: Any = one.peer
-    box = Outbox(said, unheard)
+    box = Outbox(said, unheard, loop_clock())
     box.send(b"kept")
     network.lose(PeerLost("the cable was pulled"))
     await eventually(lambda: not box._waiting)

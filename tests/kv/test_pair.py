@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.errors import PeerLost, ProtocolError
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.layout import KvLayout
@@ -32,7 +33,7 @@ def hello(**changes: Any) -> Hello:
 def pair_with(cache: KvCache) -> KvPair:
     peer: Any = Engine("peer")
     peer.engine_id = "0" * 32
-    return KvPair(peer, cache, lambda pair, error: None)
+    return KvPair(peer, cache, lambda pair, error: None, clock=SYSTEM_CLOCK)
 
 
 def test_a_hello_describes_every_plane_and_gives_no_permission() -> None:

@@ -24,7 +24,7 @@ def rate(to: str, bytes_per_second: float) -> Traffic:
 
 def test_bytes_count_once_whether_a_transfer_goes_on_or_ends():
     clock = VirtualClock()
-    meter = TrafficMeter(seconds=10, clock=clock.monotonic)
+    meter = TrafficMeter(seconds=10, clock=clock)
     moving, ends = Moving(d=100, e=30), Moving(d=500)
     clock.advance(2)
     assert meter.rates([moving, ends]) == (rate("d", 300), rate("e", 15))
@@ -37,7 +37,7 @@ def test_bytes_count_once_whether_a_transfer_goes_on_or_ends():
 
 def test_what_is_older_than_the_window_counts_no_more():
     clock = VirtualClock()
-    meter = TrafficMeter(seconds=10, clock=clock.monotonic)
+    meter = TrafficMeter(seconds=10, clock=clock)
     moving = Moving(d=1000)
     clock.advance(5)
     assert meter.rates([moving]) == (rate("d", 200),)
@@ -51,7 +51,7 @@ def test_what_is_older_than_the_window_counts_no_more():
 
 
 def test_ranks_of_one_instance_are_one_and_the_most_comes_first():
-    meter = TrafficMeter(seconds=10, clock=VirtualClock().monotonic)
+    meter = TrafficMeter(seconds=10, clock=VirtualClock())
 
     class Ranks:
         def delivered(self):
@@ -67,6 +67,6 @@ def test_ranks_of_one_instance_are_one_and_the_most_comes_first():
 
 
 def test_a_large_fleet_is_told_in_part():
-    meter = TrafficMeter(seconds=10, clock=VirtualClock().monotonic)
+    meter = TrafficMeter(seconds=10, clock=VirtualClock())
     told = meter.rates([Moving(**{f"d{n}": n for n in range(1, 101)})])
     assert [each.to for each in told] == [f"d{n}" for n in range(100, 36, -1)]

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from kvxfer.errors import TicketExpired, TicketInvalid, TransferCancelled
@@ -9,14 +7,17 @@ from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import PROTOCOL_VERSION, Hello
 from kvxfer.kv.transfer_ledger import TransferLedger
 from kvxfer.ticket import Ticket
+from tests.virtual_time import VirtualClock
+
+NOW = VirtualClock().unix()
 
 
 def ticket(transfer_id: str, seconds: float = 60.0) -> Ticket:
-    return Ticket(transfer_id, "request", "p", 1, "d", 1, time.time() + seconds)
+    return Ticket(transfer_id, "request", "p", 1, "d", 1, NOW + seconds)
 
 
 def test_a_ticket_is_good_once_per_use() -> None:
-    ledger = TransferLedger()
+    ledger = TransferLedger(VirtualClock())
     ledger.claim(ticket("a"), "offer")
     ledger.claim(ticket("a"), "prefill session")
     ledger.claim(ticket("b"), "offer")
@@ -38,8 +39,8 @@ def hello(instance_id: str, *, epoch: int = 1, rank: int = 0) -> Hello:
 
 
 def test_a_bearer_ticket_is_good_for_all_ranks_of_one_worker_once_each() -> None:
-    ledger = TransferLedger()
-    bearer = Ticket("a", "request", "p", 1, "", 0, time.time() + 60)
+    ledger = TransferLedger(VirtualClock())
+    bearer = Ticket("a", "request", "p", 1, "", 0, NOW + 60)
     ledger.claim_by(bearer, "offer", hello("d"))
     for other in (hello("e", rank=1), hello("d", epoch=2, rank=1)):
         with pytest.raises(TicketInvalid, match="already used by decode worker 'd'"):
@@ -50,15 +51,15 @@ def test_a_bearer_ticket_is_good_for_all_ranks_of_one_worker_once_each() -> None
 
 
 def test_a_bearer_ticket_that_is_bound_is_still_good_once_and_then_forgotten() -> None:
-    ledger = TransferLedger()
-    bearer = Ticket("a", "request", "p", 1, "", 0, time.time() + 60)
+    ledger = TransferLedger(VirtualClock())
+    bearer = Ticket("a", "request", "p", 1, "", 0, NOW + 60)
     ledger.bind(bearer, hello("d"))
     ledger.bind(bearer, hello("d", rank=1))
     for use in (ledger.bind, lambda ticket, of: ledger.claim_by(ticket, "offer", of)):
         with pytest.raises(TicketInvalid, match="already used by decode worker 'd'"):
             use(bearer, hello("e"))
     ledger.claim_by(bearer, "offer", hello("d"))
-    late = Ticket("b", "request", "p", 1, "", 0, time.time() - 1)
+    late = Ticket("b", "request", "p", 1, "", 0, NOW - 1)
     ledger.bind(late, hello("d"))
     assert len(ledger) == 2
     ledger.bind(late, hello("e"))  # what it was before is forgotten
@@ -67,7 +68,7 @@ def test_a_bearer_ticket_that_is_bound_is_still_good_once_and_then_forgotten() -
 
 
 def test_the_first_failure_is_remembered() -> None:
-    ledger = TransferLedger()
+    ledger = TransferLedger(VirtualClock())
     ledger.claim(ticket("a"), "offer")
     ledger.fail("a", TransferCancelled("first"))
     ledger.fail("a", TransferCancelled("second"))
@@ -78,12 +79,13 @@ def test_the_first_failure_is_remembered() -> None:
     assert ledger.failure("unknown") is None
 
 
-def test_transfers_are_forgotten_when_their_tickets_expire(monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = TransferLedger()
+def test_transfers_are_forgotten_when_their_tickets_expire() -> None:
+    clock = VirtualClock()
+    ledger = TransferLedger(clock)
     late = ticket("late", seconds=30)
     ledger.claim(late, "offer")
     ledger.fail("late", TransferCancelled("gone"))
-    monkeypatch.setattr(time, "time", lambda: late.expires_at)
+    clock.advance(30)
     ledger.claim(ticket("fresh"), "offer")
     assert len(ledger) == 1
     assert ledger.failure("late") is None

@@ -95,7 +95,7 @@ async def test_a_ticket_carries_the_trace_to_an_engine_that_is_not_told_otherwis
 ) -> None:
     """As in vLLM, whose connector sees no headers."""
     params = workers.request("traced").kv_transfer_params
-    claims = verify_ticket(params.ticket, workers.cluster_key)
+    claims = verify_ticket(params.ticket, workers.cluster_key, now=0)
     ticket = sign_ticket(replace(claims, traceparent=RECORDED), workers.cluster_key)
     endpoint = workers.decode.service._endpoint
     endpoint._tracer = tracer
@@ -115,7 +115,7 @@ async def test_a_transfer_that_fails_before_it_begins_has_a_span_that_says_why(
     workers: WorkerPair, tracer: Tracer, spans: InMemorySpanExporter
 ) -> None:
     params = workers.request("traced").kv_transfer_params
-    claims = verify_ticket(params.ticket, workers.cluster_key)
+    claims = verify_ticket(params.ticket, workers.cluster_key, now=0)
     ticket = sign_ticket(replace(claims, traceparent=RECORDED), workers.cluster_key)
     endpoint = workers.decode.service._endpoint
     endpoint._tracer = tracer

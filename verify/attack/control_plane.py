@@ -43,7 +43,7 @@ class Plane:
         """A new transfer's ticket."""
         answer = self.call("router", "POST", "/v1/transfers", json={})
         assert answer.status_code == 201, answer.text
-        return verify_ticket(answer.json()["ticket"], CLUSTER_KEY)
+        return verify_ticket(answer.json()["ticket"], CLUSTER_KEY, now=time.time())
 
     def put(self, ticket: Ticket, body: dict[str, Any]) -> str:
         """Leaves a block table; the code of the error, or ""."""

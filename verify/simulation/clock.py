@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import heapq
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .process import Process
@@ -44,16 +40,23 @@ class Clock:
             event()
 
     def wall(self) -> float:
-        """As the host of the process that runs has it; outside of processes the right one."""
-        loop: Any = asyncio._get_running_loop()
-        wrong = 0.0 if loop is None else loop.wall_wrong
-        return _WALL_BEGIN + self.now - _MONOTONIC_BEGIN + wrong
+        """Seconds since the Unix epoch, by a wall clock that is right."""
+        return _WALL_BEGIN + self.now - _MONOTONIC_BEGIN
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """The `time` module tells this time."""
-        with (
-            mock.patch.object(time, "monotonic", lambda: self.now),
-            mock.patch.object(time, "time", self.wall),
-        ):
-            yield
+
+class ProcessClock:
+    """What a process takes for the time: a `kvxfer.clock.Clock`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.wall_wrong = 0.0
+        """By how many seconds the host's wall clock is ahead."""
+
+    def monotonic(self) -> float:
+        return self._clock.now
+
+    def unix(self) -> float:
+        return self._clock.wall() + self.wall_wrong
+
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError("a process of one thread may not block it")

@@ -4,7 +4,6 @@ block tables of brokered handshakes, which it keeps while a transfer is open."""
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -40,8 +39,9 @@ class ControlPlane:
 
     async def send(self, call: Call[T], *, deadline: float | None = None) -> T:
         """What ControlPlaneClient.send() does, of any process: tries again until the deadline."""
-        give_up = time.monotonic() + (deadline or 2.0)
-        answer_by = time.monotonic() + call.wait_seconds
+        clock = self.network.clock
+        give_up = clock.now + (deadline or 2.0)
+        answer_by = clock.now + call.wait_seconds
         transfer_id = call.path.split("/")[3]
         while True:
             await asyncio.sleep(self.network.latency())
@@ -50,9 +50,9 @@ class ControlPlane:
                 if answer is not None:
                     await asyncio.sleep(self.network.latency())
                     return call.read(answer)
-                if time.monotonic() >= answer_by:
+                if clock.now >= answer_by:
                     raise UnknownBlockTable(f"decode has not sent the table of {transfer_id}")
-            if time.monotonic() >= give_up:
+            if clock.now >= give_up:
                 raise ControlPlaneUnavailable("the control plane is away")
             await asyncio.sleep(_RETRY_SECONDS)
 

@@ -103,7 +103,7 @@ class Fate:
         fleet = self._fleet
         for instance in fleet.instances:
             for process in instance.ranks:
-                process.loop.wall_wrong = 0.0
+                process.clock.wall_wrong = 0.0
                 if process.alive and process.stopped_at is not None:
                     process.wake()
             if not all(process.alive for process in instance.ranks):
@@ -229,10 +229,10 @@ class Fate:
                     return
                 fleet.reregister(instance)
             case "wall clock wrong":
-                loop = rng.choice(instance.ranks).loop
-                loop.wall_wrong = rng.uniform(-60, 60)
+                clock = rng.choice(instance.ranks).clock
+                clock.wall_wrong = rng.uniform(-60, 60)
                 if rng.random() < 0.7:
-                    self._at(rng.uniform(0.02, 0.3), lambda: setattr(loop, "wall_wrong", 0.0))
+                    self._at(rng.uniform(0.02, 0.3), lambda: setattr(clock, "wall_wrong", 0.0))
             case "control plane away":
                 fleet.control_plane.away = True
                 self._at(rng.uniform(0.01, 1.0), self._control_plane_is_back)

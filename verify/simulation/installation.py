@@ -1,4 +1,4 @@
-"""Puts the real code on a simulated fleet's time and over its engines."""
+"""Puts the real code over the engines of a simulated fleet."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def installed(fleet: Fleet) -> Iterator[None]:
-    """Within, kvxfer.engine and kvxfer.kv know no other time and no other native engine."""
+    """Within, kvxfer.engine and kvxfer.kv know no other native engine."""
     engines = native.module(
         lambda options: native.NativeEngine(fleet.network, fleet.network.hosts[options.name])
     )
     with (
-        fleet.clock.installed(),
         mock.patch.object(kvxfer.engine.engine, "native", engines),
         mock.patch.object(kvxfer.engine.engine, "Memory", native.Memory),
         mock.patch.object(kvxfer.ticket, "jwt", _signatures),

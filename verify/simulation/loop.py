@@ -26,8 +26,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._selector = _NoSelector()
         self._readers: dict[int, Callable[[], object]] = {}
         self.problems: list[str] = []
-        self.wall_wrong = 0.0
-        """By how many seconds the host's wall clock is ahead."""
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
     def time(self) -> float:

@@ -16,6 +16,7 @@ from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.head_order import HeadOrder, permute_on_host
 from kvxfer.kv.layout import KvLayout
 
+from .clock import ProcessClock
 from .contents import Contents
 from .loop import SimulatedLoop
 from .offers import Offers
@@ -61,7 +62,8 @@ class Process:
         self._layout = layout
         self._waiting: list[Callable[[], None]] = []
         seconds = fleet.rng.choice([0.0, 1e-4, 5e-3])
-        self.loop = SimulatedLoop(lambda: fleet.clock.now, lambda: fleet.rng.uniform(0, seconds))
+        self.clock = ProcessClock(fleet.clock)
+        self.loop = SimulatedLoop(self.clock.monotonic, lambda: fleet.rng.uniform(0, seconds))
         self.offers = Offers(self)
         self.following: asyncio.Task[None] | None = None
         """Of a rank that has its epoch from the first one."""
@@ -143,6 +145,7 @@ class Process:
                     checksums=self._fleet.checksums is self.instance.role,
                     control_plane=cast(Any, self._fleet.control_plane),
                     on_offer=self.offers.told,
+                    clock=self.clock,
                 ) as endpoint:
                     self.endpoint = endpoint
                     if self._layout.rank:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.connectors.loop_thread import LoopThread
 from kvxfer.connectors.sglang.rooms import Rooms
 from kvxfer.connectors.sglang.settings import BackendSettings
@@ -28,21 +29,25 @@ class Agent(LoopThread):
         instance_id: str,
         epoch: int,
         make_cache: MakeCache,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         super().__init__()
         self.settings = settings
         self.instance_id = instance_id
         self.epoch = epoch
+        self.clock = clock
         self._make_cache = make_cache
 
     async def _serve(self) -> None:
-        self.rooms = Rooms(self._decline, self.settings.lease_seconds)
+        self.rooms = Rooms(self._decline, self.settings.lease_seconds, clock=self.clock)
         async with transfer_engine(
             self.settings,
             self._make_cache,
             instance_id=self.instance_id,
             epoch=self.epoch,
             on_offer=self.rooms.offered,
+            clock=self.clock,
         ) as (engine, _, self.endpoint):
             self.engine_address = engine.address
             self._started.set_result(None)

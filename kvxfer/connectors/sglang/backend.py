@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
+from kvxfer.clock import SYSTEM_CLOCK, unix_ns
 from kvxfer.connectors.sglang.agent import Agent
 from kvxfer.connectors.sglang.bootstrap import BootstrapServer, Introductions, register
 from kvxfer.connectors.sglang.incoming import Incoming
@@ -70,7 +70,7 @@ class KVManager(BaseKVManager):
         self.agent = Agent(
             self.settings,
             name,
-            time.time_ns(),
+            unix_ns(SYSTEM_CLOCK),
             lambda engine: register_pool(engine, args, layout),
         )
         self.agent.begin()
@@ -123,7 +123,7 @@ class KVSender(BaseKVSender):
         self.bootstrap_room = bootstrap_room
         self._outgoing = Outgoing(mgr.agent, mgr.metadata, mgr.num_layers)
         self._row = 0
-        self._began = time.monotonic()
+        self._began = mgr.agent.clock.monotonic()
         self._early_send_wait_event: Any = None
 
     def take_prompt(self, tokens: Sequence[int]) -> None:
@@ -137,7 +137,7 @@ class KVSender(BaseKVSender):
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._row = aux_index or 0
-        self._began = time.monotonic()
+        self._began = self.kv_mgr.agent.clock.monotonic()
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         return num_pages > 0
@@ -158,7 +158,7 @@ class KVSender(BaseKVSender):
 
     def get_transfer_metric(self) -> KVTransferMetric:
         return KVTransferMetric(
-            transfer_latency_s=time.monotonic() - self._began,
+            transfer_latency_s=self.kv_mgr.agent.clock.monotonic() - self._began,
             transfer_total_bytes=self._outgoing.nbytes,
         )
 

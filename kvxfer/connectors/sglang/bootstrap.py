@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
 
 import httpx
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.connectors.sglang.introduction import (
     MAX_LENGTH,
     Introduction,
@@ -119,12 +119,14 @@ def _handler_of(owner: BootstrapServer) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def register(url: str, about: Introduction, settings: BackendSettings) -> None:
+def register(
+    url: str, about: Introduction, settings: BackendSettings, *, clock: Clock = SYSTEM_CLOCK
+) -> None:
     """Introduces this prefill instance to its bootstrap server, as soon as that listens.
 
     Raises Forbidden where it refuses, ConnectFailed where it does not answer in time.
     """
-    give_up = time.monotonic() + _REGISTER_SECONDS
+    give_up = clock.monotonic() + _REGISTER_SECONDS
     while True:
         try:
             token = sign_introduction(about, settings.keys)
@@ -133,21 +135,22 @@ def register(url: str, about: Introduction, settings: BackendSettings) -> None:
                 return
             raise Forbidden(f"the bootstrap server at {url} refuses: {answer.text[:500]}")
         except httpx.HTTPError as error:
-            if time.monotonic() > give_up:
+            if clock.monotonic() > give_up:
                 raise ConnectFailed(
                     f"the bootstrap server at {url} did not answer within "
                     f"{_REGISTER_SECONDS:g} s ({error!r}); is the port free?"
                 ) from error
-            time.sleep(_RETRY_SECONDS)
+            clock.sleep(_RETRY_SECONDS)
 
 
 class Introductions:
     """The prefill instances that decode knows, by the address of their bootstrap servers. Loop
     only; `known` and problem() from any thread."""
 
-    def __init__(self, settings: BackendSettings) -> None:
+    def __init__(self, settings: BackendSettings, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self.known: dict[str, Introduction] = {}
         self._settings = settings
+        self._clock = clock
         self._problems: dict[str, tuple[float, KvxferError]] = {}
         self._asking: dict[str, asyncio.Task[Introduction]] = {}
 
@@ -169,7 +172,7 @@ class Introductions:
             )
         except KvxferError as error:
             self.known.pop(address, None)
-            self._problems[address] = (time.monotonic(), error)
+            self._problems[address] = (self._clock.monotonic(), error)
             raise
         self.known[address] = about
         return about

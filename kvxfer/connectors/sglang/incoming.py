@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 from kvxfer.connectors.engine_blocks import EngineBlocks
@@ -42,7 +41,7 @@ class Incoming:
         self._metadata = metadata
         self._address = address
         self._check = check
-        self._created = time.monotonic()
+        self._created = agent.clock.monotonic()
         self._task: asyncio.Task[None] | None = None  # loop only
         self._known = False
         self._begun = False
@@ -149,7 +148,7 @@ class Incoming:
             prefill_epoch=prefill.epoch,
             decode_id=self._agent.instance_id,
             decode_epoch=self._agent.epoch,
-            expires_at=time.time() + settings.lease_seconds,
+            expires_at=self._agent.clock.unix() + settings.lease_seconds,
         )
         return await self._agent.endpoint.decode_session(
             sign_ticket(ticket, settings.keys), prefill.engine_address, blocks

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import InvalidArgument, KvxferError, LeaseExpired
 from kvxfer.ticket import Ticket
 
@@ -36,9 +36,16 @@ class Rooms:
     `decline` refuses an offer, given its ticket and why.
     """
 
-    def __init__(self, decline: Callable[[str, str], None], lease_seconds: float) -> None:
+    def __init__(
+        self,
+        decline: Callable[[str, str], None],
+        lease_seconds: float,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self._decline = decline
         self._lease_seconds = lease_seconds
+        self._clock = clock
         self._waiting: dict[int, tuple[Room, asyncio.Future[str]]] = {}
         # Offers without a request, and rooms whose request has ended without an offer; until when.
         self._offers: dict[str, tuple[float, Ticket, str]] = {}
@@ -78,7 +85,7 @@ class Rooms:
         finally:
             del self._waiting[room.number]
             if not found.done() or found.cancelled():
-                self._left[room.number] = (time.time() + self._lease_seconds, why)
+                self._left[room.number] = (self._clock.unix() + self._lease_seconds, why)
 
     def offered(self, claims: Ticket, token: str) -> None:
         """Decode has made an offer, whose ticket is verified."""
@@ -105,7 +112,7 @@ class Rooms:
             logger.info("nothing to refuse: %s", error)
 
     def _forget_expired(self) -> None:
-        now = time.time()
+        now = self._clock.unix()
         self._offers = {key: offer for key, offer in self._offers.items() if offer[0] > now}
         self._left = {key: left for key, left in self._left.items() if left[0] > now}
 

@@ -14,6 +14,7 @@ import httpx
 
 from kvxfer.cached_blocks import CachedBlocks
 from kvxfer.client import ControlPlaneClient
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.connectors.cores import leave_openmp_cores
 from kvxfer.connectors.loop_thread import START_SECONDS, LoopThread
 from kvxfer.connectors.transfer_engine import MakeCache, transfer_engine
@@ -42,8 +43,9 @@ class Agent(LoopThread):
     endpoint: KvEndpoint
     engine_address: str
 
-    def __init__(self, settings: ConnectorSettings) -> None:
+    def __init__(self, settings: ConnectorSettings, *, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__()
+        self.clock = clock
         self._settings = settings
         self._ranks: asyncio.Future[tuple[str, ...]] = self._loop.create_future()
         self._joined: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -89,6 +91,7 @@ class Agent(LoopThread):
                 self._make_cache,
                 instance_id=self._settings.instance_id,
                 tracer=tracer,
+                clock=self.clock,
             ) as (engine, cache, self.endpoint),
         ):
             self.engine_address = engine.address

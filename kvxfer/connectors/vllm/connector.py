@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.caches import in_model_order, layout_of, packing_name, register_caches
 from kvxfer.connectors.vllm.groups import HeldWindows, windows_of
@@ -218,7 +219,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         if self._settings.role is not Role.BOTH:
             return self._settings.role
         try:
-            ticket = verify_ticket(params.ticket, self._settings.keys)
+            ticket = verify_ticket(params.ticket, self._settings.keys, now=SYSTEM_CLOCK.unix())
         except KvxferError as error:
             logger.warning("%s", error)
             return None

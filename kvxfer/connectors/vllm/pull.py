@@ -6,13 +6,13 @@ From then on it is a push that waits for its OFFER: decode's side is the same fo
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.connectors.vllm.plan import Send, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
 from kvxfer.connectors.vllm.samples import EndedSamples
@@ -57,13 +57,16 @@ class KeptPrompts:
         blocks: PromptBlocks,
         lease_seconds: float,
         ticket_keys: Callable[[], TicketKeys],
+        *,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._instance_id = instance_id
         self._blocks = blocks
         self._lease_seconds = lease_seconds
         self._ticket_keys = ticket_keys
+        self._clock = clock
         self._prompts: dict[str, _Prompt] = {}
-        self._replies: EndedSamples[dict[str, Any]] = EndedSamples(lease_seconds)
+        self._replies: EndedSamples[dict[str, Any]] = EndedSamples(lease_seconds, clock=clock)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -100,7 +103,7 @@ class KeptPrompts:
             prefill_epoch=self.source.epoch,
             decode_id="",
             decode_epoch=0,
-            expires_at=time.time() + _MOST_LEASES * self._lease_seconds,
+            expires_at=self._clock.unix() + _MOST_LEASES * self._lease_seconds,
             prompt_digest=prompt.digest,
         )
         addresses = self.source.addresses

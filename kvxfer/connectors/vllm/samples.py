@@ -6,9 +6,10 @@ may have ended before the next one does.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Generic, TypeVar
+
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 
 What = TypeVar("What")
 
@@ -16,7 +17,7 @@ What = TypeVar("What")
 class EndedSamples(Generic[What]):
     """What the first sample of a request came to, for those that arrive after its end."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float, *, clock: Clock = SYSTEM_CLOCK) -> None:
         """`seconds`: how long it is remembered."""
         self._seconds = seconds
         self._clock = clock
@@ -31,7 +32,7 @@ class EndedSamples(Generic[What]):
         parent = _parent(request_id)
         if parent is not None:
             self._ended.pop((parent, same), None)
-            self._ended[parent, same] = (self._clock() + self._seconds, what)
+            self._ended[parent, same] = (self._clock.monotonic() + self._seconds, what)
 
     def of(self, request_id: str, same: Hashable) -> What | None:
         """What a sample before came to, if there was one."""
@@ -42,7 +43,7 @@ class EndedSamples(Generic[What]):
 
     def _forget(self) -> None:
         """What has been remembered for long enough; the oldest is the first."""
-        now = self._clock()
+        now = self._clock.monotonic()
         while self._ended and next(iter(self._ended.values()))[0] <= now:
             del self._ended[next(iter(self._ended))]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import enum
 import logging
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
 from kvxfer.connectors.vllm.samples import EndedSamples
@@ -69,7 +69,8 @@ class TransferScheduler:
         blocks: PromptBlocks,
         side_of: SideOf,
         lease_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`lease_seconds`: how long prefill keeps a prompt of which it hears nothing."""
         self._blocks = blocks
@@ -78,7 +79,7 @@ class TransferScheduler:
         self._clock = clock
         self._requests: dict[str, _Request] = {}
         self._leaders: dict[str, _Request] = {}  # by ticket
-        self._ended_leaders: EndedSamples[bool] = EndedSamples(lease_seconds, clock)
+        self._ended_leaders: EndedSamples[bool] = EndedSamples(lease_seconds, clock=clock)
         self._plan = StepPlan()
 
     def __len__(self) -> int:
@@ -167,7 +168,7 @@ class TransferScheduler:
             request = self._requests.get(one.request_id)
             if request is not None and request.side is Role.PREFILL:
                 self._plan_send(request, one)
-        now = self._clock()
+        now = self._clock.monotonic()
         for request in self._requests.values():
             waits = request.stage is Stage.WAITING and request.side is Role.DECODE
             if waits and request.keep_at <= now:

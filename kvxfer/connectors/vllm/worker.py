@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -180,7 +179,7 @@ class TransferWorker:
             logger.info("prefill keeps its blocks no longer than its lease: %s", error)
 
     async def _watch(self, request_id: str, outgoing: _Outgoing) -> None:
-        begun = time.monotonic()
+        begun = self._agent.clock.monotonic()
         try:
             await outgoing.session.wait()
         except KvxferError as error:
@@ -195,7 +194,7 @@ class TransferWorker:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 (a coroutine runs in a task)
         self._receiving[receive.request_id] = task
-        begun = time.monotonic()
+        begun = self._agent.clock.monotonic()
         failed = True
         ended = Ended("receive", KvxferError.code)
         try:
@@ -221,7 +220,7 @@ class TransferWorker:
         layout = self._agent.endpoint.layout
         # A block id is of the layers of one group.
         blocks = nbytes * layout.num_groups // (layout.block_bytes * layout.layers_per_rank)
-        return Ended(direction, DELIVERED, blocks, nbytes, time.monotonic() - begun)
+        return Ended(direction, DELIVERED, blocks, nbytes, self._agent.clock.monotonic() - begun)
 
     def _note(self, ended: Ended) -> None:
         with self._lock:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from typing import Self
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.engine import Engine, Operation, OperationGroup
 from kvxfer.engine.native import native
 from kvxfer.errors import EngineError
@@ -20,6 +20,9 @@ class MeteredEngine(Engine):
     Bytes over that time is the rate at which a cache moves; bytes over the time of a whole
     request would mostly say how fast the model computes.
     """
+
+    clock: Clock = SYSTEM_CLOCK
+    """To be set before it is entered."""
 
     _loop_of_tasks: asyncio.AbstractEventLoop
 
@@ -35,7 +38,7 @@ class MeteredEngine(Engine):
     def busy_seconds(self) -> float:
         """Since the start, up to now. Any thread."""
         with self._meter:
-            running = time.monotonic() - self._busy_since if self._under_way else 0.0
+            running = self.clock.monotonic() - self._busy_since if self._under_way else 0.0
             return self._busy + running
 
     def submit_all(
@@ -43,7 +46,7 @@ class MeteredEngine(Engine):
     ) -> list[Operation]:
         with self._meter:
             if not self._under_way:
-                self._busy_since = time.monotonic()
+                self._busy_since = self.clock.monotonic()
             self._under_way += 1
         try:
             operations = super().submit_all(call)
@@ -67,4 +70,4 @@ class MeteredEngine(Engine):
         with self._meter:
             self._under_way -= 1
             if not self._under_way:
-                self._busy += time.monotonic() - self._busy_since
+                self._busy += self.clock.monotonic() - self._busy_since

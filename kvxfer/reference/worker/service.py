@@ -8,7 +8,6 @@ its cancellation, gives every block back, and never before computation and trans
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -48,7 +47,7 @@ from kvxfer.worker_metrics import WorkerMetrics
 class _Decoding:
     """What is known of a decode besides its tokens: all but `arrived` with the first one."""
 
-    arrived: float = field(default_factory=time.perf_counter)
+    arrived: float
     request_id: str = ""
     created: int = 0
     prompt: list[int] = field(default_factory=list)
@@ -56,13 +55,12 @@ class _Decoding:
     visible_transfer: float = 0.0
     first_token_at: float = 0.0
 
-    def timings(self) -> DecodeTimings:
-        """Up to now."""
+    def timings(self, now: float) -> DecodeTimings:
         return DecodeTimings(
             prefill=self.prefill,
             visible_transfer=self.visible_transfer,
             first_token=self.first_token_at - self.arrived,
-            decode=time.perf_counter() - self.first_token_at,
+            decode=now - self.first_token_at,
         )
 
 
@@ -91,7 +89,8 @@ class WorkerService:
         self._compute = compute
         self._metrics = WorkerMetrics(engine, endpoint)
         self._requests = 0
-        self._meter = LoadMeter()
+        self._clock = endpoint.clock
+        self._meter = LoadMeter(clock=self._clock)
 
     def load(self) -> Load:
         """What the control plane hears of this worker."""
@@ -131,7 +130,7 @@ class WorkerService:
         with self._serving(request) as side:
             if side is Role.PREFILL:
                 return await self._prefill(request)
-            run = _Decoding()
+            run = _Decoding(self._clock.monotonic())
             async with contextlib.aclosing(self._decode(request, run)) as tokens:
                 output = [token async for token in tokens]
             return DecodeCompletion(
@@ -140,7 +139,7 @@ class WorkerService:
                 model=self.runner.config.name,
                 choices=[self._choice(output, request)],
                 usage=_usage(run.prompt, output),
-                timings=run.timings(),
+                timings=run.timings(self._clock.monotonic()),
             )
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[CompletionChunk, None]:
@@ -151,7 +150,7 @@ class WorkerService:
                 raise InvalidArgument(
                     "stream: prefill has one token to tell, and no stream; stream from decode"
                 )
-            run = _Decoding()
+            run = _Decoding(self._clock.monotonic())
             output: list[int] = []
             text = TextStream(self.runner.tokenizer)
             async with contextlib.aclosing(self._decode(request, run)) as tokens:
@@ -164,7 +163,8 @@ class WorkerService:
                     )
             if request.stream_options is not None and request.stream_options.include_usage:
                 end = self._chunk(run)
-                end.usage, end.timings = _usage(run.prompt, output), run.timings()
+                end.usage = _usage(run.prompt, output)
+                end.timings = run.timings(self._clock.monotonic())
                 yield end
 
     @contextlib.contextmanager
@@ -196,7 +196,7 @@ class WorkerService:
                         abandon,
                     )
                 await session.finish(encode_tail(tail))
-                sent_at = time.time()
+                sent_at = self._clock.unix()
         output = [tail.first_token]
         return PrefillCompletion(
             id=session.request_id,
@@ -226,14 +226,14 @@ class WorkerService:
             session.write_layer(layer)
 
         abandon.check()
-        started = time.perf_counter()
+        started = self._clock.monotonic()
         first_token = self.runner.prefill(tokens, blocks, on_layer)
         return Tail(
             model=self.runner.config.name,
             prompt_digest=prompt_digest(tokens),
             first_token=first_token,
-            prefill_seconds=time.perf_counter() - started,
-            computed_at=time.time(),
+            prefill_seconds=self._clock.monotonic() - started,
+            computed_at=self._clock.unix(),
         )
 
     async def _decode(
@@ -255,7 +255,7 @@ class WorkerService:
                 params.ticket, params.decode_dials, prompt_blocks
             ) as session:
                 data = await session.wait()
-                complete_at, run.first_token_at = time.time(), time.perf_counter()
+                complete_at, run.first_token_at = self._clock.unix(), self._clock.monotonic()
                 self._meter.first_token(run.first_token_at - run.arrived)
                 received = blocks.enter_context(session.take())
             tail = decode_tail(data, model=self.runner.config.name, tokens=tokens)
@@ -273,12 +273,12 @@ class WorkerService:
                 yield token
                 if self.runner.ends(token) and not request.ignore_eos:
                     break
-                before = time.perf_counter()
+                before = self._clock.monotonic()
                 with span("decode.first_step") if first_step else contextlib.nullcontext():
                     token = await self._compute.run(lambda: next(steps, None))
                 first_step = False
                 if token is not None:
-                    self._meter.next_tokens(time.perf_counter() - before)
+                    self._meter.next_tokens(self._clock.monotonic() - before)
 
     def _choice(self, output: list[int], request: CompletionRequest) -> Choice:
         return Choice(

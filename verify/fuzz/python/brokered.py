@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from kvxfer.api.schemas import block_tables as schemas
 from kvxfer.client import ControlPlaneClient, calls
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.engine import Peer
 from kvxfer.errors import PeerLost, TicketInvalid
 from kvxfer.kv.block_table import BlockTable, sign_block_table, verify_block_table
@@ -60,7 +61,7 @@ def _relay(body: bytes) -> None:
     handed_on = msgspec.json.encode(table)
     assert calls.block_table(table.offer.transfer_id).read(handed_on) == table
     try:
-        verify_block_table(table, KEY)
+        verify_block_table(table, KEY, now=SYSTEM_CLOCK.unix())
     except TicketInvalid:
         return
     raise AssertionError("an unsigned block table is trusted")
@@ -123,7 +124,7 @@ class _Scene(Scene):
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=0.003)
         for table in self.control_plane.taken:
-            ticket = verify_block_table(table, KEY)
+            ticket = verify_block_table(table, KEY, now=SYSTEM_CLOCK.unix())
             assert ticket.decode_id == "fuzzed"
 
     async def prefill(self, endpoint: KvEndpoint) -> None:
@@ -168,7 +169,7 @@ class _Scene(Scene):
             token = self.tickets["to-peer"]
             offer = msgspec.structs.replace(offer, transfer_id="to-peer", ticket=token)
         try:
-            ticket = verify_ticket(offer.ticket, KEY)
+            ticket = verify_ticket(offer.ticket, KEY, now=SYSTEM_CLOCK.unix())
         except TicketInvalid:
             ticket = Ticket("t", "r", "fuzzed", 1, "peer", 1, 0.0)
         with contextlib.suppress(TicketInvalid, OverflowError):
