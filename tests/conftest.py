@@ -24,8 +24,8 @@ _SEED: Final = "KVXFER_TEST_SEED"
 
 # Not sorted into kinds yet.
 _NATIVE_FOLDERS: Final = (
-    "api attack bench cli client connectors contract demo deploy docs engine kv page reference "
-    "router scheduler sglang topology tracing verify vllm"
+    "api attack cli client contract demo deploy docs page "
+    "router scheduler sglang tracing verify vllm"
 )
 
 # No test is about how long one example takes.

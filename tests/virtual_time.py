@@ -65,6 +65,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         work.add_done_callback(self._work_done)
         return work
 
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        self.threads_at_work += 1
+        try:
+            await super().shutdown_default_executor(*args)
+        finally:
+            self.threads_at_work -= 1
+
     def _work_done(self, _: object) -> None:
         self.threads_at_work -= 1
 

@@ -8,6 +8,8 @@ from kvxfer.bench.channel import Channel
 from kvxfer.bench.errors import BenchError, WrongBytes
 from kvxfer.bench.pages import PageDraw
 
+pytestmark = pytest.mark.native
+
 
 @pytest.fixture
 async def ends() -> tuple[Channel, Channel]:

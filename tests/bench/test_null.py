@@ -12,6 +12,8 @@ from kvxfer.bench.table import overhead_table
 from kvxfer.cli import app
 from kvxfer.errors import OutOfBounds
 
+pytestmark = pytest.mark.native
+
 PAGES = 4096
 
 

@@ -18,6 +18,8 @@ from kvxfer.bench.pair import Pair, open_pair
 from kvxfer.bench.probe_end import ProbeEnd
 from kvxfer.bench.receiver import serve
 
+pytestmark = pytest.mark.native
+
 POOL_BYTES = 4 << 20
 DRAW = PageDraw(9, 4096, 1 << 20, POOL_BYTES, requests=2)
 

@@ -14,6 +14,8 @@ from kvxfer.bench import pattern
 from kvxfer.bench.pages import PageDraw, PageLists
 from kvxfer.bench.pool import HUGE_PAGE_BYTES, anonymous_pool
 
+pytestmark = pytest.mark.native
+
 POOL_BYTES = 4 << 20
 # More than one batch of process_vm_readv, and not a multiple of it.
 REQUEST_BYTES = (_probes.READV_BATCH + 300) * 1024

@@ -8,6 +8,8 @@ from kvxfer.bench.figures import Report
 from kvxfer.bench.run import run_bench, run_idle
 from kvxfer.bench.settings import CPU_PAGE_BYTES, LatencySettings, Settings
 
+pytestmark = pytest.mark.native
+
 MIB = 1 << 20
 SETTINGS = Settings(
     cases=tuple(CASES.values()),

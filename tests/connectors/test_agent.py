@@ -20,6 +20,9 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.kv.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
 from tests.control_plane import CLUSTER_KEY, RunningControlPlane
+from verify.polling import PATIENCE
+
+pytestmark = pytest.mark.native
 
 LAYOUT = KvLayout(
     num_layers=1,
@@ -43,7 +46,7 @@ def test_two_ranks_are_one_instance_of_one_epoch() -> None:
             http_address="http://127.0.0.1:9",  # nobody: it stays joining
             control_plane=control_plane.url,
             cluster_key=CLUSTER_KEY,
-            peer_timeout=5.0,
+            peer_timeout=PATIENCE,
         )
         agents, addresses = [], []
         for rank in range(2):
@@ -75,7 +78,7 @@ def settings_of(control_plane: RunningControlPlane) -> ConnectorSettings:
         http_address="http://127.0.0.1:9",
         control_plane=control_plane.url,
         cluster_key=CLUSTER_KEY,
-        peer_timeout=5.0,
+        peer_timeout=PATIENCE,
     )
 
 
@@ -97,14 +100,13 @@ def test_transfers_are_traced_by_what_their_tickets_say(monkeypatch: pytest.Monk
                 prefill_epoch=1,
                 decode_id="decode",
                 decode_epoch=0,
-                expires_at=time.time() + 60,
+                expires_at=time.time() + 20 * PATIENCE,
                 traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
             )
             nobody = "kvx://127.0.0.1:9/" + "0" * 32
             with pytest.raises(ConnectFailed):
-                agent.run(
-                    agent.endpoint.decode_session(sign_ticket(ticket, CLUSTER_KEY), nobody, 1), 10
-                )
+                token = sign_ticket(ticket, CLUSTER_KEY)
+                agent.run(agent.endpoint.decode_session(token, nobody, 1), PATIENCE)
         finally:
             agent.close()
         [span] = httpx.get(control_plane.url + "/v1/traces/r-1").json()["spans"]

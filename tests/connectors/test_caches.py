@@ -12,6 +12,8 @@ from kvxfer.connectors.vllm.caches import (
 from kvxfer.engine import Engine
 from kvxfer.errors import InvalidArgument
 
+pytestmark = pytest.mark.native
+
 
 def caches(*shape: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     return {f"layer.{index}": torch.zeros(shape, dtype=dtype) for index in range(3)}

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.native
+
 # As libgomp does it to the worker that vLLM starts.
 _WORKER = """
 import os, threading

@@ -21,6 +21,9 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.kv.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
 from tests.control_plane import CLUSTER_KEY, RunningControlPlane
+from verify.polling import PATIENCE, wait_until
+
+pytestmark = pytest.mark.native
 
 LAYOUT = KvLayout(
     num_layers=3,
@@ -60,16 +63,12 @@ class Side:
         self.told.failed |= results.failed
 
     def steps_until(self, condition: Callable[[], object]) -> None:
-        give_up = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < give_up, self.told
-            self.step()
-            time.sleep(0.002)
+        wait_until(lambda: condition() or self.step(), pause=0.002)
 
 
 @contextlib.contextmanager
 def serving(
-    role: Role, url: str, layout: KvLayout = LAYOUT, lease_seconds: float = 10.0
+    role: Role, url: str, layout: KvLayout = LAYOUT, lease_seconds: float = 10 * PATIENCE
 ) -> Iterator[Side]:
     settings = ConnectorSettings(
         role=role,
@@ -79,7 +78,7 @@ def serving(
         control_plane=url,
         cluster_key=CLUSTER_KEY,
         lease_seconds=lease_seconds,
-        peer_timeout=5.0,
+        peer_timeout=PATIENCE,
     )
     memory = [np.zeros((BLOCKS, LAYOUT.part_bytes), np.uint8) for _ in LAYERS]
     agent = Agent(settings)
@@ -88,6 +87,7 @@ def serving(
             lambda engine: KvCache.register(engine, layout, BLOCKS, [[plane] for plane in memory])
         )
         agent.join([address])
+        agent.endpoint._pairs.connect_timeout = PATIENCE
         yield Side(agent, TransferWorker(agent, LAYERS), memory)
     finally:
         agent.close()
@@ -120,7 +120,7 @@ def sides(
 
 
 def params(
-    prefill: Side, decode: Side, *, seconds: float = 60.0, bearer: bool = False
+    prefill: Side, decode: Side, *, seconds: float = 20 * PATIENCE, bearer: bool = False
 ) -> TransferParams:
     ticket = Ticket(
         transfer_id=uuid.uuid4().hex,
@@ -219,17 +219,21 @@ def test_prefill_frees_a_prompt_that_decode_releases(
 def test_prefill_keeps_a_prompt_while_its_request_waits_at_decode(
     control_plane: RunningControlPlane, bearer: bool
 ) -> None:
-    url, short = control_plane.url, 4.0
+    url, short = control_plane.url, 2 * PATIENCE
     with (
         serving(Role.PREFILL, url, lease_seconds=short) as prefill,
-        serving(Role.DECODE, url, lease_seconds=short) as decode,
+        serving(Role.DECODE, url) as decode,
     ):
         of = params(prefill, decode, bearer=bearer)
         prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
-        for _ in range(5):
+        rendezvous = prefill.agent.endpoint._rendezvous
+
+        def kept() -> bool:
             decode.step(StepPlan(waiting=[of]))
             prefill.step()
-            time.sleep(short / 4)
+            return any(session.lease_remaining > short for session in rendezvous.sessions)
+
+        wait_until(kept)
         assert not prefill.told.sent
         decode.step(offered(of, (8, 2, 5), first=1))
         decode.steps_until(lambda: decode.told.received)
@@ -242,10 +246,7 @@ def test_a_prompt_that_decode_has_released_is_not_kept_later(sides: tuple[Side, 
     of = params(prefill, decode)
     decode.step(StepPlan(releases=[(of, "aborted")]))
     ledger = prefill.agent.endpoint._ledger
-    give_up = time.monotonic() + 20
-    while not len(ledger):
-        assert time.monotonic() < give_up
-        time.sleep(0.002)
+    wait_until(lambda: len(ledger))
     prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
     assert prefill.told.sent == {"p"}
 

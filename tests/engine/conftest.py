@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvxfer import Engine, Memory, Peer
 from tests.engine.fabrics import chosen, engine_options
+from verify.polling import PATIENCE
 
 KEY = "a cluster key for the tests"
 
@@ -48,8 +48,8 @@ def new_engine(fabric: str, name: str) -> Engine:
 @pytest.fixture
 async def pair(fabric: str) -> AsyncIterator[Pair]:
     async with new_engine(fabric, "writer") as writer, new_engine(fabric, "reader") as reader:
-        to_reader = await writer.connect(reader.address)
-        to_writer = await reader.connect(writer.address)
+        to_reader = await writer.connect(reader.address, PATIENCE)
+        to_writer = await reader.connect(writer.address, PATIENCE)
         yield Pair(writer, reader, to_reader, to_writer)
 
 
@@ -66,8 +66,8 @@ async def star(fabric: str) -> AsyncIterator[Star]:
         yield Star(
             hub,
             readers,
-            [await hub.connect(reader.address) for reader in readers],
-            [await reader.connect(hub.address) for reader in readers],
+            [await hub.connect(reader.address, PATIENCE) for reader in readers],
+            [await reader.connect(hub.address, PATIENCE) for reader in readers],
         )
 
 
@@ -84,10 +84,3 @@ def torch() -> ModuleType:
 def bytes_of(memory: Memory) -> NDArray[np.uint8]:
     """A view of the memory."""
     return np.frombuffer(memoryview(memory), dtype=np.uint8)
-
-
-async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Waits for something that nobody announces."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)

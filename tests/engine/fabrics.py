@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.engine.native import native
+from verify.polling import PATIENCE
 
 FABRICS = ("tcp", "local", "verbs", "ofi", "ofi-strict")
 
@@ -41,7 +42,7 @@ def rdma_devices() -> list[str]:
 def engine_options(fabric: str) -> dict[str, Any]:
     """The arguments of Engine() for an engine that has only this fabric."""
     # A busy machine, or software RDMA, may keep an engine's thread off its processor for long.
-    patient = {"peer_timeout": 5.0}
+    patient = {"peer_timeout": PATIENCE}
     match fabric:
         case "verbs":
             return {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 
 import pytest
 
@@ -16,7 +14,10 @@ from kvxfer.errors import (
     ProtocolError,
     StaleCounter,
 )
-from tests.engine.conftest import Pair, eventually
+from tests.engine.conftest import Pair
+from verify.polling import PATIENCE, eventually, wait_until
+
+pytestmark = pytest.mark.native
 
 
 async def told_of(counter: Counter, value: int) -> list[int]:
@@ -30,17 +31,9 @@ async def told_of(counter: Counter, value: int) -> list[int]:
             reached.set()
 
     counter.on_arrival(note)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         await reached.wait()
     return told
-
-
-def block_until(so: Callable[[], bool]) -> None:
-    """Keeps the event loop from running until it is so."""
-    deadline = time.monotonic() + 20
-    while not so():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 async def test_a_free_running_counter_is_waited_for_again_and_again(pair: Pair) -> None:
@@ -48,10 +41,11 @@ async def test_a_free_running_counter_is_waited_for_again_and_again(pair: Pair) 
     for round_ in range(1, 6):
         for _ in range(2):
             pair.to_reader.write_imm(counter.imm)
-        await counter.wait_at_least(2 * round_ - 1, timeout=20)  # the second may be there already
-        await counter.wait_at_least(2 * round_, timeout=20)
+        # The second may be there already.
+        await counter.wait_at_least(2 * round_ - 1, timeout=PATIENCE)
+        await counter.wait_at_least(2 * round_, timeout=PATIENCE)
         assert counter.value == 2 * round_
-        await counter.wait_at_least(1, timeout=20)  # long since
+        await counter.wait_at_least(1, timeout=PATIENCE)  # long since
     assert counter.completed_at_ns
 
 
@@ -79,8 +73,8 @@ async def test_an_exact_wait_that_was_given_up_does_not_fail_a_later_one(pair: P
     with pytest.raises(DeadlineExceeded):
         await counter.wait(1, timeout=0.001)
     group = [pair.to_reader.write_imm(counter.imm) for _ in range(3)]
-    await counter.wait_at_least(3, timeout=20)
-    await asyncio.gather(*(asyncio.wait_for(write, 20) for write in group))
+    await counter.wait_at_least(3, timeout=PATIENCE)
+    await asyncio.gather(*(asyncio.wait_for(write, PATIENCE) for write in group))
     assert counter.value == 3
 
 
@@ -91,11 +85,12 @@ async def test_what_a_wait_that_was_given_up_left_behind_does_not_answer_the_nex
     with pytest.raises(DeadlineExceeded):
         await counter.wait(1, timeout=0.001)
     group = [pair.to_reader.write_imm(counter.imm) for _ in range(3)]
-    block_until(lambda: counter.value == 3)  # nobody takes the old wait's completion meanwhile
+    # The event loop stands still: nobody takes the old wait's completion meanwhile.
+    wait_until(lambda: counter.value == 3)
     with pytest.raises(ProtocolError, match="stands at 3 writes, but 2 were announced"):
-        await counter.wait(2, timeout=20)
-    await counter.wait(3, timeout=20)
-    await asyncio.gather(*(asyncio.wait_for(write, 20) for write in group))
+        await counter.wait(2, timeout=PATIENCE)
+    await counter.wait(3, timeout=PATIENCE)
+    await asyncio.gather(*(asyncio.wait_for(write, PATIENCE) for write in group))
 
 
 async def test_arrivals_call_back_with_growing_values_up_to_the_last(pair: Pair) -> None:
@@ -143,7 +138,7 @@ async def test_a_released_counter_calls_nobody(pair: Pair) -> None:
     counter.on_arrival(values.append)
     counter.release()
     await pair.to_reader.write_imm(other.imm)
-    await other.wait(1, timeout=20)
+    await other.wait(1, timeout=PATIENCE)
     assert values == []
     with pytest.raises(StaleCounter):
         counter.on_arrival(values.append)

@@ -30,7 +30,10 @@ from kvxfer.errors import (
     StaleCounter,
     UnknownRegion,
 )
-from tests.engine.conftest import KEY, Pair, bytes_of, eventually
+from tests.engine.conftest import KEY, Pair, bytes_of
+from verify.polling import PATIENCE, eventually
+
+pytestmark = pytest.mark.native
 
 
 async def test_scattered_pages_arrive_and_the_counter_shows_the_announced_total(
@@ -56,7 +59,7 @@ async def test_scattered_pages_arrive_and_the_counter_shows_the_announced_total(
         imm=counter.imm,
     )
     assert write.nbytes == page * count
-    await counter.wait(write.writes, timeout=20)
+    await counter.wait(write.writes, timeout=PATIENCE)
     await write
     expected = np.zeros_like(src)
     expected[to_pages] = src[from_pages]
@@ -115,15 +118,16 @@ async def test_writes_may_be_submitted_from_any_thread(pair: Pair) -> None:
         thread.start()
     for thread in threads:
         await asyncio.to_thread(thread.join)
-    await counter.wait(800, timeout=20)
-    await asyncio.gather(*(asyncio.wait_for(op, 20) for op in operations))
+    await counter.wait(800, timeout=PATIENCE)
+    await asyncio.gather(*(asyncio.wait_for(op, PATIENCE) for op in operations))
     assert all(op.done() for op in operations)
 
 
 async def test_messages_arrive_in_order(pair: Pair) -> None:
     for i in range(100):
         pair.to_reader.send(b"%d" % i)
-    assert [await pair.to_writer.receive(20) for _ in range(100)] == [b"%d" % i for i in range(100)]
+    received = [await pair.to_writer.receive(PATIENCE) for _ in range(100)]
+    assert received == [b"%d" % i for i in range(100)]
     with pytest.raises(DeadlineExceeded, match=r"within 0\.01 s"):
         await pair.to_writer.receive(0.01)
 
@@ -143,12 +147,12 @@ async def test_a_handler_hears_of_peers_and_messages() -> None:
             heard.append(("lost", error.code))
             lost.set()
 
-    async with Engine(cluster_key=KEY, name="server", peer_timeout=5.0) as server:
+    async with Engine(cluster_key=KEY, name="server", peer_timeout=PATIENCE) as server:
         server.handler = Handler()
-        async with Engine(cluster_key=KEY, name="client", peer_timeout=5.0) as client:
-            peer = await client.connect(server.address)
+        async with Engine(cluster_key=KEY, name="client", peer_timeout=PATIENCE) as client:
+            peer = await client.connect(server.address, PATIENCE)
             peer.send(b"hello")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             await lost.wait()
     assert heard == [("up", "client"), ("message", b"hello"), ("lost", "peer-lost")]
 
@@ -171,8 +175,8 @@ async def test_a_failing_handler_costs_nobody_a_completion(
     counter = pair.reader.counter()
     pair.to_reader.send(b"x")
     await pair.to_reader.write_imm(counter.imm)
-    await counter.wait(1, timeout=20)
-    async with asyncio.timeout(20):
+    await counter.wait(1, timeout=PATIENCE)
+    async with asyncio.timeout(PATIENCE):
         await told.wait()
     assert "a bug of the handler" in caplog.text
 
@@ -238,7 +242,7 @@ async def test_a_wait_has_a_deadline_and_ends_when_the_counter_is_released(pair:
     await pair.to_reader.write_imm(counter.imm)
     await eventually(lambda: counter.value == 2)
     with pytest.raises(EngineError, match="1 were announced"):
-        await counter.wait(1, timeout=20)
+        await counter.wait(1, timeout=PATIENCE)
 
 
 async def test_cancelling_an_operation_ends_it(pair: Pair) -> None:
@@ -280,18 +284,23 @@ async def test_a_task_that_stops_waiting_does_not_disturb_the_operation(pair: Pa
 
 
 async def test_a_lost_peer_is_named_and_unknown_afterwards(pair: Pair) -> None:
-    size = 256 << 20
+    size = 64 << 20
     source, target = pair.writer.alloc(size), pair.reader.alloc(size)
     writes = [
         pair.to_reader.write(source.region, target.region.descriptor, length=size)
         for _ in range(20)
     ]
+    # However fast those are.
+    after = pair.writer.watcher().at(1)
+    writes.append(
+        pair.to_reader.write(source.region, target.region.descriptor, length=size, after=after)
+    )
     await eventually(lambda: pair.writer.stats()["writes_posted"] > 0)
     await pair.reader.close()
     with pytest.raises(PeerLost, match="'reader'"):
         await writes[-1]
     with pytest.raises(PeerLost):
-        await pair.to_reader.receive(20)
+        await pair.to_reader.receive(PATIENCE)
     assert not pair.to_reader.alive
     with pytest.raises(PeerLost):
         pair.to_reader.send(b"x")
@@ -304,12 +313,12 @@ async def test_connecting_fails_by_name() -> None:
     async with Engine(cluster_key=KEY) as engine:
         async with Engine(cluster_key="some other cluster key") as stranger:
             with pytest.raises(AuthenticationFailed, match="cluster key"):
-                await engine.connect(stranger.address)
+                await engine.connect(stranger.address, PATIENCE)
         with pytest.raises(ConnectFailed, match="refused"):
-            await engine.connect(stranger.address)
+            await engine.connect(stranger.address, PATIENCE)
         async with Engine(cluster_key=KEY, port=int(stranger.address.split(":")[2].split("/")[0])):
             with pytest.raises(PeerRestarted):
-                await engine.connect(stranger.address)
+                await engine.connect(stranger.address, PATIENCE)
         with pytest.raises(InvalidArgument, match="kvx://HOST:PORT/ENGINE_ID"):
             await engine.connect("http://nowhere")
 

@@ -7,6 +7,9 @@ import pytest
 
 from kvxfer.errors import EngineError, InvalidArgument, OutOfBounds, UnknownRegion
 from tests.engine.conftest import Pair
+from verify.polling import PATIENCE
+
+pytestmark = pytest.mark.native
 
 
 async def test_a_writer_reaches_what_is_granted_and_nothing_else(pair: Pair) -> None:
@@ -21,7 +24,7 @@ async def test_a_writer_reaches_what_is_granted_and_nothing_else(pair: Pair) -> 
         operation = pair.to_reader.write(source.region, grant, length=4096, imm=counter.imm)
         await operation
         writes += operation.writes
-    await counter.wait(writes, 20)
+    await counter.wait(writes, PATIENCE)
     assert memory[8192:12288].all()
     assert memory[32768:36864].all()
     assert int(memory.sum()) == 7 * 8192

@@ -18,6 +18,9 @@ from kvxfer.errors import (
     UnknownRegion,
 )
 from tests.engine.conftest import Pair, Star, bytes_of
+from verify.polling import PATIENCE
+
+pytestmark = pytest.mark.native
 
 SIZE = 3 << 20
 
@@ -61,7 +64,7 @@ async def test_each_peer_gets_its_part_and_its_announced_count(
     assert group.done()
     assert group.errors == (None, None, None)
     for at, counter in enumerate(targets.counters):
-        await counter.wait(group.writes[at], timeout=20)
+        await counter.wait(group.writes[at], timeout=PATIENCE)
         expected = np.zeros(SIZE, dtype=np.uint8)
         from_, to, length = src_offsets[at], dst_offsets[at], lengths[at]
         expected[to : to + length] = sent[from_ : from_ + length]
@@ -100,7 +103,7 @@ async def test_a_barrier_counts_one_at_every_peer(star: Star) -> None:
     assert (group.writes, group.nbytes) == ((1, 1, 1), 0)
     await group
     for counter in targets.counters:
-        await counter.wait(1, timeout=20)
+        await counter.wait(1, timeout=PATIENCE)
 
 
 async def test_all_is_submitted_or_nothing(star: Star) -> None:
@@ -138,19 +141,19 @@ async def test_all_is_submitted_or_nothing(star: Star) -> None:
         scatter(lengths=np.array([8.0, 8.0, 8.0]))
     await scatter()
     for counter in targets.counters:
-        await counter.wait(1, timeout=20)  # and nothing of those that were refused
+        await counter.wait(1, timeout=PATIENCE)  # and nothing of those that were refused
 
 
 async def test_a_lost_peer_refuses_the_whole_group(star: Star) -> None:
     targets = Targets(star)
     await star.readers[2].close()
     with pytest.raises(PeerLost):
-        await star.to_readers[2].receive(20)
+        await star.to_readers[2].receive(PATIENCE)
     with pytest.raises(PeerLost, match="'reader 2'"):
         PeerGroup(star.hub, star.to_readers).barrier(targets.imm)
     await PeerGroup(star.hub, star.to_readers[:2]).barrier(targets.imm)
     for counter in targets.counters[:2]:
-        await counter.wait(1, timeout=20)
+        await counter.wait(1, timeout=PATIENCE)
 
 
 async def test_the_first_error_is_raised_when_all_have_ended_and_all_are_kept(star: Star) -> None:
@@ -165,7 +168,7 @@ async def test_the_first_error_is_raised_when_all_have_ended_and_all_are_kept(st
     assert errors[0] is None
     assert [type(error) for error in errors[1:]] == [StaleCounter, StaleCounter]
     assert "'reader 2'" in str(errors[2])
-    await targets.counters[0].wait(1, timeout=20)
+    await targets.counters[0].wait(1, timeout=PATIENCE)
 
 
 async def test_a_group_waits_for_a_watcher_and_can_be_cancelled(star: Star) -> None:
@@ -181,7 +184,7 @@ async def test_a_group_waits_for_a_watcher_and_can_be_cancelled(star: Star) -> N
     watcher.add()
     await held
     for counter in targets.counters:
-        await counter.wait(1, timeout=20)
+        await counter.wait(1, timeout=PATIENCE)
 
 
 async def test_peers_of_another_engine_are_refused_and_no_peers_are_no_work(star: Star) -> None:

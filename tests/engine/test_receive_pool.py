@@ -21,7 +21,10 @@ from kvxfer.errors import (
     StaleCounter,
     UnknownRegion,
 )
-from tests.engine.conftest import Pair, Star, eventually
+from tests.engine.conftest import Pair, Star
+from verify.polling import PATIENCE, eventually
+
+pytestmark = pytest.mark.native
 
 SLOT = 3 << 20  # several writes
 
@@ -34,7 +37,7 @@ def payload(engine: Engine, data: bytes) -> Memory:
 
 async def next_of(pool: ReceivePool) -> tuple[Peer, bytes]:
     """The next message; its slot is given back."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         with await anext(pool) as received:
             return received.peer, bytes(received.data)
 
@@ -53,7 +56,7 @@ async def test_messages_of_any_length_arrive_whole_though_slots_are_few(
 
         async def send() -> None:
             for start, length in zip(starts, lengths, strict=True):
-                await remote.available(20)
+                await remote.available(PATIENCE)
                 sent = remote.send(source.region, length, start)
                 assert sent.nbytes >= length
 
@@ -82,7 +85,7 @@ async def test_a_slot_is_not_written_to_until_it_is_released(pair: Pair) -> None
         received.release()
         with pytest.raises(ValueError, match="released memoryview"):
             received.data.tobytes()
-        await remote.available(20)
+        await remote.available(PATIENCE)
         assert remote.free == 1
         await remote.send(second.region, 6)
         assert (await next_of(pool))[1] == b"second"
@@ -91,11 +94,11 @@ async def test_a_slot_is_not_written_to_until_it_is_released(pair: Pair) -> None
 async def test_pools_do_not_disturb_messages(pair: Pair) -> None:
     with ReceivePool(pair.reader, slots=2, slot_bytes=64) as pool:
         pair.to_writer.send(pool.offer(pair.to_writer, slots=2))
-        remote = RemotePool(pair.to_reader, await pair.to_reader.receive(20))
+        remote = RemotePool(pair.to_reader, await pair.to_reader.receive(PATIENCE))
         await remote.send(payload(pair.writer, b"in a slot").region, 9)
         pair.to_reader.send(b"a message")
         assert (await next_of(pool))[1] == b"in a slot"
-        assert await pair.to_writer.receive(20) == b"a message"
+        assert await pair.to_writer.receive(PATIENCE) == b"a message"
 
 
 async def test_a_pool_serves_many_peers_and_says_who_sent(star: Star) -> None:
@@ -129,7 +132,7 @@ async def test_a_lost_peers_slots_come_back_and_its_whole_messages_are_still_yie
         with pytest.raises(EngineClosed):
             await never
         with pytest.raises(PeerLost):
-            await pair.to_writer.receive(20)
+            await pair.to_writer.receive(PATIENCE)
         assert pool.free == 2
         assert bytes(held.data) == b"held"
         held.release()
@@ -187,7 +190,7 @@ async def test_a_failed_send_costs_its_slot_and_yields_nothing(pair: Pair) -> No
         watcher.add()
         await remote.send(source.region, 2)
         assert (await next_of(pool))[1] == b"ab"
-        await remote.available(20)
+        await remote.available(PATIENCE)
         assert (remote.free, pool.free) == (1, 0)
         pool.withdraw(pair.to_writer)
         await eventually(lambda: pool.free == 2)
@@ -207,7 +210,7 @@ async def test_a_sender_that_does_not_keep_to_its_slots_is_disconnected(
             imm=offer.slots[0].header_imm,
         )
         with pytest.raises(PeerError):
-            await pair.to_reader.receive(20)
+            await pair.to_reader.receive(PATIENCE)
         await eventually(lambda: pool.free == 1)
         assert "does not keep to its receive slots" in caplog.text
 

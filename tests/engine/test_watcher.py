@@ -11,6 +11,9 @@ import pytest
 from kvxfer import Engine
 from kvxfer.errors import Cancelled, DeadlineExceeded, InvalidArgument
 from tests.engine.conftest import Pair, bytes_of
+from verify.polling import PATIENCE
+
+pytestmark = pytest.mark.native
 
 LAYER = 4096
 
@@ -37,13 +40,13 @@ async def test_each_layer_leaves_when_the_watcher_reaches_it(pair: Pair) -> None
         # A later write, that is not held back, shows that the engine left the held ones alone.
         passing = pair.reader.counter()
         await pair.to_reader.write_imm(passing.imm)
-        await passing.wait(1, timeout=20)
+        await passing.wait(1, timeout=PATIENCE)
         assert [each.done() for each in writes] == [n < layer for n in range(4)]
         assert not placed[layer:].any()
         sent[layer] = layer + 1
         assert watcher.add() == watcher.value == layer + 1
         await write
-        await counter.wait(layer + 1, timeout=20)
+        await counter.wait(layer + 1, timeout=PATIENCE)
         assert (placed[layer] == layer + 1).all()
 
 
@@ -54,7 +57,7 @@ async def test_a_plain_store_starts_what_waited(pair: Pair) -> None:
     assert watcher.address % 8 == 0
     ctypes.c_uint64.from_address(watcher.address).value = 7
     await write
-    await counter.wait(1, timeout=20)
+    await counter.wait(1, timeout=PATIENCE)
     assert watcher.value == 7
 
 
@@ -64,7 +67,7 @@ async def test_a_value_that_was_reached_holds_nothing_back(pair: Pair) -> None:
     counter = pair.reader.counter()
     await pair.to_reader.write_imm(counter.imm, after=watcher.at(0))
     await pair.to_reader.write_imm(counter.imm, after=watcher.at(10))
-    await counter.wait(2, timeout=20)
+    await counter.wait(2, timeout=PATIENCE)
 
 
 async def test_pages_wait_too_and_watchers_are_independent(pair: Pair) -> None:
@@ -88,7 +91,7 @@ async def test_pages_wait_too_and_watchers_are_independent(pair: Pair) -> None:
     ]
     watchers[1].add()
     await writes[1]
-    await counter.wait(writes[1].writes, timeout=20)
+    await counter.wait(writes[1].writes, timeout=PATIENCE)
     assert not writes[0].done()
     placed = bytes_of(target).reshape(4, LAYER)
     assert placed.any(axis=1).tolist() == [False, True, False, True]
@@ -109,7 +112,7 @@ async def test_a_held_write_has_its_deadline_and_can_be_cancelled(pair: Pair) ->
         await cancelled
     watcher.add()
     await pair.to_reader.write_imm(counter.imm)
-    await counter.wait(1, timeout=20)  # neither was posted after all
+    await counter.wait(1, timeout=PATIENCE)  # neither was posted after all
 
 
 async def test_the_word_outlives_its_watcher_while_a_write_waits(pair: Pair) -> None:

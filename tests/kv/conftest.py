@@ -2,9 +2,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 
+from verify.polling import PATIENCE
+
 from .workers import Worker, worker
+
+
+@pytest.fixture(autouse=True)
+def causes_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may bring the symptom of an end long before its cause."""
+    monkeypatch.setattr("kvxfer.kv.prefill_session._CAUSE_SECONDS", PATIENCE / 2)
 
 
 @pytest_asyncio.fixture

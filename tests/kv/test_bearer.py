@@ -22,20 +22,21 @@ from kvxfer.errors import (
 from kvxfer.instances import Role
 from kvxfer.kv.session_state import PrefillState
 from kvxfer.ticket import Ticket, sign_ticket
+from verify.polling import PATIENCE, eventually
 
 from .workers import (
     KEY,
     LAYERS,
     NUM_BLOCKS,
-    SOON,
     Worker,
     early_offers,
-    eventually,
     make_ticket,
     receive,
     send,
     worker,
 )
+
+pytestmark = pytest.mark.native
 
 
 def bearer(prefill: Worker, **more: Any) -> str:
@@ -46,7 +47,7 @@ def bearer(prefill: Worker, **more: Any) -> str:
         "prefill_epoch": prefill.endpoint.epoch,
         "decode_id": "",
         "decode_epoch": 0,
-        "expires_at": time.time() + 60,
+        "expires_at": time.time() + 20 * PATIENCE,
     }
     return sign_ticket(Ticket(**said | more), KEY)
 
@@ -131,7 +132,7 @@ async def test_what_decode_releases_is_free_at_once(
                 session.write_layer(layer)
             await decode.endpoint.release(ticket, prefill.engine.address, "it is cached")
             with pytest.raises(TransferCancelled, match=text):
-                await asyncio.wait_for(session.finish(), SOON)
+                await asyncio.wait_for(session.finish(), PATIENCE)
         else:
             await decode.endpoint.release(ticket, prefill.engine.address, "it is cached")
             await eventually(lambda: len(prefill.endpoint._ledger) == 1)
@@ -140,7 +141,7 @@ async def test_what_decode_releases_is_free_at_once(
     assert prefill.pool.num_free == NUM_BLOCKS
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
     with pytest.raises(TicketInvalid, match="already used"):
-        await asyncio.wait_for(receiver.wait(), SOON)
+        await asyncio.wait_for(receiver.wait(), PATIENCE)
 
 
 async def test_a_release_after_the_offer_changes_nothing(
@@ -162,11 +163,11 @@ async def test_what_decode_has_kept_outlives_its_lease(
     ticket = bearer(prefill) if bears else make_ticket(prefill, decode)
     with prefill.pool.hold(2) as hold:
         prefill.fill(hold.ids.tolist(), rng)
-        async with await prefill.endpoint.prefill_session(ticket, hold, lease_seconds=5.0) as kept:
+        async with await prefill.endpoint.prefill_session(ticket, hold, lease_seconds=60.0) as kept:
             for layer in range(LAYERS):
                 kept.write_layer(layer)
             await decode.endpoint.keep(ticket, prefill.engine.address)
-            await eventually(lambda: kept.lease_remaining > 5.0)
+            await eventually(lambda: kept.lease_remaining > 60.0)
             assert kept.state is PrefillState.WAITING
             received = asyncio.create_task(receive(prefill, decode, ticket, 2))
             await kept.finish(b"tail")
@@ -185,7 +186,7 @@ async def test_nothing_is_kept_for_longer_than_the_ticket_is_good(
     await eventually(lambda: kept.pairs)
     assert 3 < kept._lease.seconds <= 6
     with pytest.raises(LeaseExpired, match="made no offer within"):
-        await asyncio.wait_for(kept.wait(), SOON)
+        await asyncio.wait_for(kept.wait(), PATIENCE)
     assert prefill.pool.num_free == NUM_BLOCKS
     await asyncio.sleep(max(0.0, expires_at - time.time()))
     with pytest.raises(TicketExpired):
@@ -202,7 +203,7 @@ async def test_what_is_kept_for_a_decode_worker_that_dies_is_free_at_once(fabric
             await eventually(lambda: kept.pairs)
             await decode.engine.close()
         with pytest.raises(PeerLost):
-            await asyncio.wait_for(kept.wait(), SOON)
+            await asyncio.wait_for(kept.wait(), PATIENCE)
         assert prefill.pool.num_free == NUM_BLOCKS
 
 
@@ -214,7 +215,7 @@ async def test_what_is_kept_for_one_decode_worker_is_not_for_another(fabric: str
     ):
         ticket = bearer(prefill)
         with prefill.pool.hold(1) as hold:
-            kept = await prefill.endpoint.prefill_session(ticket, hold, lease_seconds=10.0)
+            kept = await prefill.endpoint.prefill_session(ticket, hold)
         await decode.endpoint.keep(ticket, prefill.engine.address)
         await eventually(lambda: kept.pairs)
         await other.endpoint.keep(ticket, prefill.engine.address)
@@ -231,12 +232,12 @@ async def test_a_keep_without_a_time_changes_nothing(
     prefill, decode = pair
     ticket = bearer(prefill)
     with prefill.pool.hold(1) as hold:
-        kept = await prefill.endpoint.prefill_session(ticket, hold, lease_seconds=5.0)
+        kept = await prefill.endpoint.prefill_session(ticket, hold)
     decode.endpoint._lease_seconds = seconds
     await decode.endpoint.keep(ticket, prefill.engine.address)
     await decode.endpoint.release(ticket, prefill.engine.address, "told after it")
     with pytest.raises(TransferCancelled, match="told after it"):
-        await asyncio.wait_for(kept.wait(), SOON)
+        await asyncio.wait_for(kept.wait(), PATIENCE)
 
 
 async def test_a_keep_is_of_no_use_before_there_is_a_session_or_after_an_offer(

@@ -12,6 +12,8 @@ from kvxfer.kv.layout import KvLayout
 
 from .workers import KEY
 
+pytestmark = pytest.mark.native
+
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", block_size=4)
 PART = LAYOUT.part_bytes
 

@@ -15,20 +15,13 @@ from kvxfer.errors import ChecksumMismatch, OutOfBounds, ProtocolError
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import Done
 from kvxfer.kv.pair import KvPair
+from verify.polling import PATIENCE
 
 from .fleet import TOKENS
 from .test_different_layouts import HND, MLA, transfer
-from .workers import (
-    LAYERS,
-    LAYOUT,
-    SOON,
-    Worker,
-    accepted,
-    make_ticket,
-    receive,
-    send,
-    worker,
-)
+from .workers import LAYERS, LAYOUT, Worker, accepted, make_ticket, receive, send, worker
+
+pytestmark = pytest.mark.native
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode", "both"])
@@ -109,7 +102,7 @@ async def damaged(p: Worker, d: Worker, rng: random.Random, bit: int) -> BaseExc
             d.cache.buffer(layer, part)[at] ^= bit
             await sending.finish()
             with pytest.raises(Exception) as caught:
-                await asyncio.wait_for(session.wait(), SOON)
+                await asyncio.wait_for(session.wait(), PATIENCE)
             return caught.value
 
 
@@ -158,7 +151,7 @@ async def test_a_checksum_that_cannot_be_is_refused(
         async with await d.endpoint.decode_session(ticket, p.engine.address, 3) as session:
             await send(p, ticket, 3, rng)
             with pytest.raises((ProtocolError, ChecksumMismatch), match=text):
-                await asyncio.wait_for(session.wait(), SOON)
+                await asyncio.wait_for(session.wait(), PATIENCE)
 
 
 async def test_a_region_sums_only_what_is_in_it(fabric: str) -> None:

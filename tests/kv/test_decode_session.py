@@ -18,21 +18,22 @@ from kvxfer.errors import (
 )
 from kvxfer.kv.block_pool import BlockState
 from kvxfer.kv.session_state import DecodeState
+from verify.polling import PATIENCE, eventually
 
 from .workers import (
     LAYERS,
     LAYOUT,
     NUM_BLOCKS,
-    SOON,
     Worker,
     accepted,
     early_offers,
-    eventually,
     make_ticket,
     receive,
     send,
     worker,
 )
+
+pytestmark = pytest.mark.native
 
 
 @pytest.mark.parametrize("kv", ["separate", "interleaved"])
@@ -164,7 +165,8 @@ async def test_a_lease_ends_the_wait_for_a_prefill_request(pair: tuple[Worker, W
     with pytest.raises(LeaseExpired, match=r"transfer t-1: .* worker 'p' .* within 0.1 s"):
         await receiver.wait()
     assert decode.pool.num_free == NUM_BLOCKS
-    await eventually(lambda: early_offers(prefill) == 0)
+    await eventually(lambda: prefill.endpoint._ledger.failure("t-1"))
+    assert early_offers(prefill) == 0
     with prefill.pool.hold(2) as hold, pytest.raises((LeaseExpired, TransferCancelled)):
         await prefill.endpoint.prefill_session(ticket, hold)
 
@@ -174,14 +176,14 @@ async def test_a_lease_ends_the_wait_for_layers(pair: tuple[Worker, Worker]) -> 
     ticket = make_ticket(prefill, decode)
     with prefill.pool.hold(2) as hold:
         session = await prefill.endpoint.prefill_session(ticket, hold)
-        receiver = await decode.endpoint.decode_session(
-            ticket, prefill.engine.address, 2, lease_seconds=1.0
-        )
+        receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
         session.write_layer(0)
-        with pytest.raises(LeaseExpired, match=r"did not send every layer within 1 s"):
+        await accepted(receiver)
+        receiver._lease.renew(0.01)
+        with pytest.raises(LeaseExpired, match=r"did not send every layer within 0.01 s"):
             await receiver.wait()
         with pytest.raises((TransferCancelled, LeaseExpired), match="every layer"):
-            await asyncio.wait_for(session.wait(), SOON)
+            await asyncio.wait_for(session.wait(), PATIENCE)
 
 
 async def test_complete_blocks_that_nobody_takes_come_back_with_the_lease(
@@ -189,14 +191,13 @@ async def test_complete_blocks_that_nobody_takes_come_back_with_the_lease(
 ) -> None:
     prefill, decode = pair
     ticket = make_ticket(prefill, decode)
-    receiver = await decode.endpoint.decode_session(
-        ticket, prefill.engine.address, 2, lease_seconds=1.5
-    )
+    receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
     await send(prefill, ticket, 2, rng)
     await receiver.wait()
+    receiver._lease.renew(0.01)
     assert decode.pool.num_free == NUM_BLOCKS - 2
     await eventually(lambda: decode.pool.num_free == NUM_BLOCKS)
-    with pytest.raises(LeaseExpired, match=r"nobody took the blocks within 1.5 s"):
+    with pytest.raises(LeaseExpired, match=r"nobody took the blocks within 0.01 s"):
         receiver.take()
 
 

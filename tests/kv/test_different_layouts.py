@@ -23,18 +23,11 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.kv.head_order import permute_on_host
 from kvxfer.kv.layout import HeadOrder, KvLayout
 from kvxfer.kv.session_state import DecodeState, PrefillState
+from verify.polling import PATIENCE, eventually
 
-from .workers import (
-    LAYOUT,
-    NUM_BLOCKS,
-    SOON,
-    Worker,
-    eventually,
-    heads_by_token,
-    make_ticket,
-    send,
-    worker,
-)
+from .workers import LAYOUT, NUM_BLOCKS, Worker, heads_by_token, make_ticket, send, worker
+
+pytestmark = pytest.mark.native
 
 HND: dict[str, Any] = {"order": "HND"}
 MLA = KvLayout(num_layers=6, num_kv_heads=1, head_size=64, dtype="uint8", block_size=4, mla=True)
@@ -138,9 +131,9 @@ async def test_a_first_block_behind_the_prompt_is_refused(fabric: str) -> None:
             receiver = await d.endpoint.decode_session(ticket, p.engine.address, 2, first_block=2)
             text = r"offers 2 blocks after 2 that it has for the 3 blocks of prefill"
             with pytest.raises(InvalidArgument, match=text):
-                await asyncio.wait_for(session.wait(), SOON)
+                await asyncio.wait_for(session.wait(), PATIENCE)
             with pytest.raises(TransferRefused, match=text):
-                await asyncio.wait_for(receiver.wait(), SOON)
+                await asyncio.wait_for(receiver.wait(), PATIENCE)
 
 
 async def test_a_cache_that_cannot_reorder_heads_gets_them_in_order(
@@ -162,9 +155,9 @@ async def test_blocks_that_no_prompt_takes_on_both_sides_are_refused(
             receiver = await d.endpoint.decode_session(ticket, p.engine.address, 3)
             text = r"offers 3 blocks for the 3 blocks of prefill \(8 and 4 tokens each\)"
             with pytest.raises(InvalidArgument, match=text):
-                await asyncio.wait_for(session.wait(), SOON)
+                await asyncio.wait_for(session.wait(), PATIENCE)
             with pytest.raises(TransferRefused, match=text):
-                await asyncio.wait_for(receiver.wait(), SOON)
+                await asyncio.wait_for(receiver.wait(), PATIENCE)
 
 
 class SlowPermute:
@@ -178,7 +171,7 @@ class SlowPermute:
     def __call__(self, cache: KvCache, blocks: BlockIds, arrived: HeadOrder) -> None:
         self.blocks = blocks.tolist()
         self.begun.set()
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(2 * PATIENCE)
         if self.error is not None:
             raise self.error
         permute_on_host(cache, blocks, arrived)
@@ -193,11 +186,9 @@ async def test_blocks_are_neither_taken_nor_freed_while_their_heads_are_reordere
     async with worker("d", fabric, layout=theirs, permute=permute) as d:
         async with worker("p", fabric) as p:
             ticket = make_ticket(p, d)
-            receiver = await d.endpoint.decode_session(
-                ticket, p.engine.address, 3, lease_seconds=2.0 if end == "lease" else None
-            )
+            receiver = await d.endpoint.decode_session(ticket, p.engine.address, 3)
             await send(p, ticket, 3, rng)
-            await asyncio.to_thread(permute.begun.wait, 10)
+            await eventually(permute.begun.is_set)
             assert receiver.state is DecodeState.COMPLETE
             assert d.pool.counts()[BlockState.RECEIVING] == 3
             waiting = asyncio.create_task(receiver.wait())
@@ -205,31 +196,32 @@ async def test_blocks_are_neither_taken_nor_freed_while_their_heads_are_reordere
             if end == "cancelled":
                 cancelling = asyncio.create_task(receiver.cancel("the user left"))
             elif end == "lease":
+                receiver._lease.renew(0.01)
                 await eventually(lambda: receiver.state is DecodeState.CANCELLED)
             elif end == "failed":
                 permute.error = RuntimeError("the device is gone")
-        # Prefill is gone now; that changes nothing.
-        done, _ = await asyncio.wait([waiting], timeout=0.05)
-        assert not done
+        # That prefill is gone changes nothing.
+        await eventually(lambda: not list(d.endpoint._pairs))
+        assert not waiting.done()
         assert d.pool.counts()[BlockState.RECEIVING] == 3
         permute.go_on.set()
         if end == "in order":
-            assert await asyncio.wait_for(waiting, SOON) == b"tail"
+            assert await asyncio.wait_for(waiting, PATIENCE) == b"tail"
             with receiver.take() as hold:
                 assert hold.ids.tolist() == permute.blocks
             return
         error, text = {
             "cancelled": (TransferCancelled, "the user left"),
-            "lease": (LeaseExpired, "the blocks were not checked and put in order within 2 s"),
+            "lease": (LeaseExpired, "the blocks were not checked and put in order within 0.01 s"),
             "failed": (
                 ProtocolError,
                 r"could not be checked and put in order: RuntimeError\('the device",
             ),
         }[end]
         with pytest.raises(error, match=text):
-            await asyncio.wait_for(waiting, SOON)
+            await asyncio.wait_for(waiting, PATIENCE)
         if cancelling is not None:
-            await asyncio.wait_for(cancelling, SOON)
+            await asyncio.wait_for(cancelling, PATIENCE)
         assert d.pool.num_free == NUM_BLOCKS
         with pytest.raises(error, match=text):
             receiver.take()
@@ -250,7 +242,7 @@ async def test_prefill_is_done_before_decode_has_reordered_the_heads(
             session = await p.endpoint.prefill_session(ticket, hold)
             for layer in range(LAYOUT.num_layers):
                 session.write_layer(layer)
-            await asyncio.wait_for(session.finish(), SOON)
+            await asyncio.wait_for(session.finish(), PATIENCE)
         assert session.state is PrefillState.DELIVERED
         permute.go_on.set()
         await receiver.wait()

@@ -10,8 +10,7 @@ from kvxfer.errors import Backpressure
 from kvxfer.kv.early_offers import EarlyOffer, EarlyOffers
 from kvxfer.kv.messages import Offer
 from tests.virtual_time import loop_clock
-
-from .workers import SOON
+from verify.polling import PATIENCE
 
 BLOCKS = np.array([1, 2], dtype=np.int32)
 
@@ -73,7 +72,7 @@ async def test_an_offer_ends_with_its_ticket() -> None:
         lease_over=never,
         ticket_expired=expired.put_nowait,
     )
-    early = await asyncio.wait_for(expired.get(), SOON)
+    early = await asyncio.wait_for(expired.get(), PATIENCE)
     assert (early.offer.transfer_id, early.lease.seconds) == ("t", 60.0)
     assert len(offers) == 0
 
@@ -90,7 +89,7 @@ async def test_an_expired_offer_is_reported_and_no_longer_kept() -> None:
         lease_over=expired.put_nowait,
         ticket_expired=never,
     )
-    early = await asyncio.wait_for(expired.get(), SOON)
+    early = await asyncio.wait_for(expired.get(), PATIENCE)
     assert early.offer.transfer_id == "t"
     assert early.lease.seconds == 0.02
     assert len(offers) == 0

@@ -7,8 +7,11 @@ import asyncio
 import pytest
 
 from kvxfer.errors import InvalidArgument
+from verify.polling import eventually
 
-from .workers import eventually, worker
+from .workers import worker
+
+pytestmark = pytest.mark.native
 
 
 async def test_a_rank_takes_each_epoch_of_the_first_one(fabric: str) -> None:

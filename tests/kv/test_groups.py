@@ -14,6 +14,7 @@ from kvxfer.kv.block_ids import ABSENT
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.pair import grant_ranges
 from kvxfer.kv.plan import plan_transfer
+from verify.polling import eventually
 
 from .workers import (
     GROUPED,
@@ -21,13 +22,19 @@ from .workers import (
     LAYOUT,
     NUM_BLOCKS,
     Worker,
-    eventually,
     heads_by_token,
     make_ticket,
     worker,
 )
 
+pytestmark = pytest.mark.native
+
 Table = list[list[int]]
+
+
+@pytest.fixture(autouse=True)
+def causes_are_waited_for() -> None:
+    """The errors here are causes themselves."""
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "checked"])

@@ -10,8 +10,11 @@ from kvxfer.kv.messages import Release
 from kvxfer.kv.pair import KvPair
 from kvxfer.ticket import Ticket, verify_ticket
 from tests.virtual_time import VirtualClock
+from verify.polling import PATIENCE, eventually
 
-from .workers import KEY, SOON, Worker, eventually, make_ticket
+from .workers import KEY, Worker, make_ticket
+
+pytestmark = pytest.mark.native
 
 
 def test_a_lost_offer_is_known_by_its_engine_until_its_ticket_expires() -> None:
@@ -34,7 +37,7 @@ async def offer_that_is_lost(
     [inbound] = receiver._inbounds
     decode.endpoint._reception.drop(inbound.pair, PeerLost("the test says so"))
     with pytest.raises(PeerLost):
-        await asyncio.wait_for(receiver.wait(), SOON)
+        await asyncio.wait_for(receiver.wait(), PATIENCE)
     return inbound.pair
 
 
@@ -71,7 +74,7 @@ async def test_a_lost_offer_is_told_over_another_connection_and_once_is_enough(
         sender = await prefill.endpoint.prefill_session(ticket, hold)
         await offer_that_is_lost(prefill, decode, ticket, monkeypatch)
         with pytest.raises(TransferCancelled, match="its OFFER was lost: the test says so"):
-            await asyncio.wait_for(sender.wait(), SOON)
+            await asyncio.wait_for(sender.wait(), PATIENCE)
     [other] = decode.endpoint._pairs
     decode.endpoint._reception._tell_of_lost_offers(other)
     after = make_ticket(prefill, decode)

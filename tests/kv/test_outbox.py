@@ -10,10 +10,10 @@ from kvxfer.kv import outbox
 from kvxfer.kv.outbox import Outbox
 from kvxfer.kv.session_state import PrefillState
 from tests.virtual_time import loop_clock
+from verify.polling import PATIENCE, eventually
 
 from .pair import POOL, Pair
 from .steered import Engine, Network
-from .workers import SOON, eventually
 
 
 class Heard:
@@ -124,9 +124,9 @@ async def test_an_offer_that_cannot_be_sent_ends_both_sides_before_their_leases(
             sender = await pair.prefill.endpoint.prefill_session(pair.token, hold)
         receiver = await pair.decode.endpoint.decode_session(pair.token, "kvx://prefill", 1)
         with pytest.raises(PeerTimeout, match="took no message"):
-            await asyncio.wait_for(receiver.wait(), SOON)
+            await asyncio.wait_for(receiver.wait(), PATIENCE)
         with pytest.raises(PeerLost):
-            await asyncio.wait_for(sender.wait(), SOON)
+            await asyncio.wait_for(sender.wait(), PATIENCE)
         assert pair.prefill.pool.num_free == pair.decode.pool.num_free == POOL
 
 
@@ -146,7 +146,7 @@ async def test_a_cancel_that_finds_no_room_is_sent_later() -> None:
         await eventually(lambda: bool(pair.network.messages["prefill"]))
         pair.deliver()
         with pytest.raises(KvxferError, match="enough"):
-            await asyncio.wait_for(sender.wait(), SOON)
+            await asyncio.wait_for(sender.wait(), PATIENCE)
         pair.network.max_messages = 100
 
 
@@ -162,4 +162,4 @@ async def test_an_endpoint_that_closes_with_something_unsaid_ends_the_connection
             assert sender.state is PrefillState.SENDING
             pair.network.max_messages = 0
         with pytest.raises(PeerLost):
-            await asyncio.wait_for(sender.wait(), SOON)
+            await asyncio.wait_for(sender.wait(), PATIENCE)

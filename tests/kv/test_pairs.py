@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 
+from kvxfer.errors import DeadlineExceeded
 from kvxfer.kv.layout import KvLayout
 
-from .steered import Network
+from .steered import Engine, Network
 from .test_interleavings import Side
+from .test_outbox import Heard
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_size=4, dtype="uint8", block_size=1)
 
@@ -27,3 +29,12 @@ async def test_meeting_a_peer_is_given_up_also_where_its_hello_has_just_come(tur
         if meeting.cancel():
             with pytest.raises(asyncio.CancelledError):
                 await meeting
+
+
+async def test_an_engine_without_a_kv_endpoint_is_named() -> None:
+    decode, bare = Side("decode", LAYOUT), Engine("bare")
+    bare.handler = Heard()
+    Network(decode.engine, bare)
+    async with decode.endpoint:
+        with pytest.raises(DeadlineExceeded, match=r"did not introduce a KV cache within 2 s"):
+            await decode.endpoint._pairs.meet("kvx://bare")

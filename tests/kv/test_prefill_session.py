@@ -13,17 +13,11 @@ from kvxfer.errors import (
 )
 from kvxfer.kv.messages import MAX_TAIL_BYTES
 from kvxfer.kv.session_state import PrefillState
+from verify.polling import PATIENCE
 
-from .workers import (
-    LAYERS,
-    LAYOUT,
-    NUM_BLOCKS,
-    SOON,
-    Worker,
-    accepted,
-    make_ticket,
-    receive,
-)
+from .workers import LAYERS, LAYOUT, NUM_BLOCKS, Worker, accepted, make_ticket, receive
+
+pytestmark = pytest.mark.native
 
 
 async def test_layers_that_are_written_before_the_offer_are_kept(
@@ -105,7 +99,7 @@ async def test_prefill_cancels_at_any_layer(
             with pytest.raises(TransferCancelled, match="out of patience"):
                 sender.write_layer(LAYERS - 1)
             with pytest.raises(TransferCancelled, match="out of patience"):
-                await asyncio.wait_for(receiver.wait(), SOON)
+                await asyncio.wait_for(receiver.wait(), PATIENCE)
             assert decode.pool.num_free == NUM_BLOCKS
 
 
@@ -122,7 +116,7 @@ async def test_a_lease_ends_the_wait_for_an_offer(pair: tuple[Worker, Worker]) -
             await session.finish()
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
     with pytest.raises(LeaseExpired, match="refused by prefill worker 'p'"):
-        await asyncio.wait_for(receiver.wait(), SOON)
+        await asyncio.wait_for(receiver.wait(), PATIENCE)
 
 
 async def test_a_layer_is_written_once_and_has_to_exist(pair: tuple[Worker, Worker]) -> None:

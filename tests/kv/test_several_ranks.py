@@ -19,15 +19,12 @@ from kvxfer.errors import (
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.kv.session_state import DecodeState, PrefillState
+from verify.polling import PATIENCE, eventually
 
 from .fleet import LAYOUT, MLA, TOKENS, fleet, part_of, sized
-from .workers import (
-    NUM_BLOCKS,
-    SOON,
-    early_offers,
-    eventually,
-    heads_by_token,
-)
+from .workers import NUM_BLOCKS, early_offers, heads_by_token
+
+pytestmark = pytest.mark.native
 
 
 @pytest.mark.parametrize(
@@ -111,12 +108,12 @@ async def test_when_one_prefill_rank_fails_decode_and_the_other_rank_hear_of_it(
         else:
             await ranks.prefill[1].engine.close()
         with pytest.raises((TransferCancelled, PeerError)) as caught:
-            await asyncio.wait_for(receiver.wait(), SOON)
+            await asyncio.wait_for(receiver.wait(), PATIENCE)
         if end == "cancels":
             assert "cancelled by rank 1 of prefill worker 'p'" in str(caught.value)
             assert "out of memory" in str(caught.value)
         with pytest.raises(TransferCancelled, match="cancelled by decode worker 'd'"):
-            await asyncio.wait_for(senders[0].wait(), SOON)
+            await asyncio.wait_for(senders[0].wait(), PATIENCE)
         assert ranks.decode[0].pool.num_free == NUM_BLOCKS
         await eventually(lambda: receiver.state in (DecodeState.CANCELLED, DecodeState.FAILED))
 
@@ -141,9 +138,9 @@ async def test_when_one_decode_rank_fails_prefill_and_the_other_rank_hear_of_it(
         else:
             await ranks.decode[1].engine.close()
         with pytest.raises((TransferCancelled, PeerError)):
-            await asyncio.wait_for(sender.wait(), SOON)
+            await asyncio.wait_for(sender.wait(), PATIENCE)
         with pytest.raises(TransferCancelled, match="cancelled by prefill worker 'p'"):
-            await asyncio.wait_for(receivers[0].wait(), SOON)
+            await asyncio.wait_for(receivers[0].wait(), PATIENCE)
         assert ranks.decode[0].pool.num_free == NUM_BLOCKS
 
 
@@ -162,11 +159,11 @@ async def test_a_decode_rank_that_has_its_part_and_gives_up_is_heard_by_who_wait
         for layer in range(LAYOUT.num_layers):
             sender.write_layer(layer)
         finishing = asyncio.create_task(sender.finish())
-        await asyncio.wait_for(receiver.wait(), SOON)
+        await asyncio.wait_for(receiver.wait(), PATIENCE)
         assert sender.state is PrefillState.WAITING
         await receiver.cancel("the user left")
         with pytest.raises(TransferCancelled, match="the user left"):
-            await asyncio.wait_for(finishing, SOON)
+            await asyncio.wait_for(finishing, PATIENCE)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [((1, 1), (2, 1)), ((1, 2), (1, 1))])
@@ -185,7 +182,7 @@ async def test_every_prefill_rank_frees_what_it_keeps_for_a_decode_worker_that_d
         await ranks.decode[-1].engine.close()
         for sender in senders:
             with pytest.raises(PeerError):
-                await asyncio.wait_for(sender.wait(), SOON)
+                await asyncio.wait_for(sender.wait(), PATIENCE)
 
 
 async def test_a_decode_rank_that_fails_before_the_request_ends_the_offers_of_the_others(
@@ -203,7 +200,7 @@ async def test_a_decode_rank_that_fails_before_the_request_ends_the_offers_of_th
         with pytest.raises(
             TransferCancelled, match=r"refused by prefill worker 'p'.*the user left"
         ):
-            await asyncio.wait_for(receivers[0].wait(), SOON)
+            await asyncio.wait_for(receivers[0].wait(), PATIENCE)
         assert early_offers(prefill) == 0
         with pytest.raises(TransferCancelled, match="the user left"):
             await ranks.requests(ticket, stack)
@@ -211,7 +208,7 @@ async def test_a_decode_rank_that_fails_before_the_request_ends_the_offers_of_th
 
 async def test_prefill_waits_for_every_decode_rank_within_its_lease(fabric: str) -> None:
     async with (
-        fleet(fabric, LAYOUT, sized(LAYOUT, 2, 1), lease_seconds=1.5) as ranks,
+        fleet(fabric, LAYOUT, sized(LAYOUT, 2, 1)) as ranks,
         contextlib.AsyncExitStack() as stack,
     ):
         ticket = ranks.ticket()
@@ -222,7 +219,8 @@ async def test_prefill_waits_for_every_decode_rank_within_its_lease(fabric: str)
         finishing = asyncio.create_task(sender.finish())
         await receiver.wait()  # this rank has everything, and keeps it
         receiver.take().release()
-        text = "decode worker 'd' made no offer for its ranks 1 within 1.5 s"
+        sender._lease.renew(0.01)
+        text = "decode worker 'd' made no offer for its ranks 1 within 0.01 s"
         with pytest.raises(LeaseExpired, match=text):
             await finishing
 

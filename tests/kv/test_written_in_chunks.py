@@ -11,8 +11,11 @@ import pytest
 from kvxfer.errors import InvalidArgument, LayoutMismatch
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.plan import plan_transfer
+from verify.polling import eventually
 
-from .workers import LAYERS, LAYOUT, Worker, eventually, make_ticket, receive
+from .workers import LAYERS, LAYOUT, Worker, make_ticket, receive
+
+pytestmark = pytest.mark.native
 
 
 @pytest.mark.parametrize("offered", ["before", "between", "after"])

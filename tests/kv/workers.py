@@ -7,7 +7,7 @@ import contextlib
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +23,10 @@ from kvxfer.kv.head_order import Permute, permute_on_host
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.session_state import DecodeState
 from kvxfer.ticket import Ticket, sign_ticket
+from verify.polling import PATIENCE, eventually
 
 KEY = b"0123456789abcdef0123456789abcdef"
 NUM_BLOCKS = 24
-SOON = 15.0
-"""Seconds, on a machine that is busy too, for what a side is told: before any lease ends."""
 LAYOUT = KvLayout(num_layers=6, num_kv_heads=2, head_size=32, dtype="float32", block_size=4)
 LAYERS = LAYOUT.num_layers
 GROUPED = replace(LAYOUT, layer_groups=(0, 1) * 3)
@@ -79,7 +78,7 @@ async def worker(
     layout: KvLayout = LAYOUT,
     num_blocks: int = NUM_BLOCKS,
     epoch: int = 1,
-    lease_seconds: float = 20.0,
+    lease_seconds: float = 10 * PATIENCE,
     max_early_offers_per_peer: int = 64,
     ticket_key: bytes = KEY,
     control_plane: ControlPlaneClient | None = None,
@@ -87,9 +86,14 @@ async def worker(
     permute: Permute | None = permute_on_host,
     checksums: bool = False,
 ) -> AsyncIterator[Worker]:
-    """A worker; when it ends in good order all its blocks are free."""
-    # Nobody is frozen here for longer than a busy machine takes.
-    async with Engine(cluster_key=KEY, name=name, fabrics=(fabric,), peer_timeout=5.0) as engine:
+    """A worker; when it ends in good order all its blocks are free.
+
+    No time limit of the product ends anything on a busy machine: what is told to a side comes
+    before any lease is over.
+    """
+    async with Engine(
+        cluster_key=KEY, name=name, fabrics=(fabric,), peer_timeout=PATIENCE
+    ) as engine:
         with KvCache.allocate(engine, layout, num_blocks, permute=permute) as cache:
             pool = BlockPool(num_blocks)
             async with KvEndpoint(
@@ -100,6 +104,7 @@ async def worker(
                 epoch=epoch,
                 ticket_key=ticket_key,
                 control_plane=control_plane,
+                connect_timeout=PATIENCE,
                 lease_seconds=lease_seconds,
                 max_early_offers_per_peer=max_early_offers_per_peer,
                 checksums=checksums,
@@ -115,7 +120,7 @@ def make_ticket(
     *,
     transfer_id: str | None = None,
     decode_id: str | None = None,
-    seconds: float = 60.0,
+    seconds: float = 20 * PATIENCE,
     issued_at: float | None = None,
 ) -> str:
     return sign_ticket(
@@ -151,13 +156,6 @@ def heads_by_token(cache: KvCache, blocks: Sequence[int]) -> np.ndarray[Any, Any
             found = plane[list(blocks), begin : begin + of_block].reshape(len(blocks), *inner, -1)
             made[layer, vector] = found.swapaxes(1, 2) if layout.order == "HND" else found
     return made.reshape(layout.layers_per_rank, vectors, -1, heads, layout.vector_bytes)
-
-
-async def eventually(condition: Callable[[], bool], seconds: float = SOON) -> None:
-    """Waits for something that nobody announces."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 def early_offers(prefill: Worker) -> int:

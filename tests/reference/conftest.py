@@ -15,9 +15,12 @@ from kvxfer.reference.model import LlamaModel
 from kvxfer.reference.runner import ModelRunner
 from kvxfer.reference.tokens import ByteTokenizer
 from kvxfer.reference.weights import seeded_weights
+from tests.kv.conftest import causes_are_waited_for
 
 from .tiny import TINY
 from .workers import WorkerPair, start_worker
+
+__all__ = ["causes_are_waited_for"]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,8 +12,9 @@ import pytest
 from kvxfer.event_stream import EventParser
 from kvxfer.reference.worker.app import make_app
 from kvxfer.reference.worker.completions import CompletionRequest
+from verify.polling import eventually
 
-from .workers import BLOCKS, WorkerPair, eventually, single_process
+from .workers import BLOCKS, WorkerPair, single_process
 
 BROKERED = {
     "ticket": "x",
@@ -21,7 +22,10 @@ BROKERED = {
     "handshake": "brokered",
 }
 
-pytestmark = pytest.mark.parametrize("workers", ["local"], indirect=True)
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.parametrize("workers", ["local"], indirect=True),
+]
 
 
 @pytest.fixture

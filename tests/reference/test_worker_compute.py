@@ -9,6 +9,8 @@ import pytest
 
 from kvxfer.reference.worker.compute import Abandon, Abandoned, ComputeThread
 
+pytestmark = pytest.mark.native
+
 
 @pytest.fixture
 def compute() -> Iterator[ComputeThread]:

@@ -24,9 +24,12 @@ from kvxfer.reference.worker.completions import (
     DecodeCompletion,
     PrefillCompletion,
 )
+from verify.polling import eventually
 
 from .tiny import TINY
-from .workers import BLOCKS, WorkerPair, eventually, single_process, start_worker
+from .workers import BLOCKS, WorkerPair, single_process, start_worker
+
+pytestmark = pytest.mark.native
 
 PROMPT = "the cache of this prompt moves"
 

@@ -16,9 +16,12 @@ from kvxfer.errors import KvxferError
 from kvxfer.reference.worker.app import make_app
 from kvxfer.ticket import sign_ticket, verify_ticket
 from kvxfer.tracing.tracer import Tracer
+from verify.polling import eventually
 
 from .tiny import TINY
-from .workers import WorkerPair, eventually
+from .workers import WorkerPair
+
+pytestmark = pytest.mark.native
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +24,7 @@ from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.process import torch_view
 from kvxfer.reference.worker.service import WorkerService
 from kvxfer.ticket import Ticket, sign_ticket
+from verify.polling import PATIENCE
 
 from .tiny import TINY
 
@@ -68,7 +67,7 @@ class WorkerPair:
             prefill_epoch=EPOCH,
             decode_id=decode,
             decode_epoch=EPOCH,
-            expires_at=time.time() + 60,
+            expires_at=time.time() + 20 * PATIENCE,
         )
         params = KvTransferParams(
             ticket=sign_ticket(ticket, self.cluster_key),
@@ -97,21 +96,23 @@ async def start_worker(
         block_size=block_size,
     )
     engine = await stack.enter_async_context(
-        MeteredEngine(cluster_key=key, name=str(role), fabrics=(fabric,), peer_timeout=5.0)
+        MeteredEngine(cluster_key=key, name=str(role), fabrics=(fabric,), peer_timeout=PATIENCE)
     )
     cache = stack.enter_context(KvCache.allocate(engine, layout, BLOCKS))
     pool = BlockPool(BLOCKS)
     endpoint = await stack.enter_async_context(
-        KvEndpoint(engine, cache, pool, instance_id=str(role), epoch=EPOCH, ticket_key=key)
+        KvEndpoint(
+            engine,
+            cache,
+            pool,
+            instance_id=str(role),
+            epoch=EPOCH,
+            ticket_key=key,
+            lease_seconds=10 * PATIENCE,
+            connect_timeout=PATIENCE,
+        )
     )
     compute = stack.enter_context(contextlib.closing(ComputeThread()))
     runner = ModelRunner(_MODEL, ByteTokenizer(), torch_view(cache, TINY))
     service = WorkerService(role, runner, cache, pool, endpoint, engine, compute)
     return Worker(service, pool, engine)
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Returns when `condition` holds; fails after 20 s."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 (a pool's states raise no event)
-            await asyncio.sleep(0.001)

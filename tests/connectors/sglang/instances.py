@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from kvxfer.connectors.sglang.outgoing import Outgoing
 from kvxfer.connectors.sglang.pools import Metadata, layout_of, register_pool
 from kvxfer.connectors.sglang.progress import Progress
 from kvxfer.connectors.sglang.settings import BackendSettings
+from verify.polling import PATIENCE, wait_until
 
 KEY = b"the cluster key of these tests"
 LAYERS, PAGES, PAGE_SIZE, PAGE_BYTES = 3, 12, 16, 512
@@ -57,8 +57,10 @@ class Instance:
 
 
 @contextlib.contextmanager
-def instance(name: str, *, epoch: int = 1, lease_seconds: float = 20.0) -> Iterator[Instance]:
-    settings = BackendSettings(cluster_key=KEY, lease_seconds=lease_seconds, peer_timeout=10.0)
+def instance(
+    name: str, *, epoch: int = 1, lease_seconds: float = 10 * PATIENCE
+) -> Iterator[Instance]:
+    settings = BackendSettings(cluster_key=KEY, lease_seconds=lease_seconds, peer_timeout=PATIENCE)
     pool = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(2 * LAYERS)]
     rows = [np.zeros((ROWS, width), np.uint8) for width in ROW_BYTES]
     args = SimpleNamespace(
@@ -72,6 +74,7 @@ def instance(name: str, *, epoch: int = 1, lease_seconds: float = 20.0) -> Itera
     layout = layout_of(args, mla=False)
     agent = Agent(settings, name, epoch, lambda engine: register_pool(engine, args, layout))
     agent.begin()
+    agent.endpoint._pairs.connect_timeout = PATIENCE
     try:
         yield Instance(agent, pool, rows, Metadata(args.aux_data_ptrs, args.aux_item_lens))
     finally:
@@ -94,7 +97,7 @@ class Two:
 
 
 @contextlib.contextmanager
-def two(*, lease_seconds: float = 20.0) -> Iterator[Two]:
+def two(*, lease_seconds: float = 10 * PATIENCE) -> Iterator[Two]:
     with (
         instance("prefill", lease_seconds=lease_seconds) as prefill,
         instance("decode", lease_seconds=lease_seconds) as decode,
@@ -110,14 +113,11 @@ def two(*, lease_seconds: float = 20.0) -> Iterator[Two]:
             server.close()
 
 
-def until(condition: Callable[[], object], what: object = "") -> None:
-    give_up = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up, what
-        time.sleep(0.002)
+def until(condition: Callable[[], object]) -> None:
+    wait_until(condition, pause=0.002)
 
 
 def ended(*transfers: Incoming | Outgoing) -> None:
     """Waits until all have succeeded or failed."""
     ends = (Progress.SUCCESS, Progress.FAILED)
-    until(lambda: all(one.progress in ends for one in transfers), [t.progress for t in transfers])
+    until(lambda: all(one.progress in ends for one in transfers))

@@ -16,6 +16,8 @@ from kvxfer.connectors.sglang.settings import BackendSettings
 from kvxfer.errors import AddressInUse, ConnectFailed, Forbidden, TicketInvalid
 from kvxfer.ticket import Ticket, TicketKeys, sign_ticket
 
+pytestmark = pytest.mark.native
+
 SETTINGS = BackendSettings(cluster_key=b"the cluster key of these tests")
 OTHERS = TicketKeys([b"the key of another cluster"])
 

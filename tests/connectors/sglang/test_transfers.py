@@ -22,6 +22,8 @@ from kvxfer.errors import (
 from kvxfer.prompt_digest import prompt_digest
 from tests.connectors.sglang.instances import PAGES, Instance, Two, ended, instance, two, until
 
+pytestmark = pytest.mark.native
+
 ROOM = Room(4711, prompt_digest([1, 2, 3]))
 SAME_NUMBER = Room(4711, prompt_digest([9]))
 
