@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from kvxfer.kv.block_pool import BlockPool
@@ -19,7 +20,7 @@ POOL = 6
 
 
 class Side:
-    def __init__(self, name: str, layout: KvLayout) -> None:
+    def __init__(self, name: str, layout: KvLayout, control_plane: Any = None) -> None:
         self.engine = Engine(name)
         engine: Any = self.engine
         self.cache = KvCache.allocate(engine, layout, POOL)
@@ -31,6 +32,7 @@ class Side:
             instance_id=name,
             epoch=1,
             ticket_key=KEY,
+            control_plane=control_plane,
             clock=loop_clock(),
         )
 
@@ -42,10 +44,13 @@ class Side:
 
 
 class Pair:
-    def __init__(self) -> None:
-        self.prefill, self.decode = Side("prefill", LAYOUT), Side("decode", LAYOUT)
+    """`seconds`: how long the ticket is good."""
+
+    def __init__(self, seconds: float = 60.0, control_plane: Any = None) -> None:
+        self.prefill = Side("prefill", LAYOUT, control_plane)
+        self.decode = Side("decode", LAYOUT, control_plane)
         self.network = Network(self.prefill.engine, self.decode.engine)
-        expires = self.prefill.endpoint.clock.unix() + 60
+        expires = self.prefill.endpoint.clock.unix() + seconds
         self.token = sign_ticket(Ticket("t", "r", "prefill", 1, "decode", 1, expires), KEY)
 
     def meet(self) -> None:
@@ -57,3 +62,9 @@ class Pair:
         """Everything that is on its way."""
         while steps := self.network.steps():
             steps[0]()
+
+    async def settle(self) -> None:
+        """Until both sides have answered each other; no time passes."""
+        for _ in range(10):
+            self.deliver()
+            await asyncio.sleep(0)

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import (
-    LeaseExpired,
     PeerLost,
-    TicketExpired,
     TicketInvalid,
     TransferCancelled,
 )
@@ -172,25 +170,6 @@ async def test_what_decode_has_kept_outlives_its_lease(
             received = asyncio.create_task(receive(prefill, decode, ticket, 2))
             await kept.finish(b"tail")
             assert await received == prefill.contents(hold.ids.tolist())
-
-
-async def test_nothing_is_kept_for_longer_than_the_ticket_is_good(
-    pair: tuple[Worker, Worker],
-) -> None:
-    prefill, decode = pair
-    expires_at = time.time() + 6.0
-    ticket = bearer(prefill, expires_at=expires_at)
-    with prefill.pool.hold(1) as hold:
-        kept = await prefill.endpoint.prefill_session(ticket, hold, lease_seconds=3)
-    await decode.endpoint.keep(ticket, prefill.engine.address)
-    await eventually(lambda: kept.pairs)
-    assert 3 < kept._lease.seconds <= 6
-    with pytest.raises(LeaseExpired, match="made no offer within"):
-        await asyncio.wait_for(kept.wait(), PATIENCE)
-    assert prefill.pool.num_free == NUM_BLOCKS
-    await asyncio.sleep(max(0.0, expires_at - time.time()))
-    with pytest.raises(TicketExpired):
-        await decode.endpoint.keep(ticket, prefill.engine.address)
 
 
 async def test_what_is_kept_for_a_decode_worker_that_dies_is_free_at_once(fabric: str) -> None:

@@ -11,7 +11,6 @@ from kvxfer.errors import (
     BlockStateError,
     InvalidArgument,
     LayoutMismatch,
-    LeaseExpired,
     OutOfBounds,
     PeerLost,
     ProtocolError,
@@ -218,30 +217,6 @@ async def test_an_old_connection_that_is_lost_leaves_what_runs_over_a_newer_one(
                 await sender.finish()
         await asyncio.wait_for(receiver.wait(), PATIENCE)
         receiver.take().release()
-
-
-async def test_decode_hears_at_once_that_its_ticket_has_expired_at_prefill(
-    pair: tuple[Worker, Worker],
-) -> None:
-    """Not only when its own lease ends: no request can come with that ticket any more."""
-    prefill, decode = pair
-    ticket = make_ticket(prefill, decode, seconds=3)
-    receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
-    with pytest.raises(TicketExpired, match=r"refused by prefill worker 'p'.*before its ticket"):
-        await asyncio.wait_for(receiver.wait(), PATIENCE)
-    assert early_offers(prefill) == 0
-
-
-async def test_prefill_waits_for_no_offer_longer_than_its_ticket_is_good(
-    pair: tuple[Worker, Worker],
-) -> None:
-    prefill, decode = pair
-    with prefill.pool.hold(1) as hold:
-        session = await prefill.endpoint.prefill_session(
-            make_ticket(prefill, decode, seconds=0.2), hold
-        )
-    with pytest.raises(LeaseExpired, match="made no offer"):
-        await asyncio.wait_for(session.wait(), PATIENCE)
 
 
 async def test_an_offer_that_is_replayed_changes_nothing(
