@@ -24,8 +24,7 @@ _SEED: Final = "KVXFER_TEST_SEED"
 
 # Not sorted into kinds yet.
 _NATIVE_FOLDERS: Final = (
-    "api attack bench cli client connectors contract demo deploy docs engine kv page reference "
-    "router scheduler sglang topology tracing verify vllm"
+    "api bench client connectors contract engine kv reference router scheduler topology tracing"
 )
 
 # No test is about how long one example takes.

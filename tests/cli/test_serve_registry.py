@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -14,6 +15,8 @@ from tests.control_plane import CLUSTER_KEY
 from verify.redis_server import audit, free_port
 
 from .test_serve import first_line, run, serving
+
+pytestmark = pytest.mark.native
 
 
 @pytest.mark.parametrize(
@@ -53,27 +56,22 @@ def test_replica_that_is_killed_at_work_leaves_no_reservation_half_made(empty_re
             body = registration(name, role, num_blocks=100_000)
             httpx.post(url + "/v1/instances", json=body, trust_env=False).raise_for_status()
         opened: list[str] = []
-        lost = threading.Barrier(5)
 
         def load() -> None:
-            with httpx.Client(base_url=doomed, trust_env=False) as client:
-                try:
-                    while True:
-                        answer = client.post("/v1/transfers", json={"prompt_tokens": 64})
-                        opened.append(answer.json()["transfer_id"])
-                        if len(opened) % 2:
-                            client.delete(f"/v1/transfers/{opened[-1]}")
-                        if len(opened) > 40:
-                            dying.kill()
-                except httpx.TransportError:
-                    lost.wait(30)
+            client = httpx.Client(base_url=doomed, trust_env=False)
+            with client, contextlib.suppress(httpx.TransportError):
+                while True:
+                    answer = client.post("/v1/transfers", json={"prompt_tokens": 64})
+                    opened.append(answer.json()["transfer_id"])
+                    if len(opened) % 2:
+                        client.delete(f"/v1/transfers/{opened[-1]}")
+                    if len(opened) > 40:
+                        dying.kill()
 
-        threads = [threading.Thread(target=load) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        lost.wait(60)
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            ended = [threads.submit(load) for _ in range(4)]
+        for one in ended:
+            one.result()
 
         counted = audit(empty_redis)
         assert counted["p"] == counted["d1"] + counted["d2"] > 0

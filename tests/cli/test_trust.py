@@ -21,6 +21,8 @@ from verify.redis_server import RedisServer
 
 from .test_worker import KVXFER, Process, environment, model  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.native
+
 
 @dataclass
 class Cluster:
