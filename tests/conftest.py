@@ -4,6 +4,8 @@
 - `native`: the real engine, real sockets, real Redis. Asserts order, bytes and names, no deadline.
 - `realtime`: killed, frozen and starved processes. Run one after the other, with the machine to
   themselves; allows a stall of two seconds.
+
+None waits for an amount of time, and only those in real time read a clock (scripts/check-waits).
 """
 
 from __future__ import annotations
