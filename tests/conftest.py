@@ -4,6 +4,8 @@
 - `native`: the real engine, real sockets, real Redis. Asserts order, bytes and names, no deadline.
 - `realtime`: killed, frozen and starved processes. Run one after the other, with the machine to
   themselves; allows a stall of two seconds.
+
+None waits for an amount of time, and only those in real time read a clock (scripts/check-waits).
 """
 
 from __future__ import annotations
@@ -23,10 +25,7 @@ from verify.redis_server import RedisServer
 _SEED: Final = "KVXFER_TEST_SEED"
 
 # Not sorted into kinds yet.
-_NATIVE_FOLDERS: Final = (
-    "api attack cli client contract demo deploy docs page "
-    "router scheduler sglang tracing verify vllm"
-)
+_NATIVE_FOLDERS: Final = "api client contract router scheduler tracing"
 
 # No test is about how long one example takes.
 hypothesis.settings.register_profile("kvxfer", deadline=None)

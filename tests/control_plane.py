@@ -79,5 +79,4 @@ class RunningControlPlane:
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join(20)
-        assert not self._thread.is_alive(), "the control plane did not stop"
+        self._thread.join()

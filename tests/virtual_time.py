@@ -102,3 +102,9 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[valid-type, misc]
             raise NothingLeftToDo("every task waits, and no timer is set")
         self._loop.clock.advance(timeout)
         return super().select(0)
+
+
+async def passes(seconds: float) -> None:
+    """So much time passes, and everything that is due in it happens."""
+    assert isinstance(asyncio.get_running_loop(), VirtualLoop), "only virtual time passes at once"
+    await asyncio.sleep(seconds)

@@ -7,6 +7,8 @@ from typer.testing import CliRunner
 from kvxfer.cli import app
 from kvxfer.errors import InvalidArgument
 
+pytestmark = pytest.mark.native
+
 SMALL = ("--quick", "--total", "1", "--pool", "16", "--rounds", "1", "--sizes", "1,64")
 
 

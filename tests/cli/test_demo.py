@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +14,13 @@ import pytest
 import torch
 import transformers
 
+from verify.polling import wait_until
+
+pytestmark = pytest.mark.native
+
 # Long enough that a test can break something while prompts are under way.
 ENDLESS = ["--prompts", "40", "--tokens", "200"]
+_START_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +89,13 @@ class RunningDemo:
             demo(*arguments), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.children: dict[int, str] = {}
-        self._wait_until_prompts_are_under_way()
+        wait_until(self._prompts_are_under_way, _START_SECONDS)
 
-    def _wait_until_prompts_are_under_way(self) -> None:
+    def _prompts_are_under_way(self) -> bool:
         """A worker with an established TCP connection of its HTTP port has got a request."""
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None
-            self.children = processes_below(self.process.pid)
-            if len(self.children) == 3 and len(_connections(self.process.pid)) >= 3:
-                return
-            time.sleep(0.1)
-        pytest.fail("the demo did not get as far as its prompts")
+        assert self.process.poll() is None
+        self.children = processes_below(self.process.pid)
+        return len(self.children) == 3 and len(_connections(self.process.pid)) >= 3
 
     def child(self, name: str) -> int:
         return next(pid for pid, line in self.children.items() if name in line)
@@ -199,10 +198,7 @@ def test_a_demo_that_is_stopped_takes_its_processes_along(
     code, errors = running_demo.end()
     assert code != 0
     assert "Traceback" not in errors
-    deadline = time.monotonic() + 60
-    while any(map(running, running_demo.children)):
-        assert time.monotonic() < deadline, processes_below(1)
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(running, running_demo.children)))
 
 
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(tmp_path: Path) -> None:

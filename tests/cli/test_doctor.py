@@ -6,6 +6,8 @@ from typer.testing import CliRunner
 
 from kvxfer.cli import app
 
+pytestmark = pytest.mark.native
+
 SYSFS = Path(__file__).parents[1] / "data" / "sysfs"
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvxfer.api.tokens import watch_tokens
@@ -23,8 +25,10 @@ from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from tests.control_plane import RunningControlPlane, worker
 from tests.virtual_time import VirtualClock
-from verify.polling import PATIENCE
+from verify.polling import PATIENCE, wait_until
 from verify.redis_server import RedisServer
+
+pytestmark = pytest.mark.native
 
 READY = InstanceState.READY
 
@@ -58,6 +62,14 @@ def kvxfer(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
         timeout=60,
         check=False,
     )
+
+
+@contextlib.contextmanager
+def nobody_listens() -> Iterator[str]:
+    """An address that nobody else gets meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
 
 
 def shown(url: str, *arguments: str) -> str:
@@ -117,17 +129,19 @@ def test_what_is_listed_says_how_stale_it_is(redis):
             assert last.startswith("stale: this was known ")
             told = json.loads(shown(server.url, command, "--json"))
             assert len(told[command]) == listed
-            assert 0 <= told["stale_seconds"] < 60
+            assert 0 <= told["stale_seconds"] < 600
 
 
 def test_instances_are_waited_for(server, client):
     client.register(worker("p"), state=READY)
-    late = threading.Timer(1.0, client.register, [worker("d", "decode")], {"state": READY})
-    late.start()
-    assert len(rows(shown(server.url, "instances", "--until-count", "2"))) == 2
-    late.join()
-    asked = ("instances", "--role", "decode", "--until-count", "0", "--deadline", "0")
-    ended = kvxfer(*asked, KVXFER_CONTROL_PLANE=server.url)
+    with started(server.url, "instances", "--until-count", "2") as waiting:
+        wait_until(lambda: asked(server.url, "/v1/instances") == 2)
+        assert waiting.poll() is None
+        client.register(worker("d", "decode"), state=READY)
+        out, _ = waiting.communicate(timeout=60)
+    assert (waiting.returncode, len(rows(out))) == (0, 2)
+    late = ("instances", "--role", "decode", "--until-count", "0", "--deadline", "0")
+    ended = kvxfer(*late, KVXFER_CONTROL_PLANE=server.url)
     told = "error [deadline-exceeded] not 0 such instances within 0 s: the last count was 1\n"
     assert (ended.returncode, ended.stderr) == (1, told)
 
@@ -147,11 +161,11 @@ def test_what_is_stale_is_not_waited_for(redis):
 
 
 def test_a_control_plane_that_is_not_there_yet_is_waited_for():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    ended = kvxfer("instances", "--until-count", "0", "--deadline", "3", KVXFER_CONTROL_PLANE=url)
+    arguments = ("instances", "--until-count", "0", "--deadline", "1")
+    with nobody_listens() as address:
+        ended = kvxfer(*arguments, KVXFER_CONTROL_PLANE=f"http://{address}")
     assert ended.returncode == 1
-    assert ended.stderr.startswith("error [deadline-exceeded] not 0 such instances within 3 s: no")
+    assert ended.stderr.startswith("error [deadline-exceeded] not 0 such instances within 1 s: no")
 
 
 def test_role_is_changed(server, client):
@@ -189,8 +203,17 @@ def living(url: str, load: Callable[[], Load]) -> Iterator[threading.Thread]:
     thread.start()
     assert registered.wait(20)
     yield thread
-    thread.join(20)
-    assert not thread.is_alive()
+    thread.join()
+
+
+def asked(url: str, route: str) -> int:
+    """How many times the control plane has answered a GET of a route."""
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    name = "kvxfer_http_request_seconds_count"
+    found = re.search(
+        rf'^{name}{{method="GET",route="{re.escape(route)}"}} (.*)$', text, re.MULTILINE
+    )
+    return 0 if found is None else int(float(found[1]))
 
 
 def until(client: SyncControlPlaneClient, seen: Callable[[Instance], bool]) -> Instance:
@@ -226,8 +249,10 @@ def test_drain_until_idle_does_not_wait_for_the_worker_to_leave(server, client):
     with started(server.url, "drain", "--until", "idle", **where) as draining:
         until(client, lambda p: p.state is InstanceState.DRAINING)
         client.heartbeat("p", lease.epoch, load=Load(waiting=1))
-        with pytest.raises(subprocess.TimeoutExpired):
-            draining.wait(1.5)
+        before = asked(server.url, "/v1/instances/{instance_id}")
+        # By the second answer it has seen that load.
+        wait_until(lambda: asked(server.url, "/v1/instances/{instance_id}") >= before + 2)
+        assert draining.poll() is None
         client.heartbeat("p", lease.epoch, load=Load())
         out, _ = draining.communicate(timeout=30)
     assert (draining.returncode, out) == (0, "p is idle\n")
@@ -314,13 +339,11 @@ COMMANDS = [("instances",), ("transfers",), ("drain", "p"), ("role", "p", "decod
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_no_control_plane_is_one_line(command):
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        ended = kvxfer(*command, "--control-plane", url)
+    with nobody_listens() as address:
+        ended = kvxfer(*command, "--control-plane", f"http://{address}")
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith("error [control-plane-unavailable] no control plane answers")
-    assert url in ended.stderr
+    assert address in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 

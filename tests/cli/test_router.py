@@ -14,6 +14,8 @@ import pytest
 
 from tests.control_plane import RunningControlPlane
 
+pytestmark = pytest.mark.native
+
 ROUTER = (sys.executable, "-m", "kvxfer.cli", "router", "--port", "0")
 
 

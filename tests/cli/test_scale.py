@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.control_plane import CLUSTER_KEY
+from verify.polling import wait_until
 
 from .test_serve import KVXFER, environment, first_line, serving
 from .test_serve import run as serve
+
+pytestmark = pytest.mark.native
 
 WHO = ("worker", "admin")
 ADMIN = {"Authorization": "Bearer token-of-the-admin"}
@@ -106,17 +109,16 @@ def test_one_of_two_replicas_leads_and_the_other_takes_over(tmp_path: Path, empt
 
     with serving(*options) as one, serving(*options) as other:
         processes = {json.loads(first_line(p))["url"]: p for p in (one, other)}
-        deadline = time.monotonic() + 30
-        while not (leading := [url for url in processes if leads(url)]):
-            assert time.monotonic() < deadline
-        (leader,) = leading
+        (leader,) = wait_until(lambda: [url for url in processes if leads(url)])
         ended = processes.pop(leader)
-        ended.terminate()
-        ended.wait(60)
+        with empty_redis.client() as redis:
+            term = redis.get("kvxfer:{scaling}:leader")
+            assert term
+            ended.terminate()
+            assert ended.wait(60) == 0
+            assert redis.get("kvxfer:{scaling}:leader") != term, "its term of 30 s ends with it"
         (follower,) = processes
-        deadline = time.monotonic() + 25
-        while not leads(follower):
-            assert time.monotonic() < deadline, "the term ends with the leader, not after 30 s"
+        wait_until(lambda: leads(follower))
 
 
 def test_serve_brings_its_own_workers_up_by_the_policy(tmp_path: Path):
@@ -137,14 +139,13 @@ def test_serve_brings_its_own_workers_up_by_the_policy(tmp_path: Path):
         KVXFER_TOKEN_FILE=str(tmp_path / "worker"),
     ) as process:
         url = json.loads(first_line(process))["url"]
-        deadline = time.monotonic() + 100
-        while True:
+
+        def both() -> list[dict[str, Any]]:
             answer = httpx.get(url + "/v1/instances", headers=ADMIN, trust_env=False)
-            fleet = answer.json()["instances"]
-            if len(fleet) == 2:
-                break
-            assert time.monotonic() < deadline, fleet
-            time.sleep(0.1)
+            fleet: list[dict[str, Any]] = answer.json()["instances"]
+            return fleet if len(fleet) == 2 else []
+
+        fleet = wait_until(both, 100)
         assert sorted(instance["role"] for instance in fleet) == ["decode", "prefill"]
 
         where = ("plan", "--control-plane", url)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from tests.api.conftest import registration
 from tests.control_plane import CLUSTER_KEY
-from verify.redis_server import audit, free_port
+from verify.redis_server import audit
 
+from .test_fleet import nobody_listens
 from .test_serve import first_line, run, serving
+
+pytestmark = pytest.mark.native
 
 
 @pytest.mark.parametrize(
@@ -32,48 +36,46 @@ def test_url_that_is_no_registry_is_one_clear_error(url, words):
 
 
 def test_registry_from_the_environment_that_does_not_answer_is_warned_of_once():
-    port = free_port()
-    url = f"redis://:secret@127.0.0.1:{port}"
-    with serving("--port", "0", "--json", KVXFER_REGISTRY=url) as process:
+    with (
+        nobody_listens() as address,
+        serving("--port", "0", "--json", KVXFER_REGISTRY=f"redis://:secret@{address}") as process,
+    ):
         api = json.loads(first_line(process))["url"]
         assert httpx.get(api + "/readyz", trust_env=False).status_code == 503
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 0
     (line,) = err.splitlines()
-    assert f"127.0.0.1:{port}" in line
+    assert address in line
     assert "secret" not in line
 
 
 def test_replica_that_is_killed_at_work_leaves_no_reservation_half_made(empty_redis):
     options = ("--port", "0", "--json", "--registry", empty_redis.url)
+    # Nothing ends by itself.
+    options = (*options, "--lease-seconds", "600", "--transfer-seconds", "600")
     with serving(*options) as dying, serving(*options) as living:
         doomed, url = (json.loads(first_line(p))["url"] for p in (dying, living))
         for name, role in (("p", "prefill"), ("d1", "decode"), ("d2", "decode")):
             body = registration(name, role, num_blocks=100_000)
             httpx.post(url + "/v1/instances", json=body, trust_env=False).raise_for_status()
         opened: list[str] = []
-        lost = threading.Barrier(5)
 
         def load() -> None:
-            with httpx.Client(base_url=doomed, trust_env=False) as client:
-                try:
-                    while True:
-                        answer = client.post("/v1/transfers", json={"prompt_tokens": 64})
-                        opened.append(answer.json()["transfer_id"])
-                        if len(opened) % 2:
-                            client.delete(f"/v1/transfers/{opened[-1]}")
-                        if len(opened) > 40:
-                            dying.kill()
-                except httpx.TransportError:
-                    lost.wait(30)
+            client = httpx.Client(base_url=doomed, trust_env=False)
+            with client, contextlib.suppress(httpx.TransportError):
+                while True:
+                    answer = client.post("/v1/transfers", json={"prompt_tokens": 64})
+                    opened.append(answer.json()["transfer_id"])
+                    if len(opened) % 2:
+                        client.delete(f"/v1/transfers/{opened[-1]}")
+                    if len(opened) > 40:
+                        dying.kill()
 
-        threads = [threading.Thread(target=load) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        lost.wait(60)
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            ended = [threads.submit(load) for _ in range(4)]
+        for one in ended:
+            one.result()
 
         counted = audit(empty_redis)
         assert counted["p"] == counted["d1"] + counted["d2"] > 0

@@ -9,6 +9,8 @@ import pytest
 
 from .test_serve import KVXFER, environment
 
+pytestmark = pytest.mark.native
+
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,11 @@ from kvxfer.cli.top_frame import bytes_per_second
 from kvxfer.client import SyncControlPlaneClient
 from kvxfer.instances import InstanceState, Load, Traffic
 from tests.control_plane import RunningControlPlane, worker
-from verify.polling import PATIENCE
+from verify.polling import PATIENCE, wait_until
 
 from .test_fleet import kvxfer, shown
+
+pytestmark = pytest.mark.native
 
 
 @pytest.fixture
@@ -113,16 +114,23 @@ def test_on_a_terminal_it_follows_the_fleet_and_says_when_it_cannot(busy):
 
 def drawn_until(master: int, words: str | None) -> str:
     """What is drawn until these words are; until the end without them."""
-    text, give_up = "", time.monotonic() + PATIENCE
-    while words is None or words not in text:
-        assert time.monotonic() < give_up, text[-2000:]
-        if not select.select([master], [], [], 0.2)[0]:
-            continue
-        try:
-            text += os.read(master, 65536).decode(errors="replace")
-        except OSError:  # the other end is closed
-            assert words is None, text[-2000:]
-            break
+    text = ""
+
+    def drawn() -> bool:
+        nonlocal text
+        if select.select([master], [], [], 0)[0]:
+            try:
+                text += os.read(master, 65536).decode(errors="replace")
+            except OSError:  # the other end is closed
+                assert words is None, text[-2000:]
+                return True
+        return words is not None and words in text
+
+    try:
+        wait_until(drawn)
+    except TimeoutError as error:
+        error.add_note(text[-2000:])
+        raise
     return text
 
 

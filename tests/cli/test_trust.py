@@ -21,6 +21,8 @@ from verify.redis_server import RedisServer
 
 from .test_worker import KVXFER, Process, environment, model  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.native
+
 
 @dataclass
 class Cluster:
@@ -73,7 +75,7 @@ def cluster(tmp_path: Path, model: Path, empty_redis: RedisServer) -> Iterator[C
             Process(
                 *("serve", "--port", "0", "--tokens-file", tmp_path / "tokens", *keys),
                 *("--tls-cert", certificates.server_cert, "--tls-key", certificates.server_key),
-                *("--tls-client-ca", certificates.ca_file, "--lease-seconds", "3"),
+                *("--tls-client-ca", certificates.ca_file, "--lease-seconds", "6"),
                 *("--registry", empty_redis.url),
             )
         )

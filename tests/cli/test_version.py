@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import kvxfer
+
+pytestmark = pytest.mark.native
 
 
 def test_the_version_is_shown():

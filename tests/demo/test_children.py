@@ -12,6 +12,8 @@ import pytest
 from kvxfer.demo import children
 from kvxfer.demo.children import Child, ProcessFailed
 
+pytestmark = pytest.mark.native
+
 KEY = {"KVXFER_CLUSTER_KEY": "0123456789abcdef0123456789abcdef"}
 SERVE = ["serve", "--port", "0", "--json"]
 

@@ -102,4 +102,4 @@ def running_cluster() -> Iterator[Cluster]:
     yield cluster
     cluster.config.close()
     cluster.server.shutdown()
-    thread.join(20)
+    thread.join()

@@ -15,7 +15,6 @@ import socketserver
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,10 +24,11 @@ import httpx
 
 from tests.deploy.chart import Container, Rendered, render
 from tests.deploy.programs import variables
-from verify.polling import PATIENCE
+from verify.polling import PATIENCE, wait_until
 from verify.redis_server import free_port
 
 START_SECONDS = 8 * PATIENCE
+_ANSWER_SECONDS = 60.0
 
 
 @dataclass
@@ -90,14 +90,14 @@ class Pod:
         spec = self.container.spec
         path = spec["readinessProbe"]["httpGet"]["path"]
         url = f"http://127.0.0.1:{spec['ports'][0]['containerPort']}{path}"
-        give_up = time.monotonic() + START_SECONDS
-        while time.monotonic() < give_up:
+
+        def answers() -> bool:
             assert self.process is not None and self.process.poll() is None, f"{self.name} ended"
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(url, timeout=2).is_success:
-                    return
-            time.sleep(0.1)
-        raise AssertionError(f"{self.name} does not answer at {url}")
+                return httpx.get(url, timeout=2).is_success
+            return False
+
+        wait_until(answers, START_SECONDS)
 
     def hook(self) -> subprocess.CompletedProcess[str]:
         words = self.command(self.container.spec["lifecycle"]["preStop"]["exec"]["command"])
@@ -165,7 +165,7 @@ class Fleet:
         self.client = httpx.Client(
             base_url=f"http://127.0.0.1:{port}",
             headers={"authorization": f"Bearer {key}"},
-            timeout=60,
+            timeout=_ANSWER_SECONDS,
         )
 
     def add_control_plane(self, name: str) -> Pod:
@@ -205,13 +205,11 @@ class Fleet:
         load.start()
         try:
             yield answers
-            before, give_up = len(answers), time.monotonic() + PATIENCE
-            while len(answers) < before + 3 and time.monotonic() < give_up:
-                time.sleep(0.05)
-            assert len(answers) >= before + 3
+            before = len(answers)
+            wait_until(lambda: len(answers) >= before + 3, _ANSWER_SECONDS)
         finally:
             enough.set()
-            load.join(60)
+            load.join()
 
     def close(self) -> None:
         self.client.close()

@@ -135,6 +135,7 @@ def test_an_alert_says_how_bad_it_is_and_what_to_do(rule: dict[str, Any]) -> Non
     assert anchor in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings}
 
 
+@pytest.mark.native
 def test_promtool_can_read_every_expression(tmp_path: Path) -> None:
     recorded = [
         {"record": f"panel_{number}", "expr": without_variables(expr)}
@@ -146,6 +147,7 @@ def test_promtool_can_read_every_expression(tmp_path: Path) -> None:
         promtool("check", "rules", file)
 
 
+@pytest.mark.native
 def test_each_alert_fires_on_the_bad_series_and_not_on_the_good(tmp_path: Path) -> None:
     assert CASES.keys() == {rule["alert"] for rule in RULES}
     tests = [

@@ -10,6 +10,8 @@ import pytest
 from tests.deploy.chart import ROOT, Rendered, render, value_set
 from tests.deploy.cluster import Cluster, running_cluster
 
+pytestmark = pytest.mark.native
+
 GROUPS = value_set(ROOT / "deploy" / "helm" / "examples" / "leaderworkerset.yaml")
 
 

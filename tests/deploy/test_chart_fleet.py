@@ -15,9 +15,10 @@ from tests.deploy.programs import variables
 from verify.polling import PATIENCE
 from verify.redis_server import free_port
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("KVXFER_HELM_TEST"), reason="run by `make helm-test`"
-)
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not os.environ.get("KVXFER_HELM_TEST"), reason="run by `make helm-test`"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from kvxfer.router.api_keys import parse_api_keys
 from tests.deploy.chart import render
 from tests.deploy.cluster import KUBECONFIG, Cluster, running_cluster
 
+pytestmark = pytest.mark.native
+
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:

@@ -10,6 +10,8 @@ import pytest
 
 from tests.docs.console import Shell, Step, sessions
 
+pytestmark = pytest.mark.native
+
 DOCUMENT = """\
 # Title
 

@@ -14,6 +14,8 @@ import pytest
 
 from tests.docs.console import Shell, sessions
 
+pytestmark = pytest.mark.realtime
+
 RUNBOOKS: Final = sessions((Path(__file__).parents[2] / "docs/runbooks.md").read_text())
 INSTALL: Final = "Install"
 

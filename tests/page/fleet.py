@@ -17,6 +17,7 @@ import httpx
 
 from kvxfer.api.tokens import Scope
 from kvxfer.http_listener import bind
+from verify.polling import wait_until
 
 WORKER, ROUTER, ADMIN, MONITOR = (f"{scope}-token-of-the-tests" for scope in Scope)
 TOKENS = f"""\
@@ -133,17 +134,21 @@ class Requests:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join()
 
     def _send(self) -> None:
         body = {"prompt": PROMPT, "max_tokens": 48, "ignore_eos": True, "stream": False}
         with httpx.Client(base_url=self._router, timeout=60) as client:
             models = client.get("/v1/models").json()["data"]
             body["model"] = models[0]["id"] if models else ""
-            while not self._stop.is_set():
+
+            def answered() -> bool:
                 # A busy machine answers late, and drained or killed workers not at all.
                 with contextlib.suppress(httpx.HTTPError):
                     if client.post("/v1/completions", json=body).is_success:
                         self.answered += 1
-                        continue
-                self._stop.wait(0.2)
+                        return True
+                return self._stop.is_set()
+
+            while not self._stop.is_set():
+                wait_until(answered, 600, pause=0.2)

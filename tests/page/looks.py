@@ -29,6 +29,20 @@ def live(page: Page) -> None:
     expect(page.locator("#connection")).to_have_text("Live")
 
 
+def shown_again(page: Page, times: int) -> None:
+    """Returns when the page has shown the fleet anew so often, as it does each second."""
+    page.evaluate(
+        """times => new Promise((shown) => new MutationObserver((_, observer) => {
+            times -= 1;
+            if (times > 0) return;
+            observer.disconnect();
+            shown();
+        }).observe(document.getElementById("instances"), { subtree: true, childList: true,
+            characterData: true, attributes: true }))""",
+        times,
+    )
+
+
 def barriers(page: Page, packages: Path) -> list[str]:
     """What axe-core finds against WCAG 2.2 AA and good practice, each as one line."""
     if not page.evaluate("'axe' in window"):

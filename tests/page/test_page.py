@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from .fleet import ADMIN, MONITOR, WORKER, WORKERS, Requests
-from .looks import barriers, expect, live, sign_in, take_picture
+from .looks import barriers, expect, live, shown_again, sign_in, take_picture
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
+
+pytestmark = pytest.mark.native
 
 NAMES = sorted(WORKERS)
 
@@ -76,7 +78,7 @@ def test_what_goes_on_is_seen_in_light_in_dark_and_on_a_phone(page, fleet, packa
         expect(kv).to_have_text(re.compile(r"KV in use [1-9]\d? %"))
         change = page.locator("#scaling li.up").first
         expect(change).to_contain_text("requests running and")
-        page.wait_for_timeout(15_000)  # lines need some points
+        shown_again(page, 15)  # lines need some points
         take_picture(page, "page-light", 1160)
         assert barriers(page, packages) == []
         page.emulate_media(color_scheme="dark")
@@ -109,7 +111,7 @@ def test_all_of_it_works_by_keyboard(page, fleet, packages):
     expect(tiles.last).to_be_focused()
     name = tiles.last.locator(".name").inner_text()
     expect(tiles.last).to_have_accessible_name(re.compile(f"^{name} .* prefill, ready, KV"))
-    page.wait_for_timeout(2500)  # two looks later the focus is where it was
+    shown_again(page, 2)  # and the focus is where it was
     expect(tiles.last).to_be_focused()
     page.keyboard.press("Enter")
     dialog = page.get_by_role("dialog")

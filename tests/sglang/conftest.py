@@ -7,7 +7,6 @@ import contextlib
 import os
 import random
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ import httpx
 import pytest
 
 from tests.vllm.servers import Server, free_port, serving
+from verify.polling import wait_until
 
 HERE = Path(__file__).parent
 SGLANG_PYTHON = os.environ.get("KVXFER_SGLANG_PYTHON", "")
@@ -24,10 +24,11 @@ SGLANG_PYTHON = os.environ.get("KVXFER_SGLANG_PYTHON", "")
 
 def wait_for(server: Server, text: str) -> None:
     """Returns when the server has logged it."""
-    give_up = time.monotonic() + 60
-    while text not in server.log.read_text(errors="replace"):
-        assert time.monotonic() < give_up, server.tail()
-        time.sleep(0.05)
+    try:
+        wait_until(lambda: text in server.log.read_text(errors="replace"), 60)
+    except TimeoutError as error:
+        error.add_note(server.tail())
+        raise
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from .conftest import Pair, wait_for
 
 # Servers of SGLang start in a minute or two; nothing here measures time.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:

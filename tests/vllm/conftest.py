@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.ticket import Ticket, sign_ticket
+from verify.polling import wait_until
 
 from .servers import CLUSTER_KEY, VLLM_PYTHON, Server, kvxfer, make_model, vllm
 
@@ -97,7 +98,7 @@ class Cluster:
         sides = {one["instance_id"]: one for one in fleet}
         epochs = [sides[name]["epoch"] for name in (prefill, decode)]
         ticket = Ticket(
-            uuid.uuid4().hex, "r", prefill, epochs[0], decode, epochs[1], time.time() + 60
+            uuid.uuid4().hex, "r", prefill, epochs[0], decode, epochs[1], SYSTEM_CLOCK.unix() + 60
         )
         return {
             "ticket": sign_ticket(ticket, CLUSTER_KEY),
@@ -106,34 +107,32 @@ class Cluster:
 
     def wait_until_ready(self, *names: str) -> None:
         """Returns when the control plane would pair these instances."""
-        give_up = time.monotonic() + 30
-        while True:
+
+        def ready() -> bool:
             fleet = httpx.get(self.control_plane.url + "/v1/instances").json()["instances"]
             states = {one["instance_id"]: one["state"] for one in fleet}
-            if all(states.get(name) == "ready" for name in names):
-                return
-            assert time.monotonic() < give_up, states
-            time.sleep(0.1)
+            return all(states.get(name) == "ready" for name in names)
+
+        wait_until(ready)
 
     def wait_until_idle(self, *servers: Server) -> None:
         """Returns when no request is left and every KV block is free again."""
         self.wait_until_idle_within(LEASE_SECONDS + 10, *servers)
 
     def wait_until_idle_within(self, seconds: float, *servers: Server) -> None:
-        give_up = time.monotonic() + seconds
-        names = ("running", "waiting")
-        while True:
-            left = {
-                server.name: [
-                    server.metric("vllm:kv_cache_usage_perc"),
-                    *(server.metric(f"vllm:num_requests_{name}") for name in names),
-                ]
-                for server in servers
-            }
-            if not any(any(values) for values in left.values()):
-                return
-            assert time.monotonic() < give_up, left
-            time.sleep(0.2)
+        names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
+        left: dict[str, list[float]] = {}
+
+        def idle() -> bool:
+            for server in servers:
+                left[server.name] = [server.metric(f"vllm:{name}") for name in names]
+            return not any(any(values) for values in left.values())
+
+        try:
+            wait_until(idle, seconds, pause=0.2)
+        except TimeoutError as error:
+            error.add_note(str(left))
+            raise
 
 
 def side(

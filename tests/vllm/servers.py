@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +17,12 @@ from typing import Any
 
 import httpx
 
+from verify.polling import wait_until
+
 CLUSTER_KEY = "0123456789abcdef0123456789abcdef"
 VLLM_PYTHON = os.environ.get("KVXFER_VLLM_PYTHON", "")
 _START_SECONDS = 480.0
+_STOP_SECONDS = 20.0
 # One for all: making one takes tens of milliseconds, for the certificates that nobody needs here.
 _http = httpx.Client(trust_env=False)
 
@@ -57,14 +59,18 @@ class Server:
 
     def wait(self, path: str = "/health") -> None:
         """Returns when the API answers."""
-        give_up = time.monotonic() + _START_SECONDS
-        while True:
+
+        def answers() -> bool:
+            assert self.process.poll() is None, f"{self.name} ended:\n{self.tail()}"
             with contextlib.suppress(httpx.HTTPError):
-                if _http.get(self.url + path, timeout=2.0).is_success:
-                    return
-            if self.process.poll() is not None or time.monotonic() > give_up:
-                raise AssertionError(f"{self.name} did not start:\n{self.tail()}")
-            time.sleep(0.2)
+                return _http.get(self.url + path, timeout=2.0).is_success
+            return False
+
+        try:
+            wait_until(answers, _START_SECONDS, pause=0.2)
+        except TimeoutError as error:
+            error.add_note(f"{self.name} did not start:\n{self.tail()}")
+            raise
 
     def tail(self, size: int = 6000) -> str:
         return self.log.read_text(errors="replace")[-size:]
@@ -79,8 +85,8 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
         try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
+            wait_until(lambda: self.process.poll() is not None, _STOP_SECONDS)
+        except TimeoutError:
             self.kill()
         # What its children have left behind.
         with contextlib.suppress(ProcessLookupError):

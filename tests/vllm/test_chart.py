@@ -17,6 +17,7 @@ from .servers import VLLM_PYTHON
 SETS = {path.stem: path for path in VALUE_SETS}
 
 
+@pytest.mark.native
 @pytest.mark.timeout(300)
 def test_vllm_takes_its_options() -> None:
     lines = [

@@ -12,15 +12,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.prefix_hashes import as_text, asked_hashes
 from kvxfer.ticket import Ticket, sign_ticket
+from verify.polling import wait_until
 
 from .conftest import LEASE_SECONDS, Cluster, side
 from .servers import CLUSTER_KEY, vllm
 from .tiny_prompts import prompts
 
 # Servers of vLLM start in a minute or two; nothing here measures time.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
 
 def test_tokens_are_those_of_an_aggregated_server(cluster: Cluster, rng: random.Random) -> None:
@@ -92,15 +94,14 @@ def test_the_control_plane_knows_the_prompts_that_prefill_has_cached(
 
     assert cached_tokens() == 0
     cluster.tokens(cluster.router, prompt)
-    give_up = time.monotonic() + 20
-    while not cached_tokens() and time.monotonic() < give_up:
-        time.sleep(0.1)  # it is told with the next heartbeat
-    assert cached_tokens() == 7 * 128, "prefill has 7 whole blocks of it"
+    # It is told with the next heartbeat.
+    assert wait_until(cached_tokens, pause=0.1) == 7 * 128, "prefill has 7 whole blocks of it"
 
 
 def expired_ticket() -> str:
     return sign_ticket(
-        Ticket(uuid.uuid4().hex, "request", "prefill", 1, "decode", 1, time.time() - 1), CLUSTER_KEY
+        Ticket(uuid.uuid4().hex, "request", "prefill", 1, "decode", 1, SYSTEM_CLOCK.unix() - 1),
+        CLUSTER_KEY,
     )
 
 
@@ -150,6 +151,7 @@ def test_with_recompute_a_failed_transfer_still_gives_the_right_tokens(
         cluster.wait_until_idle(recomputing)
 
 
+@pytest.mark.realtime
 def test_a_killed_producer_ends_the_requests_that_wait_for_it(
     cluster: Cluster, rng: random.Random
 ) -> None:

@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import itertools
 import random
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
+from verify.polling import wait_until
+
 from .conftest import ask, keep, side
 from .servers import Server, kvxfer, vllm
 from .tiny_prompts import prompts
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
 FLEETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "block sizes": {
@@ -66,14 +67,16 @@ class Fleet:
 
 def tokens_of(server: Server, prompt: list[int], **more: Any) -> list[int]:
     """Without a ticket it asks again after an error: on overcommitted cores a lease may end."""
-    give_up = time.monotonic() + 120
-    while True:
+
+    def answered() -> list[int]:
         answer = ask(server, prompt, seconds=120.0, **more)
-        if answer.is_success:
-            [choice] = answer.json()["choices"]
-            return list(choice["token_ids"])
-        assert not more and time.monotonic() < give_up, (len(prompt), answer.text)
-        time.sleep(0.5)
+        if not answer.is_success:
+            assert not more, (len(prompt), answer.text)
+            return []
+        [choice] = answer.json()["choices"]
+        return list(choice["token_ids"])
+
+    return wait_until(answered, 120, pause=0.5)
 
 
 def transfer(control_plane: Server) -> dict[str, Any]:
@@ -104,10 +107,7 @@ def fleet(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator
         for server in servers.values():
             server.wait()
         started = Fleet(request.param, control_plane, router, servers)
-        give_up = time.monotonic() + 20
-        while any(instance["state"] != "ready" for instance in started.instances()):
-            assert time.monotonic() < give_up, started.instances()
-            time.sleep(0.1)
+        wait_until(lambda: all(one["state"] == "ready" for one in started.instances()))
         yield started
 
 

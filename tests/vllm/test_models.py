@@ -20,7 +20,7 @@ from .conftest import Cluster, side
 from .servers import VLLM_PYTHON, kvxfer, vllm
 from .tiny_prompts import prompts
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
 BLOCK, WINDOW = 128, 200  # as tiny_models.py makes it
 NUM_BLOCKS = 200  # of prefill: so few that what was freed is soon overwritten

@@ -14,7 +14,7 @@ from kvxfer.event_stream import EventParser
 from .conftest import Cluster
 from .servers import Server
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.native, pytest.mark.timeout(600)]
 
 WORDS = " ".join(f"w{3 + 7 * i % 500}" for i in range(300))
 MESSAGES = [{"role": "system", "content": "w5 w6"}, {"role": "user", "content": WORDS}]

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,11 +16,13 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from verify.polling import wait_until
+
 from .conftest import Cluster, cluster_of
 from .servers import Server
 from .test_pull import fetched, proxied, random_prompt
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
 LEASE_SECONDS: Final = 8.0
 # Long before a lease ends.
@@ -53,13 +55,6 @@ def preemptions(server: Server) -> float:
     return server.metric("vllm:num_preemptions_total")
 
 
-def until(condition: Callable[[], object]) -> None:
-    give_up = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
-
-
 def whole(tight: Cluster, asked: Sequence[list[int]], **more: Any) -> list[list[int]]:
     return [tight.tokens(tight.aggregated, prompt, **more) for prompt in asked]
 
@@ -72,10 +67,10 @@ def side_by_side(tight: Cluster, rng: random.Random) -> Iterator[list[list[int]]
     params = tight.keep(kept)
     before = preemptions(tight.prefill)
     yield [random_prompt(rng, length) for length in (900, 850)]
-    until(lambda: waiting(tight.prefill) == 2)
+    wait_until(lambda: waiting(tight.prefill) == 2)
     # Decode refuses the long one, and prefill lets it go.
     assert tight.ask(tight.decode, kept, kv_transfer_params=params).status_code == 400
-    until(lambda: preemptions(tight.prefill) > before)
+    wait_until(lambda: preemptions(tight.prefill) > before)
 
 
 def test_a_prompt_that_prefill_preempts_is_kept_when_it_is_computed_again(
@@ -142,7 +137,7 @@ def full(tight: Cluster, rng: random.Random, leases: int = 1) -> Iterator[None]:
             prompt = random_prompt(rng, 900)
             ask = functools.partial(tight.ask, tight.decode, prompt, kv_transfer_params=params)
             holders.append(threads.submit(ask))
-            until(lambda: waiting(tight.decode) > index)  # noqa: B023
+            wait_until(lambda: waiting(tight.decode) > index)  # noqa: B023
         yield
         assert {holder.result().status_code for holder in holders} == {500}
 
@@ -161,6 +156,7 @@ def test_prefill_lets_go_of_a_request_that_is_aborted_in_the_queue_of_decode(
     assert fetched(tight.decode) == before
 
 
+@pytest.mark.realtime
 def test_prefill_keeps_a_prompt_while_it_waits_in_the_queue_of_decode(
     tight: Cluster, rng: random.Random
 ) -> None:

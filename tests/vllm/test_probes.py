@@ -11,7 +11,7 @@ import pytest
 
 from .servers import VLLM_PYTHON
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from .conftest import Cluster
 from .servers import Server
 from .tiny_prompts import prompts
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
 # Long before a lease ends.
 SOON = 8.0

@@ -16,6 +16,8 @@ from verify.attack.on_path import Place, altered_stream
 from verify.attack.pair import Pair, workers
 from verify.attack.table import FABRICS
 
+pytestmark = pytest.mark.native
+
 MODULES = (outsiders, answers, members, transfers, floods)
 ALL = [one for module in MODULES for one in module.ATTACKS]
 

@@ -14,6 +14,8 @@ from verify.attack.fake_engine import FakeEngine
 from verify.attack.hostile import Target, read
 from verify.attack.worker import KEY
 
+pytestmark = pytest.mark.native
+
 
 async def test_engine_falls_back_to_tcp_though_its_local_socket_is_flooded() -> None:
     with contextlib.closing(FakeEngine(KEY)) as fake:

@@ -13,6 +13,8 @@ from verify.faults.catalogue import FABRICS
 from verify.faults.chaos import Round, arena
 from verify.faults.link import why_no_links
 
+pytestmark = pytest.mark.realtime
+
 # A machine that is very busy can make a moment's stall long enough for the usual timeout.
 _PATIENT: Final = {"KVXFER_PEER_TIMEOUT": "2"}
 _GIVEN_UP: Final = {"transfer-cancelled", "peer-timeout", "peer-lost", None}

@@ -10,6 +10,8 @@ import pytest
 from verify.fuzz import seeds
 from verify.fuzz.python import TARGETS, load
 
+pytestmark = pytest.mark.native
+
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_corpus_keeps_the_promises_of_the_code(name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ from rich.console import Console
 
 from verify.fuzz import run, seeds
 from verify.fuzz.coverage import Coverage
+
+pytestmark = pytest.mark.native
 
 _FOUND = (
     "import pathlib, sys; pathlib.Path(sys.argv[1] + 'crash-1').write_bytes(b'bad'); sys.exit(77)"
@@ -50,8 +53,14 @@ def outcomes(jobs: int) -> list[run.Outcome]:
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
-def test_outcomes_are_in_the_order_of_the_targets(fuzzers: dict[str, str], jobs: int) -> None:
-    fuzzers["a"] = f"import time; time.sleep(0.2); {_WELL}"
+def test_outcomes_are_in_the_order_of_the_targets(
+    fuzzers: dict[str, str], jobs: int, tmp_path: Path
+) -> None:
+    if jobs == 3:
+        pipe = tmp_path / "held until c ends"
+        os.mkfifo(pipe)
+        fuzzers["a"] = f"open({str(pipe)!r}).read(); {_WELL}"
+        fuzzers["c"] = f"held = open({str(pipe)!r}, 'w'); {_WELL}"
     assert [(each.target, each.executions, each.good) for each in outcomes(jobs)] == [
         ("a", 7, True),
         ("b", 7, True),

@@ -9,6 +9,8 @@ import pytest
 from verify.model.checks import FENCE_REMOVED, SMALL
 from verify.model.verifier import SpinError, read_verdict, run
 
+pytestmark = pytest.mark.native
+
 
 def test_one_transfer_keeps_every_invariant_whatever_strikes_it() -> None:
     verdict = run(SMALL)

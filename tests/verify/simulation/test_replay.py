@@ -21,6 +21,7 @@ def test_a_trace_changes_nothing() -> None:
     assert simulate(7).fingerprint == simulate(7, trace=True).fingerprint
 
 
+@pytest.mark.native
 def test_another_process_sees_the_same_events() -> None:
     """Whatever its hashes and addresses are."""
     command = [sys.executable, "-m", "verify.simulation", "--seed", "7", "--trace"]
