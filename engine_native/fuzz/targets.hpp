@@ -1,5 +1,5 @@
 // What a fuzzer calls, each with bytes such as a peer may send. They abort where a promise is
-// broken. The corpus of NAME is in verify/fuzz/corpus/NAME.
+// broken. verify/fuzz/seeds writes what each starts from; verify/fuzz/corpus/NAME is what was found.
 #pragma once
 
 #include <array>

@@ -5,10 +5,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvxfer.cli import app
+from tests.topology import machines
 
 pytestmark = pytest.mark.native
-
-SYSFS = Path(__file__).parents[1] / "data" / "sysfs"
 
 
 def test_json_holds_every_finding_and_the_exit_code_says_whether_the_core_works() -> None:
@@ -44,9 +43,10 @@ def test_the_topology_is_drawn_below_the_findings_and_is_in_the_json() -> None:
 
 
 @pytest.mark.parametrize("folder", ["dgx", "dgx/sys"])
-def test_a_recorded_tree_is_drawn_and_nothing_else_is_checked(folder: str) -> None:
+def test_a_recorded_tree_is_drawn_and_nothing_else_is_checked(tmp_path: Path, folder: str) -> None:
+    machines.write("dgx", tmp_path)
     result = CliRunner().invoke(
-        app, ["doctor", "--sysfs", str(SYSFS / folder)], env={"COLUMNS": "200"}
+        app, ["doctor", "--sysfs", str(tmp_path / folder)], env={"COLUMNS": "200"}
     )
     assert result.exit_code == 0
     lines = [line.rstrip() for line in result.stdout.splitlines()]
@@ -56,8 +56,9 @@ def test_a_recorded_tree_is_drawn_and_nothing_else_is_checked(folder: str) -> No
     assert "native engine" not in result.stdout
 
 
-def test_a_recorded_tree_as_json_holds_its_topology_and_groups_only() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--json", "--sysfs", str(SYSFS / "p5en")])
+def test_a_recorded_tree_as_json_holds_its_topology_and_groups_only(tmp_path: Path) -> None:
+    p5en = machines.write("p5en", tmp_path)
+    result = CliRunner().invoke(app, ["doctor", "--json", "--sysfs", str(p5en)])
     report = json.loads(result.stdout)
     assert set(report) == {"topology", "groups"}
     assert [len(report["topology"][part]) for part in ("numa_nodes", "gpus", "nics")] == [2, 8, 16]

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.topology.hosts import SysfsBuilder
+from tests.topology.sysfs_builder import SysfsBuilder
 
 
 @pytest.fixture

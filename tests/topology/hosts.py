@@ -1,16 +1,20 @@
-"""Hosts for these tests: the trees in tests/data/sysfs, and some made up."""
+"""Hosts for these tests: the machines of machines.py, and some made up."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from kvxfer.topology import Gpu, Location, Nic, NumaNode, Port, Sysfs, Topology, read_topology
+from tests.topology import machines
 
-TREES = Path(__file__).parents[1] / "data" / "sysfs"
 
-
+@functools.cache
 def recorded(name: str) -> Topology:
-    return read_topology(Sysfs.recorded(TREES / name))
+    """What is read of one of the machines."""
+    with TemporaryDirectory() as folder:
+        return read_topology(Sysfs.recorded(machines.write(name, Path(folder))))
 
 
 def place(path: str = "", numa_node: int | None = 0) -> Location:
@@ -33,38 +37,3 @@ def topology(gpus: list[Location], nics: list[Nic], numa_nodes: int = 2) -> Topo
         tuple(Gpu(index, "nvidia", location) for index, location in enumerate(gpus)),
         tuple(nics),
     )
-
-
-class SysfsBuilder:
-    """Writes a sysfs, laid out as the kernel's, with relative symlinks."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def write(self, files: dict[str, str]) -> None:
-        for path, text in files.items():
-            file = self.folder / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text + "\n")
-
-    def link(self, path: str, target: str) -> None:
-        """`target` is relative to the folder that holds the link, and need not exist."""
-        link = self.folder / path
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(target)
-
-    def pci_device(self, path: str, **files: str) -> str:
-        self.write({f"devices/{path}/{name}": text for name, text in files.items()})
-        self.link(f"bus/pci/devices/{path.rpartition('/')[2]}", f"../../../devices/{path}")
-        return f"devices/{path}"
-
-    def nic(self, device: str, name: str, **port: str) -> str:
-        """An RDMA device with one port, below a folder of devices/."""
-        nic = f"{device}/infiniband/{name}"
-        self.write({f"{nic}/ports/1/{fact}": text for fact, text in port.items()})
-        self.link(f"{nic}/device", f"../../../{device.rpartition('/')[2]}")
-        self.link(f"class/infiniband/{name}", f"../../{nic}")
-        return nic
-
-    def read(self) -> Topology:
-        return read_topology(Sysfs(self.folder))

@@ -4,7 +4,8 @@ import pytest
 
 from kvxfer.topology import Gpu, Location, Nic, NumaNode, Port, Sysfs, Topology, read_topology
 from kvxfer.topology.cpu_list import parse_cpu_list
-from tests.topology.hosts import SysfsBuilder, recorded
+from tests.topology.hosts import recorded
+from tests.topology.sysfs_builder import SysfsBuilder
 
 GPU = {"class": "0x030200", "vendor": "0x10de"}
 SWITCH = "pci0000:15/0000:15:01.0/0000:16:00.0"

@@ -5,20 +5,25 @@ import pytest
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.topology import Sysfs, read_topology
-from tests.topology.hosts import TREES, SysfsBuilder
+from tests.topology import machines
+from tests.topology.sysfs_builder import SysfsBuilder
 
 
 def test_a_recorded_tree_is_a_root_or_a_sys_folder_of_any_name(tmp_path: Path) -> None:
+    dgx = machines.write("dgx", tmp_path)
     renamed = tmp_path / "from-node-17"
-    renamed.symlink_to(TREES / "dgx" / "sys")
-    found = [Sysfs.recorded(folder) for folder in (TREES / "dgx", TREES / "dgx" / "sys", renamed)]
+    renamed.symlink_to(dgx / "sys")
+    found = [Sysfs.recorded(folder) for folder in (dgx, dgx / "sys", renamed)]
     assert len({read_topology(each) for each in found}) == 1
     assert len(read_topology(found[0]).gpus) == 8
 
 
-def test_a_relative_folder_is_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(TREES)
-    assert read_topology(Sysfs.recorded(Path("dgx"))) == read_topology(Sysfs(TREES / "dgx/sys"))
+def test_a_relative_folder_is_read_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dgx = machines.write("dgx", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert read_topology(Sysfs.recorded(Path("dgx"))) == read_topology(Sysfs(dgx / "sys"))
 
 
 @pytest.mark.parametrize("folder", ["missing", "file", "empty"])
@@ -38,11 +43,13 @@ def test_missing_files_and_loops_of_links_read_as_nothing(sysfs: SysfsBuilder) -
     assert tree.device_path("bus/pci/devices/0000:00:01.0") is None
 
 
-def test_recorded_trees_hold_relative_links_only() -> None:
-    links = [path for path in TREES.rglob("*") if path.is_symlink()]
+def test_the_machines_hold_relative_links_only(tmp_path: Path) -> None:
+    for name in machines.MACHINES:
+        machines.write(name, tmp_path)
+    links = [path for path in tmp_path.rglob("*") if path.is_symlink()]
     assert len(links) > 100
     assert [link for link in links if link.readlink().is_absolute()] == []
     # All lead somewhere inside, but for drivers, whose names are all that is read.
     lost = [link for link in links if not link.exists() and link.name != "driver"]
     assert lost == []
-    assert all(Path(os.path.normpath(link.parent / link.readlink())) > TREES for link in links)
+    assert all(Path(os.path.normpath(link.parent / link.readlink())) > tmp_path for link in links)

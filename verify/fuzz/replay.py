@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from verify.fuzz.python import load
 
 
-def replay(target: str, corpora: list[Path]) -> None:
+def replay(target: str, folders: Iterable[Path]) -> None:
+    """Raises what the target raises, with a note of the input."""
     run = load(target).run
     run(b"")
-    for corpus in corpora:
-        for path in sorted(corpus.iterdir()):
+    for folder in folders:
+        for path in sorted(folder.iterdir()):
             try:
                 run(path.read_bytes())
             except Exception as error:

@@ -7,7 +7,6 @@ than 95 % of the lines of a target's decoders.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -18,7 +17,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
@@ -26,12 +24,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from verify.arguments import above_zero
-from verify.fuzz import interpreted, native, seeds
+from verify.fuzz import inputs, interpreted, native
 from verify.fuzz.python import TARGETS as PYTHON_TARGETS
 
 LEAST_PERCENT: Final = 95.0
 WORK: Final = native.ROOT / "build/fuzz-findings"
 """What runs found is kept between them, so the next one goes on from there."""
+SEEDS: Final = native.ROOT / "build/fuzz-seeds"
 
 _BLIND: Final = "Is the code instrumented for coverage?"
 
@@ -60,7 +59,7 @@ def fuzz(target: str, seconds: int) -> Outcome:
     found, crashes = WORK / target, WORK / "crashes"
     found.mkdir(parents=True, exist_ok=True)
     crashes.mkdir(exist_ok=True)
-    corpora = [found, seeds.CORPUS / target]
+    corpora = [found, *inputs.folders(target, SEEDS)]
     options = [
         f"-max_total_time={seconds}",
         "-max_len=4096",
@@ -84,7 +83,7 @@ def fuzz(target: str, seconds: int) -> Outcome:
     if ran.returncode:
         new = [path for path in crashes.glob(f"{target}-*") if path.stat().st_mtime >= begun]
         new = [path for path in new if not path.name.startswith(f"{target}-slow-unit")]
-        kept = [keep(path, seeds.CORPUS / target) for path in new]
+        kept = [inputs.keep(path, target) for path in new]
         outcome.crashes = [str(path.relative_to(native.ROOT)) for path in kept] or ["see the log"]
         return outcome
     if _BLIND in log:
@@ -98,12 +97,6 @@ def fuzz(target: str, seconds: int) -> Outcome:
         return outcome
     outcome.coverage, outcome.missed = reached.percent, reached.missed
     return outcome
-
-
-def keep(crash: Path, corpus: Path) -> Path:
-    """Puts an input that shows a defect into the corpus, which the tests replay from now on."""
-    found = corpus / f"found-{hashlib.sha256(crash.read_bytes()).hexdigest()[:12]}"
-    return Path(shutil.copyfile(crash, found))
 
 
 def fuzz_all(targets: Sequence[str], seconds: int, jobs: int, console: Console) -> list[Outcome]:

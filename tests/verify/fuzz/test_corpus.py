@@ -1,31 +1,33 @@
-"""Every input of the Python targets that a fuzzer found worth keeping, past findings among them.
+"""Every input of the Python targets: seeds, and what fuzzing found, past defects among it.
 
 Those of the C++ targets are replayed by the engine's own tests.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from verify.fuzz import seeds
-from verify.fuzz.python import TARGETS, load
+from verify.fuzz import inputs, native, seeds
+from verify.fuzz.python import TARGETS
+from verify.fuzz.replay import replay
 
 pytestmark = pytest.mark.native
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_corpus_keeps_the_promises_of_the_code(name: str) -> None:
-    run = load(name).run
-    run(b"")
-    inputs = sorted((seeds.CORPUS / name).iterdir())
-    assert inputs
-    for path in inputs:
-        try:
-            run(path.read_bytes())
-        except Exception as error:
-            error.add_note(f"input: {path}")
-            raise
+def test_every_input_keeps_the_promises_of_the_code(tmp_path: Path, name: str) -> None:
+    replay(name, inputs.folders(name, tmp_path))
 
 
-def test_every_corpus_has_a_target() -> None:
-    assert {folder.name for folder in seeds.CORPUS.iterdir()} == {*TARGETS, *seeds.NATIVE}
+def test_every_target_has_seeds_and_every_corpus_a_target() -> None:
+    assert {*seeds.TARGETS} == {*TARGETS, *native.DECODERS}
+    assert {folder.name for folder in inputs.CORPUS.iterdir()} <= {*seeds.TARGETS}
+
+
+@pytest.mark.parametrize("name", seeds.TARGETS)
+def test_the_seeds_are_the_same_each_time(name: str) -> None:
+    first = list(seeds.of(name))
+    assert first
+    assert list(seeds.of(name)) == first

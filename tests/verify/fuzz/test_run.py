@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from verify.fuzz import run, seeds
+from verify.fuzz import inputs, run, seeds
 from verify.fuzz.coverage import Coverage
 
 pytestmark = pytest.mark.native
@@ -41,9 +41,10 @@ def fuzzers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     monkeypatch.setattr(run, "TARGETS", dict.fromkeys(("a", "b", "c"), kind))
     monkeypatch.setattr(run, "WORK", tmp_path / "findings")
     monkeypatch.setattr(run.native, "ROOT", tmp_path)
-    monkeypatch.setattr(seeds, "CORPUS", tmp_path / "corpus")
+    monkeypatch.setattr(run, "SEEDS", tmp_path / "seeds")
+    monkeypatch.setattr(seeds, "of", lambda target: [target.encode()])
+    monkeypatch.setattr(inputs, "CORPUS", tmp_path / "corpus")
     for target in run.TARGETS:
-        (tmp_path / "corpus" / target).mkdir(parents=True)
         programs[target] = _WELL
     return programs
 
@@ -76,7 +77,7 @@ def test_an_input_that_crashes_a_target_is_in_its_corpus_from_then_on(
     [kept] = (tmp_path / "corpus/b").iterdir()
     assert kept.name.startswith("found-")
     assert kept.read_bytes() == b"bad"
-    assert not list((tmp_path / "corpus/a").iterdir())
+    assert not (tmp_path / "corpus/a").exists()
 
 
 def test_a_target_that_sees_no_line_is_no_success(fuzzers: dict[str, str]) -> None:

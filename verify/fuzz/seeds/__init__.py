@@ -1,37 +1,44 @@
-"""The first inputs of each corpus, from real encodings: `python -m verify.fuzz.seeds` writes them.
+"""The first inputs of every target, from real encodings: a fuzzer finds the way into a decoder
+faster from something that is right.
 
-A fuzzer finds the way into a decoder faster from something that is right.
+`python -m verify.fuzz.seeds --into DIR` writes them. Those of the C++ targets need nothing but
+Python itself: the build of the C++ tests writes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import importlib
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
-from verify.fuzz.seeds import engine, http, kv, registry
-
-CORPUS: Final = Path(__file__).parents[1] / "corpus"
-
-Seeds: TypeAlias = Mapping[str, Callable[[], Iterator[bytes]]]
-
-NATIVE: Final[Seeds] = {
-    "handshake": engine.handshake,
-    "bootstrap": engine.bootstrap,
-    "control": engine.control,
-    "tcp_lane": engine.tcp_lane,
-    "local_path": engine.local_path,
-    "rendezvous": engine.rendezvous,
-    "descriptors": engine.descriptors,
+_MODULES: Final = {
+    "engine": (
+        "handshake",
+        "bootstrap",
+        "control",
+        "tcp_lane",
+        "local_path",
+        "rendezvous",
+        "descriptors",
+    ),
+    "kv": ("messages", "tickets", "endpoint", "brokered"),
+    "http": ("answers", "router_bodies", "sglang_bootstrap", "spans"),
+    "registry": ("redis_records",),
 }
-PYTHON: Final[Seeds] = {
-    "messages": kv.messages,
-    "tickets": kv.tickets,
-    "answers": http.answers,
-    "router_bodies": http.router_bodies,
-    "sglang_bootstrap": http.sglang_bootstrap,
-    "endpoint": kv.endpoint,
-    "brokered": kv.brokered,
-    "redis_records": registry.redis_records,
-    "spans": http.spans,
-}
+TARGETS: Final = tuple(target for targets in _MODULES.values() for target in targets)
+
+
+def of(target: str) -> Iterator[bytes]:
+    """The seeds of a target: the same bytes each time."""
+    [module] = (module for module, targets in _MODULES.items() if target in targets)
+    yield from getattr(importlib.import_module(f"{__name__}.{module}"), target)()
+
+
+def write(target: str, folder: Path) -> None:
+    """Writes the seeds of a target, in place of what was in the folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for number, content in enumerate(of(target)):
+        (folder / f"seed-{number:03}").write_bytes(content)

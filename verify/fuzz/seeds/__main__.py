@@ -1,13 +1,17 @@
-"""Writes the seeds into the corpora, for all targets or those that are named."""
+"""Writes the seeds of all targets, or of those that are named, into DIR/TARGET."""
 
 from __future__ import annotations
 
-import sys
+import argparse
+from pathlib import Path
 
-from verify.fuzz.seeds import CORPUS, NATIVE, PYTHON
+from verify.fuzz import seeds
 
-for target in sys.argv[1:] or {**NATIVE, **PYTHON}:
-    folder = CORPUS / target
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, content in enumerate({**NATIVE, **PYTHON}[target]()):
-        (folder / f"seed-{number:02}").write_bytes(content)
+parser = argparse.ArgumentParser(prog="python -m verify.fuzz.seeds", description=__doc__)
+parser.add_argument("--into", type=Path, required=True, metavar="DIR")
+parser.add_argument(
+    "--target", action="append", choices=seeds.TARGETS, help="only this one; may be repeated"
+)
+options = parser.parse_args()
+for target in options.target or seeds.TARGETS:
+    seeds.write(target, options.into / target)

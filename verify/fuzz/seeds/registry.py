@@ -37,6 +37,11 @@ def redis_records() -> Iterator[bytes]:
     for value, kind in zip(written, b"\0\0\0\1\1\2", strict=True):
         yield b"\1" + bytes([kind]) + msgspec.msgpack.encode(value)
     yield b"\1\1"
+    # Loads of a version that does not count what a worker sends.
+    for load in (Load(running=1, ttft_p90=0.5), Load(itl_p90=float("inf"))):
+        fields = msgspec.structs.asdict(load)
+        del fields["sent"]
+        yield b"\1\1" + msgspec.msgpack.encode(fields)
 
     # The whole: p and d with blocks, a transfer and a change; then records of the log.
     whole = b"\0\2" + _NAMES[0] + _NAMES[1] + _member() + _member(role=1) + _spec() * 2
