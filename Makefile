@@ -54,9 +54,10 @@ bench-vllm:
 	@scripts/setup test
 	@scripts/bench-vllm
 
+# Not where the same engine has passed before; WHOLE=1 in any case.
 sanitize:
 	@scripts/setup native
-	@scripts/sanitize
+	@scripts/sanitize $(if $(WHOLE),--whole)
 
 # make fuzz SECONDS=600: so long for each target.
 fuzz:
