@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-sglang test-page test-stability lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate helm-test verify clean
+.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-sglang test-page test-stability lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate helm-test verify clean
 
 demo:
 	@scripts/setup demo
@@ -18,6 +18,11 @@ test-verbs:
 test-vllm:
 	@scripts/setup test
 	@scripts/test-vllm
+
+# Of it, what CI runs: a few minutes.
+test-vllm-smoke:
+	@scripts/setup test
+	@scripts/test-vllm --smoke
 
 # An extra, as SGLang's packages on PyPI are not meant for a CPU.
 test-sglang:
@@ -49,9 +54,10 @@ bench-vllm:
 	@scripts/setup test
 	@scripts/bench-vllm
 
+# Not where the same engine has passed before; WHOLE=1 in any case.
 sanitize:
 	@scripts/setup native
-	@scripts/sanitize
+	@scripts/sanitize $(if $(WHOLE),--whole)
 
 # make fuzz SECONDS=600: so long for each target.
 fuzz:

@@ -1,0 +1,54 @@
+"""The connector with the real vLLM in a few minutes, for each run of CI: `make test-vllm-smoke`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+
+from verify.polling import wait_until
+
+from .conftest import Cluster
+from .test_pull import fetched, proxied, random_prompt
+from .tiny_prompts import prompts
+
+pytestmark = [pytest.mark.realtime, pytest.mark.timeout(900)]
+
+PROMPTS: Final = 20
+
+
+def pushed(cluster: Cluster, prompt: list[int]) -> list[int]:
+    return cluster.tokens(cluster.router, prompt)
+
+
+@pytest.mark.parametrize("tokens", [pushed, proxied], ids=["push", "pull"])
+def test_tokens_are_those_of_a_plain_server(
+    cluster: Cluster, rng: random.Random, tokens: Callable[[Cluster, list[int]], list[int]]
+) -> None:
+    asked, before = prompts(rng, PROMPTS), fetched(cluster.decode)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        apart = list(threads.map(lambda prompt: tokens(cluster, prompt), asked))
+        whole = list(threads.map(lambda prompt: cluster.tokens(cluster.aggregated, prompt), asked))
+    assert apart == whole
+    received = fetched(cluster.decode) - before
+    assert received > sum(map(len, asked)) / 4, "decode has computed prompts itself"
+    cluster.wait_until_idle(cluster.prefill, cluster.decode)
+
+
+def test_a_killed_prefill_is_named(cluster: Cluster, rng: random.Random) -> None:
+    """The last one: prefill stays dead."""
+    prompt, lost = random_prompt(rng, 1000), {"direction": "receive", "outcome": "peer-lost"}
+    assert cluster.decode.metric("vllm:kvxfer_transfers_total", **lost) == 0
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        # Decode waits for a prompt that prefill is not asked for.
+        params = cluster.ticket("prefill", "decode")
+        answer = threads.submit(cluster.ask, cluster.decode, prompt, kv_transfer_params=params)
+        wait_until(lambda: cluster.decode.metric("vllm:num_requests_waiting"))
+        cluster.prefill.kill()
+    assert answer.result().status_code == 500
+    assert cluster.decode.metric("vllm:kvxfer_transfers_total", **lost) == 1
+    assert "peer-lost" in cluster.decode.tail()
+    cluster.wait_until_idle(cluster.decode)
