@@ -154,7 +154,7 @@ EngineOptions options_for(const std::string& fabric, const std::string& name) {
   options.cluster_key = "a key for the tests only";
   options.name = name;
   // A busy machine, or software RDMA under emulation, keeps an engine's thread off its processor.
-  options.peer_timeout = std::chrono::seconds(5);
+  options.peer_timeout = std::chrono::seconds(20);
   options.local = fabric == "local";
   options.tcp = fabric == "tcp";
   const unsigned nics = nics_per_engine();

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <ctime>
 #include <numeric>
+#include <thread>
 
 #include "clock.hpp"
 
@@ -65,6 +67,23 @@ void write_and_count(TestEngine& writer, PeerId to, TestEngine& reader, const Re
   const auto done = writer.await(Completion::Kind::write, submitted.id);
   CHECK_MESSAGE(done.code == Errc::ok, done.text);
   reader->release_counter(imm);
+}
+
+bool comes_to_rest() {
+  const auto used = [] {
+    timespec spent{};
+    ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &spent);
+    return std::chrono::seconds(spent.tv_sec) + std::chrono::nanoseconds(spent.tv_nsec);
+  };
+  const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(kDeadline.count());
+  while (now_ns() < deadline) {
+    const auto before = used();
+    const std::uint64_t begun = now_ns();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    const auto passed = std::chrono::nanoseconds(now_ns() - begun);
+    if (2 * (used() - before) < passed) return true;
+  }
+  return false;
 }
 
 Random::Random() {

@@ -151,13 +151,14 @@ TEST_CASE("NICs that fail crosswise leave the pair that works") {
 }
 
 TEST_CASE("a peer that no NIC reaches any more is lost by name") {
-  Random random;
-  Pair pair("simulated");
-  const auto source = good(pair.writer->allocate(1u << 20));
-  const auto destination = good(pair.reader->allocate(1u << 20));
-  Load::set_link(pair.writer, 0, false);
-  Load::set_link(pair.writer, 1, false);
-  const auto down = pair.writer.await(Kind::peer_down);
+  auto options = options_for("simulated", "writer");
+  options.peer_timeout = std::chrono::seconds(3);
+  TestEngine writer(options);
+  TestEngine reader(options_for("simulated", "reader"));
+  writer.connect_to(reader);
+  Load::set_link(writer, 0, false);
+  Load::set_link(writer, 1, false);
+  const auto down = writer.await(Kind::peer_down);
   CHECK(down.code == Errc::nic_lost);
   CHECK(down.text.find("'reader'") != std::string::npos);
   CHECK(down.text.find("link") != std::string::npos);
