@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
@@ -48,6 +49,9 @@ def _folder(item: pytest.Item) -> str:
 def pytest_configure() -> None:
     """One seed for a run, in all of its processes: KVXFER_TEST_SEED repeats its choices."""
     os.environ.setdefault(_SEED, str(random.SystemRandom().getrandbits(32)))
+    # A suite in the background of a shell ignores it, and so would all that tests start and stop.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
