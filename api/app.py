@@ -33,7 +33,7 @@ from kvxfer.api.routes import (
 from kvxfer.api.settings import Settings
 from kvxfer.api.staleness import MarkStale
 from kvxfer.api.trace_store import own_tracer
-from kvxfer.clock import Clock, SystemClock
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.kv.block_table import MAX_JSON_BYTES
 from kvxfer.scaling import ScalePlan
@@ -48,7 +48,7 @@ def create_app(
     settings: Settings,
     registry: Registry,
     *,
-    clock: Clock | None = None,
+    clock: Clock = SYSTEM_CLOCK,
     autoscaler: Autoscaler | None = None,
 ) -> FastAPI:
     """The control plane over `registry`, which it opens when it starts and closes when it stops.
@@ -56,7 +56,7 @@ def create_app(
     `autoscaler` runs as long as the application, which closes it. Without one there is a plan by
     the default policy, made when it is asked for.
     """
-    clock, metrics = clock or SystemClock(), Metrics()
+    metrics = Metrics()
     planner = autoscaler or Autoscaler(registry, clock=clock)
     history = ScalingHistory()
     overviews = OverviewFeed(registry, history, clock)
@@ -92,7 +92,7 @@ def create_app(
     )
     app.state.control_plane = control_plane
     app.state.stopping = control_plane.stopping
-    app.state.guard = Guard(settings, control_plane.clock)
+    app.state.guard = Guard(settings, clock)
     # Routes are tried in this order, so the busiest come first; and `watch` before `instances`, to
     # whose route of one instance it would be an id.
     modules = (
@@ -121,8 +121,8 @@ def create_app(
         at_least={"/block-table": MAX_JSON_BYTES},
     )
     app.add_middleware(MarkStale, registry=registry)
-    app.add_middleware(MeasureRequests, metrics=control_plane.metrics)
-    app.add_middleware(LogRequests)
+    app.add_middleware(MeasureRequests, metrics=metrics, clock=clock)
+    app.add_middleware(LogRequests, clock=clock)
     app.add_middleware(TraceRequests, tracer=own_tracer(control_plane.traces))
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter as Tally
 from collections.abc import Iterable
 from http import HTTPMethod
@@ -11,6 +10,7 @@ from typing import Final
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import DeadlineExceeded, KvxferError
 from kvxfer.instances import Instance
 from kvxfer.metric_set import MetricSet, Samples
@@ -175,30 +175,31 @@ def _load(instances: Iterable[Instance]) -> dict[str, Samples]:
 class MeasureRequests:
     """ASGI middleware that counts and times requests by route template."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._app = app
         self._metrics = metrics
+        self._clock = clock
         self._children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began = time.perf_counter()
+        began = self._clock.monotonic()
         status: int | None = None
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._note(scope, status, time.perf_counter() - began)
+                self._note(scope, status, self._clock.monotonic() - began)
             await send(message)
 
         try:
             await self._app(scope, receive, send_and_note)
         except Exception:
             if status is None:
-                self._note(scope, 500, time.perf_counter() - began)
+                self._note(scope, 500, self._clock.monotonic() - began)
             raise
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:

@@ -40,13 +40,13 @@ class OverviewFeed:
         """
         async with self._turn:
             found = self._looks.get(query)
-            if found is not None and time.monotonic() < found[0]:
+            if found is not None and self._clock.monotonic() < found[0]:
                 return found[1]
-            await asyncio.sleep(max(self._not_before - time.monotonic(), 0.0))
+            await asyncio.sleep(max(self._not_before - self._clock.monotonic(), 0.0))
             began = time.thread_time()
             overview = await self._look(query)
             pause = _PAUSE * (time.thread_time() - began)
-            self._not_before = time.monotonic() + min(pause, _LONGEST_PAUSE)
+            self._not_before = self._clock.monotonic() + min(pause, _LONGEST_PAUSE)
             self._looks[query] = self._not_before, overview
             self._looks.move_to_end(query)
             while len(self._looks) > _KEPT:

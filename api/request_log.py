@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-import time
 from itertools import count
 from typing import Final
 
@@ -15,6 +14,7 @@ from structlog.contextvars import bind_contextvars
 
 from kvxfer.api.access import CALLER_KEY
 from kvxfer.api.problems import REQUEST_ID_HEADER, REQUEST_ID_KEY
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 
 _log = logging.getLogger("kvxfer.api.requests")
 
@@ -29,14 +29,15 @@ _numbers: Final = count(1)
 class LogRequests:
     """ASGI middleware. An X-Request-ID that a client sends is kept where it is sane."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._app = app
+        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began = time.perf_counter()
+        began = self._clock.monotonic()
         sent = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
         request_id = sent if _SANE.fullmatch(sent) else f"{_PROCESS}-{next(_numbers)}"
         scope[REQUEST_ID_KEY] = request_id
@@ -56,7 +57,8 @@ class LogRequests:
             await self._app(scope, receive, send_with_id)
         finally:
             if _log.isEnabledFor(logging.INFO):
-                _log.info("request", extra=_about(scope, status, time.perf_counter() - began))
+                seconds = self._clock.monotonic() - began
+                _log.info("request", extra=_about(scope, status, seconds))
 
 
 def _about(scope: Scope, status: int, seconds: float) -> dict[str, object]:

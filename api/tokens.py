@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import InvalidArgument
 from kvxfer.watched_file import WatchedFile
 
@@ -102,6 +103,6 @@ def _parse_line(words: list[str], where: str) -> tuple[str, Caller]:
     return token, Caller(name, frozenset(Scope(scope) for scope in scopes.split(",")))
 
 
-def watch_tokens(path: Path) -> WatchedFile[Tokens]:
+def watch_tokens(path: Path, *, clock: Clock = SYSTEM_CLOCK) -> WatchedFile[Tokens]:
     """The tokens of a file, whatever is put into it later. Raises InvalidArgument."""
-    return WatchedFile("tokens file", path, parse_tokens)
+    return WatchedFile("tokens file", path, parse_tokens, clock=clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import math
 from collections import Counter
@@ -12,7 +11,7 @@ from typing import Final, Literal, TypeAlias
 
 from msgspec.structs import replace
 
-from kvxfer.clock import Clock, SystemClock
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.instances import (
     BlockUpdate,
     Change,
@@ -67,13 +66,13 @@ class EmbeddedRegistry(Registry):
         self,
         policy: LeasePolicy | None = None,
         *,
-        clock: Clock | None = None,
+        clock: Clock = SYSTEM_CLOCK,
         feed_capacity: int = _FEED_CAPACITY,
         scorer: Scorer | None = None,
         silence_seconds: float = math.inf,
     ) -> None:
         self._policy = policy or LeasePolicy()
-        self._clock = clock or SystemClock()
+        self._clock = clock
         self._silence_seconds = silence_seconds
         self._stepped = self._clock.monotonic()
         self._feed = ChangeFeed(last_id=int(self._clock.unix() * 1e6), capacity=feed_capacity)
@@ -255,14 +254,13 @@ class EmbeddedRegistry(Registry):
         self._arrivals.announce(transfer_id)
 
     async def block_table(self, transfer_id: str, *, wait_seconds: float = 0.0) -> BlockTable:
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + wait_seconds
+        give_up = self._clock.monotonic() + wait_seconds
         while True:
             await self.transfer(transfer_id)
             table = self._tables.get(transfer_id)
             if table is not None:
                 return table
-            left = give_up - loop.time()
+            left = give_up - self._clock.monotonic()
             if left <= 0:
                 raise refusals.unknown_block_table(transfer_id)
             await self._arrivals.wait(transfer_id, left)

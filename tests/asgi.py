@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import httpx
+
+_log = logging.getLogger("tests.asgi")
 
 
 class AsgiTransport(httpx.AsyncBaseTransport):
@@ -14,7 +17,7 @@ class AsgiTransport(httpx.AsyncBaseTransport):
 
     `apps` maps "host" or "host:port" to an application; a host that is missing refuses the
     connection. A client that leaves early is a disconnect to the application, which goes on, as it
-    does under uvicorn; closing the transport ends what still runs.
+    does under uvicorn; closing the transport ends what still runs. What it fails with is logged.
     """
 
     def __init__(self, apps: Mapping[str, Any]) -> None:
@@ -25,11 +28,11 @@ class AsgiTransport(httpx.AsyncBaseTransport):
         app = self.apps.get(request.url.netloc.decode())
         if app is None:
             raise httpx.ConnectError(f"nothing listens at {request.url.netloc.decode()}")
-        exchange = _Exchange(request, await request.aread())
+        exchange = _Exchange(request)
         timeout = request.extensions.get("timeout", {}).get("read")
         task = exchange.begin(app)
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._ended)
         try:
             async with asyncio.timeout(timeout):
                 status, headers = await exchange.head()
@@ -41,6 +44,11 @@ class AsgiTransport(httpx.AsyncBaseTransport):
             raise
         return httpx.Response(status, headers=headers, stream=exchange.body(timeout))
 
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("an ASGI application failed", exc_info=task.exception())
+
     async def aclose(self) -> None:
         for task in self._running:
             task.cancel()
@@ -50,9 +58,10 @@ class AsgiTransport(httpx.AsyncBaseTransport):
 class _Exchange:
     """One request of an application, and what it has answered so far."""
 
-    def __init__(self, request: httpx.Request, body: bytes) -> None:
+    def __init__(self, request: httpx.Request) -> None:
         self._request = request
-        self._body: bytes | None = body
+        assert isinstance(request.stream, httpx.AsyncByteStream)
+        self._body: AsyncIterator[bytes] | None = aiter(request.stream)
         self._sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -84,8 +93,10 @@ class _Exchange:
 
     async def _receive(self) -> dict[str, Any]:
         if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
+            chunk = await anext(self._body, None)
+            if chunk is None:
+                self._body = None
+            return {"type": "http.request", "body": chunk or b"", "more_body": chunk is not None}
         await self._gone.wait()
         return {"type": "http.disconnect"}
 

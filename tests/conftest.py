@@ -20,13 +20,13 @@ from typing import Final
 import hypothesis
 import pytest
 
-from tests.virtual_time import VirtualLoop
+from tests.virtual_time import VirtualClock, VirtualLoop
 from verify.redis_server import RedisServer
 
 _SEED: Final = "KVXFER_TEST_SEED"
 
 # Not sorted into kinds yet.
-_NATIVE_FOLDERS: Final = "api client contract router scheduler tracing"
+_NATIVE_FOLDERS: Final = "client router"
 
 # No test is about how long one example takes.
 hypothesis.settings.register_profile("kvxfer", deadline=None)
@@ -36,10 +36,29 @@ hypothesis.settings.load_profile("kvxfer")
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    real = any(item.get_closest_marker(kind) for kind in ("native", "realtime"))
-    if real or _folder(item) in _NATIVE_FOLDERS.split():
-        return {"real": asyncio.new_event_loop}
-    return {"virtual": VirtualLoop}
+    # Which loop it makes is decided when a test begins: a mark may be that of a parameter.
+    return {"loop": _new_loop}
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.new_event_loop() if _real else VirtualLoop()
+
+
+_real = False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _real
+    _real = any(item.get_closest_marker(kind) for kind in ("native", "realtime"))
+    _real = _real or _folder(item) in _NATIVE_FOLDERS.split()
+
+
+@pytest.fixture
+async def clock() -> VirtualClock:
+    """The clock of the test's loop. A real loop has none: this one is told the time."""
+    loop = asyncio.get_running_loop()
+    return loop.clock if isinstance(loop, VirtualLoop) else VirtualClock()
 
 
 def _folder(item: pytest.Item) -> str:

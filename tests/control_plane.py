@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import msgspec
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.instances import InstanceSpec, Role
 from kvxfer.kv.layout import KvLayout
-from tests.virtual_time import VirtualClock
+from tests.asgi import AsgiTransport
+from tests.virtual_time import VirtualClock, VirtualLoop, passes
+from verify.polling import PATIENCE
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from kvxfer.scheduler.registry import Registry
 
 CLUSTER_KEY = b"cluster key of the tests"
@@ -36,6 +45,30 @@ def worker(instance_id: str, role: Role | str = Role.PREFILL, **changes: Any) ->
     return msgspec.structs.replace(spec, **changes)
 
 
+async def pass_time(registry: Registry, clock: VirtualClock, seconds: float) -> None:
+    """In steps, as a control plane sweeps twice a second. On a real loop the clock is told."""
+    while seconds > 0:
+        step = min(seconds, 0.5)
+        if isinstance(asyncio.get_running_loop(), VirtualLoop):
+            await passes(step)
+        else:
+            clock.advance(step)
+        seconds -= step
+        await registry.sweep()
+
+
+@asynccontextmanager
+async def calling(app: FastAPI, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a control plane that runs in this event loop, without a socket."""
+    transport = AsgiTransport({"kvxfer": app})
+    options = {"timeout": PATIENCE, **options}
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://kvxfer", **options) as client,
+    ):
+        yield client
+
+
 class RunningControlPlane:
     """`kvxfer serve` in a thread of this process, so that a test can hold its clock."""
 
@@ -44,7 +77,7 @@ class RunningControlPlane:
         *,
         port: int = 0,
         lease_seconds: float = 6.0,
-        clock: VirtualClock | None = None,
+        clock: Clock = SYSTEM_CLOCK,
         registry: Registry | None = None,
         tls: Any = None,
         **settings: Any,
@@ -71,7 +104,7 @@ class RunningControlPlane:
 
     def __enter__(self) -> RunningControlPlane:
         self._thread.start()
-        assert self._accepts.wait(20), "the control plane did not start"
+        assert self._accepts.wait(PATIENCE), "the control plane did not start"
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+from unittest import mock
+
+from anyio import to_thread
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 
 _MONOTONIC_BEGIN = 1000.0
 _UNIX_BEGIN = 1_800_000_000.0
+_LONGEST_WAIT: Final = 86_400.0
 
 
 class VirtualClock:
@@ -45,17 +50,40 @@ class NothingLeftToDo(RuntimeError):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Runs what is ready; when nothing is, moves `clock` to the next timer instead of waiting.
 
-    Work in threads (`asyncio.to_thread`) takes no virtual time: the clock stands still until it is
-    done. A socket's time is real, so a virtual test may not open one.
+    Work in threads (`asyncio.to_thread`, anyio's) takes no virtual time: the clock stands still
+    until it is done. A socket's time is real, so a virtual test may not open one.
     """
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
         self.clock = clock or VirtualClock()
         self.threads_at_work = 0
+        self.waited = 0.0
         super().__init__(_Selector(self))
 
     def time(self) -> float:
         return self.clock.monotonic()
+
+    def run_forever(self) -> None:
+        run_sync = to_thread.run_sync
+
+        async def counted(*work: Any, **options: Any) -> Any:
+            with self._thread_at_work():
+                return await run_sync(*work, **options)
+
+        with mock.patch.object(to_thread, "run_sync", counted):
+            super().run_forever()
+
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        with self._thread_at_work():
+            await super().shutdown_default_executor(*args)
+
+    @contextmanager
+    def _thread_at_work(self) -> Iterator[None]:
+        self.threads_at_work += 1
+        try:
+            yield
+        finally:
+            self.threads_at_work -= 1
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., Any], *args: Any
@@ -64,13 +92,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.threads_at_work += 1
         work.add_done_callback(self._work_done)
         return work
-
-    async def shutdown_default_executor(self, *args: Any) -> None:
-        self.threads_at_work += 1
-        try:
-            await super().shutdown_default_executor(*args)
-        finally:
-            self.threads_at_work -= 1
 
     def _work_done(self, _: object) -> None:
         self.threads_at_work -= 1
@@ -101,6 +122,9 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[valid-type, misc]
         if timeout is None:
             raise NothingLeftToDo("every task waits, and no timer is set")
         self._loop.clock.advance(timeout)
+        self._loop.waited += timeout
+        if self._loop.waited > _LONGEST_WAIT:
+            raise NothingLeftToDo("a day has passed, and only what repeats itself still runs")
         return super().select(0)
 
 

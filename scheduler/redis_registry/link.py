@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from redis.exceptions import (
     TimeoutError as RedisTimeoutError,
 )
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.scheduler.redis_registry.records import REMEDY
 from kvxfer.scheduler.redis_registry.scripts import Step, script
@@ -56,9 +56,10 @@ class Link:
     whoever reads the log (Follower) clears it: so one call waits in vain, and the others do not.
     """
 
-    def __init__(self, url: RedisUrl, *, timeout: float) -> None:
+    def __init__(self, url: RedisUrl, *, timeout: float, clock: Clock = SYSTEM_CLOCK) -> None:
         self.name = url.name
         self.timeout = timeout
+        self.clock = clock
         self.trouble: str | None = "not connected yet"
         self._good_at: float | None = None
         self._told: str | None = None
@@ -70,7 +71,7 @@ class Link:
     @property
     def silent_seconds(self) -> float:
         """Since when nothing was heard."""
-        return 0.0 if self._good_at is None else time.monotonic() - self._good_at
+        return 0.0 if self._good_at is None else self.clock.monotonic() - self._good_at
 
     def reader(self, *, block: float) -> Redis:
         """A client of its own for reads that block for so many seconds."""
@@ -78,7 +79,7 @@ class Link:
 
     def good(self) -> None:
         self.trouble = None
-        self._good_at = time.monotonic()
+        self._good_at = self.clock.monotonic()
 
     def back(self) -> None:
         """Redis is there, and what it holds was loaded."""

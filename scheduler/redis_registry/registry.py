@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Final
 
-from kvxfer.clock import Clock
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import ControlPlaneUnavailable, KvxferError
 from kvxfer.instances import (
     BlockUpdate,
@@ -60,7 +60,8 @@ class RedisRegistry(Registry):
 
     While Redis is away reads are answered from the mirror as it is (`stale_seconds`), and every
     other call raises ControlPlaneUnavailable; `timeout` is how long the first one waits for that.
-    Time is that of Redis; `clock` takes its place in tests.
+    Leases end by the clock of Redis, and what waits here waits by that of this machine; `clock`
+    takes the place of both in tests.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class RedisRegistry(Registry):
         self._policy = policy or LeasePolicy()
         self._clock = clock
         self._lengths = (str(log_length), str(feed_capacity))
-        self._link = Link(RedisUrl.parse(url), timeout=timeout)
+        self._link = Link(RedisUrl.parse(url), timeout=timeout, clock=clock or SYSTEM_CLOCK)
         self._mirror = Mirror(feed_capacity=feed_capacity, scorer=scorer)
         self._follower = Follower(self._link, self._mirror, _PREFIX, self._header)
         self._counts: dict[bytes, bytes] = {}
@@ -228,14 +229,14 @@ class RedisRegistry(Registry):
         await self._take("block_table", transfer_id, encode_table(table))
 
     async def block_table(self, transfer_id: str, *, wait_seconds: float = 0.0) -> BlockTable:
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + wait_seconds
+        clock = self._link.clock
+        give_up = clock.monotonic() + wait_seconds
         await self._catch_up()
         while True:
             self._require_redis()
             if self._mirror.fleet.transfer(transfer_id) is None:
                 raise refusals.unknown_transfer(transfer_id)
-            left = give_up - loop.time()
+            left = give_up - clock.monotonic()
             if transfer_id in self._mirror.tables:
                 packed = await self._link.field(f"{_PREFIX}:tables", transfer_id)
                 if packed is not None:

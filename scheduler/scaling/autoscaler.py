@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from kvxfer.clock import Clock, SystemClock
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import ControlPlaneUnavailable, KvxferError, NotLeader, ScalingFailed
 from kvxfer.instances import Role
 from kvxfer.scaling import ScalePlan
@@ -40,14 +40,14 @@ class Autoscaler:
         policy_name: str = "default",
         backend: ScalingBackend | None = None,
         leader: Leader | None = None,
-        clock: Clock | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.policy = policy or ScalingPolicy()
         self.policy_name = policy_name
         self._registry = registry
         self._backend = backend
         self._leader = leader or OnlyReplica()
-        self._clock = clock or SystemClock()
+        self._clock = clock
         self._state = ScalingState()
         self._token: int | None = None
 

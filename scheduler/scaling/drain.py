@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Final
 
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import ControlPlaneUnavailable, UnknownInstance
 from kvxfer.scheduler.registry import Registry
 
@@ -17,21 +18,26 @@ _GRACE_SECONDS: Final = 15.0
 
 
 async def drain(
-    registry: Registry, instance_id: str, *, seconds: float, grace: float = _GRACE_SECONDS
+    registry: Registry,
+    instance_id: str,
+    *,
+    seconds: float,
+    grace: float = _GRACE_SECONDS,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> None:
     """Returns `grace` after the worker's `seconds` are over; one that has left ends by itself.
 
     That a registry does not know it is no proof: it may have lost its memory.
     """
-    now = asyncio.get_running_loop().time
-    deadline = now() + seconds
+    deadline = clock.monotonic() + seconds
     try:
-        async with asyncio.timeout_at(deadline + grace):
+        async with asyncio.timeout(seconds + grace):
             while True:
                 try:
                     # Also one that lost its lease before it heard of it, and registered again.
                     if (await registry.instance(instance_id)).drain_deadline is None:
-                        await registry.drain(instance_id, seconds=max(0.0, deadline - now()))
+                        left = max(0.0, deadline - clock.monotonic())
+                        await registry.drain(instance_id, seconds=left)
                 except (UnknownInstance, ControlPlaneUnavailable):
                     pass  # it is told once it has registered again, or the registry is back
                 await asyncio.sleep(_POLL_SECONDS)

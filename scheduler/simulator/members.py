@@ -95,6 +95,9 @@ class Members:
     def unix(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.run(self.now + seconds)
+
     def after(self, seconds: float, what: Callable[[Any], None], with_: Any = None) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), what, with_))
 

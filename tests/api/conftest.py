@@ -5,21 +5,19 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from msgspec import json
 
 from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import CLUSTER_KEY, worker
+from kvxfer.scheduler.redis_registry import RedisRegistry
+from kvxfer.scheduler.registry import LeasePolicy, Registry
+from tests.control_plane import CLUSTER_KEY, calling, worker
 from tests.virtual_time import VirtualClock
+from verify.polling import PATIENCE
 
 LEASE = 6.0
-
-
-@pytest.fixture
-def clock() -> VirtualClock:
-    return VirtualClock()
 
 
 @pytest.fixture
@@ -27,16 +25,28 @@ def registry(clock: VirtualClock) -> EmbeddedRegistry:
     return EmbeddedRegistry(LeasePolicy(LEASE), clock=clock)
 
 
+@pytest.fixture(params=["embedded", pytest.param("redis", marks=pytest.mark.native)])
+async def either_registry(request: pytest.FixtureRequest, clock: VirtualClock) -> Registry:
+    """Each implementation in turn: that in Redis is told the time."""
+    if request.param == "embedded":
+        return EmbeddedRegistry(LeasePolicy(LEASE), clock=clock)
+    url = request.getfixturevalue("empty_redis").url
+    return RedisRegistry(url, LeasePolicy(LEASE), clock=clock, timeout=PATIENCE)
+
+
 @pytest.fixture
-async def api(registry: EmbeddedRegistry, clock: VirtualClock) -> AsyncIterator[httpx.AsyncClient]:
-    """The routes, called without a network."""
-    app = create_app(
+def app(registry: Registry, clock: VirtualClock) -> FastAPI:
+    return create_app(
         Settings(cluster_key=CLUSTER_KEY, transfer_seconds=30, retry_after_seconds=2),
         registry,
         clock=clock,
     )
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://kvxfer") as client:
+
+
+@pytest.fixture
+async def api(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """A control plane at work, called without a network."""
+    async with calling(app) as client:
         yield client
 
 

@@ -12,15 +12,16 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
 
 from kvxfer.api.access import GuardedRoute
 from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
 from kvxfer.api.tokens import Scope, watch_tokens
+from kvxfer.instances import Lease
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import CLUSTER_KEY, RunningControlPlane
+from tests.control_plane import CLUSTER_KEY, RunningControlPlane, calling
+from tests.virtual_time import passes
 
 from .conftest import problem, registration
 from .test_openapi import SCHEMA
@@ -77,16 +78,13 @@ def settings() -> dict[str, Any]:
 
 
 @pytest.fixture
-async def api(tokens_file, clock, settings) -> AsyncIterator[httpx.AsyncClient]:
+def app(tokens_file, registry, clock, settings) -> FastAPI:
+    tokens = watch_tokens(tokens_file, clock=clock)
     app = create_app(
-        Settings(cluster_key=CLUSTER_KEY, tokens=watch_tokens(tokens_file), **settings),
-        EmbeddedRegistry(LeasePolicy(6.0), clock=clock),
-        clock=clock,
+        Settings(cluster_key=CLUSTER_KEY, tokens=tokens, **settings), registry, clock=clock
     )
     app.state.control_plane.stopping.set()  # a watch ends at once
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://kvxfer") as client:
-        yield client
+    return app
 
 
 def call(api: httpx.AsyncClient, method: str, path: str, **options: Any) -> Any:
@@ -161,12 +159,10 @@ async def test_body_is_not_even_parsed_for_a_stranger(api):
     problem(answer, 401, "unauthenticated")
 
 
-async def test_tokens_are_exchanged_without_a_restart(api, tokens_file, clock, monkeypatch):
-    now = [1e9]
-    monkeypatch.setattr(api._transport.app.state.guard._tokens, "_clock", lambda: now[0])
+async def test_tokens_are_exchanged_without_a_restart(api, tokens_file):
     new = "token-of-the-next-month"
     tokens_file.write_text(f"the-admin admin {new}\n")
-    now[0] += 1
+    await passes(1)
     assert (await api.get("/v1/instances", headers=bearer(new))).status_code == 200
     problem(await api.get("/v1/instances", headers=bearer(token("admin"))), 401, "unauthenticated")
 
@@ -174,8 +170,7 @@ async def test_tokens_are_exchanged_without_a_restart(api, tokens_file, clock, m
 async def test_without_a_tokens_file_everybody_may_do_everything(clock):
     app = create_app(Settings(cluster_key=CLUSTER_KEY), EmbeddedRegistry(clock=clock), clock=clock)
     app.state.control_plane.stopping.set()
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://kvxfer") as open_api:
+    async with calling(app) as open_api:
         for method, path in ROUTES:
             assert (await call(open_api, method, path)).status_code not in (401, 403, 429)
 
@@ -205,7 +200,7 @@ def test_router_of_open_routes_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [{"rate_limit": 5.0}])
-async def test_caller_that_is_too_fast_is_told_when_to_come_again(api, clock):
+async def test_caller_that_is_too_fast_is_told_when_to_come_again(api):
     admin = bearer(token("admin"))
     for _ in range(5):
         assert (await api.get("/v1/instances", headers=admin)).status_code == 200
@@ -214,7 +209,7 @@ async def test_caller_that_is_too_fast_is_told_when_to_come_again(api, clock):
     assert answer.headers["retry-after"] == "1"
     other = await api.get("/v1/instances", headers=bearer(token("router")))
     assert other.status_code == 200
-    clock.advance(0.2)
+    await passes(0.2)
     assert (await api.get("/v1/instances", headers=admin)).status_code == 200
 
 
@@ -263,6 +258,7 @@ def raw_request(port: int, head: str, body: bytes) -> bytes:
     return b""
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(
     "length",
     ["Transfer-Encoding: chunked", "Content-Length: 5\nTransfer-Encoding: chunked"],
@@ -297,22 +293,31 @@ async def test_request_id_is_made_where_none_is_sane(api, sent):
     assert re.fullmatch(r"[0-9a-f]{16}-\d+", first)
 
 
-async def test_request_id_is_on_the_answer_to_a_defect(api, monkeypatch, caplog):
+async def test_request_id_is_on_the_answer_to_a_defect(api, app, monkeypatch, caplog):
     async def fail(*_: object) -> None:
         raise RuntimeError("defect")
 
     monkeypatch.setattr(EmbeddedRegistry, "ping", fail)
-    api._transport.app.state.control_plane.stopping.clear()
+    app.state.control_plane.stopping.clear()
     with caplog.at_level(logging.ERROR, logger="kvxfer.api"):
         answer = await api.get("/readyz", headers={"X-Request-ID": "mine"})
     assert problem(answer, 500, "internal-error")["request_id"] == "mine"
     assert answer.headers["x-request-id"] == "mine"
-    assert caplog.records[-1].request_id == "mine"
+    (told,) = [record for record in caplog.records if record.name == "kvxfer.api"]
+    assert told.request_id == "mine"
 
 
-async def test_each_request_is_one_line_with_its_caller(api, caplog):
+async def test_each_request_is_one_line_with_its_caller(api, registry, caplog, monkeypatch):
+    register = registry.register
+
+    async def takes_its_time(*arguments: Any, **options: Any) -> Lease:
+        await passes(0.25)
+        return await register(*arguments, **options)
+
+    monkeypatch.setattr(registry, "register", takes_its_time)
     with caplog.at_level(logging.INFO, logger="kvxfer.api.requests"):
         await api.post("/v1/instances", json=registration("p"), headers=bearer(token("worker")))
     (line,) = caplog.records
     assert (line.method, line.path, line.status) == ("POST", "/v1/instances", 201)
     assert (line.caller, line.address) == ("the-worker", "127.0.0.1")
+    assert line.seconds == 0.25

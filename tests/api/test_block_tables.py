@@ -3,11 +3,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
@@ -16,9 +15,11 @@ from kvxfer.errors import ControlPlaneUnavailable, UnknownBlockTable, UnknownTra
 from kvxfer.instances import InstanceState, Role
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.ticket import Ticket, sign_ticket, verify_ticket
+from tests.asgi import AsgiTransport
 from tests.block_tables import block_table
 from tests.control_plane import CLUSTER_KEY, RunningControlPlane, worker
-from verify.polling import PATIENCE, eventually
+from tests.virtual_time import passes
+from verify.polling import eventually
 
 from .conftest import join, problem
 
@@ -177,16 +178,20 @@ async def test_wait_that_cannot_be_meant_is_refused(api, opened, wait):
 
 
 async def test_wait_is_answered_as_soon_as_the_table_is_there(api, opened):
-    waiting = asyncio.create_task(api.get(opened.path, params={"wait_seconds": 30}))
-    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(api.get(opened.path, params={"wait_seconds": 5}))
+    await passes(4.9)
     assert not waiting.done()
     await api.post(opened.path, json=as_json(opened.table()))
-    assert (await asyncio.wait_for(waiting, PATIENCE)).json() == as_json(opened.table())
+    await passes(0.01)
+    assert waiting.done()
+    assert (await waiting).json() == as_json(opened.table())
 
 
-async def test_wait_in_vain_says_that_there_is_none_yet(api, opened):
-    answer = await api.get(opened.path, params={"wait_seconds": 0.05})
+async def test_wait_in_vain_says_after_its_time_that_there_is_none_yet(api, opened, clock):
+    began = clock.monotonic()
+    answer = await api.get(opened.path, params={"wait_seconds": 2.5})
     assert problem(answer, 404, "unknown-block-table")["transfer_id"] == opened.ticket.transfer_id
+    assert clock.monotonic() == began + 2.5
 
 
 async def test_large_table_is_read_and_one_that_is_too_large_is_not(api, opened):
@@ -202,7 +207,14 @@ async def test_large_table_is_read_and_one_that_is_too_large_is_not(api, opened)
     assert "1048576 bytes" in problem(elsewhere, 413, "body-too-large")["detail"]
 
 
-# --- over a real connection ------------------------------------------------------------------
+# --- through the clients ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def called(app, api):
+    """Makes clients of the control plane that `api` runs."""
+    transport = AsgiTransport({"kvxfer": app})
+    return partial(ControlPlaneClient, "http://kvxfer", transport=transport)
 
 
 async def open_over(client: ControlPlaneClient) -> BlockTable:
@@ -212,18 +224,42 @@ async def open_over(client: ControlPlaneClient) -> BlockTable:
     return block_table(verify_ticket(opened.ticket, CLUSTER_KEY, now=0))
 
 
-async def test_clients_wait_longer_than_their_timeout_for_a_table():
+async def test_client_waits_longer_than_its_timeout_for_a_table(called, clock):
+    async with called(timeout=0.2) as client:
+        table = await open_over(client)
+        transfer_id = table.offer.transfer_id
+        began = clock.monotonic()
+        with pytest.raises(UnknownBlockTable):
+            await client.block_table(transfer_id, wait_seconds=0.6)
+        assert clock.monotonic() == pytest.approx(began + 0.6)
+        waiting = asyncio.create_task(client.block_table(transfer_id, wait_seconds=9))
+        await passes(3)
+        await client.put_block_table(table)
+        assert await waiting == table
+        assert clock.monotonic() == pytest.approx(began + 3.6)
+
+
+async def test_client_that_leaves_ends_its_wait(called, api, registry, caplog):
+    async with called() as client:
+        transfer_id = (await open_over(client)).offer.transfer_id
+        asking = asyncio.create_task(client.block_table(transfer_id, wait_seconds=30))
+        await passes(1)
+        assert registry._arrivals._waiting
+        asking.cancel()
+        await passes(0.01)
+        assert not registry._arrivals._waiting
+    assert 'status="499"' in (await api.get("/metrics")).text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.native
+async def test_both_clients_exchange_a_table_over_a_connection():
     with RunningControlPlane() as server:
         async with ControlPlaneClient(server.url) as client:
             table = await open_over(client)
-        async with ControlPlaneClient(server.url, timeout=0.2) as client:
             transfer_id = table.offer.transfer_id
-            began = time.monotonic()
-            with pytest.raises(UnknownBlockTable):
-                await client.block_table(transfer_id, wait_seconds=0.6)
-            assert time.monotonic() - began >= 0.6
-            waiting = asyncio.create_task(client.block_table(transfer_id, wait_seconds=9))
-            await asyncio.sleep(0.3)
+            waiting = asyncio.create_task(client.block_table(transfer_id, wait_seconds=30))
+            await eventually(lambda: server.registry._arrivals._waiting)
             await client.put_block_table(table)
             assert await waiting == table
         with SyncControlPlaneClient(server.url) as client:
@@ -234,26 +270,18 @@ async def test_clients_wait_longer_than_their_timeout_for_a_table():
                 client.put_block_table(table)
 
 
-async def test_client_that_leaves_ends_its_wait(caplog):
+@pytest.mark.native
+async def test_client_that_hangs_up_ends_its_wait():
     with RunningControlPlane() as server:
         async with ControlPlaneClient(server.url) as client:
             transfer_id = (await open_over(client)).offer.transfer_id
-            path = f"{server.url}/v1/transfers/{transfer_id}/block-table"
-            async with httpx.AsyncClient(timeout=PATIENCE) as http:
-                arrivals = server.registry._arrivals
-                asking = asyncio.create_task(http.get(path, params={"wait_seconds": 30}))
-                await eventually(lambda: arrivals._waiting)
-                asking.cancel()
-                await asyncio.gather(asking, return_exceptions=True)
-                await eventually(lambda: not arrivals._waiting)
-
-                async def is_counted() -> bool:
-                    return 'status="499"' in (await http.get(f"{server.url}/metrics")).text
-
-                await eventually(is_counted)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+            asking = asyncio.create_task(client.block_table(transfer_id, wait_seconds=30))
+            await eventually(lambda: server.registry._arrivals._waiting)
+            asking.cancel()
+            await eventually(lambda: not server.registry._arrivals._waiting)
 
 
+@pytest.mark.native
 async def test_control_plane_that_stops_ends_the_waits():
     with RunningControlPlane() as server:
         async with ControlPlaneClient(server.url, deadline=0) as client:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.virtual_time import passes
 
 from .conftest import LEASE, join
 
@@ -39,6 +42,17 @@ async def test_metrics_follow_the_fleet(api, clock):
     assert later["kvxfer_leases_expired_total", ()] == 3
     assert later["kvxfer_transfers_ended_total", (("reason", "instance-gone"),)] == 1
     assert not [name for name, _ in later if name == "kvxfer_instances"]
+
+
+async def test_the_time_of_a_request_is_until_its_answer_begins(api, registry, monkeypatch):
+    async def takes_its_time() -> None:
+        await passes(0.2)
+
+    monkeypatch.setattr(registry, "ping", takes_its_time)
+    await api.get("/readyz")
+    now = await scrape(api)
+    route = (("method", "GET"), ("route", "/readyz"))
+    assert now["kvxfer_http_request_seconds_sum", route] == pytest.approx(0.2)
 
 
 async def test_requests_are_counted_by_route_not_by_path(api):

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import httpx
-
 from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from tests.control_plane import CLUSTER_KEY
+from tests.control_plane import CLUSTER_KEY, calling
 
 from .conftest import problem
 
@@ -22,11 +20,9 @@ async def test_alive_but_not_ready_without_a_registry(api, registry):
     problem(await api.get("/readyz"), 503, "control-plane-unavailable")
 
 
-async def test_not_ready_while_stopping():
-    app = create_app(Settings(cluster_key=CLUSTER_KEY), EmbeddedRegistry())
+async def test_not_ready_while_stopping(clock):
+    app = create_app(Settings(cluster_key=CLUSTER_KEY), EmbeddedRegistry(clock=clock), clock=clock)
     app.state.control_plane.stopping.set()
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://kvxfer"
-    ) as api:
+    async with calling(app) as api:
         problem(await api.get("/readyz"), 503, "control-plane-unavailable")
         assert (await api.get("/v1/instances")).status_code == 200

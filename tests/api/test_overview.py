@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -10,19 +9,20 @@ import httpx
 import msgspec
 import pytest
 
+from kvxfer.api import overview_feed
+from kvxfer.api.app import create_app
 from kvxfer.api.schemas.overview import Overview
+from kvxfer.api.settings import Settings
 from kvxfer.api.tokens import watch_tokens
 from kvxfer.event_stream import EventParser
 from kvxfer.overview import Overview as OverviewRecord
-from kvxfer.scheduler.redis_registry import RedisRegistry
-from kvxfer.scheduler.registry import LeasePolicy
+from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
-from tests.control_plane import RunningControlPlane
-from tests.virtual_time import VirtualClock
-from verify.polling import PATIENCE, eventually
+from tests.control_plane import CLUSTER_KEY, calling
+from tests.virtual_time import passes
 
-from .conftest import LEASE, join, problem
+from .conftest import join, problem
 
 TOKENS = (
     "ops admin token-of-the-admin\nwall monitor token-of-the-wall\nnode worker token-of-the-node\n"
@@ -30,35 +30,20 @@ TOKENS = (
 SENT = [{"to": "d", "fabric": "verbs", "bytes_per_second": 9.5e9}]
 
 
-@pytest.fixture(params=["embedded", "redis"])
-def server(request):
-    clock, registry = VirtualClock(), None
-    if request.param == "redis":
-        url = request.getfixturevalue("empty_redis").url
-        registry = RedisRegistry(url, LeasePolicy(LEASE), clock=clock, timeout=PATIENCE)
-    with RunningControlPlane(lease_seconds=LEASE, clock=clock, registry=registry) as running:
-        yield running
-
-
-def client(url: str, token: str = "") -> httpx.AsyncClient:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE, trust_env=False)
-
-
-async def test_what_workers_report_is_seen_with_either_registry(server):
-    async with client(server.url) as api:
+async def test_what_workers_report_is_seen_with_either_registry(
+    either_registry, clock, monkeypatch
+):
+    monkeypatch.setattr(overview_feed, "_PAUSE", 0)
+    app = create_app(Settings(cluster_key=CLUSTER_KEY), either_registry, clock=clock)
+    async with calling(app) as api:
         lease = await join(api, "p", labels={"zone": "z"})
         await join(api, "d", "decode")
         for load in ({"running": 2, "free_blocks": 60, "sent": SENT}, {"running": 1, "sent": []}):
             body = {"epoch": lease["epoch"], "load": load}
             answer = await api.put("/v1/instances/p/heartbeat", json=body)
             assert answer.status_code == 200, answer.text
-
-            async def seen(load=load):
-                told = (await api.get("/v1/overview")).json()
-                return told if told["roles"][0]["running"] == load["running"] else None
-
-            told = await eventually(seen)
+            told = (await api.get("/v1/overview")).json()
+            assert told["roles"][0]["running"] == load["running"]
             assert json.loads(Overview.model_validate(told).model_dump_json()) == told
             pairs = [{"prefill": "p", "decode": "d", **each} for each in load["sent"]]
             assert told["pairs"] == [{k: v for k, v in x.items() if k != "to"} for x in pairs]
@@ -66,40 +51,35 @@ async def test_what_workers_report_is_seen_with_either_registry(server):
             assert listed["sent"] == load["sent"]
         opened = await api.post("/v1/transfers", json={"request_id": "r", "prompt_tokens": 40})
         assert opened.status_code == 201
-
-        async def shown():
-            return (await api.get("/v1/overview", params={"zone": "z"})).json()["transfers"]
-
-        (transfer,) = await eventually(shown)
+        (transfer,) = (await api.get("/v1/overview", params={"zone": "z"})).json()["transfers"]
         assert (transfer["request_id"], transfer["prefill"], transfer["decode"]) == ("r", "p", "d")
 
 
-async def test_the_stream_has_all_there_is_again_and_again():
-    with RunningControlPlane(lease_seconds=600) as server:
-        async with client(server.url) as api:
-            await join(api, "p")
-            url = "/v1/overview/watch?role=prefill"
-            async with api.stream("GET", url) as answer:
-                assert answer.headers["content-type"].startswith("text/event-stream")
-                assert answer.headers["cache-control"] == "no-store"
-                parser, seen = EventParser(), []
-                async for chunk in answer.aiter_bytes():
-                    for event in parser.feed(chunk):
-                        assert event.event == "overview"
-                        seen.append(msgspec.json.decode(event.data, type=OverviewRecord))
-                        await join(api, f"q{len(seen)}")
-                    if len(seen) == 3:
-                        break
-    assert [overview.matching for overview in seen] == [1, 2, 3]
+async def test_the_stream_has_all_there_is_once_a_second(api, clock, monkeypatch):
+    monkeypatch.setattr(overview_feed, "_PAUSE", 0)
+    await join(api, "p")
+    seen = []
+    async with api.stream("GET", "/v1/overview/watch?role=prefill") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.headers["cache-control"] == "no-store"
+        parser, began = EventParser(), clock.monotonic()
+        async for chunk in answer.aiter_bytes():
+            for event in parser.feed(chunk):
+                assert event.event == "overview"
+                overview = msgspec.json.decode(event.data, type=OverviewRecord)
+                seen.append((clock.monotonic() - began, overview.matching))
+                await join(api, f"q{len(seen)}")
+            if len(seen) == 3:
+                break
+    assert seen == [(0, 1), (1, 2), (2, 3)]
 
 
-async def test_the_stream_ends_when_the_server_stops():
-    with RunningControlPlane() as server:
-        async with client(server.url) as api, api.stream("GET", "/v1/overview/watch") as answer:
-            chunks = answer.aiter_bytes()
-            await anext(chunks)
-            await asyncio.to_thread(server.stop)
-            assert b"".join([chunk async for chunk in chunks]).count(b"event:") <= 1
+async def test_the_stream_ends_when_the_server_stops(api, app):
+    async with api.stream("GET", "/v1/overview/watch") as answer:
+        chunks = answer.aiter_bytes()
+        assert await anext(chunks)
+        app.state.stopping.set()
+        assert b"".join([chunk async for chunk in chunks]).count(b"event:") == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/overview", "/v1/overview/watch"])
@@ -124,24 +104,26 @@ async def test_without_a_registry_there_is_nothing_to_see(api, registry):
         problem(await api.get(path), 503, "control-plane-unavailable")
 
 
-async def test_who_may_look_and_who_they_are(tmp_path: Path):
+async def test_who_may_look_and_who_they_are(tmp_path: Path, registry, clock):
     file = tmp_path / "tokens"
     file.write_text(TOKENS)
-    with RunningControlPlane(tokens=watch_tokens(file)) as server:
+    settings = Settings(cluster_key=CLUSTER_KEY, tokens=watch_tokens(file, clock=clock))
+    async with calling(create_app(settings, registry, clock=clock)) as api:
+
+        async def get(path: str, token: str) -> httpx.Response:
+            return await api.get(path, headers={"Authorization": f"Bearer {token}"})
+
         for token, name, scopes, status in (
             ("token-of-the-admin", "ops", ["admin"], 200),
             ("token-of-the-wall", "wall", ["monitor"], 200),
             ("token-of-the-node", "node", ["worker"], 403),
         ):
-            async with client(server.url, token) as api:
-                who = await api.get("/v1/caller")
-                assert who.json() == {"name": name, "scopes": scopes}
-                assert (await api.get("/v1/overview")).status_code == status
-        async with client(server.url, "token-of-a-stranger") as api:
-            problem(await api.get("/v1/caller"), 401, "unauthenticated")
-        async with client(server.url) as api:
-            problem(await api.get("/v1/overview/watch"), 401, "unauthenticated")
-            assert (await api.get("/")).status_code == 200
+            who = await get("/v1/caller", token)
+            assert who.json() == {"name": name, "scopes": scopes}
+            assert (await get("/v1/overview", token)).status_code == status
+        problem(await get("/v1/caller", "token-of-a-stranger"), 401, "unauthenticated")
+        problem(await api.get("/v1/overview/watch"), 401, "unauthenticated")
+        assert (await api.get("/")).status_code == 200
 
 
 async def test_without_tokens_everybody_may_everything(api):
@@ -149,25 +131,16 @@ async def test_without_tokens_everybody_may_everything(api):
     assert told == {"name": "anonymous", "scopes": ["admin", "monitor", "router", "worker"]}
 
 
-async def test_decisions_of_the_autoscaler_are_told_with_their_reasons():
-    from kvxfer.api.app import create_app
-    from kvxfer.api.settings import Settings
-    from kvxfer.scheduler.embedded import EmbeddedRegistry
-    from tests.control_plane import CLUSTER_KEY
-
-    registry = EmbeddedRegistry()
+async def test_decisions_of_the_autoscaler_are_told_with_their_reasons(clock):
+    registry = EmbeddedRegistry(clock=clock)
     policy = ScalingPolicy(interval=3600, prefill=RolePolicy(min=2), decode=RolePolicy(min=3))
-    autoscaler = Autoscaler(registry, policy, policy_name="s.yaml")
-    app = create_app(Settings(cluster_key=CLUSTER_KEY), registry, autoscaler=autoscaler)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kvxfer") as api,
-    ):
-
-        async def decided():
-            return (await api.get("/v1/overview")).json()["scaling"]
-
-        told = await eventually(decided)
+    autoscaler = Autoscaler(registry, policy, policy_name="s.yaml", clock=clock)
+    app = create_app(
+        Settings(cluster_key=CLUSTER_KEY), registry, clock=clock, autoscaler=autoscaler
+    )
+    async with calling(app) as api:
+        await passes(1)
+        told = (await api.get("/v1/overview")).json()["scaling"]
     assert (told["policy"], told["backend"], told["leads"]) == ("s.yaml", "none", True)
     assert [(s["role"], s["direction"]) for s in told["now"]] == [
         ("prefill", "up"),

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from kvxfer.api import overview_feed
 from kvxfer.api.overview_feed import OverviewFeed
-from kvxfer.clock import SystemClock
 from kvxfer.instances import Role
 from kvxfer.overview import OverviewQuery
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.history import ScalingHistory
 from tests.control_plane import worker
-from verify.polling import eventually
+from tests.virtual_time import passes
 
 
-async def test_one_look_is_for_all_who_ask_the_same_until_its_pause_is_over(monkeypatch):
-    registry = EmbeddedRegistry()
-    feed = OverviewFeed(registry, ScalingHistory(), SystemClock())
-    monkeypatch.setattr(overview_feed, "_PAUSE", 1e9)
-    monkeypatch.setattr(overview_feed, "_LONGEST_PAUSE", 0.3)
+async def test_one_look_is_for_all_who_ask_the_same_until_its_pause_is_over(clock, monkeypatch):
+    registry = EmbeddedRegistry(clock=clock)
+    feed = OverviewFeed(registry, ScalingHistory(), clock)
+    monkeypatch.setattr(overview_feed, "_PAUSE", 1e9)  # so it is always the longest, 2 s
     everything, prefill = OverviewQuery(), OverviewQuery(role=Role.PREFILL)
+    began = clock.monotonic()
     first = await feed.look(everything)
     await registry.register(worker("p"))
+    await passes(1.5)
     assert await feed.look(everything) is first
+    assert clock.monotonic() == began + 1.5
     other = await feed.look(prefill)  # waits for the pause, and then sees what is new
     assert other.matching == 1
-
-    async def seen():
-        return (await feed.look(everything)).matching == 1
-
-    await eventually(seen)
+    assert clock.monotonic() == began + 2
+    assert (await feed.look(everything)).matching == 1
+    assert clock.monotonic() == began + 4
 
 
-async def test_queries_that_nobody_repeats_are_forgotten(monkeypatch):
-    feed = OverviewFeed(EmbeddedRegistry(), ScalingHistory(), SystemClock())
+async def test_queries_that_nobody_repeats_are_forgotten(clock, monkeypatch):
+    feed = OverviewFeed(EmbeddedRegistry(clock=clock), ScalingHistory(), clock)
     monkeypatch.setattr(overview_feed, "_LONGEST_PAUSE", 0.0)
     for offset in range(200):
         await feed.look(OverviewQuery(offset=offset))

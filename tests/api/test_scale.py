@@ -9,8 +9,8 @@ from kvxfer.errors import ScalingFailed
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
-from tests.control_plane import CLUSTER_KEY
-from verify.polling import eventually
+from tests.control_plane import CLUSTER_KEY, calling
+from tests.virtual_time import passes
 
 from .conftest import join, problem
 from .test_metrics import scrape
@@ -62,26 +62,25 @@ async def test_backend_that_is_away_is_a_problem_document(api, monkeypatch):
     assert "llm/prefill" in body["detail"]
 
 
-async def test_rounds_show_in_the_metrics():
-    registry = EmbeddedRegistry()
-    policy = ScalingPolicy(interval=3600, prefill=RolePolicy(min=2), decode=RolePolicy(min=3))
-    autoscaler = Autoscaler(registry, policy)
-    app = create_app(Settings(cluster_key=CLUSTER_KEY), registry, autoscaler=autoscaler)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kvxfer") as api,
-    ):
-
-        async def leads() -> float | None:
-            return (await scrape(api)).get(("kvxfer_scale_leader", ()))
-
-        await eventually(leads)
+async def test_rounds_show_in_the_metrics(clock):
+    registry = EmbeddedRegistry(clock=clock)
+    policy = ScalingPolicy(interval=60, prefill=RolePolicy(min=2), decode=RolePolicy(min=3))
+    autoscaler = Autoscaler(registry, policy, clock=clock)
+    app = create_app(
+        Settings(cluster_key=CLUSTER_KEY), registry, clock=clock, autoscaler=autoscaler
+    )
+    async with calling(app) as api:
+        await passes(1)
         now = await scrape(api)
+        assert now["kvxfer_scale_leader", ()] == 1
         for role, wanted in (("prefill", 2), ("decode", 3)):
             assert now["kvxfer_scale_wanted_workers", (("role", role),)] == wanted
             assert now["kvxfer_scale_current_workers", (("role", role),)] == 0
             labels = (("direction", "up"), ("role", role))
             assert now["kvxfer_scale_decisions_total", labels] == 1
+        await passes(120)
+        now = await scrape(api)
+        assert now["kvxfer_scale_decisions_total", (("direction", "up"), ("role", "decode"))] == 3
         app.state.control_plane.metrics.note_scaling_failure(ScalingFailed("away"))
         app.state.control_plane.metrics.note_scaling_failure(TimeoutError())
         now = await scrape(api)

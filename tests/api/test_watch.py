@@ -1,10 +1,10 @@
-"""The watch over a real connection: what a browser's EventSource or curl would see."""
+"""The watch as a browser's EventSource or curl sees it; its end also over a real connection."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -12,33 +12,17 @@ import pytest
 from kvxfer.api.schemas.instances import Change, Snapshot
 from kvxfer.event_stream import EventParser, ServerSentEvent
 from kvxfer.scheduler.redis_registry import RedisRegistry
-from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import RunningControlPlane
-from tests.virtual_time import VirtualClock
-from verify.polling import PATIENCE
+from kvxfer.scheduler.registry import LeasePolicy, Registry
+from tests.control_plane import RunningControlPlane, pass_time
+from verify.polling import PATIENCE, eventually
 
 from .conftest import LEASE, join, problem
+from .test_metrics import scrape
 
 
 @pytest.fixture
-def clock() -> VirtualClock:
-    return VirtualClock()
-
-
-@pytest.fixture(params=["embedded", "redis"])
-def server(request, clock):
-    registry = None
-    if request.param == "redis":
-        url = request.getfixturevalue("empty_redis").url
-        registry = RedisRegistry(url, LeasePolicy(LEASE), clock=clock, timeout=PATIENCE)
-    with RunningControlPlane(lease_seconds=LEASE, clock=clock, registry=registry) as running:
-        yield running
-
-
-@pytest.fixture
-async def api(server) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as client:
-        yield client
+def registry(either_registry: Registry) -> Registry:
+    return either_registry
 
 
 class Watch:
@@ -52,7 +36,7 @@ class Watch:
 
     async def next(self) -> tuple[str, int, dict]:
         while not self._events:
-            self._events = self._parser.feed(await asyncio.wait_for(anext(self._chunks), PATIENCE))
+            self._events = self._parser.feed(await anext(self._chunks))
         event = self._events.pop(0)
         data = json.loads(event.data)
         assert event.id == str(data["id"])
@@ -61,7 +45,7 @@ class Watch:
         return event.event, data["id"], data
 
 
-async def test_watch_is_a_snapshot_then_changes(api, clock):
+async def test_watch_is_a_snapshot_then_changes(api, registry, clock):
     lease = await join(api, "p")
     async with api.stream("GET", "/v1/instances/watch") as response:
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -75,12 +59,8 @@ async def test_watch_is_a_snapshot_then_changes(api, clock):
         beat = {"epoch": lease["epoch"], "state": "draining"}
         await api.put("/v1/instances/p/heartbeat", json=beat)
         await api.delete("/v1/instances/p", params={"epoch": lease["epoch"]})
-        seen = [await watch.next() for _ in range(3)]
-        ended = asyncio.ensure_future(watch.next())
-        while not ended.done():  # nobody says anything of `d`: the server itself notices
-            clock.advance(LEASE / 12)
-            await api.get("/readyz")
-        seen.append(await ended)
+        await pass_time(registry, clock, LEASE)
+        seen = [await watch.next() for _ in range(4)]
         assert [
             (n, c["cause"], c["instance"]["instance_id"], c["instance"]["state"])
             for n, _, c in seen
@@ -120,38 +100,90 @@ async def test_last_event_id_that_is_no_number_is_refused(api):
     assert problem(answer, 422, "invalid-argument")["errors"][0]["location"] == "header"
 
 
-async def test_idle_watch_is_kept_alive_by_comments():
-    with RunningControlPlane(keepalive_seconds=0.01) as server:
-        async with (
-            httpx.AsyncClient(base_url=server.url, trust_env=False) as api,
-            api.stream("GET", "/v1/instances/watch") as response,
-        ):
-            text = b""
-            async for chunk in response.aiter_bytes():
-                text += chunk
-                if text.count(b": keep-alive\n\n") == 3:
-                    break
-    assert text.startswith(b"retry: 1000\n\n")
-
-
 async def test_reader_that_goes_away_is_no_watcher_any_more(api):
-    async def watchers() -> str:
-        text = (await api.get("/metrics")).text
-        return next(line for line in text.splitlines() if line.startswith("kvxfer_watchers "))
-
     async with api.stream("GET", "/v1/instances/watch") as response:
         watch = Watch(response)
         await watch.next()
-        assert await watchers() == "kvxfer_watchers 1.0"
-    async with asyncio.timeout(PATIENCE):
-        while await watchers() != "kvxfer_watchers 0.0":
-            pass
+        assert await watchers(api) == 1
+    await eventually(lambda: has_no_watchers(api))
 
 
-async def test_stop_ends_open_watches(server, api):
+async def test_stop_ends_open_watches(app, api):
     async with api.stream("GET", "/v1/instances/watch") as response:
         watch = Watch(response)
         await watch.next()
-        await asyncio.to_thread(server.stop)
+        app.state.stopping.set()
         with pytest.raises(StopAsyncIteration):
             await watch.next()
+
+
+async def watchers(api: httpx.AsyncClient) -> float:
+    return (await scrape(api))["kvxfer_watchers", ()]
+
+
+async def has_no_watchers(api: httpx.AsyncClient) -> bool:
+    return await watchers(api) == 0
+
+
+# --- as time passes --------------------------------------------------------------------------
+
+
+only_embedded = pytest.mark.parametrize("either_registry", ["embedded"], indirect=True)
+
+
+@only_embedded
+async def test_watch_tells_within_a_sweep_of_a_lease_that_ended_though_nobody_asked(api, clock):
+    async with api.stream("GET", "/v1/instances/watch") as response:
+        watch = Watch(response)
+        await watch.next()
+        began = clock.monotonic()
+        await join(api, "p")
+        assert (await watch.next())[2]["cause"] == "registered"
+        assert clock.monotonic() == began
+        assert (await watch.next())[2]["cause"] == "lease-expired"
+        assert LEASE <= clock.monotonic() - began <= LEASE + 0.5
+
+
+@only_embedded
+async def test_idle_watch_is_kept_alive_by_comments(api, clock):
+    began, seen = clock.monotonic(), []
+    async with api.stream("GET", "/v1/instances/watch") as response:
+        async for chunk in response.aiter_bytes():
+            seen.append((clock.monotonic() - began, chunk))
+            if len(seen) == 5:
+                break
+    (_, retry), (_, snapshot), *comments = seen
+    assert retry == b"retry: 1000\n\n"
+    assert snapshot.startswith(b"event: snapshot")
+    assert comments == [(seconds, b": keep-alive\n\n") for seconds in (15, 30, 45)]
+
+
+# --- over a real connection ------------------------------------------------------------------
+
+
+@pytest.fixture(params=["embedded", "redis"])
+def server(request: pytest.FixtureRequest) -> Iterator[RunningControlPlane]:
+    registry = None
+    if request.param == "redis":
+        url = request.getfixturevalue("empty_redis").url
+        registry = RedisRegistry(url, LeasePolicy(600), timeout=PATIENCE)
+    with RunningControlPlane(lease_seconds=600, registry=registry) as running:
+        yield running
+
+
+@pytest.mark.native
+async def test_readers_connection_and_server_end_a_watch(server):
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as api:
+        async with api.stream("GET", "/v1/instances/watch") as response:
+            watch = Watch(response)
+            assert (await watch.next())[0] == "snapshot"
+            assert await watchers(api) == 1
+        await eventually(lambda: has_no_watchers(api))
+        async with api.stream("GET", "/v1/instances/watch") as response:
+            watch = Watch(response)
+            await watch.next()
+            await join(api, "p")
+            assert (await watch.next())[2]["cause"] == "registered"
+            await asyncio.to_thread(server.stop)
+            with pytest.raises(StopAsyncIteration):
+                await watch.next()

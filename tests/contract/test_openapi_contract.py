@@ -23,18 +23,22 @@ from kvxfer.api.settings import Settings
 from kvxfer.api.tokens import Scope, watch_tokens
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from tests.control_plane import CLUSTER_KEY
+from tests.virtual_time import VirtualClock
 
 TOKEN = "token-with-every-scope"
 
 
 def control_plane() -> FastAPI:
-    """One that asks for tokens, and lets this test do everything."""
+    """One that asks for tokens, and lets this test do everything. No time passes in it."""
+    clock = VirtualClock()
     with tempfile.NamedTemporaryFile() as file:
         file.write(f"tester {','.join(Scope)} {TOKEN}\n".encode())
         file.flush()
-        tokens = watch_tokens(Path(file.name))
+        tokens = watch_tokens(Path(file.name), clock=clock)
     app = create_app(
-        Settings(cluster_key=CLUSTER_KEY, tokens=tokens, rate_limit=0), EmbeddedRegistry()
+        Settings(cluster_key=CLUSTER_KEY, tokens=tokens, rate_limit=0),
+        EmbeddedRegistry(clock=clock),
+        clock=clock,
     )
     app.state.control_plane.stopping.set()  # a watch ends at once
     return app

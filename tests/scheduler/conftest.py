@@ -9,7 +9,7 @@ from kvxfer.instances import InstanceState, Lease, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
-from tests.control_plane import worker
+from tests.control_plane import pass_time, worker
 from tests.virtual_time import VirtualClock
 from verify.polling import PATIENCE
 
@@ -25,11 +25,7 @@ class Fleet:
     clock: VirtualClock
 
     async def pass_time(self, seconds: float) -> None:
-        """In steps, as a control plane sweeps twice a second."""
-        while seconds > 0:
-            self.clock.advance(min(seconds, 0.5))
-            seconds -= 0.5
-            await self.registry.sweep()
+        await pass_time(self.registry, self.clock, seconds)
 
     async def join(
         self,
@@ -42,10 +38,9 @@ class Fleet:
         return await self.registry.register(worker(instance_id, role, **changes), state=state)
 
 
-@pytest.fixture(params=["embedded", "redis"])
-async def fleet(request: pytest.FixtureRequest) -> AsyncIterator[Fleet]:
+@pytest.fixture(params=["embedded", pytest.param("redis", marks=pytest.mark.native)])
+async def fleet(request: pytest.FixtureRequest, clock: VirtualClock) -> AsyncIterator[Fleet]:
     """Each implementation of the registry in turn: lease of 6 s, the last 8 changes kept."""
-    clock = VirtualClock()
     registry: Registry
     match request.param:
         case "embedded":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
+from kvxfer.scheduler.ending import end
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from tests.virtual_time import VirtualClock
@@ -25,14 +26,14 @@ async def replica(
     """With a short timeout only where Redis is to be missed: a busy machine takes its time."""
     url = server if isinstance(server, str) else server.url
     registry = RedisRegistry(url, LeasePolicy(lease), clock=clock, timeout=timeout)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(None if there else 0.5):
-            await registry.open()
+    opening = asyncio.create_task(registry.open())
     try:
         if there:
+            await opening
             await eventually(lambda: is_current(registry))
         yield registry
     finally:
+        await end(opening)
         await registry.close()
 
 

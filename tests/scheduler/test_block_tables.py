@@ -14,10 +14,13 @@ from kvxfer.errors import (
     UnknownTransfer,
 )
 from kvxfer.instances import Role, Snapshot
+from kvxfer.kv.block_table import BlockTable
+from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
 from tests.block_tables import block_table
 from tests.control_plane import worker
+from verify.polling import eventually
 from verify.redis_server import RedisServer
 
 from .redis_replica import replica
@@ -35,10 +38,21 @@ async def opened(fleet):
     return fleet
 
 
-async def begun(waiting: asyncio.Task[object]) -> None:
+def waiting_at(registry: Registry) -> dict[str, set[asyncio.Future[None]]]:
+    """The waits that have begun and have no answer, by transfer."""
+    mirror = getattr(registry, "_mirror", None)
+    arrivals = registry._arrivals if mirror is None else mirror.arrivals
+    return arrivals._waiting
+
+
+async def ask(
+    registry: Registry, transfer_id: str = "t-1", *, seconds: float = 30
+) -> asyncio.Task[BlockTable]:
     """A wait that has begun, and has no answer yet."""
-    done, _ = await asyncio.wait([waiting], timeout=0.05)
-    assert not done
+    before = len(waiting_at(registry).get(transfer_id, ()))
+    waiting = asyncio.create_task(registry.block_table(transfer_id, wait_seconds=seconds))
+    await eventually(lambda: len(waiting_at(registry).get(transfer_id, ())) > before)
+    return waiting
 
 
 async def test_table_is_kept_as_decode_made_it(opened):
@@ -64,27 +78,30 @@ async def test_transfer_that_is_not_open_has_no_table(fleet):
 
 
 async def test_wait_ends_with_the_table(opened):
-    waits = [
-        asyncio.create_task(opened.registry.block_table("t-1", wait_seconds=30)) for _ in range(3)
-    ]
-    await begun(waits[0])
+    waits = [await ask(opened.registry) for _ in range(3)]
     await opened.registry.put_block_table("t-1", TABLE)
     assert await asyncio.gather(*waits) == [TABLE] * 3
 
 
 async def test_wait_in_vain_ends_by_itself(opened):
-    for seconds in (0.0, 0.05):
-        with pytest.raises(UnknownBlockTable, match="'t-1' has no block table yet"):
-            await opened.registry.block_table("t-1", wait_seconds=seconds)
+    with pytest.raises(UnknownBlockTable, match="'t-1' has no block table yet"):
+        await opened.registry.block_table("t-1")
+    waiting = await ask(opened.registry, seconds=0.05)
+    await opened.pass_time(0.5)
+    with pytest.raises(UnknownBlockTable, match="'t-1' has no block table yet"):
+        await waiting
 
 
 async def test_news_of_other_transfers_do_not_end_a_wait(opened):
-    waiting = asyncio.create_task(opened.registry.block_table("t-1", wait_seconds=30))
-    await begun(waiting)
-    await open_between(opened, "p", "d", transfer_id="t-2")
-    await opened.registry.put_block_table("t-2", TABLE)
-    await opened.registry.release("t-2")
-    await begun(waiting)
+    waiting = await ask(opened.registry)
+    for transfer_id in ("t-2", "t-3"):
+        await open_between(opened, "p", "d", transfer_id=transfer_id)
+        other = await ask(opened.registry, transfer_id)
+        await opened.registry.put_block_table(transfer_id, TABLE)
+        assert await other == TABLE
+        await opened.registry.release(transfer_id)
+    await opened.pass_time(0.5)
+    assert not waiting.done()
     await opened.registry.put_block_table("t-1", TABLE)
     assert await waiting == TABLE
 
@@ -96,8 +113,7 @@ async def test_table_and_waits_end_with_the_transfer(opened, end, there):
     if there:
         await opened.registry.put_block_table("t-1", TABLE)
     else:
-        waiting = asyncio.create_task(opened.registry.block_table("t-1", wait_seconds=30))
-        await begun(waiting)
+        waiting = await ask(opened.registry, seconds=120)
     match end:
         case "released":
             await opened.registry.release("t-1")
@@ -111,7 +127,7 @@ async def test_table_and_waits_end_with_the_transfer(opened, end, there):
             await opened.registry.deregister("d", epoch)
     if not there:
         with pytest.raises(UnknownTransfer):
-            await asyncio.wait_for(waiting, 10)
+            await waiting
     with pytest.raises(UnknownTransfer):
         await opened.registry.block_table("t-1")
     # Nothing of it is left for a transfer of that name.
@@ -123,21 +139,17 @@ async def test_table_and_waits_end_with_the_transfer(opened, end, there):
 
 
 async def test_wait_that_is_given_up_leaves_nothing(opened):
-    waiting = asyncio.create_task(opened.registry.block_table("t-1", wait_seconds=30))
-    await begun(waiting)
+    waiting = await ask(opened.registry)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    registry = opened.registry
-    arrivals = registry._mirror.arrivals if hasattr(registry, "_mirror") else registry._arrivals
-    assert not arrivals._waiting
+    assert not waiting_at(opened.registry)
 
 
 async def test_registry_that_closes_ends_the_waits(opened):
-    waiting = asyncio.create_task(opened.registry.block_table("t-1", wait_seconds=30))
-    await begun(waiting)
+    waiting = await ask(opened.registry)
     await opened.registry.close()
     with pytest.raises(ControlPlaneUnavailable, match="stopping"):
-        await asyncio.wait_for(waiting, 10)
+        await waiting
 
 
 async def test_watchers_of_the_fleet_do_not_hear_of_tables(opened):
@@ -158,29 +170,30 @@ async def open_at(registry) -> str:
     return opened.transfer_id
 
 
+@pytest.mark.native
 async def test_wait_at_one_replica_ends_with_a_table_at_another(empty_redis):
     async with replica(empty_redis) as one, replica(empty_redis) as other:
         transfer_id = await open_at(one)
-        waiting = asyncio.create_task(other.block_table(transfer_id, wait_seconds=30))
-        await begun(waiting)
+        waiting = await ask(other, transfer_id)
         await one.put_block_table(transfer_id, TABLE)
-        assert await asyncio.wait_for(waiting, 10) == TABLE
+        assert await waiting == TABLE
         with pytest.raises(BlockTableExists):
             await other.put_block_table(transfer_id, block_table(imm=1))
         waiting = asyncio.create_task(one.block_table(transfer_id, wait_seconds=30))
         assert await waiting == TABLE
 
 
+@pytest.mark.native
 async def test_wait_at_one_replica_ends_with_a_release_at_another(empty_redis):
     async with replica(empty_redis) as one, replica(empty_redis) as other:
         transfer_id = await open_at(one)
-        waiting = asyncio.create_task(other.block_table(transfer_id, wait_seconds=30))
-        await begun(waiting)
+        waiting = await ask(other, transfer_id)
         await one.release(transfer_id)
         with pytest.raises(UnknownTransfer):
-            await asyncio.wait_for(waiting, 10)
+            await waiting
 
 
+@pytest.mark.native
 async def test_replica_that_comes_later_finds_the_table(empty_redis):
     async with replica(empty_redis) as one:
         transfer_id = await open_at(one)
@@ -189,6 +202,7 @@ async def test_replica_that_comes_later_finds_the_table(empty_redis):
             assert await late.block_table(transfer_id) == TABLE
 
 
+@pytest.mark.native
 async def test_table_is_in_redis_once_and_goes_with_its_transfer(empty_redis):
     table = block_table(blocks=bytes(400_000))
     async with replica(empty_redis) as one:
@@ -202,15 +216,15 @@ async def test_table_is_in_redis_once_and_goes_with_its_transfer(empty_redis):
             assert client.hlen("kvxfer:tables") == 0
 
 
+@pytest.mark.realtime
 async def test_while_redis_is_away_there_is_no_table_and_a_wait_ends_with_that():
     with RedisServer() as server:
         async with replica(server, timeout=0.5) as registry:
             transfer_id = await open_at(registry)
-            waiting = asyncio.create_task(registry.block_table(transfer_id, wait_seconds=2))
-            await begun(waiting)
+            waiting = await ask(registry, transfer_id, seconds=2)
             server.kill()
             with pytest.raises(ControlPlaneUnavailable):
-                await asyncio.wait_for(waiting, 20)
+                await waiting
             for step in (
                 registry.block_table(transfer_id),
                 registry.put_block_table(transfer_id, TABLE),
@@ -219,13 +233,13 @@ async def test_while_redis_is_away_there_is_no_table_and_a_wait_ends_with_that()
                     await step
 
 
+@pytest.mark.realtime
 async def test_wait_ends_where_redis_comes_back_without_its_data():
     with RedisServer() as server:
         async with replica(server, timeout=2.0) as registry:
             transfer_id = await open_at(registry)
-            waiting = asyncio.create_task(registry.block_table(transfer_id, wait_seconds=30))
-            await begun(waiting)
+            waiting = await ask(registry, transfer_id)
             server.kill()
             server.start()
             with pytest.raises(UnknownTransfer):
-                await asyncio.wait_for(waiting, 20)
+                await waiting

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.errors import ControlPlaneUnavailable
+from kvxfer.errors import ControlPlaneUnavailable, UnknownBlockTable
 from kvxfer.instances import InstanceState, Role
 from kvxfer.scheduler.choice import EMBEDDED, make_registry
 from kvxfer.scheduler.embedded import EmbeddedRegistry
@@ -10,11 +10,10 @@ from kvxfer.scheduler.registry import LeasePolicy
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
 from tests.control_plane import worker
-from tests.virtual_time import VirtualClock
+from tests.virtual_time import passes
 
 
-async def test_epochs_and_change_ids_go_on_ascending_when_the_process_restarts():
-    clock = VirtualClock()
+async def test_epochs_and_change_ids_go_on_ascending_when_the_process_restarts(clock):
     before = EmbeddedRegistry(clock=clock)
     epochs = [(await before.register(worker(f"p-{i}"))).epoch for i in range(1000)]
     clock.advance(0.5)
@@ -24,8 +23,7 @@ async def test_epochs_and_change_ids_go_on_ascending_when_the_process_restarts()
     assert (await after.register(worker("p-0"))).epoch > max(epochs)
 
 
-async def test_watcher_of_the_process_before_a_restart_gets_a_snapshot():
-    clock = VirtualClock()
+async def test_watcher_of_the_process_before_a_restart_gets_a_snapshot(clock):
     before = EmbeddedRegistry(clock=clock)
     seen = (await before.register(worker("p"))).epoch
     clock.advance(0.5)
@@ -35,8 +33,7 @@ async def test_watcher_of_the_process_before_a_restart_gets_a_snapshot():
     assert [i.instance_id for i in snapshot.instances] == ["q"]
 
 
-async def test_wall_clock_that_jumps_ends_no_lease():
-    clock = VirtualClock()
+async def test_wall_clock_that_jumps_ends_no_lease(clock):
     registry = EmbeddedRegistry(clock=clock)
     await registry.register(worker("p"), state=InstanceState.READY)
     clock._unix += 3600
@@ -51,8 +48,7 @@ async def test_closed_registry_says_that_it_is_stopping(call):
         await getattr(registry, call)()
 
 
-async def test_while_the_process_stood_still_nobody_could_renew_a_lease():
-    clock = VirtualClock()
+async def test_while_the_process_stood_still_nobody_could_renew_a_lease(clock):
     registry = EmbeddedRegistry(LeasePolicy(6.0), clock=clock, silence_seconds=1.0)
     lease = await registry.register(worker("p"), state=InstanceState.READY)
     await registry.register(worker("d", Role.DECODE), state=InstanceState.READY)
@@ -64,9 +60,20 @@ async def test_while_the_process_stood_still_nobody_could_renew_a_lease():
     assert (await registry.heartbeat("p", lease.epoch)).epoch == lease.epoch
     for _ in range(12):
         assert await registry.instances()
-        clock.advance(0.5)
+        await passes(0.5)
         await registry.sweep()
     assert await registry.instances() == ()
+
+
+async def test_a_wait_for_a_table_ends_after_exactly_its_time(clock):
+    registry = EmbeddedRegistry(LeasePolicy(60.0), clock=clock)
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        await registry.register(worker(name, role), state=InstanceState.READY)
+    opened = await open_transfer(registry, TransferRequest(), seconds=30, clock=clock)
+    began = clock.monotonic()
+    with pytest.raises(UnknownBlockTable):
+        await registry.block_table(opened.transfer_id, wait_seconds=4)
+    assert clock.monotonic() == began + 4
 
 
 async def test_what_serves_knows_when_it_stood_still():

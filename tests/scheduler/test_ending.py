@@ -6,6 +6,7 @@ from contextlib import suppress
 import pytest
 
 from kvxfer.scheduler.ending import end
+from tests.virtual_time import passes
 
 
 async def test_a_task_that_swallows_a_cancellation_ends_too():
@@ -14,12 +15,12 @@ async def test_a_task_that_swallows_a_cancellation_ends_too():
     async def loops() -> None:
         nonlocal swallowed
         with suppress(asyncio.CancelledError):
-            await asyncio.sleep(3600)
+            await passes(3600)
         swallowed += 1
-        await asyncio.sleep(3600)
+        await passes(3600)
 
     task = asyncio.create_task(loops())
-    await asyncio.sleep(0)
+    await passes(1)
     await end(task)
     assert task.cancelled()
     assert swallowed == 1
@@ -30,13 +31,16 @@ async def test_what_a_task_failed_with_is_raised():
         raise ValueError("broken")
 
     task = asyncio.create_task(fails())
-    await asyncio.sleep(0)
+    await passes(1)
     with pytest.raises(ValueError, match="broken"):
         await end(task)
 
 
 async def test_a_task_that_has_ended_is_left_alone():
-    task = asyncio.create_task(asyncio.sleep(0, "answer"))
+    async def answers() -> str:
+        return "answer"
+
+    task = asyncio.create_task(answers())
     await task
     await end(task)
     assert task.result() == "answer"

@@ -15,6 +15,8 @@ from verify.redis_server import RedisServer
 
 from .redis_replica import replica
 
+pytestmark = pytest.mark.native
+
 WORD, OTHER = "word-of-the-server", "word-of-the-sentinel"
 
 

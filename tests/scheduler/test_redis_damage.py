@@ -22,6 +22,8 @@ from verify.redis_server import RedisServer
 
 from .redis_replica import is_current, replica
 
+pytestmark = pytest.mark.native
+
 READY = InstanceState.READY
 
 

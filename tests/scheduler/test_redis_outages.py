@@ -14,7 +14,7 @@ from kvxfer.instances import Change, InstanceState, Role, Snapshot
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
 from tests.control_plane import worker
-from verify.polling import PATIENCE, eventually
+from verify.polling import eventually
 from verify.redis_server import RedisServer, audit, watched
 
 from .redis_replica import is_current, replica
@@ -32,6 +32,7 @@ def server() -> Iterator[RedisServer]:
 # --- Redis loses its data --------------------------------------------------------------------
 
 
+@pytest.mark.realtime
 async def test_restart_with_data_lost_is_a_new_fleet_with_greater_epochs(server):
     async with replica(server) as registry:
         before = await registry.register(worker("p"), state=READY)
@@ -46,11 +47,12 @@ async def test_restart_with_data_lost_is_a_new_fleet_with_greater_epochs(server)
         assert after.epoch > before.epoch
         assert [i.epoch for i in await registry.instances()] == [after.epoch]
 
-        snapshot = await asyncio.wait_for(anext(watch), PATIENCE)
+        snapshot = await anext(watch)
         assert isinstance(snapshot, Snapshot)
         assert snapshot.id > first.id
 
 
+@pytest.mark.native
 async def test_data_that_is_lost_while_redis_stays_up_is_noticed(server):
     async with replica(server) as registry:
         before = await registry.register(worker("p"), state=READY)
@@ -61,6 +63,7 @@ async def test_data_that_is_lost_while_redis_stays_up_is_noticed(server):
         assert [i.instance_id for i in await registry.instances()] == ["p"]
 
 
+@pytest.mark.native
 async def test_replica_that_missed_records_loads_the_whole_again(empty_redis):
     async with replica(empty_redis, timeout=3) as registry:
         await registry.register(worker("p"), state=READY)
@@ -78,6 +81,7 @@ async def test_replica_that_missed_records_loads_the_whole_again(empty_redis):
 # --- Redis is away ---------------------------------------------------------------------------
 
 
+@pytest.mark.realtime
 @pytest.mark.parametrize("how", ["paused", "killed"])
 async def test_while_redis_is_away_reads_tell_what_was_known_and_writes_are_refused(server, how):
     async with replica(server, timeout=1 if how == "paused" else 10) as registry:
@@ -112,16 +116,18 @@ async def test_while_redis_is_away_reads_tell_what_was_known_and_writes_are_refu
         assert await registry.instances() == expected
 
 
+@pytest.mark.realtime
 async def test_time_in_which_nobody_could_renew_ends_no_lease(server):
     async with replica(server, lease=2.4, timeout=1) as registry:
         lease = await registry.register(worker("p"), state=READY)
         server.pause()
-        await asyncio.sleep(3.5)
+        await eventually(lambda: (registry.stale_seconds or 0) > 3.5)
         server.resume()
         await eventually(lambda: is_current(registry))
         assert (await registry.heartbeat("p", lease.epoch)).epoch == lease.epoch
 
 
+@pytest.mark.native
 async def test_lease_ends_by_the_clock_of_redis(server):
     async with replica(server, lease=0.5) as registry:
         start = await anext(registry.watch())
@@ -130,15 +136,18 @@ async def test_lease_ends_by_the_clock_of_redis(server):
         causes = []
         for _ in ("registered", "lease-expired"):
             change = asyncio.ensure_future(anext(watch))
-            async with asyncio.timeout(PATIENCE):
-                while not change.done():
-                    await registry.sweep()
-                    await asyncio.sleep(0.05)
+
+            async def is_told(change: asyncio.Future[object] = change) -> bool:
+                await registry.sweep()
+                return change.done()
+
+            await eventually(is_told)
             assert isinstance(change.result(), Change)
             causes.append(change.result().cause)
         assert causes == ["registered", "lease-expired"]
 
 
+@pytest.mark.realtime
 async def test_redis_that_was_never_there_is_waited_for(server):
     server.kill()
     async with replica(server, there=False) as registry:
@@ -150,6 +159,7 @@ async def test_redis_that_was_never_there_is_waited_for(server):
         await registry.register(worker("p"))
 
 
+@pytest.mark.native
 async def test_scripts_that_redis_forgot_are_sent_again(server):
     async with replica(server) as registry:
         await registry.register(worker("p"))
@@ -159,6 +169,7 @@ async def test_scripts_that_redis_forgot_are_sent_again(server):
         assert len(await registry.instances()) == 2
 
 
+@pytest.mark.native
 async def test_redis_without_memory_for_more_is_an_outage_not_a_defect(server):
     async with replica(server) as registry:
         lease = await registry.register(worker("p"))
@@ -172,6 +183,7 @@ async def test_redis_without_memory_for_more_is_an_outage_not_a_defect(server):
         await registry.heartbeat("p", lease.epoch)
 
 
+@pytest.mark.native
 async def test_closed_registry_says_that_it_is_stopping(empty_redis):
     async with replica(empty_redis) as registry:
         await registry.close()
@@ -183,6 +195,7 @@ async def test_closed_registry_says_that_it_is_stopping(empty_redis):
 # --- fail-over -------------------------------------------------------------------------------
 
 
+@pytest.mark.realtime
 async def test_sentinel_moves_the_registry_to_the_replica_of_a_master_that_died():
     with watched() as servers:
         async with replica(servers.url) as registry:

@@ -28,7 +28,6 @@ from kvxfer.instances import (
 from kvxfer.scheduler.registry import LeasePolicy, Registry, TransferEnd
 from kvxfer.transfers import Party, Transfer
 from tests.control_plane import worker
-from verify.polling import PATIENCE
 
 from .conftest import FEED_CAPACITY, LEASE, Fleet
 
@@ -70,7 +69,7 @@ async def reserved(registry: Registry, instance_id: str) -> tuple[int, int]:
 async def take(registry: Registry, count: int, after: int | None) -> list[Snapshot | Change]:
     """The first `count` items of a watch; they must be there already."""
     watch = registry.watch(after)
-    return [await asyncio.wait_for(anext(watch), PATIENCE) for _ in range(count)]
+    return [await anext(watch) for _ in range(count)]
 
 
 # --- register --------------------------------------------------------------------------------
@@ -312,7 +311,7 @@ async def test_reader_that_falls_behind_gets_the_whole_again_and_misses_nothing(
     await anext(watch)
     for i in range(FEED_CAPACITY * 3):
         await fleet.join(f"p-{i:02}")
-    caught_up = await asyncio.wait_for(anext(watch), PATIENCE)
+    caught_up = await anext(watch)
     assert isinstance(caught_up, Snapshot)
     assert caught_up.instances == await fleet.registry.instances()
 
@@ -323,7 +322,7 @@ async def test_every_waiting_watch_hears_of_a_change(fleet):
         await anext(watch)
     waiting = [asyncio.ensure_future(anext(watch)) for watch in watches]
     await fleet.join("p")
-    changes = await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE)
+    changes = await asyncio.gather(*waiting)
     assert [change.instance.instance_id for change in changes] == ["p"] * 3
 
 
@@ -332,7 +331,7 @@ async def test_close_ends_watches(fleet):
     await anext(watch)
     waiting = asyncio.ensure_future(anext(watch, None))
     await fleet.registry.close()
-    assert await asyncio.wait_for(waiting, PATIENCE) is None
+    assert await waiting is None
 
 
 # --- transfers -------------------------------------------------------------------------------
@@ -504,7 +503,7 @@ async def test_reservations_and_watch_agree_with_the_fleet_after_any_history(fle
         watch = fleet.registry.watch(seen)
         marker = (await fleet.join(f"marker-{source.random()}", state=JOINING)).epoch
         while seen is None or seen < marker:
-            item = await asyncio.wait_for(anext(watch), PATIENCE)
+            item = await anext(watch)
             seen = item.id
             if isinstance(item, Snapshot):
                 known.clear()

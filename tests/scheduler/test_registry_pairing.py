@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
-from kvxfer.clock import SystemClock
 from kvxfer.errors import NoCapacity, StaleEpoch
 from kvxfer.instances import BlockUpdate, InstanceState, Load, PublishedBlocks, Role
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes, pack
@@ -18,9 +19,8 @@ from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import Transfer, TransferRequest
 from tests.control_plane import worker
 from tests.virtual_time import VirtualClock
-from verify.polling import PATIENCE
 
-from .conftest import Fleet
+from .conftest import LEASE, Fleet
 from .redis_replica import replica
 
 HASHES = chain_hashes(range(640), 16)
@@ -104,12 +104,12 @@ async def test_blocks_go_with_the_lease(fleet):
 async def test_blocks_renew_no_lease_and_are_no_change(fleet):
     epochs = await join_three(fleet)
     watch = fleet.registry.watch()
-    await asyncio.wait_for(anext(watch), PATIENCE)
+    await anext(watch)
     await fleet.pass_time(4.0)
     await fleet.registry.publish_blocks("q", epochs["q"], update(HASHES))
     await fleet.pass_time(2.0)
     assert await fleet.registry.instances() == ()
-    gone = [await asyncio.wait_for(anext(watch), PATIENCE) for _ in range(3)]
+    gone = [await anext(watch) for _ in range(3)]
     assert {change.instance.state for change in gone} == {InstanceState.GONE}
 
 
@@ -119,7 +119,7 @@ async def test_transfer_keeps_why_it_got_its_pair(fleet):
     await fleet.registry.publish_blocks("q", epochs["q"], update(HASHES))
     await fleet.registry.instances()
     request = TransferRequest(prefix_hashes=HASHES, tokens_per_hash=100, explain=True)
-    opened = await open_transfer(fleet.registry, request, seconds=30, clock=SystemClock())
+    opened = await open_transfer(fleet.registry, request, seconds=30, clock=fleet.clock)
     assert opened.score is not None
     assert opened.score.cost == -1.0, "one request, less half a one per 1,000 of 4,000 tokens"
     assert await fleet.registry.transfer(opened.transfer_id) == opened
@@ -155,6 +155,7 @@ async def test_transfer_that_ran_out_started_nothing(fleet):
     assert (await fleet.registry.instance("d")).started == 0
 
 
+@pytest.mark.native
 async def test_all_registries_come_to_the_same_choices(empty_redis, seed):
     """One history told to both; a replica that loads it later agrees too."""
     source = random.Random(seed)
@@ -211,14 +212,24 @@ async def choice(registry: Registry, request: TransferRequest) -> object:
     return pair.prefill.instance_id, pair.decode.instance_id, pair.score
 
 
-async def test_two_routers_never_overbook_a_worker(fleet, empty_redis, seed):
+@asynccontextmanager
+async def beside(fleet: Fleet, request: pytest.FixtureRequest) -> AsyncIterator[Registry]:
+    """Another replica of the fleet's registry; an embedded one has none but itself."""
+    if isinstance(fleet.registry, EmbeddedRegistry):
+        yield fleet.registry
+        return
+    server = request.getfixturevalue("empty_redis")
+    async with replica(server, clock=fleet.clock, lease=LEASE) as other:
+        yield other
+
+
+async def test_two_routers_never_overbook_a_worker(fleet, request, seed):
     """Random prompts, opened and released by both at a time, at two replicas with Redis."""
     source = random.Random(seed)
     sizes = {f"w{n}": source.randrange(4, 40) for n in range(5)}
     for number, (name, size) in enumerate(sizes.items()):
         role = (Role.PREFILL, Role.DECODE, Role.BOTH)[number % 3]
         await fleet.join(name, role, num_blocks=size)
-    embedded = isinstance(fleet.registry, EmbeddedRegistry)
     outcomes: Counter[str] = Counter()
 
     async def route(registry: Registry, source: random.Random) -> list[Transfer]:
@@ -242,8 +253,7 @@ async def test_two_routers_never_overbook_a_worker(fleet, empty_redis, seed):
         for instance in await registry.instances():
             assert 0 <= instance.reserved.blocks <= sizes[instance.instance_id]
 
-    async with replica(empty_redis, clock=fleet.clock, lease=6.0) as beside:
-        other = fleet.registry if embedded else beside
+    async with beside(fleet, request) as other:
         seeds = (random.Random(source.random()) for _ in range(2))
         routes = (route(r, s) for r, s in zip((fleet.registry, other), seeds, strict=True))
         held = [transfer for mine in await asyncio.gather(*routes) for transfer in mine]

@@ -61,6 +61,7 @@ def test_a_protocol_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) 
         start_tracing("worker")
 
 
+@pytest.mark.native
 def test_opentelemetry_is_not_imported_where_nothing_is_traced() -> None:
     code = (
         "import sys\n"
@@ -79,6 +80,7 @@ def test_code_that_is_traced_does_nothing_where_nobody_records() -> None:
         assert begun is None
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("tls", [False, True])
 def test_spans_go_to_the_control_plane_with_the_credentials_of_the_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tls: bool

@@ -17,6 +17,8 @@ from kvxfer.scheduler.scaling.policy_file import KubernetesConfig, ScaleTarget
 
 from .kubernetes_api import TOKEN, KubernetesApi, running
 
+pytestmark = pytest.mark.native
+
 LWS = ("leaderworkerset.x-k8s.io", "v1", "leaderworkersets")
 CONFIG = KubernetesConfig(
     prefill=ScaleTarget(name="prefill"),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.policy_file import ProcessesConfig
 from kvxfer.scheduler.scaling.processes import ProcessBackend, leave_first
 from tests.control_plane import CLUSTER_KEY, RunningControlPlane
+from verify.polling import eventually
 
 from .test_measurements import instance
 
@@ -36,13 +35,13 @@ async def until(
     control_plane: ControlPlaneClient, holds: Callable[[tuple[Instance, ...]], bool]
 ) -> tuple[Instance, ...]:
     """The fleet once it is as wanted."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
+
+    async def found() -> list[tuple[Instance, ...]]:
         fleet = await control_plane.instances()
-        if holds(fleet):
-            return fleet
-        assert time.monotonic() < deadline, fleet
-        await asyncio.sleep(0.05)
+        return [fleet] if holds(fleet) else []
+
+    (fleet,) = await eventually(found, START_SECONDS)
+    return fleet
 
 
 @asynccontextmanager
@@ -61,6 +60,7 @@ async def backend_on(
         await backend.close()
 
 
+@pytest.mark.native
 async def test_workers_start_drain_and_stop(monkeypatch):
     with RunningControlPlane(lease_seconds=3) as plane:
         async with backend_on(plane, monkeypatch) as backend, ControlPlaneClient(plane.url) as cp:
@@ -97,6 +97,7 @@ def heartbeat_of(instance_id: str, fleet: tuple[Instance, ...]) -> float:
     return heartbeat_at
 
 
+@pytest.mark.native
 async def test_worker_that_does_not_drain_in_time_is_stopped(monkeypatch):
     with RunningControlPlane(lease_seconds=3) as plane:
         async with (
@@ -112,6 +113,7 @@ async def test_worker_that_does_not_drain_in_time_is_stopped(monkeypatch):
             assert fleet[0].role is Role.PREFILL
 
 
+@pytest.mark.realtime
 async def test_worker_that_dies_is_not_counted_and_comes_back_with_the_next_decision(monkeypatch):
     with RunningControlPlane(lease_seconds=1) as plane:
         async with backend_on(plane, monkeypatch) as backend, ControlPlaneClient(plane.url) as cp:
@@ -134,6 +136,7 @@ def pid_of(instance_id: str) -> int:
     raise AssertionError(f"no process of {instance_id}")
 
 
+@pytest.mark.native
 async def test_worker_that_cannot_start_is_told_and_not_counted(monkeypatch, caplog):
     registry = EmbeddedRegistry()
     backend = ProcessBackend(
@@ -145,7 +148,7 @@ async def test_worker_that_cannot_start_is_told_and_not_counted(monkeypatch, cap
     await backend.scale(Role.PREFILL, 1, leads)
     (task,) = [worker.task for worker in backend._workers]
     assert task is not None
-    await asyncio.wait_for(task, START_SECONDS)
+    await task
     assert await backend.requested(Role.PREFILL) == 0
     assert "carrier-pigeon" in caplog.text
     await backend.close()
