@@ -32,9 +32,9 @@ def fuzzers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
         [prefix] = [o.partition("=")[2] for o in options if o.startswith("-artifact_prefix")]
         return [sys.executable, "-c", programs[target], prefix], None
 
-    def coverage(*_: object) -> Coverage:
+    def coverage(target: str, *_: object) -> Coverage:
         reached = Coverage()
-        reached.add("decoder.py", {1: True})
+        reached.add("decoder.py", {1: True, 2: target != "b"})
         return reached
 
     kind = SimpleNamespace(command=command, coverage=coverage)
@@ -49,8 +49,8 @@ def fuzzers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     return programs
 
 
-def outcomes(jobs: int) -> list[run.Outcome]:
-    return run.fuzz_all(["a", "b", "c"], 1, jobs, Console(quiet=True))
+def outcomes(jobs: int, with_coverage: bool = False) -> list[run.Outcome]:
+    return run.fuzz_all(["a", "b", "c"], 1, jobs, Console(quiet=True), with_coverage)
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
@@ -83,3 +83,14 @@ def test_an_input_that_crashes_a_target_is_in_its_corpus_from_then_on(
 def test_a_target_that_sees_no_line_is_no_success(fuzzers: dict[str, str]) -> None:
     fuzzers["c"] = _BLIND
     assert [each.good for each in outcomes(2)] == [True, True, False]
+
+
+def test_lines_that_nothing_reaches_are_a_failure_where_coverage_is_asked_for(
+    fuzzers: dict[str, str],
+) -> None:
+    assert [each.coverage for each in outcomes(2)] == [None] * 3
+    assert [(each.coverage, each.good) for each in outcomes(2, with_coverage=True)] == [
+        (100.0, True),
+        (50.0, False),
+        (100.0, True),
+    ]
