@@ -25,9 +25,6 @@ from verify.redis_server import RedisServer
 
 _SEED: Final = "KVXFER_TEST_SEED"
 
-# Not sorted into kinds yet.
-_NATIVE_FOLDERS: Final = "client router"
-
 # No test is about how long one example takes.
 hypothesis.settings.register_profile("kvxfer", deadline=None)
 hypothesis.settings.load_profile("kvxfer")
@@ -51,7 +48,6 @@ _real = False
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _real
     _real = any(item.get_closest_marker(kind) for kind in ("native", "realtime"))
-    _real = _real or _folder(item) in _NATIVE_FOLDERS.split()
 
 
 @pytest.fixture
@@ -59,10 +55,6 @@ async def clock() -> VirtualClock:
     """The clock of the test's loop. A real loop has none: this one is told the time."""
     loop = asyncio.get_running_loop()
     return loop.clock if isinstance(loop, VirtualLoop) else VirtualClock()
-
-
-def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(item.config.rootpath / "tests").parts[0]
 
 
 def pytest_configure() -> None:
