@@ -36,10 +36,12 @@ class Network:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.apps: dict[str, Any] = {}
+        self.ahead: int | None = None
+        """How many messages of an answer may wait for its reader."""
 
     def transport(self) -> AsgiTransport:
         """Of one client, which closes it."""
-        return AsgiTransport(self.apps)
+        return AsgiTransport(self.apps, ahead=self.ahead)
 
     def http(self, url: str = "", **options: Any) -> httpx.AsyncClient:
         """A client that waits for ever unless `options` say otherwise."""

@@ -19,7 +19,7 @@ from kvxfer.reference.worker.http_server import HttpServer
 from kvxfer.router.app import create_app
 from kvxfer.router.settings import RouterSettings
 from tests.control_plane import worker
-from tests.network import Answer, Reply, worker_app
+from tests.network import Answer, Reply
 from verify.polling import PATIENCE
 
 USAGE = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
@@ -64,12 +64,12 @@ async def http_worker(
     control_plane: str,
     instance_id: str,
     role: Role,
-    answer: Answer,
+    app: Any,
     credentials: Credentials | None = None,
 ) -> AsyncIterator[None]:
-    """A registered worker that answers every request with `answer`."""
+    """A worker on a socket of its own, as an application; it is ready."""
     with bind("127.0.0.1", 0) as listener:
-        server = HttpServer(worker_app(answer))
+        server = HttpServer(app)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         credentials = credentials or Credentials()
         async with ControlPlaneClient(control_plane, credentials=credentials) as client:
