@@ -164,7 +164,7 @@ class Registration:
     async def _join(self) -> None:
         clock = self._clock.monotonic
         give_up = clock() + self._patience
-        waited_for_holder = False
+        waited, heard = False, None
         while True:
             try:
                 async with self._step:
@@ -178,15 +178,27 @@ class Registration:
                 await asyncio.sleep(_RETRY_SECONDS)
             except InstanceExists as error:
                 remaining = error.details.get("lease_remaining_seconds")
-                if waited_for_holder or not isinstance(remaining, int | float):
+                before, heard = heard, await self._heard_of_holder()
+                silent = heard is not None and heard == before
+                if (waited and not silent) or not isinstance(remaining, int | float):
                     raise
-                waited_for_holder = True
+                waited = True
                 _log.warning(
                     "instance %s is still held; waiting %.1f s for that lease to end",
                     self.instance_id,
                     remaining,
                 )
                 await asyncio.sleep(remaining + _RETRY_SECONDS)
+
+    async def _heard_of_holder(self) -> tuple[int, float] | None:
+        """The epoch that has this id, and its last heartbeat; None where that cannot be told.
+
+        A lease that lasts is no sign of life: all do while the control plane stands still.
+        """
+        with suppress(KvxferError):
+            held = await self._client.instance(self.instance_id)
+            return held.epoch, held.heartbeat_at
+        return None
 
     async def _keep(self) -> None:
         clock = self._clock.monotonic

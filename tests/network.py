@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -70,13 +71,18 @@ class Network:
 
     @contextlib.asynccontextmanager
     async def control_plane(
-        self, *, lease_seconds: float = 6.0, clock: Clock | None = None, **settings: Any
+        self,
+        *,
+        lease_seconds: float = 6.0,
+        silence_seconds: float = math.inf,
+        **settings: Any,
     ) -> AsyncIterator[EmbeddedRegistry]:
-        """A new control plane at its URL. `clock` is another one than that of the rest."""
-        clock = clock or self.clock
-        registry = EmbeddedRegistry(LeasePolicy(lease_seconds), clock=clock)
+        """A new control plane at its URL."""
+        registry = EmbeddedRegistry(
+            LeasePolicy(lease_seconds), clock=self.clock, silence_seconds=silence_seconds
+        )
         app = create_control_plane(
-            Settings(cluster_key=CLUSTER_KEY, **settings), registry, clock=clock
+            Settings(cluster_key=CLUSTER_KEY, **settings), registry, clock=self.clock
         )
         async with self.served(app, "control-plane"):
             yield registry
