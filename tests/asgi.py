@@ -17,8 +17,8 @@ class AsgiTransport(httpx.AsyncBaseTransport):
 
     `apps` maps "host" or "host:port" to an application; a host that is missing refuses the
     connection. A client that leaves early is a disconnect to the application, which goes on, as it
-    does under uvicorn; closing the transport ends what still runs. What it fails with is logged. One
-    that has sent `ahead` messages that nobody has read waits, as with full buffers of a connection.
+    does under uvicorn; closing the transport ends what still runs. What it fails with is logged. It
+    waits once `ahead` messages that it sent are unread, as with full buffers of a connection.
     """
 
     def __init__(self, apps: Mapping[str, Any], *, ahead: int | None = None) -> None:

@@ -15,13 +15,16 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import hypothesis
 import pytest
 
 from tests.virtual_time import VirtualClock, VirtualLoop
 from verify.redis_server import RedisServer
+
+if TYPE_CHECKING:
+    from tests.network import Network
 
 _SEED: Final = "KVXFER_TEST_SEED"
 
@@ -67,6 +70,14 @@ def pytest_configure() -> None:
 
 def pytest_report_header() -> str:
     return f"{_SEED}={os.environ[_SEED]}"
+
+
+@pytest.fixture
+def network(clock: VirtualClock) -> Network:
+    """Where control planes, routers and workers of this test's loop listen."""
+    from tests.network import Network
+
+    return Network(clock)
 
 
 @pytest.fixture

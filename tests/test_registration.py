@@ -33,11 +33,6 @@ SLACK = 0.001  # rounding of timers
 
 
 @pytest.fixture
-def network(clock: VirtualClock) -> Network:
-    return Network(clock)
-
-
-@pytest.fixture
 async def control_plane(network: Network) -> AsyncIterator[EmbeddedRegistry]:
     async with network.control_plane(lease_seconds=LEASE) as registry:
         yield registry

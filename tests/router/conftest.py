@@ -14,15 +14,9 @@ from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from tests.network import Network
-from tests.virtual_time import VirtualClock
 
 from .cluster import BLOCKS
 from .completions import MODEL
-
-
-@pytest.fixture
-def network(clock: VirtualClock) -> Network:
-    return Network(clock)
 
 
 @pytest.fixture
