@@ -3,7 +3,6 @@ each other without a socket: on a virtual loop they run on its time."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import math
@@ -26,6 +25,7 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from tests.asgi import AsgiTransport
 from tests.control_plane import CLUSTER_KEY, worker
+from tests.virtual_time import passes
 
 CONTROL_PLANE = "http://control-plane"
 ROUTER = "http://router"
@@ -67,7 +67,7 @@ class Network:
                 del self.apps[host]
                 app.state.stopping.set()
                 # Whatever needs no time is done before a virtual clock moves.
-                await asyncio.sleep(0.001)
+                await passes(0.001)
 
     @contextlib.asynccontextmanager
     async def control_plane(

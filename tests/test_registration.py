@@ -120,7 +120,7 @@ async def test_a_heartbeat_that_hangs_does_not_put_off_the_next(registered, cloc
 
     async def hangs() -> None:
         beats.append(clock.monotonic())
-        await asyncio.sleep(0.95 * INTERVAL)
+        await passes(0.95 * INTERVAL)
 
     async with registered() as registration:
         monkeypatch.setattr(registration, "heartbeat", hangs)
@@ -213,7 +213,7 @@ async def test_control_plane_that_takes_its_time_is_waited_for(
     really = control_plane.register
 
     async def register(*arguments, **named):
-        await asyncio.sleep(1.9)
+        await passes(1.9)
         return await really(*arguments, **named)
 
     monkeypatch.setattr(control_plane, "register", register)
