@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from kvxfer.cached_blocks import CachedBlocks
 from kvxfer.client import ControlPlaneClient, calls
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InstanceExists,
@@ -63,7 +64,9 @@ class Registration:
         on_role: Callable[[Role], None] | None = None,
         cached: CachedBlocks | None = None,
         patience: float = 10.0,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self._clock = clock
         self._client = client
         self._spec = spec
         self._state = state
@@ -159,9 +162,9 @@ class Registration:
                 self._note_trouble(None)
 
     async def _join(self) -> None:
-        clock = asyncio.get_running_loop().time
+        clock = self._clock.monotonic
         give_up = clock() + self._patience
-        waited_for_holder = False
+        waited, heard = False, None
         while True:
             try:
                 async with self._step:
@@ -175,9 +178,11 @@ class Registration:
                 await asyncio.sleep(_RETRY_SECONDS)
             except InstanceExists as error:
                 remaining = error.details.get("lease_remaining_seconds")
-                if waited_for_holder or not isinstance(remaining, int | float):
+                before, heard = heard, await self._heard_of_holder()
+                silent = heard is not None and heard == before
+                if (waited and not silent) or not isinstance(remaining, int | float):
                     raise
-                waited_for_holder = True
+                waited = True
                 _log.warning(
                     "instance %s is still held; waiting %.1f s for that lease to end",
                     self.instance_id,
@@ -185,8 +190,18 @@ class Registration:
                 )
                 await asyncio.sleep(remaining + _RETRY_SECONDS)
 
+    async def _heard_of_holder(self) -> tuple[int, float] | None:
+        """The epoch that has this id, and its last heartbeat; None where that cannot be told.
+
+        A lease that lasts is no sign of life: all do while the control plane stands still.
+        """
+        with suppress(KvxferError):
+            held = await self._client.instance(self.instance_id)
+            return held.epoch, held.heartbeat_at
+        return None
+
     async def _keep(self) -> None:
-        clock = asyncio.get_running_loop().time
+        clock = self._clock.monotonic
         began = clock()
         while True:
             # From the beginning of the last one: one that hung must not put off the next.
@@ -254,7 +269,7 @@ class Registration:
         self._interval = lease.heartbeat_interval
         self._state = self._state.advanced_to(lease.state)
         if lease.drain_seconds is not None:
-            self._drain_deadline = asyncio.get_running_loop().time() + lease.drain_seconds
+            self._drain_deadline = self._clock.monotonic() + lease.drain_seconds
         if lease.role is not self._spec.role:
             self._spec = replace(self._spec, role=lease.role)
             if self._on_role is not None:
@@ -266,7 +281,7 @@ class Registration:
         load = self._current_load() or Load()
         expected = 0 if self._lease is None else self._lease.reserved.transfers
         idle = not (load.running or load.waiting or expected)
-        if idle or asyncio.get_running_loop().time() >= self._drain_deadline:
+        if idle or self._clock.monotonic() >= self._drain_deadline:
             self._drained.set()
 
     @property

@@ -17,18 +17,20 @@ class AsgiTransport(httpx.AsyncBaseTransport):
 
     `apps` maps "host" or "host:port" to an application; a host that is missing refuses the
     connection. A client that leaves early is a disconnect to the application, which goes on, as it
-    does under uvicorn; closing the transport ends what still runs. What it fails with is logged.
+    does under uvicorn; closing the transport ends what still runs. What it fails with is logged. It
+    waits once `ahead` messages that it sent are unread, as with full buffers of a connection.
     """
 
-    def __init__(self, apps: Mapping[str, Any]) -> None:
+    def __init__(self, apps: Mapping[str, Any], *, ahead: int | None = None) -> None:
         self.apps = apps
+        self._ahead = ahead
         self._running: set[asyncio.Task[None]] = set()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         app = self.apps.get(request.url.netloc.decode())
         if app is None:
             raise httpx.ConnectError(f"nothing listens at {request.url.netloc.decode()}")
-        exchange = _Exchange(request)
+        exchange = _Exchange(request, self._ahead)
         timeout = request.extensions.get("timeout", {}).get("read")
         task = exchange.begin(app)
         self._running.add(task)
@@ -58,11 +60,13 @@ class AsgiTransport(httpx.AsyncBaseTransport):
 class _Exchange:
     """One request of an application, and what it has answered so far."""
 
-    def __init__(self, request: httpx.Request) -> None:
+    def __init__(self, request: httpx.Request, ahead: int | None) -> None:
         self._request = request
         assert isinstance(request.stream, httpx.AsyncByteStream)
         self._body: AsyncIterator[bytes] | None = aiter(request.stream)
         self._sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._ahead = ahead
+        self._has_room = asyncio.Event()
         self._gone = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -87,7 +91,7 @@ class _Exchange:
 
     async def _run(self, app: Any, scope: dict[str, Any]) -> None:
         try:
-            await app(scope, self._receive, self._sent.put)
+            await app(scope, self._receive, self._send)
         finally:
             self._sent.put_nowait(None)
 
@@ -100,8 +104,17 @@ class _Exchange:
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
+    async def _send(self, message: dict[str, Any]) -> None:
+        self._sent.put_nowait(message)
+        if self._ahead is not None and self._sent.qsize() >= self._ahead:
+            self._has_room.clear()
+            if not self._gone.is_set():
+                await self._has_room.wait()
+        await asyncio.sleep(0)  # An application that only sends lets others run.
+
     async def _next(self) -> dict[str, Any]:
         message = await self._sent.get()
+        self._has_room.set()
         if message is None:
             assert self._task is not None
             await self._task  # Its error, if it has one.
@@ -131,6 +144,7 @@ class _Exchange:
 
     def leave(self) -> None:
         self._gone.set()
+        self._has_room.set()
 
 
 class _Body(httpx.AsyncByteStream):

@@ -15,7 +15,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import hypothesis
 import pytest
@@ -23,10 +23,10 @@ import pytest
 from tests.virtual_time import VirtualClock, VirtualLoop
 from verify.redis_server import RedisServer
 
-_SEED: Final = "KVXFER_TEST_SEED"
+if TYPE_CHECKING:
+    from tests.network import Network
 
-# Not sorted into kinds yet.
-_NATIVE_FOLDERS: Final = "client router"
+_SEED: Final = "KVXFER_TEST_SEED"
 
 # No test is about how long one example takes.
 hypothesis.settings.register_profile("kvxfer", deadline=None)
@@ -51,7 +51,6 @@ _real = False
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _real
     _real = any(item.get_closest_marker(kind) for kind in ("native", "realtime"))
-    _real = _real or _folder(item) in _NATIVE_FOLDERS.split()
 
 
 @pytest.fixture
@@ -59,10 +58,6 @@ async def clock() -> VirtualClock:
     """The clock of the test's loop. A real loop has none: this one is told the time."""
     loop = asyncio.get_running_loop()
     return loop.clock if isinstance(loop, VirtualLoop) else VirtualClock()
-
-
-def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(item.config.rootpath / "tests").parts[0]
 
 
 def pytest_configure() -> None:
@@ -75,6 +70,14 @@ def pytest_configure() -> None:
 
 def pytest_report_header() -> str:
     return f"{_SEED}={os.environ[_SEED]}"
+
+
+@pytest.fixture
+def network(clock: VirtualClock) -> Network:
+    """Where control planes, routers and workers of this test's loop listen."""
+    from tests.network import Network
+
+    return Network(clock)
 
 
 @pytest.fixture

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from kvxfer.cached_blocks import CachedBlocks
-from kvxfer.client import ControlPlaneClient
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import BlockUpdate, InstanceState, Role
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes, pack, unpack
 from kvxfer.registration import Registration
 from kvxfer.scheduler.prefix_index import merged
 from kvxfer.transfers import TransferRequest
-from tests.control_plane import RunningControlPlane, worker
+from tests.control_plane import worker
+from tests.virtual_time import passes
 
 HASHES = chain_hashes(range(160), 16)
 
@@ -73,57 +71,55 @@ def test_control_plane_has_what_the_worker_has_after_any_history(seed):
     assert unpack(kept) == last.added
 
 
-@pytest.mark.native
-async def test_registration_publishes_with_its_heartbeats():
+async def test_registration_publishes_with_its_heartbeats(network, clock):
     cached = CachedBlocks()
-    with RunningControlPlane(lease_seconds=60) as server:
-        async with (
-            ControlPlaneClient(server.url) as client,
-            Registration(client, worker("q"), cached=cached) as registration,
-        ):
-            for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-                await client.register(worker(name, role), state=InstanceState.READY)
+    async with (
+        network.control_plane(lease_seconds=60),
+        network.client() as client,
+        Registration(client, worker("q"), cached=cached, clock=clock) as registration,
+    ):
+        for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+            await client.register(worker(name, role), state=InstanceState.READY)
 
-            async def opened() -> tuple[str, int]:
-                transfer = await client.open_transfer(prefix_hashes=HASHES, explain=True)
-                await client.release_transfer(transfer.transfer_id)
-                assert transfer.score is not None
-                return transfer.prefill.instance_id, transfer.score.prefix_tokens
+        async def opened() -> tuple[str, int]:
+            transfer = await client.open_transfer(prefix_hashes=HASHES, explain=True)
+            await client.release_transfer(transfer.transfer_id)
+            assert transfer.score is not None
+            return transfer.prefill.instance_id, transfer.score.prefix_tokens
 
-            assert await opened() == ("p", 0)
-            cached.add(HASHES)
-            await registration.heartbeat()
-            assert await opened() == ("q", 160)
-            cached.remove(HASHES[4:])
-            await registration.heartbeat()
-            assert await opened() == ("q", 64)
-            await client.deregister("q", registration.epoch)
-            await registration.heartbeat()
-            assert await opened() == ("q", 64), "all is told to the new registration"
+        assert await opened() == ("p", 0)
+        cached.add(HASHES)
+        assert await opened() == ("p", 0)
+        await passes(20)
+        assert await opened() == ("q", 160)
+        cached.remove(HASHES[4:])
+        await registration.heartbeat()
+        assert await opened() == ("q", 64)
+        await client.deregister("q", registration.epoch)
+        await registration.heartbeat()
+        assert await opened() == ("q", 64), "all is told to the new registration"
 
 
-@pytest.mark.native
-async def test_update_that_did_not_arrive_is_made_up_for():
+async def test_update_that_did_not_arrive_is_made_up_for(network, clock, monkeypatch):
     cached = CachedBlocks()
-    with RunningControlPlane(lease_seconds=60) as server:
-        async with (
-            ControlPlaneClient(server.url) as client,
-            Registration(client, worker("q"), cached=cached) as registration,
-        ):
-            cached.add(HASHES[:2])
-            await registration.heartbeat()
-            publish = server.registry.publish_blocks
+    async with (
+        network.control_plane(lease_seconds=60) as registry,
+        network.client() as client,
+        Registration(client, worker("q"), cached=cached, clock=clock) as registration,
+    ):
+        cached.add(HASHES[:2])
+        await registration.heartbeat()
 
-            async def away(*_: object) -> None:
-                raise ControlPlaneUnavailable("away")
+        async def away(*_: object) -> None:
+            raise ControlPlaneUnavailable("away")
 
-            server.registry.publish_blocks = away  # type: ignore[method-assign, assignment]
+        with monkeypatch.context() as patched:
+            patched.setattr(registry, "publish_blocks", away)
             cached.add(HASHES[2:4])
             await registration.heartbeat()
             assert registration.registered
-            server.registry.publish_blocks = publish  # type: ignore[method-assign]
-            await registration.heartbeat()
-            await client.register(worker("d", Role.DECODE), state=InstanceState.READY)
-            pair = await server.registry.choose(TransferRequest(prefix_hashes=HASHES, explain=True))
-            assert pair.score is not None
-            assert pair.score.prefix_tokens == 64
+        await registration.heartbeat()
+        await client.register(worker("d", Role.DECODE), state=InstanceState.READY)
+        pair = await registry.choose(TransferRequest(prefix_hashes=HASHES, explain=True))
+        assert pair.score is not None
+        assert pair.score.prefix_tokens == 64

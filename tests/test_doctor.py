@@ -12,9 +12,6 @@ from kvxfer.doctor.examination import core_works, examine
 from kvxfer.doctor.finding import Area, Finding, Status
 from kvxfer.doctor.host import Host
 
-pytestmark = pytest.mark.native
-
-
 THP = "sys/kernel/mm/transparent_hugepage"
 
 
@@ -38,6 +35,7 @@ def permit() -> None:
 # --- the whole -------------------------------------------------------------------------------
 
 
+@pytest.mark.native
 def test_every_area_is_examined_on_this_host() -> None:
     assert {finding.area for finding in examine(Host())} == set(Area)
 
@@ -91,6 +89,7 @@ def test_yama_decides_over_registered_memory(
     assert fabrics.local_cma(host(tmp_path, files), permit).status is status
 
 
+@pytest.mark.native
 def test_reading_memory_is_really_tried() -> None:
     assert fabrics.local_cma(Host()).status in (Status.OK, Status.LIMITED)
 

@@ -3,43 +3,81 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
 
-from kvxfer.http_listener import bind, url_of
+from kvxfer.api.server import ControlPlaneServer
+from kvxfer.http_listener import KEEP_ALIVE_SECONDS, bind, url_of
 from kvxfer.reference.worker.http_server import HttpServer
 
-from .control_plane import RunningControlPlane
-
 pytestmark = pytest.mark.native
-
 
 # What httpx waits, and uvicorn by itself.
 CLIENT_SECONDS = 5.0
 
 
-async def test_a_server_keeps_an_idle_connection_for_longer_than_clients_do():
+class HurriedLoop(asyncio.SelectorEventLoop):
+    """Sockets are real; time can be moved on."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead
+
+    async def pass_by(self, seconds: float) -> None:
+        """So much later; what was due meanwhile has been done."""
+        self.ahead += seconds
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+def application() -> FastAPI:
     app = FastAPI()
+    app.state.stopping = asyncio.Event()
 
     @app.get("/healthz")
     async def healthz() -> None: ...
 
-    with RunningControlPlane() as control_plane, bind("127.0.0.1", 0) as listener:
-        server = HttpServer(app)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        used = await asyncio.gather(
-            connections_of_two_requests(control_plane.url),
-            connections_of_two_requests(url_of(listener)),
-        )
-        server.should_exit = True
-        await serving
-    assert used == [1, 1]
+    return app
 
 
-async def connections_of_two_requests(url: str) -> int:
+@pytest.mark.parametrize(
+    "server_of",
+    [
+        lambda listener: HttpServer(application()),
+        lambda listener: ControlPlaneServer(application(), listener, lambda url: None),
+    ],
+    ids=["worker", "control plane"],
+)
+@pytest.mark.parametrize(
+    ("idle", "opened"), [(CLIENT_SECONDS + 0.5, 1), (KEEP_ALIVE_SECONDS + 0.5, 2)]
+)
+def test_a_server_keeps_an_idle_connection_for_longer_than_clients_do(
+    server_of: Callable[[Any], uvicorn.Server], idle: float, opened: int
+) -> None:
+    async def serve_two_requests() -> int:
+        with bind("127.0.0.1", 0) as listener:
+            server = server_of(listener)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                return await connections_of_two_requests(url_of(listener), idle)
+            finally:
+                server.should_exit = True
+                await serving
+
+    with asyncio.Runner(loop_factory=HurriedLoop) as runner:
+        assert runner.run(serve_two_requests()) == opened
+
+
+async def connections_of_two_requests(url: str, idle: float) -> int:
     """With an idle time between them, and a client that would use its connection again."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, HurriedLoop)
     opened = 0
 
     async def count(event: str, _details: object) -> None:
@@ -47,9 +85,9 @@ async def connections_of_two_requests(url: str) -> int:
         opened += event == "connection.connect_tcp.started"
 
     limits = httpx.Limits(keepalive_expiry=None)
-    async with httpx.AsyncClient(base_url=url, timeout=20, limits=limits) as client:
-        for idle in (CLIENT_SECONDS + 0.5, 0):
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
+        for seconds in (idle, 0):
             answer = await client.get("/healthz", extensions={"trace": count})
             assert answer.status_code == 200
-            await asyncio.sleep(idle)
+            await loop.pass_by(seconds)
     return opened

@@ -1,9 +1,13 @@
+"""A worker's place in the fleet, over a real control plane on virtual time."""
+
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
-import socket
-import time
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -18,410 +22,392 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role
 from kvxfer.registration import Registration
-from tests.control_plane import RunningControlPlane, worker
-from tests.virtual_time import VirtualClock
-from verify.polling import eventually
-
-pytestmark = pytest.mark.native
-
+from kvxfer.scheduler.embedded import EmbeddedRegistry
+from tests.control_plane import worker
+from tests.network import CONTROL_PLANE, Network
+from tests.virtual_time import VirtualClock, passes
 
 JOINING, READY, DRAINING = InstanceState.JOINING, InstanceState.READY, InstanceState.DRAINING
+LEASE, INTERVAL = 6.0, 2.0
+SLACK = 0.001  # rounding of timers
 
 
 @pytest.fixture
-def clock() -> VirtualClock:
-    return VirtualClock()
+async def control_plane(network: Network) -> AsyncIterator[EmbeddedRegistry]:
+    async with network.control_plane(lease_seconds=LEASE) as registry:
+        yield registry
 
 
 @pytest.fixture
-def server(clock):
-    """Heartbeats come every 50 ms; leases end only when the clock is moved."""
-    with RunningControlPlane(lease_seconds=0.15, clock=clock) as running:
-        yield running
+async def client(
+    network: Network, control_plane: EmbeddedRegistry
+) -> AsyncIterator[ControlPlaneClient]:
+    async with network.client() as client:
+        yield client
 
 
 @pytest.fixture
-def slow_server():
-    """No heartbeat comes within a test unless it asks for one."""
-    with RunningControlPlane(lease_seconds=600, clock=VirtualClock()) as running:
-        yield running
+def registered(client: ControlPlaneClient, clock: VirtualClock) -> Any:
+    """A registration of worker p over `client`."""
+
+    def registered(**options: Any) -> Registration:
+        return Registration(client, worker("p"), clock=clock, **options)
+
+    return registered
 
 
-class Epochs:
-    """Hears of registrations."""
-
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[int] = asyncio.Queue()
-        self.heard = 0
-
-    def __call__(self, epoch: int) -> None:
-        self.heard += 1
-        self.queue.put_nowait(epoch)
-
-    async def next(self) -> int:
-        return await asyncio.wait_for(self.queue.get(), 10)
+async def test_worker_is_in_the_fleet_inside_the_block_and_not_after(client, registered):
+    async with registered() as registration:
+        instance = await client.instance("p")
+        assert (instance.epoch, instance.state) == (registration.epoch, READY)
+        assert registration.registered
+    assert not registration.registered
+    with pytest.raises(UnknownInstance):
+        await client.instance("p")
 
 
-async def test_worker_is_in_the_fleet_inside_the_block_and_not_after(slow_server):
-    async with ControlPlaneClient(slow_server.url) as client:
-        async with Registration(client, worker("p")) as registration:
-            instance = await client.instance("p")
-            assert (instance.epoch, instance.state) == (registration.epoch, READY)
-            assert registration.registered
-        assert not registration.registered
-        with pytest.raises(UnknownInstance):
-            await client.instance("p")
-
-
-async def test_heartbeats_keep_the_lease(server, clock):
-    beats = asyncio.Queue()
+async def test_heartbeats_keep_the_lease(client, registered, clock):
+    beats: list[float] = []
 
     def load() -> Load:
-        beats.put_nowait(None)
+        beats.append(clock.monotonic())
         return Load(running=4)
 
-    async with (
-        ControlPlaneClient(server.url) as client,
-        Registration(client, worker("p"), load=load) as registration,
-    ):
-        for _ in range(10):
-            await asyncio.wait_for(beats.get(), 10)
-            clock.advance(0.06)  # four leases in all
+    async with registered(load=load) as registration:
+        await passes(10 * LEASE)
         instance = await client.instance("p")
         assert (instance.epoch, instance.load) == (registration.epoch, Load(running=4))
+    gaps = [later - sooner for sooner, later in itertools.pairwise(beats)]
+    # Up to a tenth sooner, so that a fleet does not beat in step.
+    assert all(0.9 * INTERVAL - SLACK <= gap <= INTERVAL + SLACK for gap in gaps)
+    assert len({round(gap, 3) for gap in gaps}) > len(gaps) / 2
 
 
-async def test_worker_advances_at_once(slow_server):
-    async with (
-        ControlPlaneClient(slow_server.url) as client,
-        Registration(client, worker("p"), state=JOINING) as registration,
-    ):
+async def test_worker_advances_at_once(client, registered, clock):
+    async with registered(state=JOINING) as registration:
+        began = clock.monotonic()
         assert (await client.instance("p")).state is JOINING
         for state in (READY, DRAINING):
             await registration.advance(state)
             assert (await client.instance("p")).state is state
         await registration.advance(READY)
         assert registration.state is DRAINING
+        assert clock.monotonic() == began
 
 
-async def test_worker_learns_that_it_is_drained(slow_server):
-    async with (
-        ControlPlaneClient(slow_server.url) as client,
-        Registration(client, worker("p")) as registration,
-    ):
+async def test_worker_learns_with_its_next_heartbeat_that_it_is_drained(client, registered):
+    async with registered() as registration:
         await client.heartbeat("p", registration.epoch, state=DRAINING)
-        await registration.heartbeat()
+        await passes(INTERVAL)
         assert registration.state is DRAINING
 
 
-async def test_lost_lease_is_taken_anew_with_state_and_load(server):
-    epochs = Epochs()
-    async with (
-        ControlPlaneClient(server.url) as client,
-        Registration(
-            client, worker("p"), on_epoch=epochs, load=lambda: Load(waiting=2)
-        ) as registration,
-    ):
-        first = await epochs.next()
-        await client.deregister("p", first)
-        second = await epochs.next()
+async def test_lost_lease_is_taken_anew_with_state_and_load(client, registered):
+    epochs: list[int] = []
+    async with registered(on_epoch=epochs.append, load=lambda: Load(waiting=2)) as registration:
+        await client.deregister("p", registration.epoch)
+        await passes(INTERVAL)
+        first, second = epochs
         assert second > first
         assert registration.epoch == second
-
-        async def load() -> Load:
-            await registration.heartbeat()
-            return (await client.instance("p")).load
-
-        assert await eventually(load) == Load(waiting=2)
+        await passes(INTERVAL)
         instance = await client.instance("p")
-        assert (instance.epoch, instance.state) == (second, READY)
+        assert (instance.epoch, instance.state, instance.load) == (second, READY, Load(waiting=2))
 
 
-@pytest.fixture
-def steady_server():
-    """A heartbeat comes each second."""
-    with RunningControlPlane(lease_seconds=3) as running:
-        yield running
-
-
-async def test_a_heartbeat_that_hangs_does_not_put_off_the_next(steady_server, monkeypatch):
-    beats: asyncio.Queue[float] = asyncio.Queue()
+async def test_a_heartbeat_that_hangs_does_not_put_off_the_next(registered, clock, monkeypatch):
+    beats: list[float] = []
 
     async def hangs() -> None:
-        beats.put_nowait(time.monotonic())
-        await asyncio.sleep(0.9)
+        beats.append(clock.monotonic())
+        await passes(0.95 * INTERVAL)
 
-    async with (
-        ControlPlaneClient(steady_server.url) as client,
-        Registration(client, worker("p")) as registration,
-    ):
+    async with registered() as registration:
         monkeypatch.setattr(registration, "heartbeat", hangs)
-        begun = [await asyncio.wait_for(beats.get(), 10) for _ in range(4)]
-    assert begun[3] - begun[0] < 3 * 1.5
+        await passes(20 * INTERVAL)
+    gaps = [later - sooner for sooner, later in itertools.pairwise(beats)]
+    assert len(gaps) >= 19
+    assert all(gap <= INTERVAL + SLACK for gap in gaps)
 
 
-async def test_draining_worker_that_lost_its_lease_is_draining_again(slow_server):
-    async with (
-        ControlPlaneClient(slow_server.url) as client,
-        Registration(client, worker("p")) as registration,
-    ):
+async def test_draining_worker_that_lost_its_lease_is_draining_again(client, registered):
+    async with registered() as registration:
         await registration.advance(DRAINING)
         await client.deregister("p", registration.epoch)
-        await registration.heartbeat()
+        await passes(INTERVAL)
         assert (await client.instance("p")).state is DRAINING
 
 
-async def test_worker_goes_on_while_the_control_plane_is_away_and_is_back_with_it(server):
-    epochs = Epochs()
-    async with (
-        ControlPlaneClient(server.url) as client,
-        Registration(client, worker("p"), on_epoch=epochs),
-    ):
-        before = await epochs.next()
-        await asyncio.to_thread(server.stop)
-        later = VirtualClock(unix=1_900_000_000.0)
-        with RunningControlPlane(port=server.port, lease_seconds=600, clock=later):
-            after = await epochs.next()
-            assert after > before
-            assert (await client.instance("p")).epoch == after
-        # The control plane is gone once more: leaving takes no harm from it.
+# --- the control plane comes and goes --------------------------------------------------------
 
 
-async def test_trouble_is_logged_once_not_with_every_heartbeat(slow_server, caplog):
+@pytest.fixture
+async def passing(network: Network) -> AsyncIterator[contextlib.AsyncExitStack]:
+    """A control plane that is gone once this is closed."""
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(network.control_plane(lease_seconds=LEASE))
+        yield stack
+
+
+@pytest.mark.parametrize("away", [0.5, LEASE, 600.0])
+async def test_worker_is_back_within_a_heartbeat_of_the_control_planes_return(
+    network, passing, clock, away
+):
+    epochs: list[int] = []
+    async with network.client() as client:
+        async with Registration(client, worker("p"), on_epoch=epochs.append, clock=clock):
+            await passing.aclose()
+            await passes(away)
+            async with network.control_plane(lease_seconds=LEASE):
+                await passes(INTERVAL + SLACK)
+                before, after = epochs
+                assert after > before
+                assert (await client.instance("p")).epoch == after
+            # The control plane is gone once more: leaving takes no harm from it.
+            left = clock.monotonic()
+        assert clock.monotonic() - left <= 2
+
+
+async def test_trouble_is_logged_once_not_with_every_heartbeat(network, passing, clock, caplog):
     async with (
-        ControlPlaneClient(slow_server.url) as client,
-        Registration(client, worker("p")) as registration,
+        network.client() as client,
+        Registration(client, worker("p"), clock=clock),
     ):
-        await asyncio.to_thread(slow_server.stop)
+        await passing.aclose()
         with caplog.at_level(logging.INFO, logger="kvxfer.registration"):
-            for _ in range(3):
-                await registration.heartbeat()
+            await passes(10 * LEASE)
             assert [record.levelname for record in caplog.records] == ["WARNING"]
             assert "kvxfer serve" in caplog.text
-            with RunningControlPlane(port=slow_server.port, lease_seconds=600):
-                await registration.heartbeat()
+            async with network.control_plane(lease_seconds=LEASE):
+                await passes(INTERVAL + SLACK)
                 assert caplog.records[-1].message == "instance p is registered again"
 
 
-async def test_worker_may_start_before_the_control_plane():
-    with socket.socket() as unused:
-        unused.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    async with ControlPlaneClient(f"http://127.0.0.1:{port}") as client:
-        registration = Registration(client, worker("p"))
-        entering = asyncio.ensure_future(registration.__aenter__())
-        with RunningControlPlane(port=port):
-            await asyncio.wait_for(entering, 10)
+async def test_worker_may_start_before_the_control_plane(network, clock):
+    async with network.client() as client:
+        registration = Registration(client, worker("p"), clock=clock)
+        entering = asyncio.create_task(registration.__aenter__())
+        await passes(7)
+        assert not entering.done()
+        async with network.control_plane():
+            came = clock.monotonic()
+            await entering
+            assert clock.monotonic() - came <= 2.25
             assert (await client.instance("p")).epoch == registration.epoch
             await registration.__aexit__(None, None, None)
 
 
-async def test_control_plane_that_stays_away_is_an_error_after_patience():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        async with ControlPlaneClient(url) as client:
-            with pytest.raises(ControlPlaneUnavailable, match=url):
-                async with Registration(client, worker("p"), patience=0):
-                    pass
+@pytest.mark.parametrize("patience", [0.0, 10.0])
+async def test_control_plane_that_stays_away_is_an_error_after_patience(network, clock, patience):
+    async with network.client() as client:
+        began = clock.monotonic()
+        with pytest.raises(ControlPlaneUnavailable, match=CONTROL_PLANE):
+            async with Registration(client, worker("p"), patience=patience, clock=clock):
+                pass
+    assert patience - 0.25 <= clock.monotonic() - began <= patience + 0.25
 
 
-async def test_control_plane_that_takes_its_time_is_waited_for(slow_server, monkeypatch):
-    really = slow_server.registry.register
+async def test_control_plane_that_takes_its_time_is_waited_for(
+    control_plane, registered, monkeypatch
+):
+    really = control_plane.register
 
     async def register(*arguments, **named):
-        await asyncio.sleep(0.5)
+        await passes(1.9)
         return await really(*arguments, **named)
 
-    monkeypatch.setattr(slow_server.registry, "register", register)
-    async with (
-        ControlPlaneClient(slow_server.url) as client,
-        Registration(client, worker("p"), patience=5) as registration,
-    ):
+    monkeypatch.setattr(control_plane, "register", register)
+    async with registered(patience=5) as registration:
         assert registration.registered
 
 
-async def test_id_of_a_crashed_worker_is_taken_over_when_its_lease_ends():
-    with RunningControlPlane(lease_seconds=0.3) as server:
-        async with ControlPlaneClient(server.url) as client:
-            crashed = await client.register(worker("p"), incarnation="crashed")
-            async with Registration(client, worker("p")) as registration:
-                assert registration.epoch > crashed.epoch
+# --- an id that is held ----------------------------------------------------------------------
 
 
-async def test_id_of_a_live_worker_is_refused(server):
+async def test_id_of_a_crashed_worker_is_taken_over_when_its_lease_ends(client, registered, clock):
+    crashed = await client.register(worker("p"), incarnation="crashed")
+    await passes(2)
+    began = clock.monotonic()
+    async with registered() as registration:
+        assert registration.epoch > crashed.epoch
+        assert LEASE - 2 < clock.monotonic() - began <= LEASE - 2 + 0.3
+
+
+async def test_id_is_waited_for_as_long_as_its_holder_is_silent(network, clock):
+    """A control plane that stood still lets every lease last so much longer."""
     async with (
-        ControlPlaneClient(server.url) as client,
-        Registration(client, worker("p")) as holder,
+        network.control_plane(lease_seconds=LEASE, silence_seconds=2),
+        network.client() as client,
     ):
+        await client.register(worker("p"), incarnation="crashed")
+        began = clock.monotonic()
+        registration = Registration(client, worker("p"), clock=clock)
+        entering = asyncio.create_task(registration.__aenter__())
+        for _ in range(2):
+            await passes(3)
+            clock.advance(4)
+        await entering
+        assert LEASE + 4 < clock.monotonic() - began <= LEASE + 8 + 2
+        await registration.__aexit__(None, None, None)
+
+
+async def test_id_of_a_live_worker_is_refused(client, registered, clock):
+    async with registered() as holder:
+        began = clock.monotonic()
         with pytest.raises(InstanceExists, match="choose another instance_id"):
-            async with Registration(client, worker("p")):
+            async with registered():
                 pass
+        assert clock.monotonic() - began <= LEASE + 0.3
         assert (await client.instance("p")).epoch == holder.epoch
 
 
-async def test_registration_whose_answer_was_lost_is_repeated(slow_server):
+async def test_registration_whose_answer_was_lost_is_repeated(client, registered, clock):
     """The same process may ask again at once: nobody waits for a lease that is its own."""
-    async with ControlPlaneClient(slow_server.url) as client:
-        registration = Registration(client, worker("p"))
-        await client.register(worker("p"), incarnation=registration._incarnation)
-        async with registration:
-            assert (await client.instance("p")).epoch == registration.epoch
+    registration = registered()
+    began = clock.monotonic()
+    await client.register(worker("p"), incarnation=registration._incarnation)
+    async with registration:
+        assert (await client.instance("p")).epoch == registration.epoch
+        assert clock.monotonic() == began
 
 
-async def test_load_that_cannot_be_read_costs_no_lease(server, caplog):
+# --- what fails in the worker ----------------------------------------------------------------
+
+
+async def test_load_that_cannot_be_read_costs_no_lease(client, registered, caplog):
     def broken() -> Load:
         raise RuntimeError("no such counter")
 
-    async with ControlPlaneClient(server.url) as client:
-        watch = client.watch()
-        await anext(watch)
-        async with Registration(client, worker("p"), load=broken) as registration:
-            await registration.heartbeat()
-            assert registration.registered
-        causes = []
-        while ChangeCause.DEREGISTERED not in causes:
-            change = await asyncio.wait_for(anext(watch), 10)
-            assert isinstance(change, Change)
-            causes.append(change.cause)
-        await watch.aclose()
+    watch = client.watch()
+    await anext(watch)
+    async with registered(load=broken) as registration:
+        await passes(3 * LEASE)
+        assert registration.registered
+    causes = []
+    while ChangeCause.DEREGISTERED not in causes:
+        change = await anext(watch)
+        assert isinstance(change, Change)
+        causes.append(change.cause)
+    await watch.aclose()
     assert causes == [ChangeCause.REGISTERED, ChangeCause.DEREGISTERED]
     assert "no such counter" in caplog.text
 
 
-async def test_callback_that_raises_does_not_end_the_heartbeats(server):
-    epochs = Epochs()
+async def test_callback_that_raises_does_not_end_the_heartbeats(client, registered):
+    epochs: list[int] = []
 
     def broken(epoch: int) -> None:
-        epochs(epoch)
-        if epochs.heard > 1:
+        epochs.append(epoch)
+        if len(epochs) > 1:
             raise RuntimeError("broken callback")
 
-    async with (
-        ControlPlaneClient(server.url) as client,
-        Registration(client, worker("p"), on_epoch=broken),
-    ):
-        for _ in range(3):
-            await client.deregister("p", await epochs.next())
-        await epochs.next()
+    async with registered(on_epoch=broken):
+        for count in (1, 2, 3):
+            assert len(epochs) == count
+            await client.deregister("p", epochs[-1])
+            await passes(INTERVAL)
+        assert (await client.instance("p")).epoch == epochs[3]
 
 
 # --- what operators ask for ------------------------------------------------------------------
 
 
-async def test_new_role_is_heard_of_and_kept_over_a_lost_lease(slow_server):
+async def test_new_role_is_heard_of_and_kept_over_a_lost_lease(client, registered):
     roles: list[Role] = []
-    async with (
-        ControlPlaneClient(slow_server.url) as client,
-        Registration(client, worker("p"), on_role=roles.append) as registration,
-    ):
+    async with registered(on_role=roles.append) as registration:
         await client.change_role("p", Role.DECODE)
-        await registration.heartbeat()
-        await registration.heartbeat()
+        await passes(2 * INTERVAL)
         assert (registration.role, roles) == (Role.DECODE, [Role.DECODE])
         await client.deregister("p", registration.epoch)
-        await registration.heartbeat()
+        await passes(INTERVAL)
         assert (await client.instance("p")).role is Role.DECODE
         assert roles == [Role.DECODE]
 
 
-async def test_idle_worker_that_is_drained_may_leave_at_once(server):
-    async with (
-        ControlPlaneClient(server.url) as client,
-        Registration(client, worker("p"), load=Load) as registration,
-    ):
+async def test_idle_worker_that_is_drained_may_leave_with_its_next_heartbeat(client, registered):
+    async with registered(load=Load) as registration:
         await client.drain("p", deadline_seconds=600)
-        await asyncio.wait_for(registration.drained(), 10)
+        async with asyncio.timeout(INTERVAL):
+            await registration.drained()
         assert registration.state is DRAINING
 
 
-async def test_drained_worker_stays_for_its_requests_and_for_those_on_their_way(server):
+async def test_drained_worker_stays_for_its_requests_and_for_those_on_their_way(
+    client, registered, clock
+):
     load = Load(running=1)
     async with (
-        ControlPlaneClient(server.url) as client,
-        Registration(client, worker("p"), load=lambda: load) as registration,
+        Registration(client, worker("d", "decode"), clock=clock),
+        registered(load=lambda: load) as registration,
     ):
-        await client.register(worker("d", "decode"), state=READY)
         opened = await client.open_transfer()
         await client.drain("p", deadline_seconds=600)
-        leaving = asyncio.ensure_future(registration.drained())
-        await beats(registration, 3)
+        leaving = asyncio.create_task(registration.drained())
+        await passes(5 * INTERVAL)
         assert not leaving.done()
         load = Load()
-        await beats(registration, 3)
+        await passes(5 * INTERVAL)
         assert not leaving.done(), "the transfer's request may still come"
         await client.release_transfer(opened.transfer_id)
-        await asyncio.wait_for(leaving, 10)
+        async with asyncio.timeout(INTERVAL):
+            await leaving
 
 
-async def test_deadline_of_a_drain_ends_it_without_the_control_plane_too(server):
+async def test_deadline_of_a_drain_ends_it_without_the_control_plane_too(network, passing, clock):
     async with (
-        ControlPlaneClient(server.url) as client,
-        Registration(client, worker("p"), load=lambda: Load(running=1)) as registration,
+        network.client() as client,
+        Registration(client, worker("p"), load=lambda: Load(running=1), clock=clock) as registered,
     ):
-        await client.drain("p", deadline_seconds=0.5)
-        while registration._drain_deadline is None:
-            await registration.heartbeat()
-        await asyncio.to_thread(server.stop)
-        await asyncio.wait_for(registration.drained(), 10)
+        asked = clock.monotonic()
+        await client.drain("p", deadline_seconds=60)
+        await passes(INTERVAL)
+        await passing.aclose()
+        await registered.drained()
+        assert 60 <= clock.monotonic() - asked <= 60 + 2 * INTERVAL
 
 
-async def test_worker_that_nobody_drains_stays(server):
-    async with (
-        ControlPlaneClient(server.url) as client,
-        Registration(client, worker("p"), load=Load) as registration,
-    ):
-        leaving = asyncio.ensure_future(registration.drained())
-        await beats(registration, 3)
+async def test_worker_that_nobody_drains_stays(registered):
+    async with registered(load=Load) as registration:
+        leaving = asyncio.create_task(registration.drained())
+        await passes(10 * LEASE)
         assert not leaving.done()
         leaving.cancel()
-
-
-async def beats(registration: Registration, count: int) -> None:
-    """Returns when so many heartbeats of its own have come and gone."""
-    beaten = asyncio.Queue()
-    look = registration._look_at_drain
-    registration._look_at_drain = lambda: (look(), beaten.put_nowait(None))
-    for _ in range(count):
-        await asyncio.wait_for(beaten.get(), 10)
-    registration._look_at_drain = look
 
 
 # --- tokens ----------------------------------------------------------------------------------
 
 
-async def test_worker_keeps_its_lease_while_its_token_is_exchanged(tmp_path, caplog):
+async def test_worker_keeps_its_lease_while_its_token_is_exchanged(
+    network, clock, tmp_path, caplog
+):
     accepted, held = tmp_path / "tokens", tmp_path / "token"
     accepted.write_text("node worker token-of-last-month\n")
     held.write_text("token-of-last-month\n")
     tokens = watch_tokens(accepted)
-    with RunningControlPlane(lease_seconds=600, tokens=tokens) as server:
-        credentials = Credentials(token_file=held)
-        async with (
-            ControlPlaneClient(server.url, credentials=credentials) as client,
-            Registration(client, worker("p")) as registration,
-        ):
-            epoch = registration.epoch
-            accepted.write_text("node worker token-of-this-month\n")
-            tokens.refresh()
+    async with (
+        network.control_plane(lease_seconds=600, tokens=tokens),
+        network.client(credentials=Credentials(token_file=held)) as client,
+        Registration(client, worker("p"), clock=clock) as registration,
+    ):
+        epoch = registration.epoch
+        accepted.write_text("node worker token-of-this-month\n")
+        tokens.refresh()
+        await registration.heartbeat()
+        assert "does not know this token" in caplog.text
+        assert "month" not in caplog.text
+        held.write_text("token-of-this-month\n")
+        with caplog.at_level(logging.INFO, logger="kvxfer.registration"):
             await registration.heartbeat()
-            assert "does not know this token" in caplog.text
-            assert "month" not in caplog.text
-            held.write_text("token-of-this-month\n")
-            with caplog.at_level(logging.INFO, logger="kvxfer.registration"):
-                await registration.heartbeat()
-            assert caplog.records[-1].message == "instance p is registered again"
-            assert (registration.epoch, registration.registered) == (epoch, True)
+        assert caplog.records[-1].message == "instance p is registered again"
+        assert (registration.epoch, registration.registered) == (epoch, True)
 
 
-async def test_worker_without_the_right_token_does_not_start(tmp_path):
+async def test_worker_without_the_right_token_does_not_start(network, clock, tmp_path):
     accepted = tmp_path / "tokens"
     accepted.write_text("node router token-of-a-router\n")
-    with RunningControlPlane(tokens=watch_tokens(accepted)) as server:
+    async with network.control_plane(tokens=watch_tokens(accepted)):
         for token, error in ((None, Unauthenticated), ("token-of-a-router", Forbidden)):
-            credentials = Credentials(token=token)
-            async with ControlPlaneClient(server.url, credentials=credentials) as client:
+            async with network.client(credentials=Credentials(token=token)) as client:
                 with pytest.raises(error):
-                    async with Registration(client, worker("p")):
+                    async with Registration(client, worker("p"), clock=clock):
                         pass

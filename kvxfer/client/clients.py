@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -21,6 +20,7 @@ from kvxfer.client.credentials import Credentials
 from kvxfer.client.retries import policy
 from kvxfer.client.watch import PATH as WATCH_PATH
 from kvxfer.client.watch import SILENCE_SECONDS, WatchReader
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument
 from kvxfer.instances import Change, Snapshot
 from kvxfer.tracing.span import HEADER, current
@@ -84,7 +84,9 @@ class _Client:
         timeout: float,
         deadline: float,
         transport: object,
+        clock: Clock,
     ) -> None:
+        self._clock = clock
         self.url = control_plane_url(url)
         if not self.url.startswith(("http://", "https://")):
             raise InvalidArgument(
@@ -115,7 +117,7 @@ class _Client:
 
     def _seconds(self, call: Call[Any], give_up: float) -> float:
         """How long each step of an attempt may take."""
-        left = max(give_up - time.monotonic(), _LEAST_TIMEOUT)
+        left = max(give_up - self._clock.monotonic(), _LEAST_TIMEOUT)
         return min(self._timeout + call.wait_seconds, left)
 
     def _request(self, call: Call[Any], give_up: float) -> dict[str, Any]:
@@ -169,8 +171,9 @@ class ControlPlaneClient(_Client):
         timeout: float = 5.0,
         deadline: float = 10.0,
         transport: httpx.AsyncBaseTransport | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        super().__init__(url, credentials, timeout, deadline, transport)
+        super().__init__(url, credentials, timeout, deadline, transport, clock)
         self._http = self._open(httpx.AsyncClient)
         self._turns = asyncio.Semaphore(_MAX_CALLS)
 
@@ -195,9 +198,10 @@ class ControlPlaneClient(_Client):
     async def ask(self, call: Call[T], *, deadline: float | None = None) -> Answer[T]:
         """As `send`, with how stale the value is."""
         seconds = self._deadline if deadline is None else deadline
-        give_up = time.monotonic() + (seconds or self._timeout)
+        give_up = self._clock.monotonic() + (seconds or self._timeout)
         try:
-            return await AsyncRetrying(**policy(seconds))(self._attempt, call, give_up)
+            retrying = AsyncRetrying(**policy(seconds, self._clock), sleep=asyncio.sleep)
+            return await retrying(self._attempt, call, give_up)
         except Failed as failed:
             raise failed.error from failed.__cause__
 
@@ -259,8 +263,9 @@ class SyncControlPlaneClient(_Client):
         timeout: float = 5.0,
         deadline: float = 10.0,
         transport: httpx.BaseTransport | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        super().__init__(url, credentials, timeout, deadline, transport)
+        super().__init__(url, credentials, timeout, deadline, transport, clock)
         self._http = self._open(httpx.Client)
 
     def __enter__(self) -> Self:
@@ -284,9 +289,10 @@ class SyncControlPlaneClient(_Client):
     def ask(self, call: Call[T], *, deadline: float | None = None) -> Answer[T]:
         """As `send`, with how stale the value is."""
         seconds = self._deadline if deadline is None else deadline
-        give_up = time.monotonic() + (seconds or self._timeout)
+        give_up = self._clock.monotonic() + (seconds or self._timeout)
         try:
-            answer: Answer[T] = Retrying(**policy(seconds))(self._attempt, call, give_up)
+            retrying = Retrying(**policy(seconds, self._clock), sleep=self._clock.sleep)
+            answer: Answer[T] = retrying(self._attempt, call, give_up)
             return answer
         except Failed as failed:
             raise failed.error from failed.__cause__
@@ -312,7 +318,7 @@ class SyncControlPlaneClient(_Client):
             except (httpx.RequestError, ControlPlaneUnavailable) as error:
                 if not reader.connected:
                     raise _as_unavailable(error, self.url) from error
-            time.sleep(reader.pause_seconds())
+            self._clock.sleep(reader.pause_seconds())
 
 
 def _as_unavailable(error: Exception, url: str) -> Exception:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from kvxfer.api.access import CALLER_KEY, FAILURE_BURST, FAILURES_PER_SECOND
 from kvxfer.api.rate_limit import RateLimiter
 from kvxfer.api.tokens import Caller, Tokens
-from kvxfer.clock import SystemClock
+from kvxfer.clock import Clock
 from kvxfer.errors import InvalidArgument
 from kvxfer.router.errors import InvalidApiKey, TooManyWrongKeys
 from kvxfer.watched_file import WatchedFile
@@ -46,9 +46,9 @@ def parse_api_keys(content: bytes) -> Tokens:
 class ApiKeyGuard:
     """Lets a request through or raises. One event loop. Without `keys` everybody is served."""
 
-    def __init__(self, keys: WatchedFile[Tokens] | None) -> None:
+    def __init__(self, keys: WatchedFile[Tokens] | None, clock: Clock) -> None:
         self._keys = keys
-        self._failures = RateLimiter(FAILURES_PER_SECOND, FAILURE_BURST, SystemClock())
+        self._failures = RateLimiter(FAILURES_PER_SECOND, FAILURE_BURST, clock)
 
     def admit(self, request: Request) -> None:
         """Raises InvalidApiKey, or TooManyWrongKeys where they come too fast from one address."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,6 +17,7 @@ from kvxfer.api.body_limit import LimitBodies
 from kvxfer.api.problems import REQUEST_ID_KEY
 from kvxfer.api.request_log import LogRequests
 from kvxfer.client import ControlPlaneClient
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import ControlPlaneUnavailable, KvxferError
 from kvxfer.http_answer import DONE, EventStream, data_event, while_connected
 from kvxfer.router import errors
@@ -32,12 +34,20 @@ if TYPE_CHECKING:
 
 
 def create_app(
-    settings: RouterSettings, control_plane: ControlPlaneClient, tracer: Tracer | None = None
+    settings: RouterSettings,
+    control_plane: ControlPlaneClient,
+    tracer: Tracer | None = None,
+    *,
+    clock: Clock = SYSTEM_CLOCK,
+    workers: httpx.AsyncBaseTransport | None = None,
 ) -> FastAPI:
-    """The router over a control plane, whose client and `tracer` it closes when it stops."""
+    """The router over a control plane, whose client and `tracer` it closes when it stops.
+
+    `workers` carries its requests of workers, over sockets unless another one is given.
+    """
     metrics = Metrics()
-    router = Router(settings, control_plane, metrics)
-    guard = ApiKeyGuard(settings.api_keys)
+    router = Router(settings, control_plane, metrics, clock=clock, workers=workers)
+    guard = ApiKeyGuard(settings.api_keys, clock)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -56,7 +66,9 @@ def create_app(
         body: CompletionBody | ChatBody,
         prefix: str,
     ) -> Response:
-        asked = body.request(request.scope[REQUEST_ID_KEY], settings.bytes_per_token)
+        asked = body.request(
+            request.scope[REQUEST_ID_KEY], settings.bytes_per_token, clock.monotonic()
+        )
         own = {"id": f"{prefix}-{asked.request_id}"}
         if body.stream:
             pieces = _events(router.stream(asked), body.include_usage, own)

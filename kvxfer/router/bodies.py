@@ -35,7 +35,12 @@ class _Body(BaseModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def _request(
-        self, request_id: str, path: str, prompt_tokens: int, prefix: AskedHashes = NO_HASHES
+        self,
+        request_id: str,
+        path: str,
+        prompt_tokens: int,
+        arrived: float,
+        prefix: AskedHashes = NO_HASHES,
     ) -> CompletionRequest:
         own = {"stream", "stream_options"}
         return CompletionRequest(
@@ -45,18 +50,19 @@ class _Body(BaseModel):
             body=self.model_dump(exclude_unset=True, exclude_none=True, exclude=own),
             prompt_tokens=prompt_tokens or None,
             prefix=prefix,
+            arrived=arrived,
         )
 
 
 class CompletionBody(_Body):
     prompt: str | list[TokenId]
 
-    def request(self, request_id: str, bytes_per_token: float) -> CompletionRequest:
+    def request(self, request_id: str, bytes_per_token: float, arrived: float) -> CompletionRequest:
         if isinstance(self.prompt, str):
             tokens = math.ceil(len(self.prompt.encode()) / bytes_per_token)
-            return self._request(request_id, COMPLETIONS, tokens)
+            return self._request(request_id, COMPLETIONS, tokens, arrived)
         prefix = asked_hashes(self.prompt, self.model)
-        return self._request(request_id, COMPLETIONS, len(self.prompt), prefix)
+        return self._request(request_id, COMPLETIONS, len(self.prompt), arrived, prefix)
 
 
 class ChatBody(_Body):
@@ -64,9 +70,9 @@ class ChatBody(_Body):
 
     messages: list[dict[str, Any]] = Field(min_length=1)
 
-    def request(self, request_id: str, bytes_per_token: float) -> CompletionRequest:
+    def request(self, request_id: str, bytes_per_token: float, arrived: float) -> CompletionRequest:
         nbytes = sum(len(_text(message.get("content")).encode()) for message in self.messages)
-        return self._request(request_id, CHAT, math.ceil(nbytes / bytes_per_token))
+        return self._request(request_id, CHAT, math.ceil(nbytes / bytes_per_token), arrived)
 
 
 def _text(content: Any) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvxfer.prefix_hashes import NO_HASHES, AskedHashes
@@ -31,7 +30,8 @@ class CompletionRequest:
     """As far as it is known without a tokenizer."""
     prefix: AskedHashes = NO_HASHES
     """Of a prompt of token ids."""
-    arrived: float = field(default_factory=time.monotonic)
+    arrived: float
+    """By the monotonic clock of the router."""
 
 
 async def collect(chunks: AsyncGenerator[Chunk, None]) -> Chunk:

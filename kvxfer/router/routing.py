@@ -6,13 +6,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Final, Self
 
+import httpx
+
 from kvxfer.client import ControlPlaneClient, calls
 from kvxfer.client.calls import Call
+from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InvalidArgument,
@@ -45,11 +47,15 @@ class Router:
         settings: RouterSettings,
         control_plane: ControlPlaneClient,
         metrics: Metrics,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        workers: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._settings = settings
         self._control_plane = control_plane
         self._metrics = metrics
-        self._http = worker_client()
+        self._clock = clock
+        self._http = worker_client(workers)
         self._running = 0
         self._models: set[str] = set()
         self._releases: set[asyncio.Task[None]] = set()
@@ -65,7 +71,7 @@ class Router:
     async def complete(self, request: CompletionRequest) -> Chunk:
         """The whole completion. Raises what the control plane or the workers say in the end."""
         with self._counted():
-            attempts = _Attempts(request, self._settings, self._metrics)
+            attempts = _Attempts(request, self._settings, self._metrics, self._clock)
             while True:
                 try:
                     async with self._attempt(request, attempts) as exchange:
@@ -80,7 +86,7 @@ class Router:
         after the first token without another attempt.
         """
         with self._counted():
-            attempts = _Attempts(request, self._settings, self._metrics)
+            attempts = _Attempts(request, self._settings, self._metrics, self._clock)
             while True:
                 begun = False
                 try:
@@ -128,12 +134,14 @@ class Router:
             finally:
                 # From here on decode's own load counts the request.
                 self._release(transfer)
-            self._metrics.first_token.observe(time.monotonic() - request.arrived)
+            self._metrics.first_token.observe(self._clock.monotonic() - request.arrived)
             yield exchange
 
     async def _pair(self, request: CompletionRequest, attempts: _Attempts) -> OpenedTransfer:
         """Raises NoCapacity or ControlPlaneUnavailable once the wait for a pair is over."""
-        give_up = time.monotonic() + min(self._settings.capacity_seconds, attempts.seconds_left())
+        give_up = self._clock.monotonic() + min(
+            self._settings.capacity_seconds, attempts.seconds_left()
+        )
         with self._metrics.waiting.track_inprogress(), span("ticket") as waiting:
             transfer = await self._pair_before(give_up, request, attempts)
             if waiting is not None:
@@ -157,13 +165,13 @@ class Router:
                     tokens_per_hash=request.prefix.tokens_per_hash,
                     avoid=attempts.avoid,
                 )
-                left = max(give_up - time.monotonic(), 0.0)
+                left = max(give_up - self._clock.monotonic(), 0.0)
                 transfer = await self._open(call, left)
             except (NoCapacity, ControlPlaneUnavailable) as error:
                 if isinstance(error, NoCapacity):
                     await self._require_model(request.model)
                 pause = random.uniform(0, _PAUSE_SECONDS)  # noqa: S311 (no secret)
-                if time.monotonic() + pause > give_up:
+                if self._clock.monotonic() + pause > give_up:
                     raise
                 await asyncio.sleep(pause)
             else:
@@ -217,9 +225,9 @@ class Router:
         async with aclosing(exchange.chunks()) as chunks:
             async for chunk in chunks:
                 if asked is not None and chunk["choices"]:
-                    self._metrics.inter_token.observe(time.monotonic() - asked)
+                    self._metrics.inter_token.observe(self._clock.monotonic() - asked)
                 yield chunk
-                asked = time.monotonic()
+                asked = self._clock.monotonic()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -247,15 +255,16 @@ class _Attempts:
     """How often a request was tried, on whom, and until when it may be."""
 
     def __init__(
-        self, request: CompletionRequest, settings: RouterSettings, metrics: Metrics
+        self, request: CompletionRequest, settings: RouterSettings, metrics: Metrics, clock: Clock
     ) -> None:
+        self._clock = clock
         self._left = settings.attempts
         self._deadline = request.arrived + settings.first_token_seconds
         self._metrics = metrics
         self.avoid: set[str] = set()
 
     def seconds_left(self) -> float:
-        return max(self._deadline - time.monotonic(), 0.0)
+        return max(self._deadline - self._clock.monotonic(), 0.0)
 
     def failed(self, failure: WorkerFailed) -> None:
         """Returns where another attempt may be made; raises the error otherwise."""

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import re
-import socket
 
 import httpx
 import pytest
@@ -23,25 +23,17 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role, Snapshot
 from kvxfer.ticket import verify_ticket
-from tests.control_plane import CLUSTER_KEY, LAYOUT, RunningControlPlane, worker
-from tests.virtual_time import VirtualClock
+from tests.control_plane import CLUSTER_KEY, LAYOUT, worker
+from tests.virtual_time import passes
 
 READY = InstanceState.READY
 
 
-@pytest.fixture(scope="module")
-def server():
-    with RunningControlPlane(lease_seconds=600, clock=VirtualClock()) as running:
-        yield running
-
-
 @pytest.fixture
-async def client(server):
-    """A client of a control plane that knows nobody at the end as at the beginning."""
-    async with ControlPlaneClient(server.url) as client:
+async def client(network):
+    """Of a control plane where nobody's lease ends."""
+    async with network.control_plane(lease_seconds=600), network.client() as client:
         yield client
-        for instance in await client.instances():
-            await client.deregister(instance.instance_id, instance.epoch)
 
 
 def answering(status: int, content: bytes = b"", **headers: str) -> ControlPlaneClient:
@@ -49,10 +41,6 @@ def answering(status: int, content: bytes = b"", **headers: str) -> ControlPlane
         return httpx.Response(status, content=content, headers=headers)
 
     return ControlPlaneClient("http://proxy:1", deadline=0, transport=httpx.MockTransport(handler))
-
-
-async def next_of(stream):
-    return await asyncio.wait_for(anext(stream), 10)
 
 
 # --- instances -------------------------------------------------------------------------------
@@ -168,10 +156,10 @@ async def test_handshake_gives_the_plan_or_the_field_that_does_not_map(client):
 async def test_watch_is_a_snapshot_then_changes(client):
     lease = await client.register(worker("p"))
     watch = client.watch()
-    snapshot = await next_of(watch)
+    snapshot = await anext(watch)
     assert snapshot == Snapshot(id=snapshot.id, instances=await client.instances())
     await client.heartbeat("p", lease.epoch, state=READY)
-    change = await next_of(watch)
+    change = await anext(watch)
     assert change == Change(
         id=change.id, cause=ChangeCause.STATE_CHANGED, instance=await client.instance("p")
     )
@@ -182,38 +170,70 @@ async def test_watch_goes_on_after_an_id(client):
     first = await client.register(worker("p1"))
     await client.register(worker("p2"))
     watch = client.watch(first.epoch)
-    assert (await next_of(watch)).instance.instance_id == "p2"
+    assert (await anext(watch)).instance.instance_id == "p2"
     await watch.aclose()
 
 
-async def test_watch_survives_a_restart_of_the_control_plane(monkeypatch):
-    monkeypatch.setattr("kvxfer.client.watch._RETRY_SECONDS", 0.01)
-    with RunningControlPlane() as first:
-        async with ControlPlaneClient(first.url) as client:
-            watch = client.watch()
-            await next_of(watch)
-            await client.register(worker("p"))
-            assert (await next_of(watch)).instance.instance_id == "p"
-            await asyncio.to_thread(first.stop)
-            waiting = asyncio.ensure_future(next_of(watch))
-            with RunningControlPlane(port=first.port):
-                assert await waiting == Snapshot(id=waiting.result().id, instances=())
-                await client.register(worker("q"))
-                assert (await next_of(watch)).instance.instance_id == "q"
-                await watch.aclose()
+async def test_watch_survives_a_restart_of_the_control_plane(network, clock):
+    async with network.client() as client, contextlib.AsyncExitStack() as first:
+        await first.enter_async_context(network.control_plane())
+        watch = client.watch()
+        await anext(watch)
+        await client.register(worker("p"))
+        assert (await anext(watch)).instance.instance_id == "p"
+        await first.aclose()
+        waiting = asyncio.ensure_future(anext(watch))
+        await passes(60)
+        assert not waiting.done()
+        async with network.control_plane():
+            came = clock.monotonic()
+            assert await waiting == Snapshot(id=waiting.result().id, instances=())
+            assert clock.monotonic() - came <= 1.5
+            await client.register(worker("q"))
+            assert (await anext(watch)).instance.instance_id == "q"
+            await watch.aclose()
 
 
-async def test_watch_without_a_control_plane_says_so():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        async with ControlPlaneClient(f"http://127.0.0.1:{unused.getsockname()[1]}") as client:
-            with pytest.raises(ControlPlaneUnavailable):
-                await next_of(client.watch())
+async def test_a_watch_that_falls_silent_is_begun_anew(network, clock):
+    """The control plane says something every 15 s; without a word for 45 s nobody is there."""
+    silent = asyncio.Event()
+
+    async def frozen(scope, receive, send):
+        async def while_it_runs(message):
+            if silent.is_set():
+                await asyncio.Event().wait()
+            await send(message)
+
+        await running(scope, receive, while_it_runs)
+
+    async with network.control_plane(lease_seconds=600), network.client() as client:
+        running = network.apps["control-plane"]
+        network.apps["control-plane"] = frozen
+        watch = client.watch()
+        await anext(watch)
+        waiting = asyncio.ensure_future(anext(watch))
+        await passes(300)
+        assert not waiting.done()
+        heard = clock.monotonic()
+        silent.set()
+        async with network.client() as other:
+            network.apps["control-plane"] = running
+            await other.register(worker("p"))
+        assert (await waiting).instance.instance_id == "p"
+        assert 45 - 15 <= clock.monotonic() - heard <= 45 + 1.5
+        await watch.aclose()
+        network.apps["control-plane"] = running
+
+
+async def test_watch_without_a_control_plane_says_so(network, clock):
+    async with network.client() as client:
+        with pytest.raises(ControlPlaneUnavailable):
+            await anext(client.watch())
 
 
 async def test_watch_that_is_refused_raises_the_error(client):
     with pytest.raises(InvalidArgument):
-        await next_of(client.watch(-1))
+        await anext(client.watch(-1))
 
 
 # --- what operators ask for ------------------------------------------------------------------
@@ -235,32 +255,7 @@ async def test_operators_calls(client):
         await client.drain("nobody")
 
 
-# --- the sync client -------------------------------------------------------------------------
-
-
-def test_sync_client_has_the_same_methods(server):
-    with SyncControlPlaneClient(server.url) as client:
-        client.ready()
-        lease = client.register(worker("p"), state=READY)
-        client.register(worker("d", "decode"), state=READY)
-        assert client.heartbeat("p", lease.epoch, load=Load(running=2)).role is Role.PREFILL
-        assert [i.instance_id for i in client.instances(role=Role.DECODE)] == ["d"]
-        assert client.instance("p").load == Load(running=2)
-        assert client.shake_hands("p", "d").plan.layers == LAYOUT.num_layers
-        opened = client.open_transfer(model="llama")
-        assert [t.transfer_id for t in client.transfers()] == [opened.transfer_id]
-        assert client.transfer(opened.transfer_id).model == "llama"
-        client.release_transfer(opened.transfer_id)
-        watch = client.watch()
-        assert len(next(watch).instances) == 2
-        client.change_role("p", Role.BOTH)
-        assert next(watch).instance.role is Role.BOTH
-        watch.close()
-        client.drain("p")
-        for instance in client.instances():
-            client.deregister(instance.instance_id, instance.epoch)
-        with pytest.raises(UnknownInstance):
-            client.instance("p")
+# --- both clients ----------------------------------------------------------------------------
 
 
 def test_both_clients_have_every_call():
@@ -286,14 +281,6 @@ async def test_method_keeps_its_name_and_arguments():
         ]
 
 
-def test_sync_watch_without_a_control_plane_says_so():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        with SyncControlPlaneClient(url) as client, pytest.raises(ControlPlaneUnavailable):
-            next(client.watch())
-
-
 # --- the control plane itself ----------------------------------------------------------------
 
 
@@ -301,23 +288,27 @@ async def test_ready_returns_where_the_control_plane_serves(client):
     await client.ready()
 
 
-async def test_absent_control_plane_is_named_with_a_remedy():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        async with ControlPlaneClient(url, deadline=0) as client:
-            with pytest.raises(ControlPlaneUnavailable) as error:
-                await client.instances()
-    assert url in str(error.value)
+async def test_absent_control_plane_is_named_with_a_remedy(network, clock):
+    async with network.client(deadline=10) as client:
+        asked = clock.monotonic()
+        with pytest.raises(ControlPlaneUnavailable) as error:
+            await client.instances()
+        # The next pause, of up to 2 s, would have ended too late.
+        assert 8 <= clock.monotonic() - asked < 10
+    assert client.url in str(error.value)
     assert "kvxfer serve" in str(error.value)
 
 
-async def test_control_plane_that_does_not_answer_is_unavailable():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        async with ControlPlaneClient(url, timeout=0.5, deadline=0) as client:
-            with pytest.raises(ControlPlaneUnavailable, match="ReadTimeout"):
-                await client.ready()
+async def test_control_plane_that_does_not_answer_is_unavailable(network, clock):
+    async def silent(scope, receive, send):
+        await asyncio.Event().wait()
+
+    network.apps["control-plane"] = silent
+    async with network.client(timeout=5, deadline=0) as client:
+        asked = clock.monotonic()
+        with pytest.raises(ControlPlaneUnavailable, match="no answer in time"):
+            await client.ready()
+        assert clock.monotonic() - asked == pytest.approx(5)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +351,7 @@ async def test_defect_of_the_control_plane_is_told_with_its_request_id():
             await client.instances()
 
 
-async def test_members_that_a_later_control_plane_adds_are_ignored(client, server):
+async def test_members_that_a_later_control_plane_adds_are_ignored(client):
     await client.register(worker("p"))
     raw = (await client._http.get("/v1/instances/p")).content
     async with answering(200, raw[:-1] + b',"weights_version":7}') as later:

@@ -10,8 +10,9 @@ import pytest
 from kvxfer.client import ControlPlaneClient
 from kvxfer.errors import ControlPlaneUnavailable, UnknownTransfer
 from kvxfer.instances import InstanceState
-from tests.control_plane import RunningControlPlane, worker
-from verify.polling import PATIENCE, eventually
+from tests.control_plane import worker
+from tests.network import Network
+from tests.virtual_time import VirtualClock, passes
 
 
 class Slow(httpx.AsyncBaseTransport):
@@ -21,9 +22,6 @@ class Slow(httpx.AsyncBaseTransport):
         self.let = asyncio.Event()
         self.waiting = self.most = 0
 
-    async def wait_for(self, calls: int) -> None:
-        await eventually(lambda: self.waiting >= calls)
-
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         self.waiting += 1
         self.most = max(self.most, self.waiting)
@@ -32,48 +30,54 @@ class Slow(httpx.AsyncBaseTransport):
         return httpx.Response(200, json={"instances": []})
 
 
-async def test_calls_take_turns() -> None:
+async def test_calls_take_turns(clock: VirtualClock) -> None:
     slow = Slow()
-    async with ControlPlaneClient("http://h:1", transport=slow) as client:
+    async with ControlPlaneClient("http://h:1", transport=slow, clock=clock) as client:
         calls = [asyncio.create_task(client.instances()) for _ in range(400)]
-        await slow.wait_for(32)
+        await passes(4)
+        assert slow.waiting == 32
         slow.let.set()
         assert await asyncio.gather(*calls) == [()] * 400
     assert slow.most == 32
 
 
-async def test_a_call_whose_turn_does_not_come_in_time_was_not_carried_out() -> None:
+async def test_a_call_whose_turn_does_not_come_in_time_was_not_carried_out(
+    clock: VirtualClock,
+) -> None:
     slow = Slow()
-    async with ControlPlaneClient("http://h:1", transport=slow, deadline=0) as client:
+    async with ControlPlaneClient("http://h:1", transport=slow, deadline=0, clock=clock) as client:
         calls = [asyncio.create_task(client.instances()) for _ in range(32)]
-        await slow.wait_for(32)
-        client._timeout = 0.01
+        await passes(0.1)
+        asked = clock.monotonic()
         with pytest.raises(ControlPlaneUnavailable, match="32 calls were under way"):
             await client.open_transfer()
+        assert clock.monotonic() - asked == pytest.approx(5)
+        assert slow.waiting == 32
         slow.let.set()
         await asyncio.gather(*calls)
         assert slow.waiting == 0
-        client._timeout = 5.0
         assert await client.instances() == ()
 
 
-async def test_calls_that_the_control_plane_keeps_waiting_hold_up_no_other() -> None:
-    with RunningControlPlane(lease_seconds=600) as server:
-        async with ControlPlaneClient(
-            server.url, timeout=PATIENCE, deadline=2 * PATIENCE
-        ) as client:
-            leases = [
-                await client.register(worker(name, role), state=InstanceState.READY)
-                for name, role in (("p", "prefill"), ("d", "decode"))
-            ]
-            transfer = await client.open_transfer()
-            waits = [
-                asyncio.create_task(client.block_table(transfer.transfer_id, wait_seconds=30))
-                for _ in range(120)
-            ]
-            await asyncio.sleep(0)
-            assert (await client.heartbeat("p", leases[0].epoch)).epoch == leases[0].epoch
-            assert not any(wait.done() for wait in waits)
-            await client.release_transfer(transfer.transfer_id)
-            for ended in await asyncio.gather(*waits, return_exceptions=True):
-                assert isinstance(ended, UnknownTransfer)
+async def test_calls_that_the_control_plane_keeps_waiting_hold_up_no_other(
+    network: Network, clock: VirtualClock
+) -> None:
+    async with network.control_plane(lease_seconds=600), network.client(deadline=60) as client:
+        leases = [
+            await client.register(worker(name, role), state=InstanceState.READY)
+            for name, role in (("p", "prefill"), ("d", "decode"))
+        ]
+        transfer = await client.open_transfer()
+        waits = [
+            asyncio.create_task(client.block_table(transfer.transfer_id, wait_seconds=30))
+            for _ in range(120)
+        ]
+        await passes(20)
+        asked = clock.monotonic()
+        assert (await client.heartbeat("p", leases[0].epoch)).epoch == leases[0].epoch
+        assert clock.monotonic() == asked
+        assert not any(wait.done() for wait in waits)
+        await client.release_transfer(transfer.transfer_id)
+        for ended in await asyncio.gather(*waits, return_exceptions=True):
+            assert isinstance(ended, UnknownTransfer)
+        assert clock.monotonic() == asked

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvxfer.api.tokens import watch_tokens
 from kvxfer.client import ControlPlaneClient, Credentials, SyncControlPlaneClient
 from kvxfer.client.answers import Failed
 from kvxfer.client.retries import policy
+from kvxfer.clock import Clock
 from kvxfer.errors import (
     ControlPlaneError,
     ControlPlaneUnavailable,
@@ -23,7 +25,7 @@ from kvxfer.errors import (
     Unauthenticated,
     UnknownInstance,
 )
-from tests.control_plane import RunningControlPlane
+from tests.virtual_time import VirtualClock
 
 OK = httpx.Response(200, json={"instances": []})
 LISTED = "instances"
@@ -41,58 +43,50 @@ def again(answer: httpx.Response) -> httpx.Response:
 
 
 class Server:
-    """Gives its answers in turn, the last one for ever, and counts who asks."""
+    """Gives its answers in turn, the last one for ever, and notes who asks and when."""
 
-    def __init__(self, *answers: httpx.Response | Exception) -> None:
+    def __init__(self, clock: Clock, *answers: httpx.Response | Exception) -> None:
         self.answers = list(answers)
         self.requests: list[httpx.Request] = []
+        self._clock = clock
+        self._times: list[float] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request)
+        self._times.append(self._clock.monotonic())
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
         return again(answer)
 
+    @property
+    def pauses(self) -> list[float]:
+        """Between one request and the next."""
+        return [later - sooner for sooner, later in itertools.pairwise(self._times)]
+
 
 @pytest.fixture
-def pauses(monkeypatch) -> list[float]:
-    """What was waited; nothing is really, and the policy's clock goes on by it."""
-    waited: list[float] = []
-
-    class Slept:
-        def __await__(self) -> Iterator[None]:
-            return iter(())
-
-    def sleep(seconds: float) -> Slept:
-        waited.append(seconds)
-        return Slept()
-
-    def changed(deadline: float) -> dict[str, Any]:
-        # tenacity counts time that passes; here only pauses take any.
-        def stop(state: Any) -> bool:
-            return sum(waited) + state.upcoming_sleep >= deadline
-
-        return {**policy(deadline), "stop": stop, "sleep": sleep}
-
-    monkeypatch.setattr("kvxfer.client.clients.policy", changed)
-    return waited
+def serving(clock: VirtualClock) -> Callable[..., Server]:
+    return functools.partial(Server, clock)
 
 
 Caller = Callable[..., Any]
 
 
 @pytest.fixture(params=["async", "sync"])
-def ask(request) -> Caller:
+def ask(request, clock: VirtualClock) -> Caller:
     """Calls a method of either client; both promise the same."""
 
     async def ask(server: Server, method: str, *args: Any, **options: Any) -> Any:
-        deadline = options.pop("deadline", 60.0)
-        transport = httpx.MockTransport(server)
+        given: dict[str, Any] = {
+            "deadline": options.pop("deadline", 60.0),
+            "transport": httpx.MockTransport(server),
+            "clock": clock,
+        }
         if request.param == "sync":
-            with SyncControlPlaneClient("http://c", deadline=deadline, transport=transport) as sync:
+            with SyncControlPlaneClient("http://c", **given) as sync:
                 return getattr(sync, method)(*args, **options)
-        async with ControlPlaneClient("http://c", deadline=deadline, transport=transport) as client:
+        async with ControlPlaneClient("http://c", **given) as client:
             return await getattr(client, method)(*args, **options)
 
     return ask
@@ -112,10 +106,11 @@ def ask(request) -> Caller:
     ],
     ids=repr,
 )
-async def test_trouble_that_passes_is_waited_out(ask, pauses, trouble):
-    server = Server(trouble, trouble, OK)
+async def test_trouble_that_passes_is_waited_out(ask, serving, trouble):
+    server = serving(trouble, trouble, OK)
     assert await ask(server, LISTED) == ()
-    assert (len(server.requests), len(pauses)) == (3, 2)
+    assert len(server.requests) == 3
+    assert all(0 < pause <= 0.2 for pause in server.pauses)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +124,13 @@ async def test_trouble_that_passes_is_waited_out(ask, pauses, trouble):
     ],
     ids=lambda value: getattr(value, "code", None),
 )
-async def test_answer_that_will_be_the_same_is_raised_at_once(ask, pauses, trouble, error):
-    server = Server(trouble, OK)
+async def test_answer_that_will_be_the_same_is_raised_at_once(ask, serving, clock, trouble, error):
+    server = serving(trouble, OK)
+    asked = clock.monotonic()
     with pytest.raises(error):
         await ask(server, LISTED)
-    assert (len(server.requests), pauses) == (1, [])
+    assert len(server.requests) == 1
+    assert clock.monotonic() == asked
 
 
 @pytest.mark.parametrize(
@@ -148,54 +145,63 @@ async def test_answer_that_will_be_the_same_is_raised_at_once(ask, pauses, troub
     ],
     ids=repr,
 )
-async def test_reservation_is_not_made_twice(ask, pauses, trouble, sent):
+async def test_reservation_is_not_made_twice(ask, serving, trouble, sent):
     """Where nobody knows whether the first request was carried out, there is no second one."""
-    server = Server(trouble, problem(503, "no-capacity"))
+    server = serving(trouble, problem(503, "no-capacity"))
     with pytest.raises(ControlPlaneError):
         await ask(server, "open_transfer", model="m")
     assert len(server.requests) == sent
 
 
-async def test_same_request_is_sent_again(ask, pauses):
-    server = Server(httpx.ConnectError("refused"), problem(503, "no-capacity"))
+async def test_same_request_is_sent_again(ask, serving):
+    server = serving(httpx.ConnectError("refused"), problem(503, "no-capacity"))
     with pytest.raises(NoCapacity):
         await ask(server, "open_transfer", model="m", prompt_tokens=5)
     first, second = server.requests
     assert (first.url, first.content) == (second.url, second.content)
 
 
-async def test_deadline_is_not_passed(ask, pauses):
-    server = Server(httpx.ConnectError("refused"))
+async def test_deadline_is_not_passed(ask, serving, clock):
+    server = serving(httpx.ConnectError("refused"))
+    asked = clock.monotonic()
     with pytest.raises(ControlPlaneUnavailable, match="refused"):
         await ask(server, LISTED, deadline=8.0)
     assert len(server.requests) > 3
-    assert sum(pauses) < 8.0
+    # A pause is 2 s at most; the one that is not begun would have ended too late.
+    assert 6.0 <= clock.monotonic() - asked < 8.0
 
 
-async def test_deadline_of_zero_is_one_attempt(ask, pauses):
-    server = Server(httpx.ConnectError("refused"))
+async def test_deadline_of_zero_is_one_attempt(ask, serving, clock):
+    server = serving(httpx.ConnectError("refused"))
+    asked = clock.monotonic()
     with pytest.raises(ControlPlaneUnavailable):
         await ask(server, LISTED, deadline=0)
-    assert (len(server.requests), pauses) == (1, [])
+    assert len(server.requests) == 1
+    assert clock.monotonic() == asked
 
 
-async def test_nobody_comes_before_retry_after(ask, pauses):
-    away = problem(503, "control-plane-unavailable", {"Retry-After": "7"})
-    assert await ask(Server(away, OK), LISTED) == ()
-    assert 7 <= pauses[0] <= 9
+async def test_nobody_comes_before_retry_after(ask, serving):
+    server = serving(problem(503, "control-plane-unavailable", {"Retry-After": "7"}), OK)
+    assert await ask(server, LISTED) == ()
+    [pause] = server.pauses
+    assert 7 <= pause <= 7.2
 
 
-async def test_retry_after_beyond_the_deadline_is_not_waited_for(ask, pauses):
-    server = Server(problem(429, "rate-limited", {"Retry-After": "90"}))
+async def test_retry_after_beyond_the_deadline_is_not_waited_for(ask, serving, clock):
+    server = serving(problem(429, "rate-limited", {"Retry-After": "90"}))
+    asked = clock.monotonic()
     with pytest.raises(RateLimited):
         await ask(server, LISTED)
-    assert (len(server.requests), pauses) == (1, [])
+    assert len(server.requests) == 1
+    assert clock.monotonic() == asked
 
 
-async def test_fraction_of_a_second_counts_where_it_is_told(ask, pauses):
+async def test_fraction_of_a_second_counts_where_it_is_told(ask, serving):
     fast = problem(429, "rate-limited", {"Retry-After": "1"}, retry_after_seconds=0.25)
-    assert await ask(Server(fast, OK), LISTED) == ()
-    assert 0.25 <= pauses[0] <= 0.45
+    server = serving(fast, OK)
+    assert await ask(server, LISTED) == ()
+    [pause] = server.pauses
+    assert 0.25 <= pause <= 0.45
 
 
 def test_pauses_differ_from_client_to_client_and_grow(seed: int):
@@ -206,7 +212,7 @@ def test_pauses_differ_from_client_to_client_and_grow(seed: int):
 
     def drawn(attempt: int) -> list[float]:
         state = SimpleNamespace(attempt_number=attempt, outcome=outcome)
-        return [policy(10)["wait"](state) for _ in range(200)]
+        return [policy(10, VirtualClock())["wait"](state) for _ in range(200)]
 
     first, later = drawn(1), drawn(9)
     assert len(set(first)) > 100
@@ -215,17 +221,20 @@ def test_pauses_differ_from_client_to_client_and_grow(seed: int):
     assert sum(later) > sum(first) * 4
 
 
-def test_limited_client_of_a_real_server_gets_every_answer_in_time(tmp_path):
+async def test_limited_client_gets_every_answer_as_soon_as_it_may(network, clock, tmp_path):
     file = tmp_path / "tokens"
     file.write_text("node worker token-of-the-node\n")
-    with RunningControlPlane(tokens=watch_tokens(file), rate_limit=40.0) as server:
-        credentials = Credentials(token="token-of-the-node")
-        with SyncControlPlaneClient(server.url, credentials=credentials) as client:
-            began = time.monotonic()
-            for _ in range(80):
-                assert client.instances() == ()
-            # 40 at once, then 40 per second.
-            assert time.monotonic() - began > 0.9
+    credentials = Credentials(token="token-of-the-node")
+    async with (
+        network.control_plane(tokens=watch_tokens(file), rate_limit=40.0),
+        network.client(credentials=credentials) as client,
+    ):
+        began = clock.monotonic()
+        for number in range(80):
+            assert await client.instances() == ()
+            # 40 at once, then 40 per second, each with a pause of up to 0.2 s.
+            early = max(number - 39, 0) / 40
+            assert early - 0.001 <= clock.monotonic() - began <= early + 0.21
 
 
 # --- tokens ----------------------------------------------------------------------------------

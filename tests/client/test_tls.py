@@ -24,6 +24,9 @@ from kvxfer.errors import (
 from kvxfer.registration import Registration
 from tests.control_plane import RunningControlPlane, worker
 from verify.certificates import Certificates, issue, make_certificates
+from verify.polling import wait_until
+
+pytestmark = pytest.mark.native
 
 
 @pytest.fixture
@@ -126,7 +129,7 @@ def test_old_tls_is_refused(server, certificates):
         context.minimum_version = ssl.TLSVersion.TLSv1
         context.maximum_version = ssl.TLSVersion.TLSv1_1
     with (
-        socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw,
+        socket.create_connection(("127.0.0.1", server.port)) as raw,
         pytest.raises(OSError, match=r"PROTOCOL_VERSION|EOF"),
     ):
         context.wrap_socket(raw, server_hostname="127.0.0.1")
@@ -136,19 +139,8 @@ def test_old_tls_is_refused(server, certificates):
 
 
 def served_serial(port: int) -> int:
-    pem = ssl.get_server_certificate(("127.0.0.1", port), timeout=10)
+    pem = ssl.get_server_certificate(("127.0.0.1", port))
     return load_der_x509_certificate(ssl.PEM_cert_to_DER_cert(pem)).serial_number
-
-
-def eventually_serves(port: int, serial: int) -> bool:
-    import time
-
-    give_up = time.monotonic() + 20
-    while served_serial(port) != serial:
-        if time.monotonic() > give_up:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def test_certificate_is_exchanged_without_a_restart(server, certificates):
@@ -159,7 +151,7 @@ def test_certificate_is_exchanged_without_a_restart(server, certificates):
             certificates.ca, "127.0.0.1", certificates.server_cert, certificates.server_key
         )
         assert serial != before
-        assert eventually_serves(server.port, serial)
+        wait_until(lambda: served_serial(server.port) == serial)
         connected.instances()
     call(server.url, trusting(certificates))
 
@@ -210,7 +202,6 @@ def test_serve_needs_the_certificate_to_the_key(certificates):
         env={"KVXFER_CLUSTER_KEY": "k" * 32, "PATH": "/usr/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert ended.returncode == 1

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
+from verify.polling import eventually
+
 BLOCKS = 512
+# Nobody loses a lease or a peer because the machine is busy or stalls.
+_LEASE_SECONDS: Final = "60"
+_PEER_SECONDS: Final = "30"
+_HTTP: Final = httpx.Client(timeout=60, trust_env=False)
 
 
 class Cluster:
@@ -26,7 +34,7 @@ class Cluster:
         self._model = model
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._urls: dict[str, str] = {}
-        self._start("control", "serve", "--port", "0", *(serve or ("--lease-seconds", "3")))
+        self._start("control", "serve", "--port", "0", *("--lease-seconds", _LEASE_SECONDS), *serve)
         self.control_plane = self._url("control", "url")
         self._environment["KVXFER_CONTROL_PLANE"] = self.control_plane
         if traced:
@@ -49,8 +57,7 @@ class Cluster:
                 name,
                 *("worker", "--role", name.partition("-")[0], "--instance-id", name),
                 *("--model", str(self._model), "--blocks", str(BLOCKS), "--threads", "1"),
-                # A machine that is very busy takes its time, and frozen ones are to stay unnoticed.
-                *("--peer-timeout", "3"),
+                *("--peer-timeout", _PEER_SECONDS),
             )
         for name in missing:
             self._urls[name] = self._url(name, "http_address")
@@ -60,14 +67,29 @@ class Cluster:
         self._start(name, *arguments)
         return self._url(name, "url")
 
-    def send(self, name: str, number: signal.Signals) -> None:
-        self._processes[name].send_signal(number)
+    @contextlib.contextmanager
+    def frozen(self, name: str) -> Iterator[None]:
+        """It runs again in the end, unless it was killed meanwhile."""
+        process = self._processes[name]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGCONT)
 
     def kill(self, name: str) -> None:
-        """kill -9; the name is free again once its lease has ended."""
+        """kill -9. Its lease goes on; `bury` ends it."""
         process = self._processes.pop(name)
         process.kill()
         process.communicate()
+
+    def bury(self) -> None:
+        """Ends the leases of those that were killed: their names are free again."""
+        for instance in _HTTP.get(f"{self.control_plane}/v1/instances").json()["instances"]:
+            name, epoch = instance["instance_id"], instance["epoch"]
+            if name not in self._processes:
+                url = f"{self.control_plane}/v1/instances/{name}"
+                _HTTP.delete(url, params={"epoch": epoch}).raise_for_status()
 
     def stop(self) -> None:
         for process in self._processes.values():
@@ -75,19 +97,19 @@ class Cluster:
             process.communicate()
 
     def instances(self) -> list[str]:
-        found = httpx.get(f"{self.control_plane}/v1/instances").json()["instances"]
+        found = _HTTP.get(f"{self.control_plane}/v1/instances").json()["instances"]
         return [instance["instance_id"] for instance in found]
 
     def open_transfers(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]]
-        found = httpx.get(f"{self.control_plane}/v1/transfers").json()["transfers"]
+        found = _HTTP.get(f"{self.control_plane}/v1/transfers").json()["transfers"]
         return found
 
     def idle(self) -> bool:
         """Whether no reservation is open, every block of every worker is free, and the control
         plane knows that: it would pair others otherwise."""
         health = [
-            httpx.get(f"{url}/healthz").json()
+            _HTTP.get(f"{url}/healthz").json()
             for name, url in self._urls.items()
             if name in self._processes
         ]
@@ -95,7 +117,7 @@ class Cluster:
         return not busy and not self.open_transfers() and not self._reported_busy()
 
     def _reported_busy(self) -> bool:
-        found = httpx.get(f"{self.control_plane}/v1/instances").json()["instances"]
+        found = _HTTP.get(f"{self.control_plane}/v1/instances").json()["instances"]
         return any(
             # A transfer that decode has not told of since counts against it as well.
             one["started"]
@@ -107,7 +129,7 @@ class Cluster:
 
     def metric(self, name: str, url: str | None = None) -> float:
         """A metric of the router, or of what is at another URL."""
-        lines = httpx.get(f"{url or self.router}/metrics").text.splitlines()
+        lines = _HTTP.get(f"{url or self.router}/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
     def _start(self, name: str, *arguments: str) -> None:
@@ -124,8 +146,6 @@ class Cluster:
         return str(json.loads(output.readline())[key])
 
 
-async def until(condition: Any) -> None:
-    """Returns when `condition` holds; fails after a minute."""
-    async with asyncio.timeout(60):
-        while not await asyncio.to_thread(condition):  # noqa: ASYNC110 (processes raise no event)
-            await asyncio.sleep(0.02)
+async def until(condition: Callable[[], Any]) -> None:
+    """Returns when `condition`, which blocks, holds."""
+    await eventually(lambda: asyncio.to_thread(condition), 120)

@@ -1,7 +1,9 @@
-"""The model that real workers of these tests run, and the same one in the test's own process."""
+"""The network of virtual tests; the model that real workers run, and the same one in the test's own
+process."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,18 @@ import transformers
 
 from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
+from kvxfer.scheduler.embedded import EmbeddedRegistry
+from tests.network import Network
 
 from .cluster import BLOCKS
 from .completions import MODEL
+
+
+@pytest.fixture
+async def control_plane(network: Network) -> AsyncIterator[EmbeddedRegistry]:
+    """The registry of a control plane where nobody's lease ends."""
+    async with network.control_plane(lease_seconds=600) as registry:
+        yield registry
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A router in a thread of the test, and workers whose HTTP answers a test decides."""
+"""What workers answer in tests; and a router and workers on real sockets."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from kvxfer.api.server import ControlPlaneServer
 from kvxfer.api.tls import ServerTls
-from kvxfer.client import ControlPlaneClient, Credentials, SyncControlPlaneClient
+from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.http_answer import DONE, data_event
 from kvxfer.http_listener import bind, url_of
 from kvxfer.instances import InstanceState, Role
+from kvxfer.reference.worker.http_server import HttpServer
 from kvxfer.router.app import create_app
-from kvxfer.router.exchange import CHAT, COMPLETIONS
 from kvxfer.router.settings import RouterSettings
 from tests.control_plane import worker
+from tests.network import Answer, Reply
+from verify.polling import PATIENCE
 
 USAGE = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
 
@@ -49,16 +51,12 @@ class RunningRouter:
 
     def __enter__(self) -> RunningRouter:
         self._thread.start()
-        assert self._accepts.wait(20), "the router did not start"
+        assert self._accepts.wait(PATIENCE), "the router did not start"
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._thread.join(20)
-        assert not self._thread.is_alive(), "the router did not stop"
-
-
-Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
+        self._thread.join()
 
 
 @contextlib.asynccontextmanager
@@ -66,42 +64,30 @@ async def http_worker(
     control_plane: str,
     instance_id: str,
     role: Role,
-    answer: Answer,
+    app: Any,
     credentials: Credentials | None = None,
-    **changes: Any,
 ) -> AsyncIterator[None]:
-    """A registered worker that answers every request with `answer`, given body and connection."""
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-            length = int(head.partition("content-length:")[2].split()[0])
-            body = json.loads(await reader.readexactly(length))
-            assert head.split()[1] == (CHAT if "messages" in body else COMPLETIONS)
-            await answer(body, writer)
-            await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()
-    with SyncControlPlaneClient(control_plane, credentials=credentials or Credentials()) as client:
-        spec = worker(instance_id, role, http_address=f"http://{host}:{port}", **changes)
-        client.register(spec, state=InstanceState.READY)
-    async with server:
-        yield
+    """A worker on a socket of its own, as an application; it is ready."""
+    with bind("127.0.0.1", 0) as listener:
+        server = HttpServer(app)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        credentials = credentials or Credentials()
+        async with ControlPlaneClient(control_plane, credentials=credentials) as client:
+            spec = worker(instance_id, role, http_address=url_of(listener))
+            await client.register(spec, state=InstanceState.READY)
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await serving
 
 
 def answers(status: int, content_type: str, content: bytes) -> Answer:
-    async def answer(_body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        writer.write(head(status, content_type) + content)
+    async def answer(_body: dict[str, Any], reply: Reply) -> None:
+        await reply.begin(status, content_type)
+        await reply.write(content)
 
     return answer
-
-
-def head(status: int, content_type: str) -> bytes:
-    return (
-        f"HTTP/1.1 {status} X\r\nContent-Type: {content_type}\r\nConnection: close\r\n\r\n".encode()
-    )
 
 
 def problem(status: int, code: str) -> Answer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,50 +19,45 @@ from kvxfer.instances import Role
 from kvxfer.reference.worker.completions import KvTransferParams
 from kvxfer.router.api_keys import watch_api_keys
 from kvxfer.router.exchange import CHAT, COMPLETIONS
-from tests.control_plane import LAYOUT, RunningControlPlane
+from kvxfer.scheduler.embedded import EmbeddedRegistry
+from tests.control_plane import LAYOUT
+from tests.network import Network, Reply
+from tests.virtual_time import passes
 
-from .servers import CHATS, DECODES, PREFILLS, USAGE, RunningRouter, http_worker
+from .servers import CHATS, DECODES, PREFILLS, USAGE
 
 ASKED = {"model": "llama", "prompt": "hi"}
 CHATTED = {"model": "llama", "messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest.fixture
-def control_plane() -> Iterator[RunningControlPlane]:
-    with RunningControlPlane(lease_seconds=600) as running:
-        yield running
-
-
 def noting(bodies: dict[str, dict[str, Any]], role: Role) -> Any:
     """An answer that keeps what it was asked."""
 
-    async def note(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def note(body: dict[str, Any], reply: Reply) -> None:
         bodies[role] = body
         answer = CHATS if "messages" in body else DECODES
         if role is Role.PREFILL:
             answer = PREFILLS
-        await answer(body, writer)
+        await answer(body, reply)
 
     return note
 
 
 @pytest.fixture
-async def asked(control_plane: RunningControlPlane) -> AsyncIterator[dict[str, dict[str, Any]]]:
+async def asked(network: Network, control_plane: EmbeddedRegistry) -> dict[str, dict[str, Any]]:
     """What two workers were asked last, by role."""
     bodies: dict[str, dict[str, Any]] = {}
-
-    async with (
-        http_worker(control_plane.url, "p", Role.PREFILL, noting(bodies, Role.PREFILL)),
-        http_worker(control_plane.url, "d", Role.DECODE, noting(bodies, Role.DECODE)),
-    ):
-        yield bodies
+    await network.join("p", Role.PREFILL, noting(bodies, Role.PREFILL))
+    await network.join("d", Role.DECODE, noting(bodies, Role.DECODE))
+    return bodies
 
 
 @pytest.fixture
-async def client(control_plane: RunningControlPlane) -> AsyncIterator[httpx.AsyncClient]:
-    with RunningRouter(control_plane.url, max_body_bytes=1000, bytes_per_token=1) as router:
-        async with httpx.AsyncClient(base_url=router.url) as client:
-            yield client
+async def client(
+    network: Network, control_plane: EmbeddedRegistry
+) -> AsyncIterator[httpx.AsyncClient]:
+    async with network.routed(max_body_bytes=1000, bytes_per_token=1) as client:
+        yield client
 
 
 def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
@@ -99,10 +94,9 @@ async def test_a_completion_is_put_together_from_decodes_stream(client, asked) -
     assert "max_tokens" not in decode
 
 
-async def test_both_workers_are_told_of_a_brokered_handshake(control_plane, asked) -> None:
-    with RunningRouter(control_plane.url, handshake="brokered") as router:
-        async with httpx.AsyncClient(base_url=router.url) as client:
-            assert (await client.post(COMPLETIONS, json=ASKED)).status_code == 200
+async def test_both_workers_are_told_of_a_brokered_handshake(network, asked) -> None:
+    async with network.routed(handshake="brokered") as client:
+        assert (await client.post(COMPLETIONS, json=ASKED)).status_code == 200
     for side in ("prefill", "decode"):
         params = asked[side]["kv_transfer_params"]
         assert params.pop("ticket")
@@ -114,18 +108,14 @@ async def test_both_workers_are_told_of_a_brokered_handshake(control_plane, aske
         }
 
 
-async def test_workers_are_told_where_every_rank_of_prefill_is(control_plane) -> None:
+async def test_workers_are_told_where_every_rank_of_prefill_is(network, control_plane) -> None:
     bodies: dict[str, dict[str, Any]] = {}
     ranks = ["kvx://127.0.0.1:7400/p", "kvx://127.0.0.1:7401/p"]
     both = {"layout": dataclasses.replace(LAYOUT, tp_size=2), "rank_addresses": tuple(ranks)}
-    url = control_plane.url
-    async with (
-        http_worker(url, "p", Role.PREFILL, noting(bodies, Role.PREFILL), **both),
-        http_worker(url, "d", Role.DECODE, noting(bodies, Role.DECODE)),
-    ):
-        with RunningRouter(url) as router:
-            async with httpx.AsyncClient(base_url=router.url) as client:
-                assert (await client.post(COMPLETIONS, json=ASKED)).status_code == 200
+    await network.join("p", Role.PREFILL, noting(bodies, Role.PREFILL), **both)
+    await network.join("d", Role.DECODE, noting(bodies, Role.DECODE))
+    async with network.routed() as client:
+        assert (await client.post(COMPLETIONS, json=ASKED)).status_code == 200
     for side in ("prefill", "decode"):
         params = bodies[side]["kv_transfer_params"]
         assert params["prefill_rank_addresses"] == ranks
@@ -221,31 +211,48 @@ async def test_a_body_that_is_too_large_is_not_read(client, asked) -> None:
     assert "1000 bytes" in error_of(answer, 413, "body-too-large")["message"]
 
     async def endless() -> AsyncIterator[bytes]:
-        for _ in range(100):
+        while True:
             yield b" " * 100
 
     answer = await client.post(COMPLETIONS, content=endless())
     error_of(answer, 413, "body-too-large")
 
 
-async def test_a_prompt_that_no_worker_can_hold_is_too_long(control_plane, asked) -> None:
-    with RunningRouter(control_plane.url) as router:
-        async with httpx.AsyncClient(base_url=router.url) as client:
-            ids = {**ASKED, "prompt": [1] * (64 * 16 + 1)}
-            answer = await client.post(COMPLETIONS, json=ids)
-            error_of(answer, 400, "context_length_exceeded")
-            text = {**ASKED, "prompt": "x" * (64 * 16 + 1)}
-            assert (await client.post(COMPLETIONS, json=text)).status_code == 200
+async def test_a_prompt_that_no_worker_can_hold_is_too_long(network, asked) -> None:
+    async with network.routed() as client:
+        ids = {**ASKED, "prompt": [1] * (64 * 16 + 1)}
+        answer = await client.post(COMPLETIONS, json=ids)
+        error_of(answer, 400, "context_length_exceeded")
+        text = {**ASKED, "prompt": "x" * (64 * 16 + 1)}
+        assert (await client.post(COMPLETIONS, json=text)).status_code == 200
 
 
-async def test_without_workers_it_is_a_503_that_says_when_to_come_again(control_plane) -> None:
-    with RunningRouter(control_plane.url, capacity_seconds=1) as router:
-        async with httpx.AsyncClient(base_url=router.url) as client:
-            for stream in (False, True):
-                answer = await client.post(COMPLETIONS, json={**ASKED, "stream": stream})
-                error = error_of(answer, 503, "no-capacity")
-                assert "no instance of model 'llama' is registered" in error["message"]
-                assert answer.headers["retry-after"] == "1"
+async def test_without_workers_it_is_a_503_that_says_when_to_come_again(
+    network, control_plane, clock
+) -> None:
+    async with network.routed(capacity_seconds=5) as client:
+        for stream in (False, True):
+            asked_at = clock.monotonic()
+            answer = await client.post(COMPLETIONS, json={**ASKED, "stream": stream})
+            # It asks again until the next pause, of up to 0.2 s, would end too late.
+            assert 4.8 <= clock.monotonic() - asked_at <= 5
+            error = error_of(answer, 503, "no-capacity")
+            assert "no instance of model 'llama' is registered" in error["message"]
+            assert answer.headers["retry-after"] == "1"
+
+
+async def test_workers_that_come_while_a_request_waits_serve_it(
+    network, control_plane, clock
+) -> None:
+    async with network.routed(capacity_seconds=5) as client:
+        request = asyncio.create_task(client.post(COMPLETIONS, json=ASKED))
+        await passes(4)
+        assert not request.done()
+        await network.join("p", Role.PREFILL, PREFILLS)
+        await network.join("d", Role.DECODE, DECODES)
+        came = clock.monotonic()
+        assert (await request).status_code == 200
+        assert clock.monotonic() - came <= 0.2
 
 
 async def test_a_model_that_nobody_runs_is_not_found(client, asked) -> None:
@@ -263,76 +270,68 @@ async def test_other_paths_and_methods_are_refused_in_the_same_shape(client) -> 
     )
 
 
-async def test_without_a_control_plane_it_is_not_ready() -> None:
-    with RunningRouter("http://127.0.0.1:9", deadline=0.3, capacity_seconds=0.2) as router:
-        async with httpx.AsyncClient(base_url=router.url) as client:
-            assert (await client.get("/healthz")).status_code == 200
-            error_of(await client.get("/readyz"), 503, "control-plane-unavailable")
-            answer = await client.post(COMPLETIONS, json=ASKED)
-            error_of(answer, 503, "control-plane-unavailable")
-            assert answer.headers["retry-after"] == "1"
+async def test_without_a_control_plane_it_is_not_ready(network, clock) -> None:
+    async with network.routed(deadline=0.3, capacity_seconds=0.2) as client:
+        assert (await client.get("/healthz")).status_code == 200
+        error_of(await client.get("/readyz"), 503, "control-plane-unavailable")
+        asked_at = clock.monotonic()
+        answer = await client.post(COMPLETIONS, json=ASKED)
+        assert clock.monotonic() - asked_at <= 0.2
+        error_of(answer, 503, "control-plane-unavailable")
+        assert answer.headers["retry-after"] == "1"
 
 
-async def test_more_requests_than_it_may_have_are_turned_away(control_plane) -> None:
+async def test_more_requests_than_it_may_have_are_turned_away(network, control_plane) -> None:
     came, go_on = asyncio.Event(), asyncio.Event()
 
-    async def waits(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def waits(body: dict[str, Any], reply: Reply) -> None:
         came.set()
         await go_on.wait()
-        await DECODES(body, writer)
+        await DECODES(body, reply)
 
-    with RunningRouter(control_plane.url, max_requests=1) as router:
-        async with (
-            http_worker(control_plane.url, "p", Role.PREFILL, PREFILLS),
-            http_worker(control_plane.url, "d", Role.DECODE, waits),
-            httpx.AsyncClient(base_url=router.url) as client,
-        ):
-            first = asyncio.create_task(client.post(COMPLETIONS, json=ASKED))
-            await came.wait()
-            error_of(await client.post(COMPLETIONS, json=ASKED), 503, "overloaded")
-            go_on.set()
-            assert (await first).status_code == 200
+    await network.join("p", Role.PREFILL, PREFILLS)
+    await network.join("d", Role.DECODE, waits)
+    async with network.routed(max_requests=1) as client:
+        first = asyncio.create_task(client.post(COMPLETIONS, json=ASKED))
+        await came.wait()
+        error_of(await client.post(COMPLETIONS, json=ASKED), 503, "overloaded")
+        go_on.set()
+        assert (await first).status_code == 200
 
 
-async def test_clients_show_an_api_key(control_plane, asked, tmp_path: Path) -> None:
+async def test_clients_show_an_api_key(network, asked, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# who\nalice 0123456789abcdef0123\n")
-    with RunningRouter(control_plane.url, api_keys=watch_api_keys(keys)) as router:
-        async with httpx.AsyncClient(base_url=router.url) as client:
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic x"}):
-                for answer in (
-                    await client.post(COMPLETIONS, json=ASKED, headers=headers),
-                    await client.post(CHAT, json=CHATTED, headers=headers),
-                    await client.get("/v1/models", headers=headers),
-                ):
-                    error_of(answer, 401, "invalid_api_key")
-                    assert answer.headers["www-authenticate"] == "Bearer"
-            headers = {"Authorization": "Bearer 0123456789abcdef0123"}
-            answer = await client.post(COMPLETIONS, json=ASKED, headers=headers)
-            assert answer.status_code == 200
-            assert (await client.get("/healthz")).status_code == 200
+    async with network.routed(api_keys=watch_api_keys(keys)) as client:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic x"}):
+            for answer in (
+                await client.post(COMPLETIONS, json=ASKED, headers=headers),
+                await client.post(CHAT, json=CHATTED, headers=headers),
+                await client.get("/v1/models", headers=headers),
+            ):
+                error_of(answer, 401, "invalid_api_key")
+                assert answer.headers["www-authenticate"] == "Bearer"
+        headers = {"Authorization": "Bearer 0123456789abcdef0123"}
+        answer = await client.post(COMPLETIONS, json=ASKED, headers=headers)
+        assert answer.status_code == 200
+        assert (await client.get("/healthz")).status_code == 200
 
 
 @pytest.mark.parametrize(("scope", "status"), [("router", 200), ("worker", 502)])
 async def test_its_token_at_the_control_plane_needs_the_scope_router(
-    tmp_path: Path, scope: str, status: int
+    network, tmp_path: Path, scope: str, status: int
 ) -> None:
     token, joining = "0123456789abcdef0123", "abcdef01234567890123"
     tokens = tmp_path / "tokens"
     tokens.write_text(f"edge {scope} {token}\nnode worker {joining}\n")
-    with (
-        RunningControlPlane(lease_seconds=600, tokens=watch_tokens(tokens)) as control_plane,
-        RunningRouter(control_plane.url, credentials=Credentials(token=token)) as router,
-    ):
-        joins = Credentials(token=joining)
-        async with (
-            http_worker(control_plane.url, "p", Role.PREFILL, PREFILLS, joins),
-            http_worker(control_plane.url, "d", Role.DECODE, DECODES, joins),
-            httpx.AsyncClient(base_url=router.url) as client,
-        ):
+    joins = Credentials(token=joining)
+    async with network.control_plane(lease_seconds=600, tokens=watch_tokens(tokens)):
+        await network.join("p", Role.PREFILL, PREFILLS, joins)
+        await network.join("d", Role.DECODE, DECODES, joins)
+        async with network.routed(credentials=Credentials(token=token)) as client:
             answer = await client.post(COMPLETIONS, json=ASKED)
-            assert answer.status_code == status
-            if status == 502:
-                error = error_of(answer, 502, "forbidden")
-                assert "does not let this router in" in error["message"]
-                assert token not in answer.text
+    assert answer.status_code == status
+    if status == 502:
+        error = error_of(answer, 502, "forbidden")
+        assert "does not let this router in" in error["message"]
+        assert token not in answer.text

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import httpx
-import pytest
 
-from kvxfer.api.access import FAILURE_BURST
-from kvxfer.client import ControlPlaneClient
-from kvxfer.instances import InstanceState
-from kvxfer.router import api_keys
+from kvxfer.api.access import FAILURE_BURST, FAILURES_PER_SECOND
+from kvxfer.instances import Role
 from kvxfer.router.api_keys import watch_api_keys
-from tests.control_plane import RunningControlPlane, worker
+from kvxfer.scheduler.embedded import EmbeddedRegistry
+from tests.network import Network
+from tests.virtual_time import passes
 
-from .servers import RunningRouter
+from .servers import PREFILLS
 
 RIGHT, WRONG = "0123456789abcdef0123", "not-the-one-of-alice"
 REFUSED = [
@@ -25,34 +25,32 @@ REFUSED = [
 
 
 async def test_wrong_keys_are_answered_at_a_rate_and_right_ones_always(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: Network, control_plane: EmbeddedRegistry, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(api_keys, "FAILURES_PER_SECOND", 0.01)
     keys = tmp_path / "keys"
     keys.write_text(f"alice {RIGHT}\n")
-    with (
-        RunningControlPlane(lease_seconds=600) as control_plane,
-        RunningRouter(control_plane.url, api_keys=watch_api_keys(keys)) as router,
-    ):
-        async with ControlPlaneClient(control_plane.url) as registering:
-            await registering.register(worker("p"), state=InstanceState.READY)
-        async with httpx.AsyncClient(base_url=router.url) as client:
+    await network.join("p", Role.PREFILL, PREFILLS)
+    async with network.routed(api_keys=watch_api_keys(keys)) as client:
 
-            async def ask(method: str, path: str, body: object, key: str) -> httpx.Response:
-                headers = {"Authorization": f"Bearer {key}"}
-                return await client.request(method, path, json=body, headers=headers)
+        async def ask(method: str, path: str, body: object, key: str) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {key}"}
+            return await client.request(method, path, json=body, headers=headers)
 
-            for number in range(FAILURE_BURST):
-                answer = await ask("GET", "/v1/models", None, f"{WRONG}-{number}")
-                assert answer.status_code == 401
-            for refused in REFUSED:
-                answer = await ask(*refused, WRONG)
-                assert answer.status_code == 429
-                assert answer.json()["error"]["code"] == "rate_limit_exceeded"
-                assert answer.json()["error"]["type"] == "invalid_request_error"
-                assert "the address 127.0.0.1" in answer.json()["error"]["message"]
-                assert 0 < int(answer.headers["retry-after"]) <= 100
-            answer = await ask("GET", "/v1/models", None, RIGHT)
-            assert [model["id"] for model in answer.json()["data"]] == ["llama"]
-            answer = await client.get("/v1/models")
-            assert answer.status_code == 401, "who shows no key guesses none"
+        for number in range(FAILURE_BURST):
+            answer = await ask("GET", "/v1/models", None, f"{WRONG}-{number}")
+            assert answer.status_code == 401
+        for refused in REFUSED:
+            answer = await ask(*refused, WRONG)
+            assert answer.status_code == 429
+            assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+            assert "the address 127.0.0.1" in answer.json()["error"]["message"]
+            assert answer.headers["retry-after"] == str(math.ceil(1 / FAILURES_PER_SECOND))
+        answer = await ask("GET", "/v1/models", None, RIGHT)
+        assert [model["id"] for model in answer.json()["data"]] == ["llama"]
+        answer = await client.get("/v1/models")
+        assert answer.status_code == 401, "who shows no key guesses none"
+
+        await passes(1 / FAILURES_PER_SECOND)
+        statuses = [(await ask("GET", "/v1/models", None, WRONG)).status_code for _ in range(2)]
+        assert statuses == [401, 429]

@@ -26,7 +26,10 @@ from verify.redis_server import RedisServer
 from .cluster import Cluster, until
 from .completions import MODEL, asked, streamed
 
+pytestmark = pytest.mark.realtime
+
 LEASE: Final = 6.0
+STALL: Final = 2.0
 STALE: Final = "Kvxfer-Stale-Seconds"
 WORKERS: Final = ("prefill-0", "decode-0")
 
@@ -47,13 +50,13 @@ def cluster(model: Path, redis: RedisServer) -> Iterator[Cluster]:
         cluster.stop()
 
 
-@pytest.mark.parametrize(("how", "seconds"), [("paused", LEASE + 2), ("stopped", 30.0)])
+@pytest.mark.parametrize("how", ["paused", "stopped"])
 async def test_a_cluster_outlives_a_redis_that_comes_back_with_its_data(
-    cluster: Cluster, redis: RedisServer, single: ModelRunner, how: str, seconds: float
+    cluster: Cluster, redis: RedisServer, single: ModelRunner, how: str
 ) -> None:
     async with (
-        httpx.AsyncClient(base_url=cluster.control_plane, timeout=20) as api,
-        httpx.AsyncClient(base_url=cluster.router, timeout=60) as router,
+        httpx.AsyncClient(base_url=cluster.control_plane, timeout=None) as api,
+        httpx.AsyncClient(base_url=cluster.router, timeout=None) as router,
         ControlPlaneClient(cluster.control_plane) as client,
         aclosing(client.watch()) as watch,
     ):
@@ -84,22 +87,27 @@ async def test_a_cluster_outlives_a_redis_that_comes_back_with_its_data(
             "carried on", 24, ignore_eos=True
         )
 
-        while time.monotonic() < began + seconds:
+        async def outlasts_every_lease() -> bool:
             await reads_tell_what_was_known(api, epochs, ticket)
-            await asyncio.sleep(0.5)
-        least = time.monotonic() - noticed
-        stale = (await api.get("/v1/instances")).json()["stale_seconds"]
-        assert least - 1 < stale < time.monotonic() - began + 1
+            least = time.monotonic() - noticed
+            stale: float = (await api.get("/v1/instances")).json()["stale_seconds"]
+            assert least - 1 < stale < time.monotonic() - began + 1 + STALL
+            return stale > 2 * LEASE
+
+        await eventually(outlasts_every_lease, 60, pause=0.5)
         assert not change.done()
 
         back = time.time()
         await asyncio.to_thread(redis.resume if how == "paused" else redis.start)
         answer = await eventually(lambda: current(api))
-        while not all(each["heartbeat_at"] > back for each in answer):
-            assert {each["instance_id"]: each["epoch"] for each in answer} == epochs
-            answer = (await api.get("/v1/instances")).json()["instances"]
-            await asyncio.sleep(0.02)
         assert {each["instance_id"]: each["epoch"] for each in answer} == epochs
+
+        async def all_were_heard() -> bool:
+            found = (await api.get("/v1/instances")).json()["instances"]
+            assert {each["instance_id"]: each["epoch"] for each in found} == epochs
+            return all(each["heartbeat_at"] > back for each in found)
+
+        await eventually(all_were_heard)
         await client.release_transfer(ticket.transfer_id)
 
         said = await router.post("/v1/completions", json=asked("as ever"))
@@ -143,7 +151,7 @@ async def writes_are_refused(
 async def moved_by(ticket: OpenedTransfer, prompt: str) -> list[int]:
     """What decode answers where both workers are sent a request with a ticket from before."""
     async with worker_client() as http, Exchange(http, ticket, asked(prompt)) as exchange:
-        await exchange.begin(20)
+        await exchange.begin(60)
         tokens: list[int] = (await collect(exchange.chunks()))["choices"][0]["token_ids"]
         return tokens
 

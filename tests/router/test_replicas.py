@@ -12,10 +12,13 @@ import pytest
 
 from kvxfer.reference.runner import ModelRunner
 from verify.faults.control.balancer import Balancer
+from verify.polling import eventually
 from verify.redis_server import RedisServer, audit
 
 from .cluster import BLOCKS, Cluster, until
 from .completions import asked
+
+pytestmark = pytest.mark.realtime
 
 REQUESTS = 8
 
@@ -34,10 +37,11 @@ def cluster(model: Path, empty_redis: RedisServer) -> Iterator[Cluster]:
 async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
     cluster: Cluster, empty_redis: RedisServer, single: ModelRunner
 ) -> None:
-    serve = ("serve", "--port", "0", "--registry", empty_redis.url)
+    serve = ("serve", "--port", "0", "--registry", empty_redis.url, "--lease-seconds", "60")
     replicas = [cluster.control_plane, *(cluster.add(f"replica-{n}", *serve) for n in (1, 2))]
     # So much is reserved for a prompt that two fit and a third does not; it takes half of it.
-    options = ("router", "--port", "0", "--bytes-per-token", "0.5", "--capacity-seconds", "60")
+    options = ("router", "--port", "0", "--bytes-per-token", "0.5", "--capacity-seconds", "100")
+    options = (*options, "--first-token-seconds", "200")
     prompts = ["".join(chr(97 + (n + k) % 26) for k in range(1500)) for n in range(REQUESTS)]
     each = 2 * 1500 // 16 + 1
     assert 2 * each <= BLOCKS < 3 * each
@@ -49,7 +53,7 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
             )
             for n in (1, 2)
         ]
-        async with httpx.AsyncClient(timeout=100) as client:
+        async with httpx.AsyncClient(timeout=None) as client:
 
             async def ask(number: int) -> list[int]:
                 url = f"{routers[number % 2]}/v1/completions"
@@ -58,15 +62,29 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
                 tokens: list[int] = answer.json()["choices"][0]["token_ids"]
                 return tokens
 
-            answers = asyncio.gather(*(ask(number) for number in range(REQUESTS)))
-            most = 0
-            while not answers.done():
+            async def reserved() -> set[int]:
+                """How many transfers an instance has, as any replica tells it."""
+                found: set[int] = set()
                 for url in replicas:
                     for instance in (await client.get(f"{url}/v1/instances")).json()["instances"]:
-                        reserved = instance["reserved"]
-                        assert reserved["blocks"] == each * reserved["transfers"] <= BLOCKS
-                        most = max(most, reserved["transfers"])
-            assert most == 2
+                        held = instance["reserved"]
+                        assert held["blocks"] == each * held["transfers"] <= BLOCKS
+                        found.add(held["transfers"])
+                return found
+
+            async def both_are_full() -> bool:
+                return await reserved() == {2}
+
+            def waiting() -> float:
+                return sum(cluster.metric("kvxfer_router_waiting", url) for url in routers)
+
+            with cluster.frozen("prefill-0"):
+                answers = asyncio.gather(*(ask(number) for number in range(REQUESTS)))
+                # All have asked for a pair by then, and go on asking.
+                await until(lambda: waiting() == REQUESTS - 2)
+                await eventually(both_are_full)
+            while not answers.done():
+                assert max(await reserved()) <= 2
             for prompt, tokens in zip(prompts, await answers, strict=True):
                 assert tokens == single.generate(prompt, 1, ignore_eos=True)
         await until(cluster.idle)

@@ -14,9 +14,12 @@ from kvxfer.client import Credentials
 from kvxfer.event_stream import EventParser
 from kvxfer.instances import Role
 from tests.control_plane import RunningControlPlane
+from tests.network import worker_app
 from verify.certificates import make_certificates
 
 from .servers import DECODES, PREFILLS, RunningRouter, http_worker
+
+pytestmark = pytest.mark.native
 
 ASKED = {"model": "llama", "prompt": "hi"}
 
@@ -35,8 +38,8 @@ async def test_router_and_control_plane_over_https(tmp_path: Path) -> None:
     ):
         assert router.url.startswith("https://")
         async with (
-            http_worker(control_plane.url, "p", Role.PREFILL, PREFILLS, known),
-            http_worker(control_plane.url, "d", Role.DECODE, DECODES, known),
+            http_worker(control_plane.url, "p", Role.PREFILL, worker_app(PREFILLS), known),
+            http_worker(control_plane.url, "d", Role.DECODE, worker_app(DECODES), known),
             httpx.AsyncClient(
                 base_url=router.url, verify=ssl.create_default_context(cafile=ours.ca_file)
             ) as client,

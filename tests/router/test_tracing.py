@@ -16,6 +16,8 @@ import pytest
 from .cluster import Cluster, until
 from .completions import asked
 
+pytestmark = pytest.mark.native
+
 LAYERS = 3
 CLIENT = "00-11112222333344445555666677778888-1234567890abcdef"
 
@@ -32,7 +34,7 @@ def traced(model: Path) -> Iterator[Cluster]:
 
 async def complete(cluster: Cluster, request_id: str, **headers: str) -> None:
     await until(lambda: {"prefill-0", "decode-0"} <= set(cluster.instances()))
-    async with httpx.AsyncClient(base_url=cluster.router, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=cluster.router, timeout=None) as client:
         headers = {"X-Request-ID": request_id, **headers}
         answer = await client.post("/v1/completions", json=asked("x" * 90), headers=headers)
     assert answer.status_code == 200, answer.text

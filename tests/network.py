@@ -1,0 +1,165 @@
+"""A control plane, a router and workers as applications of the test's own event loop, which reach
+each other without a socket: on a virtual loop they run on its time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+from starlette.types import Receive, Scope, Send
+
+from kvxfer.api.app import create_app as create_control_plane
+from kvxfer.api.settings import Settings
+from kvxfer.client import ControlPlaneClient, Credentials
+from kvxfer.clock import Clock
+from kvxfer.http_answer import ClientLeft, while_connected
+from kvxfer.instances import InstanceState, Role
+from kvxfer.router.app import create_app as create_router
+from kvxfer.router.exchange import CHAT, COMPLETIONS
+from kvxfer.router.settings import RouterSettings
+from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.registry import LeasePolicy
+from tests.asgi import AsgiTransport
+from tests.control_plane import CLUSTER_KEY, worker
+from tests.virtual_time import passes
+
+CONTROL_PLANE = "http://control-plane"
+ROUTER = "http://router"
+
+
+class Network:
+    """What listens, by host, and the clients of it. All of them have one clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.apps: dict[str, Any] = {}
+        self.ahead: int | None = None
+        """How many messages of an answer may wait for its reader."""
+
+    def transport(self) -> AsgiTransport:
+        """Of one client, which closes it."""
+        return AsgiTransport(self.apps, ahead=self.ahead)
+
+    def http(self, url: str = "", **options: Any) -> httpx.AsyncClient:
+        """A client that waits for ever unless `options` say otherwise."""
+        options = {"timeout": None, **options}
+        return httpx.AsyncClient(base_url=url, transport=self.transport(), **options)
+
+    def client(self, **options: Any) -> ControlPlaneClient:
+        """One of the control plane."""
+        options = {"credentials": Credentials(), **options}
+        return ControlPlaneClient(
+            CONTROL_PLANE, transport=self.transport(), clock=self.clock, **options
+        )
+
+    @contextlib.asynccontextmanager
+    async def served(self, app: Any, host: str) -> AsyncIterator[None]:
+        """`app` at `host`, from its start to its stop, which lets its requests end."""
+        async with app.router.lifespan_context(app):
+            self.apps[host] = app
+            try:
+                yield
+            finally:
+                del self.apps[host]
+                app.state.stopping.set()
+                # Whatever needs no time is done before a virtual clock moves.
+                await passes(0.001)
+
+    @contextlib.asynccontextmanager
+    async def control_plane(
+        self,
+        *,
+        lease_seconds: float = 6.0,
+        silence_seconds: float = math.inf,
+        **settings: Any,
+    ) -> AsyncIterator[EmbeddedRegistry]:
+        """A new control plane at its URL."""
+        registry = EmbeddedRegistry(
+            LeasePolicy(lease_seconds), clock=self.clock, silence_seconds=silence_seconds
+        )
+        app = create_control_plane(
+            Settings(cluster_key=CLUSTER_KEY, **settings), registry, clock=self.clock
+        )
+        async with self.served(app, "control-plane"):
+            yield registry
+
+    @contextlib.asynccontextmanager
+    async def routed(
+        self, *, credentials: Credentials | None = None, deadline: float = 10.0, **settings: Any
+    ) -> AsyncIterator[httpx.AsyncClient]:
+        """A client of a new router. `deadline` is that of its calls of the control plane."""
+        app = create_router(
+            RouterSettings(**settings),
+            self.client(credentials=credentials or Credentials(), deadline=deadline),
+            clock=self.clock,
+            workers=self.transport(),
+        )
+        async with self.served(app, "router"), self.http(ROUTER) as client:
+            yield client
+
+    async def join(
+        self,
+        instance_id: str,
+        role: Role,
+        answer: Answer,
+        credentials: Credentials | None = None,
+        **changes: Any,
+    ) -> None:
+        """A worker that is ready; it answers every request with `answer`."""
+        host = f"{instance_id}:8000"
+        self.apps[host] = worker_app(answer)
+        spec = worker(instance_id, role, http_address=f"http://{host}", **changes)
+        async with self.client(credentials=credentials or Credentials()) as client:
+            await client.register(spec, state=InstanceState.READY)
+
+
+class Reply:
+    """An answer as a worker sends it, piece by piece."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = False
+
+    async def begin(self, status: int, content_type: str) -> None:
+        self.begun = True
+        headers = [(b"content-type", content_type.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, content: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": content, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+Answer = Callable[[dict[str, Any], Reply], Awaitable[None]]
+
+
+def worker_app(answer: Answer) -> Any:
+    """A worker that answers every request with `answer`, which is cancelled when the client leaves.
+
+    One that sends nothing hangs up.
+    """
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        content, more = b"", True
+        while more:
+            message = await receive()
+            content, more = content + message["body"], message["more_body"]
+        body = json.loads(content)
+        assert scope["path"] == (CHAT if "messages" in body else COMPLETIONS)
+        reply = Reply(send)
+
+        async def answered() -> None:
+            await answer(body, reply)
+
+        with contextlib.suppress(ClientLeft):
+            await while_connected(receive, answered())
+            if reply.begun:
+                await reply.end()
+
+    return app

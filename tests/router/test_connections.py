@@ -1,0 +1,114 @@
+"""The router on real sockets: it keeps its connections to workers, and a slow client holds decode
+back."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any, Final
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request, Response
+
+from kvxfer.http_answer import DONE, EventStream
+from kvxfer.instances import Role
+from tests.control_plane import RunningControlPlane
+from tests.network import Answer, Reply, worker_app
+
+from .servers import PREFILLS, RunningRouter, chunk, http_worker
+
+pytestmark = pytest.mark.native
+
+ASKED: Final = {"model": "llama", "prompt": "hi"}
+
+
+@pytest.fixture
+def control_plane() -> Iterator[RunningControlPlane]:
+    with RunningControlPlane(lease_seconds=600) as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def routed(
+    control_plane: RunningControlPlane, prefill: Any, decode: Any, **settings: Any
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a router whose workers are these two applications."""
+    with RunningRouter(control_plane.url, **settings) as router:
+        async with (
+            http_worker(control_plane.url, "p", Role.PREFILL, prefill),
+            http_worker(control_plane.url, "d", Role.DECODE, decode),
+            httpx.AsyncClient(base_url=router.url, timeout=None) as client,
+        ):
+            yield client
+
+
+async def test_connections_to_workers_are_kept(control_plane: RunningControlPlane) -> None:
+    """An answer that is not read to its end costs one."""
+    connections: set[Any] = set()
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        connections.add(request.client)
+        if not (await request.json())["stream"]:
+            return Response(b"{}")
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            for event in (chunk("a", "stop"), DONE):
+                yield event
+
+        return EventStream(events())
+
+    async with routed(control_plane, app, app) as client:
+        for stream in (True, False) * 3:
+            answer = await client.post("/v1/completions", json={**ASKED, "stream": stream})
+            assert answer.status_code == 200
+    assert len(connections) == 2
+
+
+def endless(sent: collections.Counter[str]) -> Answer:
+    """A stream without an end; `sent` counts, by prompt, its bytes that found room somewhere."""
+
+    async def send(body: dict[str, Any], reply: Reply) -> None:
+        await reply.begin(200, "text/event-stream")
+        event = chunk("x" * 50_000)
+        while True:
+            await reply.write(event)
+            sent[body["prompt"]] += len(event)
+            await asyncio.sleep(0)  # uvicorn sends nothing, and does not wait, once the client left
+
+    return send
+
+
+def stream(client: httpx.AsyncClient, prompt: str) -> Any:
+    body = {**ASKED, "prompt": prompt, "stream": True}
+    return client.stream("POST", "/v1/completions", json=body)
+
+
+async def take(body: AsyncIterator[bytes], nbytes: int) -> None:
+    """Reads at least so much."""
+    while nbytes > 0:
+        nbytes -= len(await anext(body))
+
+
+async def test_a_slow_client_holds_decode_back_and_not_the_stream_in_memory(
+    control_plane: RunningControlPlane,
+) -> None:
+    """While nobody reads the one stream, decode sends far more of another, by the same router;
+    without backpressure it would send as much of both."""
+    sent: collections.Counter[str] = collections.Counter()
+    async with (
+        routed(control_plane, worker_app(PREFILLS), worker_app(endless(sent))) as client,
+        stream(client, "slow") as slow,
+        stream(client, "quick") as quick,
+    ):
+        slow_body, quick_body = slow.aiter_raw(), quick.aiter_raw()
+        await anext(slow_body)
+        await take(quick_body, 24 << 20)
+        # What the sockets of four ends hold, a few MiB each.
+        held = sent["slow"]
+        assert held < sent["quick"] / 2
+        await take(slow_body, held + (1 << 20))
