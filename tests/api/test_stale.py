@@ -189,7 +189,7 @@ async def test_worker_keeps_its_epoch_where_redis_was_only_away(redis):
             epochs: list[int] = []
             async with Registration(client, worker("p"), on_epoch=epochs.append):
                 before = await client.instance("p")
-                redis.pause()
+                redis.freeze()
                 await eventually(lambda: is_stale(api, 3))
                 redis.resume()
 

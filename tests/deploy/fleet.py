@@ -25,7 +25,7 @@ import httpx
 from tests.deploy.chart import Container, Rendered, render
 from tests.deploy.programs import variables
 from verify.polling import PATIENCE, wait_until
-from verify.redis_server import free_port
+from verify.processes.programs import free_port
 
 START_SECONDS = 8 * PATIENCE
 _ANSWER_SECONDS = 60.0

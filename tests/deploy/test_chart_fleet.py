@@ -13,7 +13,7 @@ import pytest
 from tests.deploy.fleet import Fleet, Pod
 from tests.deploy.programs import variables
 from verify.polling import PATIENCE
-from verify.redis_server import free_port
+from verify.processes.programs import free_port
 
 pytestmark = [
     pytest.mark.native,

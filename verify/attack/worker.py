@@ -1,15 +1,14 @@
-"""A worker process that is attacked: JSON commands on stdin, JSON answers on stdout.
+"""A worker process that is attacked.
 
-Run as `python -m verify.attack.worker INSTANCE FABRIC [checksums]`. Everything in its memory that
-no honest transfer uses holds a pattern: a region of its own, and every second block of the cache.
+Run as `python -m verify.attack.worker INSTANCE FABRIC [checksums]` (verify/processes/worker.py).
+Everything in its memory that no honest transfer uses holds a pattern: a region of its own, and
+every second block of the cache.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import sys
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.layout import KvLayout
 from kvxfer.worker_metrics import WorkerMetrics
+from verify.processes.commands import commands, report
 
 KEY: Final = b"the cluster key of the attacked workers"
 EPOCH: Final = 1
@@ -188,10 +188,6 @@ def _value(plane: int, index: int) -> int:
 
 
 async def main(instance: str, fabric: str, *, checksums: bool) -> None:
-    commands = asyncio.StreamReader(limit=1 << 24)
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
-    )
     logging.getLogger("kvxfer").setLevel(logging.ERROR)  # every attack is a warning
     # Nobody is frozen here for longer than a busy machine takes.
     async with Engine(
@@ -215,17 +211,11 @@ async def main(instance: str, fabric: str, *, checksums: bool) -> None:
                 ident = command.pop("id")
                 report(id=ident, **await worker.answer(command))
 
-            report(address=engine.address)
-            while line := await commands.readline():
-                task = asyncio.create_task(respond(json.loads(line)))
+            report("ready", address=engine.address)
+            async for command in commands():
+                task = asyncio.create_task(respond(command))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
-            os._exit(0)  # the driver is gone
-
-
-def report(**fields: object) -> None:
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""A worker process for fault tests: JSON commands on stdin, JSON events on stdout.
+"""A worker process for fault tests.
 
-Run as `python -m verify.faults.worker INSTANCE EPOCH FABRIC HOST`. It ends with its stdin.
+Run as `python -m verify.faults.worker INSTANCE EPOCH FABRIC HOST` (verify/processes/worker.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import time
@@ -24,6 +23,7 @@ from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.prefill_session import PrefillSession
+from verify.processes.commands import commands, report
 
 from .pattern import Page, page, reused, wrong_bytes
 
@@ -163,16 +163,7 @@ class FaultWorker:
         return page(seed, plane, index, LAYOUT.part_bytes)
 
 
-def report(event: str, **fields: object) -> None:
-    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
-    sys.stdout.flush()
-
-
 async def main(instance: str, epoch: int, fabric: str, host: str) -> None:
-    commands = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
-    )
     async with Engine(
         cluster_key=KEY,
         name=instance,
@@ -188,9 +179,9 @@ async def main(instance: str, epoch: int, fabric: str, host: str) -> None:
             worker = FaultWorker(cache, pool, endpoint)
             report("ready", address=engine.address)
             with contextlib.suppress(MemoryError, SystemError):
-                while line := await commands.readline():
-                    worker.command(json.loads(line))
-            os._exit(0)  # the driver is gone, or all memory
+                async for command in commands():
+                    worker.command(command)
+            os._exit(0)  # all memory is gone
 
 
 if __name__ == "__main__":

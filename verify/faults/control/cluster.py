@@ -14,7 +14,8 @@ from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.demo.children import Child
 from kvxfer.errors import KvxferError
 from kvxfer.instances import Instance, InstanceState, Role
-from verify.redis_server import RedisServer, free_port
+from verify.processes.programs import free_port
+from verify.redis_server import RedisServer
 
 from .balancer import Balancer
 
