@@ -17,11 +17,10 @@ from typing import IO, Any, Final, Self
 
 from verify.polling import PATIENCE, eventually, wait_until
 
-START_SECONDS: Final = 8 * PATIENCE
-"""For a program of the project to be ready, on an emulated machine too."""
+START_SECONDS: Final = 16 * PATIENCE
+"""For a program to be ready: vLLM, or any on an emulated machine."""
 
 ROOT: Final = Path(__file__).parents[2]
-_TAIL: Final = 6000
 
 
 class ProcessFailed(AssertionError):
@@ -95,6 +94,9 @@ class Process:
         """What it has written since it was started."""
         return self.log.read_bytes()[self._begun :].decode(errors="replace")
 
+    def tail(self, size: int = 6000) -> str:
+        return self.output[-size:]
+
     @property
     def exit_code(self) -> int | None:
         """None while it runs. What it has started itself ends with it."""
@@ -132,11 +134,16 @@ class Process:
             return await eventually(lambda: self._while_running(condition), seconds)
 
     def _while_running(self, condition: Callable[[], Any] | None) -> Any:
-        code = self.exit_code
+        ended = self.exit_code is not None
         value = (condition or self.first_object)()
-        if code is not None and not value:
-            raise self.failed(f"has ended with {_exit(code)}")
+        if ended and not value:
+            self.check()
         return value
+
+    def check(self) -> None:
+        """Raises ProcessFailed where it has ended."""
+        if (code := self.exit_code) is not None:
+            raise self.failed(f"has ended with {_exit(code)}")
 
     @contextlib.contextmanager
     def _in_time(self, seconds: float) -> Iterator[None]:
@@ -147,7 +154,7 @@ class Process:
 
     def failed(self, how: str) -> ProcessFailed:
         """The error that says it, with the end of the log."""
-        return ProcessFailed(f"{self.name} {how}:\n{self.output[-_TAIL:]}")
+        return ProcessFailed(f"{self.name} {how}:\n{self.tail()}")
 
     # --- signals -----------------------------------------------------------------------------
 

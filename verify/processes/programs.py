@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -59,15 +59,15 @@ class Server(Process):
             self._url = str(told.get("http_address") or told["url"])
         return self._url
 
-    def answers(self, path: str) -> Callable[[], bool]:
-        """The condition that GET succeeds."""
+    def serves(self, path: str) -> None:
+        """Returns when GET succeeds."""
 
         def answers() -> bool:
             with contextlib.suppress(httpx.HTTPError):
                 return http().get(self.url + path, timeout=2.0).is_success
             return False
 
-        return answers
+        self.ready(answers)
 
     def get(self, path: str) -> httpx.Response:
         return http().get(self.url + path)

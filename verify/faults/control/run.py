@@ -15,7 +15,7 @@ import httpx
 from verify.redis_server import audit
 
 from .acts import ACTS
-from .cluster import Cluster
+from .cluster import started
 from .load import HANG_SECONDS, Load, Sent, prompts
 
 MAX_EXTRA_SECONDS: Final = 5.0
@@ -111,9 +111,12 @@ async def run(
     expected = await asyncio.to_thread(prompts, _TEXTS)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with (
-        Cluster(threads) as cluster,
+        started(threads) as cluster,
         httpx.AsyncClient(
-            base_url=cluster.router, timeout=HANG_SECONDS, limits=limits, trust_env=False
+            base_url=cluster.running["router"].url,
+            timeout=HANG_SECONDS,
+            limits=limits,
+            trust_env=False,
         ) as http,
     ):
         # The first requests of a process are slow: they belong to no phase.
@@ -144,7 +147,8 @@ async def run(
         for phase, begin, end in zip(phases, begins, [*begins[1:], None], strict=True):
             phase.sent = load.sent[begin:end]
         await asyncio.to_thread(audit, cluster.redis)
-        return Outcome(phases, await cluster.open_transfers(), await cluster.leaked_blocks(http))
+        leaked = await asyncio.to_thread(cluster.held_blocks)
+        return Outcome(phases, await cluster.open_transfers(), leaked)
 
 
 async def _while_running(running: asyncio.Task[None], step: object) -> str | None:
