@@ -16,7 +16,7 @@ from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.registration import Registration
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import RunningControlPlane, worker
+from verify.control_plane import RunningControlPlane, worker
 from verify.polling import eventually
 from verify.redis_server import RedisServer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.control_plane import RunningControlPlane
+from verify.control_plane import RunningControlPlane
 
 pytestmark = pytest.mark.native
 

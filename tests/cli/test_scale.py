@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.control_plane import CLUSTER_KEY
+from verify.control_plane import CLUSTER_KEY
 from verify.polling import wait_until
 
 from .test_serve import KVXFER, environment, first_line, serving

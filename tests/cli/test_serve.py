@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.control_plane import CLUSTER_KEY
+from verify.control_plane import CLUSTER_KEY
 from verify.polling import wait_until
 
 pytestmark = pytest.mark.native

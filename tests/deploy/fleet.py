@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import os
-import socket
-import socketserver
 import subprocess
 import sys
 import threading
@@ -25,6 +22,7 @@ import httpx
 from tests.deploy.chart import Container, Rendered, render
 from tests.deploy.programs import variables
 from verify.polling import PATIENCE, wait_until
+from verify.processes.balancer import Balancer
 from verify.processes.programs import free_port
 
 START_SECONDS = 8 * PATIENCE
@@ -112,41 +110,6 @@ class Pod:
         return self.process.wait(self.container.pod["spec"]["terminationGracePeriodSeconds"])
 
 
-class Service:
-    """A Service of the cluster: connections to one port go to its endpoints by turns."""
-
-    def __init__(self, port: int) -> None:
-        self.endpoints: list[int] = []
-        turns = itertools.count()
-        service = self
-
-        class Forward(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                endpoint = service.endpoints[next(turns) % len(service.endpoints)]
-                with socket.create_connection(("127.0.0.1", endpoint)) as pod:
-                    back = threading.Thread(target=_copy, args=(pod, self.request), daemon=True)
-                    back.start()
-                    _copy(self.request, pod)
-                    back.join()
-
-        socketserver.ThreadingTCPServer.allow_reuse_address = True
-        self.server = socketserver.ThreadingTCPServer(("127.0.0.1", port), Forward)
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.socket.close()
-
-
-def _copy(source: socket.socket, sink: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(65536):
-            sink.sendall(data)
-    with contextlib.suppress(OSError):
-        sink.shutdown(socket.SHUT_WR)
-
-
 class Fleet:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -154,7 +117,7 @@ class Fleet:
         self.release = _on_free_ports()
         self.redis_port = free_port()
         self.add("kvxfer-registry", port=self.redis_port)
-        self.service = Service(self.release.values["controlPlane"]["port"])
+        self.service = Balancer(port=self.release.values["controlPlane"]["port"])
         self.control_plane = self.add_control_plane("kvxfer-0")
         router = self.add("kvxfer-router")
         self.workers = [self.add("kvxfer-prefill"), self.add("kvxfer-decode")]
@@ -172,7 +135,7 @@ class Fleet:
         port = free_port()
         pod = self.add("kvxfer", name=name, port=port)
         pod.wait()
-        self.service.endpoints.append(port)
+        self.service.ports.append(port)
         return pod
 
     def add(self, workload: str, *, name: str | None = None, port: int | None = None) -> Pod:

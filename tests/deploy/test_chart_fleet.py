@@ -73,7 +73,7 @@ def test_control_planes_serve_side_by_side_while_one_replaces_the_other(fleet: F
     with fleet.under_load() as answers:
         fleet.add_control_plane("kvxfer-1")
         # Kubernetes takes a pod out of its Service as it calls preStop.
-        fleet.service.endpoints.pop(0)
+        fleet.service.ports.pop(0)
         assert old.hook().returncode == 0
         assert old.stop() == 0
     assert set(answers) == {200}

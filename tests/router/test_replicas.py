@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kvxfer.reference.runner import ModelRunner
-from verify.faults.control.balancer import Balancer
+from verify.processes.balancer import Balancer
 from verify.redis_server import RedisServer, audit
 
 from .cluster import BLOCKS, Cluster, until
@@ -42,7 +42,7 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
     each = 2 * 1500 // 16 + 1
     assert 2 * each <= BLOCKS < 3 * each
 
-    async with Balancer([urlsplit(url).port or 0 for url in replicas]).serve() as balancer:
+    with Balancer(urlsplit(url).port or 0 for url in replicas) as balancer:
         routers = [
             await asyncio.to_thread(
                 cluster.add, f"router-{n}", *options, "--control-plane", balancer.url

@@ -13,7 +13,7 @@ from kvxfer.errors import ControlPlaneUnavailable, StaleEpoch
 from kvxfer.instances import Change, InstanceState, Role, Snapshot
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from tests.control_plane import worker
+from verify.control_plane import worker
 from verify.polling import eventually
 from verify.redis_server import RedisServer, audit, watched
 

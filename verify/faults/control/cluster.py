@@ -9,11 +9,10 @@ from typing import Final
 
 from kvxfer.instances import Instance, Role
 from verify.polling import eventually
+from verify.processes.balancer import Balancer
 from verify.processes.fleet import Fleet
 from verify.processes.programs import Server, free_port
 from verify.redis_server import RedisServer
-
-from .balancer import Balancer
 
 REPLICAS: Final = 3
 WORKERS: Final = {Role.PREFILL: 3, Role.DECODE: 3}
@@ -78,8 +77,11 @@ class Cluster(Fleet):
 @contextlib.asynccontextmanager
 async def started(threads: int) -> AsyncIterator[Cluster]:
     ports = [free_port() for _ in range(REPLICAS)]
-    async with Balancer(ports).serve() as balancer:
-        with RedisServer() as redis, Cluster(balancer.url, ports, redis, threads) as made:
-            await asyncio.to_thread(made.start_all)
-            await made.settled()
-            yield made
+    with (
+        Balancer(ports) as balancer,
+        RedisServer() as redis,
+        Cluster(balancer.url, ports, redis, threads) as made,
+    ):
+        await asyncio.to_thread(made.start_all)
+        await made.settled()
+        yield made
