@@ -70,7 +70,7 @@ class RedisServer(Process):
         """Ends it with its data written down."""
         with self.client() as client:
             client.shutdown(save=True)
-        self.wait()
+        self.ends()
 
     def _answers(self) -> bool:
         with self.client() as client, contextlib.suppress(RedisConnectionError):

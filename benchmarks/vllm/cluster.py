@@ -43,8 +43,8 @@ def started(folder: Path, step: Callable[[str], None]) -> Iterator[Cluster]:
         Fleet(folder) as fleet,
         vllm("aggregated", folder, model, *_CACHE) as aggregated,
     ):
-        fleet.control_plane()
-        router = fleet.router("--attempts", "1")
+        fleet.start_control_plane()
+        router = fleet.start_router("--attempts", "1")
         prefill, decode = (
             add_vllm(
                 *(fleet, name, model, *_CACHE),

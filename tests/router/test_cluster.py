@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,21 +22,18 @@ LONG = 3000  # tokens: what is under way stays so until a test has done its wors
 
 @pytest.fixture(scope="module")
 def whole(model: Path) -> Iterator[Cluster]:
-    cluster = Cluster(model)
-    try:
+    with Cluster(model) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture
 async def cluster(whole: Cluster) -> AsyncIterator[Cluster]:
     """Two prefill and two decode workers, idle; idle again in the end."""
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-    running = whole.running
+    running = set(whole.running)
     # One that was killed comes back when its lease has ended.
     await until(lambda: set(whole.instances()) <= running)
-    await asyncio.to_thread(whole.workers, *names)
+    await asyncio.to_thread(whole.start_workers, *names)
     await until(lambda: set(names) <= set(whole.instances()) and whole.idle())
     yield whole
     await until(whole.idle)
@@ -45,7 +41,7 @@ async def cluster(whole: Cluster) -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.router, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=cluster.router.url, timeout=60) as client:
         yield client
 
 
@@ -98,12 +94,12 @@ async def test_the_brokered_handshake_gives_the_same_tokens(
 ) -> None:
     prompts = [f"By way of the control plane, {i}: " + "page " * (8 * i + 1) for i in range(8)]
     tables = 'kvxfer_http_requests_total{method="POST",route="%s/block-table",status="201"}'
-    posted = partial(cluster.metric, tables % "/v1/transfers/{transfer_id}", cluster.control_plane)
+    posted = partial(cluster.metric, tables % "/v1/transfers/{transfer_id}", cluster.url)
     before = posted()
     direct = [client.post("/v1/completions", json=asked(prompt)) for prompt in prompts]
     direct_tokens = [tokens_of(answer) for answer in await asyncio.gather(*direct)]
     assert posted() == before
-    async with httpx.AsyncClient(base_url=cluster.brokering_router, timeout=60) as brokered:
+    async with httpx.AsyncClient(base_url=cluster.brokering.url, timeout=60) as brokered:
         calls = [brokered.post("/v1/completions", json=asked(prompt)) for prompt in prompts]
         tokens = [tokens_of(answer) for answer in await asyncio.gather(*calls)]
     assert tokens == direct_tokens
@@ -115,16 +111,16 @@ async def test_the_brokered_handshake_gives_the_same_tokens(
 async def test_a_client_that_leaves_a_brokered_handshake_is_forgotten_on_both_sides(
     cluster: Cluster, frozen: str
 ) -> None:
-    cluster.send(frozen, signal.SIGSTOP)
+    cluster.running[frozen].freeze()
     try:
-        async with httpx.AsyncClient(base_url=cluster.brokering_router, timeout=60) as brokered:
+        async with httpx.AsyncClient(base_url=cluster.brokering.url, timeout=60) as brokered:
             request = asyncio.create_task(brokered.post("/v1/completions", json=asked("x" * 300)))
-            await until(cluster.open_transfers)
+            await until(cluster.transfers)
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
-        await until(lambda: not cluster.open_transfers())
+        await until(lambda: not cluster.transfers())
     finally:
-        cluster.send(frozen, signal.SIGCONT)
+        cluster.running[frozen].resume()
     await until(cluster.idle)
 
 
@@ -132,10 +128,10 @@ async def test_a_client_that_leaves_a_brokered_handshake_is_forgotten_on_both_si
 async def test_a_worker_killed_in_a_brokered_handshake_costs_a_retry_and_no_answer(
     cluster: Cluster, single: ModelRunner, doomed: str
 ) -> None:
-    cluster.send(doomed, signal.SIGSTOP)
-    async with httpx.AsyncClient(base_url=cluster.brokering_router, timeout=60) as brokered:
+    cluster.running[doomed].freeze()
+    async with httpx.AsyncClient(base_url=cluster.brokering.url, timeout=60) as brokered:
         request = asyncio.create_task(brokered.post("/v1/completions", json=asked("not in vain")))
-        await until(cluster.open_transfers)
+        await until(cluster.transfers)
         cluster.kill(doomed)
         assert tokens_of(await request) == single.generate("not in vain", 24, ignore_eos=True)
 
@@ -145,17 +141,17 @@ async def test_a_client_that_leaves_before_the_first_token_is_forgotten_on_both_
     cluster: Cluster, client: httpx.AsyncClient, stream: bool
 ) -> None:
     aborted = cluster.metric("kvxfer_router_aborted_total")
-    cluster.send("prefill-0", signal.SIGSTOP)
+    cluster.running["prefill-0"].freeze()
     try:
         request = asyncio.create_task(
             client.post("/v1/completions", json=asked("x" * 300, stream=stream))
         )
-        await until(cluster.open_transfers)
+        await until(cluster.transfers)
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
-        await until(lambda: not cluster.open_transfers())
+        await until(lambda: not cluster.transfers())
     finally:
-        cluster.send("prefill-0", signal.SIGCONT)
+        cluster.running["prefill-0"].resume()
     await until(cluster.idle)
     assert cluster.metric("kvxfer_router_aborted_total") == aborted + 1
 
@@ -188,13 +184,13 @@ async def test_a_worker_killed_before_the_first_token_costs_a_retry_and_no_answe
 ) -> None:
     retries = cluster.metric("kvxfer_router_retries_total")
     # Frozen, so that the request is there when it dies.
-    cluster.send(doomed, signal.SIGSTOP)
+    cluster.running[doomed].freeze()
     request = asyncio.create_task(
         client.post("/v1/completions", json=asked("not in vain", stream=stream))
     )
-    await until(cluster.open_transfers)
-    (transfer,) = cluster.open_transfers()
-    assert doomed in (transfer["prefill"]["instance_id"], transfer["decode"]["instance_id"])
+    await until(cluster.transfers)
+    (transfer,) = cluster.transfers()
+    assert doomed in (transfer.prefill.instance_id, transfer.decode.instance_id)
     cluster.kill(doomed)
     answer = await request
     assert answer.status_code == 200, answer.text

@@ -23,19 +23,16 @@ REQUESTS = 8
 @pytest.fixture
 def cluster(model: Path, empty_redis: RedisServer) -> Iterator[Cluster]:
     """The first replica and a router, to which others are added."""
-    cluster = Cluster(model, "--registry", empty_redis.url)
-    try:
-        cluster.workers("prefill-0", "decode-0")
+    with Cluster(model, "--registry", empty_redis.url) as cluster:
+        cluster.start_workers("prefill-0", "decode-0")
         yield cluster
-    finally:
-        cluster.stop()
 
 
 async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
     cluster: Cluster, empty_redis: RedisServer, single: ModelRunner
 ) -> None:
     serve = ("serve", "--port", "0", "--registry", empty_redis.url)
-    replicas = [cluster.control_plane, *(cluster.add(f"replica-{n}", *serve) for n in (1, 2))]
+    replicas = [cluster.url, *(cluster.start(f"replica-{n}", *serve).url for n in (1, 2))]
     # So much is reserved for a prompt that two fit and a third does not; it takes half of it.
     options = ("router", "--port", "0", "--bytes-per-token", "0.5", "--capacity-seconds", "60")
     prompts = ["".join(chr(97 + (n + k) % 26) for k in range(1500)) for n in range(REQUESTS)]
@@ -45,14 +42,14 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
     with Balancer(urlsplit(url).port or 0 for url in replicas) as balancer:
         routers = [
             await asyncio.to_thread(
-                cluster.add, f"router-{n}", *options, "--control-plane", balancer.url
+                cluster.start, f"router-{n}", *options, "--control-plane", balancer.url
             )
             for n in (1, 2)
         ]
         async with httpx.AsyncClient(timeout=100) as client:
 
             async def ask(number: int) -> list[int]:
-                url = f"{routers[number % 2]}/v1/completions"
+                url = f"{routers[number % 2].url}/v1/completions"
                 answer = await client.post(url, json=asked(prompts[number], 1))
                 assert answer.status_code == 200, answer.text
                 tokens: list[int] = answer.json()["choices"][0]["token_ids"]

@@ -22,17 +22,14 @@ CLIENT = "00-11112222333344445555666677778888-1234567890abcdef"
 
 @pytest.fixture(scope="module")
 def traced(model: Path) -> Iterator[Cluster]:
-    cluster = Cluster(model, traced=True)
-    try:
-        cluster.workers("prefill-0", "decode-0")
+    with Cluster(model, traced=True) as cluster:
+        cluster.start_workers("prefill-0", "decode-0")
         yield cluster
-    finally:
-        cluster.stop()
 
 
 async def complete(cluster: Cluster, request_id: str, **headers: str) -> None:
     await until(lambda: {"prefill-0", "decode-0"} <= set(cluster.instances()))
-    async with httpx.AsyncClient(base_url=cluster.router, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=cluster.router.url, timeout=60) as client:
         headers = {"X-Request-ID": request_id, **headers}
         answer = await client.post("/v1/completions", json=asked("x" * 90), headers=headers)
     assert answer.status_code == 200, answer.text
@@ -41,7 +38,7 @@ async def complete(cluster: Cluster, request_id: str, **headers: str) -> None:
 def kvxfer_trace(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvxfer.cli", "trace", *arguments]
     return subprocess.run(
-        [*command, "--control-plane", cluster.control_plane, "--wait", "20"],
+        [*command, "--control-plane", cluster.url, "--wait", "20"],
         capture_output=True,
         text=True,
         env={"COLUMNS": "140", "PATH": "/usr/bin"},

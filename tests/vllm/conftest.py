@@ -74,7 +74,7 @@ class Cluster:
 
     @property
     def router(self) -> Server:
-        return self.fleet.running["router"]
+        return self.fleet.router
 
     @property
     def prefill(self) -> Server:
@@ -171,8 +171,8 @@ def cluster_of(
     """A pair with its control plane and router; `prefill` and `decode` are arguments of vLLM's.
     Without `aggregated`, prefill also computes what comes without a ticket."""
     with fleet_in(folder) as fleet:
-        fleet.control_plane()
-        fleet.router("--attempts", "1")
+        fleet.start_control_plane()
+        fleet.start_router("--attempts", "1")
         sides = (("prefill", "kv_producer", prefill), ("decode", "kv_consumer", decode))
         for name, role, more in sides:
             add_vllm(fleet, name, model, *more, role=role, **settings(lease_seconds))

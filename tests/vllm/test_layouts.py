@@ -46,7 +46,7 @@ class Peers:
 
     @property
     def router(self) -> Server:
-        return self.fleet.running["router"]
+        return self.fleet.router
 
     @property
     def servers(self) -> Mapping[str, Server]:
@@ -86,8 +86,8 @@ def tokens_of(server: Server, prompt: list[int], **more: Any) -> list[int]:
 @pytest.fixture(scope="module", params=FLEETS)
 def peers(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator[Peers]:
     with fleet_in(folder / request.param.replace(" ", "-")) as fleet:
-        fleet.control_plane("--lease-seconds", "30")
-        fleet.router()
+        fleet.start_control_plane("--lease-seconds", "30")
+        fleet.start_router()
         for name, more in FLEETS[request.param].items():
             # More workers than cores.
             add_vllm(fleet, name, model, *more, **settings(lease_seconds=40.0, peer_timeout=15.0))

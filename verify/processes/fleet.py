@@ -28,7 +28,6 @@ class Fleet:
         fleet itself asks the control plane with; `variables` are for all of its processes."""
         self._temporary = None if folder else Path(tempfile.mkdtemp(prefix="kvxfer-fleet-"))
         self.folder = folder or self._temporary or Path()
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._token = token
         self.running: dict[str, Server] = {}
         """By name; that of a worker is its instance id."""
@@ -37,6 +36,9 @@ class Fleet:
         self.url = f"http://127.0.0.1:{self.port}"
         """Of the control plane."""
         self.variables = {"KVXFER_CLUSTER_KEY": secrets.token_hex(32), **variables}
+
+    def start_all(self) -> None:
+        """What its block begins with: nothing, unless a subclass says so."""
 
     # --- processes ---------------------------------------------------------------------------
 
@@ -64,16 +66,15 @@ class Fleet:
         server.ready()
         return server
 
-    def control_plane(self, *options: str | Path) -> Server:
+    def start_control_plane(self, *options: str | Path) -> Server:
         """Always at the same address."""
         return self.start(CONTROL_PLANE, "serve", "--port", str(self.port), *options)
 
-    def router(self, *options: str | Path, name: str = "router", **variables: str) -> Server:
+    def start_router(self, *options: str | Path, name: str = "router", **variables: str) -> Server:
         return self.start(name, "router", "--port", "0", *options, **variables)
 
-    def worker(self, name: str, *options: str | Path, **variables: str) -> Server:
-        """Begins a reference worker, whose name begins with its role: `ready` or `whole` wait for
-        it."""
+    def begin_worker(self, name: str, *options: str | Path, **variables: str) -> Server:
+        """A reference worker, whose name begins with its role. `ready` or `whole` wait for it."""
         self._workers.add(name)
         role = name.partition("-")[0]
         return self.begin(
@@ -90,7 +91,11 @@ class Fleet:
 
     def left(self, name: str, seconds: float) -> None:
         """Waits until a process has ended by itself, with exit code 0."""
-        self.running.pop(name).wait(seconds)
+        self.running.pop(name).ends(seconds)
+
+    @property
+    def router(self) -> Server:
+        return self.running["router"]
 
     @property
     def workers(self) -> Mapping[str, Server]:
@@ -136,6 +141,11 @@ class Fleet:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def __enter__(self) -> Self:
+        try:
+            self.start_all()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

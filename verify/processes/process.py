@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Final, Self
@@ -51,6 +52,7 @@ class Process:
         self._grace = grace
         self._temporary = None if folder else Path(tempfile.mkdtemp(prefix=f"kvxfer-{name}-"))
         self.folder = folder or self._temporary or Path()
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.log = self.folder / f"{name.replace(' ', '-')}.log"
         """Its stdout and stderr."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -178,9 +180,9 @@ class Process:
     def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> None:
         """Ends it in good order. Raises ProcessFailed unless its exit code is 0."""
         self.send(number)
-        self.wait(seconds)
+        self.ends(seconds)
 
-    def wait(self, seconds: float = PATIENCE, code: int = 0) -> None:
+    def ends(self, seconds: float = PATIENCE, code: int = 0) -> None:
         """Until it has ended by itself, with that exit code. Raises ProcessFailed otherwise."""
         try:
             self._popened.wait(seconds)
@@ -212,19 +214,21 @@ def _exit(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
+_reaper_lock: Final = threading.Lock()
+
+
 @functools.cache
-def _reaper(_driver: int) -> subprocess.Popen[str]:
+def _reaper(_driver: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-ES", str(Path(__file__).with_name("reaper.py"))],
         process_group=0,
         stdin=subprocess.PIPE,
-        text=True,
     )
 
 
 def _tell_reaper(line: str) -> None:
-    stdin = _reaper(os.getpid()).stdin
-    assert stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        stdin.write(f"{line}\n")
-        stdin.flush()
+    # Two threads may make no two of them: the second would end what the first was told of.
+    with _reaper_lock, contextlib.suppress(BrokenPipeError):
+        stdin = _reaper(os.getpid()).stdin
+        assert stdin is not None
+        os.write(stdin.fileno(), f"{line}\n".encode())

@@ -48,16 +48,16 @@ class Server(Process):
         grace: float = 0.0,
     ) -> None:
         """Without `url`, it is told in the first line of output, as with `--json`."""
-        self._url = url
+        self._address = url
         super().__init__(name, *command, folder=folder, environment=environment, grace=grace)
 
     @property
     def url(self) -> str:
         """Waits until the program tells it."""
-        if not self._url:
-            told = self.ready()
-            self._url = str(told.get("http_address") or told["url"])
-        return self._url
+        if self._address:
+            return self._address
+        told = self.ready()
+        return str(told.get("http_address") or told["url"])
 
     def serves(self, path: str) -> None:
         """Returns when GET succeeds."""

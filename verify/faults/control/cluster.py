@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from kvxfer.instances import Instance, Role
@@ -21,29 +21,36 @@ _PATIENCE_SECONDS: Final = 60.0
 
 
 class Cluster(Fleet):
-    """Made by started(). Loops call what is not asynchronous in a thread: it takes time."""
+    """Loops call what is not asynchronous in a thread: it takes time."""
 
-    def __init__(self, url: str, ports: list[int], redis: RedisServer, threads: int) -> None:
+    def __init__(self, threads: int) -> None:
         super().__init__()
-        self.url, self.redis = url, redis
-        self._ports, self._threads = ports, threads
+        self.redis = RedisServer()
+        self._balancer = Balancer(free_port() for _ in range(REPLICAS))
+        self.url = self._balancer.url
+        self._threads = threads
         self._added = dict.fromkeys(WORKERS, 0)
 
     @property
     def model(self) -> str:
         return str(next(iter(self.workers.values())).ready()["model"])
 
+    def close(self) -> None:
+        super().close()
+        self._balancer.close()
+        self.redis.close()
+
     def start_all(self) -> None:
         for number in range(REPLICAS):
             self.start_replica(number)
         added = [self._add(role) for role, number in WORKERS.items() for _ in range(number)]
-        self.router()
+        self.start_router()
         for worker in added:
             worker.ready()
 
     def start_replica(self, number: int) -> None:
         """Also again, at the same port."""
-        options = ["--port", str(self._ports[number]), "--registry", self.redis.url]
+        options = ["--port", str(self._balancer.ports[number]), "--registry", self.redis.url]
         self.start(f"replica-{number}", "serve", *options)
 
     def add_worker(self, role: Role) -> None:
@@ -53,7 +60,7 @@ class Cluster(Fleet):
     def _add(self, role: Role) -> Server:
         name = f"{role}-{self._added[role]}"
         self._added[role] += 1
-        return self.worker(name, "--threads", str(self._threads), "--blocks", "512")
+        return self.begin_worker(name, "--threads", str(self._threads), "--blocks", "512")
 
     async def settled(self, until: Callable[[Mapping[str, Instance]], bool] = bool) -> None:
         """Waits until exactly the workers that live are ready, and `until` is true of them."""
@@ -72,16 +79,3 @@ class Cluster(Fleet):
         with contextlib.suppress(TimeoutError):
             await eventually(given_back, 2)
         return len(await asyncio.to_thread(self.client.transfers))
-
-
-@contextlib.asynccontextmanager
-async def started(threads: int) -> AsyncIterator[Cluster]:
-    ports = [free_port() for _ in range(REPLICAS)]
-    with (
-        Balancer(ports) as balancer,
-        RedisServer() as redis,
-        Cluster(balancer.url, ports, redis, threads) as made,
-    ):
-        await asyncio.to_thread(made.start_all)
-        await made.settled()
-        yield made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import re
 import time
@@ -15,7 +16,7 @@ import httpx
 from verify.redis_server import audit
 
 from .acts import ACTS
-from .cluster import started
+from .cluster import Cluster
 from .load import HANG_SECONDS, Load, Sent, prompts
 
 MAX_EXTRA_SECONDS: Final = 5.0
@@ -110,15 +111,14 @@ async def run(
 ) -> Outcome:
     expected = await asyncio.to_thread(prompts, _TEXTS)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    async with (
-        started(threads) as cluster,
-        httpx.AsyncClient(
-            base_url=cluster.running["router"].url,
-            timeout=HANG_SECONDS,
-            limits=limits,
-            trust_env=False,
-        ) as http,
-    ):
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = stack.enter_context(Cluster(threads))
+        await cluster.settled()
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(
+                base_url=cluster.router.url, timeout=HANG_SECONDS, limits=limits, trust_env=False
+            )
+        )
         # The first requests of a process are slow: they belong to no phase.
         capacity = await Load(http, cluster.model, expected).closed(_WARM_UP, concurrency=2)
         load = Load(http, cluster.model, expected)

@@ -52,7 +52,7 @@ async def restart_control_plane(cluster: Cluster, load: Load, rng: random.Random
     fault = Fault("restart control plane", time.monotonic())
     await asyncio.to_thread(cluster.kill, CONTROL_PLANE)
     await asyncio.sleep(rng.uniform(0.1, 1.0))
-    starting = asyncio.create_task(asyncio.to_thread(cluster.control_plane))
+    starting = asyncio.create_task(asyncio.to_thread(cluster.start_control_plane))
     try:
         return await _away(fault, cluster, load)
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
@@ -26,11 +25,20 @@ _USAGE: Final = (
 
 
 class Cluster(Fleet):
-    """Made by started(). Loops call what is not asynchronous in a thread: it takes time."""
+    """Loops call what is not asynchronous in a thread: it takes time."""
 
-    def __init__(self, folder: Path, model: Path, policy: str) -> None:
+    def __init__(self, folder: Path, model: Path, policy: str, attempts: int) -> None:
         super().__init__(folder)
-        self._model, self._policy = model, policy
+        self._model, self._policy, self._attempts = model, policy, attempts
+
+    def start_all(self) -> None:
+        self.start_control_plane()
+        for name in ENGINES:
+            self.start_engine(name)
+        self.start_router(
+            *("--attempts", str(self._attempts), "--capacity-seconds", "0.5"),
+            *("--first-token-seconds", "20", "--token-seconds", "20"),
+        )
 
     @property
     def logs(self) -> list[Path]:
@@ -71,18 +79,3 @@ class Cluster(Fleet):
         if transfers := self.client.transfers():
             held.append(f"control plane: {len(transfers)} reservations")
         return held
-
-
-@contextlib.asynccontextmanager
-async def started(folder: Path, model: Path, policy: str, attempts: int) -> AsyncIterator[Cluster]:
-    with Cluster(folder, model, policy) as cluster:
-        await asyncio.to_thread(cluster.control_plane)
-        for name in ENGINES:
-            await asyncio.to_thread(cluster.start_engine, name)
-        await asyncio.to_thread(
-            cluster.router,
-            *("--attempts", str(attempts), "--capacity-seconds", "0.5"),
-            *("--first-token-seconds", "20", "--token-seconds", "20"),
-        )
-        await cluster.settled()
-        yield cluster

@@ -18,7 +18,7 @@ from verify.vllm.servers import make_model, vllm
 from verify.vllm.tiny_prompts import prompts
 
 from .acts import ACTS, Act
-from .cluster import Cluster, started
+from .cluster import Cluster
 from .load import HANG_SECONDS, MAX_TOKENS, Became, Load, Sent, requests
 from .naming import Cause, Fault, Logs, Naming, naming
 
@@ -74,7 +74,8 @@ async def run(
         expected = await asyncio.to_thread(_references, home, model, asked)
         batch = requests(rng, list(zip(asked, expected, strict=True)))
         tell("starting control plane, router, producer and consumer")
-        async with started(home, model, policy, attempts) as cluster:
+        with Cluster(home, model, policy, attempts) as cluster:
+            await cluster.settled()
             return await _phases(cluster, batch, acts, rng, tell)
 
 
@@ -90,7 +91,7 @@ async def _phases(
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
     phases = []
     async with httpx.AsyncClient(
-        base_url=cluster.running["router"].url,
+        base_url=cluster.router.url,
         timeout=HANG_SECONDS + 5,
         limits=limits,
         trust_env=False,
