@@ -116,7 +116,7 @@ async def test_a_client_that_does_not_want_its_trace_recorded_has_none(traced: C
     await complete(traced, "recorded-after-it")
     done = await asyncio.to_thread(kvxfer_trace, traced, "recorded-after-it", "--json")
     assert done.returncode == 0, done.stderr
-    async with httpx.AsyncClient(base_url=traced.control_plane) as client:
+    async with httpx.AsyncClient(base_url=traced.url) as client:
         answer = await client.get("/v1/traces/not-recorded")
     assert answer.json()["code"] == "unknown-trace"
 
@@ -138,7 +138,7 @@ async def test_a_request_without_a_trace_is_an_error_that_says_why(traced: Clust
     command = [sys.executable, "-m", "kvxfer.cli", "trace", "nobody", "--wait", "0"]
     done = await asyncio.to_thread(
         subprocess.run,
-        [*command, "--control-plane", traced.control_plane],
+        [*command, "--control-plane", traced.url],
         capture_output=True,
         text=True,
     )

@@ -23,7 +23,7 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.layout import KvLayout
 from kvxfer.worker_metrics import WorkerMetrics
-from verify.processes.commands import commands, report
+from verify.processes.commands import commands, kv_endpoint, report
 
 KEY: Final = b"the cluster key of the attacked workers"
 EPOCH: Final = 1
@@ -189,33 +189,26 @@ def _value(plane: int, index: int) -> int:
 
 async def main(instance: str, fabric: str, *, checksums: bool) -> None:
     logging.getLogger("kvxfer").setLevel(logging.ERROR)  # every attack is a warning
-    # Nobody is frozen here for longer than a busy machine takes.
-    async with Engine(
-        cluster_key=KEY, name=instance, fabrics=(fabric,), peer_timeout=3.0
-    ) as engine:
-        cache = KvCache.allocate(engine, LAYOUT, NUM_BLOCKS)
-        pool = BlockPool(NUM_BLOCKS)
-        async with KvEndpoint(
-            engine,
-            cache,
-            pool,
-            instance_id=instance,
-            epoch=EPOCH,
-            ticket_key=KEY,
-            checksums=checksums,
-        ) as endpoint:
-            worker = Worker(engine, cache, pool, endpoint)
-            tasks: set[asyncio.Task[None]] = set()
+    async with kv_endpoint(
+        *(instance, LAYOUT, NUM_BLOCKS),
+        key=KEY,
+        epoch=EPOCH,
+        checksums=checksums,
+        fabrics=(fabric,),
+        peer_timeout=3.0,  # nobody is frozen here for longer than a busy machine takes
+    ) as parts:
+        worker = Worker(*parts)
+        tasks: set[asyncio.Task[None]] = set()
 
-            async def respond(command: dict[str, Any]) -> None:
-                ident = command.pop("id")
-                report(id=ident, **await worker.answer(command))
+        async def respond(command: dict[str, Any]) -> None:
+            ident = command.pop("id")
+            report(id=ident, **await worker.answer(command))
 
-            report("ready", address=engine.address)
-            async for command in commands():
-                task = asyncio.create_task(respond(command))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
+        report("ready", address=parts[0].address)
+        async for command in commands():
+            task = asyncio.create_task(respond(command))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
 
 if __name__ == "__main__":

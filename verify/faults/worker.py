@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvxfer.engine import Engine
 from kvxfer.errors import KvxferError
 from kvxfer.kv.block_pool import BlockHold, BlockPool
 from kvxfer.kv.cache import KvCache
@@ -23,7 +22,7 @@ from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.prefill_session import PrefillSession
-from verify.processes.commands import commands, report
+from verify.processes.commands import commands, kv_endpoint, report
 
 from .pattern import Page, page, reused, wrong_bytes
 
@@ -164,24 +163,20 @@ class FaultWorker:
 
 
 async def main(instance: str, epoch: int, fabric: str, host: str) -> None:
-    async with Engine(
-        cluster_key=KEY,
-        name=instance,
+    async with kv_endpoint(
+        *(instance, LAYOUT, NUM_BLOCKS),
+        key=KEY,
+        epoch=epoch,
         fabrics=(fabric,),
         host=host,
         peer_timeout=float(os.environ.get("KVXFER_PEER_TIMEOUT", "0.7")),
-    ) as engine:
-        cache = KvCache.allocate(engine, LAYOUT, NUM_BLOCKS)
-        pool = BlockPool(NUM_BLOCKS)
-        async with KvEndpoint(
-            engine, cache, pool, instance_id=instance, epoch=epoch, ticket_key=KEY
-        ) as endpoint:
-            worker = FaultWorker(cache, pool, endpoint)
-            report("ready", address=engine.address)
-            with contextlib.suppress(MemoryError, SystemError):
-                async for command in commands():
-                    worker.command(command)
-            os._exit(0)  # all memory is gone
+    ) as (engine, cache, pool, endpoint):
+        worker = FaultWorker(cache, pool, endpoint)
+        report("ready", address=engine.address)
+        with contextlib.suppress(MemoryError, SystemError):
+            async for command in commands():
+                worker.command(command)
+        os._exit(0)  # all memory is gone
 
 
 if __name__ == "__main__":

@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
+from kvxfer.engine import Engine
+from kvxfer.kv.block_pool import BlockPool
+from kvxfer.kv.cache import KvCache
+from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.layout import KvLayout
+
 _LONGEST: Final = 1 << 24
+
+
+@contextlib.asynccontextmanager
+async def kv_endpoint(
+    instance: str,
+    layout: KvLayout,
+    num_blocks: int,
+    *,
+    key: bytes,
+    epoch: int,
+    checksums: bool = False,
+    **options: Any,
+) -> AsyncIterator[tuple[Engine, KvCache, BlockPool, KvEndpoint]]:
+    """One end of transfers; `options` are the engine's."""
+    async with Engine(cluster_key=key, name=instance, **options) as engine:
+        cache, pool = KvCache.allocate(engine, layout, num_blocks), BlockPool(num_blocks)
+        identity = {"instance_id": instance, "epoch": epoch, "ticket_key": key}
+        async with KvEndpoint(engine, cache, pool, **identity, checksums=checksums) as endpoint:
+            yield engine, cache, pool, endpoint
 
 
 def report(event: str = "", **fields: object) -> None:

@@ -20,7 +20,7 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.layout import KvLayout
 from verify.faults.worker import KEY
-from verify.processes.commands import commands, report
+from verify.processes.commands import commands, kv_endpoint, report
 
 NUM_BLOCKS: Final = 256
 MAX_BLOCKS: Final = 48
@@ -109,18 +109,14 @@ class SoakWorker:
 
 
 async def main(instance: str, fabrics: str) -> None:
-    async with Engine(cluster_key=KEY, name=instance, fabrics=tuple(fabrics.split(","))) as engine:
-        cache = KvCache.allocate(engine, LAYOUT, NUM_BLOCKS)
-        pool = BlockPool(NUM_BLOCKS)
-        async with KvEndpoint(
-            engine, cache, pool, instance_id=instance, epoch=EPOCH, ticket_key=KEY, checksums=True
-        ) as endpoint:
-            worker = SoakWorker(engine, cache, pool, endpoint)
-            report("ready", address=engine.address)
-            async for command in commands():
-                if command["do"] == "close":
-                    break
-                worker.command(command)
+    how = {"key": KEY, "epoch": EPOCH, "checksums": True, "fabrics": tuple(fabrics.split(","))}
+    async with kv_endpoint(instance, LAYOUT, NUM_BLOCKS, **how) as parts:
+        worker = SoakWorker(*parts)
+        report("ready", address=parts[0].address)
+        async for command in commands():
+            if command["do"] == "close":
+                break
+            worker.command(command)
 
 
 if __name__ == "__main__":

@@ -147,8 +147,3 @@ def _references(home: Path, model: Path, asked: list[list[int]]) -> list[list[in
     with vllm("aggregated", home, model) as server, ThreadPoolExecutor(8) as threads:
         server.serves("/health")
         return list(threads.map(lambda prompt: tokens(server, prompt), asked))
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
