@@ -14,7 +14,7 @@ from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes, pack, un
 from kvxfer.registration import Registration
 from kvxfer.scheduler.prefix_index import merged
 from kvxfer.transfers import TransferRequest
-from verify.control_plane import RunningControlPlane, worker
+from tests.control_plane import RunningControlPlane, worker
 
 HASHES = chain_hashes(range(160), 16)
 

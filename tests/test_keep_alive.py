@@ -10,7 +10,8 @@ from fastapi import FastAPI
 
 from kvxfer.http_listener import bind, url_of
 from kvxfer.reference.worker.http_server import HttpServer
-from verify.control_plane import RunningControlPlane
+
+from .control_plane import RunningControlPlane
 
 pytestmark = pytest.mark.native
 

@@ -18,8 +18,8 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role
 from kvxfer.registration import Registration
+from tests.control_plane import RunningControlPlane, worker
 from tests.virtual_time import VirtualClock
-from verify.control_plane import RunningControlPlane, worker
 from verify.polling import eventually
 
 pytestmark = pytest.mark.native

@@ -10,7 +10,7 @@ import pytest
 from kvxfer.client import ControlPlaneClient
 from kvxfer.errors import ControlPlaneUnavailable, UnknownTransfer
 from kvxfer.instances import InstanceState
-from verify.control_plane import RunningControlPlane, worker
+from tests.control_plane import RunningControlPlane, worker
 from verify.polling import PATIENCE, eventually
 
 

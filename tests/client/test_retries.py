@@ -23,7 +23,7 @@ from kvxfer.errors import (
     Unauthenticated,
     UnknownInstance,
 )
-from verify.control_plane import RunningControlPlane
+from tests.control_plane import RunningControlPlane
 
 OK = httpx.Response(200, json={"instances": []})
 LISTED = "instances"

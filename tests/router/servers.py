@@ -18,7 +18,7 @@ from kvxfer.instances import InstanceState, Role
 from kvxfer.router.app import create_app
 from kvxfer.router.exchange import CHAT, COMPLETIONS
 from kvxfer.router.settings import RouterSettings
-from verify.control_plane import worker
+from tests.control_plane import worker
 
 USAGE = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
 

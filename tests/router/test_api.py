@@ -19,7 +19,7 @@ from kvxfer.instances import Role
 from kvxfer.reference.worker.completions import KvTransferParams
 from kvxfer.router.api_keys import watch_api_keys
 from kvxfer.router.exchange import CHAT, COMPLETIONS
-from verify.control_plane import LAYOUT, RunningControlPlane
+from tests.control_plane import LAYOUT, RunningControlPlane
 
 from .servers import CHATS, DECODES, PREFILLS, USAGE, RunningRouter, http_worker
 

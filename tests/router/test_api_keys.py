@@ -12,7 +12,7 @@ from kvxfer.client import ControlPlaneClient
 from kvxfer.instances import InstanceState
 from kvxfer.router import api_keys
 from kvxfer.router.api_keys import watch_api_keys
-from verify.control_plane import RunningControlPlane, worker
+from tests.control_plane import RunningControlPlane, worker
 
 from .servers import RunningRouter
 

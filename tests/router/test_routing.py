@@ -19,7 +19,7 @@ from kvxfer.http_listener import bind, url_of
 from kvxfer.instances import BlockUpdate, InstanceState, Role
 from kvxfer.prefix_hashes import prompt_hashes
 from kvxfer.reference.worker.http_server import HttpServer
-from verify.control_plane import RunningControlPlane, worker
+from tests.control_plane import RunningControlPlane, worker
 
 from .cluster import until
 from .servers import (
