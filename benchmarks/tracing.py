@@ -15,10 +15,10 @@ from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
 from kvxfer.instances import InstanceState, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.registry import LeasePolicy
 from kvxfer.tracing.asgi import TraceRequests
 from kvxfer.tracing.span import span
-from tests.control_plane import CLUSTER_KEY, worker
-from tests.virtual_time import VirtualClock
+from verify.control_plane import CLUSTER_KEY, worker
 
 CALLS = 200
 ROUNDS = 9
@@ -27,12 +27,11 @@ BODY = json.dumps({"request_id": "r", "prompt_tokens": 16}).encode()
 
 
 async def control_plane(*, traced: bool) -> FastAPI:
-    clock = VirtualClock()  # no lease ends while this runs
-    registry = EmbeddedRegistry(clock=clock)
+    registry = EmbeddedRegistry(LeasePolicy(3600))  # no lease ends while this runs
     for role in (Role.PREFILL, Role.DECODE):
         spec = worker(role.value, role, num_blocks=1 << 30)
         await registry.register(spec, state=InstanceState.READY)
-    app = create_app(Settings(cluster_key=CLUSTER_KEY), registry, clock=clock)
+    app = create_app(Settings(cluster_key=CLUSTER_KEY), registry)
     if not traced:
         kept = [each for each in app.user_middleware if each.cls is not TraceRequests]
         app.user_middleware[:] = kept

@@ -1,22 +1,17 @@
-"""What the tests of registry, API and client share: workers, a server."""
+"""What the tests of registry and API share: time that passes for one, calls without a socket."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import msgspec
 
-from kvxfer.clock import SYSTEM_CLOCK, Clock
-from kvxfer.instances import InstanceSpec, Role
-from kvxfer.kv.layout import KvLayout
 from tests.asgi import AsgiTransport
 from tests.virtual_time import VirtualClock, VirtualLoop, passes
+from verify.control_plane import CLUSTER_KEY, LAYOUT, RunningControlPlane, worker
 from verify.polling import PATIENCE
 
 if TYPE_CHECKING:
@@ -24,25 +19,8 @@ if TYPE_CHECKING:
 
     from kvxfer.scheduler.registry import Registry
 
-CLUSTER_KEY = b"cluster key of the tests"
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", block_size=16)
-
-
-def worker(instance_id: str, role: Role | str = Role.PREFILL, **changes: Any) -> InstanceSpec:
-    """A worker as it would register, with what is changed about it."""
-    layout = {
-        name: changes.pop(name) for name in ("block_size", "dtype", "order") if name in changes
-    }
-    spec = InstanceSpec(
-        instance_id=instance_id,
-        role=Role(role),
-        model="llama",
-        engine_address=f"kvx://127.0.0.1:7400/{instance_id}",
-        http_address="http://127.0.0.1:8000",
-        layout=replace(LAYOUT, **layout),
-        num_blocks=64,
-    )
-    return msgspec.structs.replace(spec, **changes)
+# Some tests still take these from here.
+__all__ = ["CLUSTER_KEY", "LAYOUT", "RunningControlPlane", "calling", "pass_time", "worker"]
 
 
 async def pass_time(registry: Registry, clock: VirtualClock, seconds: float) -> None:
@@ -67,49 +45,3 @@ async def calling(app: FastAPI, **options: Any) -> AsyncIterator[httpx.AsyncClie
         httpx.AsyncClient(transport=transport, base_url="http://kvxfer", **options) as client,
     ):
         yield client
-
-
-class RunningControlPlane:
-    """`kvxfer serve` in a thread of this process, so that a test can hold its clock."""
-
-    def __init__(
-        self,
-        *,
-        port: int = 0,
-        lease_seconds: float = 6.0,
-        clock: Clock = SYSTEM_CLOCK,
-        registry: Registry | None = None,
-        tls: Any = None,
-        **settings: Any,
-    ) -> None:
-        from kvxfer.api.app import create_app
-        from kvxfer.api.server import ControlPlaneServer
-        from kvxfer.api.settings import Settings
-        from kvxfer.http_listener import bind, url_of
-        from kvxfer.scheduler.embedded import EmbeddedRegistry
-        from kvxfer.scheduler.registry import LeasePolicy
-
-        self.registry = registry or EmbeddedRegistry(LeasePolicy(lease_seconds), clock=clock)
-        app = create_app(
-            Settings(cluster_key=CLUSTER_KEY, sweep_seconds=0.02, **settings),
-            self.registry,
-            clock=clock,
-        )
-        listener = bind("127.0.0.1", port)
-        self.url = url_of(listener, tls=tls is not None)
-        self.port = listener.getsockname()[1]
-        self._accepts = threading.Event()
-        self._server = ControlPlaneServer(app, listener, lambda _: self._accepts.set(), tls=tls)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-
-    def __enter__(self) -> RunningControlPlane:
-        self._thread.start()
-        assert self._accepts.wait(PATIENCE), "the control plane did not start"
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()

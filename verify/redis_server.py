@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-import signal
-import socket
-import subprocess
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 from redis import Redis
@@ -20,12 +15,13 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from verify.certificates import Certificates
+from verify.polling import PATIENCE, wait_until
+from verify.processes.process import Process
+from verify.processes.programs import free_port
 
-_START_SECONDS = 20
 
-
-class RedisServer:
-    """`redis-server` on a free port, with a folder of its own and nothing kept on disk."""
+class RedisServer(Process):
+    """`redis-server` on a free port, with nothing kept on disk."""
 
     def __init__(
         self,
@@ -34,99 +30,61 @@ class RedisServer:
         certificates: Certificates | None = None,
         sentinel_of: RedisServer | None = None,
     ) -> None:
+        program = shutil.which("redis-server")
+        assert program, "redis-server is missing: run `scripts/setup test`"
         self.port = free_port()
         self.tls_port = 0 if certificates is None else free_port()
-        self._certificates = certificates
         self._password = password
-        self._options = options
-        self._folder = Path(tempfile.mkdtemp(prefix="kvxfer-redis-"))
-        self._sentinel_of = sentinel_of
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
+        common = ["--port", str(self.port), "--bind", "127.0.0.1", *options]
+        if password is not None:
+            common += ["--requirepass", password]
+        if certificates is not None:
+            common += ["--tls-port", str(self.tls_port), "--tls-replication", "yes"]
+            common += ["--tls-ca-cert-file", str(certificates.ca_file)]
+            common += ["--tls-cert-file", str(certificates.server_cert)]
+            common += ["--tls-key-file", str(certificates.server_key)]
+        self._watches = sentinel_of
+        kind = ["sentinel.conf", *common, "--sentinel"] if sentinel_of else [*common, "--save", ""]
+        super().__init__("redis", program, *kind)
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def client(self) -> Redis:
-        return Redis(port=self.port, password=self._password, socket_timeout=_START_SECONDS)
+        return Redis(port=self.port, password=self._password, socket_timeout=PATIENCE)
 
     def start(self) -> None:
-        """Starts it on the same port as before, with what it had if it was stopped, else empty."""
-        program = shutil.which("redis-server")
-        assert program, "redis-server is missing: run `scripts/setup test`"
-        self._process = subprocess.Popen(
-            [program, *self._arguments()],
-            cwd=self._folder,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        give_up = time.monotonic() + _START_SECONDS
-        with self.client() as client:
-            while True:
-                try:
-                    client.ping()
-                    return
-                except RedisConnectionError:
-                    assert self._process.poll() is None, f"redis-server on {self.port} ended"
-                    assert time.monotonic() < give_up, f"redis-server on {self.port} is silent"
-                    time.sleep(0.02)
+        """On the same port as before, with what it had if it was stopped, else empty."""
+        if self._watches is not None:
+            self._configure(self._watches)
+        super().start()
+        self.ready(self._answers)
 
     def kill(self) -> None:
         """Ends it at once: its data is lost."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-            (self._folder / "dump.rdb").unlink(missing_ok=True)
+        super().kill()
+        (self.folder / "dump.rdb").unlink(missing_ok=True)
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # type: ignore[override]
         """Ends it with its data written down."""
-        assert self._process is not None
         with self.client() as client:
             client.shutdown(save=True)
-        self._process.wait()
-        self._process = None
+        self.ends()
 
-    def pause(self) -> None:
-        """It accepts connections (the kernel does) and says nothing."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+    def _answers(self) -> bool:
+        with self.client() as client, contextlib.suppress(RedisConnectionError):
+            return bool(client.ping())
+        return False
 
-    def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        self.kill()
-        shutil.rmtree(self._folder)
-
-    def __enter__(self) -> RedisServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _arguments(self) -> list[str]:
-        common = ["--port", str(self.port), "--bind", "127.0.0.1", *self._options]
-        if self._password is not None:
-            common += ["--requirepass", self._password]
-        if made := self._certificates:
-            common += ["--tls-port", str(self.tls_port), "--tls-ca-cert-file", str(made.ca_file)]
-            common += ["--tls-cert-file", str(made.server_cert)]
-            common += ["--tls-key-file", str(made.server_key), "--tls-replication", "yes"]
-        if self._sentinel_of is None:
-            return [*common, "--save", "", "--appendonly", "no"]
-        word = self._sentinel_of._password
-        port = self._sentinel_of.tls_port or self._sentinel_of.port
-        configuration = self._folder / "sentinel.conf"
-        configuration.write_text(
+    def _configure(self, master: RedisServer) -> None:
+        port, word = master.tls_port or master.port, master._password
+        (self.folder / "sentinel.conf").write_text(
             f"sentinel monitor fleet 127.0.0.1 {port} 1\n"
             "sentinel down-after-milliseconds fleet 3000\n"
             "sentinel failover-timeout fleet 5000\n"
             + (f"sentinel auth-pass fleet {word}\n" if word else "")
         )
-        return [str(configuration), *common, "--sentinel"]
 
 
 @dataclass(frozen=True)
@@ -149,25 +107,16 @@ def watched() -> Iterator[Watched]:
         RedisServer("--replicaof", "127.0.0.1", str(master.port)) as standby,
         RedisServer(sentinel_of=master) as sentinel,
     ):
-        _wait_for_replica(master, sentinel)
+        wait_until(lambda: _replica_is_known(master, sentinel))
         yield Watched(master, standby, sentinel)
 
 
-def _wait_for_replica(master: RedisServer, sentinel: RedisServer) -> None:
-    """Until the replica has the master's data and the Sentinel knows of it."""
-    give_up = time.monotonic() + _START_SECONDS
-    with master.client() as data, sentinel.client() as watcher:
-        while True:
-            replicas = []
-            try:
-                replicas = watcher.sentinel_slaves("fleet")
-                synchronised = data.info("replication").get("slave0", {}).get("state") == "online"
-            except RedisError:
-                synchronised = False
-            if replicas and synchronised:
-                return
-            assert time.monotonic() < give_up, "the replica did not come up"
-            time.sleep(0.05)
+def _replica_is_known(master: RedisServer, sentinel: RedisServer) -> bool:
+    """Whether the replica has the master's data, and the Sentinel knows of it."""
+    with master.client() as data, sentinel.client() as watcher, contextlib.suppress(RedisError):
+        synchronised = data.info("replication").get("slave0", {}).get("state") == "online"
+        return bool(watcher.sentinel_slaves("fleet")) and synchronised
+    return False
 
 
 def audit(server: RedisServer) -> Counter[str]:
@@ -189,8 +138,3 @@ def audit(server: RedisServer) -> Counter[str]:
         assert reserved == {"transfers": opened[name], "blocks": blocks[name]}
         assert held[name] == opened[name]
     return opened
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

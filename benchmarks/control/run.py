@@ -24,7 +24,7 @@ from benchmarks.control.figures import (
     route_figure,
 )
 from benchmarks.control.generator import Answers, request, send
-from benchmarks.control.servers import Server, control_plane, empty_server
+from benchmarks.control.servers import Measured, control_plane, empty_server
 from kvxfer.bench.machine import this_machine
 from verify.redis_server import RedisServer
 
@@ -112,7 +112,7 @@ def _rounds(
     registry: str,
     settings: Settings,
     load: Load,
-    servers: tuple[Server, Server],
+    servers: tuple[Measured, Measured],
     epochs: dict[str, int],
     step: Step,
 ) -> dict[str, list[Answers]]:
@@ -143,7 +143,7 @@ def _rounds(
 def _lose_data(
     settings: Settings,
     load: Load,
-    server: Server,
+    server: Measured,
     redis: RedisServer | None,
     epochs: dict[str, int],
     registrations: Sequence[bytes],

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-
 from benchmarks.vllm.notes import NOTES_VARIABLE
-from tests.vllm.servers import Server, kvxfer, make_model, vllm
+from verify.polling import wait_until
+from verify.processes.fleet import Fleet
+from verify.processes.programs import Server
+from verify.vllm.servers import add_vllm, make_model, vllm
 
 _READY_SECONDS = 60.0
 # 32 KiB of cache per token: 64 MiB at 2,000 tokens, as models have that people serve.
@@ -39,41 +39,26 @@ def started(folder: Path, step: Callable[[str], None]) -> Iterator[Cluster]:
     step("making the model")
     model = make_model(folder, *_SIZES)
     step("starting two vLLM servers with kvxfer and one without")
-    with contextlib.ExitStack() as stack:
-        serve = stack.enter_context(kvxfer("serve", folder, "serve", "--allow-anonymous"))
-        serve.wait("/healthz")
-        router = stack.enter_context(
-            kvxfer(
-                *("router", folder, "router", "--allow-anonymous"),
-                *("--control-plane", serve.url, "--attempts", "1"),
-            )
-        )
+    with (
+        Fleet(folder) as fleet,
+        vllm("aggregated", folder, model, *_CACHE) as aggregated,
+    ):
+        fleet.start_control_plane()
+        router = fleet.start_router("--attempts", "1")
         prefill, decode = (
-            stack.enter_context(
-                vllm(
-                    name,
-                    folder,
-                    model,
-                    *_CACHE,
-                    transfer={
-                        "kv_connector": "TimedConnector",
-                        "kv_connector_module_path": "benchmarks.vllm.timed_connector",
-                        "kv_role": role,
-                        "kv_connector_extra_config": {
-                            "control_plane": serve.url,
-                            # Seven processes on the cores of one: time is measured, not stalls.
-                            "peer_timeout": 5.0,
-                        },
-                    },
-                )
+            add_vllm(
+                *(fleet, name, model, *_CACHE),
+                role=role,
+                connector="TimedConnector",
+                module="benchmarks.vllm.timed_connector",
+                # Seven processes on the cores of one: time is measured, not stalls.
+                peer_timeout=5.0,
             )
             for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
         )
-        aggregated = stack.enter_context(vllm("aggregated", folder, model, *_CACHE))
         for server in (prefill, decode, aggregated):
-            server.wait()
-        router.wait("/healthz")
-        _wait_until_ready(serve)
+            server.serves("/health")
+        wait_until(fleet.whole, _READY_SECONDS)
         yield Cluster(router, prefill, decode, aggregated, notes)
 
 
@@ -83,19 +68,8 @@ def cpu_seconds(server: Server) -> float:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == server.process.pid:  # the process group
+            if int(fields[2]) == server.pid:  # the process group
                 total += (int(fields[11]) + int(fields[12])) / _TICKS
     if not total:
         raise RuntimeError(f"no process of {server.name} was found")
     return total
-
-
-def _wait_until_ready(serve: Server) -> None:
-    give_up = time.monotonic() + _READY_SECONDS
-    while True:
-        fleet = httpx.get(serve.url + "/v1/instances").json()["instances"]
-        if [each["state"] for each in fleet] == ["ready", "ready"]:
-            return
-        if time.monotonic() > give_up:
-            raise RuntimeError(f"after {_READY_SECONDS:g} s the fleet is {fleet}")
-        time.sleep(0.1)

@@ -13,8 +13,9 @@ from kvxfer.api.settings import Settings
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
-from tests.control_plane import CLUSTER_KEY, calling, worker
+from tests.control_plane import calling
 from tests.virtual_time import VirtualClock
+from verify.control_plane import CLUSTER_KEY, worker
 from verify.polling import PATIENCE
 
 LEASE = 6.0

@@ -20,8 +20,9 @@ from kvxfer.api.settings import Settings
 from kvxfer.api.tokens import Scope, watch_tokens
 from kvxfer.instances import Lease
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from tests.control_plane import CLUSTER_KEY, RunningControlPlane, calling
+from tests.control_plane import calling
 from tests.virtual_time import passes
+from verify.control_plane import CLUSTER_KEY, RunningControlPlane
 
 from .conftest import problem, registration
 from .test_openapi import SCHEMA

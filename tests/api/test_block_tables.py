@@ -16,9 +16,9 @@ from kvxfer.instances import InstanceState, Role
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.ticket import Ticket, sign_ticket, verify_ticket
 from tests.asgi import AsgiTransport
-from tests.block_tables import block_table
-from tests.control_plane import CLUSTER_KEY, RunningControlPlane, worker
 from tests.virtual_time import passes
+from verify.block_tables import block_table
+from verify.control_plane import CLUSTER_KEY, RunningControlPlane, worker
 from verify.polling import eventually
 
 from .conftest import join, problem

@@ -6,7 +6,7 @@ import pytest
 
 from kvxfer.api.schemas.problem import LayoutMismatchProblem
 from kvxfer.kv.layout import KvLayout
-from tests.control_plane import LAYOUT
+from verify.control_plane import LAYOUT
 
 from .conftest import join, problem
 

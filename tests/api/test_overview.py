@@ -19,8 +19,9 @@ from kvxfer.overview import Overview as OverviewRecord
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
-from tests.control_plane import CLUSTER_KEY, calling
+from tests.control_plane import calling
 from tests.virtual_time import passes
+from verify.control_plane import CLUSTER_KEY
 
 from .conftest import join, problem
 

@@ -8,8 +8,8 @@ from kvxfer.instances import Role
 from kvxfer.overview import OverviewQuery
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.history import ScalingHistory
-from tests.control_plane import worker
 from tests.virtual_time import passes
+from verify.control_plane import worker
 
 
 async def test_one_look_is_for_all_who_ask_the_same_until_its_pause_is_over(clock, monkeypatch):

@@ -9,8 +9,9 @@ from kvxfer.errors import ScalingFailed
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
-from tests.control_plane import CLUSTER_KEY, calling
+from tests.control_plane import calling
 from tests.virtual_time import passes
+from verify.control_plane import CLUSTER_KEY
 
 from .conftest import join, problem
 from .test_metrics import scrape

@@ -16,7 +16,7 @@ from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.registration import Registration
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import RunningControlPlane, worker
+from verify.control_plane import RunningControlPlane, worker
 from verify.polling import eventually
 from verify.redis_server import RedisServer
 
@@ -189,7 +189,7 @@ async def test_worker_keeps_its_epoch_where_redis_was_only_away(redis):
             epochs: list[int] = []
             async with Registration(client, worker("p"), on_epoch=epochs.append):
                 before = await client.instance("p")
-                redis.pause()
+                redis.freeze()
                 await eventually(lambda: is_stale(api, 3))
                 redis.resume()
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.ticket import Ticket, verify_ticket
-from tests.control_plane import CLUSTER_KEY
+from verify.control_plane import CLUSTER_KEY
 
 from .conftest import LEASE, join, problem
 

@@ -13,7 +13,8 @@ from kvxfer.api.schemas.instances import Change, Snapshot
 from kvxfer.event_stream import EventParser, ServerSentEvent
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
-from tests.control_plane import RunningControlPlane, pass_time
+from tests.control_plane import pass_time
+from verify.control_plane import RunningControlPlane
 from verify.polling import PATIENCE, eventually
 
 from .conftest import LEASE, join, problem

@@ -23,8 +23,8 @@ from kvxfer.instances import Instance, InstanceState, Load, Role, Snapshot
 from kvxfer.registration import Registration
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
-from tests.control_plane import RunningControlPlane, worker
 from tests.virtual_time import VirtualClock
+from verify.control_plane import RunningControlPlane, worker
 from verify.polling import PATIENCE, wait_until
 from verify.redis_server import RedisServer
 

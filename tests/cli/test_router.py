@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.control_plane import RunningControlPlane
+from verify.control_plane import RunningControlPlane
+from verify.processes.programs import Server, clean_environment, kvxfer
 
 pytestmark = pytest.mark.native
 
-ROUTER = (sys.executable, "-m", "kvxfer.cli", "router", "--port", "0")
-
-
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("KVXFER_")}
+ROUTER = kvxfer("router", "--port", "0")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_until_it_is_stopped(number: signal.Signals) -> None:
     with RunningControlPlane() as control_plane:
-        process = subprocess.Popen(
-            [*ROUTER, "--control-plane", control_plane.url, "--json"],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        url = json.loads(process.stdout.readline())["url"]
-        assert httpx.get(f"{url}/readyz").json() == {"status": "ok"}
-        process.send_signal(number)
-        process.communicate(timeout=30)
-        assert process.returncode == 0
+        command = [*ROUTER, "--control-plane", control_plane.url, "--json"]
+        with Server("router", *command, environment=clean_environment()) as router:
+            assert router.get("/readyz").json() == {"status": "ok"}
+            router.stop(number)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +41,7 @@ def test_what_cannot_be_meant_is_one_line(options: list[str], error: str, tmp_pa
     keys.write_text("alice 0123456789abcdef0123\nbob secret\n")
     ended = subprocess.run(
         [*ROUTER, *(str(keys) if option == "KEYS" else option for option in options)],
-        env={**environment(), "COLUMNS": "300"},
+        env=clean_environment(COLUMNS="300"),
         capture_output=True,
         text=True,
         timeout=60,

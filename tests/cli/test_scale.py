@@ -10,10 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.control_plane import CLUSTER_KEY
+from verify.control_plane import CLUSTER_KEY
 from verify.polling import wait_until
+from verify.processes.programs import clean_environment, kvxfer
 
-from .test_serve import KVXFER, environment, first_line, serving
+from .test_serve import first_line, serving
 from .test_serve import run as serve
 
 pytestmark = pytest.mark.native
@@ -24,8 +25,8 @@ ADMIN = {"Authorization": "Bearer token-of-the-admin"}
 
 def scale(*arguments: str, columns: int = 240) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        (*KVXFER, "scale", *arguments),
-        env=environment(COLUMNS=str(columns)),
+        kvxfer("scale", *arguments),
+        env=clean_environment(COLUMNS=str(columns)),
         capture_output=True,
         text=True,
         timeout=60,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import select
 import signal
 import socket
@@ -16,12 +15,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.control_plane import CLUSTER_KEY
+from verify.control_plane import CLUSTER_KEY
 from verify.polling import wait_until
+from verify.processes.programs import clean_environment, kvxfer
 
 pytestmark = pytest.mark.native
 
-KVXFER = (sys.executable, "-m", "kvxfer.cli")
 WORKER = {
     "instance_id": "p",
     "role": "prefill",
@@ -39,16 +38,11 @@ WORKER = {
 }
 
 
-def environment(**variables: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVXFER_")}
-    return {**kept, **variables}
-
-
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs to its end, as one that refuses to start does."""
     return subprocess.run(
-        (*KVXFER, "serve", *arguments),
-        env=environment(**variables),
+        kvxfer("serve", *arguments),
+        env=clean_environment(**variables),
         capture_output=True,
         text=True,
         timeout=60,
@@ -61,8 +55,8 @@ def serving(
     *arguments: str, key: bytes = CLUSTER_KEY, **variables: str
 ) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        (*KVXFER, "serve", *arguments),
-        env=environment(KVXFER_CLUSTER_KEY=key.decode(), **variables),
+        kvxfer("serve", *arguments),
+        env=clean_environment(KVXFER_CLUSTER_KEY=key.decode(), **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -269,7 +263,7 @@ def test_missing_server_extra_names_its_install_command():
     )
     ended = subprocess.run(
         (sys.executable, "-c", code, "serve"),
-        env=environment(KVXFER_CLUSTER_KEY=CLUSTER_KEY.decode()),
+        env=clean_environment(KVXFER_CLUSTER_KEY=CLUSTER_KEY.decode()),
         capture_output=True,
         text=True,
         timeout=60,

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.api.conftest import registration
-from tests.control_plane import CLUSTER_KEY
+from verify.control_plane import CLUSTER_KEY
 from verify.redis_server import audit
 
 from .test_fleet import nobody_listens

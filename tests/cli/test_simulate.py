@@ -7,15 +7,15 @@ import subprocess
 
 import pytest
 
-from .test_serve import KVXFER, environment
+from verify.processes.programs import clean_environment, kvxfer
 
 pytestmark = pytest.mark.native
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        (*KVXFER, "simulate", *arguments),
-        env=environment(COLUMNS="160"),
+        kvxfer("simulate", *arguments),
+        env=clean_environment(COLUMNS="160"),
         capture_output=True,
         text=True,
         timeout=60,

@@ -17,7 +17,7 @@ from kvxfer.api.tokens import watch_tokens
 from kvxfer.cli.top_frame import bytes_per_second
 from kvxfer.client import SyncControlPlaneClient
 from kvxfer.instances import InstanceState, Load, Traffic
-from tests.control_plane import RunningControlPlane, worker
+from verify.control_plane import RunningControlPlane, worker
 from verify.polling import PATIENCE, wait_until
 
 from .test_fleet import kvxfer, shown

@@ -17,9 +17,10 @@ from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.demo.router import Router
 from kvxfer.instances import Role
 from verify.certificates import Certificates, make_certificates
+from verify.processes.programs import Server, kvxfer
 from verify.redis_server import RedisServer
 
-from .test_worker import KVXFER, Process, environment, model  # noqa: F401 (a fixture)
+from .test_worker import environment, model, started  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.native
 
@@ -29,7 +30,7 @@ class Cluster:
     folder: Path
     certificates: Certificates
     url: str
-    workers: dict[str, Process]
+    workers: dict[str, Server]
 
     def token_file(self, name: str) -> Path:
         return self.folder / f"{name}.token"
@@ -52,7 +53,7 @@ class Cluster:
 
     def kvxfer(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*KVXFER, *arguments, *self.options("admin")],
+            kvxfer(*arguments, *self.options("admin")),
             env=environment(),
             capture_output=True,
             text=True,
@@ -72,17 +73,17 @@ def cluster(tmp_path: Path, model: Path, empty_redis: RedisServer) -> Iterator[C
     keys = ("--ticket-keys-file", tmp_path / "ticket-keys")
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(
-            Process(
+            started(
                 *("serve", "--port", "0", "--tokens-file", tmp_path / "tokens", *keys),
                 *("--tls-cert", certificates.server_cert, "--tls-key", certificates.server_key),
                 *("--tls-client-ca", certificates.ca_file, "--lease-seconds", "6"),
                 *("--registry", empty_redis.url),
             )
         )
-        cluster = Cluster(tmp_path, certificates, server.ready["url"], {})
+        cluster = Cluster(tmp_path, certificates, server.url, {})
         for role in ("prefill", "decode"):
             cluster.workers[role] = stack.enter_context(
-                Process(
+                started(
                     *("worker", "--role", role, "--model", model, "--instance-id", role, *keys),
                     *cluster.options("worker"),
                 )
@@ -111,14 +112,14 @@ async def test_requests_run_roles_change_and_workers_leave_when_drained(cluster:
         ended = await asyncio.to_thread(cluster.kvxfer, "drain", "prefill", "--json")
         assert ended.returncode == 0, ended.stderr
         assert json.loads(ended.stdout)["left"] is True
-        assert await asyncio.to_thread(cluster.workers["prefill"].process.wait, 30) == 0
+        await asyncio.to_thread(cluster.workers["prefill"].ends)
         assert [i.instance_id for i in await client.instances()] == ["decode"]
 
 
 def test_a_worker_without_its_token_is_refused_by_name(cluster: Cluster, model: Path) -> None:  # noqa: F811
     (cluster.folder / "worker.token").write_text("some-other-token-there")
     ended = subprocess.run(
-        [*KVXFER, "worker", "--role", "prefill", "--model", model, *cluster.options("worker")],
+        kvxfer("worker", "--role", "prefill", "--model", model, *cluster.options("worker")),
         env=environment(),
         capture_output=True,
         text=True,

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,11 @@ import torch
 import transformers
 
 from verify.polling import wait_until
+from verify.processes.programs import Server, clean_environment, kvxfer
 
 pytestmark = pytest.mark.native
 
 KEY = "0123456789abcdef0123456789abcdef"
-KVXFER = (sys.executable, "-m", "kvxfer.cli")
 
 
 @pytest.fixture(scope="module")
@@ -43,46 +40,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVXFER_")}
-    return {**kept, "KVXFER_CLUSTER_KEY": KEY, **variables}
+    return clean_environment(**{"KVXFER_CLUSTER_KEY": KEY, **variables})
 
 
-class Process:
-    """A kvxfer command and the first line that it prints, which is JSON. It ends with its block."""
-
-    def __init__(self, *arguments: str | Path) -> None:
-        self.process = subprocess.Popen(
-            [*KVXFER, *map(str, arguments), "--json"],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.ready: dict[str, Any] = json.loads(self.process.stdout.readline())
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        self.process.communicate(timeout=30)
-        return self.process.returncode
+def started(*arguments: str | Path) -> Server:
+    """A kvxfer command that is ready; it ends with its block."""
+    command = kvxfer(*arguments, "--json")
+    server = Server(str(arguments[0]), *command, environment=environment())
+    try:
+        server.ready()
+    except BaseException:
+        server.close()
+        raise
+    return server
 
 
 @pytest.fixture(scope="module")
 def control_plane() -> Iterator[str]:
-    with Process("serve", "--port", "0", "--lease-seconds", "6") as process:
-        yield process.ready["url"]
+    with started("serve", "--port", "0", "--lease-seconds", "6") as server:
+        yield server.url
 
 
 def refused(*arguments: str | Path, **variables: str) -> str:
     """The error of a worker that must not start, on one line."""
     result = subprocess.run(
-        [*KVXFER, "worker", *map(str, arguments)],
+        kvxfer("worker", *arguments),
         env=environment(**variables),
         capture_output=True,
         text=True,
@@ -103,12 +85,12 @@ def instances(control_plane: str) -> dict[str, Any]:
 def test_a_worker_is_in_the_fleet_until_it_is_stopped(
     number: signal.Signals, control_plane: str, model: Path
 ) -> None:
-    with Process(
+    with started(
         *("worker", "--role", "decode", "--control-plane", control_plane, "--model", model),
         *("--instance-id", f"decode-{number.name}", "--blocks", "40", "--fabrics", "tcp"),
         *("--label", "zone=eu-1a", "--label", "rack=a=7"),
     ) as worker:
-        said = worker.ready
+        said = worker.ready()
         assert said["instance_id"] == f"decode-{number.name}"
         registered = instances(control_plane)[said["instance_id"]]
         assert registered["state"] == "ready"
@@ -127,7 +109,7 @@ def test_a_worker_is_in_the_fleet_until_it_is_stopped(
         assert registered["layout"]["head_size"] == 16
         health = httpx.get(f"{said['http_address']}/healthz").json()
         assert (health["status"], health["free_blocks"]) == ("ok", 40)
-        assert worker.stop(number) == 0
+        worker.stop(number)
         # It has said goodbye: its lease of 6 s, renewed every 2, would still hold.
         assert said["instance_id"] not in instances(control_plane)
 
@@ -135,7 +117,7 @@ def test_a_worker_is_in_the_fleet_until_it_is_stopped(
 def test_a_drained_worker_that_is_stopped_while_it_leaves_ends_well(
     control_plane: str, model: Path
 ) -> None:
-    with Process(
+    with started(
         *("worker", "--role", "prefill", "--control-plane", control_plane, "--model", model),
         *("--instance-id", "drained", "--blocks", "40"),
     ) as worker:
@@ -144,16 +126,16 @@ def test_a_drained_worker_that_is_stopped_while_it_leaves_ends_well(
         wait_until(lambda: httpx.get(url).status_code != 200)
 
         def ended_by_signals() -> bool:
-            worker.process.send_signal(signal.SIGTERM)
-            return worker.process.poll() is not None
+            worker.send(signal.SIGTERM)
+            return worker.exit_code is not None
 
         wait_until(ended_by_signals, pause=0.01)
-        assert worker.process.returncode == 0
+        assert worker.exit_code == 0
 
 
 def test_an_id_that_a_live_worker_has_is_refused(control_plane: str, model: Path) -> None:
     taken = ("--role", "prefill", "--control-plane", control_plane, "--instance-id", "one")
-    with Process("worker", *taken, "--model", model):
+    with started("worker", *taken, "--model", model):
         error = refused(*taken, "--model", model)
     assert "error [instance-exists] instance 'one' is alive" in error
 

@@ -20,7 +20,7 @@ from kvxfer.instances import Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
-from tests.control_plane import CLUSTER_KEY, RunningControlPlane
+from verify.control_plane import CLUSTER_KEY, RunningControlPlane
 from verify.polling import PATIENCE, wait_until
 
 pytestmark = pytest.mark.native

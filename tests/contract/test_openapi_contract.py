@@ -22,8 +22,8 @@ from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
 from kvxfer.api.tokens import Scope, watch_tokens
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from tests.control_plane import CLUSTER_KEY
 from tests.virtual_time import VirtualClock
+from verify.control_plane import CLUSTER_KEY
 
 TOKEN = "token-with-every-scope"
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import os
-import socket
-import socketserver
 import subprocess
 import sys
 import threading
@@ -24,10 +21,11 @@ import httpx
 
 from tests.deploy.chart import Container, Rendered, render
 from tests.deploy.programs import variables
-from verify.polling import PATIENCE, wait_until
-from verify.redis_server import free_port
+from verify.polling import wait_until
+from verify.processes.balancer import Balancer
+from verify.processes.fleet import Fleet
+from verify.processes.programs import Server, free_port
 
-START_SECONDS = 8 * PATIENCE
 _ANSWER_SECONDS = 60.0
 
 
@@ -40,7 +38,7 @@ class Pod:
     folder: Path
     name: str
     redis_port: int
-    process: subprocess.Popen[str] | None = field(default=None, repr=False)
+    server: Server | None = field(default=None, repr=False)
 
     @property
     def container(self) -> Container:
@@ -81,23 +79,23 @@ class Pod:
     def start(self) -> Pod:
         self.mount()
         spec = self.container.spec
-        words = self.command([*spec["command"], *spec["args"]])
-        self.process = subprocess.Popen(words, env=self.environment, text=True)
+        [port, *_] = spec["ports"]
+        self.server = Server(
+            *(self.name, *self.command([*spec["command"], *spec["args"]])),
+            url=f"http://127.0.0.1:{port['containerPort']}",
+            folder=self.folder,
+            environment=self.environment,
+        )
         return self
+
+    @property
+    def started(self) -> Server:
+        assert self.server is not None
+        return self.server
 
     def wait(self) -> None:
         """Until its readiness probe is answered."""
-        spec = self.container.spec
-        path = spec["readinessProbe"]["httpGet"]["path"]
-        url = f"http://127.0.0.1:{spec['ports'][0]['containerPort']}{path}"
-
-        def answers() -> bool:
-            assert self.process is not None and self.process.poll() is None, f"{self.name} ended"
-            with contextlib.suppress(httpx.HTTPError):
-                return httpx.get(url, timeout=2).is_success
-            return False
-
-        wait_until(answers, START_SECONDS)
+        self.started.serves(self.container.spec["readinessProbe"]["httpGet"]["path"])
 
     def hook(self) -> subprocess.CompletedProcess[str]:
         words = self.command(self.container.spec["lifecycle"]["preStop"]["exec"]["command"])
@@ -105,64 +103,29 @@ class Pod:
             words, env=self.environment, text=True, capture_output=True, timeout=120, check=False
         )
 
-    def stop(self) -> int:
-        """SIGTERM, and the exit code within the grace period."""
-        assert self.process is not None
-        self.process.terminate()
-        return self.process.wait(self.container.pod["spec"]["terminationGracePeriodSeconds"])
+    def stop(self) -> None:
+        """SIGTERM, and its end with exit code 0 within the grace period."""
+        seconds = self.container.pod["spec"]["terminationGracePeriodSeconds"]
+        self.started.stop(seconds=seconds)
 
 
-class Service:
-    """A Service of the cluster: connections to one port go to its endpoints by turns."""
+class Deployed(Fleet):
+    """The pods of a release."""
 
-    def __init__(self, port: int) -> None:
-        self.endpoints: list[int] = []
-        turns = itertools.count()
-        service = self
-
-        class Forward(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                endpoint = service.endpoints[next(turns) % len(service.endpoints)]
-                with socket.create_connection(("127.0.0.1", endpoint)) as pod:
-                    back = threading.Thread(target=_copy, args=(pod, self.request), daemon=True)
-                    back.start()
-                    _copy(self.request, pod)
-                    back.join()
-
-        socketserver.ThreadingTCPServer.allow_reuse_address = True
-        self.server = socketserver.ThreadingTCPServer(("127.0.0.1", port), Forward)
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.socket.close()
-
-
-def _copy(source: socket.socket, sink: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(65536):
-            sink.sendall(data)
-    with contextlib.suppress(OSError):
-        sink.shutdown(socket.SHUT_WR)
-
-
-class Fleet:
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.pods: list[Pod] = []
+        super().__init__(folder)
+        self.pods: dict[str, Pod] = {}
         self.release = _on_free_ports()
         self.redis_port = free_port()
-        self.add("kvxfer-registry", port=self.redis_port)
-        self.service = Service(self.release.values["controlPlane"]["port"])
+        self.deploy("kvxfer-registry", port=self.redis_port)
+        self.service = Balancer(port=self.release.values["controlPlane"]["port"])
         self.control_plane = self.add_control_plane("kvxfer-0")
-        router = self.add("kvxfer-router")
-        self.workers = [self.add("kvxfer-prefill"), self.add("kvxfer-decode")]
-        for pod in (*self.workers, router):
+        others = ("kvxfer-router", "kvxfer-prefill", "kvxfer-decode")
+        for pod in [self.deploy(name) for name in others]:
             pod.wait()
         port = self.release.values["router"]["port"]
         key = self.release.secret("kvxfer")["api-key"]
-        self.client = httpx.Client(
+        self.caller = httpx.Client(
             base_url=f"http://127.0.0.1:{port}",
             headers={"authorization": f"Bearer {key}"},
             timeout=_ANSWER_SECONDS,
@@ -170,25 +133,26 @@ class Fleet:
 
     def add_control_plane(self, name: str) -> Pod:
         port = free_port()
-        pod = self.add("kvxfer", name=name, port=port)
+        pod = self.deploy("kvxfer", name=name, port=port)
         pod.wait()
-        self.service.endpoints.append(port)
+        self.service.ports.append(port)
         return pod
 
-    def add(self, workload: str, *, name: str | None = None, port: int | None = None) -> Pod:
+    def deploy(self, workload: str, *, name: str | None = None, port: int | None = None) -> Pod:
         name = name or f"{workload}-0"
         release = self.release
         if port is not None:
             release = Rendered(
                 release.name, release.values, _with_port(release, workload, port), release.notes
             )
-        pod = Pod(release, workload, self.folder / name, name, self.redis_port)
-        self.pods.append(pod.start())
+        pod = Pod(release, workload, self.folder / name, name, self.redis_port).start()
+        self.pods[name] = pod
+        self.add(pod.started)
         return pod
 
     def complete(self, **more: Any) -> httpx.Response:
         body = {"model": "kvxfer-demo-8l", "prompt": "hello", "max_tokens": 16, **more}
-        return self.client.post("/v1/completions", json=body)
+        return self.caller.post("/v1/completions", json=body)
 
     @contextlib.contextmanager
     def under_load(self, **more: Any) -> Iterator[list[int]]:
@@ -212,13 +176,9 @@ class Fleet:
             load.join()
 
     def close(self) -> None:
-        self.client.close()
+        self.caller.close()
         self.service.close()
-        for pod in reversed(self.pods):
-            assert pod.process is not None
-            if pod.process.poll() is None:
-                pod.process.kill()
-            pod.process.wait()
+        super().close()
 
 
 def _on_free_ports() -> Rendered:

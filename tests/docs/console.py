@@ -67,7 +67,7 @@ class Shell:
             stderr=subprocess.STDOUT,
             text=True,
             pass_fds=[held],
-            start_new_session=True,
+            process_group=0,
         )
         os.close(held)
 

@@ -20,7 +20,7 @@ RUNBOOKS: Final = sessions((Path(__file__).parents[2] / "docs/runbooks.md").read
 INSTALL: Final = "Install"
 
 
-class Fleet:
+class Installation:
     """A shell in which the first runbook was done. The others leave its fleet as they found it, so
     that it does for all of them, until one fails."""
 
@@ -51,18 +51,18 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
     """Its ports are those of the document: one at a time on this machine."""
     with (Path(tempfile.gettempdir()) / f"kvxfer-runbooks-{os.getuid()}").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        fleet = Fleet(tmp_path_factory)
+        fleet = Installation(tmp_path_factory)
         yield fleet
         fleet.close()
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("title", RUNBOOKS)
-def test_a_runbook_does_what_it_says(title: str, fleet: Fleet) -> None:
+def test_a_runbook_does_what_it_says(title: str, fleet: Installation) -> None:
     with fleet.installed() as shell:
         if title != INSTALL:
             for step in RUNBOOKS[title]:

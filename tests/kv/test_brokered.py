@@ -34,8 +34,8 @@ from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.kv.session_state import DecodeState, PrefillState
 from kvxfer.ticket import sign_ticket, verify_ticket
-from tests.block_tables import block_table
-from tests.control_plane import CLUSTER_KEY, RunningControlPlane
+from verify.block_tables import block_table
+from verify.control_plane import CLUSTER_KEY, RunningControlPlane
 from verify.polling import PATIENCE, eventually
 
 from .brokered_fleet import Fleet, transfer_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from .fleet import WORKERS, Fleet
+from .fleet import Zones
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -69,11 +69,6 @@ def page(context: BrowserContext) -> Iterator[Page]:
 
 
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path_factory.mktemp("fleet"))
-    try:
-        for name in WORKERS:
-            fleet.start_worker(name)
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zones]:
+    with Zones(tmp_path_factory.mktemp("fleet")) as fleet:
         yield fleet
-    finally:
-        fleet.stop()

@@ -4,20 +4,15 @@ workers in two zones, and requests that keep coming."""
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from kvxfer.api.tokens import Scope
-from kvxfer.http_listener import bind
 from verify.polling import wait_until
+from verify.processes.fleet import Fleet
+from verify.processes.programs import Server
 
 WORKER, ROUTER, ADMIN, MONITOR = (f"{scope}-token-of-the-tests" for scope in Scope)
 TOKENS = f"""\
@@ -42,79 +37,35 @@ BLOCKS = 256
 PROMPT = "The KV cache of this prompt travels from one worker to another. " * 20
 
 
-class Fleet:
-    """Its processes, by name."""
+class Zones(Fleet):
+    """Workers in two zones, behind a control plane that knows who may do what."""
 
     def __init__(self, folder: Path) -> None:
-        self._tokens, self._policy = folder / "tokens", folder / "scaling.yaml"
-        self._tokens.write_text(TOKENS)
-        self._policy.write_text(POLICY)
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("KVXFER_")}
-        self._environment = {**kept, "KVXFER_CLUSTER_KEY": "0123456789abcdef" * 2}
-        self._processes: dict[str, subprocess.Popen[str]] = {}
-        with bind("127.0.0.1", 0) as free:
-            self._port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}"
-        self.start_control_plane()
-        self.router = str(self._start("router", "router", "--port", "0", token=ROUTER)["url"])
+        (folder / "tokens").write_text(TOKENS)
+        (folder / "scaling.yaml").write_text(POLICY)
+        super().__init__(folder, token=ADMIN)
 
-    def start_control_plane(self) -> None:
+    def start_all(self) -> None:
+        self.start_control_plane()
+        self.start_router(KVXFER_TOKEN=ROUTER)
+        for name in WORKERS:
+            self._begin(name).ready()
+
+    def start_control_plane(self, *options: str | Path) -> Server:
         """Also again, at the same address."""
-        self._start(
-            "control plane",
-            *("serve", "--port", str(self._port), "--tokens-file", str(self._tokens)),
-            *("--scaling-policy", str(self._policy), "--lease-seconds", "9"),
+        return super().start_control_plane(
+            *("--tokens-file", self.folder / "tokens", "--lease-seconds", "9"),
+            *("--scaling-policy", self.folder / "scaling.yaml", *options),
         )
 
-    def start_worker(self, name: str) -> None:
+    def _begin(self, name: str) -> Server:
         zone, rack, host, fabrics = WORKERS[name]
         labels = [f"zone={zone}", f"rack={rack}", f"host={host}"]
-        self._start(
-            name,
-            *("worker", "--role", name.partition("-")[0], "--instance-id", name),
-            *("--blocks", str(BLOCKS), "--threads", "1", "--fabrics", fabrics),
+        return self.begin_worker(
+            *(name, "--blocks", str(BLOCKS), "--threads", "1", "--fabrics", fabrics),
             *(word for label in labels for word in ("--label", label)),
-            token=WORKER,
+            KVXFER_TOKEN=WORKER,
         )
-
-    def instances(self) -> dict[str, dict[str, Any]]:
-        """What the registry holds, by id."""
-        answer = httpx.get(
-            f"{self.url}/v1/instances", headers={"Authorization": f"Bearer {ADMIN}"}, timeout=20
-        )
-        return {each["instance_id"]: each for each in answer.json()["instances"]}
-
-    def exit_code(self, name: str, timeout: float) -> int:
-        """That of a process which ends by itself."""
-        code = self._processes[name].wait(timeout)
-        self._processes.pop(name).communicate()
-        return code
-
-    def kill(self, name: str) -> None:
-        process = self._processes.pop(name)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-
-    def stop(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.communicate()
-
-    def _start(self, name: str, *arguments: str, token: str = "") -> dict[str, Any]:
-        self._processes[name] = subprocess.Popen(
-            [sys.executable, "-m", "kvxfer.cli", *arguments, "--json"],
-            env={**self._environment, "KVXFER_CONTROL_PLANE": self.url, "KVXFER_TOKEN": token},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        output = self._processes[name].stdout
-        assert output is not None
-        line = output.readline()
-        # A process that fails says why in several lines.
-        assert line.rstrip().endswith("}"), f"{name}: {line}{output.read()}"
-        started: dict[str, Any] = json.loads(line)
-        return started
 
 
 class Requests:

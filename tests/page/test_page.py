@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvxfer.instances import InstanceState
+from verify.processes.fleet import CONTROL_PLANE
+
 from .fleet import ADMIN, MONITOR, WORKER, WORKERS, Requests
 from .looks import barriers, expect, live, shown_again, sign_in, take_picture
 
@@ -66,7 +69,7 @@ def test_what_goes_on_is_seen_in_light_in_dark_and_on_a_phone(page, fleet, packa
         *("eu-1a", "r1", "node-1", "node-2", "r2", "node-4"),
         *("eu-1b", "r7", "node-9"),
     ]
-    with Requests(fleet.router) as requests:
+    with Requests(fleet.router.url) as requests:
         pairs = page.locator("#pairs")
         # One prefill worker has tcp only, the other one is on the host of both decode workers.
         for prefill, fabric in (("prefill-0", "local"), ("prefill-1", "tcp")):
@@ -168,13 +171,13 @@ def test_the_role_button_changes_the_role_of_a_real_worker(page, fleet):
         dialog.get_by_role("button", name="Change role").click()
         expect(dialog.locator("#outcome")).to_have_text(f"decode-1 takes the role {role}")
         expect(dialog.locator("#instance-facts div", has_text="role")).to_have_text(f"role{role}")
-        assert fleet.instances()["decode-1"]["role"] == role
+        assert fleet.instances()["decode-1"].role == role
 
 
 def test_the_drain_button_drains_a_real_worker(page, fleet):
     sign_in(page, fleet.url, ADMIN)
     live(page)
-    with Requests(fleet.router, at_once=2):
+    with Requests(fleet.router.url, at_once=2):
         # With a request on it the worker stays to be seen draining.
         expect(page.locator("#transfers")).to_contain_text("prefill-1 →")
         dialog = open_dialog(page, "prefill-1")
@@ -184,8 +187,8 @@ def test_the_drain_button_drains_a_real_worker(page, fleet):
             re.compile("prefill-1 (drains|has left the fleet)")
         )
         told = fleet.instances().get("prefill-1")
-        assert told is None or told["state"] == "draining"
-        assert fleet.exit_code("prefill-1", 120) == 0
+        assert told is None or told.state is InstanceState.DRAINING
+        fleet.left("prefill-1", 120)
         expect(dialog.locator("#outcome")).to_have_text("prefill-1 has left the fleet")
         expect(dialog.get_by_role("button", name="Drain")).to_be_disabled()
     assert "prefill-1" not in fleet.instances()
@@ -200,7 +203,7 @@ def test_a_lost_control_plane_shows_as_stale_and_recovers(page, fleet, packages)
     rows = page.locator("#instances tr")
     there = len(fleet.instances())
     expect(rows).to_have_count(there)
-    fleet.kill("control plane")
+    fleet.kill(CONTROL_PLANE)
     stale = page.locator("#stale")
     expect(page.locator("#connection")).to_have_text("Stale")
     expect(stale).to_have_text(re.compile(r"^Stale: the control plane .* This is from .* s ago"))

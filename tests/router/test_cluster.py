@@ -20,12 +20,9 @@ pytestmark = pytest.mark.native
 
 @pytest.fixture(scope="module")
 def whole(model: Path) -> Iterator[Cluster]:
-    cluster = Cluster(model)
-    try:
-        cluster.workers("prefill-0", "prefill-1", "decode-0", "decode-1")
+    with Cluster(model) as cluster:
+        cluster.start_workers("prefill-0", "prefill-1", "decode-0", "decode-1")
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture
@@ -38,7 +35,7 @@ async def cluster(whole: Cluster) -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.router, timeout=None) as client:
+    async with httpx.AsyncClient(base_url=cluster.router.url, timeout=None) as client:
         yield client
 
 
@@ -91,12 +88,12 @@ async def test_the_brokered_handshake_gives_the_same_tokens(
 ) -> None:
     prompts = [f"By way of the control plane, {i}: " + "page " * (8 * i + 1) for i in range(8)]
     tables = 'kvxfer_http_requests_total{method="POST",route="%s/block-table",status="201"}'
-    posted = partial(cluster.metric, tables % "/v1/transfers/{transfer_id}", cluster.control_plane)
+    posted = partial(cluster.metric, tables % "/v1/transfers/{transfer_id}", cluster.url)
     before = posted()
     direct = [client.post("/v1/completions", json=asked(prompt)) for prompt in prompts]
     direct_tokens = [tokens_of(answer) for answer in await asyncio.gather(*direct)]
     assert posted() == before
-    async with httpx.AsyncClient(base_url=cluster.brokering_router, timeout=None) as brokered:
+    async with httpx.AsyncClient(base_url=cluster.brokering.url, timeout=None) as brokered:
         calls = [brokered.post("/v1/completions", json=asked(prompt)) for prompt in prompts]
         tokens = [tokens_of(answer) for answer in await asyncio.gather(*calls)]
     assert tokens == direct_tokens

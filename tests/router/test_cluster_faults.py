@@ -23,11 +23,8 @@ LONG = 3000  # tokens: what is under way stays so until a test has done its wors
 
 @pytest.fixture(scope="module")
 def whole(model: Path) -> Iterator[Cluster]:
-    cluster = Cluster(model)
-    try:
+    with Cluster(model) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.fixture
@@ -35,7 +32,7 @@ async def cluster(whole: Cluster) -> AsyncIterator[Cluster]:
     """Two prefill and two decode workers, idle; idle again in the end."""
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
     await asyncio.to_thread(whole.bury)
-    await asyncio.to_thread(whole.workers, *names)
+    await asyncio.to_thread(whole.start_workers, *names)
     await until(lambda: set(names) <= set(whole.instances()) and whole.idle())
     yield whole
     await until(whole.idle)
@@ -43,7 +40,7 @@ async def cluster(whole: Cluster) -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.router, timeout=None) as client:
+    async with httpx.AsyncClient(base_url=cluster.router.url, timeout=None) as client:
         yield client
 
 
@@ -52,12 +49,12 @@ async def test_a_client_that_leaves_a_brokered_handshake_is_forgotten_on_both_si
     cluster: Cluster, frozen: str
 ) -> None:
     with cluster.frozen(frozen):
-        async with httpx.AsyncClient(base_url=cluster.brokering_router, timeout=None) as brokered:
+        async with httpx.AsyncClient(base_url=cluster.brokering.url, timeout=None) as brokered:
             request = asyncio.create_task(brokered.post("/v1/completions", json=asked("x" * 300)))
-            await until(cluster.open_transfers)
+            await until(cluster.transfers)
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
-        await until(lambda: not cluster.open_transfers())
+        await until(lambda: not cluster.transfers())
     await until(cluster.idle)
 
 
@@ -65,12 +62,12 @@ async def test_a_client_that_leaves_a_brokered_handshake_is_forgotten_on_both_si
 async def test_a_worker_killed_in_a_brokered_handshake_costs_a_retry_and_no_answer(
     cluster: Cluster, single: ModelRunner, doomed: str
 ) -> None:
-    async with httpx.AsyncClient(base_url=cluster.brokering_router, timeout=None) as brokered:
+    async with httpx.AsyncClient(base_url=cluster.brokering.url, timeout=None) as brokered:
         with cluster.frozen(doomed):
             request = asyncio.create_task(
                 brokered.post("/v1/completions", json=asked("not in vain"))
             )
-            await until(cluster.open_transfers)
+            await until(cluster.transfers)
             cluster.kill(doomed)
         assert tokens_of(await request) == single.generate("not in vain", 24, ignore_eos=True)
 
@@ -84,10 +81,10 @@ async def test_a_client_that_leaves_before_the_first_token_is_forgotten_on_both_
         request = asyncio.create_task(
             client.post("/v1/completions", json=asked("x" * 300, stream=stream))
         )
-        await until(cluster.open_transfers)
+        await until(cluster.transfers)
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
-        await until(lambda: not cluster.open_transfers())
+        await until(lambda: not cluster.transfers())
     await until(cluster.idle)
     assert cluster.metric("kvxfer_router_aborted_total") == aborted + 1
 
@@ -124,9 +121,9 @@ async def test_a_worker_killed_before_the_first_token_costs_a_retry_and_no_answe
         request = asyncio.create_task(
             client.post("/v1/completions", json=asked("not in vain", stream=stream))
         )
-        await until(cluster.open_transfers)
-        (transfer,) = cluster.open_transfers()
-        assert doomed in (transfer["prefill"]["instance_id"], transfer["decode"]["instance_id"])
+        await until(cluster.transfers)
+        (transfer,) = cluster.transfers()
+        assert doomed in (transfer.prefill.instance_id, transfer.decode.instance_id)
         cluster.kill(doomed)
     answer = await request
     assert answer.status_code == 200, answer.text

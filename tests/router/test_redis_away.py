@@ -42,12 +42,9 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, redis: RedisServer) -> Iterator[Cluster]:
-    cluster = Cluster(model, "--registry", redis.url, "--lease-seconds", str(LEASE))
-    try:
-        cluster.workers(*WORKERS)
+    with Cluster(model, "--registry", redis.url, "--lease-seconds", str(LEASE)) as cluster:
+        cluster.start_workers(*WORKERS)
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.parametrize("how", ["paused", "stopped"])
@@ -55,9 +52,9 @@ async def test_a_cluster_outlives_a_redis_that_comes_back_with_its_data(
     cluster: Cluster, redis: RedisServer, single: ModelRunner, how: str
 ) -> None:
     async with (
-        httpx.AsyncClient(base_url=cluster.control_plane, timeout=None) as api,
-        httpx.AsyncClient(base_url=cluster.router, timeout=None) as router,
-        ControlPlaneClient(cluster.control_plane) as client,
+        httpx.AsyncClient(base_url=cluster.url, timeout=None) as api,
+        httpx.AsyncClient(base_url=cluster.router.url, timeout=None) as router,
+        ControlPlaneClient(cluster.url) as client,
         aclosing(client.watch()) as watch,
     ):
         known = await anext(watch)
@@ -70,9 +67,9 @@ async def test_a_cluster_outlives_a_redis_that_comes_back_with_its_data(
         async with streamed(router, asked("before and after", 1500)) as events:
             tokens = (await anext(events))["choices"][0]["token_ids"]
             # The router gives the stream's reservation back now; later it could not.
-            await until(lambda: len(cluster.open_transfers()) == 1)
+            await until(lambda: len(cluster.transfers()) == 1)
             began = time.monotonic()
-            await asyncio.to_thread(redis.pause if how == "paused" else redis.stop)
+            await asyncio.to_thread(redis.freeze if how == "paused" else redis.stop)
             assert not await asyncio.to_thread(cluster.idle)
             tokens += [t async for e in events if e for t in e["choices"][0]["token_ids"]]
         assert tokens == single.generate("before and after", 1500, ignore_eos=True)

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from kvxfer.reference.runner import ModelRunner
-from verify.faults.control.balancer import Balancer
 from verify.polling import eventually
+from verify.processes.balancer import Balancer
 from verify.redis_server import RedisServer, audit
 
 from .cluster import BLOCKS, Cluster, until
@@ -26,19 +26,16 @@ REQUESTS = 8
 @pytest.fixture
 def cluster(model: Path, empty_redis: RedisServer) -> Iterator[Cluster]:
     """The first replica and a router, to which others are added."""
-    cluster = Cluster(model, "--registry", empty_redis.url)
-    try:
-        cluster.workers("prefill-0", "decode-0")
+    with Cluster(model, "--registry", empty_redis.url) as cluster:
+        cluster.start_workers("prefill-0", "decode-0")
         yield cluster
-    finally:
-        cluster.stop()
 
 
 async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
     cluster: Cluster, empty_redis: RedisServer, single: ModelRunner
 ) -> None:
     serve = ("serve", "--port", "0", "--registry", empty_redis.url, "--lease-seconds", "60")
-    replicas = [cluster.control_plane, *(cluster.add(f"replica-{n}", *serve) for n in (1, 2))]
+    replicas = [cluster.url, *(cluster.start(f"replica-{n}", *serve).url for n in (1, 2))]
     # So much is reserved for a prompt that two fit and a third does not; it takes half of it.
     options = ("router", "--port", "0", "--bytes-per-token", "0.5", "--capacity-seconds", "100")
     options = (*options, "--first-token-seconds", "200")
@@ -46,17 +43,17 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
     each = 2 * 1500 // 16 + 1
     assert 2 * each <= BLOCKS < 3 * each
 
-    async with Balancer([urlsplit(url).port or 0 for url in replicas]).serve() as balancer:
+    with Balancer(urlsplit(url).port or 0 for url in replicas) as balancer:
         routers = [
             await asyncio.to_thread(
-                cluster.add, f"router-{n}", *options, "--control-plane", balancer.url
+                cluster.start, f"router-{n}", *options, "--control-plane", balancer.url
             )
             for n in (1, 2)
         ]
         async with httpx.AsyncClient(timeout=None) as client:
 
             async def ask(number: int) -> list[int]:
-                url = f"{routers[number % 2]}/v1/completions"
+                url = f"{routers[number % 2].url}/v1/completions"
                 answer = await client.post(url, json=asked(prompts[number], 1))
                 assert answer.status_code == 200, answer.text
                 tokens: list[int] = answer.json()["choices"][0]["token_ids"]
@@ -76,7 +73,7 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
                 return await reserved() == {2}
 
             def waiting() -> float:
-                return sum(cluster.metric("kvxfer_router_waiting", url) for url in routers)
+                return sum(cluster.metric("kvxfer_router_waiting", one.url) for one in routers)
 
             with cluster.frozen("prefill-0"):
                 answers = asyncio.gather(*(ask(number) for number in range(REQUESTS)))

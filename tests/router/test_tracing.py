@@ -24,17 +24,14 @@ CLIENT = "00-11112222333344445555666677778888-1234567890abcdef"
 
 @pytest.fixture(scope="module")
 def traced(model: Path) -> Iterator[Cluster]:
-    cluster = Cluster(model, traced=True)
-    try:
-        cluster.workers("prefill-0", "decode-0")
+    with Cluster(model, traced=True) as cluster:
+        cluster.start_workers("prefill-0", "decode-0")
         yield cluster
-    finally:
-        cluster.stop()
 
 
 async def complete(cluster: Cluster, request_id: str, **headers: str) -> None:
     await until(lambda: {"prefill-0", "decode-0"} <= set(cluster.instances()))
-    async with httpx.AsyncClient(base_url=cluster.router, timeout=None) as client:
+    async with httpx.AsyncClient(base_url=cluster.router.url, timeout=None) as client:
         headers = {"X-Request-ID": request_id, **headers}
         answer = await client.post("/v1/completions", json=asked("x" * 90), headers=headers)
     assert answer.status_code == 200, answer.text
@@ -43,7 +40,7 @@ async def complete(cluster: Cluster, request_id: str, **headers: str) -> None:
 def kvxfer_trace(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvxfer.cli", "trace", *arguments]
     return subprocess.run(
-        [*command, "--control-plane", cluster.control_plane, "--wait", "20"],
+        [*command, "--control-plane", cluster.url, "--wait", "20"],
         capture_output=True,
         text=True,
         env={"COLUMNS": "140", "PATH": "/usr/bin"},
@@ -121,7 +118,7 @@ async def test_a_client_that_does_not_want_its_trace_recorded_has_none(traced: C
     await complete(traced, "recorded-after-it")
     done = await asyncio.to_thread(kvxfer_trace, traced, "recorded-after-it", "--json")
     assert done.returncode == 0, done.stderr
-    async with httpx.AsyncClient(base_url=traced.control_plane) as client:
+    async with httpx.AsyncClient(base_url=traced.url) as client:
         answer = await client.get("/v1/traces/not-recorded")
     assert answer.json()["code"] == "unknown-trace"
 
@@ -143,7 +140,7 @@ async def test_a_request_without_a_trace_is_an_error_that_says_why(traced: Clust
     command = [sys.executable, "-m", "kvxfer.cli", "trace", "nobody", "--wait", "0"]
     done = await asyncio.to_thread(
         subprocess.run,
-        [*command, "--control-plane", traced.control_plane],
+        [*command, "--control-plane", traced.url],
         capture_output=True,
         text=True,
     )

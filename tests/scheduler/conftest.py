@@ -9,8 +9,9 @@ from kvxfer.instances import InstanceState, Lease, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
-from tests.control_plane import pass_time, worker
+from tests.control_plane import pass_time
 from tests.virtual_time import VirtualClock
+from verify.control_plane import worker
 from verify.polling import PATIENCE
 
 LEASE = 6.0

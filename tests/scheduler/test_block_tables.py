@@ -18,8 +18,8 @@ from kvxfer.kv.block_table import BlockTable
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from tests.block_tables import block_table
-from tests.control_plane import worker
+from verify.block_tables import block_table
+from verify.control_plane import worker
 from verify.polling import eventually
 from verify.redis_server import RedisServer
 

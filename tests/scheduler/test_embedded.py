@@ -9,8 +9,8 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from tests.control_plane import worker
 from tests.virtual_time import passes
+from verify.control_plane import worker
 
 
 async def test_epochs_and_change_ids_go_on_ascending_when_the_process_restarts(clock):

@@ -6,8 +6,8 @@ import pytest
 
 from kvxfer.instances import Change, ChangeCause, Instance, InstanceState
 from kvxfer.scheduler.feed import ChangeFeed
-from tests.control_plane import worker
 from tests.virtual_time import passes
+from verify.control_plane import worker
 
 
 def feed_with(count: int, *, capacity: int = 4) -> ChangeFeed:

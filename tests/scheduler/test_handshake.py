@@ -9,7 +9,7 @@ from kvxfer.kv.layout import KvLayout
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.handshake import shake_hands
 from kvxfer.transfers import PlannedCopy, PlannedLayer, PlanSummary, RankPair
-from tests.control_plane import LAYOUT, worker
+from verify.control_plane import LAYOUT, worker
 
 OPAQUE = {"order": "HND", "kv": "opaque"}
 

@@ -11,7 +11,7 @@ from kvxfer.instances import Instance, InstanceState, Load, Reserved, Role, Traf
 from kvxfer.overview import Level, Overview, OverviewQuery
 from kvxfer.scheduler.overview import MAX_PAIRS, MAX_PLACES, MAX_TRANSFERS, look
 from kvxfer.transfers import Party, Transfer
-from tests.control_plane import worker
+from verify.control_plane import worker
 
 NOW = 1_800_000_000.0
 

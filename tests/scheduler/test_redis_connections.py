@@ -8,8 +8,8 @@ import pytest
 
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import InstanceState
-from tests.control_plane import worker
 from verify.certificates import make_certificates
+from verify.control_plane import worker
 from verify.polling import eventually
 from verify.redis_server import RedisServer
 

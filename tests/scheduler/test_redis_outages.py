@@ -13,7 +13,7 @@ from kvxfer.errors import ControlPlaneUnavailable, StaleEpoch
 from kvxfer.instances import Change, InstanceState, Role, Snapshot
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
-from tests.control_plane import worker
+from verify.control_plane import worker
 from verify.polling import eventually
 from verify.redis_server import RedisServer, audit, watched
 
@@ -91,7 +91,7 @@ async def test_while_redis_is_away_reads_tell_what_was_known_and_writes_are_refu
         known = await registry.instances()
         assert registry.stale_seconds is None
 
-        server.pause() if how == "paused" else server.kill()
+        server.freeze() if how == "paused" else server.kill()
         assert await registry.instances() == known
         assert registry.stale_seconds is not None
         assert await registry.instance("p") == known[1]
@@ -120,7 +120,7 @@ async def test_while_redis_is_away_reads_tell_what_was_known_and_writes_are_refu
 async def test_time_in_which_nobody_could_renew_ends_no_lease(server):
     async with replica(server, lease=2.4, timeout=1) as registry:
         lease = await registry.register(worker("p"), state=READY)
-        server.pause()
+        server.freeze()
         await eventually(lambda: (registry.stale_seconds or 0) > 3.5)
         server.resume()
         await eventually(lambda: is_current(registry))

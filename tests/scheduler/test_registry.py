@@ -27,7 +27,7 @@ from kvxfer.instances import (
 )
 from kvxfer.scheduler.registry import LeasePolicy, Registry, TransferEnd
 from kvxfer.transfers import Party, Transfer
-from tests.control_plane import worker
+from verify.control_plane import worker
 
 from .conftest import FEED_CAPACITY, LEASE, Fleet
 

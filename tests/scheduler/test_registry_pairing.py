@@ -17,8 +17,8 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import Transfer, TransferRequest
-from tests.control_plane import worker
 from tests.virtual_time import VirtualClock
+from verify.control_plane import worker
 
 from .conftest import LEASE, Fleet
 from .redis_replica import replica

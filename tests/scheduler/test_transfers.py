@@ -10,8 +10,8 @@ from kvxfer.instances import InstanceState, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import Transfer, TransferRequest
-from tests.control_plane import worker
 from tests.virtual_time import VirtualClock
+from verify.control_plane import worker
 
 
 class Contended(EmbeddedRegistry):

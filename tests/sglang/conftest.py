@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.vllm.servers import Server, free_port, serving
-from verify.polling import wait_until
+from verify.processes.programs import Server, free_port
+from verify.vllm import tiny_llama
 
 HERE = Path(__file__).parent
 SGLANG_PYTHON = os.environ.get("KVXFER_SGLANG_PYTHON", "")
@@ -24,11 +24,7 @@ SGLANG_PYTHON = os.environ.get("KVXFER_SGLANG_PYTHON", "")
 
 def wait_for(server: Server, text: str) -> None:
     """Returns when the server has logged it."""
-    try:
-        wait_until(lambda: text in server.log.read_text(errors="replace"), 60)
-    except TimeoutError as error:
-        error.add_note(server.tail())
-        raise
+    server.ready(lambda: text in server.output, 60)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,22 +48,26 @@ class Side:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> contextlib.AbstractContextManager[Server]:
+    def start(self) -> Server:
         command = [SGLANG_PYTHON, "-m", "sglang.launch_server", "--model-path", str(self.model)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--device", "cpu"]
         command += ["--attention-backend", "torch_native", "--dtype", "bfloat16"]
         command += ["--page-size", "16", "--max-total-tokens", "16384"]
         command += ["--max-running-requests", "16", "--chunked-prefill-size", "512"]
         command += ["--skip-server-warmup", "--disable-overlap-schedule", *self.arguments]
-        return serving(
-            self.name,
-            command,
-            self.url,
-            self.folder,
-            OMP_NUM_THREADS="1",
-            HF_HUB_OFFLINE="1",
-            KVXFER_PEER_TIMEOUT="5",  # the cores of a test machine are busy
-            KVXFER_LEASE_SECONDS="20",
+        variables = {
+            "KVXFER_CLUSTER_KEY": "0123456789abcdef0123456789abcdef",
+            "KVXFER_PEER_TIMEOUT": "5",  # the cores of a test machine are busy
+            "KVXFER_LEASE_SECONDS": "20",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        return Server(
+            *(self.name, *command),
+            url=self.url,
+            folder=self.folder,
+            environment={**os.environ, **variables},
+            grace=20.0,
         )
 
     def generate(self, prompt: list[int], **more: Any) -> httpx.Response:
@@ -104,8 +104,7 @@ class Pair:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("sglang")
     model = folder / "tiny"
-    script = HERE.parent / "vllm" / "tiny_llama.py"
-    subprocess.run([SGLANG_PYTHON, str(script), str(model)], check=True)
+    subprocess.run([SGLANG_PYTHON, tiny_llama.__file__, str(model)], check=True)
     port = free_port()
     backend = ("--disaggregation-transfer-backend", "kvxfer", "--disaggregation-mode")
     prefill = Side(
@@ -122,5 +121,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         servers: dict[str, Server] = {}
         for side in (prefill, decode, aggregated):
             servers[side.name] = stack.enter_context(side.start())
-            servers[side.name].wait()  # one at a time: each needs a minute of a core to start
+            servers[side.name].serves(
+                "/health"
+            )  # one at a time: each needs a minute of a core to start
         yield Pair(prefill, decode, aggregated, port, servers)

@@ -55,5 +55,5 @@ def test_a_killed_prefill_is_named_and_its_successor_found(pair: Pair, rng: rand
             asked.result()
     wait_for(pair.servers["decode"], "the peer closed its")
     with pair.prefill.start() as successor:
-        successor.wait()
+        successor.serves("/health")
         assert_same(pair, prompts(rng, 5))

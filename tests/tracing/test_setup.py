@@ -15,8 +15,8 @@ from kvxfer.errors import InvalidArgument, NotBuilt, UnknownTrace
 from kvxfer.tracing import setup
 from kvxfer.tracing.setup import start_tracing
 from kvxfer.tracing.span import child, current, span
-from tests.control_plane import RunningControlPlane
 from verify.certificates import make_certificates
+from verify.control_plane import RunningControlPlane
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 WORKER, ADMIN = "token-of-a-worker", "token-of-an-admin"

@@ -15,10 +15,12 @@ import pytest
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.polling import wait_until
-
-from .servers import CLUSTER_KEY, VLLM_PYTHON, Server, kvxfer, make_model, vllm
+from verify.processes.fleet import CONTROL_PLANE, Fleet
+from verify.processes.programs import Server
+from verify.vllm.servers import VLLM_PYTHON, add_vllm, make_model, vllm
 
 HERE = Path(__file__).parent
+CLUSTER_KEY = "0123456789abcdef0123456789abcdef"
 # The cores of a test machine are busy; what is tested is the result, not the speed.
 PEER_TIMEOUT = 5.0
 LEASE_SECONDS = 20.0
@@ -61,11 +63,26 @@ def keep(server: Server, prompt: list[int], **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Cluster:
-    control_plane: Server
-    router: Server
-    prefill: Server
-    decode: Server
+    """A fleet, and a server that computes everything itself."""
+
+    fleet: Fleet
     aggregated: Server
+
+    @property
+    def control_plane(self) -> Server:
+        return self.fleet.running[CONTROL_PLANE]
+
+    @property
+    def router(self) -> Server:
+        return self.fleet.router
+
+    @property
+    def prefill(self) -> Server:
+        return self.fleet.running["prefill"]
+
+    @property
+    def decode(self) -> Server:
+        return self.fleet.running["decode"]
 
     def ask(self, server: Server, prompt: list[int], **more: Any) -> httpx.Response:
         return ask(server, prompt, **more)
@@ -94,26 +111,21 @@ class Cluster:
 
     def ticket(self, prefill: str, decode: str) -> dict[str, Any]:
         """The kv_transfer_params of a transfer between two instances."""
-        fleet = httpx.get(self.control_plane.url + "/v1/instances").json()["instances"]
-        sides = {one["instance_id"]: one for one in fleet}
-        epochs = [sides[name]["epoch"] for name in (prefill, decode)]
+        sides = self.fleet.instances()
+        epochs = [sides[name].epoch for name in (prefill, decode)]
         ticket = Ticket(
             uuid.uuid4().hex, "r", prefill, epochs[0], decode, epochs[1], SYSTEM_CLOCK.unix() + 60
         )
         return {
             "ticket": sign_ticket(ticket, CLUSTER_KEY),
-            "prefill_engine_address": sides[prefill]["engine_address"],
+            "prefill_engine_address": sides[prefill].engine_address,
         }
 
-    def wait_until_ready(self, *names: str) -> None:
-        """Returns when the control plane would pair these instances."""
-
-        def ready() -> bool:
-            fleet = httpx.get(self.control_plane.url + "/v1/instances").json()["instances"]
-            states = {one["instance_id"]: one["state"] for one in fleet}
-            return all(states.get(name) == "ready" for name in names)
-
-        wait_until(ready)
+    def wait_until_ready(self) -> None:
+        """Returns when the control plane would pair the instances of the fleet."""
+        for server in self.fleet.workers.values():
+            server.serves("/health")
+        wait_until(self.fleet.whole)
 
     def wait_until_idle(self, *servers: Server) -> None:
         """Returns when no request is left and every KV block is free again."""
@@ -135,66 +147,38 @@ class Cluster:
             raise
 
 
-def side(
-    control_plane: Server,
-    role: str,
-    policy: str = "fail",
-    lease_seconds: float = LEASE_SECONDS,
-    peer_timeout: float = PEER_TIMEOUT,
+def fleet_in(folder: Path) -> Fleet:
+    return Fleet(folder, KVXFER_CLUSTER_KEY=CLUSTER_KEY)
+
+
+def settings(
+    lease_seconds: float = LEASE_SECONDS, peer_timeout: float = PEER_TIMEOUT
 ) -> dict[str, Any]:
-    return {
-        "kv_role": role,
-        "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {
-            "control_plane": control_plane.url,
-            "peer_timeout": peer_timeout,
-            "lease_seconds": lease_seconds,
-            # No transfer of these tests is believed without having been checked.
-            "checksums": True,
-        },
-    }
+    """Those of a connector. No transfer of these tests is believed without having been checked."""
+    return {"peer_timeout": peer_timeout, "lease_seconds": lease_seconds, "checksums": True}
 
 
 @contextlib.contextmanager
 def cluster_of(
     folder: Path,
     model: Path,
-    aggregated: Server,
-    prefix: str = "",
+    aggregated: Server | None,
     *,
     prefill: Sequence[str] = (),
     decode: Sequence[str] = (),
     lease_seconds: float = LEASE_SECONDS,
 ) -> Iterator[Cluster]:
-    """A pair with its control plane and router; `prefill` and `decode` are arguments of vLLM's."""
-    with contextlib.ExitStack() as stack:
-        control_plane = stack.enter_context(
-            kvxfer(f"{prefix}serve", folder, "serve", "--allow-anonymous")
-        )
-        control_plane.wait("/openapi.json")
-        router = stack.enter_context(
-            kvxfer(
-                *(f"{prefix}router", folder, "router", "--allow-anonymous"),
-                *("--control-plane", control_plane.url, "--attempts", "1"),
-            )
-        )
-        producer, consumer = (
-            stack.enter_context(
-                vllm(
-                    prefix + name,
-                    *(folder, model, *more),
-                    transfer=side(control_plane, role, lease_seconds=lease_seconds),
-                )
-            )
-            for name, role, more in (
-                ("prefill", "kv_producer", prefill),
-                ("decode", "kv_consumer", decode),
-            )
-        )
-        started = Cluster(control_plane, router, producer, consumer, aggregated)
-        for server in (producer, consumer, aggregated):
-            server.wait()
-        started.wait_until_ready(producer.name, consumer.name)
+    """A pair with its control plane and router; `prefill` and `decode` are arguments of vLLM's.
+    Without `aggregated`, prefill also computes what comes without a ticket."""
+    with fleet_in(folder) as fleet:
+        fleet.start_control_plane()
+        fleet.start_router("--attempts", "1")
+        sides = (("prefill", "kv_producer", prefill), ("decode", "kv_consumer", decode))
+        for name, role, more in sides:
+            add_vllm(fleet, name, model, *more, role=role, **settings(lease_seconds))
+        started = Cluster(fleet, aggregated or fleet.running["prefill"])
+        started.wait_until_ready()
+        started.aggregated.serves("/health")
         yield started
 
 
@@ -210,5 +194,5 @@ def cluster(folder: Path, model: Path, aggregated: Server) -> Iterator[Cluster]:
     # Long prompts in chunks, which end within blocks. A few of them take all blocks, so that what
     # was freed is soon overwritten.
     chunks = ("--max-num-batched-tokens", "600", "--num-gpu-blocks-override", "200")
-    with cluster_of(folder, model, aggregated, prefill=chunks) as started:
+    with cluster_of(folder / "pair", model, aggregated, prefill=chunks) as started:
         yield started

@@ -11,8 +11,7 @@ import pytest
 
 from tests.deploy.chart import VALUE_SETS, render, value_set
 from tests.deploy.programs import expanded
-
-from .servers import VLLM_PYTHON
+from verify.vllm.servers import VLLM_PYTHON
 
 SETS = {path.stem: path for path in VALUE_SETS}
 

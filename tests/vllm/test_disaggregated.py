@@ -16,10 +16,10 @@ from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.prefix_hashes import as_text, asked_hashes
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.polling import wait_until
+from verify.vllm.servers import add_vllm
+from verify.vllm.tiny_prompts import prompts
 
-from .conftest import LEASE_SECONDS, Cluster, side
-from .servers import CLUSTER_KEY, vllm
-from .tiny_prompts import prompts
+from .conftest import CLUSTER_KEY, LEASE_SECONDS, Cluster, settings
 
 # Servers of vLLM start in a minute or two; nothing here measures time.
 pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
@@ -135,12 +135,13 @@ def test_the_ticket_of_another_prompt_gives_an_error_and_no_tokens(
 
 
 def test_with_recompute_a_failed_transfer_still_gives_the_right_tokens(
-    cluster: Cluster, rng: random.Random, folder: Path, model: Path
+    cluster: Cluster, rng: random.Random, model: Path
 ) -> None:
-    transfer = side(cluster.control_plane, "kv_consumer", "recompute")
     params = cluster.open_transfer("recomputed")
-    with vllm("recomputing", folder, model, transfer=transfer) as recomputing:
-        recomputing.wait()
+    how = {"role": "kv_consumer", "policy": "recompute", **settings()}
+    recomputing = add_vllm(cluster.fleet, "recomputing", model, **how)
+    try:
+        recomputing.serves("/health")
         for prompt in prompts(rng, 5):
             # Of a ticket for somebody else, and of one that is too late.
             for ticket in (params["ticket"], expired_ticket()):
@@ -149,6 +150,8 @@ def test_with_recompute_a_failed_transfer_still_gives_the_right_tokens(
                 )
                 assert tokens == cluster.tokens(cluster.aggregated, prompt)
         cluster.wait_until_idle(recomputing)
+    finally:
+        cluster.fleet.end("recomputing")
 
 
 @pytest.mark.realtime
@@ -173,8 +176,7 @@ def test_a_killed_producer_ends_the_requests_that_wait_for_it(
     assert any(not answer.result().is_success for answer in answers)
     cluster.wait_until_idle(cluster.decode)
     cluster.prefill.start()
-    cluster.prefill.wait()
-    cluster.wait_until_ready("prefill", "decode")
+    cluster.wait_until_ready()
     # What the killed one kept is gone; what is asked of the new one is right.
     assert cluster.ask(cluster.decode, kept, kv_transfer_params=params).status_code == 500
     for prompt in (kept, asked[0]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import itertools
 import random
 from collections.abc import Iterator, Mapping
@@ -11,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from kvxfer.instances import Instance, Role
 from verify.polling import wait_until
+from verify.processes.fleet import Fleet
+from verify.processes.programs import Server
+from verify.vllm.servers import add_vllm
+from verify.vllm.tiny_prompts import prompts
 
-from .conftest import ask, keep, side
-from .servers import Server, kvxfer, vllm
-from .tiny_prompts import prompts
+from .conftest import ask, fleet_in, keep, settings
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
@@ -37,27 +38,30 @@ PROMPTS = {"block sizes": 200, "ranks": 40}
 
 
 @dataclass
-class Fleet:
+class Peers:
     """Instances of which each can prefill and decode."""
 
     name: str
-    control_plane: Server
-    router: Server
-    servers: dict[str, Server]
+    fleet: Fleet
 
-    def instances(self) -> list[dict[str, Any]]:
-        fleet = httpx.get(self.control_plane.url + "/v1/instances").json()["instances"]
-        assert len(fleet) == len(self.servers)
-        return list(fleet)
+    @property
+    def router(self) -> Server:
+        return self.fleet.router
+
+    @property
+    def servers(self) -> Mapping[str, Server]:
+        return self.fleet.workers
+
+    def instances(self) -> list[Instance]:
+        found = self.fleet.instances()
+        assert set(found) == set(self.servers)
+        return list(found.values())
 
     def let_prefill(self, name: str) -> None:
         """One prefills, the others decode."""
         for other in self.servers:
-            role = "prefill" if other == name else "decode"
-            answer = httpx.post(
-                f"{self.control_plane.url}/v1/instances/{other}/role", json={"role": role}
-            )
-            assert answer.is_success, answer.text
+            role = Role.PREFILL if other == name else Role.DECODE
+            self.fleet.client.change_role(other, role)
 
     def received(self) -> dict[str, float]:
         """Tokens that each has from others."""
@@ -79,75 +83,57 @@ def tokens_of(server: Server, prompt: list[int], **more: Any) -> list[int]:
     return wait_until(answered, 120, pause=0.5)
 
 
-def transfer(control_plane: Server) -> dict[str, Any]:
-    # More workers than cores.
-    return side(control_plane, "kv_both", lease_seconds=40.0, peer_timeout=15.0)
-
-
 @pytest.fixture(scope="module", params=FLEETS)
-def fleet(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator[Fleet]:
-    with contextlib.ExitStack() as stack:
-        kind = request.param.replace(" ", "-")
-        control_plane = stack.enter_context(
-            kvxfer(f"serve-{kind}", folder, "serve", "--allow-anonymous", "--lease-seconds", "30")
-        )
-        control_plane.wait("/openapi.json")
-        router = stack.enter_context(
-            kvxfer(
-                *(f"router-{kind}", folder, "router", "--allow-anonymous"),
-                *("--control-plane", control_plane.url),
-            )
-        )
-        servers = {
-            name: stack.enter_context(
-                vllm(name, folder, model, *more, transfer=transfer(control_plane))
-            )
-            for name, more in FLEETS[request.param].items()
-        }
-        for server in servers.values():
-            server.wait()
-        started = Fleet(request.param, control_plane, router, servers)
-        wait_until(lambda: all(one["state"] == "ready" for one in started.instances()))
-        yield started
+def peers(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator[Peers]:
+    with fleet_in(folder / request.param.replace(" ", "-")) as fleet:
+        fleet.start_control_plane("--lease-seconds", "30")
+        fleet.start_router()
+        for name, more in FLEETS[request.param].items():
+            # More workers than cores.
+            add_vllm(fleet, name, model, *more, **settings(lease_seconds=40.0, peer_timeout=15.0))
+        for server in fleet.workers.values():
+            server.serves("/health")
+        wait_until(fleet.whole)
+        yield Peers(request.param, fleet)
 
 
 def test_tokens_are_those_of_an_aggregated_server(
-    aggregated: Server, fleet: Fleet, rng: random.Random
+    aggregated: Server, peers: Peers, rng: random.Random
 ) -> None:
     """Every instance prefills for every other one."""
-    aggregated.wait()
-    asked = prompts(rng, PROMPTS[fleet.name])
+    aggregated.serves("/health")
+    asked = prompts(rng, PROMPTS[peers.name])
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         whole = list(threads.map(lambda prompt: tokens_of(aggregated, prompt), asked))
-        for prefill in fleet.servers:
-            fleet.let_prefill(prefill)
-            before = fleet.received()
-            apart = list(threads.map(lambda prompt: tokens_of(fleet.router, prompt), asked))
+        for prefill in peers.servers:
+            peers.let_prefill(prefill)
+            before = peers.received()
+            apart = list(threads.map(lambda prompt: tokens_of(peers.router, prompt), asked))
             different = [len(p) for p, a, b in zip(asked, apart, whole, strict=True) if a != b]
             assert not different
-            got = {name: tokens - before[name] for name, tokens in fleet.received().items()}
+            got = {name: tokens - before[name] for name, tokens in peers.received().items()}
             assert got.pop(prefill) == 0
             assert all(got.values()), f"{prefill} has not prefilled for every other one: {got}"
 
 
 def test_any_instance_fetches_what_any_other_one_keeps(
-    aggregated: Server, fleet: Fleet, rng: random.Random
+    aggregated: Server, peers: Peers, rng: random.Random
 ) -> None:
     """The protocol of vLLM's own proxies."""
-    aggregated.wait()
-    for prefill, decode in itertools.permutations(fleet.servers.values(), 2):
+    aggregated.serves("/health")
+    for prefill, decode in itertools.permutations(peers.servers.values(), 2):
         asked = prompts(rng, 10)
-        before = fleet.received()[decode.name]
+        before = peers.received()[decode.name]
         for prompt in asked:
             params = keep(prefill, prompt)
             apart = tokens_of(decode, prompt, kv_transfer_params=params)
             assert apart == tokens_of(aggregated, prompt), len(prompt)
-        assert fleet.received()[decode.name] - before > sum(map(len, asked)) / 4
+        assert peers.received()[decode.name] - before > sum(map(len, asked)) / 4
 
 
-def test_all_ranks_are_registered_as_one_instance(fleet: Fleet) -> None:
-    for instance in fleet.instances():
-        ranks = 2 if instance["instance_id"].startswith("two") else 1
-        assert instance["layout"]["tp_size"] == ranks
-        assert len(instance["rank_addresses"]) == (ranks if ranks > 1 else 0)
-        assert instance["layout"]["packing"] in ("vec", "amx")
+def test_all_ranks_are_registered_as_one_instance(peers: Peers) -> None:
+    for instance in peers.instances():
+        ranks = 2 if instance.instance_id == "two" else 1
+        assert instance.layout.tp_size == ranks
+        assert len(instance.rank_addresses) == (ranks if ranks > 1 else 0)
+        assert instance.layout.packing in ("vec", "amx")

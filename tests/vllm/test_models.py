@@ -16,9 +16,10 @@ import httpx
 import pytest
 from pytest import approx
 
-from .conftest import Cluster, side
-from .servers import VLLM_PYTHON, kvxfer, vllm
-from .tiny_prompts import prompts
+from verify.vllm import servers
+from verify.vllm.tiny_prompts import prompts
+
+from .conftest import Cluster, cluster_of
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
@@ -48,40 +49,18 @@ KINDS: Mapping[str, Kind] = {
 def checkpoint(kind: Kind, folder: Path) -> Path:
     made = folder / kind.model
     if kind.model != "llama":
-        maker = Path(__file__).parent / "tiny_models.py"
-        subprocess.run([VLLM_PYTHON, str(maker), kind.model, str(made)], check=True)
+        maker = Path(servers.__file__).with_name("tiny_models.py")
+        subprocess.run([servers.VLLM_PYTHON, str(maker), kind.model, str(made)], check=True)
     return made
 
 
 @contextlib.contextmanager
 def pair_of(kind: Kind, name: str, folder: Path, model: Path) -> Iterator[Cluster]:
     """Prefill, which also computes what comes without a ticket, and decode."""
-    with contextlib.ExitStack() as stack:
-        control_plane = stack.enter_context(
-            kvxfer(f"serve-{name}", folder, "serve", "--allow-anonymous")
-        )
-        control_plane.wait("/openapi.json")
-        router = stack.enter_context(
-            kvxfer(
-                *(f"router-{name}", folder, "router", "--allow-anonymous"),
-                *("--control-plane", control_plane.url, "--attempts", "1"),
-            )
-        )
-        # Chunks that end within blocks.
-        small = ("--max-num-batched-tokens", "600", "--num-gpu-blocks-override", str(NUM_BLOCKS))
-        prefill, decode = (
-            stack.enter_context(
-                vllm(f"{role}-{name}", folder, model, *kind.more, *more, transfer=transfer)
-            )
-            for role, more, transfer in (
-                ("prefill", () if name == "mla" else small, side(control_plane, "kv_producer")),
-                ("decode", (), side(control_plane, "kv_consumer")),
-            )
-        )
-        for server in (prefill, decode):
-            server.wait()
-        cluster = Cluster(control_plane, router, prefill, decode, prefill)
-        cluster.wait_until_ready(prefill.name, decode.name)
+    # Chunks that end within blocks.
+    small = ("--max-num-batched-tokens", "600", "--num-gpu-blocks-override", str(NUM_BLOCKS))
+    prefill = (*kind.more, *(() if name == "mla" else small))
+    with cluster_of(folder / name, model, None, prefill=prefill, decode=kind.more) as cluster:
         yield cluster
 
 
@@ -109,7 +88,7 @@ def layouts(pair: Cluster) -> list[dict[str, Any]]:
 
 
 def check_layouts(pair: Cluster) -> None:
-    kind = KINDS[pair.prefill.name.removeprefix("prefill-")]
+    kind = KINDS[pair.fleet.folder.name]
     for layout in layouts(pair):
         assert layout["layer_groups"] == kind.layer_groups
         assert layout["mla"] == (kind.model == "mla")

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from kvxfer.event_stream import EventParser
+from verify.processes.programs import Server
 
 from .conftest import Cluster
-from .servers import Server
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(600)]
 

@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from verify.polling import wait_until
+from verify.processes.programs import Server
 
 from .conftest import Cluster, cluster_of
-from .servers import Server
 from .test_pull import fetched, proxied, random_prompt
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
@@ -36,10 +36,9 @@ CHUNKS: Final = ("--max-num-batched-tokens", "32", "--long-prefill-token-thresho
 @pytest.fixture(scope="module")
 def tight(folder: Path, model: Path, aggregated: Server) -> Iterator[Cluster]:
     with cluster_of(
-        folder,
+        folder / "tight",
         model,
         aggregated,
-        "tight-",
         prefill=("--max-model-len", "1280", *FEW, *CHUNKS),
         decode=("--max-model-len", "1024", *FEW),
         lease_seconds=LEASE_SECONDS,
@@ -92,7 +91,7 @@ def test_a_push_that_prefill_preempts_ends_with_an_error(
         with side_by_side(tight, rng) as asked:
             for prompt in asked:
                 # The router would send the second one when there are blocks for it.
-                params = tight.ticket("tight-prefill", "tight-decode")
+                params = tight.ticket("prefill", "decode")
                 for server, more in ((tight.prefill, {"max_tokens": 1}), (tight.decode, {})):
                     more |= {"kv_transfer_params": params}
                     pushed.append(threads.submit(tight.ask, server, prompt, **more))
@@ -133,7 +132,7 @@ def full(tight: Cluster, rng: random.Random, leases: int = 1) -> Iterator[None]:
     with concurrent.futures.ThreadPoolExecutor(leases) as threads:
         holders = []
         for index in range(leases):
-            params = tight.ticket("tight-prefill", "tight-decode")
+            params = tight.ticket("prefill", "decode")
             prompt = random_prompt(rng, 900)
             ask = functools.partial(tight.ask, tight.decode, prompt, kv_transfer_params=params)
             holders.append(threads.submit(ask))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .servers import VLLM_PYTHON
+from verify.vllm.servers import VLLM_PYTHON
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 

@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from verify.processes.programs import Server
+from verify.vllm.tiny_prompts import prompts
+
 from .conftest import Cluster
-from .servers import Server
-from .tiny_prompts import prompts
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 

@@ -17,8 +17,8 @@ import msgspec
 
 from kvxfer.api.tokens import Scope, watch_tokens
 from kvxfer.ticket import Ticket, sign_ticket, verify_ticket
-from tests.block_tables import block_table
-from tests.control_plane import CLUSTER_KEY, RunningControlPlane, worker
+from verify.block_tables import block_table
+from verify.control_plane import CLUSTER_KEY, RunningControlPlane, worker
 
 from .attack import Row, Tried
 

@@ -2,87 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
-import queue
-import subprocess
-import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvxfer.ticket import Ticket, sign_ticket
+from verify.processes.worker import PATIENCE, WorkerProcess
 
 from .hostile import Target
 from .worker import EPOCH, KEY
 
-PATIENCE = 60.0
 
-
-class Victim:
-    """A worker process. Any thread may ask; answers come in any order."""
+class Victim(WorkerProcess):
+    """A worker that is attacked."""
 
     def __init__(self, instance: str, fabric: str, *options: str) -> None:
-        root = Path(__file__).parent.parent.parent
-        self.instance = instance
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "verify.attack.worker", instance, fabric, *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
-        )
-        self._ids = itertools.count()
-        self._lock = threading.Lock()
-        self._waiting: dict[int, Future[dict[str, Any]]] = {}
-        ready: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._listen, args=(ready,), daemon=True).start()
-        self.address = ready.get(timeout=PATIENCE)
+        super().__init__("verify.attack.worker", instance, fabric, *options)
 
     @property
     def target(self) -> Target:
         return Target.of(self.address)
 
-    def _listen(self, ready: queue.Queue[str]) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            answer: dict[str, Any] = json.loads(line)
-            if "address" in answer:
-                ready.put(answer["address"])
-            else:
-                self._waiting.pop(answer.pop("id")).set_result(answer)
-        for one in self._waiting.values():
-            one.set_exception(EOFError(f"the {self.instance} worker has ended"))
-
-    def begin(self, do: str, **arguments: Any) -> Future[dict[str, Any]]:
-        future: Future[dict[str, Any]] = Future()
-        with self._lock:
-            ident = next(self._ids)
-            self._waiting[ident] = future
-            assert self.process.stdin is not None
-            line = json.dumps({"id": ident, "do": do, **arguments})
-            self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.flush()
-        return future
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        return self.begin(do, **arguments).result(PATIENCE)
-
     def state(self) -> dict[str, Any]:
         return self.ask("state")
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
 
 
 @dataclass
@@ -101,9 +46,9 @@ class Pair:
         said: dict[str, Any] = {
             "transfer_id": uuid.uuid4().hex,
             "request_id": "attack",
-            "prefill_id": self.prefill.instance,
+            "prefill_id": self.prefill.name,
             "prefill_epoch": EPOCH,
-            "decode_id": self.decode.instance,
+            "decode_id": self.decode.name,
             "decode_epoch": EPOCH,
             "expires_at": time.time() + 600,
         }
@@ -128,14 +73,11 @@ class Pair:
 @contextmanager
 def workers(fabric: str, *options: str, met: bool = True) -> Iterator[Pair]:
     """A pair that has made one transfer, unless it is not to have met."""
-    prefill, decode = Victim("prefill", fabric, *options), None
-    try:
-        decode = Victim("decode", fabric, *options)
+    with (
+        Victim("prefill", fabric, *options) as prefill,
+        Victim("decode", fabric, *options) as decode,
+    ):
         pair = Pair(fabric, prefill, decode)
         if met:
             pair.transfer()
         yield pair
-    finally:
-        for one in (prefill, decode):
-            if one is not None:
-                one.end()

@@ -118,7 +118,7 @@ def tickets(pair: Pair, rng: random.Random) -> Tried:
         ]
 
     async def act(peer: Peer) -> Tried:
-        messages: list[Message] = [hello(pair.decode.instance)]
+        messages: list[Message] = [hello(pair.decode.name)]
         messages.append(offer(used_token, used.transfer_id))  # the one honest use
         messages += [offer(token, transfer_id) for transfer_id, token in forged]
         found = await answers(peer, messages, len(forged))
@@ -170,7 +170,7 @@ def tables(pair: Pair, rng: random.Random) -> Tried:
         offers.append(offer(token, transfer_id, **changes))
 
     async def act(peer: Peer) -> Tried:
-        found = await answers(peer, [hello(pair.decode.instance), *offers], len(offers))
+        found = await answers(peer, [hello(pair.decode.name), *offers], len(offers))
         codes = [said.code for said in found if isinstance(said, Refused)]
         return Tried(len(offers), len(codes), frozenset(codes))
 

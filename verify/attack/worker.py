@@ -1,15 +1,14 @@
-"""A worker process that is attacked: JSON commands on stdin, JSON answers on stdout.
+"""A worker process that is attacked.
 
-Run as `python -m verify.attack.worker INSTANCE FABRIC [checksums]`. Everything in its memory that
-no honest transfer uses holds a pattern: a region of its own, and every second block of the cache.
+Run as `python -m verify.attack.worker INSTANCE FABRIC [checksums]` (verify/processes/worker.py).
+Everything in its memory that no honest transfer uses holds a pattern: a region of its own, and
+every second block of the cache.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import sys
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.layout import KvLayout
 from kvxfer.worker_metrics import WorkerMetrics
+from verify.processes.commands import commands, kv_endpoint, report
 
 KEY: Final = b"the cluster key of the attacked workers"
 EPOCH: Final = 1
@@ -188,44 +188,27 @@ def _value(plane: int, index: int) -> int:
 
 
 async def main(instance: str, fabric: str, *, checksums: bool) -> None:
-    commands = asyncio.StreamReader(limit=1 << 24)
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
-    )
     logging.getLogger("kvxfer").setLevel(logging.ERROR)  # every attack is a warning
-    # Nobody is frozen here for longer than a busy machine takes.
-    async with Engine(
-        cluster_key=KEY, name=instance, fabrics=(fabric,), peer_timeout=3.0
-    ) as engine:
-        cache = KvCache.allocate(engine, LAYOUT, NUM_BLOCKS)
-        pool = BlockPool(NUM_BLOCKS)
-        async with KvEndpoint(
-            engine,
-            cache,
-            pool,
-            instance_id=instance,
-            epoch=EPOCH,
-            ticket_key=KEY,
-            checksums=checksums,
-        ) as endpoint:
-            worker = Worker(engine, cache, pool, endpoint)
-            tasks: set[asyncio.Task[None]] = set()
+    async with kv_endpoint(
+        *(instance, LAYOUT, NUM_BLOCKS),
+        key=KEY,
+        epoch=EPOCH,
+        checksums=checksums,
+        fabrics=(fabric,),
+        peer_timeout=3.0,  # nobody is frozen here for longer than a busy machine takes
+    ) as parts:
+        worker = Worker(*parts)
+        tasks: set[asyncio.Task[None]] = set()
 
-            async def respond(command: dict[str, Any]) -> None:
-                ident = command.pop("id")
-                report(id=ident, **await worker.answer(command))
+        async def respond(command: dict[str, Any]) -> None:
+            ident = command.pop("id")
+            report(id=ident, **await worker.answer(command))
 
-            report(address=engine.address)
-            while line := await commands.readline():
-                task = asyncio.create_task(respond(json.loads(line)))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-            os._exit(0)  # the driver is gone
-
-
-def report(**fields: object) -> None:
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
+        report("ready", address=parts[0].address)
+        async for command in commands():
+            task = asyncio.create_task(respond(command))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 from .link import Damage
 from .worker import NUM_BLOCKS
-from .worker_process import Role
+
+Role: TypeAlias = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,29 +6,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import resource
 import signal
 import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 from kvxfer.ticket import Ticket, sign_ticket
+from verify.processes.worker import Event, WorkerProcess
 
-from .catalogue import CLOCK, PAUSE, Fabric, Fault
+from .catalogue import CLOCK, PAUSE, Fabric, Fault, Role
 from .link import Damage, Link, link
 from .rdma_ports import RdmaPorts
 from .worker import KEY, NUM_BLOCKS
-from .worker_process import Place, Role, WorkerProcess
 
 # How long the survivor's pages are watched after the frozen sender woke up.
 _WATCH_SECONDS: Final = 0.2
 _CLOCK_JUMP_SECONDS: Final = 3600
 _FAKETIME: Final = "/usr/$LIB/faketime/libfaketime.so.1"
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +84,21 @@ class Arena:
     ) -> None:
         self.fabric = fabric
         self._environment = environment
+        self._folder = folder
         self.workers: dict[Role, WorkerProcess] = {}
+        self.epochs: dict[Role, int] = dict.fromkeys(get_args(Role), 0)
         self._cable = cable
         self._network: Link | RdmaPorts = cable or RdmaPorts()
         self._clocks = {role: folder / role for role in get_args(Role)}
 
     async def start(self, role: Role) -> None:
-        old = self.workers.get(role)
-        epoch = 1
-        if old is not None:
-            await old.end()
-            epoch = old.epoch + 1
-        place = Place(self.fabric.engine)
+        if role in self.workers:
+            await asyncio.to_thread(self.workers[role].close)
+        self.epochs[role] += 1
+        address, inside = "127.0.0.1", ()
         if self._cable is not None:
             host = self._cable.hosts[get_args(Role).index(role)]
-            place = Place(self.fabric.engine, host.address, host.command())
+            address, inside = host.address, host.command()
         self._set_clock(role, 0)
         clock = {
             "LD_PRELOAD": _FAKETIME,
@@ -107,18 +106,17 @@ class Arena:
             "FAKETIME_NO_CACHE": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         }
-        acts = {fault.act for fault in self.fabric.faults}
-        self.workers[role] = await WorkerProcess.start(
-            role,
-            epoch,
-            place,
-            {**self._environment, **(clock if "clock" in acts else {})},
-            # Who has no memory left, or no port, says so more than once.
-            quiet=bool(acts & {"no memory", "port down"}),
+        faked = any(fault.act == "clock" for fault in self.fabric.faults)
+        self.workers[role] = WorkerProcess(
+            *("verify.faults.worker", role, str(self.epochs[role]), self.fabric.engine, address),
+            inside=inside,
+            environment={**self._environment, **(clock if faked else {})},
+            folder=self._folder,
         )
+        await self.workers[role].started()
 
     async def end(self) -> None:
-        await asyncio.gather(*(worker.end() for worker in self.workers.values()))
+        await asyncio.gather(*(asyncio.to_thread(w.close) for w in self.workers.values()))
 
     async def round(self, fault: Fault, seed: int) -> Round:
         """One transfer, one fault at a random moment of it, and what became of everything."""
@@ -186,7 +184,8 @@ class Arena:
 
     async def _kill(self, victim: Role) -> _Found:
         broken, survivor = self._sides(victim)
-        at = broken.signal(signal.SIGKILL)
+        at = time.monotonic()
+        broken.send(signal.SIGKILL)
         ended = await self._reuse(survivor)
         checked = await self._watch(survivor)
         await self.start(victim)
@@ -195,36 +194,40 @@ class Arena:
     async def _freeze(self, victim: Role, asleep: _Transfer | None) -> _Found:
         """The survivor gives the other one up and reuses its blocks; only then that may wake."""
         broken, survivor = self._sides(victim)
-        at = broken.signal(signal.SIGSTOP)
+        at = time.monotonic()
+        broken.freeze()
         if asleep is not None:
             await self._send(asleep)
             at = time.monotonic()
         ended = await self._reuse(survivor)
-        broken.signal(signal.SIGCONT)
-        woken = await broken.event("ended")
+        broken.resume()
+        woken = await broken.said("ended")
         return _Found(at, [ended], [woken, await self._watch(survivor)])
 
     async def _stall(self, victim: Role, seconds: float) -> _Found:
         """The other worker cancels; decode reuses its blocks before a stalled prefill wakes up."""
         stalled, other = self._sides(victim)
-        stalled.signal(signal.SIGSTOP)
-        other.tell({"do": "cancel"})
+        stalled.freeze()
+        other.tell("cancel")
         if victim == "prefill":
             ended = await self._reuse(other)
-            at = stalled.signal(signal.SIGCONT)
+            at = time.monotonic()
+            stalled.resume()
         else:
             # Prefill's blocks are not free before decode has taken or refused what is under way.
             await asyncio.sleep(seconds)
-            at = stalled.signal(signal.SIGCONT)
+            at = time.monotonic()
+            stalled.resume()
             ended = await self._reuse(other)
-        woken = await stalled.event("ended")
+        woken = await stalled.said("ended")
         return _Found(at, [woken], [ended, await self._watch(other)])
 
     async def _pause(self, victim: Role, seconds: float) -> _Found:
         paused, _ = self._sides(victim)
-        paused.signal(signal.SIGSTOP)
+        paused.freeze()
         await asyncio.sleep(seconds)
-        at = paused.signal(signal.SIGCONT)
+        at = time.monotonic()
+        paused.resume()
         return await self._both(at)
 
     async def _sever(self, how: Damage) -> _Found:
@@ -251,7 +254,7 @@ class Arena:
         broken, survivor = self._sides(victim)
         at = time.monotonic()
         await self._network.damage("cut")
-        broken.signal(signal.SIGKILL)
+        broken.send(signal.SIGKILL)
         try:
             ended = await self._reuse(survivor)
         finally:
@@ -271,11 +274,11 @@ class Arena:
         """The other worker cancels, and one without memory has to clear up, or ends of it, as
         Python may; it starts again."""
         broken, survivor = self._sides(victim)
-        broken.take_memory()
-        broken.tell({"do": "hog"})
+        _take_memory(broken.pid)
+        broken.tell("hog")
         own = await _said(broken, "hogged", "ended")
         at = time.monotonic()
-        survivor.tell({"do": "cancel"})
+        survivor.tell("cancel")
         if own and own["event"] == "hogged":
             own = await _said(broken, "ended")
         ended = await self._reuse(survivor)
@@ -291,15 +294,15 @@ class Arena:
 
     async def _reuse(self, worker: WorkerProcess) -> Event:
         """How the transfer has ended for a worker, which then gives its blocks to another one."""
-        ended = await worker.event("ended")
-        worker.tell({"do": "reuse"})
-        await worker.event("reused")
+        ended = await worker.said("ended")
+        worker.tell("reuse")
+        await worker.said("reused")
         return ended
 
     async def _watch(self, survivor: WorkerProcess) -> Event:
         await asyncio.sleep(_WATCH_SECONDS)
-        survivor.tell({"do": "check"})
-        return await survivor.event("checked")
+        survivor.tell("check")
+        return await survivor.said("checked")
 
     def _sides(self, victim: Role) -> tuple[WorkerProcess, WorkerProcess]:
         return self.workers[victim], self.workers["decode" if victim == "prefill" else "prefill"]
@@ -310,15 +313,14 @@ class Arena:
         made.rename(self._clocks[role])
 
     def _ticket(self) -> str:
-        prefill, decode = self.workers["prefill"], self.workers["decode"]
         return sign_ticket(
             Ticket(
                 transfer_id=uuid.uuid4().hex,
                 request_id="chaos",
-                prefill_id=prefill.instance,
-                prefill_epoch=prefill.epoch,
-                decode_id=decode.instance,
-                decode_epoch=decode.epoch,
+                prefill_id="prefill",
+                prefill_epoch=self.epochs["prefill"],
+                decode_id="decode",
+                decode_epoch=self.epochs["decode"],
                 expires_at=time.time() + 60,
             ),
             KEY,
@@ -327,37 +329,33 @@ class Arena:
     async def _offer(self, transfer: _Transfer) -> None:
         prefill, decode = self.workers["prefill"], self.workers["decode"]
         decode.tell(
-            {
-                "do": "decode",
-                "ticket": transfer.ticket,
-                "address": prefill.address,
-                "seed": transfer.seed,
-                "blocks": transfer.blocks,
-            }
+            "decode",
+            ticket=transfer.ticket,
+            address=prefill.address,
+            seed=transfer.seed,
+            blocks=transfer.blocks,
         )
-        told = await decode.event("offered", "ended")
+        told = await decode.said("offered", "ended")
         if told["event"] == "ended":
             raise _NotOffered(f"decode could not offer: {told['text']}")
 
     async def _send(self, transfer: _Transfer) -> None:
         prefill = self.workers["prefill"]
-        prefill.tell(
-            {
-                "do": "prefill",
-                "ticket": transfer.ticket,
-                "seed": transfer.seed,
-                "blocks": transfer.blocks,
-                "pause": transfer.pause,
-                "hold_back": transfer.hold_back,
-            }
-        )
-        await prefill.event("ready-to-send")
+        prefill.tell("prefill", **asdict(transfer))
+        await prefill.said("ready-to-send")
+
+
+def _take_memory(pid: int) -> None:
+    """From now on the process gets no more memory from the system."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    most = pages * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
 async def _said(worker: WorkerProcess, *names: str) -> Event | None:
     """The next event of one of these names; None where the process has ended."""
     try:
-        return await worker.event(*names)
+        return await worker.said(*names)
     except EOFError:
         return None
 

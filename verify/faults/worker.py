@@ -1,13 +1,12 @@
-"""A worker process for fault tests: JSON commands on stdin, JSON events on stdout.
+"""A worker process for fault tests.
 
-Run as `python -m verify.faults.worker INSTANCE EPOCH FABRIC HOST`. It ends with its stdin.
+Run as `python -m verify.faults.worker INSTANCE EPOCH FABRIC HOST` (verify/processes/worker.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import time
@@ -16,7 +15,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvxfer.engine import Engine
 from kvxfer.errors import KvxferError
 from kvxfer.kv.block_pool import BlockHold, BlockPool
 from kvxfer.kv.cache import KvCache
@@ -24,6 +22,7 @@ from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.prefill_session import PrefillSession
+from verify.processes.commands import commands, kv_endpoint, report
 
 from .pattern import Page, page, reused, wrong_bytes
 
@@ -163,34 +162,21 @@ class FaultWorker:
         return page(seed, plane, index, LAYOUT.part_bytes)
 
 
-def report(event: str, **fields: object) -> None:
-    sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
-    sys.stdout.flush()
-
-
 async def main(instance: str, epoch: int, fabric: str, host: str) -> None:
-    commands = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(commands), sys.stdin
-    )
-    async with Engine(
-        cluster_key=KEY,
-        name=instance,
+    async with kv_endpoint(
+        *(instance, LAYOUT, NUM_BLOCKS),
+        key=KEY,
+        epoch=epoch,
         fabrics=(fabric,),
         host=host,
         peer_timeout=float(os.environ.get("KVXFER_PEER_TIMEOUT", "0.7")),
-    ) as engine:
-        cache = KvCache.allocate(engine, LAYOUT, NUM_BLOCKS)
-        pool = BlockPool(NUM_BLOCKS)
-        async with KvEndpoint(
-            engine, cache, pool, instance_id=instance, epoch=epoch, ticket_key=KEY
-        ) as endpoint:
-            worker = FaultWorker(cache, pool, endpoint)
-            report("ready", address=engine.address)
-            with contextlib.suppress(MemoryError, SystemError):
-                while line := await commands.readline():
-                    worker.command(json.loads(line))
-            os._exit(0)  # the driver is gone, or all memory
+    ) as (engine, cache, pool, endpoint):
+        worker = FaultWorker(cache, pool, endpoint)
+        report("ready", address=engine.address)
+        with contextlib.suppress(MemoryError, SystemError):
+            async for command in commands():
+                worker.command(command)
+        os._exit(0)  # all memory is gone
 
 
 if __name__ == "__main__":

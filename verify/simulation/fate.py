@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvxfer.instances import Role
 
 from .defects import NONE, Defects
-from .fleet import TICKET_SECONDS, Fleet, Instance
+from .fleet import TICKET_SECONDS, Instance, SimulatedFleet
 from .installation import installed
 from .oracle import Violation
 from .requests import Request
@@ -46,7 +46,7 @@ class Outcome:
 
 def simulate(seed: int, defects: Defects = NONE, *, trace: bool = False) -> Outcome:
     """The whole life of a fleet."""
-    fleet = Fleet(seed, defects, trace)
+    fleet = SimulatedFleet(seed, defects, trace)
     violation = ""
     with installed(fleet):
         try:
@@ -62,7 +62,7 @@ def simulate(seed: int, defects: Defects = NONE, *, trace: bool = False) -> Outc
     return Outcome(seed, violation, fleet.counts, fingerprint, lines)
 
 
-def _live(fleet: Fleet) -> None:
+def _live(fleet: SimulatedFleet) -> None:
     for instance in fleet.instances:
         fleet.start(instance)
     fleet.run_until(lambda: all(instance.ready for instance in fleet.instances))
@@ -81,7 +81,7 @@ def _live(fleet: Fleet) -> None:
 class Fate:
     """Plans what happens when, all of it from the fleet's seed."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: SimulatedFleet) -> None:
         self._fleet = fleet
         self._rng = fleet.rng
         self._pending = 0

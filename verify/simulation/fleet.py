@@ -47,7 +47,7 @@ class Instance:
         return all(rank.runs and rank.ready for rank in self.ranks)
 
 
-class Fleet:
+class SimulatedFleet:
     """Everything of one seed. Whoever owns it drives it by run_until()."""
 
     def __init__(self, seed: int, defects: Defects = NONE, trace: bool = False) -> None:

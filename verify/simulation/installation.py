@@ -17,11 +17,11 @@ import kvxfer.ticket
 from . import native
 
 if TYPE_CHECKING:
-    from .fleet import Fleet
+    from .fleet import SimulatedFleet
 
 
 @contextlib.contextmanager
-def installed(fleet: Fleet) -> Iterator[None]:
+def installed(fleet: SimulatedFleet) -> Iterator[None]:
     """Within, kvxfer.engine and kvxfer.kv know no other native engine."""
     engines = native.module(
         lambda options: native.NativeEngine(fleet.network, fleet.network.hosts[options.name])
@@ -59,7 +59,7 @@ _signatures = _Signatures()
 class _Log(logging.Handler):
     """An honest fleet warns of nothing."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: SimulatedFleet) -> None:
         super().__init__(logging.WARNING)
         self._fleet = fleet
 

@@ -23,7 +23,7 @@ from .offers import Offers
 from .oracle import OwnedPool
 
 if TYPE_CHECKING:
-    from .fleet import Fleet, Instance
+    from .fleet import Instance, SimulatedFleet
     from .native import NativeEngine
 
 KEY = b"0123456789abcdef0123456789abcdef"
@@ -44,7 +44,9 @@ class Process:
     block_bytes: int
     plane_bytes: int
 
-    def __init__(self, fleet: Fleet, instance: Instance, layout: KvLayout, start: int) -> None:
+    def __init__(
+        self, fleet: SimulatedFleet, instance: Instance, layout: KvLayout, start: int
+    ) -> None:
         self.instance = instance
         self.name = f"{instance.name}.{layout.rank}"
         self.incarnation = f"{self.name}~{start}"

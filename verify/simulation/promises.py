@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .fleet import Fleet
+    from .fleet import SimulatedFleet
     from .requests import Part
 
 TOLD_SECONDS = 1.0
@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.25
 class Promises:
     """Of one fleet. What lands where, the oracle knows."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: SimulatedFleet) -> None:
         self._fleet = fleet
         self._clock = fleet.clock
         self._late: dict[Part, float] = {}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.decode_session import DecodeSession
     from kvxfer.kv.prefill_session import PrefillSession
 
-    from .fleet import Fleet
+    from .fleet import SimulatedFleet
     from .process import Process
 
 TAIL = b"tail"
@@ -74,7 +74,7 @@ class Part:
 
     request: Request
     process: Process
-    fleet: Fleet
+    fleet: SimulatedFleet
     session: Any = None
     task: asyncio.Task[None] | None = None
     outcome: str = ""

@@ -20,8 +20,8 @@ from kvxfer.scheduler.scaling.backend import Fence, ScalingBackend
 from kvxfer.scheduler.scaling.kubernetes import KubernetesBackend
 from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
 from kvxfer.scheduler.scaling.redis_leader import RedisLeader
-from tests.control_plane import worker
 from tests.virtual_time import VirtualClock, passes
+from verify.control_plane import worker
 from verify.redis_server import RedisServer
 
 from .kubernetes_api import TOKEN, KubernetesApi, running

@@ -12,8 +12,8 @@ from kvxfer.instances import Instance, InstanceState, Lease, Load
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from kvxfer.scheduler.scaling.drain import drain
-from tests.control_plane import worker
 from tests.virtual_time import VirtualClock, passes
+from verify.control_plane import worker
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from kvxfer.instances import Instance, InstanceState, Load, Reserved, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.policy_file import ProcessesConfig
 from kvxfer.scheduler.scaling.processes import ProcessBackend, leave_first
-from tests.control_plane import CLUSTER_KEY, RunningControlPlane
+from verify.control_plane import CLUSTER_KEY, RunningControlPlane
 from verify.polling import eventually
 
 from .test_measurements import instance

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, TypeAlias
 
 from kvxfer.instances import Role
+from verify.polling import eventually
 
 from .cluster import REPLICAS, Cluster
 from .load import Load
@@ -21,56 +22,55 @@ Act: TypeAlias = Callable[[Cluster, Load, random.Random], Awaitable[str | None]]
 
 
 async def kill_replica(cluster: Cluster, load: Load, rng: random.Random) -> None:
-    port = cluster.kill_replica(rng.randrange(REPLICAS))
+    number = rng.randrange(REPLICAS)
+    cluster.kill(f"replica-{number}")
     await asyncio.sleep(_AWAY_SECONDS)
-    await cluster.start_replica(port)
-    await cluster.whole()
+    await asyncio.to_thread(cluster.start_replica, number)
+    await cluster.settled()
 
 
 async def kill_prefill(cluster: Cluster, load: Load, rng: random.Random) -> None:
-    cluster.kill_worker(_one(cluster, Role.PREFILL, rng))
-    await cluster.whole()
+    cluster.kill(_one(cluster, Role.PREFILL, rng))
+    await cluster.settled()
 
 
 async def kill_decode(cluster: Cluster, load: Load, rng: random.Random) -> str:
     victim = _one(cluster, Role.DECODE, rng)
-    async with asyncio.timeout(_DRAIN_SECONDS):
-        # So that some stream is likely to be lost.
-        while not load.streaming:  # noqa: ASYNC110 (a glance is enough)
-            await asyncio.sleep(0.001)
-    cluster.kill_worker(victim)
-    await cluster.whole()
-    return cluster.addresses[victim]
+    address = cluster.running[victim].url
+    # So that some stream is likely to be lost.
+    await eventually(lambda: load.streaming, _DRAIN_SECONDS, pause=0.001)
+    cluster.kill(victim)
+    await cluster.settled()
+    return address
 
 
 async def lose_redis(cluster: Cluster, load: Load, rng: random.Random) -> None:
-    before = {name: instance.epoch for name, instance in (await cluster.fleet()).items()}
+    fleet = await asyncio.to_thread(cluster.instances)
+    before = {name: instance.epoch for name, instance in fleet.items()}
     cluster.redis.kill()
     await asyncio.sleep(_AWAY_SECONDS)
     await asyncio.to_thread(cluster.redis.start)
     # A replica that has not yet heard of the loss tells of the fleet before it.
-    await cluster.whole(lambda fleet: all(fleet[name].epoch > before[name] for name in before))
+    await cluster.settled(lambda fleet: all(fleet[name].epoch > before[name] for name in before))
 
 
 async def drain(cluster: Cluster, load: Load, rng: random.Random) -> None:
     leaving = _one(cluster, Role.PREFILL, rng)
-    await cluster.client.drain(leaving, deadline_seconds=_DRAIN_SECONDS)
-    code = await cluster.left(leaving)
-    if code:
-        raise AssertionError(f"{leaving} was drained and exited with code {code}")
-    await cluster.whole()
+    await asyncio.to_thread(cluster.client.drain, leaving, deadline_seconds=_DRAIN_SECONDS)
+    await asyncio.to_thread(cluster.left, leaving, 2 * _DRAIN_SECONDS)
+    await cluster.settled()
 
 
 async def add(cluster: Cluster, load: Load, rng: random.Random) -> None:
-    await cluster.add_worker(Role.PREFILL)
-    await cluster.add_worker(Role.DECODE)
-    await cluster.whole()
+    for role in (Role.PREFILL, Role.DECODE):
+        await asyncio.to_thread(cluster.add_worker, role)
+    await cluster.settled()
 
 
 async def change_role(cluster: Cluster, load: Load, rng: random.Random) -> None:
     moved = _one(cluster, Role.DECODE, rng)
-    await cluster.client.change_role(moved, Role.PREFILL)
-    await cluster.whole(lambda fleet: fleet[moved].role is Role.PREFILL)
+    await asyncio.to_thread(cluster.client.change_role, moved, Role.PREFILL)
+    await cluster.settled(lambda fleet: fleet[moved].role is Role.PREFILL)
 
 
 ACTS: Final[dict[str, Act]] = {

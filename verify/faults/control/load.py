@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,9 +11,9 @@ from typing import Final
 
 import httpx
 
-from kvxfer.event_stream import EventParser
 from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
+from verify.faults.completions import complete
 
 MAX_TOKENS: Final = 16
 # A request that hangs is one that is not answered in this time.
@@ -99,16 +98,10 @@ class Load:
         return sent
 
     async def _ask(self, sent: Sent, prompt: Prompt) -> None:
-        body = {
-            "model": self._model,
-            "prompt": prompt.tokens,
-            "max_tokens": MAX_TOKENS,
-            "ignore_eos": True,
-            "stream": sent.streamed,
-        }
+        body = {"model": self._model, "prompt": prompt.tokens, "max_tokens": MAX_TOKENS}
         try:
             async with asyncio.timeout(HANG_SECONDS):
-                await (self._stream if sent.streamed else self._whole)(sent, body)
+                await complete(self._http, sent, body)
         except TimeoutError:
             sent.failure = f"no end within {HANG_SECONDS:g} s"
         except (httpx.HTTPError, ValueError, KeyError) as error:
@@ -119,30 +112,3 @@ class Load:
         sent.wrong = not sent.right and (
             sent.failure is None or sent.tokens != prompt.expected[: len(sent.tokens)]
         )
-
-    async def _whole(self, sent: Sent, body: dict[str, object]) -> None:
-        answer = await self._http.post("/v1/completions", json=body)
-        if answer.is_success:
-            sent.tokens = answer.json()["choices"][0]["token_ids"]
-        else:
-            sent.failure = f"HTTP {answer.status_code}: {answer.json()['error']['message']}"
-
-    async def _stream(self, sent: Sent, body: dict[str, object]) -> None:
-        parser, done = EventParser(), False
-        async with self._http.stream("POST", "/v1/completions", json=body) as answer:
-            if not answer.is_success:
-                error = json.loads(await answer.aread())["error"]
-                sent.failure = f"HTTP {answer.status_code}: {error['message']}"
-                return
-            async for content in answer.aiter_bytes():
-                for event in parser.feed(content):
-                    if event.data == "[DONE]":
-                        done = True
-                        continue
-                    chunk = json.loads(event.data)
-                    if "error" in chunk:
-                        sent.failure = str(chunk["error"]["message"])
-                    for choice in chunk.get("choices", ()):
-                        sent.tokens += choice["token_ids"]
-        if not done and sent.failure is None:
-            sent.failure = "the stream ended without [DONE]"

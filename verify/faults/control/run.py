@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import re
 import time
@@ -110,12 +111,14 @@ async def run(
 ) -> Outcome:
     expected = await asyncio.to_thread(prompts, _TEXTS)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    async with (
-        Cluster(threads) as cluster,
-        httpx.AsyncClient(
-            base_url=cluster.router, timeout=HANG_SECONDS, limits=limits, trust_env=False
-        ) as http,
-    ):
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = stack.enter_context(Cluster(threads))
+        await cluster.settled()
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(
+                base_url=cluster.router.url, timeout=HANG_SECONDS, limits=limits, trust_env=False
+            )
+        )
         # The first requests of a process are slow: they belong to no phase.
         capacity = await Load(http, cluster.model, expected).closed(_WARM_UP, concurrency=2)
         load = Load(http, cluster.model, expected)
@@ -144,7 +147,8 @@ async def run(
         for phase, begin, end in zip(phases, begins, [*begins[1:], None], strict=True):
             phase.sent = load.sent[begin:end]
         await asyncio.to_thread(audit, cluster.redis)
-        return Outcome(phases, await cluster.open_transfers(), await cluster.leaked_blocks(http))
+        leaked = await asyncio.to_thread(cluster.held_blocks)
+        return Outcome(phases, await cluster.open_transfers(), leaked)
 
 
 async def _while_running(running: asyncio.Task[None], step: object) -> str | None:

@@ -24,7 +24,7 @@ from kvxfer.cli.output import err, out, show_json
 from verify.arguments import minutes_to_run
 
 from .flatness import Held, Slope, held_by, slopes
-from .fleet import Audit, Counted, Fleet
+from .members import Audit, Counted, Members
 from .worker import NUM_BLOCKS
 
 _AT_ONCE: Final = 6
@@ -65,56 +65,53 @@ class Outcome(msgspec.Struct):
 
 
 async def soak(minutes: float, rng: random.Random) -> Outcome:
-    fleet = Fleet(rng)
+    members = Members(rng)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     try:
-        await fleet.start()
+        await members.start()
         with Progress(*columns, console=err) as progress:
             bar = progress.add_task("soak", total=minutes * 60)
-            samples = await _load(fleet, minutes * 60, rng, progress, bar)
-        audit = await fleet.audit(_AUDITED)
-        engines = {
-            name: {k: v for k, v in (await member.ask_stats()).items() if k != "event"}
-            for name, member in fleet.keepers.items()
-        }
+            samples = await _load(members, minutes * 60, rng, progress, bar)
+        audit = await members.audit(_AUDITED)
+        engines = {name: dict(await member.stats()) for name, member in members.keepers.items()}
     finally:
-        await fleet.end()
+        await members.end()
     return Outcome(
         minutes=minutes,
-        counted=fleet.counted,
+        counted=members.counted,
         audit=audit,
-        joined=fleet.joined,
-        left=fleet.left,
-        killed=fleet.killed,
+        joined=members.joined,
+        left=members.left,
+        killed=members.killed,
         slopes={name: slopes(of_worker) for name, of_worker in samples.items()},
         engines=engines,
     )
 
 
 async def _load(
-    fleet: Fleet, seconds: float, rng: random.Random, progress: Progress, bar: object
+    members: Members, seconds: float, rng: random.Random, progress: Progress, bar: object
 ) -> dict[str, list[tuple[float, Held]]]:
     begun = time.monotonic()
-    samples: dict[str, list[tuple[float, Held]]] = {name: [] for name in fleet.keepers}
+    samples: dict[str, list[tuple[float, Held]]] = {name: [] for name in members.keepers}
 
     def over() -> bool:
         return time.monotonic() - begun >= seconds
 
     async def transfers() -> None:
         while not over():
-            await fleet.transfer()
+            await members.transfer()
 
     async def churn() -> None:
         while not over():
             await asyncio.sleep(rng.uniform(*_CHURN_SECONDS))
-            await fleet.churn()
+            await members.churn()
 
     async def sample() -> None:
         while not over():
             now = time.monotonic() - begun
-            for name, member in fleet.keepers.items():
+            for name, member in members.keepers.items():
                 samples[name].append((now, held_by(member.process.pid)))
-            done = fleet.counted.transfers
+            done = members.counted.transfers
             progress.update(bar, completed=now, description=f"{done:,} transfers")  # type: ignore[arg-type]
             await asyncio.sleep(_SAMPLE_SECONDS)
 

@@ -1,14 +1,11 @@
-"""A worker process of the soak: JSON commands on stdin, JSON events on stdout; any number of
-transfers at once.
+"""A worker process of the soak: any number of transfers at once.
 
-Run as `python -m verify.faults.soak.worker INSTANCE EPOCH FABRICS HOST`. It ends with its stdin.
+Run as `python -m verify.faults.soak.worker INSTANCE FABRICS` (verify/processes/worker.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
 import sys
 from collections.abc import Awaitable
@@ -22,10 +19,12 @@ from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.layout import KvLayout
-from verify.faults.worker import KEY, report
+from verify.faults.worker import KEY
+from verify.processes.commands import commands, kv_endpoint, report
 
 NUM_BLOCKS: Final = 256
 MAX_BLOCKS: Final = 48
+EPOCH: Final = 1
 LAYOUT: Final = KvLayout(num_layers=8, num_kv_heads=8, head_size=16, dtype="float32", block_size=16)
 
 
@@ -41,26 +40,24 @@ class SoakWorker:
         ]
         self._tasks: set[asyncio.Task[None]] = set()
         self._transfers: dict[int, asyncio.Task[None]] = {}
-        self.closing = asyncio.Event()
 
     def command(self, command: dict[str, Any]) -> None:
+        ident = command.pop("id", None)
         match command.pop("do"):
             case "prefill":
-                self._begin(command["number"], self._prefill(**command))
+                self._begin(ident, command["number"], self._prefill(**command))
             case "decode":
-                self._begin(command["number"], self._decode(**command))
+                self._begin(ident, command["number"], self._decode(**command))
             case "give up":
                 if (transfer := self._transfers.get(command["number"])) is not None:
                     # Not before it has begun: it would not tell.
                     asyncio.get_running_loop().call_soon(transfer.cancel)
             case "stats":
                 self._pool.check()
-                report("stats", free=self._pool.num_free, **self._engine.stats())
-            case "close":
-                self.closing.set()
+                report(id=ident, free=self._pool.num_free, **self._engine.stats())
 
-    def _begin(self, number: int, transfer: Awaitable[dict[str, int]]) -> None:
-        self._transfers[number] = task = self._start(self._run(number, transfer))
+    def _begin(self, ident: int, number: int, transfer: Awaitable[dict[str, int]]) -> None:
+        self._transfers[number] = task = self._start(self._run(ident, transfer))
         task.add_done_callback(lambda _: self._transfers.pop(number))
 
     def _start(self, work: Awaitable[None]) -> asyncio.Task[None]:
@@ -69,7 +66,7 @@ class SoakWorker:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _run(self, number: int, transfer: Awaitable[dict[str, int]]) -> None:
+    async def _run(self, ident: int, transfer: Awaitable[dict[str, int]]) -> None:
         found: dict[str, int] = {}
         error = None
         try:
@@ -78,7 +75,7 @@ class SoakWorker:
             error = failure.code
         except asyncio.CancelledError:
             error = "given-up"
-        report("ended", number=number, error=error, **found)
+        report(id=ident, error=error, **found)
 
     async def _prefill(
         self, number: int, ticket: str, blocks: int, patience: float
@@ -111,44 +108,16 @@ class SoakWorker:
         return {"received": session.nbytes, "checked": session.checked_bytes}
 
 
-def _commands() -> asyncio.StreamReader:
-    """What comes on stdin. asyncio's own reader of pipes takes 256 KiB of the heap for each read,
-    which fragments it, and the memory of this process is what is looked at."""
-    stdin, commands = sys.stdin.fileno(), asyncio.StreamReader()
-
-    def read() -> None:
-        if data := os.read(stdin, 4096):
-            commands.feed_data(data)
-        else:
-            asyncio.get_running_loop().remove_reader(stdin)
-            commands.feed_eof()
-
-    asyncio.get_running_loop().add_reader(stdin, read)
-    return commands
-
-
-async def main(instance: str, epoch: int, fabrics: str, host: str) -> None:
-    commands = _commands()
-    async with Engine(
-        cluster_key=KEY, name=instance, fabrics=tuple(fabrics.split(",")), host=host
-    ) as engine:
-        cache = KvCache.allocate(engine, LAYOUT, NUM_BLOCKS)
-        pool = BlockPool(NUM_BLOCKS)
-        async with KvEndpoint(
-            engine, cache, pool, instance_id=instance, epoch=epoch, ticket_key=KEY, checksums=True
-        ) as endpoint:
-            worker = SoakWorker(engine, cache, pool, endpoint)
-            report("ready", address=engine.address)
-
-            async def listen() -> None:
-                while line := await commands.readline():
-                    worker.command(json.loads(line))
-                os._exit(0)  # the driver is gone
-
-            listening = asyncio.create_task(listen())
-            await worker.closing.wait()
-            listening.cancel()
+async def main(instance: str, fabrics: str) -> None:
+    how = {"key": KEY, "epoch": EPOCH, "checksums": True, "fabrics": tuple(fabrics.split(","))}
+    async with kv_endpoint(instance, LAYOUT, NUM_BLOCKS, **how) as parts:
+        worker = SoakWorker(*parts)
+        report("ready", address=parts[0].address)
+        async for command in commands():
+            if command["do"] == "close":
+                break
+            worker.command(command)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]))
+    asyncio.run(main(*sys.argv[1:]))

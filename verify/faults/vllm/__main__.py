@@ -21,10 +21,12 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from verify.faults.chaos import percentile
+
 from .acts import ACTS
 from .load import Became
 from .naming import Cause
-from .run import Phase, percentile, run
+from .run import Phase, run
 
 _SHARES: Final = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 

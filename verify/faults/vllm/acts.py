@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, TypeAlias
 
+from verify.processes.fleet import CONTROL_PLANE
+
 from .cluster import Cluster
 from .load import Load
 from .naming import Fault
@@ -26,11 +28,11 @@ async def freeze(
 ) -> Fault:
     """SIGSTOP, and SIGCONT after `least` to `most` seconds."""
     fault = Fault(f"freeze {name}", time.monotonic(), waits=name == "decode")
-    cluster.freeze(name)
+    cluster.running[name].freeze()
     try:
         await asyncio.sleep(rng.uniform(least, most))
     finally:
-        cluster.thaw(name)
+        cluster.running[name].resume()
     fault.ended = time.monotonic()
     await asyncio.sleep(_SETTLE_SECONDS)
     return await _over(fault, cluster)
@@ -39,17 +41,18 @@ async def freeze(
 async def kill(name: str, cluster: Cluster, load: Load, rng: random.Random) -> Fault:
     """kill -9, and another one of the same instance id."""
     fault = Fault(f"kill {name}", time.monotonic())
-    await asyncio.to_thread(cluster.engines[name].kill)
-    await cluster.start_engine(name)
+    await asyncio.to_thread(cluster.kill, name)
+    # A process that is being made would hold up the loop that measures times.
+    await asyncio.to_thread(cluster.start_engine, name)
     return await _away(fault, cluster, load)
 
 
 async def restart_control_plane(cluster: Cluster, load: Load, rng: random.Random) -> Fault:
     """kill -9, and another one that knows nothing at the same address."""
     fault = Fault("restart control plane", time.monotonic())
-    await asyncio.to_thread(cluster.control_plane.kill)
+    await asyncio.to_thread(cluster.kill, CONTROL_PLANE)
     await asyncio.sleep(rng.uniform(0.1, 1.0))
-    starting = asyncio.create_task(cluster.start_control_plane())
+    starting = asyncio.create_task(asyncio.to_thread(cluster.start_control_plane))
     try:
         return await _away(fault, cluster, load)
     finally:
@@ -69,7 +72,7 @@ async def _away(fault: Fault, cluster: Cluster, load: Load) -> Fault:
 
 
 async def _over(fault: Fault, cluster: Cluster) -> Fault:
-    await cluster.whole()
+    await cluster.settled()
     fault.over = time.monotonic()
     return fault
 

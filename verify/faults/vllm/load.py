@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import json
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
-from kvxfer.event_stream import EventParser
+from verify.faults.completions import complete
 
 MAX_TOKENS: Final = 48
 # The router's own deadlines are 20 s to the first token and 20 s between two.
@@ -50,8 +49,6 @@ class Sent:
     ended: float = 0.0
     tokens: list[int] = field(default_factory=list)
     failure: str | None = None
-    code: str | None = None
-    """Of the error that the router named."""
     became: Became | None = None
 
 
@@ -98,10 +95,17 @@ class Load:
 
     async def _ask(self, sent: Sent) -> None:
         patience = HANG_SECONDS if sent.patience is None else sent.patience
+        body = {
+            "model": "tiny",
+            "prompt": sent.prompt,
+            "max_tokens": len(sent.expected),
+            "temperature": 0,
+            "return_token_ids": True,
+        }
         sent.began = time.monotonic()
         try:
             async with asyncio.timeout(patience):
-                await (self._stream if sent.streamed else self._whole)(sent)
+                await complete(self._http, sent, body, sent.request_id)
         except TimeoutError:
             sent.became = Became.HANGING if sent.patience is None else Became.ABORTED
         except (httpx.HTTPError, ValueError, KeyError) as error:
@@ -114,49 +118,3 @@ class Load:
             sent.became = Became.RIGHT if whole else Became.WRONG
             if sent.failure is not None:
                 sent.became = Became.FAILED
-
-    def _body(self, sent: Sent) -> dict[str, Any]:
-        return {
-            "model": "tiny",
-            "prompt": sent.prompt,
-            "max_tokens": len(sent.expected),
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "stream": sent.streamed,
-        }
-
-    async def _whole(self, sent: Sent) -> None:
-        answer = await self._http.post(
-            "/v1/completions", json=self._body(sent), headers={"X-Request-ID": sent.request_id}
-        )
-        if answer.is_success:
-            sent.tokens = answer.json()["choices"][0]["token_ids"]
-        else:
-            _take_error(sent, answer.json()["error"])
-
-    async def _stream(self, sent: Sent) -> None:
-        parser, done = EventParser(), False
-        headers = {"X-Request-ID": sent.request_id}
-        async with self._http.stream(
-            "POST", "/v1/completions", json=self._body(sent), headers=headers
-        ) as answer:
-            if not answer.is_success:
-                _take_error(sent, json.loads(await answer.aread())["error"])
-                return
-            async for content in answer.aiter_bytes():
-                for event in parser.feed(content):
-                    if event.data == "[DONE]":
-                        done = True
-                        continue
-                    chunk = json.loads(event.data)
-                    if "error" in chunk:
-                        _take_error(sent, chunk["error"])
-                    for choice in chunk.get("choices", ()):
-                        sent.tokens += choice.get("token_ids") or []
-        if not done and sent.failure is None:
-            sent.failure = "the stream ended without [DONE]"
-
-
-def _take_error(sent: Sent, error: dict[str, Any]) -> None:
-    sent.failure, sent.code = str(error["message"]), str(error["code"])

@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import httpx
 
-from tests.vllm.servers import Server, make_model, vllm
-from tests.vllm.tiny_prompts import prompts
+from verify.processes.programs import Server
+from verify.vllm.servers import make_model, vllm
+from verify.vllm.tiny_prompts import prompts
 
 from .acts import ACTS, Act
 from .cluster import Cluster
@@ -73,7 +74,8 @@ async def run(
         expected = await asyncio.to_thread(_references, home, model, asked)
         batch = requests(rng, list(zip(asked, expected, strict=True)))
         tell("starting control plane, router, producer and consumer")
-        async with Cluster(home, model, policy, attempts) as cluster:
+        with Cluster(home, model, policy, attempts) as cluster:
+            await cluster.settled()
             return await _phases(cluster, batch, acts, rng, tell)
 
 
@@ -89,7 +91,10 @@ async def _phases(
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
     phases = []
     async with httpx.AsyncClient(
-        base_url=cluster.router.url, timeout=HANG_SECONDS + 5, limits=limits, trust_env=False
+        base_url=cluster.router.url,
+        timeout=HANG_SECONDS + 5,
+        limits=limits,
+        trust_env=False,
     ) as http:
         for number, name in enumerate(acts):
             begin, end = (len(batch) * n // len(acts) for n in (number, number + 1))
@@ -101,7 +106,7 @@ async def _phases(
             if act is not None:
                 phase.fault = await _strike(act, cluster, load, len(phase.sent), rng)
             await running
-            await cluster.whole()
+            await cluster.settled()
             phase.leaks = await cluster.leaks()
             for sent in phase.sent:
                 if sent.became is Became.FAILED:
@@ -140,10 +145,5 @@ def _references(home: Path, model: Path, asked: list[list[int]]) -> list[list[in
         return list(choice["token_ids"])
 
     with vllm("aggregated", home, model) as server, ThreadPoolExecutor(8) as threads:
-        server.wait()
+        server.serves("/health")
         return list(threads.map(lambda prompt: tokens(server, prompt), asked))
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]

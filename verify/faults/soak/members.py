@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 import signal
@@ -15,9 +14,9 @@ from typing import Any, Final
 
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.faults.worker import KEY
-from verify.faults.worker_process import Place, WorkerProcess
+from verify.processes.worker import Event, WorkerProcess
 
-from .worker import MAX_BLOCKS
+from .worker import EPOCH, MAX_BLOCKS
 
 KEEPERS: Final = 2
 """Of each role, which live from the beginning to the end."""
@@ -62,57 +61,33 @@ class Audit:
 
 
 class Member:
-    """A worker, and what its driver waits for."""
+    """A worker and its role."""
 
-    def __init__(self, process: WorkerProcess, role: str) -> None:
-        self.process, self.role = process, role
+    def __init__(self, role: str, instance: str, fabrics: str) -> None:
+        self.role = role
+        self.process = WorkerProcess("verify.faults.soak.worker", instance, fabrics)
         self.leaving = False
-        self.ended: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self.stats: asyncio.Future[dict[str, Any]] | None = None
-        self._listening = asyncio.create_task(self._listen())
 
-    async def _listen(self) -> None:
-        with contextlib.suppress(EOFError):
-            while True:
-                event = await self.process.any_event()
-                if event["event"] == "stats" and self.stats is not None:
-                    self.stats.set_result(event)
-                elif (waiting := self.ended.pop(event.get("number", -1), None)) is not None:
-                    _settle(waiting, event)
-        for waiting in self.ended.values():
-            _settle(waiting, {"lost": True})
-        self.ended.clear()
+    def begin(self, do: str, **arguments: Any) -> asyncio.Future[Event]:
+        return asyncio.wrap_future(self.process.begin(do, **arguments))
 
-    def begin(self, number: int, command: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
-        waiting: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        if self._listening.done():
-            _settle(waiting, {"lost": True})
-        else:
-            self.ended[number] = waiting
-            self.process.tell({"number": number, **command})
-        return waiting
-
-    async def ask_stats(self) -> dict[str, Any]:
-        self.stats = asyncio.get_running_loop().create_future()
-        self.process.tell({"do": "stats"})
-        return await asyncio.wait_for(self.stats, _END_SECONDS)
+    async def stats(self) -> Event:
+        return await asyncio.wait_for(self.begin("stats"), _END_SECONDS)
 
     async def end(self) -> None:
-        await self.process.end()
-        await self._listening
+        await asyncio.to_thread(self.process.close)
 
 
-def _settle(waiting: asyncio.Future[dict[str, Any]], event: dict[str, Any]) -> None:
-    if not waiting.done():  # nobody waits for it any more
-        waiting.set_result(event)
+async def _end_of(side: asyncio.Future[Event]) -> Event:
+    """How one side of a transfer has ended; of a worker that was killed nobody knows."""
+    try:
+        return await side
+    except EOFError:
+        return {"error": "lost"}
 
 
-def _failed(side: asyncio.Future[dict[str, Any]]) -> bool:
-    return side.result().get("error", "lost") is not None
-
-
-class Fleet:
-    """Loop only."""
+class Members:
+    """All workers. Loop only."""
 
     def __init__(self, rng: random.Random) -> None:
         self.counted = Counted()
@@ -144,11 +119,11 @@ class Fleet:
         member.leaving = True
         if self._rng.random() < 0.5:
             await asyncio.sleep(_LEAVING_SECONDS)  # what it has under way ends
-            member.process.tell({"do": "close"})
+            member.process.tell("close")
             self.left += 1
             await asyncio.sleep(_LEAVING_SECONDS)
         else:
-            member.process.signal(signal.SIGKILL)
+            member.process.send(signal.SIGKILL)
             self.killed += 1
         self.members.remove(member)
         await member.end()
@@ -171,7 +146,7 @@ class Fleet:
         """The counters of those that lived throughout, added up."""
         total: Counter[str] = Counter()
         for member in self.keepers.values():
-            stats = await member.ask_stats()
+            stats = await member.stats()
             total.update({name: stats[name] for name in ("bytes_sent", "bytes_received")})
         return total
 
@@ -184,51 +159,56 @@ class Fleet:
         patience = {"prefill": 0.0, "decode": 0.0}
         if among is None and rng.random() < _CLIENT_LEAVES:
             patience[rng.choice(["prefill", "decode"])] = rng.uniform(0.0001, 0.03)
-        common = {"ticket": ticket, "blocks": blocks}
+        common = {"number": number, "ticket": ticket, "blocks": blocks}
         address = prefill.process.address
-        sides = [
-            decode.begin(
-                number,
-                {"do": "decode", "address": address, "patience": patience["decode"], **common},
-            ),
-            prefill.begin(number, {"do": "prefill", "patience": patience["prefill"], **common}),
-        ]
-        received, sent = await self._both(number, {decode: sides[0], prefill: sides[1]})
+        received, sent = await self._both(
+            number,
+            {
+                decode: decode.begin(
+                    "decode", address=address, patience=patience["decode"], **common
+                ),
+                prefill: prefill.begin("prefill", patience=patience["prefill"], **common),
+            },
+        )
         counted = self.counted
         for side in (received, sent):
-            if "lost" in side:
+            if side["error"] == "lost":
                 counted.lost += 1
             elif side["error"]:
                 counted.errors[side["error"]] += 1
-        if all(side.get("error", "lost") is None for side in (received, sent)):
+        if received["error"] is None and sent["error"] is None:
             counted.transfers += 1
             counted.sent += sent["sent"]
             counted.received += received["received"]
             counted.checked += received["checked"]
 
     async def _both(
-        self, number: int, sides: dict[Member, asyncio.Future[dict[str, Any]]]
-    ) -> list[dict[str, Any]]:
+        self, number: int, sides: dict[Member, asyncio.Future[Event]]
+    ) -> tuple[Event, Event]:
         """How each side ended. One that has not heard of the other's failure is told to give up, as
         a router does: prefill may never have heard of its decode worker."""
-        waiting = set(sides.values())
+        ends = {member: asyncio.create_task(_end_of(side)) for member, side in sides.items()}
         async with asyncio.timeout(_END_SECONDS):
-            ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if any(map(_failed, ended)) and waiting:
+            ended, waiting = await asyncio.wait(ends.values(), return_when=asyncio.FIRST_COMPLETED)
+            if waiting and any(end.result()["error"] for end in ended):
                 _, waiting = await asyncio.wait(waiting, timeout=_HEAR_SECONDS)
-                for member, side in sides.items():
-                    if side in waiting:
-                        member.process.tell({"do": "give up", "number": number})
-            return list(await asyncio.gather(*sides.values()))
+                for member, end in ends.items():
+                    if end in waiting:
+                        member.process.tell("give up", number=number)
+            received, sent = await asyncio.gather(*ends.values())
+            return received, sent
 
     def _one(self, role: str, among: list[Member] | None) -> Member:
         members = self.members if among is None else among
         return self._rng.choice([m for m in members if m.role == role and not m.leaving])
 
     async def _join(self, role: str, instance: str) -> Member:
-        place = Place(self._rng.choice(_FABRICS))
-        process = await WorkerProcess.start(instance, 1, place, module="verify.faults.soak.worker")
-        member = Member(process, role)
+        member = Member(role, instance, self._rng.choice(_FABRICS))
+        try:
+            await member.process.started()
+        except BaseException:
+            await member.end()
+            raise
         self.members.append(member)
         return member
 
@@ -237,10 +217,10 @@ class Fleet:
             Ticket(
                 transfer_id=uuid.uuid4().hex,
                 request_id="soak",
-                prefill_id=prefill.process.instance,
-                prefill_epoch=1,
-                decode_id=decode.process.instance,
-                decode_epoch=1,
+                prefill_id=prefill.process.name,
+                prefill_epoch=EPOCH,
+                decode_id=decode.process.name,
+                decode_epoch=EPOCH,
                 expires_at=time.time() + 60,
             ),
             KEY,

@@ -1,0 +1,1 @@
+"""Programs of the project as processes: what starts, awaits, freezes, kills and reaps them."""

@@ -1,0 +1,67 @@
+"""The worker's side of worker.py: JSON commands from stdin, JSON events to stdout."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from kvxfer.engine import Engine
+from kvxfer.kv.block_pool import BlockPool
+from kvxfer.kv.cache import KvCache
+from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.layout import KvLayout
+
+_LONGEST: Final = 1 << 24
+
+
+@contextlib.asynccontextmanager
+async def kv_endpoint(
+    instance: str,
+    layout: KvLayout,
+    num_blocks: int,
+    *,
+    key: bytes,
+    epoch: int,
+    checksums: bool = False,
+    **options: Any,
+) -> AsyncIterator[tuple[Engine, KvCache, BlockPool, KvEndpoint]]:
+    """One end of transfers; `options` are the engine's."""
+    async with Engine(cluster_key=key, name=instance, **options) as engine:
+        cache, pool = KvCache.allocate(engine, layout, num_blocks), BlockPool(num_blocks)
+        identity = {"instance_id": instance, "epoch": epoch, "ticket_key": key}
+        async with KvEndpoint(engine, cache, pool, **identity, checksums=checksums) as endpoint:
+            yield engine, cache, pool, endpoint
+
+
+def report(event: str = "", **fields: object) -> None:
+    """An event or, without one, the answer to the command whose `id` is among the fields."""
+    told = {"event": event, **fields} if event else fields
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+
+
+async def commands() -> AsyncIterator[dict[str, Any]]:
+    """What the driver says. The process ends with its driver.
+
+    asyncio's own reader of pipes takes 256 KiB of the heap for each read, which fragments it; some
+    drivers look at the memory of their workers, and others leave them none.
+    """
+    stdin, lines = sys.stdin.fileno(), asyncio.StreamReader(limit=_LONGEST)
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        if data := os.read(stdin, 4096):
+            lines.feed_data(data)
+        else:
+            loop.remove_reader(stdin)
+            lines.feed_eof()
+
+    loop.add_reader(stdin, read)
+    while line := await lines.readline():
+        yield json.loads(line)
+    os._exit(0)

@@ -1,0 +1,234 @@
+"""One process: started, awaited, frozen, killed, and always reaped."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, Final, Self
+
+from verify.polling import PATIENCE, eventually, wait_until
+
+START_SECONDS: Final = 16 * PATIENCE
+"""For a program to be ready: vLLM, or any on an emulated machine."""
+
+ROOT: Final = Path(__file__).parents[2]
+
+
+class ProcessFailed(AssertionError):
+    """A process has ended too soon, with the wrong exit code, or is not ready in time."""
+
+
+class Process:
+    """A program in a process group and a folder of its own, until its block ends. Any thread.
+
+    It is in its driver's session: Linux shares the cores among sessions (sched_autogroup), and
+    programs that spin in one keep those of others from them for 15 s and more. It ends with its
+    driver, however that ends.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *command: str | Path,
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        grace: float = 0.0,
+    ) -> None:
+        """`folder` is for its log, and by default one that goes with it. `environment` is all of
+        it. The end of the block is SIGKILL, `grace` seconds after SIGTERM."""
+        self.name = name
+        self._command = list(map(str, command))
+        self._environment = dict(os.environ if environment is None else environment)
+        self._grace = grace
+        self._temporary = None if folder else Path(tempfile.mkdtemp(prefix=f"kvxfer-{name}-"))
+        self.folder = folder or self._temporary or Path()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.log = self.folder / f"{name.replace(' ', '-')}.log"
+        """Its stdout and stderr."""
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self) -> None:
+        """Again, after it has ended."""
+        with self.log.open("ab") as log:
+            self._begun = log.tell()
+            self._process = self._popen(log)
+        self._reaped = False
+        _tell_reaper(f"+{self.pid}")
+
+    def _popen(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command,
+            cwd=self._temporary,
+            env=self._environment,
+            process_group=0,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+    @property
+    def _popened(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, f"{self.name} does not run"
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        """Its process id, and that of its group."""
+        return self._popened.pid
+
+    @property
+    def output(self) -> str:
+        """What it has written since it was started."""
+        return self.log.read_bytes()[self._begun :].decode(errors="replace")
+
+    def tail(self, size: int = 6000) -> str:
+        return self.output[-size:]
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs. What it has started itself ends with it."""
+        code = self._popened.poll()
+        if code is not None and not self._reaped:
+            self._reaped = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            _tell_reaper(f"-{self.pid}")
+        return code
+
+    # --- readiness ---------------------------------------------------------------------------
+
+    def first_object(self) -> dict[str, Any] | None:
+        """The first line of its output that is a JSON object: that of `kvxfer ... --json`."""
+        for line in self.output.splitlines():
+            with contextlib.suppress(ValueError):
+                if isinstance(value := json.loads(line), dict):
+                    return value
+        return None
+
+    def ready(
+        self, condition: Callable[[], Any] | None = None, seconds: float = START_SECONDS
+    ) -> Any:
+        """The first true value of `condition`, which is first_object by default. Raises
+        ProcessFailed where the process ends before, or this takes longer than `seconds`."""
+        with self._in_time(seconds):
+            return wait_until(lambda: self._while_running(condition), seconds)
+
+    async def becomes_ready(
+        self, condition: Callable[[], Any] | None = None, seconds: float = START_SECONDS
+    ) -> Any:
+        """`ready` for code with an event loop."""
+        with self._in_time(seconds):
+            return await eventually(lambda: self._while_running(condition), seconds)
+
+    def _while_running(self, condition: Callable[[], Any] | None) -> Any:
+        ended = self.exit_code is not None
+        value = (condition or self.first_object)()
+        if ended and not value:
+            self.check()
+        return value
+
+    def check(self) -> None:
+        """Raises ProcessFailed where it has ended."""
+        if (code := self.exit_code) is not None:
+            raise self.failed(f"has ended with {_exit(code)}")
+
+    @contextlib.contextmanager
+    def _in_time(self, seconds: float) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise self.failed(f"was not ready within {seconds:g} s") from None
+
+    def failed(self, how: str) -> ProcessFailed:
+        """The error that says it, with the end of the log."""
+        return ProcessFailed(f"{self.name} {how}:\n{self.tail()}")
+
+    # --- signals -----------------------------------------------------------------------------
+
+    def send(self, number: int) -> None:
+        """To all of its group, unless it has ended."""
+        if self.exit_code is None:
+            os.killpg(self.pid, number)
+
+    def freeze(self) -> None:
+        self.send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.send(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Ends it at once, and reaps it."""
+        self.send(signal.SIGKILL)
+        self._popened.wait()
+        assert self.exit_code is not None
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE) -> None:
+        """Ends it in good order. Raises ProcessFailed unless its exit code is 0."""
+        self.send(number)
+        self.ends(seconds)
+
+    def ends(self, seconds: float = PATIENCE, code: int = 0) -> None:
+        """Until it has ended by itself, with that exit code. Raises ProcessFailed otherwise."""
+        try:
+            self._popened.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise self.failed(f"did not end within {seconds:g} s") from None
+        if self.exit_code != code:
+            raise self.failed(f"has ended with {_exit(self._popened.returncode)}")
+
+    def close(self) -> None:
+        """Ends it, if that has not been done, also where it is frozen; and its own folder."""
+        if self._process is not None:
+            if self._grace:
+                self.send(signal.SIGTERM)
+                self.resume()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(self._grace)
+            self.kill()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _exit(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+_reaper_lock: Final = threading.Lock()
+
+
+@functools.cache
+def _reaper(_driver: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-ES", str(Path(__file__).with_name("reaper.py"))],
+        process_group=0,
+        stdin=subprocess.PIPE,
+    )
+
+
+def _tell_reaper(line: str) -> None:
+    # Two threads may make no two of them: the second would end what the first was told of.
+    with _reaper_lock, contextlib.suppress(BrokenPipeError):
+        stdin = _reaper(os.getpid()).stdin
+        assert stdin is not None
+        os.write(stdin.fileno(), f"{line}\n".encode())

@@ -1,0 +1,1 @@
+"""vLLM as a process, and tiny models and prompts for it."""

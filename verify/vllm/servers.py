@@ -1,0 +1,87 @@
+"""A disaggregated vLLM: its servers, which a fleet starts beside its control plane and router."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from verify.processes.fleet import Fleet
+from verify.processes.programs import Server, free_port
+
+VLLM_PYTHON: Final = os.environ.get("KVXFER_VLLM_PYTHON", "")
+_STOP_SECONDS: Final = 20.0
+_QUIET: Final = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+def make_model(folder: Path, *sizes: str) -> Path:
+    """The checkpoint of the tiny Llama, made in a folder; `sizes` are options of tiny_llama.py."""
+    made = folder / "tiny"
+    maker = Path(__file__).with_name("tiny_llama.py")
+    subprocess.run([VLLM_PYTHON, str(maker), str(made), *sizes], check=True)
+    return made
+
+
+def vllm(
+    name: str,
+    folder: Path,
+    model: Path,
+    *arguments: str,
+    transfer: Mapping[str, Any] | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Server:
+    """An OpenAI server of vLLM; with `transfer` it is one side of a disaggregated pair."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "16"]
+    command += ["--dtype", "float32", "--kv-cache-memory-bytes", str(128 << 20), *arguments]
+    if transfer is not None:
+        config = {
+            **transfer,
+            "kv_connector_extra_config": {
+                "instance_id": name,
+                "http_address": url,
+                **transfer.get("kv_connector_extra_config", {}),
+            },
+        }
+        command += ["--kv-transfer-config", json.dumps(config)]
+    environment = {**os.environ, **(variables or {}), **_QUIET}
+    return Server(
+        name, *command, url=url, folder=folder, environment=environment, grace=_STOP_SECONDS
+    )
+
+
+def add_vllm(
+    fleet: Fleet,
+    name: str,
+    model: Path,
+    *arguments: str,
+    role: str = "kv_both",
+    policy: str = "fail",
+    connector: str = "KvxferConnector",
+    module: str = "kvxfer.connectors.vllm.connector",
+    **settings: Any,
+) -> Server:
+    """A worker of a fleet that is a vLLM; `settings` are its connector's. Begins it."""
+    transfer = {
+        "kv_connector": connector,
+        "kv_connector_module_path": module,
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"control_plane": fleet.url, **settings},
+    }
+    server = vllm(
+        name, fleet.folder, model, *arguments, transfer=transfer, variables=fleet.variables
+    )
+    return fleet.add(server, works=True)
