@@ -50,5 +50,5 @@ def test_a_killed_prefill_is_named(cluster: Cluster, rng: random.Random) -> None
         cluster.prefill.kill()
     assert answer.result().status_code == 500
     assert cluster.decode.metric("vllm:kvxfer_transfers_total", **lost) == 1
-    assert "peer-lost" in cluster.decode.tail()
+    assert "is not received: peer 'prefill'" in cluster.decode.tail()
     cluster.wait_until_idle(cluster.decode)

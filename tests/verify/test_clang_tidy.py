@@ -1,0 +1,41 @@
+"""What verify.clang_tidy has passed before is found again, and nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verify import clang_tidy
+
+pytestmark = pytest.mark.native
+
+
+def key(root: Path, monkeypatch: pytest.MonkeyPatch, *, header: str = "", options: str = "") -> str:
+    """Of a file with a header, in a clone at `root`."""
+    root.mkdir(exist_ok=True)
+    (root / ".clang-tidy").write_text("Checks: bugprone-*\n")
+    (root / "page.hpp").write_text(f"int pages();\n{header}\n")
+    (root / "page.cpp").write_text('#include "page.hpp"\nint pages() { return 1; }\n')
+    monkeypatch.setattr(clang_tidy, "ROOT", root)
+    monkeypatch.setattr(clang_tidy, "_version", lambda: "one")
+    clang_tidy._digest.cache_clear()
+    command = ("c++", *options.split(), "-o", "page.o", "-c", str(root / "page.cpp"))
+    return clang_tidy.Source(root / "page.cpp", root, command).key()
+
+
+def test_clones_at_different_paths_share_what_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert key(tmp_path / "one", monkeypatch) == key(tmp_path / "another", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"header": "// NOLINT"}, {"header": "#if 0\nint unused();\n#endif"}, {"options": "-DNDEBUG"}],
+    ids=["comment", "inactive", "option"],
+)
+def test_what_clang_tidy_would_see_changes_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
+) -> None:
+    assert key(tmp_path, monkeypatch) != key(tmp_path, monkeypatch, **change)
