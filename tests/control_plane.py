@@ -11,16 +11,12 @@ import httpx
 
 from tests.asgi import AsgiTransport
 from tests.virtual_time import VirtualClock, VirtualLoop, passes
-from verify.control_plane import CLUSTER_KEY, LAYOUT, RunningControlPlane, worker
 from verify.polling import PATIENCE
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from kvxfer.scheduler.registry import Registry
-
-# Some tests still take these from here.
-__all__ = ["CLUSTER_KEY", "LAYOUT", "RunningControlPlane", "calling", "pass_time", "worker"]
 
 
 async def pass_time(registry: Registry, clock: VirtualClock, seconds: float) -> None:

@@ -24,8 +24,8 @@ from kvxfer.router.settings import RouterSettings
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from tests.asgi import AsgiTransport
-from tests.control_plane import CLUSTER_KEY, worker
 from tests.virtual_time import passes
+from verify.control_plane import CLUSTER_KEY, worker
 
 CONTROL_PLANE = "http://control-plane"
 ROUTER = "http://router"

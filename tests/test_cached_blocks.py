@@ -11,8 +11,8 @@ from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes, pack, un
 from kvxfer.registration import Registration
 from kvxfer.scheduler.prefix_index import merged
 from kvxfer.transfers import TransferRequest
-from tests.control_plane import worker
 from tests.virtual_time import passes
+from verify.control_plane import worker
 
 HASHES = chain_hashes(range(160), 16)
 

@@ -23,9 +23,9 @@ from kvxfer.errors import (
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role
 from kvxfer.registration import Registration
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from tests.control_plane import worker
 from tests.network import CONTROL_PLANE, Network
 from tests.virtual_time import VirtualClock, passes
+from verify.control_plane import worker
 
 JOINING, READY, DRAINING = InstanceState.JOINING, InstanceState.READY, InstanceState.DRAINING
 LEASE, INTERVAL = 6.0, 2.0

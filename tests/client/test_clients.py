@@ -23,8 +23,8 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role, Snapshot
 from kvxfer.ticket import verify_ticket
-from tests.control_plane import CLUSTER_KEY, LAYOUT, worker
 from tests.virtual_time import passes
+from verify.control_plane import CLUSTER_KEY, LAYOUT, worker
 
 READY = InstanceState.READY
 

@@ -10,9 +10,9 @@ import pytest
 from kvxfer.client import ControlPlaneClient
 from kvxfer.errors import ControlPlaneUnavailable, UnknownTransfer
 from kvxfer.instances import InstanceState
-from tests.control_plane import worker
 from tests.network import Network
 from tests.virtual_time import VirtualClock, passes
+from verify.control_plane import worker
 
 
 class Slow(httpx.AsyncBaseTransport):

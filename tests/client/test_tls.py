@@ -22,8 +22,8 @@ from kvxfer.errors import (
     UntrustedCertificate,
 )
 from kvxfer.registration import Registration
-from tests.control_plane import RunningControlPlane, worker
 from verify.certificates import Certificates, issue, make_certificates
+from verify.control_plane import RunningControlPlane, worker
 from verify.polling import wait_until
 
 pytestmark = pytest.mark.native

@@ -38,27 +38,27 @@ from verify.block_tables import block_table
 from verify.control_plane import CLUSTER_KEY, RunningControlPlane
 from verify.polling import PATIENCE, eventually
 
-from .brokered_fleet import Fleet, transfer_of
+from .brokered_pair import BrokeredPair, transfer_of
 from .workers import LAYOUT, NUM_BLOCKS, early_offers, make_ticket, worker
 
 pytestmark = pytest.mark.native
 
 
 @pytest_asyncio.fixture
-async def fleet(fabric: str) -> AsyncIterator[Fleet]:
+async def fleet(fabric: str) -> AsyncIterator[BrokeredPair]:
     with RunningControlPlane(lease_seconds=60, transfer_seconds=120) as server:
         async with (
             ControlPlaneClient(server.url) as client,
             worker("p", fabric, ticket_key=CLUSTER_KEY, control_plane=client) as prefill,
             worker("d", fabric, ticket_key=CLUSTER_KEY, control_plane=client) as decode,
         ):
-            fleet = Fleet(prefill, decode, client, server)
+            fleet = BrokeredPair(prefill, decode, client, server)
             await fleet.register(prefill, Role.PREFILL)
             await fleet.register(decode, Role.DECODE)
             yield fleet
 
 
-async def waits(fleet: Fleet, side: str, ticket: str) -> None:
+async def waits(fleet: BrokeredPair, side: str, ticket: str) -> None:
     """Until this side has come, and waits for the other."""
     expectations = fleet.decode.endpoint._expectations
     if side == "prefill":
@@ -73,7 +73,7 @@ async def met(session: PrefillSession) -> None:
 
 
 @pytest_asyncio.fixture
-async def ask(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[asyncio.Event]:
+async def ask(fleet: BrokeredPair, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[asyncio.Event]:
     """Prefill expects offers, and asks the control plane for them only once this is set."""
     event = asyncio.Event()
     brokered = fleet.prefill.endpoint._brokered
@@ -97,7 +97,7 @@ async def told(session: PrefillSession | DecodeSession) -> KvxferError:
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 async def test_the_cache_arrives_whichever_side_comes_first(
-    fleet: Fleet, rng: random.Random, first: str
+    fleet: BrokeredPair, rng: random.Random, first: str
 ) -> None:
     for _ in range(3):  # not connected, then connected
         ticket = await fleet.ticket()
@@ -112,7 +112,7 @@ async def test_the_cache_arrives_whichever_side_comes_first(
 
 
 async def test_prefill_dials_and_decode_does_not(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: BrokeredPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet.decode.engine, "connect", None)
     ticket = await fleet.ticket()
@@ -131,7 +131,9 @@ async def test_prefill_dials_and_decode_does_not(
     assert isinstance(await told(receiver), TransferCancelled)
 
 
-async def test_many_at_once_get_each_their_own_blocks(fleet: Fleet, rng: random.Random) -> None:
+async def test_many_at_once_get_each_their_own_blocks(
+    fleet: BrokeredPair, rng: random.Random
+) -> None:
     tickets = [await fleet.ticket() for _ in range(8)]
     sides = [fleet.send(ticket, rng, 2) for ticket in tickets]
     sides += [fleet.receive(ticket, 2) for ticket in tickets]
@@ -143,7 +145,7 @@ async def test_many_at_once_get_each_their_own_blocks(fleet: Fleet, rng: random.
 
 
 async def test_decode_that_is_aborted_while_it_waits_for_prefill_leaves_nothing(
-    fleet: Fleet, rng: random.Random
+    fleet: BrokeredPair, rng: random.Random
 ) -> None:
     ticket = await fleet.ticket()
     decoding = asyncio.create_task(fleet.begin_decode(ticket))
@@ -159,7 +161,7 @@ async def test_decode_that_is_aborted_while_it_waits_for_prefill_leaves_nothing(
 
 
 async def test_prefill_that_is_aborted_while_it_waits_for_the_table_leaves_nothing(
-    fleet: Fleet,
+    fleet: BrokeredPair,
 ) -> None:
     ticket = await fleet.ticket()
     sender = await fleet.begin_prefill(ticket)
@@ -179,7 +181,9 @@ async def test_prefill_that_is_aborted_while_it_waits_for_the_table_leaves_nothi
 
 
 @pytest.mark.usefixtures("ask")
-async def test_decode_that_gives_up_before_prefill_has_the_table_tells_it(fleet: Fleet) -> None:
+async def test_decode_that_gives_up_before_prefill_has_the_table_tells_it(
+    fleet: BrokeredPair,
+) -> None:
     ticket = await fleet.ticket()
     sender = await fleet.begin_prefill(ticket)
     receiver = await fleet.begin_decode(ticket)
@@ -190,7 +194,7 @@ async def test_decode_that_gives_up_before_prefill_has_the_table_tells_it(fleet:
 
 
 @pytest.mark.parametrize("waits", ["for the connection", "for the table"])
-async def test_a_lease_ends_the_wait(fleet: Fleet, waits: str) -> None:
+async def test_a_lease_ends_the_wait(fleet: BrokeredPair, waits: str) -> None:
     ticket = await fleet.ticket()
     if waits == "for the connection":
         with pytest.raises(LeaseExpired, match=r"'p' did not ask for an offer within 0.1 s"):
@@ -209,7 +213,7 @@ async def test_a_lease_ends_the_wait(fleet: Fleet, waits: str) -> None:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_a_transfer_that_is_released_ends_both_sides(
-    fleet: Fleet, ask: asyncio.Event, side: str
+    fleet: BrokeredPair, ask: asyncio.Event, side: str
 ) -> None:
     if side == "prefill":
         ask.set()
@@ -231,7 +235,7 @@ async def test_a_transfer_that_is_released_ends_both_sides(
 
 
 async def test_prefill_is_told_when_decode_dies_while_it_waits_for_the_table(
-    fleet: Fleet,
+    fleet: BrokeredPair,
 ) -> None:
     sender = await fleet.begin_prefill(await fleet.ticket())
     await met(sender)
@@ -241,7 +245,9 @@ async def test_prefill_is_told_when_decode_dies_while_it_waits_for_the_table(
 
 
 @pytest.mark.usefixtures("ask")
-async def test_decode_is_told_when_prefill_dies_before_it_took_the_offer(fleet: Fleet) -> None:
+async def test_decode_is_told_when_prefill_dies_before_it_took_the_offer(
+    fleet: BrokeredPair,
+) -> None:
     ticket = await fleet.ticket()
     sender = await fleet.begin_prefill(ticket)
     receiver = await fleet.begin_decode(ticket)
@@ -251,7 +257,9 @@ async def test_decode_is_told_when_prefill_dies_before_it_took_the_offer(fleet: 
     assert fleet.all_free()
 
 
-async def test_decode_that_comes_after_prefill_has_died_is_told_at_once(fleet: Fleet) -> None:
+async def test_decode_that_comes_after_prefill_has_died_is_told_at_once(
+    fleet: BrokeredPair,
+) -> None:
     ticket = await fleet.ticket()
     sender = await fleet.begin_prefill(ticket)
     await eventually(lambda: transfer_of(ticket) in fleet.decode.endpoint._expectations._expected)
@@ -263,7 +271,7 @@ async def test_decode_that_comes_after_prefill_has_died_is_told_at_once(fleet: F
 
 
 async def test_prefill_is_told_when_decode_is_gone_before_it_comes(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: BrokeredPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvxfer.kv.prefill_session._CAUSE_SECONDS", 0)
     ticket = await fleet.ticket()
@@ -272,7 +280,7 @@ async def test_prefill_is_told_when_decode_is_gone_before_it_comes(
     assert fleet.all_free()
 
 
-async def test_an_endpoint_that_closes_ends_every_wait(fleet: Fleet) -> None:
+async def test_an_endpoint_that_closes_ends_every_wait(fleet: BrokeredPair) -> None:
     ticket = await fleet.ticket()
     waiting = asyncio.create_task(fleet.begin_decode(ticket))
     await waits(fleet, "decode", ticket)
@@ -281,7 +289,7 @@ async def test_an_endpoint_that_closes_ends_every_wait(fleet: Fleet) -> None:
         await asyncio.wait_for(waiting, PATIENCE)
 
 
-async def test_decode_is_told_when_the_endpoint_of_prefill_closes(fleet: Fleet) -> None:
+async def test_decode_is_told_when_the_endpoint_of_prefill_closes(fleet: BrokeredPair) -> None:
     ticket = await fleet.ticket()
     sender = await fleet.begin_prefill(ticket)
     await met(sender)
@@ -297,7 +305,7 @@ async def test_decode_is_told_when_the_endpoint_of_prefill_closes(fleet: Fleet) 
 
 @pytest.mark.parametrize("altered", ["imm", "blocks", "another transfer"])
 async def test_a_table_that_was_altered_at_the_control_plane_is_refused(
-    fleet: Fleet, ask: asyncio.Event, altered: str
+    fleet: BrokeredPair, ask: asyncio.Event, altered: str
 ) -> None:
     ticket = await fleet.ticket()
     sender = await fleet.begin_prefill(ticket)
@@ -323,7 +331,7 @@ async def test_a_table_that_was_altered_at_the_control_plane_is_refused(
 
 
 async def test_prefill_that_is_sent_to_another_decode_worker_does_not_ask(
-    fleet: Fleet, fabric: str
+    fleet: BrokeredPair, fabric: str
 ) -> None:
     async with worker("e", fabric) as other:
         with fleet.prefill.pool.hold(1) as hold:
@@ -346,7 +354,7 @@ async def test_prefill_that_is_sent_to_another_decode_worker_does_not_ask(
     ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
 )
 async def test_decode_refuses_a_prefill_worker_whose_ticket_is_not_for_them(
-    fleet: Fleet, change: dict[str, Any], said: str
+    fleet: BrokeredPair, change: dict[str, Any], said: str
 ) -> None:
     good = await fleet.ticket()
     bad = sign_ticket(replace(verify_ticket(good, CLUSTER_KEY, now=0), **change), CLUSTER_KEY)
@@ -362,7 +370,7 @@ async def test_decode_refuses_a_prefill_worker_whose_ticket_is_not_for_them(
     assert not fleet.decode.endpoint._expectations._expected.get(transfer_of(good))
 
 
-async def test_two_decode_requests_with_one_ticket_are_one_too_many(fleet: Fleet) -> None:
+async def test_two_decode_requests_with_one_ticket_are_one_too_many(fleet: BrokeredPair) -> None:
     ticket = await fleet.ticket()
     first = asyncio.create_task(fleet.begin_decode(ticket))
     await waits(fleet, "decode", ticket)
@@ -374,7 +382,7 @@ async def test_two_decode_requests_with_one_ticket_are_one_too_many(fleet: Fleet
     assert isinstance(await told(receiver), TransferCancelled)
 
 
-async def dial_at_once(fleet: Fleet) -> None:
+async def dial_at_once(fleet: BrokeredPair) -> None:
     """Until both are connected twice: where one is faster there is one connection."""
     prefill, decode = fleet.prefill.engine, fleet.decode.engine
 
@@ -398,7 +406,7 @@ async def dial_at_once(fleet: Fleet) -> None:
 
 
 async def test_it_works_over_the_right_one_of_two_connections(
-    fleet: Fleet, rng: random.Random
+    fleet: BrokeredPair, rng: random.Random
 ) -> None:
     await dial_at_once(fleet)
     for _ in range(3):
@@ -406,7 +414,7 @@ async def test_it_works_over_the_right_one_of_two_connections(
 
 
 async def test_tables_of_unequal_length_are_an_error_of_both_sides(
-    fleet: Fleet, rng: random.Random
+    fleet: BrokeredPair, rng: random.Random
 ) -> None:
     ticket = await fleet.ticket()
     sender = await fleet.begin_prefill(ticket, 2)
@@ -418,7 +426,7 @@ async def test_tables_of_unequal_length_are_an_error_of_both_sides(
 
 
 async def test_layouts_that_differ_are_refused_before_a_block_is_taken(
-    fleet: Fleet, fabric: str
+    fleet: BrokeredPair, fabric: str
 ) -> None:
     other = replace(LAYOUT, dtype="bfloat16")
     async with worker(
@@ -433,7 +441,9 @@ async def test_layouts_that_differ_are_refused_before_a_block_is_taken(
         await sender.cancel("the router heard of it")
 
 
-async def test_a_pool_without_room_leaves_the_ticket_good(fleet: Fleet, rng: random.Random) -> None:
+async def test_a_pool_without_room_leaves_the_ticket_good(
+    fleet: BrokeredPair, rng: random.Random
+) -> None:
     ticket = await fleet.ticket()
     sending = asyncio.create_task(fleet.send(ticket, rng))
     with fleet.decode.pool.hold(NUM_BLOCKS), pytest.raises(BlockPoolExhausted):
@@ -443,7 +453,7 @@ async def test_a_pool_without_room_leaves_the_ticket_good(fleet: Fleet, rng: ran
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 async def test_a_direct_offer_is_taken_by_a_prefill_worker_that_was_told_otherwise(
-    fleet: Fleet, rng: random.Random, first: str
+    fleet: BrokeredPair, rng: random.Random, first: str
 ) -> None:
     address = fleet.prefill.engine.address
 
@@ -483,7 +493,7 @@ async def test_an_endpoint_without_a_control_plane_says_so(fabric: str) -> None:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_a_control_plane_that_is_away_is_the_error(
-    fleet: Fleet, rng: random.Random, side: str
+    fleet: BrokeredPair, rng: random.Random, side: str
 ) -> None:
     await fleet.connect(rng)
     ticket = await fleet.ticket()
@@ -504,7 +514,7 @@ async def test_a_control_plane_that_is_away_is_the_error(
 
 
 async def test_whatever_is_given_up_and_when_nothing_is_left(
-    fleet: Fleet, rng: random.Random
+    fleet: BrokeredPair, rng: random.Random
 ) -> None:
     outcomes = set()
 

@@ -17,7 +17,7 @@ from kvxfer.kv.messages import Done
 from kvxfer.kv.pair import KvPair
 from verify.polling import PATIENCE
 
-from .fleet import TOKENS
+from .ranks import TOKENS
 from .test_different_layouts import HND, MLA, transfer
 from .workers import LAYERS, LAYOUT, Worker, accepted, make_ticket, receive, send, worker
 

@@ -16,7 +16,7 @@ from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.prefill_session import PrefillSession
 
-from .fleet import LAYOUT, TOKENS, Fleet, fleet, part_of, put, sized
+from .ranks import LAYOUT, TOKENS, Ranks, fleet, part_of, put, sized
 from .workers import (
     Worker,
     heads_by_token,
@@ -43,7 +43,7 @@ async def test_whatever_happens_to_a_rank_no_block_stays_taken_and_no_wrong_byte
     room = asyncio.Semaphore(5)
     ends: list[str] = []
 
-    async def one(ranks: Fleet, seed: int) -> None:
+    async def one(ranks: Ranks, seed: int) -> None:
         choices = random.Random(seed)
         mishap = choices.random() < 0.7
         # A side that is cancelled before it says anything leaves the others to their leases.

@@ -21,7 +21,7 @@ from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.kv.session_state import DecodeState, PrefillState
 from verify.polling import PATIENCE, eventually
 
-from .fleet import LAYOUT, MLA, TOKENS, fleet, part_of, sized
+from .ranks import LAYOUT, MLA, TOKENS, fleet, part_of, sized
 from .workers import NUM_BLOCKS, early_offers, heads_by_token
 
 pytestmark = pytest.mark.native

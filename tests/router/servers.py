@@ -18,8 +18,8 @@ from kvxfer.instances import InstanceState, Role
 from kvxfer.reference.worker.http_server import HttpServer
 from kvxfer.router.app import create_app
 from kvxfer.router.settings import RouterSettings
-from tests.control_plane import worker
 from tests.network import Answer, Reply
+from verify.control_plane import worker
 from verify.polling import PATIENCE
 
 USAGE = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}

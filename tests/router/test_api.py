@@ -20,9 +20,9 @@ from kvxfer.reference.worker.completions import KvTransferParams
 from kvxfer.router.api_keys import watch_api_keys
 from kvxfer.router.exchange import CHAT, COMPLETIONS
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from tests.control_plane import LAYOUT
 from tests.network import Network, Reply
 from tests.virtual_time import passes
+from verify.control_plane import LAYOUT
 
 from .servers import CHATS, DECODES, PREFILLS, USAGE
 

@@ -15,8 +15,8 @@ from fastapi import FastAPI, Request, Response
 
 from kvxfer.http_answer import DONE, EventStream
 from kvxfer.instances import Role
-from tests.control_plane import RunningControlPlane
 from tests.network import Answer, Reply, worker_app
+from verify.control_plane import RunningControlPlane
 
 from .servers import PREFILLS, RunningRouter, chunk, http_worker
 

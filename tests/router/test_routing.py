@@ -23,7 +23,7 @@ ASKED = {"model": "llama", "prompt": "hi"}
 EVENTS = "text/event-stream"
 
 
-class Fleet:
+class NotedWorkers:
     """Workers by id, prefill where it begins with p; `asked` has the ids in the order they were
     asked."""
 
@@ -53,7 +53,7 @@ async def test_a_prompt_of_token_ids_goes_where_its_beginning_is_cached(
     control_plane: EmbeddedRegistry,
 ) -> None:
     prompt = list(range(1000))
-    fleet = Fleet(network, p1=PREFILLS, p2=PREFILLS, d1=DECODES)
+    fleet = NotedWorkers(network, p1=PREFILLS, p2=PREFILLS, d1=DECODES)
     async with fleet.routed() as client:
         async with network.client() as workers:
             epoch = (await workers.instance("p2")).epoch
@@ -125,7 +125,7 @@ async def test_what_another_pair_may_do_better_is_tried_on_another_pair(
 
     good = prefills_second if side == "p" else DECODES
     other = {"d": decodes_later} if side == "p" else {"p": PREFILLS}
-    fleet = Fleet(network, **{f"{side}1": bad, f"{side}2": good}, **other)
+    fleet = NotedWorkers(network, **{f"{side}1": bad, f"{side}2": good}, **other)
     async with fleet.routed() as client:
         answer = await client.post("/v1/completions", json={**ASKED, "stream": stream})
         assert answer.status_code == 200, answer.text
@@ -145,7 +145,7 @@ async def test_an_error_about_the_other_side_blames_the_other_side(
         said.append("decode")
         await (DECODES if len(said) > 1 else problem(502, "peer-lost"))(body, reply)
 
-    fleet = Fleet(network, p1=waits, p2=PREFILLS, d1=decode)
+    fleet = NotedWorkers(network, p1=waits, p2=PREFILLS, d1=decode)
     async with fleet.routed() as client:
         assert (await client.post("/v1/completions", json=ASKED)).status_code == 200
     assert sorted(fleet.asked) == ["d1", "d1", "p1", "p2"]
@@ -161,7 +161,7 @@ async def test_an_error_about_the_other_side_blames_the_other_side(
 async def test_what_every_pair_would_refuse_is_tried_once(
     network: Network, control_plane: EmbeddedRegistry, bad: Answer
 ) -> None:
-    fleet = Fleet(network, p1=waits, d1=bad, d2=DECODES)
+    fleet = NotedWorkers(network, p1=waits, d1=bad, d2=DECODES)
     async with fleet.routed() as client:
         answer = await client.post("/v1/completions", json=ASKED)
     assert answer.status_code == 400
@@ -171,7 +171,7 @@ async def test_what_every_pair_would_refuse_is_tried_once(
 
 async def test_attempts_are_bounded(network: Network, control_plane: EmbeddedRegistry) -> None:
     bad = problem(503, "block-pool-exhausted")
-    fleet = Fleet(network, p1=waits, d1=bad, d2=bad, d3=bad, d4=DECODES)
+    fleet = NotedWorkers(network, p1=waits, d1=bad, d2=bad, d3=bad, d4=DECODES)
     async with fleet.routed(attempts=3) as client:
         answer = await client.post("/v1/completions", json=ASKED)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -181,7 +181,7 @@ async def test_attempts_are_bounded(network: Network, control_plane: EmbeddedReg
 async def test_no_token_within_the_deadline_is_a_504(
     network: Network, control_plane: EmbeddedRegistry, clock: VirtualClock
 ) -> None:
-    fleet = Fleet(network, p1=PREFILLS, d1=waits, d2=DECODES)
+    fleet = NotedWorkers(network, p1=PREFILLS, d1=waits, d2=DECODES)
     async with fleet.routed(first_token_seconds=30) as client:
         came = clock.monotonic()
         answer = await client.post("/v1/completions", json=ASKED)
@@ -197,7 +197,7 @@ async def test_no_attempt_begins_after_the_deadline(
         await passes(0.7)
         await problem(503, "block-pool-exhausted")(body, reply)
 
-    fleet = Fleet(network, p1=waits, **{f"d{n}": fails_later for n in range(4)})
+    fleet = NotedWorkers(network, p1=waits, **{f"d{n}": fails_later for n in range(4)})
     async with fleet.routed(first_token_seconds=2) as client:
         came = clock.monotonic()
         answer = await client.post("/v1/completions", json=ASKED)
@@ -222,7 +222,7 @@ async def test_after_the_first_token_a_stream_ends_with_an_error_and_an_answer_i
     code: str,
     seconds: float,
 ) -> None:
-    fleet = Fleet(network, p1=PREFILLS, d1=bad, d2=DECODES)
+    fleet = NotedWorkers(network, p1=PREFILLS, d1=bad, d2=DECODES)
     async with fleet.routed(token_seconds=30) as client:
         came = clock.monotonic()
         answer = await client.post("/v1/completions", json={**ASKED, "stream": True})
@@ -247,7 +247,7 @@ async def test_a_pair_that_comes_after_the_client_has_left_goes_back(
         await answer.wait()
 
     monkeypatch.setattr(control_plane, "reserve", reserve_slowly)
-    fleet = Fleet(network, p1=PREFILLS, d1=DECODES)
+    fleet = NotedWorkers(network, p1=PREFILLS, d1=DECODES)
     async with fleet.routed() as client:
         request = asyncio.create_task(client.post("/v1/completions", json=ASKED))
         await reserved.wait()
@@ -277,7 +277,7 @@ async def test_a_client_that_reads_nothing_is_given_up_with_its_request(
             left.append(clock.monotonic())
 
     network.ahead = 8
-    fleet = Fleet(network, p1=PREFILLS, d1=endless)
+    fleet = NotedWorkers(network, p1=PREFILLS, d1=endless)
     async with (
         fleet.routed(client_seconds=60) as client,
         client.stream("POST", "/v1/completions", json={**ASKED, "stream": True}),

@@ -13,9 +13,9 @@ from kvxfer.api.tls import ServerTls
 from kvxfer.client import Credentials
 from kvxfer.event_stream import EventParser
 from kvxfer.instances import Role
-from tests.control_plane import RunningControlPlane
 from tests.network import worker_app
 from verify.certificates import make_certificates
+from verify.control_plane import RunningControlPlane
 
 from .servers import DECODES, PREFILLS, RunningRouter, http_worker
 

@@ -19,7 +19,7 @@ FEED_CAPACITY = 8
 
 
 @dataclass
-class Fleet:
+class RegistryUnderTest:
     """A registry under test, and the means to let time pass in it."""
 
     registry: Registry
@@ -40,7 +40,9 @@ class Fleet:
 
 
 @pytest.fixture(params=["embedded", pytest.param("redis", marks=pytest.mark.native)])
-async def fleet(request: pytest.FixtureRequest, clock: VirtualClock) -> AsyncIterator[Fleet]:
+async def fleet(
+    request: pytest.FixtureRequest, clock: VirtualClock
+) -> AsyncIterator[RegistryUnderTest]:
     """Each implementation of the registry in turn: lease of 6 s, the last 8 changes kept."""
     registry: Registry
     match request.param:
@@ -60,5 +62,5 @@ async def fleet(request: pytest.FixtureRequest, clock: VirtualClock) -> AsyncIte
         case other:
             raise AssertionError(other)
     await registry.open()
-    yield Fleet(registry, clock)
+    yield RegistryUnderTest(registry, clock)
     await registry.close()

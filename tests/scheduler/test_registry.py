@@ -29,14 +29,14 @@ from kvxfer.scheduler.registry import LeasePolicy, Registry, TransferEnd
 from kvxfer.transfers import Party, Transfer
 from verify.control_plane import worker
 
-from .conftest import FEED_CAPACITY, LEASE, Fleet
+from .conftest import FEED_CAPACITY, LEASE, RegistryUnderTest
 
 JOINING, READY = InstanceState.JOINING, InstanceState.READY
 DRAINING, GONE = InstanceState.DRAINING, InstanceState.GONE
 
 
 async def open_between(
-    fleet: Fleet,
+    fleet: RegistryUnderTest,
     prefill_id: str,
     decode_id: str,
     *,

@@ -20,7 +20,7 @@ from kvxfer.transfers import Transfer, TransferRequest
 from tests.virtual_time import VirtualClock
 from verify.control_plane import worker
 
-from .conftest import LEASE, Fleet
+from .conftest import LEASE, RegistryUnderTest
 from .redis_replica import replica
 
 HASHES = chain_hashes(range(640), 16)
@@ -38,7 +38,7 @@ async def choose(registry: Registry, hashes: tuple[int, ...] = HASHES) -> tuple[
     return pair.prefill.instance_id, pair.score.prefix_tokens
 
 
-async def join_three(fleet: Fleet) -> dict[str, int]:
+async def join_three(fleet: RegistryUnderTest) -> dict[str, int]:
     leases = [await fleet.join(name) for name in ("p", "q")]
     leases.append(await fleet.join("d", Role.DECODE))
     return {lease.instance_id: lease.epoch for lease in leases}
@@ -213,7 +213,9 @@ async def choice(registry: Registry, request: TransferRequest) -> object:
 
 
 @asynccontextmanager
-async def beside(fleet: Fleet, request: pytest.FixtureRequest) -> AsyncIterator[Registry]:
+async def beside(
+    fleet: RegistryUnderTest, request: pytest.FixtureRequest
+) -> AsyncIterator[Registry]:
     """Another replica of the fleet's registry; an embedded one has none but itself."""
     if isinstance(fleet.registry, EmbeddedRegistry):
         yield fleet.registry

@@ -24,7 +24,7 @@ LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_size=16, dtype="bfloat16", 
 MLA = dataclasses.replace(LAYOUT, num_kv_heads=1, mla=True)
 
 
-class Fleet:
+class Ranks:
     """The ranks of a prefill and a decode instance."""
 
     def __init__(self, prefill: list[Worker], decode: list[Worker]) -> None:
@@ -88,7 +88,7 @@ def put(rank: Worker, blocks: list[int], part: np.ndarray[Any, Any]) -> None:
 @contextlib.asynccontextmanager
 async def fleet(
     fabric: str, prefill: KvLayout, decode: KvLayout, **options: Any
-) -> AsyncIterator[Fleet]:
+) -> AsyncIterator[Ranks]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def ranks(name: str, layout: KvLayout) -> list[Worker]:
@@ -105,7 +105,7 @@ async def fleet(
                 for rank in range(layout.num_ranks)
             ]
 
-        yield Fleet(await ranks("p", prefill), await ranks("d", decode))
+        yield Ranks(await ranks("p", prefill), await ranks("d", decode))
 
 
 def sized(layout: KvLayout, tp: int, pp: int, **changes: Any) -> KvLayout:

@@ -21,7 +21,7 @@ def transfer_of(ticket: str) -> str:
 
 
 @dataclass
-class Fleet:
+class BrokeredPair:
     """A prefill and a decode worker that are registered, and not connected to each other."""
 
     prefill: Worker
