@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import random
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
@@ -56,3 +57,9 @@ def wait_until(step: Callable[[], T], seconds: float = PATIENCE, *, pause: float
         if SYSTEM_CLOCK.monotonic() > give_up:
             raise TimeoutError(f"after {seconds} s: {last!r}")
         SYSTEM_CLOCK.sleep(pause)
+
+
+async def turns(rng: random.Random, most: int) -> None:
+    """So many turns of the event loop at most: what comes next may come at any moment."""
+    for _ in range(rng.randrange(most)):
+        await asyncio.sleep(0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import time
 
 import httpx
 import numpy as np
 import pytest
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine
@@ -100,7 +100,7 @@ def test_transfers_are_traced_by_what_their_tickets_say(monkeypatch: pytest.Monk
                 prefill_epoch=1,
                 decode_id="decode",
                 decode_epoch=0,
-                expires_at=time.time() + 20 * PATIENCE,
+                expires_at=SYSTEM_CLOCK.unix() + 20 * PATIENCE,
                 traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
             )
             nobody = "kvx://127.0.0.1:9/" + "0" * 32

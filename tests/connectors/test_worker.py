@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK
@@ -129,7 +129,7 @@ def params(
         prefill_epoch=prefill.agent.endpoint.epoch,
         decode_id="" if bearer else "decode",
         decode_epoch=0 if bearer else decode.agent.endpoint.epoch,
-        expires_at=time.time() + seconds,
+        expires_at=SYSTEM_CLOCK.unix() + seconds,
         prompt_digest=DIGEST if bearer else b"",
     )
     return TransferParams(sign_ticket(ticket, CLUSTER_KEY), prefill.agent.engine_address)

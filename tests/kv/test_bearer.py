@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import time
 import uuid
 from typing import Any
 
 import pytest
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.errors import (
     PeerLost,
     TicketInvalid,
@@ -45,7 +45,7 @@ def bearer(prefill: Worker, **more: Any) -> str:
         "prefill_epoch": prefill.endpoint.epoch,
         "decode_id": "",
         "decode_epoch": 0,
-        "expires_at": time.time() + 20 * PATIENCE,
+        "expires_at": SYSTEM_CLOCK.unix() + 20 * PATIENCE,
     }
     return sign_ticket(Ticket(**said | more), KEY)
 

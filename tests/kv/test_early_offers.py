@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from kvxfer.errors import Backpressure
 from kvxfer.kv.early_offers import EarlyOffer, EarlyOffers
 from kvxfer.kv.messages import Offer
-from tests.virtual_time import loop_clock
+from tests.virtual_time import loop_clock, passes
 
 BLOCKS = np.array([1, 2], dtype=np.int32)
 
@@ -71,9 +70,9 @@ async def test_an_offer_ends_with_its_ticket() -> None:
         lease_over=never,
         ticket_expired=expired.append,
     )
-    await asyncio.sleep(49.0)
+    await passes(49.0)
     assert len(offers) == 1
-    await asyncio.sleep(20.0)
+    await passes(20.0)
     [early] = expired
     assert (early.offer.transfer_id, early.lease.seconds) == ("t", 60.0)
     assert len(offers) == 0
@@ -91,9 +90,9 @@ async def test_an_expired_offer_is_reported_and_no_longer_kept() -> None:
         lease_over=expired.append,
         ticket_expired=never,
     )
-    await asyncio.sleep(4.0)
+    await passes(4.0)
     assert len(offers) == 1
-    await asyncio.sleep(2.0)
+    await passes(2.0)
     [early] = expired
     assert early.offer.transfer_id == "t"
     assert early.lease.seconds == 5.0

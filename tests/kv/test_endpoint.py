@@ -3,12 +3,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-import time
 import uuid
 from typing import Any
 
 import pytest
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.errors import (
     ConnectFailed,
     EngineClosed,
@@ -66,7 +66,7 @@ async def test_an_endpoint_that_closes_cancels_its_transfers_and_says_so(fabric:
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"expires_at": time.time() - 5}, TicketExpired, "expired"),
+        ({"expires_at": SYSTEM_CLOCK.unix() - 5}, TicketExpired, "expired"),
         ({"prefill_id": "other"}, TicketInvalid, "names prefill worker 'other' of epoch 1"),
         ({"prefill_epoch": 2}, TicketInvalid, "names prefill worker 'p' of epoch 2"),
         ({"decode_id": "other"}, TicketInvalid, "names decode worker 'other' of epoch 1"),
@@ -81,7 +81,7 @@ async def test_a_ticket_of_another_pair_epoch_or_time_is_refused_on_both_sides(
     text: str,
 ) -> None:
     prefill, decode = pair
-    good = Ticket(uuid.uuid4().hex, "request", "p", 1, "d", 1, time.time() + 20 * PATIENCE)
+    good = Ticket(uuid.uuid4().hex, "request", "p", 1, "d", 1, SYSTEM_CLOCK.unix() + 20 * PATIENCE)
     token = sign_ticket(dataclasses.replace(good, **change), KEY)
     with pytest.raises(error, match=text):
         await decode.endpoint.decode_session(token, prefill.engine.address, 1)
@@ -116,7 +116,7 @@ async def test_prefill_refuses_an_offer_whose_ticket_is_not_for_it(
     text: str,
 ) -> None:
     prefill, decode = pair
-    good = Ticket(uuid.uuid4().hex, "request", "p", 1, "d", 1, time.time() + 20 * PATIENCE)
+    good = Ticket(uuid.uuid4().hex, "request", "p", 1, "d", 1, SYSTEM_CLOCK.unix() + 20 * PATIENCE)
     offer = DecodeSession.offer
 
     def offer_with_a_bad_ticket(session: DecodeSession) -> None:

@@ -18,6 +18,7 @@ from kvxfer.kv.block_pool import BlockState
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.session_state import DecodeState, PrefillState
 from kvxfer.ticket import Ticket, sign_ticket
+from tests.virtual_time import passes
 
 from .pair import KEY, POOL, Side
 from .steered import Network, Write
@@ -144,7 +145,7 @@ class Round:
                 if steps and self.rng.random() < 0.7:
                     self.rng.choice(steps)()
                 # What a thread does takes its time, and no steps.
-                await asyncio.sleep(0.001 if self.permuting() and not steps else 0)
+                await passes(0.001 if self.permuting() and not steps else 0)
                 alone = [name for name, task in tasks.items() if task.done()]
                 if len(alone) == 2 and not self.network.steps():
                     break

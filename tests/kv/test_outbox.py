@@ -9,7 +9,7 @@ from kvxfer.errors import KvxferError, PeerLost, PeerTimeout
 from kvxfer.kv import outbox
 from kvxfer.kv.outbox import Outbox
 from kvxfer.kv.session_state import PrefillState
-from tests.virtual_time import loop_clock
+from tests.virtual_time import loop_clock, passes
 from verify.polling import eventually
 
 from .pair import POOL, Pair
@@ -58,7 +58,7 @@ async def test_messages_keep_their_order_where_there_is_no_room() -> None:
     while len(other.handler.messages) < 4:
         for step in network.steps():
             step()
-        await asyncio.sleep(0.001)
+        await passes(0.001)
     for step in network.steps():
         step()
     box.send(sent[4])
@@ -75,9 +75,9 @@ async def test_a_message_that_finds_no_room_in_time_is_the_end() -> None:
     box = Outbox(said, errors.append, loop_clock())
     box.send(b"first")
     box.send(b"second")
-    await asyncio.sleep(outbox.PATIENCE_SECONDS)
+    await passes(outbox.PATIENCE_SECONDS)
     assert not errors
-    await asyncio.sleep(2 * outbox.RETRY_SECONDS)
+    await passes(2 * outbox.RETRY_SECONDS)
     [error] = errors
     assert isinstance(error, PeerTimeout)
     assert "peer other took no message for 1 s" in str(error)
@@ -93,9 +93,9 @@ async def test_the_time_in_which_this_process_was_stopped_is_not_held_against_th
     said: Any = one.peer
     box = Outbox(said, errors.append, loop_clock())
     box.send(b"first")
-    await asyncio.sleep(2 * outbox.RETRY_SECONDS)
+    await passes(2 * outbox.RETRY_SECONDS)
     loop_clock().sleep(1.5 * outbox.PATIENCE_SECONDS)
-    await asyncio.sleep(2 * outbox.RETRY_SECONDS)
+    await passes(2 * outbox.RETRY_SECONDS)
     assert not errors
     network.max_messages = 9
     await eventually(lambda: list(network.messages["other"]) == [b"first"])

@@ -3,10 +3,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-import time
 
 import pytest
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.errors import (
     BlockStateError,
     InvalidArgument,
@@ -77,7 +77,7 @@ async def test_a_prefill_whose_offer_is_refused_is_told_at_once(
         session = await prefill.endpoint.prefill_session(ticket, hold)
 
         def an_hour_later(token: str) -> Ticket:
-            return verify_ticket(token, KEY, now=time.time() + 3600)
+            return verify_ticket(token, KEY, now=SYSTEM_CLOCK.unix() + 3600)
 
         monkeypatch.setattr(prefill.endpoint._identity, "verify", an_hour_later)
         receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)

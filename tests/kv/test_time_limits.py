@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from kvxfer.errors import (
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.kv.session_state import DecodeState
 from kvxfer.ticket import Ticket, sign_ticket
-from tests.virtual_time import loop_clock
+from tests.virtual_time import loop_clock, passes
 
 from .pair import KEY, POOL, Pair
 
@@ -41,10 +40,10 @@ async def test_decode_hears_at_once_that_its_ticket_has_expired_at_prefill() -> 
         pair.meet()
         receiver = await pair.decode.endpoint.decode_session(pair.token, "kvx://prefill", 2)
         await pair.settle()
-        await asyncio.sleep(2.9)
+        await passes(2.9)
         await pair.settle()
         assert (receiver.state, receiver.error) == (DecodeState.OFFERED, None)
-        await asyncio.sleep(0.1)
+        await passes(0.1)
         await pair.settle()
         with pytest.raises(TicketExpired, match=r"refused by prefill worker .*before its ticket"):
             await receiver.wait()
@@ -68,7 +67,7 @@ async def test_nothing_is_kept_for_longer_than_the_ticket_is_good() -> None:
     async with pair.prefill.endpoint, pair.decode.endpoint:
         pair.meet()
         kept = await prefill_session(pair, lease_seconds=3.0)
-        await asyncio.sleep(2.0)
+        await passes(2.0)
         await pair.decode.endpoint.keep(pair.token, "kvx://prefill")
         await pair.settle()
         assert kept.lease_remaining == 4.0
@@ -91,7 +90,7 @@ class ControlPlane:
         self.asked.append(now())
         if self.answers:
             raise UnknownBlockTable("not yet")
-        await asyncio.sleep(0.99 * deadline)
+        await passes(0.99 * deadline)
         raise ControlPlaneUnavailable("it does not answer")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvxfer.client import ControlPlaneClient
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.engine import Engine
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
@@ -131,8 +131,8 @@ def make_ticket(
             prefill_epoch=prefill.endpoint.epoch,
             decode_id=decode_id or decode.endpoint.instance_id,
             decode_epoch=decode.endpoint.epoch,
-            expires_at=time.time() + seconds,
-            issued_at=time.time() if issued_at is None else issued_at,
+            expires_at=SYSTEM_CLOCK.unix() + seconds,
+            issued_at=SYSTEM_CLOCK.unix() if issued_at is None else issued_at,
         ),
         KEY,
     )

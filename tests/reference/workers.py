@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.instances import Role
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
@@ -67,7 +67,7 @@ class WorkerPair:
             prefill_epoch=EPOCH,
             decode_id=decode,
             decode_epoch=EPOCH,
-            expires_at=time.time() + 20 * PATIENCE,
+            expires_at=SYSTEM_CLOCK.unix() + 20 * PATIENCE,
         )
         params = KvTransferParams(
             ticket=sign_ticket(ticket, self.cluster_key),

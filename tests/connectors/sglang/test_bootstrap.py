@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.sglang.bootstrap import BootstrapServer, Introductions, register
 from kvxfer.connectors.sglang.introduction import Introduction, sign_introduction
 from kvxfer.connectors.sglang.settings import BackendSettings
 from kvxfer.errors import AddressInUse, ConnectFailed, Forbidden, TicketInvalid
 from kvxfer.ticket import Ticket, TicketKeys, sign_ticket
+from tests.virtual_time import VirtualClock
 
 pytestmark = pytest.mark.native
 
@@ -60,7 +61,7 @@ def test_nobody_is_there_before_prefill_has_registered(server: BootstrapServer) 
     [
         sign_introduction(about(epoch=9), OTHERS),
         sign_introduction(about(epoch=0), SETTINGS.keys),
-        sign_ticket(Ticket("t", "r", "p", 1, "d", 1, time.time() + 60), SETTINGS.keys),
+        sign_ticket(Ticket("t", "r", "p", 1, "d", 1, SYSTEM_CLOCK.unix() + 60), SETTINGS.keys),
         "nonsense",
         "",
     ],
@@ -99,12 +100,14 @@ def test_decode_believes_no_server_of_another_cluster() -> None:
 def test_a_problem_is_kept_for_those_who_asked_before_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
-    introductions = Introductions(SETTINGS)
-    before = time.monotonic()
+    clock = VirtualClock()
+    introductions = Introductions(SETTINGS, clock=clock)
+    before = clock.monotonic()
     with pytest.raises(ConnectFailed, match="does not answer"):
         asyncio.run(introductions.ask(address))
     assert isinstance(introductions.problem(address, before), ConnectFailed)
-    assert introductions.problem(address, time.monotonic()) is None
+    clock.advance(0.001)
+    assert introductions.problem(address, clock.monotonic()) is None
 
 
 def test_a_port_that_is_taken_is_named(server: BootstrapServer) -> None:
