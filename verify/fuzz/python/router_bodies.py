@@ -36,7 +36,7 @@ def _body(kind: type[CompletionBody] | type[ChatBody], content: bytes) -> None:
         body = read_body(kind, content)
     except InvalidRequest:
         return
-    request = body.request("request", 4.0)
+    request = body.request("request", 4.0, arrived=0.0)
     json.dumps({**request.body}).encode()  # as it goes to the workers
     assert request.prompt_tokens is None or request.prompt_tokens >= 0
     assert isinstance(body.include_usage, bool)
