@@ -1,5 +1,6 @@
 // What a fuzzer calls, each with bytes such as a peer may send. They abort where a promise is
-// broken. verify/fuzz/seeds writes what each starts from; verify/fuzz/corpus/NAME is what was found.
+// broken. verify/fuzz/seeds writes what each starts from; verify/fuzz/corpus/NAME is what was
+// found.
 #pragma once
 
 #include <array>
