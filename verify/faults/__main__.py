@@ -201,6 +201,12 @@ def main() -> int:
     problems = list(broken(rounds))
     for problem in problems:
         err.print(f"[red]not held[/] {problem}", highlight=False)
+    if not problems:
+        slowest = percentile(detections(rounds), 0.99)
+        err.print(
+            f"proved: {len(rounds):,} rounds, 0 wrong, 0 leaked, 0 hung, p99 {slowest:.2f} s",
+            highlight=False,
+        )
     return 1 if problems else 0
 
 

@@ -186,7 +186,14 @@ def main() -> int:
         if not outcome.good and not outcome.crashes:
             for file, lines in outcome.missed.items():
                 console.print(f"{outcome.target} does not reach {file}: {_range_text(lines)}")
-    return 0 if all(outcome.good for outcome in outcomes) else 1
+    good = all(outcome.good for outcome in outcomes)
+    if good:
+        executions = sum(outcome.executions for outcome in outcomes)
+        console.print(
+            f"proved: {len(outcomes)} targets, {executions:,} executions, 0 crashes",
+            highlight=False,
+        )
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -81,7 +81,14 @@ def main() -> int:
     else:
         out.width = max(out.width, _WIDTH)  # the names are long
         out.print(table(verdicts))
-    return 0 if verdicts and all(verdict.met for verdict in verdicts) else 1
+    met = bool(verdicts) and all(verdict.met for verdict in verdicts)
+    if met:
+        refuted = sum(check in MUTATIONS for check in chosen(options))
+        err.print(
+            f"proved: {len(verdicts) - refuted} checks hold, {refuted} mutations refuted",
+            highlight=False,
+        )
+    return 0 if met else 1
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ def _show(found: dict[str, Any], console: Console) -> None:
         console.print(f"[red]seed {seed}[/]: {violation}", highlight=False)
         replay = f".venv/bin/python -m verify.simulation --seed {seed} --trace"
         console.print(f"  replay: {replay}", highlight=False)
-    console.print(f"{len(found['failed'])} of {found['seeds']} seeds failed")
+    proved = "" if found["failed"] else "proved: "
+    console.print(f"{proved}{len(found['failed'])} of {found['seeds']:,} seeds failed")
 
 
 def _one(seed: int, defect: str, trace: bool, console: Console) -> int:

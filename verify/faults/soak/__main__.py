@@ -180,6 +180,14 @@ def main() -> int:
         problems = list(outcome.broken())
         for problem in problems:
             err.print(f"[red]not held[/] {problem}", highlight=False)
+        if not problems:
+            counted = outcome.counted
+            err.print(
+                f"proved: {counted.transfers:,} transfers in {options.minutes:g} minutes, "
+                f"{counted.checked:,} bytes sent = received = checked, memory flat",
+                highlight=False,
+                soft_wrap=True,
+            )
         return 1 if problems else 0
     return 130
 

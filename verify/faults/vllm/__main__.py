@@ -113,6 +113,9 @@ def main() -> int:
         show(phases, console)
     for line in broken:
         console.print(f"[bold red]not held[/] {line}", highlight=False, soft_wrap=True)
+    if not broken:
+        ends = (f"{sum(p.count(became) for p in phases)} {became}" for became in Became)
+        console.print(f"proved: of {options.requests} requests {', '.join(ends)}", highlight=False)
     return 1 if broken else 0
 
 
