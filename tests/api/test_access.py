@@ -318,6 +318,7 @@ async def test_each_request_is_one_line_with_its_caller(api, registry, caplog, m
     monkeypatch.setattr(registry, "register", takes_its_time)
     with caplog.at_level(logging.INFO, logger="kvxfer.api.requests"):
         await api.post("/v1/instances", json=registration("p"), headers=bearer(token("worker")))
+        await passes(0.01)  # the line comes after the answer
     (line,) = caplog.records
     assert (line.method, line.path, line.status) == ("POST", "/v1/instances", 201)
     assert (line.caller, line.address) == ("the-worker", "127.0.0.1")

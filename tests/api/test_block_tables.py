@@ -211,10 +211,10 @@ async def test_large_table_is_read_and_one_that_is_too_large_is_not(api, opened)
 
 
 @pytest.fixture
-def called(app, api):
+def called(app, api, clock):
     """Makes clients of the control plane that `api` runs."""
     transport = AsgiTransport({"kvxfer": app})
-    return partial(ControlPlaneClient, "http://kvxfer", transport=transport)
+    return partial(ControlPlaneClient, "http://kvxfer", transport=transport, clock=clock)
 
 
 async def open_over(client: ControlPlaneClient) -> BlockTable:

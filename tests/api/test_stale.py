@@ -17,7 +17,7 @@ from kvxfer.registration import Registration
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from verify.control_plane import RunningControlPlane, worker
-from verify.polling import eventually
+from verify.polling import PATIENCE, eventually
 from verify.redis_server import RedisServer
 
 from .conftest import join, problem, registration
@@ -44,7 +44,9 @@ def control_plane(
 @pytest.fixture
 async def api(redis) -> AsyncIterator[httpx.AsyncClient]:
     with control_plane(redis) as server:
-        async with httpx.AsyncClient(base_url=server.url, timeout=10, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=server.url, timeout=PATIENCE, trust_env=False
+        ) as client:
             yield client
 
 
@@ -142,10 +144,10 @@ class Noted(httpx.AsyncHTTPTransport):
 async def test_a_fleet_is_there_again_within_one_heartbeat_of_a_redis_that_lost_its_data(redis):
     names = [f"w{number:03}" for number in range(200)]
     answers: list[tuple[float, int, str]] = []
-    with control_plane(redis, lease=15.0, patience=10.0) as server:
+    with control_plane(redis, lease=30.0, patience=10.0) as server:
         async with (
             ControlPlaneClient(server.url) as client,
-            httpx.AsyncClient(base_url=server.url, trust_env=False) as api,
+            httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as api,
             contextlib.AsyncExitStack() as fleet,
         ):
             # Each has some of the workers: a pool of connections costs the square of their number.
@@ -166,7 +168,7 @@ async def test_a_fleet_is_there_again_within_one_heartbeat_of_a_redis_that_lost_
             redis.start()
             await eventually(lambda: is_current(api))
             back = SYSTEM_CLOCK.monotonic()
-            await eventually(lambda: all(m.epoch > before[m.instance_id] for m in members))
+            await eventually(lambda: all(m.epoch > before[m.instance_id] for m in members), 60)
             told = await client.instances()
             assert [(each.instance_id, each.state) for each in told] == [
                 (name, "ready") for name in names
@@ -184,7 +186,7 @@ async def test_worker_keeps_its_epoch_where_redis_was_only_away(redis):
     with control_plane(redis, lease=2.0) as server:
         async with (
             ControlPlaneClient(server.url) as client,
-            httpx.AsyncClient(base_url=server.url, timeout=10, trust_env=False) as api,
+            httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as api,
         ):
             epochs: list[int] = []
             async with Registration(client, worker("p"), on_epoch=epochs.append):
@@ -204,7 +206,7 @@ async def test_worker_keeps_its_epoch_where_redis_was_only_away(redis):
 async def test_registry_that_was_never_there_makes_the_control_plane_unready(redis):
     redis.kill()
     with control_plane(redis) as server:
-        async with httpx.AsyncClient(base_url=server.url, timeout=10, trust_env=False) as api:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as api:
             assert (await api.get("/healthz")).status_code == 200
             for path in ("/readyz", "/v1/instances", "/v1/instances/watch"):
                 problem(await api.get(path), 503, "control-plane-unavailable")
