@@ -23,6 +23,7 @@ from kvxfer.scheduler.embedded import EmbeddedRegistry
 from tests.control_plane import calling
 from tests.virtual_time import passes
 from verify.control_plane import CLUSTER_KEY, RunningControlPlane
+from verify.polling import eventually
 
 from .conftest import problem, registration
 from .test_openapi import SCHEMA
@@ -318,8 +319,8 @@ async def test_each_request_is_one_line_with_its_caller(api, registry, caplog, m
     monkeypatch.setattr(registry, "register", takes_its_time)
     with caplog.at_level(logging.INFO, logger="kvxfer.api.requests"):
         await api.post("/v1/instances", json=registration("p"), headers=bearer(token("worker")))
-        await passes(0.01)  # the line comes after the answer
-    (line,) = caplog.records
+        # It comes after the answer.
+        (line,) = await eventually(lambda: caplog.records)
     assert (line.method, line.path, line.status) == ("POST", "/v1/instances", 201)
     assert (line.caller, line.address) == ("the-worker", "127.0.0.1")
     assert line.seconds == 0.25

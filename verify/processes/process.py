@@ -68,7 +68,7 @@ class Process:
             self._begun = log.tell()
             self._process = self._popen(log)
         self._reaped = False
-        _tell_reaper(f"+{self.pid}")
+        _tell_reaper(f"+{self.pid} {self._temporary or ''}")
 
     def _popen(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(

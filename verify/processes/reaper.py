@@ -1,12 +1,14 @@
-"""Once its driver is gone, in whatever way: ends the process groups that it has left.
+"""Once its driver is gone, in whatever way: ends the process groups that it has left, and removes
+their folders.
 
-Lines on stdin: `+ID` of one that was started, `-ID` of one that was reaped.
+Lines on stdin: `+ID FOLDER` of one that was started, `-ID` of one that was reaped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 
@@ -14,12 +16,18 @@ import sys
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
+    groups: dict[int, str] = {}
     for line in sys.stdin:
-        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-    for group in groups:
+        number, _, folder = line[1:].strip().partition(" ")
+        if line[0] == "+":
+            groups[int(number)] = folder
+        else:
+            groups.pop(int(number), None)
+    for group, folder in groups.items():
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ _ENDED_BY: Final[dict[str, set[str | None]]] = {
     "port down": {"peer-timeout", "peer-lost", None},
     "half-open": {"peer-timeout", None},
     "reset": {"peer-lost", None},
-    "no memory": {"transfer-cancelled", "no-memory", None},
+    # Python may end of it.
+    "no memory": {"transfer-cancelled", "no-memory", "peer-lost", None},
     "clock": {"ticket-expired", "transfer-refused", None},
 }
 

@@ -27,7 +27,8 @@ child.wait()
 DRIVER = f"""
 import os, signal, sys
 from verify.processes.process import Process
-print(Process("left", sys.executable, "-c", {SLEEPS!r}).pid, flush=True)
+left = Process("left", sys.executable, "-c", {SLEEPS!r})
+print(left.pid, left.folder, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -78,7 +79,8 @@ def test_what_it_has_started_ends_when_it_ends_by_itself() -> None:
 def test_it_ends_with_a_driver_that_is_killed() -> None:
     driver = subprocess.run([sys.executable, "-c", DRIVER], capture_output=True, text=True)
     assert driver.returncode == -signal.SIGKILL, driver.stderr
-    wait_until(lambda: not running(int(driver.stdout)))
+    pid, folder = driver.stdout.split()
+    wait_until(lambda: not running(int(pid)) and not Path(folder).exists())
 
 
 def test_one_that_ends_before_it_is_ready_says_what_it_said() -> None:
