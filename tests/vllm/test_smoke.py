@@ -10,10 +10,10 @@ from typing import Final
 import pytest
 
 from verify.polling import wait_until
+from verify.vllm.tiny_prompts import prompts
 
 from .conftest import Cluster
 from .test_pull import fetched, proxied, random_prompt
-from .tiny_prompts import prompts
 
 pytestmark = [pytest.mark.realtime, pytest.mark.timeout(900)]
 
