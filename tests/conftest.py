@@ -28,6 +28,18 @@ if TYPE_CHECKING:
 
 _SEED: Final = "KVXFER_TEST_SEED"
 
+# In parallel, a file is run by one process: those that take longest begin first.
+_LONG: Final = (
+    "verify/simulation/test_simulation.py",
+    "cli/test_demo.py",
+    "router/test_cluster.py",
+    "cli/test_worker.py",
+    "verify/attack/test_attacks.py",
+    "kv/test_mishaps_of_ranks.py",
+    "kv/test_plan_oracle.py",
+    "cli/test_bench.py",
+)
+
 # No test is about how long one example takes.
 hypothesis.settings.register_profile("kvxfer", deadline=None)
 hypothesis.settings.load_profile("kvxfer")
@@ -51,6 +63,11 @@ _real = False
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _real
     _real = any(item.get_closest_marker(kind) for kind in ("native", "realtime"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests = config.rootpath / "tests"
+    items.sort(key=lambda item: item.path not in [tests / name for name in _LONG])
 
 
 @pytest.fixture

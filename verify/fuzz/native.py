@@ -13,7 +13,7 @@ from typing import Final
 from verify.fuzz.coverage import Coverage
 
 ROOT: Final = Path(__file__).parents[2]
-BUILD: Final = ROOT / "build/fuzz/engine_native/fuzz"
+_BUILD: Final = Path(os.environ.get("KVXFER_FUZZ_BUILD", ROOT / "build/fuzz"))
 SOURCES: Final = ROOT / "engine_native/src"
 
 DECODERS: Final[dict[str, dict[str, str]]] = {
@@ -63,7 +63,7 @@ _ENVIRONMENT: Final = {
 def command(target: str, options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """What runs a target under libFuzzer, and in which environment."""
     environment = {**os.environ, **_ENVIRONMENT, "LLVM_PROFILE_FILE": os.devnull}
-    return [str(BUILD / f"fuzz_{target}"), *options], environment
+    return [str(_BUILD / f"engine_native/fuzz/fuzz_{target}"), *options], environment
 
 
 def coverage(target: str, corpora: Sequence[Path], scratch: Path) -> Coverage:
