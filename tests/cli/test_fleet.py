@@ -66,7 +66,7 @@ def kvxfer(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 @contextlib.contextmanager
 def nobody_listens() -> Iterator[str]:
-    """An address that nobody else gets meanwhile."""
+    """An address that no other process is given meanwhile."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{bound.getsockname()[1]}"

@@ -31,7 +31,7 @@ READY = InstanceState.READY
 
 @pytest.fixture
 async def client(network):
-    """Of a control plane where nobody's lease ends."""
+    """Of a control plane where no lease ends."""
     async with network.control_plane(lease_seconds=600), network.client() as client:
         yield client
 

@@ -14,7 +14,7 @@ from verify.processes.fleet import Fleet
 from verify.processes.programs import http
 
 BLOCKS: Final = 512
-# Nobody loses a lease or a peer because the machine is busy or stalls.
+# A busy machine, or one that stalls, costs no lease and no peer.
 _LEASE_SECONDS: Final = "60"
 _PEER_SECONDS: Final = "30"
 

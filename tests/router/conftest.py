@@ -21,7 +21,7 @@ from .completions import MODEL
 
 @pytest.fixture
 async def control_plane(network: Network) -> AsyncIterator[EmbeddedRegistry]:
-    """The registry of a control plane where nobody's lease ends."""
+    """The registry of a control plane where no lease ends."""
     async with network.control_plane(lease_seconds=600) as registry:
         yield registry
 

@@ -195,7 +195,7 @@ async def main(instance: str, fabric: str, *, checksums: bool) -> None:
         epoch=EPOCH,
         checksums=checksums,
         fabrics=(fabric,),
-        peer_timeout=3.0,  # nobody is frozen here for longer than a busy machine takes
+        peer_timeout=3.0,  # longer than a busy machine stalls; no worker is frozen here
     ) as parts:
         worker = Worker(*parts)
         tasks: set[asyncio.Task[None]] = set()

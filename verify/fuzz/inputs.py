@@ -10,7 +10,7 @@ from typing import Final
 from verify.fuzz import seeds
 
 CORPUS: Final = Path(__file__).parent / "corpus"
-"""What fuzzing found, under version control; no folder for a target of which it found nothing."""
+"""What fuzzing found, under version control; a target without findings has no folder."""
 
 
 def folders(target: str, seeded: Path) -> list[Path]:

@@ -81,7 +81,7 @@ class WorkerProcess(Process):
         await asyncio.wait_for(asyncio.wrap_future(self._ready), START_SECONDS)
 
     def tell(self, do: str, **arguments: Any) -> None:
-        """A command, of which a process that has ended hears nothing."""
+        """Sends a command; a process that has ended ignores it."""
         stdin = self._popened.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError), self._lock:

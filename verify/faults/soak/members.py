@@ -79,7 +79,7 @@ class Member:
 
 
 async def _end_of(side: asyncio.Future[Event]) -> Event:
-    """How one side of a transfer has ended; of a worker that was killed nobody knows."""
+    """How one side of a transfer has ended; unknown for a worker that was killed."""
     try:
         return await side
     except EOFError:
