@@ -144,7 +144,7 @@ class Noted(httpx.AsyncHTTPTransport):
 async def test_a_fleet_is_there_again_within_one_heartbeat_of_a_redis_that_lost_its_data(redis):
     names = [f"w{number:03}" for number in range(200)]
     answers: list[tuple[float, int, str]] = []
-    with control_plane(redis, lease=30.0, patience=10.0) as server:
+    with control_plane(redis, lease=12.0, patience=10.0) as server:
         async with (
             ControlPlaneClient(server.url) as client,
             httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as api,

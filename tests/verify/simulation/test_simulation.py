@@ -1,4 +1,4 @@
-"""2,000 seeds of a simulated fleet: every promise holds, and everything that can happen did."""
+"""1,000 seeds of a simulated fleet: every promise holds, and everything that can happen did."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from verify.simulation.fate import FAULTS, MISHAPS, simulate
 
-SEEDS = 2000
+SEEDS = 1000
 BATCH = 250
 # What the faults and mishaps have to lead to, somewhere.
 _REACHED = (
