@@ -41,6 +41,12 @@ class CachedBlocks:
             self._removed.clear()
             self.lost()
 
+    def clear(self) -> None:
+        """Nothing is in the cache any more."""
+        self._held.clear()
+        self._added.clear()
+        self.lost()
+
     def take(self, epoch: int) -> BlockUpdate | None:
         """What to publish under this epoch; None where nothing changed. Call `lost` if it fails."""
         if epoch != self._epoch:

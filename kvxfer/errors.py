@@ -168,14 +168,14 @@ class TransferError(KvxferError):
 
 
 class LayoutMismatch(TransferError):
-    """The two KV layouts cannot be mapped onto each other."""
+    """The two KV caches are of different models, or their layouts cannot be mapped."""
 
     code = "layout-mismatch"
 
     def __init__(self, field: str, prefill: object, decode: object) -> None:
         self.field, self.prefill, self.decode = field, prefill, decode
         super().__init__(
-            f"KV layouts cannot be mapped: {field} is {prefill!r} at prefill and {decode!r} at "
+            f"the KV caches do not match: {field} is {prefill!r} at prefill and {decode!r} at "
             f"decode; start both instances with the same {field}"
         )
 

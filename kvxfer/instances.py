@@ -8,6 +8,7 @@ from enum import StrEnum
 from msgspec import Struct, field
 
 from kvxfer.kv.layout import KvLayout
+from kvxfer.model_identity import ModelIdentity
 
 
 class Role(StrEnum):
@@ -64,6 +65,8 @@ class Load(Struct, frozen=True, kw_only=True):
     """90th percentile of the seconds between two tokens."""
     sent: tuple[Traffic, ...] = ()
     """The KV cache that goes to each decode worker now, the most first."""
+    models: tuple[str, ...] = ()
+    """What requests may ask for beside the model: aliases, and adapters that are loaded."""
 
 
 class Reserved(Struct, frozen=True, kw_only=True):
@@ -91,6 +94,11 @@ class InstanceSpec(Struct, frozen=True, kw_only=True):
     `engine_address` is all that is registered."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Where it runs: pairs that are near by zone, rack, host and numa are preferred."""
+    identity: ModelIdentity | None = None
+    """What its KV cache is of; None where the worker does not tell."""
+    kv_versions: tuple[int, int] = (7, 7)
+    """The oldest and the newest version of the KV protocol that it speaks; workers of version 7 do
+    not tell."""
 
 
 class Instance(InstanceSpec, frozen=True, kw_only=True):
@@ -108,6 +116,10 @@ class Instance(InstanceSpec, frozen=True, kw_only=True):
     told of."""
     drain_deadline: float | None = None
     """Until when it may finish what it has; None where nobody has asked it to drain."""
+
+    def serves(self, model: str | None) -> bool:
+        """Whether requests for this model may come to it; None is any."""
+        return model is None or model == self.model or model in self.load.models
 
 
 class Lease(Struct, frozen=True, kw_only=True):

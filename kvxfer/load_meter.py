@@ -29,8 +29,12 @@ class LoadMeter:
 
     def request(self, tokens: int = 0) -> None:
         """A request arrived, with so many tokens of its prompt."""
-        self._count(self._requests, 1)
+        self.requests(1)
         self.tokens(tokens)
+
+    def requests(self, count: int) -> None:
+        """Requests arrived."""
+        self._count(self._requests, count)
 
     def tokens(self, count: int) -> None:
         """Tokens came in, or were emitted."""

@@ -24,6 +24,7 @@ from kvxfer.errors import (
     StaleEpoch,
 )
 from kvxfer.instances import InstanceSpec, InstanceState, Lease, Load, Role
+from kvxfer.model_identity import ModelIdentity
 
 _log = logging.getLogger("kvxfer.registration")
 
@@ -142,6 +143,13 @@ class Registration:
     async def advance(self, state: InstanceState) -> None:
         """Moves on to `state` (joining → ready → draining) and tells the control plane now."""
         self._state = self._state.advanced_to(state)
+        await self.heartbeat()
+
+    async def take_model(self, model: ModelIdentity) -> None:
+        """Registers again, with what the KV cache is of now: tickets for what it was of before end
+        with their epoch. Raises nothing where that fails: the next heartbeat tries again."""
+        self._spec = replace(self._spec, identity=model)
+        self._lease = None
         await self.heartbeat()
 
     async def heartbeat(self) -> None:

@@ -50,6 +50,8 @@ class Ticket:
     issued_at: float = 0.0
     traceparent: str = ""
     """The trace that the transfer is a part of, where it is recorded."""
+    adapter: str = ""
+    """Digest of the LoRA of the request, where it has one and the signer knows it."""
 
     @property
     def bearer(self) -> bool:
@@ -128,6 +130,7 @@ class _Claims(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt: bytes = b""  # in base64
     iat: float = 0.0
     trace: str = ""
+    adapter: str = ""
 
 
 def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
@@ -143,6 +146,7 @@ def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
         prompt=ticket.prompt_digest,
         iat=ticket.issued_at,
         trace=ticket.traceparent,
+        adapter=ticket.adapter,
     )
     return _jws.encode(
         msgspec.json.encode(claims),
@@ -196,6 +200,7 @@ def verify_ticket(token: str, keys: TicketKeys | bytes | str, *, now: float) -> 
         prompt_digest=claims.prompt,
         issued_at=claims.iat,
         traceparent=claims.trace,
+        adapter=claims.adapter,
     )
 
 

@@ -20,7 +20,7 @@ class TransferRequest(Struct, frozen=True, kw_only=True):
     prompt_tokens: int | None = None
     """How many KV blocks to reserve on each side follows from it; None reserves none."""
     avoid: tuple[str, ...] = ()
-    """Ids of instances that do not come into question, as they just failed this request."""
+    """Ids of instances that just failed this request: chosen only where their side has no other."""
     prefix_hashes: tuple[int, ...] = ()
     """Chain hashes of the prompt's beginning (kvxfer.prefix_hashes), at most 256: prefill instances
     that published them are preferred."""

@@ -125,6 +125,8 @@ class EmbeddedRegistry(Registry):
             fabrics=spec.fabrics,
             rank_addresses=spec.rank_addresses,
             labels=spec.labels,
+            identity=spec.identity,
+            kv_versions=spec.kv_versions,
             epoch=epoch,
             state=state,
             registered_at=unix,

@@ -122,7 +122,7 @@ def _filter(query: OverviewQuery) -> Callable[[Instance], bool]:
     def asked(instance: Instance) -> bool:
         return (
             query.instance_id in (None, instance.instance_id)
-            and query.model in (None, instance.model)
+            and instance.serves(query.model)
             and query.role in (None, instance.role)
             and query.state in (None, instance.state)
             and (search is None or search in instance.instance_id.lower())

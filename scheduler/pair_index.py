@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, product
 from math import inf
 from typing import Final, TypeAlias
 
@@ -47,7 +47,8 @@ class _Search(Struct):
 
     needs: dict[int, int]
     request: TransferRequest
-    avoid: frozenset[str]
+    avoid: dict[Role, frozenset[str]]
+    """Of each side; in the last resort of none."""
     depths: dict[str, int] = {}
     """How many of the request's hashes lead to the deepest one that a prefill instance has."""
     heads: dict[Shelf, list[LoadKey]] = {}
@@ -79,6 +80,8 @@ class PairIndex:
         load = self._scorer.load(instance), occupancy(instance), instance.instance_id
         if before is not None and before.instance.epoch == instance.epoch:
             kind, place = before.kind, before.place
+            if before.instance.load.models != instance.load.models:
+                kind = self._number(kind_of(instance))
         else:
             kind, place = self._number(kind_of(instance)), place_of(instance.labels)
             self._prefixes.remove(instance.instance_id)
@@ -109,7 +112,8 @@ class PairIndex:
 
         The cost is the scorer's (scheduler/scoring.py). Of equal pairs the one with less of its KV
         cache in use, then the first by id. An instance takes part where the blocks of the prompt
-        are neither reserved by others nor reported as used.
+        are neither reserved by others nor reported as used, and one that is to be avoided only
+        where its side has no other.
 
         Looks at the 16 least loaded prefill instances of each kind and at those that have most of
         the prompt's prefix (PrefixIndex.longest), and for each at the least loaded decode instance
@@ -124,22 +128,33 @@ class PairIndex:
 
     def find(self, request: TransferRequest) -> Pair | None:
         """As `choose`, with None where there is no pair: only the reasons take a look at all."""
+        avoid: frozenset[str] = frozenset(request.avoid)
+        nobody: frozenset[str] = frozenset()
+        # One side with an instance to avoid is better than two.
+        prefers = product((avoid, nobody), repeat=2) if avoid else [(nobody, nobody)]
+        for prefills, decodes in prefers:
+            pair = self._find(request, {Role.PREFILL: prefills, Role.DECODE: decodes})
+            if pair is not None:
+                return pair
+        return None
+
+    def _find(self, request: TransferRequest, avoid: dict[Role, frozenset[str]]) -> Pair | None:
         tokens = request.prompt_tokens or 0
         search = _Search(
             {
                 number: kind.layout.blocks_for(tokens)
                 for kind, number in self._kinds.items()
-                if request.model in (None, kind.model)
+                if kind.serves(request.model)
             },
             request,
-            frozenset(request.avoid),
+            avoid,
         )
         if request.prefix_hashes:
             search.depths = self._depths_of(search)
         weights = (
             self._least_weight(search, ours, theirs, steps)
             for (ours, theirs), steps in self._matches.items()
-            if ours in search.needs
+            if ours in search.needs and theirs in search.needs
         )
         best = min((weight for weight in weights if weight is not None), default=None)
         if best is None:
@@ -181,7 +196,7 @@ class PairIndex:
         def takes_part(name: str) -> bool:
             entry = self._entries[name]
             return (
-                name not in search.avoid
+                name not in search.avoid[Role.PREFILL]
                 and entry.instance.state is InstanceState.READY
                 and entry.instance.role.serves(Role.PREFILL)
                 and entry.available >= search.needs.get(entry.kind, entry.available + 1)
@@ -260,7 +275,7 @@ class PairIndex:
 
     def _fitting(self, search: _Search, shelf: Shelf) -> Iterator[LoadKey]:
         """Whose blocks for the prompt are neither reserved by others nor reported as used."""
-        need, entries, avoid = search.needs[shelf[0]], self._entries, search.avoid
+        need, entries, avoid = search.needs[shelf[0]], self._entries, search.avoid[shelf[1]]
         return (
             load
             for load in self._shelves.get(shelf, ())

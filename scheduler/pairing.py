@@ -12,6 +12,8 @@ from kvxfer.errors import LayoutMismatch, NoCapacity, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Role
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.ranks import require_mappable, sources, targets
+from kvxfer.kv.versions import require_common_version
+from kvxfer.model_identity import ModelIdentity, require_same_model
 from kvxfer.scheduler.scoring import available_blocks, occupancy
 from kvxfer.transfers import Score, TransferRequest
 
@@ -41,12 +43,28 @@ class Kind:
     fabrics: tuple[str, ...]
     whole: bool = True
     """Whether all ranks are registered, and not `layout`'s alone."""
+    identity: ModelIdentity | None = None
+    kv_versions: tuple[int, int] = (7, 7)
+    names: tuple[str, ...] = ()
+    """Of aliases and adapters that requests may ask for beside the model."""
+
+    def serves(self, model: str | None) -> bool:
+        """Whether a request for this model may come; None is one for any."""
+        return model is None or model == self.model or model in self.names
 
 
 def kind_of(instance: Instance) -> Kind:
     layout = instance.layout
     whole = len(instance.rank_addresses) == layout.num_ranks or layout.num_ranks == 1
-    return Kind(instance.model, layout, instance.fabrics, whole)
+    return Kind(
+        instance.model,
+        layout,
+        instance.fabrics,
+        whole,
+        instance.identity,
+        instance.kv_versions,
+        instance.load.models,
+    )
 
 
 def fabric_steps(prefill: Kind, decode: Kind) -> int:
@@ -98,11 +116,7 @@ def mismatch_of(prefill: Kind, decode: Kind) -> str | None:
 
 def refusal(instances: Iterable[Instance], request: TransferRequest) -> NoCapacity | PromptTooLong:
     """Why no pair of these instances can take the request. Linear in their number."""
-    fleet = [
-        i
-        for i in instances
-        if request.model in (None, i.model) and i.instance_id not in request.avoid
-    ]
+    fleet = [i for i in instances if i.serves(request.model)]
     ready = {
         side: [i for i in fleet if i.state is InstanceState.READY and i.role.serves(side)]
         for side in SIDES
@@ -124,6 +138,8 @@ def _compare(prefill: Kind, decode: Kind) -> LayoutMismatch | None:
         return LayoutMismatch("fabrics", sorted(prefill.fabrics), sorted(decode.fabrics))
     ours, theirs = prefill.layout, decode.layout
     try:
+        require_common_version(prefill.kv_versions, decode.kv_versions)
+        require_same_model(prefill.identity, decode.identity)
         require_mappable(ours, theirs)
     except LayoutMismatch as mismatch:
         return mismatch

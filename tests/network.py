@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import httpx
@@ -120,8 +120,10 @@ class Network:
 class Reply:
     """An answer as a worker sends it, piece by piece."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
         self._send = send
+        self.headers = headers
+        """Of the request that it answers."""
         self.begun = False
 
     async def begin(self, status: int, content_type: str) -> None:
@@ -152,7 +154,8 @@ def worker_app(answer: Answer) -> Any:
             content, more = content + message["body"], message["more_body"]
         body = json.loads(content)
         assert scope["path"] == (CHAT if "messages" in body else COMPLETIONS)
-        reply = Reply(send)
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        reply = Reply(send, headers)
 
         async def answered() -> None:
             await answer(body, reply)

@@ -75,7 +75,7 @@ async def list_instances(
         instance
         for instance in await app.registry.instances()
         if (role is None or instance.role.serves(role))
-        and model in (None, instance.model)
+        and instance.serves(model)
         and state in (None, instance.state)
     ]
     return record_response({"instances": listed, "stale_seconds": app.registry.stale_seconds})

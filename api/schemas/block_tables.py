@@ -62,6 +62,9 @@ class Offer(BaseModel):
     first_block: int = Field(
         0, ge=0, lt=1 << 31, description="The block of the prompt that the table begins with."
     )
+    adapter: str | None = Field(
+        None, max_length=256, description="Digest of the LoRA that decode computes with, if any."
+    )
 
 
 class BlockTable(BaseModel):
@@ -78,4 +81,4 @@ class BlockTable(BaseModel):
     )
 
     def record(self) -> records.BlockTable:
-        return msgspec.convert(self.model_dump(), records.BlockTable)
+        return msgspec.convert(self.model_dump(exclude_none=True), records.BlockTable)

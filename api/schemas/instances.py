@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic.config import JsonDict
 
 from kvxfer import instances as records
+from kvxfer import model_identity as identities
 from kvxfer.kv.layout import HeadOrder, KvArrangement, KvLayout
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, from_text
 
@@ -65,6 +66,16 @@ _LAYOUT: JsonDict = {
     "packing": "",
     "layer_groups": [],
 }
+_IDENTITY: JsonDict = {
+    "checkpoint": "5b0c2e9d7a4f41d38c6e1f2a90b7d3c4",
+    "weights_version": 0,
+    "model_dtype": "bfloat16",
+    "quantization": "",
+    "kv_scales": "",
+    "rope": '{"rope_theta":500000.0,"rope_type":"default"}',
+    "sliding_window": "",
+    "connector": "vllm/1",
+}
 _SPEC: JsonDict = {
     "instance_id": "prefill-0",
     "role": "prefill",
@@ -76,6 +87,8 @@ _SPEC: JsonDict = {
     "num_blocks": 4096,
     "fabrics": ["local", "tcp"],
     "labels": {"zone": "eu-1a", "host": "node-5"},
+    "identity": _IDENTITY,
+    "kv_versions": [7, 8],
 }
 _INSTANCE: JsonDict = {
     **_SPEC,
@@ -90,6 +103,8 @@ _INSTANCE: JsonDict = {
 }
 
 
+ModelName: TypeAlias = Annotated[str, Field(min_length=1, max_length=256)]
+KvVersion: TypeAlias = Annotated[int, Field(ge=1, le=2**31 - 1)]
 EngineAddress: TypeAlias = Annotated[str, Field(pattern=r"^kvx://\S+$", max_length=512)]
 
 
@@ -130,6 +145,32 @@ class Layout(BaseModel):
         return KvLayout(**self.model_dump())
 
 
+_Said = Annotated[str, Field(max_length=4096)]
+
+
+class ModelIdentity(BaseModel):
+    """The model behind a KV cache: two instances make a pair only where every field is equal.
+
+    An empty field is what the model does not have, or what its engine cannot tell.
+    """
+
+    model_config = ConfigDict(from_attributes=True, json_schema_extra={"examples": [_IDENTITY]})
+
+    checkpoint: _Said = Field("", description="Digest of the weights, or a name given to them.")
+    weights_version: Annotated[int, Field(ge=0, le=2**63 - 1)] = Field(
+        0, description="Grows with each update of the weights in place."
+    )
+    model_dtype: _Said = Field("", description="Element type of what the model computes.")
+    quantization: _Said = Field("", description="Of the weights.")
+    kv_scales: _Said = Field("", description="How K and V were scaled.")
+    rope: _Said = Field("", description="Settings of the rotary embedding, as canonical JSON.")
+    sliding_window: _Said = Field("", description="Tokens that attention looks back.")
+    connector: _Said = Field("", description="Conventions of the engine that both sides share.")
+
+    def record(self) -> identities.ModelIdentity:
+        return identities.ModelIdentity(**self.model_dump())
+
+
 class Traffic(BaseModel):
     """What one worker has delivered to another over one fabric, over the last seconds."""
 
@@ -163,6 +204,11 @@ class Load(BaseModel):
     sent: tuple[Traffic, ...] = Field(
         (), max_length=256, description="The KV cache that goes to each decode worker now."
     )
+    models: tuple[ModelName, ...] = Field(
+        (),
+        max_length=1024,
+        description="What requests may ask for beside the model: aliases, and loaded adapters.",
+    )
 
     def record(self) -> records.Load:
         sent = tuple(records.Traffic(**each.model_dump()) for each in self.sent)
@@ -181,9 +227,7 @@ class Reserved(BaseModel):
 class _Spec(BaseModel):
     instance_id: InstanceId
     role: records.Role
-    model: str = Field(
-        min_length=1, max_length=256, description="Only instances of one model make a pair."
-    )
+    model: ModelName = Field(description="Only instances of one model make a pair.")
     engine_address: EngineAddress = Field(description="Where the transfer engine listens.")
     http_address: str = Field(
         pattern=r"^https?://\S+$", max_length=512, description="Where the inference API listens."
@@ -213,6 +257,13 @@ class _Spec(BaseModel):
                 "other is for people."
             ),
         )
+    )
+    identity: ModelIdentity | None = Field(
+        None, description="What its KV cache is of; null where the worker does not tell."
+    )
+    kv_versions: tuple[KvVersion, KvVersion] = Field(
+        (7, 7),
+        description="The oldest and the newest version of the KV protocol that it speaks.",
     )
 
 
@@ -253,6 +304,13 @@ class RegisterInstance(_Spec):
             )
         return self
 
+    @field_validator("kv_versions")
+    @classmethod
+    def _is_a_range(cls, versions: tuple[int, int]) -> tuple[int, int]:
+        if versions[0] > versions[1]:
+            raise ValueError(f"{list(versions)} is no range; give the oldest version first")
+        return versions
+
     def record(self) -> records.InstanceSpec:
         return records.InstanceSpec(
             instance_id=self.instance_id,
@@ -265,6 +323,8 @@ class RegisterInstance(_Spec):
             fabrics=self.fabrics,
             rank_addresses=self.rank_addresses,
             labels=self.labels,
+            identity=None if self.identity is None else self.identity.record(),
+            kv_versions=self.kv_versions,
         )
 
 

@@ -8,8 +8,15 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from kvxfer.kv.layout import KvLayout
+from kvxfer.model_identity import FIELDS as MODEL_FIELDS
 
-_COMPARED: Final = ["model", "fabrics", *(field.name for field in fields(KvLayout))]
+_COMPARED: Final = [
+    "model",
+    "fabrics",
+    "kv_versions",
+    *MODEL_FIELDS,
+    *(field.name for field in fields(KvLayout)),
+]
 
 
 class InvalidMember(BaseModel):
@@ -52,7 +59,7 @@ class LayoutMismatchProblem(_Problem):
 
     code: Literal["layout-mismatch"]
     field: str = Field(
-        description="The first thing that cannot be mapped: of the instance, or of its layout.",
+        description="The first that cannot be mapped: of the instance, its model or its layout.",
         json_schema_extra={"enum": [*_COMPARED]},
     )
     prefill: JsonValue = Field(description="What it is at prefill.")

@@ -217,7 +217,10 @@ class TransferRequest(BaseModel):
     )
     avoid: Annotated[tuple[InstanceId, ...], Field(max_length=64)] = Field(
         (),
-        description="Instances that do not come into question, as they just failed this request.",
+        description=(
+            "Instances that just failed this request: they are chosen only where their side has no "
+            "other."
+        ),
     )
     prefix_hashes: list[BlockHash] = Field(
         default_factory=list,

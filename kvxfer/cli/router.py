@@ -117,6 +117,20 @@ def router(
             rich_help_panel=TRUST_PANEL,
         ),
     ] = None,
+    worker_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="The key that workers ask for (vllm serve --api-key). Read again when it changes.",
+            show_default="none",
+            rich_help_panel=TRUST_PANEL,
+        ),
+    ] = None,
+    forward_header: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A header of the client that workers get; may be repeated.", show_default="none"
+        ),
+    ] = None,
     allow_anonymous: AllowAnonymousOption = False,
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
@@ -142,7 +156,7 @@ def router(
     from kvxfer.logs import configure_logging
     from kvxfer.router.api_keys import watch_api_keys
     from kvxfer.router.app import create_app
-    from kvxfer.router.settings import RouterSettings
+    from kvxfer.router.settings import RouterSettings, watch_worker_key
     from kvxfer.tracing.setup import start_tracing
 
     configure_logging(log_level, log_format)
@@ -150,6 +164,8 @@ def router(
         raise InvalidArgument("--tls-key needs --tls-cert")
     settings = RouterSettings(
         api_keys=None if api_keys_file is None else watch_api_keys(api_keys_file),
+        worker_key=None if worker_key_file is None else watch_worker_key(worker_key_file),
+        forward_headers=tuple(forward_header or ()),
         handshake=handshake.value,
         attempts=attempts,
         first_token_seconds=first_token_seconds,

@@ -7,6 +7,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
@@ -19,6 +20,7 @@ T = TypeVar("T")
 
 START_SECONDS: Final = 60.0
 _CLOSE_SECONDS: Final = 10.0
+_ASK_SECONDS: Final = 1.0
 
 
 class LoopThread(abc.ABC):
@@ -29,6 +31,9 @@ class LoopThread(abc.ABC):
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._awaited: list[concurrent.futures.Future[None]] = [self._started]
         self._closing = asyncio.Event()
+        self._ended = threading.Event()
+        self._looked_at = self._asked_at = -math.inf
+        self._asked_since: float | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._main, name="kvxfer-agent", daemon=True)
 
@@ -41,9 +46,40 @@ class LoopThread(abc.ABC):
         self._thread.start()
         self._started.result(START_SECONDS)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has ended, and all that _serve() had with it."""
+        return self._ended.is_set()
+
     def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
-        """The result of a coroutine on the loop. Raises TimeoutError after `seconds`."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+        """The result of a coroutine on the loop. Raises TimeoutError after `seconds`, and
+        EngineClosed where the thread has ended."""
+        try:
+            running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise EngineClosed("the agent of this connector has ended") from error
+        try:
+            return running.result(seconds)
+        except concurrent.futures.CancelledError as error:
+            raise EngineClosed("the agent of this connector has ended") from error
+
+    def answers(self, seconds: float, now: float) -> bool:
+        """False once the loop has done nothing for so many seconds. For one thread that asks often:
+        where it pauses itself, this process may not have run at all, which is not counted."""
+        paused, self._looked_at = now - self._looked_at > _ASK_SECONDS, now
+        if self._asked_since is None:
+            if now - self._asked_at >= _ASK_SECONDS:
+                self._asked_at = self._asked_since = now
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._answer)
+            return True
+        if paused:
+            self._asked_since = now
+        return now - self._asked_since < seconds
+
+    def _answer(self) -> None:
+        self._asked_since = None
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Starts a coroutine on the loop; it tells of its end itself."""
@@ -78,3 +114,5 @@ class LoopThread(abc.ABC):
                 logger.exception("the transfer engine of this worker has ended")
             for future in awaited:
                 future.set_exception(error)
+        finally:
+            self._ended.set()

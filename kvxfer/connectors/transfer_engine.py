@@ -16,6 +16,7 @@ from kvxfer.ticket import TicketKeys, as_ticket_keys
 from kvxfer.watched_file import WatchedFile
 
 if TYPE_CHECKING:
+    from kvxfer.model_identity import ModelIdentity
     from kvxfer.tracing.tracer import Tracer
 
 DEFAULT_LEASE_SECONDS: Final = 30.0
@@ -57,6 +58,7 @@ async def transfer_engine(
     *,
     instance_id: str,
     epoch: int = 0,
+    model: ModelIdentity | None = None,
     on_offer: OnOffer | None = None,
     tracer: Tracer | None = None,
     clock: Clock = SYSTEM_CLOCK,
@@ -85,6 +87,7 @@ async def transfer_engine(
                 on_offer=on_offer,
                 checksums=settings.checksums,
                 tracer=tracer,
+                model=model,
                 clock=clock,
             )
             async with endpoint:

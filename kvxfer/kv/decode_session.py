@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from kvxfer.clock import Clock
 from kvxfer.errors import (
     KvxferError,
@@ -62,6 +64,7 @@ class DecodeSession:
         ended: Callable[[DecodeSession], None],
         span: Span | None = None,
         *,
+        adapter: str = "",
         clock: Clock,
     ) -> None:
         self.transfer_id = ticket.transfer_id
@@ -73,6 +76,7 @@ class DecodeSession:
         self._cache = cache
         self._blocks = blocks
         self._first_block = first_block
+        self._adapter = adapter
         self._table = pack_block_table(blocks.ids)
         # Blocks of each KV cache group that come.
         self._present = (by_group(blocks.ids, cache.layout) >= 0).sum(axis=1).tolist()
@@ -319,6 +323,7 @@ class DecodeSession:
             imm=inbound.counter.imm,
             lease_seconds=self._lease.seconds,
             first_block=self._first_block,
+            adapter=self._adapter or msgspec.UNSET,
         )
 
     def _says(self, what: str) -> str:

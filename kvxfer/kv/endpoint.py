@@ -8,7 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
-from kvxfer.errors import EngineClosed, InvalidArgument, KvxferError, TicketInvalid
+from kvxfer.errors import (
+    EngineClosed,
+    InvalidArgument,
+    KvxferError,
+    LayoutMismatch,
+    TicketInvalid,
+)
 from kvxfer.instances import Role
 from kvxfer.kv.brokered import Brokered
 from kvxfer.kv.decode_session import DecodeSession
@@ -41,6 +47,7 @@ if TYPE_CHECKING:
     from kvxfer.kv.layout import KvLayout
     from kvxfer.kv.prefill_session import PrefillSession
     from kvxfer.kv.transfer_counts import Direction
+    from kvxfer.model_identity import ModelIdentity
     from kvxfer.ticket import Ticket, TicketKeys
     from kvxfer.tracing.span import Span
     from kvxfer.tracing.tracer import Tracer
@@ -76,6 +83,9 @@ class KvEndpoint:
     `tracer`: transfers whose ticket names a trace have spans; those that begin in a traced task
     have them anyway.
 
+    `model` is what the cache is of: a peer whose model differs is refused by name. Without it, or
+    where a peer does not tell, only the layouts are compared.
+
     `clock` has to pass as the loop's time does.
     """
 
@@ -95,6 +105,7 @@ class KvEndpoint:
         on_offer: OnOffer | None = None,
         checksums: bool = False,
         tracer: Tracer | None = None,
+        model: ModelIdentity | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if pool is not None and pool.num_blocks != cache.num_blocks:
@@ -102,7 +113,7 @@ class KvEndpoint:
                 f"the pool has {pool.num_blocks} blocks, the cache {cache.num_blocks}; "
                 "make both with the same number"
             )
-        self._identity = Identity(instance_id, epoch, ticket_key, clock)
+        self._identity = Identity(instance_id, epoch, ticket_key, clock, model)
         self._engine = engine
         self._cache = cache
         self._pool = pool
@@ -164,6 +175,11 @@ class KvEndpoint:
         """Of the cache that blocks travel to or from."""
         return self._cache.layout
 
+    @property
+    def model(self) -> ModelIdentity | None:
+        """What the cache is of."""
+        return self._identity.model
+
     def refusals(self) -> dict[str, dict[str, int]]:
         """What was refused since the start, by error code: "message" (of peers that were cut off
         for them), "offer", "release", "keep" and "expect" of peers, and "ticket" of requests."""
@@ -185,6 +201,18 @@ class KvEndpoint:
         """Takes the epoch of a new registration and tells every peer. Running transfers go on."""
         self._identity.epoch = epoch
         self._pairs.greet_all()
+
+    async def set_model(self, model: ModelIdentity) -> None:
+        """Takes the model as it is after its weights were updated, and tells every peer. Returns
+        when no transfer of the model before is left: those under way are cancelled, prompts that
+        prefill keeps to be fetched among them."""
+        if model == self._identity.model:
+            return
+        self._identity.model = model
+        self._pairs.greet_all()
+        reason = f"the weights of {self.instance_id!r} were updated"
+        await asyncio.gather(*(session.cancel(reason) for session in list(self._decodes)))
+        await self._rendezvous.close(reason)
 
     async def follow(self, address: str) -> Peer:
         """Takes the epoch from the first rank of this instance, which registers it and whose engine
@@ -235,10 +263,13 @@ class KvEndpoint:
         ticket: str,
         blocks: SourceBlocks,
         *,
+        adapter: str = "",
         decode_address: str | None = None,
         lease_seconds: float | None = None,
     ) -> PrefillSession:
         """Starts the prefill side of a transfer out of `blocks`, which it pins until it ends.
+        `adapter` is the digest of the LoRA that they were computed with; an OFFER with another one
+        is refused.
 
         Returns at once, whether or not the OFFER is here; without one the transfer ends with
         LeaseExpired. With `decode_address`, the engine of decode, the handshake is brokered: the
@@ -255,7 +286,12 @@ class KvEndpoint:
         span = self._span("kv.send", claims)
         with self._noting_failure("send", span):
             session = await self._rendezvous.request(
-                claims, blocks, lease, dials=decode_address is not None, span=span
+                claims,
+                blocks,
+                lease,
+                dials=decode_address is not None,
+                adapter=adapter,
+                span=span,
             )
         if decode_address is not None:
             self._brokered.fetch(session, claims, ticket, decode_address)
@@ -275,6 +311,7 @@ class KvEndpoint:
         *,
         first_block: int = 0,
         prompt_digest: bytes = b"",
+        adapter: str = "",
         lease_seconds: float | None = None,
     ) -> DecodeSession:
         """Offers blocks to the prefill worker at an engine address: so many free ones of the pool,
@@ -286,7 +323,8 @@ class KvEndpoint:
 
         The blocks are for the prompt from its block `first_block` on: those before it are here
         already, and prefill leaves them out. A ticket that names another prompt than
-        `prompt_digest` does is refused, and stays good for its own.
+        `prompt_digest` does, or another LoRA than that of the digest `adapter`, is refused, and
+        stays good for its own.
 
         Returns when the OFFER is sent. Without an address the handshake is brokered: it waits until
         prefill has connected here and expects the OFFER, takes the blocks then, and leaves the
@@ -304,6 +342,8 @@ class KvEndpoint:
                 f"the ticket of transfer {claims.transfer_id} is for another prompt; send the "
                 "same request to both workers"
             )
+        if claims.adapter and claims.adapter != adapter:
+            raise LayoutMismatch("adapter", claims.adapter, adapter)
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
         span = self._span("kv.receive", claims)
         with self._noting_failure("receive", span):
@@ -316,7 +356,7 @@ class KvEndpoint:
                 lease = max(lease - (self.clock.monotonic() - begun), _LEAST_LEASE_SECONDS)
             else:
                 pairs = await self._pairs.meet_sources(claims, prefill_address)
-            session = self._begin(claims, ticket, pairs, blocks, first_block, lease, span)
+            session = self._begin(claims, ticket, pairs, blocks, first_block, adapter, lease, span)
         try:
             if prefill_address is None:
                 self._brokered.publish(session, claims)
@@ -353,6 +393,7 @@ class KvEndpoint:
         pairs: Sequence[KvPair],
         wanted: int | TargetBlocks,
         first_block: int,
+        adapter: str,
         lease_seconds: float,
         span: Span | None,
     ) -> DecodeSession:
@@ -360,6 +401,8 @@ class KvEndpoint:
         self._require_open()
         if first_block < 0:
             raise InvalidArgument(f"first_block is {first_block}; pass 0 or more")
+        for pair in pairs:
+            pair.require_same_model(Role.DECODE)
         with contextlib.ExitStack() as undo:
             blocks = self._blocks(wanted)
             undo.callback(blocks.release)
@@ -383,6 +426,7 @@ class KvEndpoint:
                 lease_seconds,
                 self._decode_ended,
                 span,
+                adapter=adapter,
                 clock=self.clock,
             )
             undo.pop_all()

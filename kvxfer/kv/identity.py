@@ -1,4 +1,5 @@
-"""Who an endpoint is to a ticket: its instance id and epoch, and the keys that verify tickets."""
+"""Who an endpoint is: its instance id and epoch, the keys that verify tickets, and the model that
+its KV cache is of."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from kvxfer.cluster_key import as_cluster_key
 from kvxfer.errors import TicketInvalid
 from kvxfer.instances import Role
 from kvxfer.kv.messages import Hello
+from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, TicketKeys, as_ticket_keys, verify_ticket
 from kvxfer.watched_file import WatchedFile
 
@@ -16,7 +18,7 @@ Side: TypeAlias = Literal[Role.PREFILL, Role.DECODE]
 
 
 class Identity:
-    """Loop only. `epoch` changes with each new registration."""
+    """Loop only. `epoch` changes with each new registration, `model` with an update of weights."""
 
     def __init__(
         self,
@@ -24,8 +26,10 @@ class Identity:
         epoch: int,
         ticket_key: bytes | str | WatchedFile[TicketKeys],
         clock: Clock,
+        model: ModelIdentity | None = None,
     ) -> None:
         self.instance_id = instance_id
+        self.model = model
         self._epochs = [epoch]
         self._clock = clock
         self._key = (

@@ -12,9 +12,9 @@ import msgspec
 
 from kvxfer.errors import ProtocolError
 from kvxfer.kv.layout import KvLayout
+from kvxfer.model_identity import ModelIdentity
 from kvxfer.unreadable import UNREADABLE
 
-PROTOCOL_VERSION: Final = 7
 # A message of the engine is at most 1 MiB; this leaves room for the rest of DONE.
 MAX_TAIL_BYTES: Final = (1 << 20) - 1024
 
@@ -24,9 +24,10 @@ Total: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Both ways when two engines meet, and again when the sender has a new epoch.
 
-    `block_strides`: bytes from block to block, of each part of each layer. `permutes`: the sender
-    can reorder the heads of its blocks after they have arrived. `checksums`: it wants a checksum
-    with every DONE.
+    `version` and `newest`: the oldest and the newest version that the sender speaks; one of version
+    7 tells `version` alone. `block_strides`: bytes from block to block, of each part of each layer.
+    `permutes`: the sender can reorder the heads of its blocks after they have arrived. `checksums`:
+    it wants a checksum with every DONE. `model`: what its KV cache is of; absent in version 7.
     """
 
     version: int
@@ -37,6 +38,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     block_strides: tuple[tuple[int, ...], ...]
     permutes: bool
     checksums: bool = False
+    newest: int = 0
+    model: ModelIdentity | None = None
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        return self.version, max(self.version, self.newest)
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
@@ -46,7 +53,8 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     group of the layout. `grants`: an MR descriptor for each part of each layer that the plan of the
     two ranks writes to, in order. It opens the plane from the lowest block of the layer's group to
     the end of its highest, to this prefill rank and for this transfer only. `first_block`: which
-    block of the prompt the table begins with; those before it decode has already.
+    block of the prompt the table begins with; those before it decode has already. `adapter`: the
+    digest of the LoRA that decode computes with, if any; version 7 does not tell.
     """
 
     transfer_id: str
@@ -56,6 +64,8 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     imm: int
     lease_seconds: float
     first_block: int = 0
+    # Left out where there is none: as version 7 knows the OFFER, and signs it for a block table.
+    adapter: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):

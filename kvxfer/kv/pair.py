@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvxfer.clock import Clock
 from kvxfer.errors import KvxferError, ProtocolError
+from kvxfer.instances import Role
 from kvxfer.kv.block_ids import by_group
-from kvxfer.kv.messages import PROTOCOL_VERSION, Hello, Message, encode
+from kvxfer.kv.messages import Hello, Message, encode
 from kvxfer.kv.outbox import Outbox
 from kvxfer.kv.plan import TransferPlan, plan_transfer
 from kvxfer.kv.plane_writes import PlaneArrival, PlaneWrite, bind_arrivals, bind_plan
+from kvxfer.kv.versions import NEWEST, OLDEST, TELLS_MODEL
+from kvxfer.model_identity import require_same_model
 
 if TYPE_CHECKING:
     from kvxfer.engine import MemoryRegion, Peer
     from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.cache import KvCache
+    from kvxfer.kv.identity import Identity, Side
     from kvxfer.kv.inbound import Inbound
     from kvxfer.kv.prefill_session import PrefillSession
 
+logger = logging.getLogger(__name__)
 
-def hello_from(cache: KvCache, *, instance_id: str, epoch: int, checksums: bool = False) -> Hello:
+
+def hello_from(cache: KvCache, identity: Identity, *, checksums: bool = False) -> Hello:
     """The HELLO that introduces a cache."""
     return Hello(
-        version=PROTOCOL_VERSION,
-        instance_id=instance_id,
-        epoch=epoch,
+        version=OLDEST,
+        instance_id=identity.instance_id,
+        epoch=identity.epoch,
         layout=cache.layout,
         num_blocks=cache.num_blocks,
         block_strides=tuple(tuple(p.block_stride for p in layer) for layer in cache.planes),
         permutes=cache.permute is not None,
         checksums=checksums,
+        newest=NEWEST,
+        model=identity.model,
     )
 
 
@@ -53,11 +62,15 @@ def grant_ranges(
 
 
 def check_hello(hello: Hello) -> None:
-    """Raises ProtocolError where a HELLO contradicts itself or is of another version."""
+    """Raises ProtocolError where a HELLO contradicts itself or there is no common version."""
     layout = hello.layout
     problem = None
-    if hello.version != PROTOCOL_VERSION:
-        problem = f"its protocol version is {hello.version}, this one is {PROTOCOL_VERSION}"
+    oldest, newest = hello.versions
+    if newest < OLDEST or oldest > NEWEST:
+        problem = (
+            f"it speaks versions {oldest} to {newest} of the protocol, this one {OLDEST} to "
+            f"{NEWEST}"
+        )
     elif hello.num_blocks < 1:
         problem = f"its pool has {hello.num_blocks} blocks"
     elif len(hello.block_strides) != layout.layers_per_rank or any(
@@ -82,6 +95,7 @@ class KvPair:
         cache: KvCache,
         unreachable: Callable[[KvPair, KvxferError], object],
         *,
+        identity: Identity,
         clock: Clock,
         checksums: bool = False,
     ) -> None:
@@ -93,6 +107,7 @@ class KvPair:
         self.error: KvxferError | None = None
         self.on_hello: Callable[[Hello], None] | None = None
         self._cache = cache
+        self._identity = identity
         self._checksums = checksums
         self._hello: Hello | None = None
         self._greeted: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
@@ -120,7 +135,8 @@ class KvPair:
         return None if hello is None else (hello.instance_id, hello.epoch)
 
     def greet(self, hello: Hello) -> None:
-        """Takes the peer's first HELLO, or a later one with another epoch. Raises ProtocolError."""
+        """Takes the peer's first HELLO, or a later one with another epoch or model. Raises
+        ProtocolError."""
         check_hello(hello)
         if self._hello is not None and (
             hello.instance_id != self._hello.instance_id
@@ -132,6 +148,12 @@ class KvPair:
             raise ProtocolError(
                 f"instance {self._hello.instance_id!r} changed its id or cache in mid-connection; "
                 "connect again for another cache"
+            )
+        if self._hello is None and hello.model is None and self._identity.model is not None:
+            logger.warning(
+                "instance %r does not tell which model its KV cache is of: only the layout is "
+                "compared",
+                hello.instance_id,
             )
         self._hello = hello
         if not self._greeted.done():
@@ -154,6 +176,17 @@ class KvPair:
     def checksums(self) -> bool:
         """Whether one of both sides wants a checksum with every DONE."""
         return self._checksums or self.hello.checksums
+
+    @property
+    def tells_adapters(self) -> bool:
+        """Whether the peer's OFFERs name the adapter."""
+        return self.hello.versions[1] >= TELLS_MODEL
+
+    def require_same_model(self, side: Side) -> None:
+        """Raises LayoutMismatch where the peer's KV cache is of another model than ours, which is
+        that of `side`."""
+        models = (self._identity.model, self.hello.model)
+        require_same_model(*(models if side is Role.PREFILL else models[::-1]))
 
     @cached_property
     def outbound_plan(self) -> TransferPlan:

@@ -60,6 +60,7 @@ class Pairs:
                 peer,
                 self._cache,
                 self._unreachable,
+                identity=self._identity,
                 clock=self._clock,
                 checksums=self._checksums,
             )
@@ -67,7 +68,7 @@ class Pairs:
         return pair
 
     def greet_all(self) -> None:
-        """Tells every peer of a new epoch."""
+        """Tells every peer of a new epoch or model."""
         for pair in self:
             self._greet(pair)
 
@@ -166,12 +167,4 @@ class Pairs:
     def _greet(self, pair: KvPair) -> None:
         # A peer that is lost by now is reported through peer_lost().
         with contextlib.suppress(EngineError):
-            identity = self._identity
-            pair.send(
-                hello_from(
-                    self._cache,
-                    instance_id=identity.instance_id,
-                    epoch=identity.epoch,
-                    checksums=self._checksums,
-                )
-            )
+            pair.send(hello_from(self._cache, self._identity, checksums=self._checksums))

@@ -14,6 +14,7 @@ from kvxfer.errors import (
     EngineError,
     InvalidArgument,
     KvxferError,
+    LayoutMismatch,
     LeaseExpired,
     MessageTooLarge,
     PeerError,
@@ -75,11 +76,13 @@ class PrefillSession:
         ended: Callable[[PrefillSession], None],
         span: Span | None = None,
         *,
+        adapter: str = "",
         clock: Clock,
     ) -> None:
         self.transfer_id = ticket.transfer_id
         self.request_id = ticket.request_id
         self.begun = clock.monotonic()
+        self._adapter = adapter
         self.decode = named(ticket, Role.DECODE)
         self._peer_name = (
             "the decode worker with its ticket"
@@ -287,8 +290,12 @@ class PrefillSession:
         """Takes an OFFER up and sends what is written already.
 
         The transfer now has the time that decode gives it. Raises InvalidArgument where the block
-        tables are not of the same prompt, or the rank has offered before; nothing was sent then.
+        tables are not of the same prompt, or the rank has offered before, and LayoutMismatch where
+        decode computes with another adapter; nothing was sent then.
         """
+        adapter = offer.adapter or ""
+        if pair.tells_adapters and adapter != self._adapter:
+            raise LayoutMismatch("adapter", self._adapter, adapter)
         layout = pair.hello.layout
         self._check_offer(layout, offer.first_block, blocks.shape[1])
         outbound = Outbound(pair, offer, self._blocks, blocks, self._spans)

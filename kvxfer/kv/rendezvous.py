@@ -17,6 +17,7 @@ from kvxfer.errors import (
     TicketExpired,
     TransferCancelled,
 )
+from kvxfer.instances import Role
 from kvxfer.kv.block_ids import unpack_block_table
 from kvxfer.kv.early_offers import EarlyOffer, EarlyOffers
 from kvxfer.kv.messages import Cancelled, Offer, Refused
@@ -86,6 +87,7 @@ class Rendezvous:
         lease_seconds: float,
         *,
         dials: bool,
+        adapter: str = "",
         span: Span | None = None,
     ) -> PrefillSession:
         """A session for a prefill request whose ticket is verified. `dials`: it connects to decode.
@@ -108,7 +110,14 @@ class Rendezvous:
         lease = left if 0 < left < lease_seconds else lease_seconds
         try:
             session = PrefillSession(
-                claims, blocks, self._layout, lease, self._ended, span, clock=self._clock
+                claims,
+                blocks,
+                self._layout,
+                lease,
+                self._ended,
+                span,
+                adapter=adapter,
+                clock=self._clock,
             )
         except KvxferError as error:
             self._abandon(transfer_id, error, early)
@@ -141,7 +150,8 @@ class Rendezvous:
             failure = session.error if session else self._ledger.failure(claims.transfer_id)
             if failure is not None:
                 raise failure
-            # Raises LayoutMismatch, before any byte moves.
+            # These raise LayoutMismatch, before any byte moves.
+            pair.require_same_model(Role.PREFILL)
             _ = pair.writes
             blocks = unpack_block_table(offer.blocks, pair.hello.num_blocks, pair.hello.layout)
             plan = pair.outbound_plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -66,8 +67,15 @@ def create_app(
         body: CompletionBody | ChatBody,
         prefix: str,
     ) -> Response:
-        asked = body.request(
-            request.scope[REQUEST_ID_KEY], settings.bytes_per_token, clock.monotonic()
+        asked = replace(
+            body.request(
+                request.scope[REQUEST_ID_KEY], settings.bytes_per_token, clock.monotonic()
+            ),
+            headers={
+                name: request.headers[name]
+                for name in settings.forward_headers
+                if name in request.headers
+            },
         )
         own = {"id": f"{prefix}-{asked.request_id}"}
         if body.stream:
@@ -93,15 +101,16 @@ def create_app(
         guard.admit(request)
         data = [
             {
-                "id": instance.model,
+                "id": name,
                 "object": "model",
                 "created": int(instance.registered_at),
                 "owned_by": "kvxfer",
             }
-            for instance in await router.models()
+            for name, instance in (await router.models()).items()
         ]
         return {"object": "list", "data": data}
 
+    @app.get("/health")  # as inference servers have it
     @app.get("/healthz")
     async def health() -> dict[str, str]:
         return {"status": "ok"}

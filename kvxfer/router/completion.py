@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvxfer.prefix_hashes import NO_HASHES, AskedHashes
@@ -30,6 +30,8 @@ class CompletionRequest:
     """As far as it is known without a tokenizer."""
     prefix: AskedHashes = NO_HASHES
     """Of a prompt of token ids."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of the client, for the workers."""
     arrived: float
     """By the monotonic clock of the router."""
 

@@ -84,13 +84,15 @@ class Exchange:
         body: Mapping[str, Any],
         *,
         path: str = COMPLETIONS,
+        headers: Mapping[str, str] | None = None,
         handshake: Handshake = "direct",
         token_seconds: float | None = None,
     ) -> None:
         self._http = http
         self._transfer = transfer
         self._path = path
-        self._headers = {"X-Request-ID": transfer.request_id, "Content-Type": "application/json"}
+        own = {"X-Request-ID": transfer.request_id, "Content-Type": "application/json"}
+        self._headers = {**(headers or {}), **own}
         params: dict[str, Any] = {
             "ticket": transfer.ticket,
             "prefill_engine_address": transfer.prefill.engine_address,

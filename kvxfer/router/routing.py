@@ -104,12 +104,13 @@ class Router:
                         raise failure.error from failure
                     attempts.failed(failure)
 
-    async def models(self) -> list[Instance]:
-        """One ready instance of each model, by name."""
+    async def models(self) -> dict[str, Instance]:
+        """What requests may ask for, by name: models, aliases and adapters, each with a ready
+        instance that has it."""
         found = await self._control_plane.instances(state=InstanceState.READY)
-        first = {instance.model: instance for instance in reversed(found)}
+        first = {name: each for each in reversed(found) for name in _names(each)}
         self._models.update(first)
-        return [first[model] for model in sorted(first)]
+        return {name: first[name] for name in sorted(first)}
 
     async def ready(self) -> None:
         """Raises ControlPlaneUnavailable where requests could not be served."""
@@ -121,11 +122,14 @@ class Router:
     ) -> AsyncIterator[Exchange]:
         """An exchange that has its first token."""
         transfer = await self._pair(request, attempts)
+        if attempts.knows(transfer):
+            await asyncio.sleep(attempts.pause())
         async with Exchange(
             self._http,
             transfer,
             request.body,
             path=request.path,
+            headers=self._headers_for_workers(request),
             handshake=self._settings.handshake,
             token_seconds=self._settings.token_seconds,
         ) as exchange:
@@ -136,6 +140,12 @@ class Router:
                 self._release(transfer)
             self._metrics.first_token.observe(self._clock.monotonic() - request.arrived)
             yield exchange
+
+    def _headers_for_workers(self, request: CompletionRequest) -> dict[str, str]:
+        headers = dict(request.headers)
+        if self._settings.worker_key is not None:
+            headers["Authorization"] = f"Bearer {self._settings.worker_key.current}"
+        return headers
 
     async def _pair(self, request: CompletionRequest, attempts: _Attempts) -> OpenedTransfer:
         """Raises NoCapacity or ControlPlaneUnavailable once the wait for a pair is over."""
@@ -195,7 +205,8 @@ class Router:
         if model in self._models:
             return
         with contextlib.suppress(ControlPlaneUnavailable):
-            fleet = {instance.model for instance in await self._control_plane.instances()}
+            instances = await self._control_plane.instances()
+            fleet = {name for each in instances for name in _names(each)}
             self._models |= fleet
             if fleet and model not in fleet:
                 raise UnknownModel(
@@ -251,6 +262,10 @@ class Router:
             self._metrics.running.dec()
 
 
+def _names(instance: Instance) -> tuple[str, ...]:
+    return (instance.model, *instance.load.models)
+
+
 class _Attempts:
     """How often a request was tried, on whom, and until when it may be."""
 
@@ -261,15 +276,29 @@ class _Attempts:
         self._left = settings.attempts
         self._deadline = request.arrived + settings.first_token_seconds
         self._metrics = metrics
+        self._failed = 0
         self.avoid: set[str] = set()
 
     def seconds_left(self) -> float:
         return max(self._deadline - self._clock.monotonic(), 0.0)
+
+    def knows(self, transfer: OpenedTransfer) -> bool:
+        """Whether a worker of the pair has failed this request before: there was no other."""
+        return not self.avoid.isdisjoint(
+            (transfer.prefill.instance_id, transfer.decode.instance_id)
+        )
+
+    def pause(self) -> float:
+        """Seconds to give a worker that has failed before the request comes to it again: full
+        jitter, twice as long after each failure."""
+        most = _PAUSE_SECONDS * 2 ** (self._failed - 1)
+        return random.uniform(0, min(most, self.seconds_left()))  # noqa: S311 (no secret)
 
     def failed(self, failure: WorkerFailed) -> None:
         """Returns where another attempt may be made; raises the error otherwise."""
         self._left -= 1
         if isinstance(failure.error, _FINAL) or not self._left or not self.seconds_left():
             raise failure.error from failure
+        self._failed += 1
         self.avoid.add(failure.instance_id)
         self._metrics.retries.labels(failure.error.code).inc()

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
 
 from kvxfer.api.tokens import Tokens
 from kvxfer.errors import InvalidArgument
 from kvxfer.watched_file import WatchedFile
 
 Handshake: TypeAlias = Literal["direct", "brokered"]
+
+_HEADER: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")  # RFC 9110
+_OWN_HEADERS: Final = frozenset(
+    {
+        *("authorization", "connection", "content-length", "content-type", "expect", "host"),
+        *("te", "trailer", "transfer-encoding", "traceparent", "tracestate", "upgrade"),
+        *("keep-alive", "proxy-authorization", "proxy-connection", "x-request-id"),
+    }
+)
+
+
+def watch_worker_key(path: Path) -> WatchedFile[str]:
+    """The key of a file, whatever is put into it later. Raises InvalidArgument."""
+    return WatchedFile("worker key file", path, _parse_worker_key)
+
+
+def _parse_worker_key(content: bytes) -> str:
+    key = content.decode(errors="replace").strip()
+    if not key or not key.isprintable() or not key.isascii():
+        raise InvalidArgument("the worker key file has no key; write the one that workers ask for")
+    return key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +41,10 @@ class RouterSettings:
 
     api_keys: WatchedFile[Tokens] | None = field(default=None, repr=False)
     """Of the router's clients; None serves everybody."""
+    worker_key: WatchedFile[str] | None = field(default=None, repr=False)
+    """What workers ask for, as `vllm serve --api-key`; None sends none."""
+    forward_headers: tuple[str, ...] = ()
+    """Of a client's request, which workers get as they are."""
     handshake: Handshake = "direct"
     """How workers exchange block tables: decode's engine sends them to prefill's, or they go by the
     control plane."""
@@ -42,6 +69,14 @@ class RouterSettings:
         for name in ("attempts", "max_requests", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}; use 1 or more")
+        for header in self.forward_headers:
+            if header.lower() in _OWN_HEADERS:
+                raise InvalidArgument(
+                    f"the header {header} of a client cannot be forwarded, as workers get one that "
+                    "the router makes; leave it out"
+                )
+            if not _HEADER.fullmatch(header):
+                raise InvalidArgument(f"{header!r} is no name of a header; use one like X-Tenant")
         if self.attempts > 64:  # as many as `avoid` of POST /v1/transfers takes
             raise InvalidArgument(f"attempts is {self.attempts}; use 64 or fewer")
         for name in (

@@ -124,6 +124,8 @@ def decode_instance(name: bytes, member: bytes, spec: bytes) -> Instance:
         fabrics=said.fabrics,
         rank_addresses=said.rank_addresses,
         labels=said.labels,
+        identity=said.identity,
+        kv_versions=said.kv_versions,
         epoch=held.epoch,
         state=held.state,
         registered_at=held.registered_at,

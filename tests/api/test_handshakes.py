@@ -6,6 +6,7 @@ import pytest
 
 from kvxfer.api.schemas.problem import LayoutMismatchProblem
 from kvxfer.kv.layout import KvLayout
+from kvxfer.model_identity import ModelIdentity
 from verify.control_plane import LAYOUT
 
 from .conftest import join, problem
@@ -86,6 +87,7 @@ async def test_ranks_that_transfer_to_each_other_are_told(api):
         ("dtype", {"dtype": "bfloat16"}, "float32", "bfloat16"),
         ("model", {"model": "qwen"}, "llama", "qwen"),
         ("fabrics", {"fabrics": ["ofi"]}, ["local", "tcp"], ["ofi"]),
+        ("kv_versions", {"kv_versions": [9, 10]}, [7, 7], [9, 10]),
     ],
 )
 async def test_layouts_that_do_not_map_are_refused_by_the_field(
@@ -98,6 +100,19 @@ async def test_layouts_that_do_not_map_are_refused_by_the_field(
     assert LayoutMismatchProblem.model_validate(body).field == field
 
 
+async def test_models_that_differ_are_refused_by_what_differs(api):
+    await join(api, "p", identity={"checkpoint": "a" * 32, "rope": "{}"})
+    await join(api, "same", "decode", identity={"checkpoint": "a" * 32, "rope": "{}"})
+    await join(api, "other", "decode", identity={"checkpoint": "b" * 32, "rope": "{}"})
+    await join(api, "silent", "decode")
+    assert (await shake(api, "p", "same")).status_code == 200
+    assert (await shake(api, "p", "silent")).status_code == 200, "it does not tell"
+    body = problem(await shake(api, "p", "other"), 409, "layout-mismatch")
+    assert (body["field"], body["prefill"], body["decode"]) == ("checkpoint", "a" * 32, "b" * 32)
+    listed = (await api.get("/v1/instances/p")).json()
+    assert listed["identity"]["checkpoint"] == "a" * 32
+
+
 async def test_schema_names_every_field_that_may_not_map(api):
     schema = (await api.get("/openapi.json")).json()
     refused = schema["paths"]["/v1/handshakes"]["post"]["responses"]["409"]["content"]
@@ -105,7 +120,8 @@ async def test_schema_names_every_field_that_may_not_map(api):
         "$ref": "#/components/schemas/LayoutMismatchProblem"
     }
     named = schema["components"]["schemas"]["LayoutMismatchProblem"]["properties"]["field"]["enum"]
-    assert named == ["model", "fabrics", *(field.name for field in fields(KvLayout))]
+    of_instance = ["model", "fabrics", "kv_versions", *ModelIdentity.__struct_fields__]
+    assert named == [*of_instance, *(field.name for field in fields(KvLayout))]
 
 
 async def test_unknown_and_misused_instances_are_named(api):

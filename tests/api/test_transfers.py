@@ -143,13 +143,16 @@ async def test_request_that_cannot_be_meant_names_the_member(api, body, field):
     assert problem(answer, 422, "invalid-argument")["field"] == field
 
 
-async def test_instances_to_avoid_do_not_come_into_question(api):
+async def test_instances_to_avoid_are_the_last_resort(api):
     for name, role in (("p", "prefill"), ("d1", "decode"), ("d2", "decode")):
         await join(api, name, role)
     body = (await api.post("/v1/transfers", json={"avoid": ["d1"]})).json()
     assert body["decode"]["instance_id"] == "d2"
-    answer = await api.post("/v1/transfers", json={"avoid": ["d1", "d2"]})
-    assert "no decode instance is ready" in problem(answer, 503, "no-capacity")["reasons"][0]
+    both = {"avoid": ["p", "d1", "d2"], "explain": True}
+    assert (await api.post("/v1/transfers", json=both)).status_code == 201
+    await api.delete("/v1/instances/p", params={"epoch": body["prefill"]["epoch"]})
+    answer = await api.post("/v1/transfers", json={"avoid": ["p"]})
+    assert "no prefill instance is ready" in problem(answer, 503, "no-capacity")["reasons"][0]
 
 
 async def test_open_transfers_are_listed_without_tickets(api):

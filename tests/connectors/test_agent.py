@@ -7,23 +7,27 @@ import contextlib
 import dataclasses
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.vllm.agent import Agent
+from kvxfer.connectors.vllm.load import Counted
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine
-from kvxfer.errors import ConnectFailed
+from kvxfer.errors import ConnectFailed, InvalidArgument
 from kvxfer.instances import Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.layout import KvLayout
+from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.control_plane import CLUSTER_KEY, RunningControlPlane
-from verify.polling import PATIENCE
+from verify.polling import PATIENCE, wait_until
 
 pytestmark = pytest.mark.native
 
+MODEL = ModelIdentity(checkpoint="a" * 32, weights_version=3, connector="test/1")
 LAYOUT = KvLayout(
     num_layers=1,
     num_kv_heads=2,
@@ -58,7 +62,8 @@ def test_two_ranks_are_one_instance_of_one_epoch() -> None:
                 agent.start(
                     lambda engine, layout=layout, plane=plane: KvCache.register(
                         engine, layout, 4, [[plane]]
-                    )
+                    ),
+                    MODEL,
                 )
             )
             agents.append(agent)
@@ -92,7 +97,7 @@ def test_transfers_are_traced_by_what_their_tickets_say(monkeypatch: pytest.Monk
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", control_plane.url)
         agent = Agent(settings_of(control_plane))
         try:
-            agent.start(cache_of)
+            agent.start(cache_of, MODEL)
             ticket = Ticket(
                 transfer_id="t-1",
                 request_id="r-1",
@@ -123,7 +128,44 @@ def test_variables_that_are_meant_for_others_do_not_keep_a_server_from_starting(
     with RunningControlPlane() as control_plane:
         agent = Agent(settings_of(control_plane))
         try:
-            assert agent.start(cache_of)
+            assert agent.start(cache_of, MODEL)
         finally:
             agent.close()
     assert "transfers are not traced: OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc'" in caplog.text
+
+
+def test_new_weights_are_a_new_epoch_and_another_identity() -> None:
+    with RunningControlPlane() as control_plane:
+        agent = Agent(settings_of(control_plane))
+        try:
+            agent.join([agent.start(cache_of, MODEL)])
+            agent.cached([1, 2])
+            with pytest.raises(InvalidArgument, match="version 3 comes after 3; pass a greater"):
+                agent.run(agent.take_weights(3), PATIENCE)
+            before = agent.endpoint.epoch
+            agent.run(agent.take_weights(4), PATIENCE)
+            [instance] = httpx.get(control_plane.url + "/v1/instances").json()["instances"]
+            assert instance["identity"]["weights_version"] == 4
+            assert instance["identity"]["checkpoint"] == "a" * 32
+            assert instance["epoch"] == agent.endpoint.epoch > before
+            assert agent.endpoint.model == msgspec.structs.replace(MODEL, weights_version=4)
+        finally:
+            agent.close()
+
+
+def test_the_load_is_what_the_scheduler_has_told() -> None:
+    with RunningControlPlane(lease_seconds=0.6) as control_plane:
+        agent = Agent(settings_of(control_plane))
+        try:
+            agent.join([agent.start(cache_of, MODEL)])
+            agent.counted = Counted(32, 5, 1, requests=40, prompt_tokens=900, output_tokens=70)
+
+            def told() -> bool:
+                [one] = httpx.get(control_plane.url + "/v1/instances").json()["instances"]
+                load = one["load"]
+                same = (load["running"], load["waiting"], load["free_blocks"]) == (32, 5, 1)
+                return same and load["tokens_per_second"] > 0 < load["requests_per_second"]
+
+            wait_until(told)
+        finally:
+            agent.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,9 +17,11 @@ from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.connectors.vllm.worker import Results, TransferWorker
+from kvxfer.errors import EngineClosed
 from kvxfer.instances import Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.layout import KvLayout
+from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.control_plane import CLUSTER_KEY, RunningControlPlane
 from verify.polling import PATIENCE, wait_until
@@ -47,6 +50,7 @@ class Side:
     worker: TransferWorker
     memory: list[np.ndarray[tuple[int, int], np.dtype[np.uint8]]]
     told: Results = field(default_factory=Results)
+    outcomes: list[str] = field(default_factory=list)
 
     def step(self, plan: StepPlan | None = None, finished: tuple[str, ...] = ()) -> None:
         """One step of the engine, with a forward where something is sent."""
@@ -58,6 +62,7 @@ class Side:
         self.worker.start_receives()
         self.worker.end_forward()
         results = self.worker.results(finished)
+        self.outcomes += [each.outcome for each in results.ended]
         self.told.sent |= results.sent
         self.told.received |= results.received
         self.told.failed |= results.failed
@@ -84,7 +89,8 @@ def serving(
     agent = Agent(settings)
     try:
         address = agent.start(
-            lambda engine: KvCache.register(engine, layout, BLOCKS, [[plane] for plane in memory])
+            lambda engine: KvCache.register(engine, layout, BLOCKS, [[plane] for plane in memory]),
+            ModelIdentity(),
         )
         agent.join([address])
         agent.endpoint._pairs.connect_timeout = PATIENCE
@@ -329,3 +335,56 @@ def test_a_lost_prefill_worker_fails_what_it_has_not_sent(sides: tuple[Side, Sid
     prefill.agent.close()
     decode.steps_until(lambda: decode.told.received)
     assert decode.told.failed == {"d"}
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """What a loop that hangs waits for, at most until the test has ended; the engine does not wait
+    for it as long as otherwise."""
+    monkeypatch.setattr("kvxfer.connectors.vllm.worker.LOOP_SECONDS", 0.5)
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+@pytest.mark.parametrize("how", ["stopped", "hung"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_agent_that_ends_costs_its_transfers_and_not_its_engine(
+    sides: tuple[Side, Side],
+    gate: threading.Event,
+    side: str,
+    how: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode)
+    decode.step(offered(of, (4, 5, 6, 7)))
+    prefill.step(sent(of, (3, 9), 1))
+    rendezvous = prefill.agent.endpoint._rendezvous
+    wait_until(lambda: all(session.fabric for session in rendezvous.sessions))
+    victim = prefill if side == "prefill" else decode
+    loop = victim.agent._loop
+    loop.call_soon_threadsafe(loop.stop if how == "stopped" else gate.wait)
+    if side == "prefill":
+        more = Send("q", params(prefill, decode), DIGEST, 4, ((1, 2),), 1)
+        prefill.step(StepPlan(sends=[more]), finished=("p", "q"))
+        prefill.steps_until(lambda: prefill.told.sent == {"p", "q"})
+        decode.steps_until(lambda: decode.told.received)
+        assert decode.told == Results(received={"d"}, failed={"d"})
+    else:
+        decode.step(StepPlan(receives=[Receive("e", of, DIGEST, 0, ((8, 9, 10, 11),))]))
+        decode.steps_until(lambda: decode.told.received == {"d", "e"})
+        assert decode.told.failed == {"d", "e"}
+        before = [plane.copy() for plane in decode.memory]
+        prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
+        prefill.steps_until(lambda: prefill.told.sent)
+        for now, then in zip(decode.memory, before, strict=True):
+            assert (now == then).all(), "bytes came into blocks that were given back"
+    wait_until(lambda: victim.agent.lost)
+    assert EngineClosed.code in victim.outcomes or how == "stopped"
+    assert "have ended" in caplog.text or "has ended" in caplog.text
+    # Whatever comes later fails at once, and nothing raises.
+    victim.step(StepPlan(sends=[Send("r", of, DIGEST, 4, ((1,),), 1)]), finished=("r",))
+    victim.step(StepPlan(receives=[Receive("s", of, DIGEST, 0, ((0, 1, 2, 3),))]))
+    assert "r" in victim.told.sent
+    assert "s" in victim.told.failed

@@ -12,7 +12,7 @@ from kvxfer.ticket import Ticket, verify_ticket
 from tests.virtual_time import VirtualClock
 from verify.polling import PATIENCE, eventually
 
-from .workers import KEY, Worker, make_ticket
+from .workers import KEY, Worker, dial_each_other, make_ticket
 
 pytestmark = pytest.mark.native
 
@@ -63,12 +63,7 @@ async def test_a_lost_offer_is_told_over_another_connection_and_once_is_enough(
     pair: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = pair
-    # Two engines that dial each other at once have two connections.
-    await asyncio.gather(
-        prefill.engine.connect(decode.engine.address),
-        decode.engine.connect(prefill.engine.address),
-    )
-    await eventually(lambda: len(list(decode.endpoint._pairs)) == 2)
+    await dial_each_other(prefill, decode)
     ticket = make_ticket(prefill, decode)
     with prefill.pool.hold(1) as hold:
         sender = await prefill.endpoint.prefill_session(ticket, hold)

@@ -10,6 +10,7 @@ import pytest
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.errors import PeerLost, ProtocolError
 from kvxfer.kv.cache import KvCache
+from kvxfer.kv.identity import Identity
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import Hello, encode
 from kvxfer.kv.pair import KvPair, check_hello, grant_ranges, hello_from
@@ -17,6 +18,7 @@ from kvxfer.kv.plan import plan_transfer
 
 from .steered import Engine
 
+KEY = b"0123456789abcdef0123456789abcdef"
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_size=4, dtype="uint8", block_size=2)
 
 
@@ -26,14 +28,15 @@ def allocated(name: str, num_blocks: int, layout: KvLayout = LAYOUT) -> KvCache:
 
 
 def hello(**changes: Any) -> Hello:
-    made = hello_from(allocated("peer", 5), instance_id="peer", epoch=3)
+    made = hello_from(allocated("peer", 5), Identity("peer", 3, KEY, SYSTEM_CLOCK))
     return msgspec.structs.replace(made, **changes)
 
 
 def pair_with(cache: KvCache) -> KvPair:
     peer: Any = Engine("peer")
     peer.engine_id = "0" * 32
-    return KvPair(peer, cache, lambda pair, error: None, clock=SYSTEM_CLOCK)
+    identity = Identity("this", 1, KEY, SYSTEM_CLOCK)
+    return KvPair(peer, cache, lambda pair, error: None, identity=identity, clock=SYSTEM_CLOCK)
 
 
 def test_a_hello_describes_every_plane_and_gives_no_permission() -> None:
@@ -64,7 +67,8 @@ def test_only_layers_that_the_writer_has_are_granted() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"version": 99}, "protocol version is 99"),
+        ({"version": 99, "newest": 101}, "speaks versions 99 to 101 of the protocol"),
+        ({"version": 6, "newest": 0}, "speaks versions 6 to 6 of the protocol"),
         ({"num_blocks": 0}, "its pool has 0 blocks"),
         ({"block_strides": ()}, "its planes are not those of its layout"),
         ({"block_strides": ((8,),) * 2}, "its planes are not those of its layout"),

@@ -13,8 +13,10 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.head_order import permute_on_host
+from kvxfer.kv.identity import Identity
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.pair import hello_from
 from kvxfer.kv.plan import TransferPlan, plan_transfer
@@ -164,7 +166,7 @@ def runs_at_decode(
 
 def receive(case: Case, prefills: list[Rank], decode: Rank, written: np.ndarray[Any, Any]) -> None:
     """All that the ranks of prefill write to one of decode, counted element by element."""
-    hello = hello_from(decode.cache, instance_id="d", epoch=1)
+    hello = hello_from(decode.cache, Identity("d", 1, bytes(32), SYSTEM_CLOCK))
     orders = set()
     for prefill in prefills:
         plan = plan_transfer(prefill.layout, decode.layout, decode_permutes=case.permutes)

@@ -33,6 +33,7 @@ from .workers import (
     NUM_BLOCKS,
     Worker,
     accepted,
+    dial_each_other,
     early_offers,
     make_ticket,
     receive,
@@ -195,11 +196,7 @@ async def test_an_old_connection_that_is_lost_leaves_what_runs_over_a_newer_one(
     fabric: str, rng: random.Random
 ) -> None:
     async with worker("p", fabric) as prefill, worker("d", fabric) as decode:
-        # Two engines that dial each other at once have two connections.
-        await asyncio.gather(
-            prefill.engine.connect(decode.engine.address),
-            decode.engine.connect(prefill.engine.address),
-        )
+        await dial_each_other(prefill, decode)
         await eventually(
             lambda: [pair.named for pair in prefill.endpoint._pairs] == [("d", 1), ("d", 1)]
         )

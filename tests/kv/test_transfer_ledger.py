@@ -4,8 +4,9 @@ import pytest
 
 from kvxfer.errors import TicketExpired, TicketInvalid, TransferCancelled
 from kvxfer.kv.layout import KvLayout
-from kvxfer.kv.messages import PROTOCOL_VERSION, Hello
+from kvxfer.kv.messages import Hello
 from kvxfer.kv.transfer_ledger import TransferLedger
+from kvxfer.kv.versions import OLDEST
 from kvxfer.ticket import Ticket
 from tests.virtual_time import VirtualClock
 
@@ -35,7 +36,7 @@ def hello(instance_id: str, *, epoch: int = 1, rank: int = 0) -> Hello:
         tp_size=2,
         tp_rank=rank,
     )
-    return Hello(PROTOCOL_VERSION, instance_id, epoch, layout, 1, (), permutes=False)
+    return Hello(OLDEST, instance_id, epoch, layout, 1, (), permutes=False)
 
 
 def test_a_bearer_ticket_is_good_for_all_ranks_of_one_worker_once_each() -> None:

@@ -22,6 +22,7 @@ from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.head_order import Permute, permute_on_host
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.session_state import DecodeState
+from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.polling import PATIENCE, eventually
 
@@ -85,6 +86,7 @@ async def worker(
     instance_id: str | None = None,
     permute: Permute | None = permute_on_host,
     checksums: bool = False,
+    model: ModelIdentity | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker; when it ends in good order all its blocks are free.
 
@@ -108,6 +110,7 @@ async def worker(
                 lease_seconds=lease_seconds,
                 max_early_offers_per_peer=max_early_offers_per_peer,
                 checksums=checksums,
+                model=model,
             ) as endpoint:
                 yield Worker(engine, cache, pool, endpoint)
                 pool.check()
@@ -122,6 +125,7 @@ def make_ticket(
     decode_id: str | None = None,
     seconds: float = 20 * PATIENCE,
     issued_at: float | None = None,
+    adapter: str = "",
 ) -> str:
     return sign_ticket(
         Ticket(
@@ -133,6 +137,7 @@ def make_ticket(
             decode_epoch=decode.endpoint.epoch,
             expires_at=SYSTEM_CLOCK.unix() + seconds,
             issued_at=SYSTEM_CLOCK.unix() if issued_at is None else issued_at,
+            adapter=adapter,
         ),
         KEY,
     )
@@ -156,6 +161,29 @@ def heads_by_token(cache: KvCache, blocks: Sequence[int]) -> np.ndarray[Any, Any
             found = plane[list(blocks), begin : begin + of_block].reshape(len(blocks), *inner, -1)
             made[layer, vector] = found.swapaxes(1, 2) if layout.order == "HND" else found
     return made.reshape(layout.layers_per_rank, vectors, -1, heads, layout.vector_bytes)
+
+
+async def dial_each_other(prefill: Worker, decode: Worker) -> None:
+    """Returns with two connections between two engines: each has dialed the other before it heard
+    of the other's dial. Where one came too late for that there is one, and both dial again."""
+
+    def pairs() -> list[int]:
+        return [len(list(one.endpoint._pairs)) for one in (prefill, decode)]
+
+    async def have_met_twice() -> bool:
+        await asyncio.gather(
+            prefill.engine.connect(decode.engine.address),
+            decode.engine.connect(prefill.engine.address),
+        )
+        with contextlib.suppress(TimeoutError):
+            await eventually(lambda: pairs() == [2, 2], 2)
+            return True
+        for peer in decode.engine.peers:
+            peer.fence()
+        await eventually(lambda: pairs() == [0, 0])
+        return False
+
+    await eventually(have_met_twice, 2 * PATIENCE)
 
 
 def early_offers(prefill: Worker) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,15 @@ import pytest
 
 from kvxfer.api.tokens import watch_tokens
 from kvxfer.client import Credentials
+from kvxfer.errors import InvalidArgument
 from kvxfer.event_stream import EventParser
-from kvxfer.instances import Role
+from kvxfer.instances import Load, Role
 from kvxfer.reference.worker.completions import KvTransferParams
 from kvxfer.router.api_keys import watch_api_keys
 from kvxfer.router.exchange import CHAT, COMPLETIONS
+from kvxfer.router.settings import RouterSettings, watch_worker_key
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from tests.network import Network, Reply
+from tests.network import Answer, Network, Reply
 from tests.virtual_time import passes
 from verify.control_plane import LAYOUT
 
@@ -171,6 +173,60 @@ async def test_models_are_those_of_ready_instances(client, asked) -> None:
     answer = (await client.get("/v1/models")).json()
     assert answer["object"] == "list"
     assert [(model["id"], model["object"]) for model in answer["data"]] == [("llama", "model")]
+
+
+async def test_aliases_and_adapters_are_listed_and_served(
+    client, asked, control_plane: EmbeddedRegistry
+) -> None:
+    refused = await client.post(COMPLETIONS, json={**ASKED, "model": "sql"})
+    error_of(refused, 404, "model_not_found")
+    for name in ("p", "d"):
+        epoch = (await control_plane.instance(name)).epoch
+        await control_plane.heartbeat(name, epoch, load=Load(models=("sql", "llama-latest")))
+    listed = (await client.get("/v1/models")).json()["data"]
+    assert [model["id"] for model in listed] == ["llama", "llama-latest", "sql"]
+    answer = await client.post(COMPLETIONS, json={**ASKED, "model": "sql"})
+    assert answer.status_code == 200
+    assert [body["model"] for body in asked.values()] == ["sql", "sql"]
+
+
+async def test_workers_get_their_key_and_the_headers_that_are_forwarded(
+    network: Network, control_plane: EmbeddedRegistry, tmp_path: Path
+) -> None:
+    got: list[Mapping[str, str]] = []
+
+    def noted(answer: Answer) -> Answer:
+        async def note(body: dict[str, Any], reply: Reply) -> None:
+            got.append(reply.headers)
+            await answer(body, reply)
+
+        return note
+
+    await network.join("p", Role.PREFILL, noted(PREFILLS))
+    await network.join("d", Role.DECODE, noted(DECODES))
+    (tmp_path / "key").write_text("a-key-of-workers\n")
+    key = watch_worker_key(tmp_path / "key")
+    sent = {"X-Tenant": "blue", "X-Secret": "none", "Authorization": "Bearer of-the-client"}
+    async with network.routed(worker_key=key, forward_headers=("X-Tenant",)) as client:
+        assert (await client.post(COMPLETIONS, json=ASKED, headers=sent)).status_code == 200
+    assert len(got) == 2
+    for headers in got:
+        assert headers["authorization"] == "Bearer a-key-of-workers"
+        assert headers["x-tenant"] == "blue"
+        assert "x-secret" not in headers
+
+
+def test_headers_and_keys_that_cannot_be_sent_are_refused_by_name(tmp_path: Path) -> None:
+    for header, text in (("authorization", "header authorization"), ("X Y", "'X Y' is no name")):
+        with pytest.raises(InvalidArgument, match=text):
+            RouterSettings(forward_headers=(header,))
+    (tmp_path / "key").write_text("\n")
+    with pytest.raises(InvalidArgument, match="the worker key file has no key"):
+        watch_worker_key(tmp_path / "key")
+
+
+async def test_health_is_answered_as_inference_servers_do(client) -> None:
+    assert (await client.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize(

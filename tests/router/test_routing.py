@@ -169,6 +169,49 @@ async def test_what_every_pair_would_refuse_is_tried_once(
     assert fleet.asked.count("d1") + fleet.asked.count("d2") == 1
 
 
+def failing(times: int, bad: Answer, then: Answer) -> Answer:
+    """A worker that fails so often, and works from then on."""
+    left = [bad] * times
+
+    async def answer(body: dict[str, Any], reply: Reply) -> None:
+        await (left.pop() if left else then)(body, reply)
+
+    return answer
+
+
+@pytest.mark.parametrize("side", ["p", "d"])
+@pytest.mark.parametrize("bad", [bad for bad, _ in FAILURES])
+async def test_the_only_pair_is_tried_again_after_a_pause(
+    network: Network,
+    control_plane: EmbeddedRegistry,
+    clock: VirtualClock,
+    bad: Answer,
+    side: str,
+) -> None:
+    workers = {"p": PREFILLS, "d": DECODES}
+    if side == "p":
+        workers["d"] = failing(2, waits, DECODES)
+    workers[side] = failing(2, bad, workers[side])
+    fleet = NotedWorkers(network, p1=workers["p"], d1=workers["d"])
+    async with fleet.routed() as client:
+        came = clock.monotonic()
+        answer = await client.post("/v1/completions", json=ASKED)
+        assert answer.status_code == 200, answer.text
+        assert 0 < clock.monotonic() - came < 0.2 + 0.4
+    assert fleet.asked.count(f"{side}1") == 3
+    assert not await control_plane.transfers()
+
+
+async def test_what_the_only_pair_says_in_the_end_is_what_the_client_is_told(
+    network: Network, control_plane: EmbeddedRegistry
+) -> None:
+    fleet = NotedWorkers(network, p1=waits, d1=problem(403, "ticket-invalid"))
+    async with fleet.routed(attempts=3) as client:
+        answer = await client.post("/v1/completions", json=ASKED)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "ticket-invalid")
+    assert fleet.asked.count("d1") == 3
+
+
 async def test_attempts_are_bounded(network: Network, control_plane: EmbeddedRegistry) -> None:
     bad = problem(503, "block-pool-exhausted")
     fleet = NotedWorkers(network, p1=waits, d1=bad, d2=bad, d3=bad, d4=DECODES)

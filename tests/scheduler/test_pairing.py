@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from kvxfer.errors import LayoutMismatch, NoCapacity, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Load, Reserved
-from kvxfer.scheduler.pair_index import choose_pair
+from kvxfer.model_identity import ModelIdentity
+from kvxfer.scheduler.pair_index import PairIndex, choose_pair
 from kvxfer.scheduler.pairing import check_pair, common_fabrics
 from kvxfer.scheduler.scoring import available_blocks
 from kvxfer.transfers import TransferRequest
@@ -46,11 +47,25 @@ def chosen(fleet: list[Instance], **request: Any) -> tuple[str, str]:
 P, D = instance("p", "prefill"), instance("d", "decode")
 
 
+def with_names(name: str, role: str) -> Instance:
+    return instance(name, role, load=Load(models=("alias", "sql"), running=5))
+
+
 @pytest.mark.parametrize(
     ("fleet", "request_", "expected"),
     [
         ([P, D], {}, ("p", "d")),
         ([P, instance("p2", "prefill"), D], {"avoid": ("p",)}, ("p2", "d")),
+        # who is to be avoided is the last resort, one side rather than both
+        ([P, D], {"avoid": ("p", "d")}, ("p", "d")),
+        ([P, D, instance("e", "decode")], {"avoid": ("p", "d")}, ("p", "e")),
+        ([P, instance("q", "prefill"), D], {"avoid": ("p", "d")}, ("q", "d")),
+        # aliases and adapters that both have
+        (
+            [P, with_names("q", "prefill"), D, with_names("e", "decode")],
+            {"model": "sql"},
+            ("q", "e"),
+        ),
         # least loaded: running, waiting and reserved count alike
         ([instance("p1", "prefill", load=Load(running=1)), P, D], {}, ("p", "d")),
         ([P, instance("d1", "decode", load=Load(waiting=1)), D], {}, ("p", "d")),
@@ -280,6 +295,39 @@ def test_choice_is_the_best_of_all_pairs(seed):
         pair = choose_pair(fleet, request)
         assert weight((pair.prefill, pair.decode)) == min(map(weight, possible))
     assert served > 20
+
+
+def test_adapters_come_and_go_with_the_load():
+    index = PairIndex([P, D])
+    asked = TransferRequest(model="sql")
+    assert index.find(asked) is None
+    with pytest.raises(NoCapacity) as refused:
+        index.choose(asked)
+    assert refused.value.details["reasons"] == ["no instance of model 'sql' is registered"]
+    index.put(with_names("p", "prefill"))
+    assert index.find(asked) is None, "decode has it not yet"
+    index.put(with_names("d", "decode"))
+    assert index.choose(asked).decode.instance_id == "d"
+    assert index.find(TransferRequest(model=P.model)) is not None
+    index.put(D)
+    assert index.find(asked) is None
+
+
+def test_models_and_versions_that_differ_make_no_pair():
+    one, other = (ModelIdentity(checkpoint=letter * 32) for letter in "ab")
+    prefill, decode = replace(P, identity=one), replace(D, identity=other)
+    with pytest.raises(NoCapacity) as refused:
+        choose_pair([prefill, decode], TransferRequest())
+    assert refused.value.details["reasons"] == [
+        f"prefill 'p' and decode 'd' do not match: checkpoint is {'a' * 32!r} and {'b' * 32!r}"
+    ]
+    assert chosen([prefill, decode, replace(D, instance_id="e", identity=one)]) == ("p", "e")
+    assert chosen([prefill, D]) == ("p", "d"), "one that does not tell"
+    newer = replace(D, kv_versions=(8, 9))
+    with pytest.raises(NoCapacity) as refused:
+        choose_pair([P, newer], TransferRequest())
+    assert "kv_versions is (7, 7) and (8, 9)" in refused.value.details["reasons"][0]
+    assert chosen([replace(P, kv_versions=(7, 8)), newer]) == ("p", "d")
 
 
 def test_check_pair_names_the_first_thing_that_differs():

@@ -16,7 +16,6 @@ import msgspec
 
 from kvxfer.engine import Engine, Peer
 from kvxfer.kv.messages import (
-    PROTOCOL_VERSION,
     Cancel,
     Done,
     Expect,
@@ -27,6 +26,7 @@ from kvxfer.kv.messages import (
     decode,
     encode,
 )
+from kvxfer.kv.versions import OLDEST
 
 from .attack import Attack, Tried
 from .pair import Pair
@@ -38,7 +38,7 @@ _PLANES: Final = LAYOUT.num_layers * 2
 
 def hello(instance_id: str) -> Hello:
     return Hello(
-        version=PROTOCOL_VERSION,
+        version=OLDEST,
         instance_id=instance_id,
         epoch=EPOCH,
         layout=LAYOUT,

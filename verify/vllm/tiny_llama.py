@@ -14,10 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCABULARY = 512
 
 
-def make(folder: Path, layers: int = 4, kv_heads: int = 2, head_dim: int = 32) -> None:
+def make(
+    folder: Path, layers: int = 4, kv_heads: int = 2, head_dim: int = 32, seed: int = 0
+) -> None:
     """Weights of 0.2 standard deviation: at less the logits are nearly flat, and equal tokens
     prove little."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -52,6 +54,6 @@ def save_tokenizer(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    for option in ("--layers", "--kv-heads", "--head-dim"):
+    for option in ("--layers", "--kv-heads", "--head-dim", "--seed"):
         parser.add_argument(option, type=int, default=argparse.SUPPRESS)
     make(**vars(parser.parse_args()))

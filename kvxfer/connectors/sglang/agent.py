@@ -10,6 +10,7 @@ from kvxfer.connectors.sglang.rooms import Rooms
 from kvxfer.connectors.sglang.settings import BackendSettings
 from kvxfer.connectors.transfer_engine import MakeCache, transfer_engine
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.model_identity import ModelIdentity
 
 
 class Agent(LoopThread):
@@ -29,6 +30,7 @@ class Agent(LoopThread):
         instance_id: str,
         epoch: int,
         make_cache: MakeCache,
+        model: ModelIdentity,
         *,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -38,6 +40,7 @@ class Agent(LoopThread):
         self.epoch = epoch
         self.clock = clock
         self._make_cache = make_cache
+        self._model = model
 
     async def _serve(self) -> None:
         self.rooms = Rooms(self._decline, self.settings.lease_seconds, clock=self.clock)
@@ -46,6 +49,7 @@ class Agent(LoopThread):
             self._make_cache,
             instance_id=self.instance_id,
             epoch=self.epoch,
+            model=self._model,
             on_offer=self.rooms.offered,
             clock=self.clock,
         ) as (engine, _, self.endpoint):

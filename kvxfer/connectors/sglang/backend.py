@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
 from kvxfer.clock import SYSTEM_CLOCK, unix_ns
+from kvxfer.connectors.checkpoints import checkpoint_digest
 from kvxfer.connectors.sglang.agent import Agent
 from kvxfer.connectors.sglang.bootstrap import BootstrapServer, Introductions, register
 from kvxfer.connectors.sglang.incoming import Incoming
@@ -29,6 +30,7 @@ from kvxfer.connectors.sglang.prompts import hand_prompts_over
 from kvxfer.connectors.sglang.rooms import Room
 from kvxfer.connectors.sglang.settings import BackendSettings
 from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.model_identity import ModelIdentity
 from kvxfer.prompt_digest import prompt_digest
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ASK_SECONDS = 0.25
+_CONNECTOR = "sglang/1"
 
 
 class KVManager(BaseKVManager):
@@ -72,6 +75,7 @@ class KVManager(BaseKVManager):
             name,
             unix_ns(SYSTEM_CLOCK),
             lambda engine: register_pool(engine, args, layout),
+            _identity_of(server_args, self.settings.checkpoint),
         )
         self.agent.begin()
         hand_prompts_over(disaggregation_mode)
@@ -232,6 +236,20 @@ class KVBootstrapServer(BaseKVBootstrapServer):
 
     def __init__(self, host: str, port: int) -> None:
         self._server = BootstrapServer(host, port, BackendSettings.read())
+
+
+def _identity_of(server: ServerArgs, checkpoint: str | None) -> ModelIdentity:
+    """`checkpoint` is the name that an operator gives the weights; None takes their digest."""
+    if checkpoint is None:
+        checkpoint = checkpoint_digest(server.model_path, server.revision, "KVXFER_CHECKPOINT")
+    return ModelIdentity(
+        checkpoint=checkpoint,
+        model_dtype=str(server.dtype),
+        quantization=server.quantization or "",
+        # Of the checkpoint's own config the digest has to do.
+        rope=server.json_model_override_args,
+        connector=_CONNECTOR,
+    )
 
 
 def _room(number: int | None, tokens: Sequence[int]) -> Room:

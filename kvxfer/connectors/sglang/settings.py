@@ -22,6 +22,9 @@ from kvxfer.ticket import watch_ticket_keys
 class BackendSettings(EngineSettings):
     """The settings of one SGLang instance."""
 
+    checkpoint: str | None = None
+    """A name for the weights, compared in the place of their digest."""
+
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Self:
         """Raises InvalidArgument, which names the variable."""
@@ -37,6 +40,7 @@ class BackendSettings(EngineSettings):
             lease_seconds=_seconds(environment, "KVXFER_LEASE_SECONDS", DEFAULT_LEASE_SECONDS),
             peer_timeout=_seconds(environment, "KVXFER_PEER_TIMEOUT", DEFAULT_PEER_TIMEOUT),
             checksums=_flag(environment, "KVXFER_CHECKSUMS"),
+            checkpoint=environment.get("KVXFER_CHECKPOINT") or None,
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import httpx
+from msgspec.structs import replace
 
 from kvxfer.cached_blocks import CachedBlocks
 from kvxfer.client import ControlPlaneClient
@@ -18,12 +19,17 @@ from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.connectors.cores import leave_openmp_cores
 from kvxfer.connectors.loop_thread import START_SECONDS, LoopThread
 from kvxfer.connectors.transfer_engine import MakeCache, transfer_engine
+from kvxfer.connectors.vllm.api_watch import ApiWatch
+from kvxfer.connectors.vllm.load import Counted
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine, Peer
-from kvxfer.errors import KvxferError
-from kvxfer.instances import InstanceSpec, InstanceState, Load
+from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.instances import InstanceSpec, InstanceState, Load, Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.versions import VERSIONS
+from kvxfer.load_meter import LoadMeter
+from kvxfer.model_identity import ModelIdentity
 from kvxfer.registration import Registration
 from kvxfer.tracing.setup import tracing
 
@@ -35,13 +41,16 @@ _POLL_SECONDS: Final = 0.25
 class Agent(LoopThread):
     """A thread with an event loop, which owns the engine, the KV endpoint and the registration.
 
-    Any thread may call start(), join(), run(), spawn() and close(); `endpoint` belongs to the loop.
+    Any thread may call start(), join(), run(), spawn() and close(), and set `counted`; `endpoint`
+    belongs to the loop.
     Each rank of an instance has its own. The first one registers the instance, as joining, and as
     ready once its HTTP API answers; the others have its epoch from there.
     """
 
     endpoint: KvEndpoint
     engine_address: str
+    counted: Counted = Counted()
+    """What the engine's scheduler has told last."""
 
     def __init__(self, settings: ConnectorSettings, *, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__()
@@ -51,11 +60,20 @@ class Agent(LoopThread):
         self._joined: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._awaited.append(self._joined)
         self._cached = CachedBlocks()
+        self._meter = LoadMeter(clock=clock)
+        self._metered = Counted()
+        self._api: ApiWatch
         self._make_cache: MakeCache
+        self._model: ModelIdentity
+        self._registration: Registration | None = None
+        self._engine: Engine
+        self._abandoned = False
 
-    def start(self, make_cache: MakeCache) -> str:
-        """Starts the engine; its address. Raises what keeps it from that."""
+    def start(self, make_cache: MakeCache, model: ModelIdentity) -> str:
+        """Starts the engine for a cache of this model; its address. Raises what keeps it from
+        that."""
         self._make_cache = make_cache
+        self._model = model
         self.begin()
         return self.engine_address
 
@@ -69,6 +87,33 @@ class Agent(LoopThread):
         """Tells the control plane with the next heartbeat what is in the prefix cache now."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cached.add, hashes)
+
+    @property
+    def lost(self) -> bool:
+        """Whether there will be no transfer any more; nothing of one is under way then."""
+        return self._abandoned or self.ended
+
+    def abandon(self) -> None:
+        """Ends all transfers, whatever the loop does. Any thread; returns when nothing is under
+        way. The instance leaves the fleet with its lease."""
+        if not self._abandoned:
+            self._engine.native.close()
+            self._abandoned = True
+
+    async def take_weights(self, version: int) -> None:
+        """The weights are of another version from now on. Returns when no transfer of the one
+        before is left, and the control plane knows. Loop only. Raises InvalidArgument for one that
+        is not greater than the one before."""
+        if version <= self._model.weights_version:
+            raise InvalidArgument(
+                f"weights version {version} comes after {self._model.weights_version}; pass a "
+                "greater one with each update"
+            )
+        self._model = replace(self._model, weights_version=version)
+        await self.endpoint.set_model(self._model)
+        if self._registration is not None:
+            self._cached.clear()
+            await self._registration.take_model(self._model)
 
     def _main(self) -> None:
         leave_openmp_cores()
@@ -90,11 +135,12 @@ class Agent(LoopThread):
                 self._settings,
                 self._make_cache,
                 instance_id=self._settings.instance_id,
+                model=self._model,
                 tracer=tracer,
                 clock=self.clock,
             ) as (engine, cache, self.endpoint),
         ):
-            self.engine_address = engine.address
+            self._engine, self.engine_address = engine, engine.address
             self._started.set_result(None)
             addresses = await self._ranks
             if cache.layout.rank == 0:
@@ -104,21 +150,44 @@ class Agent(LoopThread):
 
     async def _belong(self, spec: InstanceSpec) -> None:
         """Keeps the place of this instance in the fleet until the agent is closed."""
+        self._api = ApiWatch(self._settings.http_address, self._settings.model, clock=self.clock)
         async with (
             ControlPlaneClient(self._settings.control_plane) as client,
             Registration(
                 client,
                 spec,
                 state=InstanceState.JOINING,
-                load=lambda: Load(running=len(self._tasks), sent=self.endpoint.traffic()),
+                load=self._load,
                 on_epoch=self.endpoint.set_epoch,
                 cached=self._cached,
-            ) as registration,
+            ) as self._registration,
         ):
+            registration = self._registration
             self._joined.set_result(None)
             announcing = asyncio.create_task(self._announce(registration))
+            watching = asyncio.create_task(self._api.run())
             await self._closing.wait()
             announcing.cancel()
+            watching.cancel()
+
+    def _load(self) -> Load:
+        now, before = self.counted, self._metered
+        self._metered = now
+        tokens = "output_tokens" if self._settings.role is Role.DECODE else "prompt_tokens"
+        self._meter.requests(now.requests - before.requests)
+        self._meter.tokens(getattr(now, tokens) - getattr(before, tokens))
+        return Load(
+            # What is still sent of requests that have ended is work, too, for a drain.
+            running=now.running or (0 if now.waiting else len(self._tasks)),
+            waiting=now.waiting,
+            free_blocks=now.free_blocks,
+            requests_per_second=self._meter.requests_per_second,
+            tokens_per_second=self._meter.tokens_per_second,
+            ttft_p90=self._api.ttft_p90,
+            itl_p90=self._api.itl_p90,
+            sent=self.endpoint.traffic(),
+            models=self._api.models,
+        )
 
     async def _follow(self, first_rank: str) -> None:
         """Has the instance's epoch from its first rank until the agent is closed."""
@@ -151,6 +220,8 @@ class Agent(LoopThread):
             fabrics=engine.fabrics,
             rank_addresses=addresses if len(addresses) > 1 else (),
             labels={"host": socket.gethostname(), **settings.labels},
+            identity=self._model,
+            kv_versions=VERSIONS,
         )
 
     async def _announce(self, registration: Registration) -> None:

@@ -22,14 +22,21 @@ from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.caches import in_model_order, layout_of, packing_name, register_caches
 from kvxfer.connectors.vllm.groups import HeldWindows, windows_of
+from kvxfer.connectors.vllm.identity import adapter_of, identity_of
+from kvxfer.connectors.vllm.load import RequestCounter
 from kvxfer.connectors.vllm.plan import StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
 from kvxfer.connectors.vllm.pull import KeptPrompts, Source, is_pull
-from kvxfer.connectors.vllm.ranks import gather_addresses, require_tensor_parallel, this_rank
+from kvxfer.connectors.vllm.ranks import (
+    from_first_rank,
+    gather_addresses,
+    require_tensor_parallel,
+    this_rank,
+)
 from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.connectors.vllm.stats import TransferMetrics, TransferStats
-from kvxfer.connectors.vllm.worker import TransferWorker
+from kvxfer.connectors.vllm.worker import LOOP_SECONDS, TransferWorker
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.instances import Role
 from kvxfer.prefix_hashes import prompt_hashes
@@ -103,6 +110,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             blocks = PromptBlocks(self._block_size, self._windows)
             self._held = HeldWindows(blocks)
+            self._counter = RequestCounter()
             self._scheduler = TransferScheduler(blocks, self._side_of, self._settings.lease_seconds)
             self._kept = KeptPrompts(
                 self._settings.instance_id,
@@ -115,8 +123,15 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._held.bind(kv_cache_manager)
+        self._counter.bind(kv_cache_manager.block_pool.get_num_free_blocks)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether an engine without requests has to step once more: the last step did not know of
+        the blocks that its end made free."""
+        return not self._counter.told
 
     def on_new_request(self, request: Request) -> None:
+        self._counter.arrived(request.request_id, request.num_prompt_tokens)
         asked = request.kv_transfer_params
         try:
             params = TransferParams.of(asked)
@@ -132,10 +147,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         if request.lora_request is not None:
             extras.append(request.lora_request.lora_name)
         digest = prompt_digest(tokens, *extras)
+        adapter = adapter_of(request.lora_request)
         if params is None:
-            self._kept.arrived(request.request_id, len(tokens), digest)
+            self._kept.arrived(request.request_id, len(tokens), digest, adapter)
         else:
-            self._scheduler.arrived(request.request_id, params, len(tokens), digest)
+            self._scheduler.arrived(request.request_id, params, len(tokens), digest, adapter)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -164,6 +180,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         ]
         preempted = scheduler_output.preempted_req_ids or ()
         plan = self._scheduler.step(scheduled, preempted)
+        plan.counted = self._counter.step(scheduled, preempted)
         self._held.release(preempted)
         for one in scheduled:
             of = one.request_id
@@ -179,6 +196,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self._counter.ended(request.request_id)
         self._note_cached(request)
         how = f"its request ended: {request.status.name.lower().replace('_', ' ')}"
         computed = request.status in (
@@ -247,7 +265,12 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             groups=self._groups if len(self._groups) > 1 or any(self._windows) else (),
         )
         self._agent = Agent(self._settings)
-        address = self._agent.start(partial(register_caches, caches=kv_caches, layout=layout))
+        settings = self._settings
+        identity = from_first_rank(
+            lambda: identity_of(config, settings.checkpoint, settings.instance_id)
+        )
+        make_cache = partial(register_caches, caches=kv_caches, layout=layout)
+        address = self._agent.start(make_cache, identity)
         self._agent.join(gather_addresses(address))
         self._worker = TransferWorker(self._agent, list(kv_caches))
 
@@ -290,6 +313,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> TransferStats | None:
         stats, self._stats = self._stats, None
         return stats
+
+    def set_weights_version(self, version: int) -> None:
+        """The weights were updated in place; see kvxfer.connectors.vllm.weights."""
+        assert self._agent is not None  # noqa: S101 (only a worker has weights)
+        self._agent.run(self._agent.take_weights(version), LOOP_SECONDS)
 
     def shutdown(self) -> None:
         if self._agent is not None:

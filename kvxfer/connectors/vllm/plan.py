@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvxfer.connectors.vllm.load import Counted
 from kvxfer.connectors.vllm.prompt_blocks import BlockTable
 from kvxfer.errors import InvalidArgument
 
@@ -61,6 +62,7 @@ class Send:
     """As far as they are allocated."""
     until: int
     """How many of the prompt's first blocks are complete after this step."""
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Receive:
     digest: bytes
     first_block: int
     block_ids: BlockTable
+    adapter: str = ""
 
 
 @dataclass(slots=True)
@@ -92,3 +95,5 @@ class StepPlan:
     """Transfers whose decode requests wait for blocks: prefill is to keep its own."""
     cached: list[int] = field(default_factory=list)
     """Hashes of prompts that are in the prefix cache now (kvxfer.prefix_hashes)."""
+    counted: Counted | None = None
+    """The load of the instance."""

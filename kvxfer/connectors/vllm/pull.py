@@ -40,6 +40,7 @@ class Source:
 class _Prompt:
     tokens: int
     digest: bytes
+    adapter: str
 
 
 class KeptPrompts:
@@ -71,8 +72,10 @@ class KeptPrompts:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def arrived(self, request_id: str, prompt_tokens: int, digest: bytes) -> None:
-        self._prompts[request_id] = _Prompt(prompt_tokens, digest)
+    def arrived(
+        self, request_id: str, prompt_tokens: int, digest: bytes, adapter: str = ""
+    ) -> None:
+        self._prompts[request_id] = _Prompt(prompt_tokens, digest, adapter)
 
     def tokens(self, request_id: str) -> int | None:
         """Of its prompt, if it is to be kept."""
@@ -105,12 +108,13 @@ class KeptPrompts:
             decode_epoch=0,
             expires_at=self._clock.unix() + _MOST_LEASES * self._lease_seconds,
             prompt_digest=prompt.digest,
+            adapter=prompt.adapter,
         )
         addresses = self.source.addresses
         params = TransferParams(sign_ticket(ticket, self._ticket_keys()), addresses[0], addresses)
         total = self._blocks.count(prompt.tokens)
         table = self._blocks.table(block_ids, prompt.tokens)
-        send = Send(request_id, params, prompt.digest, total, table, total)
+        send = Send(request_id, params, prompt.digest, total, table, total, prompt.adapter)
         engine = urlsplit(addresses[0])
         return send, {
             "do_remote_prefill": True,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch.distributed
 from vllm.distributed.parallel_state import get_tp_group
@@ -12,6 +13,8 @@ from kvxfer.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,14 @@ def require_tensor_parallel(parallel: ParallelConfig) -> None:
 def this_rank() -> TensorRank:
     group = get_tp_group()
     return TensorRank(group.world_size, group.rank_in_group)
+
+
+def from_first_rank(make: Callable[[], T]) -> T:
+    """What the first rank makes, on all of them. Every rank calls this."""
+    group = get_tp_group()
+    made = [make() if group.rank_in_group == 0 else None]
+    torch.distributed.broadcast_object_list(made, group.ranks[0], group=group.cpu_group)
+    return cast("T", made[0])
 
 
 def gather_addresses(address: str) -> list[str]:

@@ -51,6 +51,7 @@ class _Request:
     side: Role
     prompt_tokens: int
     digest: bytes
+    adapter: str = ""
     stage: Stage = Stage.WAITING
     leader: _Request | None = None
     """The request whose transfer a following one waits for."""
@@ -86,9 +87,15 @@ class TransferScheduler:
         return len(self._requests)
 
     def arrived(
-        self, request_id: str, params: TransferParams, prompt_tokens: int, digest: bytes
+        self,
+        request_id: str,
+        params: TransferParams,
+        prompt_tokens: int,
+        digest: bytes,
+        adapter: str = "",
     ) -> None:
         """A request with a ticket. One whose ticket is not for this instance is an ordinary one.
+        `adapter` names its LoRA by what is in it.
 
         Of several with one ticket (`n` above 1) the first has the transfer; decode's others wait
         for it, and find its blocks in the prefix cache. Who comes after its end does, too.
@@ -97,7 +104,7 @@ class TransferScheduler:
         if side is None:
             logger.warning("request %s: its ticket is not for this instance", request_id)
             return
-        request = _Request(params, side, prompt_tokens, digest)
+        request = _Request(params, side, prompt_tokens, digest, adapter)
         leader = self._leaders.setdefault(params.ticket, request)
         if leader is not request:
             request.leader = leader
@@ -140,6 +147,7 @@ class TransferScheduler:
                 request.digest,
                 first,
                 tuple(tuple(ids[first:count]) for ids in block_ids),
+                request.adapter,
             )
         )
 
@@ -226,5 +234,6 @@ class TransferScheduler:
                 total,
                 self._blocks.table(request.block_ids, request.prompt_tokens),
                 request.planned,
+                request.adapter,
             )
         )

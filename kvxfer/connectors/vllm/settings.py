@@ -23,10 +23,12 @@ _ROLES: Final = {
     "kv_consumer": Role.DECODE,
     "kv_both": Role.BOTH,
 }
+_LONGEST_NAME: Final = 256
 _KNOWN: Final = frozenset(
     {
         "instance_id",
         "http_address",
+        "checkpoint",
         "host",
         "control_plane",
         "cluster_key_file",
@@ -51,6 +53,8 @@ class ConnectorSettings(EngineSettings):
     http_address: str
     """Where the router finds this instance's API."""
     control_plane: str | None = None
+    checkpoint: str | None = None
+    """A name for the weights, compared in the place of their digest."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -78,6 +82,7 @@ class ConnectorSettings(EngineSettings):
             http_address=str(http_address).rstrip("/"),
             host=extra.get("host") or os.environ.get("KVXFER_HOST") or "127.0.0.1",
             control_plane=extra.get("control_plane"),
+            checkpoint=_name(extra, "checkpoint"),
             cluster_key=read_cluster_key(Path(key_file) if key_file else None),
             ticket_keys=watch_ticket_keys(Path(tickets)) if tickets else None,
             fabrics=tuple(fabrics) if fabrics else None,
@@ -96,6 +101,15 @@ def _seconds(extra: Mapping[str, Any], name: str, default: float) -> float:
             f"kv_connector_extra_config.{name} is {value!r}; pass seconds above 0, below an hour"
         )
     return float(value)
+
+
+def _name(extra: Mapping[str, Any], name: str) -> str | None:
+    value = extra.get(name)
+    if value is not None and not (isinstance(value, str) and 0 < len(value) <= _LONGEST_NAME):
+        raise InvalidArgument(
+            f"kv_connector_extra_config.{name} is {value!r}; pass 1 to {_LONGEST_NAME} characters"
+        )
+    return value
 
 
 def _flag(extra: Mapping[str, Any], name: str) -> bool:

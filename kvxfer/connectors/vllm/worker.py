@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,7 +17,7 @@ from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.ended import DELIVERED, Ended
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK, BlockTable
-from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled
+from kvxfer.errors import EngineClosed, InvalidArgument, KvxferError, TransferCancelled
 from kvxfer.kv.block_ids import ABSENT
 from kvxfer.kv.block_pool import BlockIds
 from kvxfer.kv.prefill_session import PrefillSession
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # A session begins or is cancelled within milliseconds, or within the peer timeout where a peer is
 # frozen; a loop that does not answer for this long is broken.
-_LOOP_SECONDS: Final = 10.0
+LOOP_SECONDS: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -58,6 +58,9 @@ class TransferWorker:
 
     The engine's thread calls everything here; coroutines run on the agent's loop, and leave what
     ended under a lock. Every transfer ends by its lease at the latest.
+
+    Nothing here raises: an error of vLLM's step would end the engine. Where the agent does not
+    answer or has ended, all transfers have failed, and so does each that comes; the engine goes on.
     """
 
     def __init__(self, agent: Agent, layers: Sequence[str]) -> None:
@@ -69,15 +72,22 @@ class TransferWorker:
         self._lock = threading.Lock()
         self._results = Results()
         self._receiving: dict[str, asyncio.Task[None]] = {}  # loop only
+        self._aborted: set[str] = set()  # those of them whose request has ended; loop only
+        self._expected: set[str] = set()  # requests whose receive was begun and has not ended
 
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward: nothing reads blocks that were preempted when this returns."""
         self._plan = plan
-        for request_id in plan.preempted:
-            outgoing = self._sends.pop(request_id, None)
-            if outgoing is not None:
-                reason = "prefill has preempted the request"
-                self._agent.run(outgoing.session.cancel(reason), _LOOP_SECONDS)
+        preempted = [self._sends.pop(request_id, None) for request_id in plan.preempted]
+        sessions = [outgoing.session for outgoing in preempted if outgoing is not None]
+        self._guarded(lambda: self._begin_step(plan, sessions))
+        for send in plan.sends:
+            # One that could not begin gives its blocks back.
+            self._sends.setdefault(send.request_id, None)
+
+    def _begin_step(self, plan: StepPlan, preempted: Sequence[PrefillSession]) -> None:
+        if preempted:
+            self._agent.run(_cancel_all(preempted), LOOP_SECONDS)
         for request_id, how in plan.cancels.items():
             outgoing = self._sends.get(request_id)
             if outgoing is not None:
@@ -86,6 +96,8 @@ class TransferWorker:
                 self._agent.spawn(self._cancel_receive(request_id))
         if plan.cached:
             self._agent.cached(plan.cached)
+        if plan.counted is not None:
+            self._agent.counted = plan.counted
         for params, how in plan.unserved:
             self._agent.spawn(self._decline(params, how))
         for params in plan.waiting:
@@ -102,12 +114,18 @@ class TransferWorker:
     def save_layer(self, name: str) -> None:
         """A layer of this step is computed."""
         layer = self._layers.get(name)
-        if layer is not None:
-            for send in self._plan.sends:
-                self._write(send, layer)
+        if layer is not None and self._plan.sends:
+            self._guarded(lambda: self._write_layer(layer))
 
     def end_forward(self) -> None:
         """All layers of this step are computed."""
+        self._guarded(self._end_forward)
+
+    def _write_layer(self, layer: int) -> None:
+        for send in self._plan.sends:
+            self._write(send, layer)
+
+    def _end_forward(self) -> None:
         for send in self._plan.sends:
             for layer in self._layers.values():
                 self._write(send, layer)
@@ -118,28 +136,62 @@ class TransferWorker:
 
     def start_receives(self) -> None:
         """Offers the blocks that wait for their part of a prompt."""
-        for receive in self._plan.receives:
+        receives, self._plan.receives = self._plan.receives, []
+        self._expected |= {receive.request_id for receive in receives}
+        self._guarded(lambda: self._begin_receives(receives))
+
+    def _begin_receives(self, receives: Sequence[Receive]) -> None:
+        for receive in receives:
             self._agent.spawn(self._receive(receive))
-        self._plan.receives = []
 
     def results(self, finished: Collection[str]) -> Results:
         """What ended; `finished` are requests that have ended since the last step."""
         self._finished |= self._sends.keys() & set(finished)
+        self._guarded(self._require_answers)
+        lost = self._agent.lost
         with self._lock:
             results, self._results = self._results, Results()
+        results.received &= self._expected
+        results.failed &= self._expected
+        self._expected -= results.received
+        if lost:
+            results.received |= self._expected
+            results.failed |= self._expected
+            results.ended += [Ended("receive", EngineClosed.code) for _ in self._expected]
+            self._expected.clear()
         for request_id in self._finished:
             outgoing = self._sends[request_id]
-            if outgoing is None or outgoing.ended:
+            if outgoing is None or outgoing.ended or lost:
                 results.sent.add(request_id)
                 del self._sends[request_id]
+                if lost and outgoing is not None and not outgoing.ended:
+                    results.ended.append(Ended("send", EngineClosed.code))
         self._finished -= results.sent
         return results
+
+    def _require_answers(self) -> None:
+        waits = self._expected or self._sends
+        if waits and not self._agent.answers(LOOP_SECONDS, self._agent.clock.monotonic()):
+            raise TimeoutError(f"the loop of the agent has done nothing for {LOOP_SECONDS:g} s")
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Whatever fails in it costs the transfers, and not the engine."""
+        if self._agent.lost:
+            return
+        try:
+            step()
+        except Exception:
+            logger.exception("the transfers of this worker have ended: it computes without them")
+            self._agent.abandon()
 
     def _begin_send(self, send: Send) -> _Outgoing | None:
         blocks = EngineBlocks(send.num_blocks, len(send.block_ids))
         try:
             session = self._agent.run(
-                self._agent.endpoint.prefill_session(send.params.ticket, blocks), _LOOP_SECONDS
+                self._agent.endpoint.prefill_session(
+                    send.params.ticket, blocks, adapter=send.adapter
+                ),
+                LOOP_SECONDS,
             )
         except KvxferError as error:
             logger.warning("request %s is not sent: %s", send.request_id, error)
@@ -201,7 +253,8 @@ class TransferWorker:
             ended = self._delivered("receive", await self._take(receive), begun)
             failed = False
         except asyncio.CancelledError:
-            failed = False  # the request has ended; its blocks go back unread
+            # Of a request that has ended its blocks go back unread; else the agent ends.
+            failed = receive.request_id not in self._aborted
             ended = Ended("receive", TransferCancelled.code)
         except KvxferError as error:
             logger.warning("request %s is not received: %s", receive.request_id, error)
@@ -210,6 +263,7 @@ class TransferWorker:
             logger.exception("request %s is not received", receive.request_id)
         finally:
             del self._receiving[receive.request_id]
+            self._aborted.discard(receive.request_id)
             with self._lock:
                 self._results.received.add(receive.request_id)
                 if failed:
@@ -236,6 +290,7 @@ class TransferWorker:
                 EngineBlocks(_ids(receive.block_ids)),
                 first_block=receive.first_block,
                 prompt_digest=receive.digest,
+                adapter=receive.adapter,
             )
         )
         try:
@@ -257,6 +312,7 @@ class TransferWorker:
     async def _cancel_receive(self, request_id: str) -> None:
         task = self._receiving.get(request_id)
         if task is not None:
+            self._aborted.add(request_id)
             task.cancel()
 
 
@@ -264,6 +320,11 @@ def _ids(table: BlockTable) -> BlockIds:
     ids = np.array(table, dtype=np.int32)
     ids[ids == NULL_BLOCK] = ABSENT
     return ids
+
+
+async def _cancel_all(sessions: Sequence[PrefillSession]) -> None:
+    reason = "prefill has preempted the request"
+    await asyncio.gather(*(session.cancel(reason) for session in sessions))
 
 
 async def _finish(outgoing: _Outgoing) -> None:

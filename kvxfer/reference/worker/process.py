@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from kvxfer.checkpoint_digest import digest_of_folder
 from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.errors import InvalidArgument
 from kvxfer.http_listener import bind, url_of
@@ -22,9 +24,11 @@ from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.layout import KvLayout
+from kvxfer.kv.versions import VERSIONS
+from kvxfer.model_identity import ModelIdentity
 from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.kv_cache import PagedKvCache
-from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
+from kvxfer.reference.runner import BLOCK_SIZE, SEED, ModelRunner, load_model
 from kvxfer.reference.worker.app import make_app
 from kvxfer.reference.worker.compute import ComputeThread
 from kvxfer.reference.worker.http_server import HttpServer
@@ -106,7 +110,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(bind(settings.host, settings.port))
         model, tokenizer = load_model(settings.model)
-        layout = kv_layout(model.config)
+        layout, identity = kv_layout(model.config), model_identity(settings.model, model.config)
         engine = await stack.enter_async_context(
             MeteredEngine(
                 cluster_key=settings.cluster_key,
@@ -136,6 +140,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
                 control_plane=client,
                 connect_timeout=max(_CONNECT_SECONDS, settings.peer_timeout),
                 checksums=settings.checksums,
+                model=identity,
             )
         )
         compute = stack.enter_context(contextlib.closing(ComputeThread()))
@@ -162,6 +167,8 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
             num_blocks=settings.blocks,
             fabrics=engine.fabrics,
             labels={"host": socket.gethostname(), **settings.labels},
+            identity=identity,
+            kv_versions=VERSIONS,
         )
         registration = Registration(
             client,
@@ -196,6 +203,17 @@ def kv_layout(config: LlamaConfig) -> KvLayout:
         head_size=config.head_size,
         dtype="float32",
         block_size=BLOCK_SIZE,
+    )
+
+
+def model_identity(folder: Path | None, config: LlamaConfig) -> ModelIdentity:
+    """What the KV cache of a model is of. `folder` is its checkpoint; None is the demo model."""
+    rope = {"rope_theta": config.rope_theta, **asdict(config.rope_scaling)}
+    return ModelIdentity(
+        checkpoint=f"seed:{SEED}" if folder is None else digest_of_folder(folder),
+        model_dtype="float32",
+        rope=json.dumps(rope, sort_keys=True, separators=(",", ":")),
+        connector="reference/1",
     )
 
 

@@ -18,6 +18,7 @@ from kvxfer.connectors.sglang.outgoing import Outgoing
 from kvxfer.connectors.sglang.pools import Metadata, layout_of, register_pool
 from kvxfer.connectors.sglang.progress import Progress
 from kvxfer.connectors.sglang.settings import BackendSettings
+from kvxfer.model_identity import ModelIdentity
 from verify.polling import PATIENCE, wait_until
 
 KEY = b"the cluster key of these tests"
@@ -72,7 +73,9 @@ def instance(
         aux_item_lens=list(ROW_BYTES),
     )
     layout = layout_of(args, mla=False)
-    agent = Agent(settings, name, epoch, lambda engine: register_pool(engine, args, layout))
+    agent = Agent(
+        settings, name, epoch, lambda engine: register_pool(engine, args, layout), ModelIdentity()
+    )
     agent.begin()
     agent.endpoint._pairs.connect_timeout = PATIENCE
     try:

@@ -23,7 +23,6 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import (
-    PROTOCOL_VERSION,
     Accepted,
     Cancel,
     Cancelled,
@@ -39,6 +38,7 @@ from kvxfer.kv.messages import (
     decode,
     encode,
 )
+from kvxfer.kv.versions import OLDEST
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.fuzz.python.choices import Choices
 
@@ -235,7 +235,7 @@ class Scene(ABC):
         if choices.byte() == 0xFF:
             strides = ((choices.integer(),) * choices.below(3),) * choices.below(4)
         return Hello(
-            version=PROTOCOL_VERSION if choices.byte() != 0xFF else choices.integer(),
+            version=OLDEST if choices.byte() != 0xFF else choices.integer(),
             instance_id=choices.one_of(("peer", "peer", "peer", "other")),
             epoch=1 if choices.byte() != 0xFF else choices.integer(),
             layout=layout,

@@ -14,7 +14,6 @@ from kvxfer.engine import pool_wire
 from kvxfer.kv.block_table import BlockTable, sign_block_table
 from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import (
-    PROTOCOL_VERSION,
     Accepted,
     Cancel,
     Cancelled,
@@ -29,6 +28,8 @@ from kvxfer.kv.messages import (
     Release,
     encode,
 )
+from kvxfer.kv.versions import NEWEST, OLDEST
+from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, TicketKeys, sign_ticket
 
 _OTHER_KEY: Final = b"another key that nobody here has."
@@ -61,10 +62,16 @@ def messages() -> Iterator[bytes]:
         KvLayout(4, 1, 16, "float16", 16, mla=True, pp_size=2, pp_rank=1),
     ]
     said: list[Message] = [
-        Hello(PROTOCOL_VERSION, "p", 7, layout, 32, ((8192, 8192),) * 4, True) for layout in layouts
+        Hello(OLDEST, "p", 7, layout, 32, ((8192, 8192),) * 4, True) for layout in layouts
     ]
     said += [
+        Hello(
+            *(OLDEST, "p", 7, layouts[0], 32, ((8192, 8192),) * 4, True),
+            newest=NEWEST,
+            model=ModelIdentity(checkpoint="5b0c2e9d", weights_version=2**63 - 1, rope="{}"),
+        ),
         Offer("t", "a.b.c", b"\x01\0\0\0", (b"descriptor",) * 2, 2**32 - 1, 1.5, 3),
+        Offer("t", "a.b.c", b"\x01\0\0\0", (b"descriptor",) * 2, 1, 1.5, 3, adapter="5b0c2e9d"),
         Release("t", "a.b.c", "cached"),
         Keep("t", "a.b.c", 1.5),
         Expect("t", "a.b.c"),
@@ -97,7 +104,7 @@ def messages() -> Iterator[bytes]:
         layout = {**wrong, **more}
         hello = {
             "type": "hello",
-            "version": PROTOCOL_VERSION,
+            "version": OLDEST,
             "instance_id": "p",
             "epoch": 1,
             "num_blocks": 1,

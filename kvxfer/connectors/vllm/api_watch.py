@@ -1,0 +1,136 @@
+"""What only vLLM's API process knows: its latencies, and the names that it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import re
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final
+
+import httpx
+
+from kvxfer.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+_EVERY_SECONDS: Final = 5.0
+_WINDOW_SECONDS: Final = 60.0
+_TIMEOUT_SECONDS: Final = 2.0
+_TTFT: Final = "vllm:time_to_first_token_seconds"
+_ITL: Final = "vllm:inter_token_latency_seconds"
+_BUCKET: Final = re.compile(
+    rf'^({_TTFT}|{_ITL})_bucket{{[^}}]*le="([^"]+)"[^}}]*}} (\S+)$', re.MULTILINE
+)
+
+_Histogram = dict[float, float]
+"""How many were at most so many seconds."""
+
+
+class ApiWatch:
+    """Asks the API of an instance every five seconds. One event loop."""
+
+    def __init__(
+        self,
+        http_address: str,
+        model: str,
+        *,
+        clock: Clock,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`model` is the name of the instance itself. Where the API asks for a key it is that of
+        VLLM_API_KEY."""
+        self.models: tuple[str, ...] = ()
+        """What it serves beside its model: aliases, and adapters that are loaded."""
+        self._model = model
+        self._clock = clock
+        self._seen: deque[tuple[float, Mapping[str, _Histogram]]] = deque()
+        key = os.environ.get("VLLM_API_KEY")
+        self._http = httpx.AsyncClient(
+            base_url=http_address,
+            timeout=_TIMEOUT_SECONDS,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            transport=transport,
+            trust_env=False,
+        )
+        self._told = False
+
+    @property
+    def ttft_p90(self) -> float | None:
+        """Seconds to the first token, over the last minute."""
+        return self._p90(_TTFT)
+
+    @property
+    def itl_p90(self) -> float | None:
+        """Seconds between two tokens, over the last minute."""
+        return self._p90(_ITL)
+
+    async def run(self) -> None:
+        """Asks until it is cancelled."""
+        async with self._http:
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    await self.look()
+                await asyncio.sleep(_EVERY_SECONDS)
+
+    async def look(self) -> None:
+        """Asks once. Raises httpx.HTTPError where nobody answers."""
+        metrics = await self._http.get("/metrics")
+        if metrics.is_success:
+            self._take(metrics.text)
+        models = await self._http.get("/v1/models")
+        if models.is_success:
+            self.models = self._names(models.json())
+        elif not self._told:
+            self._told = True
+            logger.warning(
+                "adapters and aliases of this instance are not known, as /v1/models answers %d; "
+                "set VLLM_API_KEY to the key that it asks for",
+                models.status_code,
+            )
+
+    def _names(self, answer: Any) -> tuple[str, ...]:
+        listed = answer.get("data") if isinstance(answer, dict) else None
+        names = [one.get("id") for one in listed or () if isinstance(one, dict)]
+        return tuple(sorted({n for n in names if isinstance(n, str)} - {self._model}))
+
+    def _take(self, text: str) -> None:
+        now = self._clock.monotonic()
+        found: dict[str, _Histogram] = {}
+        for name, bound, count in _BUCKET.findall(text):
+            histogram = found.setdefault(name, {})
+            # Over all engines of the process.
+            histogram[float(bound)] = histogram.get(float(bound), 0.0) + float(count)
+        self._seen.append((now, found))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW_SECONDS:
+            self._seen.popleft()
+
+    def _p90(self, name: str) -> float | None:
+        """As histogram_quantile() of Prometheus has it."""
+        if len(self._seen) < 2:
+            return None
+        before, now = self._seen[0][1].get(name, {}), self._seen[-1][1].get(name, {})
+        return quantile(0.9, {bound: now[bound] - before.get(bound, 0.0) for bound in now})
+
+
+def quantile(share: float, histogram: _Histogram) -> float | None:
+    """The value that this share does not exceed, interpolated within its bucket; None without any
+    observation. What is beyond the last finite bound counts as that."""
+    bounds = sorted(histogram)
+    total = histogram[bounds[-1]] if bounds else 0.0
+    if total <= 0:
+        return None
+    wanted, low, before = share * total, 0.0, 0.0
+    for bound in bounds:
+        count = histogram[bound]
+        if count >= wanted:
+            if math.isinf(bound):
+                return low
+            inside = (wanted - before) / (count - before) if count > before else 1.0
+            return low + (bound - low) * inside
+        low, before = bound, count
+    return low

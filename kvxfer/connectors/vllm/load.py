@@ -1,0 +1,76 @@
+"""What a vLLM instance computes: counted by its scheduler, told to the worker that registers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from kvxfer.connectors.vllm.scheduler import Scheduled
+
+
+class Counted(NamedTuple):
+    """The scheduler's requests and blocks before a step. Plain values: a part of each StepPlan."""
+
+    running: int = 0
+    """Requests that have been scheduled, and not preempted since."""
+    waiting: int = 0
+    """Those that wait for their turn, for blocks, or for prefill."""
+    free_blocks: int | None = None
+    """With those that only the prefix cache holds."""
+    requests: int = 0
+    """That have come since the start."""
+    prompt_tokens: int = 0
+    """Of these requests."""
+    output_tokens: int = 0
+    """Since the start; what speculation adds to a step is not seen."""
+
+
+class RequestCounter:
+    """One thread: the engine's own loop."""
+
+    def __init__(self) -> None:
+        self._free_blocks: Callable[[], int] | None = None
+        self._prompts: dict[str, int] = {}
+        self._running: set[str] = set()
+        self._requests = self._prompt_tokens = self._output_tokens = 0
+        self._told: Counted | None = None
+
+    def bind(self, free_blocks: Callable[[], int]) -> None:
+        """How to ask for the blocks that are free."""
+        self._free_blocks = free_blocks
+
+    def arrived(self, request_id: str, prompt_tokens: int) -> None:
+        self._prompts[request_id] = prompt_tokens
+        self._requests += 1
+        self._prompt_tokens += prompt_tokens
+
+    def ended(self, request_id: str) -> None:
+        self._prompts.pop(request_id, None)
+        self._running.discard(request_id)
+
+    def step(self, scheduled: Sequence[Scheduled], preempted: Collection[str]) -> Counted:
+        """What to tell with the step that computes `scheduled`."""
+        self._running.difference_update(preempted)
+        for one in scheduled:
+            prompt = self._prompts.get(one.request_id)
+            if prompt is not None:
+                self._running.add(one.request_id)
+                self._output_tokens += one.computed_tokens + one.step_tokens >= prompt
+        self._told = self._now()
+        return self._told
+
+    @property
+    def told(self) -> bool:
+        """Whether the last step has told of requests and blocks as they are now."""
+        return self._told == self._now()
+
+    def _now(self) -> Counted:
+        return Counted(
+            running=len(self._running),
+            waiting=len(self._prompts) - len(self._running),
+            free_blocks=None if self._free_blocks is None else self._free_blocks(),
+            requests=self._requests,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+        )

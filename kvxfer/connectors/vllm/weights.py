@@ -1,0 +1,30 @@
+"""For whoever updates the weights of a vLLM instance in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from kvxfer.connectors.vllm.connector import KvxferConnector
+from kvxfer.errors import InvalidArgument
+
+
+def set_weights_version(_worker: Any, version: int) -> None:
+    """Tells the control plane and every peer that the weights are of another version: call it on
+    all workers, `llm.collective_rpc(set_weights_version, args=(version,))`, when the new weights
+    are there and before the instance serves requests again.
+
+    Transfers of the version before are cancelled, and so are prompts that wait to be fetched. An
+    instance exchanges KV with those of its own version alone. What is in its prefix cache is vLLM's
+    matter: `reset_prefix_cache()`.
+
+    Raises InvalidArgument for a version that is not greater than the one before, and where the
+    instance has no KvxferConnector.
+    """
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    if not isinstance(connector, KvxferConnector):
+        raise InvalidArgument(
+            "this vLLM instance has no KvxferConnector; only with one it has a weights version"
+        )
+    connector.set_weights_version(version)

@@ -1,0 +1,49 @@
+"""What the bytes of a KV cache depend on beside the prompt and its layout."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import Struct
+
+from kvxfer.errors import LayoutMismatch
+
+
+class ModelIdentity(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The model behind a KV cache. Two instances exchange one only where every field is equal.
+
+    An empty field is what the model does not have, or what its engine cannot tell.
+    """
+
+    checkpoint: str = ""
+    """Digest of the weights (kvxfer.checkpoint_digest), or a name that an operator gave them."""
+    weights_version: int = 0
+    """Grows with each update of the weights in place; whoever updates them sets it."""
+    model_dtype: str = ""
+    """Of what the model computes, as torch names it; that of the cache is in its layout."""
+    quantization: str = ""
+    """Of the weights."""
+    kv_scales: str = ""
+    """How K and V were scaled, where the cache is of fewer bits."""
+    rope: str = ""
+    """Rotary embedding: canonical JSON of its settings."""
+    sliding_window: str = ""
+    """Tokens that attention looks back."""
+    connector: str = ""
+    """What of an engine's own conventions the two sides share, such as `vllm/1`."""
+
+
+FIELDS: Final = ModelIdentity.__struct_fields__
+
+
+def require_same_model(prefill: ModelIdentity | None, decode: ModelIdentity | None) -> None:
+    """Raises LayoutMismatch with the first field that differs.
+
+    None is an instance of an earlier version that does not tell: there is nothing to compare.
+    """
+    if prefill is None or decode is None:
+        return
+    for field in FIELDS:
+        ours, theirs = getattr(prefill, field), getattr(decode, field)
+        if ours != theirs:
+            raise LayoutMismatch(field, ours, theirs)

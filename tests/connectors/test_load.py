@@ -1,0 +1,138 @@
+"""What a vLLM instance says of its load: by its scheduler, and by its API."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from kvxfer.connectors.vllm.api_watch import ApiWatch, quantile
+from kvxfer.connectors.vllm.load import Counted, RequestCounter
+from kvxfer.connectors.vllm.scheduler import Scheduled
+from tests.virtual_time import VirtualClock, passes
+
+
+def scheduled(request_id: str, computed: int, tokens: int) -> Scheduled:
+    return Scheduled(request_id, (), computed, tokens)
+
+
+def test_requests_are_counted_from_their_arrival_to_their_end() -> None:
+    free = [10]
+    counter = RequestCounter()
+    counter.bind(lambda: free[0])
+    assert not counter.told, "nothing was told yet"
+    assert counter.step((), ()) == Counted(free_blocks=10)
+    assert counter.told
+    counter.arrived("a", 100)
+    counter.arrived("b", 20)
+    assert not counter.told
+    free[0] = 3
+    # The prompt of one in two chunks; the other waits.
+    told = counter.step([scheduled("a", 0, 60)], ())
+    assert told == Counted(1, 1, 3, requests=2, prompt_tokens=120, output_tokens=0)
+    told = counter.step([scheduled("a", 60, 40), scheduled("b", 0, 20)], ())
+    assert (told.running, told.waiting, told.output_tokens) == (2, 0, 2)
+    told = counter.step([scheduled("a", 100, 1)], ("b",))
+    assert (told.running, told.waiting, told.output_tokens) == (1, 1, 3)
+    for request_id in ("a", "b"):
+        counter.ended(request_id)
+    free[0] = 10
+    assert not counter.told
+    told = counter.step((), ())
+    assert (told.running, told.waiting, told.free_blocks) == (0, 0, 10)
+    assert counter.told
+
+
+@pytest.mark.parametrize(
+    ("histogram", "expected"),
+    [
+        ({}, None),
+        ({0.1: 0, float("inf"): 0}, None),
+        ({0.1: 10, float("inf"): 10}, 0.09),
+        ({0.1: 80, 0.2: 100, float("inf"): 100}, 0.15),
+        ({0.1: 0, 0.2: 0, float("inf"): 5}, 0.2),  # beyond the last bound
+    ],
+)
+def test_a_quantile_is_that_of_prometheus(
+    histogram: dict[float, float], expected: float | None
+) -> None:
+    found = quantile(0.9, histogram)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+class Api:
+    """vLLM's API as far as it is watched."""
+
+    def __init__(self) -> None:
+        self.observed: dict[str, list[float]] = {
+            "time_to_first_token": [],
+            "inter_token_latency": [],
+        }
+        self.models: list[str] = ["tiny", "alias"]
+        self.status = 200
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            listed = {"data": [{"id": name, "object": "model"} for name in self.models]}
+            return httpx.Response(self.status, json=listed)
+        lines = []
+        for name, values in self.observed.items():
+            for bound in (0.1, 0.2, 0.4, float("inf")):
+                count = sum(value <= bound for value in values)
+                le = "+Inf" if bound == float("inf") else str(bound)
+                labels = f'engine="0",le="{le}",model_name="tiny"'
+                lines.append(f"vllm:{name}_seconds_bucket{{{labels}}} {float(count)}")
+        return httpx.Response(200, text="\n".join(lines))
+
+
+@pytest.fixture
+def api() -> Api:
+    return Api()
+
+
+@pytest.fixture
+async def watch(api: Api, clock: VirtualClock) -> ApiWatch:
+    return ApiWatch("http://worker", "tiny", clock=clock, transport=httpx.MockTransport(api))
+
+
+async def test_latencies_are_those_of_the_last_minute(api: Api, watch: ApiWatch) -> None:
+    await watch.look()
+    assert (watch.ttft_p90, watch.itl_p90) == (None, None)
+    api.observed["time_to_first_token"] += [0.15] * 10
+    await passes(5)
+    await watch.look()
+    assert watch.ttft_p90 == pytest.approx(0.19)
+    assert watch.itl_p90 is None
+    for _ in range(13):
+        await passes(5)
+        await watch.look()
+    assert watch.ttft_p90 is None, "that was more than a minute ago"
+
+
+async def test_names_come_and_go_and_a_key_that_is_missing_is_told_once(
+    api: Api, watch: ApiWatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await watch.look()
+    assert watch.models == ("alias",)
+    api.models.append("sql")
+    await watch.look()
+    assert watch.models == ("alias", "sql")
+    api.models.remove("sql")
+    await watch.look()
+    assert watch.models == ("alias",)
+    api.status = 401
+    await watch.look()
+    await watch.look()
+    assert watch.models == ("alias",)
+    assert [line for line in caplog.messages if "set VLLM_API_KEY" in line] == [caplog.messages[0]]
+
+
+async def test_an_api_that_does_not_answer_is_asked_again(watch: ApiWatch, api: Api) -> None:
+    def away(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    watch._http = httpx.AsyncClient(base_url="http://w", transport=httpx.MockTransport(away))
+    with pytest.raises(httpx.ConnectError):
+        await watch.look()
+    watch._http = httpx.AsyncClient(base_url="http://w", transport=httpx.MockTransport(api))
+    await watch.look()
+    assert watch.models == ("alias",)

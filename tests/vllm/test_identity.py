@@ -1,0 +1,186 @@
+"""Instances of other weights, of other adapters, and of another version of the protocol."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import httpx
+import pytest
+
+from kvxfer.instances import InstanceState
+from verify.polling import wait_until
+from verify.processes.programs import Server
+from verify.vllm import servers
+from verify.vllm.servers import add_vllm, make_model
+
+from .conftest import Cluster, cluster_of, settings
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
+
+WRONG: Final = 25
+LORA: Final = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
+# The module by which decode speaks version 7, as it was before: it is loaded at its start.
+_AS_BEFORE: Final = """
+from kvxfer.kv import versions
+versions.NEWEST, versions.VERSIONS = 7, (7, 7)
+from kvxfer.kv import pair
+told = pair.hello_from
+def hello_from(cache, identity, *, checksums=False):
+    hello = told(cache, identity, checksums=checksums)
+    left_out = {"newest": 0, "model": None}
+    fields = {name: getattr(hello, name) for name in hello.__struct_fields__}
+    return type(hello)(**{**fields, **left_out})
+pair.hello_from = hello_from
+"""
+
+
+def adapter(folder: Path, seed: int) -> Path:
+    maker = Path(servers.__file__).with_name("tiny_lora.py")
+    subprocess.run([servers.VLLM_PYTHON, str(maker), str(folder), str(seed)], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, model: Path) -> Iterator[Cluster]:
+    """Prefill and decode have the adapters `blue` and `red`; `green` is not the same on both."""
+    adapters = [adapter(folder / f"lora-{seed}", seed) for seed in range(4)]
+    blue, red, *green = adapters
+
+    def loras(own: Path) -> tuple[str, ...]:
+        named = {"blue": blue, "red": red, "green": own}
+        return (*LORA, "--lora-modules", *(f"{name}={path}" for name, path in named.items()))
+
+    with cluster_of(
+        folder / "identity", model, None, prefill=loras(green[0]), decode=loras(green[1])
+    ) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def stranger(cluster: Cluster, folder: Path) -> Iterator[Server]:
+    """Decode with other weights of the same names and shapes, under the same model name."""
+    other = make_model(folder / "other", "--seed", "1")
+    server = add_vllm(cluster.fleet, "stranger", other, role="kv_consumer", **settings())
+    server.serves("/health")
+    wait_until(lambda: cluster.fleet.instances()["stranger"].state is InstanceState.READY)
+    yield server
+    cluster.fleet.end("stranger")
+
+
+def random_prompt(rng: random.Random, length: int = 300) -> list[int]:
+    return [rng.randrange(3, 512) for _ in range(length)]
+
+
+def test_other_weights_under_the_same_name_make_no_pair(cluster: Cluster, stranger: Server) -> None:
+    told = {name: one.identity for name, one in cluster.fleet.instances().items()}
+    assert told["prefill"] is not None
+    assert told["prefill"] == told["decode"]
+    assert told["stranger"] is not None
+    assert told["prefill"].checkpoint != told["stranger"].checkpoint
+    body = {"prefill_id": "prefill", "decode_id": "stranger"}
+    refused = httpx.post(cluster.control_plane.url + "/v1/handshakes", json=body)
+    assert (refused.status_code, refused.json()["field"]) == (409, "checkpoint")
+
+
+def test_other_weights_are_refused_by_push_and_pull(
+    cluster: Cluster, stranger: Server, rng: random.Random
+) -> None:
+    """Whatever a router does: of 50 requests none is answered from the wrong KV."""
+    for _ in range(WRONG):
+        prompt = random_prompt(rng)
+        params = cluster.ticket("prefill", "stranger")
+        assert cluster.ask(stranger, prompt, kv_transfer_params=params).status_code == 500
+        kept = cluster.keep(prompt)
+        assert cluster.ask(stranger, prompt, kv_transfer_params=kept).status_code == 500
+    log = stranger.log.read_text()
+    checkpoints = [cluster.fleet.instances()[name].identity for name in ("prefill", "stranger")]
+    ours, theirs = (each.checkpoint for each in checkpoints if each is not None)
+    said = f"checkpoint is {ours!r} at prefill and {theirs!r} at decode"
+    assert log.count(said) >= 2 * WRONG
+    cluster.wait_until_idle(cluster.prefill, stranger)
+
+
+@pytest.mark.parametrize("model", ["tiny", "blue", "red"])
+def test_adapters_of_one_base_are_served_by_their_names(
+    cluster: Cluster, rng: random.Random, model: str
+) -> None:
+    prompts = [random_prompt(rng) for _ in range(8)]
+    # Prefill computes what comes without a ticket.
+    whole = [cluster.tokens(cluster.prefill, prompt, model=model) for prompt in prompts]
+    pushed = [cluster.tokens(cluster.router, prompt, model=model) for prompt in prompts]
+    assert pushed == whole
+    other = {"tiny": "blue", "blue": "red", "red": "tiny"}[model]
+    assert whole != [cluster.tokens(cluster.prefill, prompt, model=other) for prompt in prompts]
+    for prompt, expected in zip(prompts, whole, strict=True):
+        kept = cluster.keep(prompt, model=model)
+        got = cluster.tokens(cluster.decode, prompt, model=model, kv_transfer_params=kept)
+        assert got == expected
+
+
+def test_one_name_for_two_adapters_is_refused(cluster: Cluster, rng: random.Random) -> None:
+    prompt = random_prompt(rng)
+    kept = cluster.keep(prompt, model="green")
+    answer = cluster.ask(cluster.decode, prompt, model="green", kv_transfer_params=kept)
+    assert answer.status_code == 500
+    assert "adapter is" in cluster.decode.tail()
+    assert cluster.ask(cluster.router, prompt, model="green").status_code >= 500
+    cluster.wait_until_idle(cluster.prefill, cluster.decode)
+
+
+def test_the_load_is_that_of_the_engine(cluster: Cluster, rng: random.Random) -> None:
+    with concurrent.futures.ThreadPoolExecutor(32) as threads:
+        asked = [
+            threads.submit(
+                cluster.ask, cluster.router, random_prompt(rng, 40), max_tokens=600, seconds=300.0
+            )
+            for _ in range(32)
+        ]
+
+        def told() -> bool:
+            load = cluster.fleet.instances()["decode"].load
+            return load.running == 16 and load.waiting > 8  # --max-num-seqs 16
+
+        wait_until(told, 120, pause=0.1)
+        assert all(one.result().is_success for one in asked)
+    cluster.wait_until_idle(cluster.prefill, cluster.decode)
+
+    def idle() -> bool:
+        loads = [one.load for one in cluster.fleet.instances().values()]
+        return all(not load.running and not load.waiting for load in loads)
+
+    wait_until(idle, 60)
+    instances = cluster.fleet.instances()
+    assert instances["decode"].load.itl_p90 is not None
+    assert instances["decode"].load.free_blocks == instances["decode"].num_blocks - 1
+    assert set(instances["decode"].load.models) == {"blue", "red", "green"}
+
+
+def test_a_side_of_the_version_before_is_served(
+    cluster: Cluster, folder: Path, model: Path, rng: random.Random
+) -> None:
+    """A rolling upgrade, in which decode is the last."""
+    patch = folder / "as-before"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(_AS_BEFORE)
+    cluster.fleet.variables["PYTHONPATH"] = str(patch)
+    try:
+        old = add_vllm(cluster.fleet, "old", model, role="kv_consumer", **settings())
+        old.serves("/health")
+    finally:
+        del cluster.fleet.variables["PYTHONPATH"]
+    try:
+        wait_until(lambda: cluster.fleet.instances()["old"].state is InstanceState.READY)
+        assert cluster.fleet.instances()["old"].kv_versions == (7, 7)
+        for _ in range(5):
+            prompt = random_prompt(rng)
+            kept = cluster.keep(prompt)
+            got = cluster.tokens(old, prompt, kv_transfer_params=kept)
+            assert got == cluster.tokens(cluster.prefill, prompt)
+        assert "instance 'old' does not tell which model" in cluster.prefill.log.read_text()
+    finally:
+        cluster.fleet.end("old")
