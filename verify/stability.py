@@ -196,6 +196,7 @@ def main() -> int:
             console.print(f"  left behind: {process}", markup=False, style="red")
     if failures.runs:
         table = Table("test", "failed", "how")
+        table.columns[0].overflow = "fold"
         for name, runs in sorted(failures.runs.items(), key=lambda item: -len(item[1])):
             table.add_row(name, f"{len(runs)} of {options.runs}", failures.how[name])
         console.print(table)

@@ -75,7 +75,8 @@ TEST_CASE("a million immediates are counted, none lost, none twice") {
     good(pair.reader->expect(imm, submitted.writes));
     const auto done = pair.writer.await(Kind::write, submitted.id, std::chrono::minutes(5));
     CHECK_MESSAGE(done.code == Errc::ok, done.text);
-    CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
+    // On a starved machine the reader may have most of them before it still.
+    CHECK(pair.reader.await(Kind::counter, imm, std::chrono::minutes(5)).code == Errc::ok);
     CHECK(pair.reader->counter_value(imm) == pages.size());
   }
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,11 +12,25 @@ from kvxfer.kv.checksum import RunningChecksum
 from kvxfer.kv.messages import Accepted, Checksum, Done, Offer
 
 if TYPE_CHECKING:
-    from kvxfer.engine import Operation
+    from kvxfer.engine import Operation, WatchFor
     from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.pair import KvPair
     from kvxfer.kv.plane_writes import Offsets, PlaneWrite, Runs
     from kvxfer.kv.send_spans import SendSpans
+
+
+class _Queued(NamedTuple):
+    layer: int
+    write: PlaneWrite
+    blocks: range
+    after: WatchFor | None
+
+
+class _Posted(NamedTuple):
+    write: PlaneWrite
+    source: Offsets
+    numbers: Offsets
+    after: WatchFor | None
 
 
 class Outbound:
@@ -43,10 +57,12 @@ class Outbound:
         # Counted from where the grants begin.
         self._target = [np.where(row < 0, row, row - row[row >= 0].min()) for row in target]
         # Writes that wait for room in the engine, in order.
-        self._queue: collections.deque[tuple[int, PlaneWrite, range]] = collections.deque()
+        self._queue: collections.deque[_Queued] = collections.deque()
         # The same for every layer of a group whose blocks lie equally far apart.
         self._offsets: dict[tuple[Runs, int, range], tuple[Offsets, Offsets, Offsets]] = {}
         self._checksum = RunningChecksum() if pair.checksums else None
+        # Posted, and not in the checksum yet: of some the bytes are still to be computed.
+        self._unsummed: collections.deque[_Posted] = collections.deque()
 
     @property
     def waits(self) -> bool:
@@ -61,9 +77,10 @@ class Outbound:
     def accept(self) -> None:
         self.pair.send(Accepted(self._offer.transfer_id))
 
-    def add(self, layer: int, blocks: range) -> None:
-        """Puts some of prefill's blocks of a layer into the queue."""
-        self._queue.extend((layer, write, blocks) for write in self._writes[layer])
+    def add(self, layer: int, blocks: range, after: WatchFor | None = None) -> None:
+        """Puts some of prefill's blocks of a layer into the queue; they go when `after` is
+        reached."""
+        self._queue.extend(_Queued(layer, write, blocks, after) for write in self._writes[layer])
 
     def post(self, timeout: float) -> bool:
         """Posts what is queued, as far as the engine has room; whether it had.
@@ -72,7 +89,7 @@ class Outbound:
         """
         while self._queue:
             try:
-                self._post(*self._queue[0], timeout)
+                self._post(self._queue[0], timeout)
             except Backpressure:
                 return False
             except InvalidArgument as bad:
@@ -80,6 +97,7 @@ class Outbound:
             except UnknownPeer as gone:
                 raise PeerLost(self._says(f"{self._name} is lost")) from gone
             self._queue.popleft()
+        self._sum()
         return True
 
     def announce(self, tail: bytes) -> None:
@@ -87,10 +105,12 @@ class Outbound:
         self.announced = True
         checksum = None
         if self._checksum is not None:
+            self._sum()
             checksum = Checksum(self._checksum.value, self._source.shape[1])
         self.pair.send(Done(self._offer.transfer_id, self.posted, tail, checksum))
 
-    def _post(self, layer: int, write: PlaneWrite, blocks: range, timeout: float) -> None:
+    def _post(self, queued: _Queued, timeout: float) -> None:
+        layer, write, blocks, after = queued
         runs, group = write.runs, write.group
         if (runs, group, blocks) not in self._offsets:
             self._offsets[runs, group, blocks] = runs.offsets(
@@ -110,14 +130,24 @@ class Outbound:
             src_offset=write.src_offset,
             imm=self._offer.imm,
             timeout=timeout,
+            after=after,
         )
         self.operations.append(operation)
         if self._spans is not None:
             rank = self.pair.hello.layout.rank
             self._spans.posted(rank, layer, blocks.start, operation)
         if self._checksum is not None:
+            self._unsummed.append(_Posted(write, source, numbers, after))
+
+    def _sum(self) -> None:
+        """Takes what is computed into the checksum; the blocks are pinned until all is sent."""
+        while self._checksum is not None and self._unsummed:
+            write, source, numbers, after = self._unsummed[0]
+            if after is not None and after.word.value < after.value:
+                return
+            self._unsummed.popleft()
             self._checksum.add(
-                write.src, write.src_offset, runs, source, numbers, write.first_number
+                write.src, write.src_offset, write.runs, source, numbers, write.first_number
             )
 
     @property

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from kvxfer.engine import Operation
+    from kvxfer.engine import Operation, WatchFor
     from kvxfer.kv.block_owners import SourceBlocks
     from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.layout import KvLayout
@@ -105,6 +105,7 @@ class PrefillSession:
         # Decode ranks whose OFFER has not come; None until the first has said how many there are.
         self._awaited: set[int] | None = None
         self._written: dict[int, int] = {}  # blocks by layer, in the order of the layers
+        self._after: dict[int, WatchFor | None] = {}  # when the last of them are computed
         self._tail: bytes | None = None
         self._error: KvxferError | None = None
         self._reason = ""
@@ -169,8 +170,11 @@ class PrefillSession:
             nbytes = sum(each.nbytes for each in ended if each.error is None)
             yield outbound.pair.hello.instance_id, outbound.pair.peer.fabric, nbytes
 
-    def write_layer(self, layer: int, until: int | None = None) -> None:
-        """Sends a layer whose K and V are computed; kept until the OFFER comes if it has not.
+    def write_layer(
+        self, layer: int, until: int | None = None, *, after: WatchFor | None = None
+    ) -> None:
+        """Sends a layer whose K and V are computed, or will be when `after` is reached; kept until
+        the OFFER comes if it has not.
 
         A prompt that is computed in chunks goes block by block: `until` is how many of its first
         blocks are complete, and those that were not sent before go. Without it all do.
@@ -187,8 +191,9 @@ class PrefillSession:
                 self._check_layer(layer, end)
                 some = range(self._written.get(layer, 0), end)
                 self._written[layer] = end
+                self._after[layer] = after
                 for outbound in self._outbounds.values():
-                    outbound.add(layer, some)
+                    outbound.add(layer, some, after)
                 self._post()
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)
@@ -313,7 +318,7 @@ class PrefillSession:
                 self._outbounds[layout.rank] = outbound
                 outbound.accept()
                 for layer, end in self._written.items():
-                    outbound.add(layer, range(end))
+                    outbound.add(layer, range(end), self._after[layer])
                 self._post()
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)

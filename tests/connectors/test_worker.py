@@ -171,6 +171,47 @@ def test_a_prompt_arrives_chunk_by_chunk(sides: tuple[Side, Side], decode_first:
         assert not theirs[untouched].any()
 
 
+def test_a_layer_leaves_when_it_is_computed_and_not_before(sides: tuple[Side, Side]) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode)
+    computed = [plane[[3, 9, 1, 10]].copy() for plane in prefill.memory]
+    for plane in prefill.memory:
+        plane[:] = 0xEE  # what is not computed yet
+    decode.step(offered(of, (8, 2, 5, 7)))
+    prefill.worker.begin_step(sent(of, (3, 9, 1, 10), 4))
+    for layer, name in enumerate(LAYERS):
+        prefill.memory[layer][[3, 9, 1, 10]] = computed[layer]
+        prefill.worker.save_layer(name)
+        # Nothing of a later layer has come.
+        wait_until(
+            lambda layer=layer: (decode.memory[layer][[8, 2, 5, 7]] == computed[layer]).all()
+        )
+        assert not any(plane.any() for plane in decode.memory[layer + 1 :])
+    prefill.worker.end_forward()
+    decode.steps_until(lambda: decode.told.received)
+    assert decode.told.failed == set()
+    prefill.step(finished=("p",))
+    prefill.steps_until(lambda: prefill.told.sent)
+
+
+def test_what_a_forward_did_not_compute_never_leaves(sides: tuple[Side, Side]) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode)
+    decode.step(offered(of, (8, 2, 5, 7)))
+    prefill.worker.begin_step(sent(of, (3, 9, 1, 10), 4))
+    prefill.worker.save_layer(LAYERS[0])
+    wait_until(lambda: decode.memory[0][[8, 2, 5, 7]].any())
+    # The next step begins although this one has not ended; another request is in it.
+    other = params(prefill, decode)
+    prefill.step(StepPlan(sends=[Send("q", other, DIGEST, 1, ((4,),), 1)]))
+    decode.step(StepPlan(receives=[Receive("e", other, DIGEST, 0, ((6,),))]))
+    decode.steps_until(lambda: decode.told.received)
+    assert decode.told == Results(received={"e"})
+    assert not any(plane[[8, 2, 5, 7]].any() for plane in decode.memory[1:])
+    prefill.step(StepPlan(cancels={"p": "the test ends"}), finished=("p", "q"))
+    prefill.steps_until(lambda: prefill.told.sent == {"p", "q"})
+
+
 @pytest.mark.parametrize("layer_groups", [(0, 1, 0)])
 def test_of_each_group_the_blocks_arrive_that_decode_has_room_for(
     sides: tuple[Side, Side],

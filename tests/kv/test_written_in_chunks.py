@@ -13,7 +13,7 @@ from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.plan import plan_transfer
 from verify.polling import eventually
 
-from .workers import LAYERS, LAYOUT, Worker, make_ticket, receive
+from .workers import LAYERS, LAYOUT, Worker, make_ticket, receive, worker
 
 pytestmark = pytest.mark.native
 
@@ -137,3 +137,37 @@ def test_orders_of_two_kinds_are_refused_by_name() -> None:
 def test_opaque_heads_are_outermost() -> None:
     with pytest.raises(InvalidArgument, match="pass 'HND'"):
         dataclasses.replace(OPAQUE, order="NHD")
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("offered_first", [False, True])
+async def test_layers_that_are_written_beforehand_leave_when_they_are_computed(
+    fabric: str, rng: random.Random, checksums: bool, offered_first: bool
+) -> None:
+    async with (
+        worker("p", fabric, checksums=checksums) as prefill,
+        worker("d", fabric) as decode,
+    ):
+        ticket = make_ticket(prefill, decode)
+        with prefill.pool.hold(7) as hold:
+            watcher = prefill.engine.watcher()
+            async with await prefill.endpoint.prefill_session(ticket, hold) as session:
+                receiving = None
+                if offered_first:
+                    receiving = asyncio.create_task(receive(prefill, decode, ticket, 7))
+                    await eventually(lambda: session.fabric is not None)
+                for step, until in enumerate((2, 3, 7)):
+                    for layer in range(LAYERS):
+                        session.write_layer(
+                            layer, until, after=watcher.at(LAYERS * step + layer + 1)
+                        )
+                    # Computed only now; what was sent before stays as it was.
+                    prefill.fill(hold.ids[(0, 2, 3)[step] : until].tolist(), rng)
+                    for _ in range(LAYERS):
+                        watcher.add()
+                if receiving is None:
+                    receiving = asyncio.create_task(receive(prefill, decode, ticket, 7))
+                await session.finish(b"tail")
+                received = await receiving
+            assert received == prefill.contents(hold.ids.tolist())
+            assert bool(decode.endpoint.counts.checked_bytes) is checksums

@@ -105,20 +105,20 @@ def test_other_weights_are_refused_by_push_and_pull(
     cluster.wait_until_idle(cluster.prefill, stranger)
 
 
-@pytest.mark.parametrize("model", ["tiny", "blue", "red"])
+@pytest.mark.parametrize("name", ["tiny", "blue", "red"])
 def test_adapters_of_one_base_are_served_by_their_names(
-    cluster: Cluster, rng: random.Random, model: str
+    cluster: Cluster, rng: random.Random, name: str
 ) -> None:
     prompts = [random_prompt(rng) for _ in range(8)]
     # Prefill computes what comes without a ticket.
-    whole = [cluster.tokens(cluster.prefill, prompt, model=model) for prompt in prompts]
-    pushed = [cluster.tokens(cluster.router, prompt, model=model) for prompt in prompts]
+    whole = [cluster.tokens(cluster.prefill, prompt, model=name) for prompt in prompts]
+    pushed = [cluster.tokens(cluster.router, prompt, model=name) for prompt in prompts]
     assert pushed == whole
-    other = {"tiny": "blue", "blue": "red", "red": "tiny"}[model]
+    other = {"tiny": "blue", "blue": "red", "red": "tiny"}[name]
     assert whole != [cluster.tokens(cluster.prefill, prompt, model=other) for prompt in prompts]
     for prompt, expected in zip(prompts, whole, strict=True):
-        kept = cluster.keep(prompt, model=model)
-        got = cluster.tokens(cluster.decode, prompt, model=model, kv_transfer_params=kept)
+        kept = cluster.keep(prompt, model=name)
+        got = cluster.tokens(cluster.decode, prompt, model=name, kv_transfer_params=kept)
         assert got == expected
 
 

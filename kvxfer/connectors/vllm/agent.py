@@ -22,7 +22,7 @@ from kvxfer.connectors.transfer_engine import MakeCache, transfer_engine
 from kvxfer.connectors.vllm.api_watch import ApiWatch
 from kvxfer.connectors.vllm.load import Counted
 from kvxfer.connectors.vllm.settings import ConnectorSettings
-from kvxfer.engine import Engine, Peer
+from kvxfer.engine import Engine, Peer, Watcher
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.instances import InstanceSpec, InstanceState, Load, Role
 from kvxfer.kv.cache import KvCache
@@ -99,6 +99,10 @@ class Agent(LoopThread):
         if not self._abandoned:
             self._engine.native.close()
             self._abandoned = True
+
+    def watcher(self) -> Watcher:
+        """A new word that writes may wait for. Any thread."""
+        return self._engine.watcher()
 
     async def take_weights(self, version: int) -> None:
         """The weights are of another version from now on. Returns when no transfer of the one

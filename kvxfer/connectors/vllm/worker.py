@@ -15,6 +15,7 @@ import numpy as np
 from kvxfer.connectors.engine_blocks import EngineBlocks
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.ended import DELIVERED, Ended
+from kvxfer.connectors.vllm.forward_progress import ForwardProgress, Step
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK, BlockTable
 from kvxfer.errors import EngineClosed, InvalidArgument, KvxferError, TransferCancelled
@@ -46,8 +47,8 @@ class _Outgoing:
     session: PrefillSession
     blocks: EngineBlocks
     digest: bytes
-    written: list[int]
-    """Blocks by layer."""
+    written: int = 0
+    """Blocks whose writes are submitted, of each layer."""
     whole: bool = False
     ended: bool = False
     """Nothing of it is under way any more."""
@@ -66,6 +67,7 @@ class TransferWorker:
     def __init__(self, agent: Agent, layers: Sequence[str]) -> None:
         self._agent = agent
         self._layers = {name: index for index, name in enumerate(layers)}
+        self._progress = ForwardProgress(agent.watcher, len(layers))
         self._plan = StepPlan()
         self._sends: dict[str, _Outgoing | None] = {}  # None where no session could begin
         self._finished: set[str] = set()  # requests whose blocks wait for their send
@@ -104,31 +106,38 @@ class TransferWorker:
             self._agent.spawn(self._keep(params))
         for params, why in plan.releases:
             self._agent.spawn(self._release(params, why))
+        writes = []
         for send in plan.sends:
             if send.request_id not in self._sends:
                 self._sends[send.request_id] = self._begin_send(send)
             outgoing = self._sends[send.request_id]
-            if outgoing is not None:
-                outgoing.blocks.fill(_ids(send.block_ids))
+            if outgoing is None:
+                continue
+            outgoing.blocks.fill(_ids(send.block_ids))
+            if outgoing.written < send.until:
+                outgoing.written = send.until
+                writes.append((outgoing, send.until))
+        if plan.sends:
+            step = self._progress.begin()
+            self._agent.spawn(self._write(writes, step))
 
     def save_layer(self, name: str) -> None:
-        """A layer of this step is computed."""
-        layer = self._layers.get(name)
-        if layer is not None and self._plan.sends:
-            self._guarded(lambda: self._write_layer(layer))
+        """A layer of this step is computed, and so is every layer before it."""
+        if (layer := self._layers.get(name)) is not None:
+            self._computed(layer + 1)
 
     def end_forward(self) -> None:
         """All layers of this step are computed."""
+        self._computed(len(self._layers))
         self._guarded(self._end_forward)
 
-    def _write_layer(self, layer: int) -> None:
-        for send in self._plan.sends:
-            self._write(send, layer)
+    def _computed(self, layers: int) -> None:
+        """So many layers of this step are computed: what waited for them goes."""
+        if self._plan.sends:
+            self._guarded(lambda: self._progress.reach(layers))
 
     def _end_forward(self) -> None:
         for send in self._plan.sends:
-            for layer in self._layers.values():
-                self._write(send, layer)
             outgoing = self._sends.get(send.request_id)
             if outgoing is not None and send.until == send.num_blocks and not outgoing.whole:
                 outgoing.whole = True
@@ -197,20 +206,16 @@ class TransferWorker:
             logger.warning("request %s is not sent: %s", send.request_id, error)
             self._note(Ended("send", error.code))
             return None
-        outgoing = _Outgoing(session, blocks, send.digest, [0] * len(self._layers))
+        outgoing = _Outgoing(session, blocks, send.digest)
         self._agent.spawn(self._watch(send.request_id, outgoing))
         return outgoing
 
-    def _write(self, send: Send, layer: int) -> None:
-        outgoing = self._sends.get(send.request_id)
-        if outgoing is None or outgoing.written[layer] >= send.until:
-            return
-        outgoing.written[layer] = send.until
-        try:
-            outgoing.session.write_layer(layer, send.until)
-        except KvxferError:
-            # The session tells whoever watches it.
-            outgoing.written = [send.num_blocks] * len(self._layers)
+    async def _write(self, sends: Sequence[tuple[_Outgoing, int]], step: Step) -> None:
+        """Submits what this step completes: it leaves layer by layer, as they are computed."""
+        for layer in self._layers.values():
+            for outgoing, until in sends:
+                with contextlib.suppress(KvxferError):  # the session tells whoever watches it
+                    outgoing.session.write_layer(layer, until, after=step.after(layer))
 
     async def _decline(self, params: TransferParams, how: str) -> None:
         try:

@@ -1,0 +1,47 @@
+"""How far vLLM's forward is, as a word that the engine watches: writes are submitted before it, and
+leave when their layer is computed. Of the forward it takes one addition per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvxfer.engine import Watcher, WatchFor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward. `base` is where the word was before it."""
+
+    watcher: Watcher
+    base: int
+
+    def after(self, layer: int) -> WatchFor:
+        """For the writes of a layer."""
+        return self.watcher.at(self.base + layer + 1)
+
+
+class ForwardProgress:
+    """One thread: that of the forward."""
+
+    def __init__(self, make_watcher: Callable[[], Watcher], layers: int) -> None:
+        self._make_watcher = make_watcher
+        self._layers = layers
+        self._step: Step | None = None
+        self._reached = layers
+
+    def begin(self) -> Step:
+        """A forward begins. What waits for layers of one before that it has not reached never
+        leaves: nobody knows whether they were computed."""
+        if self._step is None or self._reached < self._layers:
+            self._step = Step(self._make_watcher(), 0)
+        else:
+            self._step = Step(self._step.watcher, self._step.base + self._layers)
+        self._reached = 0
+        return self._step
+
+    def reach(self, layers: int) -> None:
+        """So many layers of the forward, the first ones, are computed."""
+        if self._step is not None and layers > self._reached:
+            self._step.watcher.add(layers - self._reached)
+            self._reached = layers
