@@ -54,6 +54,9 @@ class Load(Struct, frozen=True, kw_only=True):
     """Requests that are queued."""
     free_blocks: int | None = None
     """KV blocks that are free now; None where the worker does not count them."""
+    queues: bool = False
+    """Whether a request for which there are no free blocks waits there. Otherwise the worker
+    refuses it, and is not chosen for it."""
     requests_per_second: float | None = None
     """Requests that arrive, over the last minute or so. This one and those below feed the
     autoscaler; None where the worker does not measure them."""

@@ -104,15 +104,20 @@ class WeightedScorer(Scorer):
 
 
 def available_blocks(instance: Instance) -> int:
-    """Blocks that a new transfer may count on.
+    """Blocks that a new transfer may count on: of an instance where requests wait for blocks, all
+    that are not reserved.
 
     A block that is reserved may already be in use too, so the two are not added up.
     """
     unreserved = instance.num_blocks - instance.reserved.blocks
-    free = instance.load.free_blocks
-    return unreserved if free is None else min(unreserved, free)
+    load = instance.load
+    if load.free_blocks is None or load.queues:
+        return unreserved
+    return min(unreserved, load.free_blocks)
 
 
 def occupancy(instance: Instance) -> float:
     """The share of the KV cache that is reserved or in use."""
-    return 1 - available_blocks(instance) / instance.num_blocks
+    free = instance.load.free_blocks
+    in_use = 0 if free is None else instance.num_blocks - free
+    return max(in_use, instance.reserved.blocks) / instance.num_blocks

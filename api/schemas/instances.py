@@ -191,6 +191,13 @@ class Load(BaseModel):
     free_blocks: Count | None = Field(
         None, description="KV blocks that are free now; null where they are not counted."
     )
+    queues: bool = Field(
+        False,
+        description=(
+            "Whether a request for which there are no free blocks waits there. Otherwise it is "
+            "refused, so the worker is not chosen."
+        ),
+    )
     requests_per_second: Measured = Field(None, description="Requests that arrive.")
     tokens_per_second: Measured = Field(
         None, description="Tokens of prompts that arrive at prefill, of output at decode."

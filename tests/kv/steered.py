@@ -145,8 +145,9 @@ class Peer:
     def write_pages(
         self, src: Any, dst: bytes, *, page_length: int, src_pages: Any, dst_pages: Any,
         src_stride: int, dst_stride: int, src_offset: int = 0, dst_offset: int = 0, imm: int = 0,
-        timeout: float = 0,
+        timeout: float = 0, after: None = None,
     ) -> Operation:  # fmt: skip
+        assert after is None, "there are no watched words here"
         if not self.alive:
             raise PeerLost(f"{self.engine_id} is lost")
         if len(self.network.writes) >= self.network.max_queued:

@@ -47,6 +47,10 @@ def chosen(fleet: list[Instance], **request: Any) -> tuple[str, str]:
 P, D = instance("p", "prefill"), instance("d", "decode")
 
 
+def full(name: str, *, queues: bool, running: int = 0) -> Instance:
+    return instance(name, "decode", load=Load(free_blocks=0, queues=queues, running=running))
+
+
 def with_names(name: str, role: str) -> Instance:
     return instance(name, role, load=Load(models=("alias", "sql"), running=5))
 
@@ -60,6 +64,12 @@ def with_names(name: str, role: str) -> Instance:
         ([P, D], {"avoid": ("p", "d")}, ("p", "d")),
         ([P, D, instance("e", "decode")], {"avoid": ("p", "d")}, ("p", "e")),
         ([P, instance("q", "prefill"), D], {"avoid": ("p", "d")}, ("q", "d")),
+        # a full cache bans who refuses requests then, and not who lets them wait
+        (
+            [P, full("c", queues=False), full("e", queues=True, running=3)],
+            {"prompt_tokens": 40},
+            ("p", "e"),
+        ),
         # aliases and adapters that both have
         (
             [P, with_names("q", "prefill"), D, with_names("e", "decode")],

@@ -163,8 +163,10 @@ class NativeEngine:
     def write_pages(
         self, peer: int, source: Region, destination: bytes, *, page_length: int,
         source_pages: Any, destination_pages: Any, source_stride: int, destination_stride: int,
-        source_offset: int, destination_offset: int, imm: int | None, timeout: float, **_: object,
+        source_offset: int, destination_offset: int, imm: int | None, timeout: float,
+        after: None = None, **_: object,
     ) -> tuple[int, int, int]:  # fmt: skip
+        assert after is None, "there are no watched words here"
         end = self._end(peer)
         queued = sum(len(operation.unread) for operation in end.operations.values())
         if queued >= self.network.max_queued:
