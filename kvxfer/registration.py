@@ -148,8 +148,9 @@ class Registration:
     async def take_model(self, model: ModelIdentity) -> None:
         """Registers again, with what the KV cache is of now: tickets for what it was of before end
         with their epoch. Raises nothing where that fails: the next heartbeat tries again."""
-        self._spec = replace(self._spec, identity=model)
-        self._lease = None
+        async with self._step:
+            self._spec = replace(self._spec, identity=model)
+            self._lease = None
         await self.heartbeat()
 
     async def heartbeat(self) -> None:

@@ -21,6 +21,7 @@ from kvxfer.errors import (
     UnknownInstance,
 )
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role
+from kvxfer.model_identity import ModelIdentity
 from kvxfer.registration import Registration
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from tests.network import CONTROL_PLANE, Network
@@ -93,6 +94,21 @@ async def test_worker_advances_at_once(client, registered, clock):
         await registration.advance(READY)
         assert registration.state is DRAINING
         assert clock.monotonic() == began
+
+
+async def test_a_new_model_is_a_new_epoch_in_the_same_place(client, registered, clock):
+    epochs: list[int] = []
+    async with registered(state=READY, on_epoch=epochs.append) as registration:
+        before = clock.monotonic()
+        model = ModelIdentity(checkpoint="a" * 32, weights_version=2)
+        # Beside a heartbeat that is under way.
+        await asyncio.gather(registration.heartbeat(), registration.take_model(model))
+        assert clock.monotonic() - before < INTERVAL
+        [instance] = await client.instances()
+        assert (instance.identity, instance.state) == (model, READY)
+        assert [instance.epoch] == epochs[1:] == [registration.epoch]
+        await passes(LEASE + INTERVAL)
+        assert [one.epoch for one in await client.instances()] == epochs[1:]
 
 
 async def test_worker_learns_with_its_next_heartbeat_that_it_is_drained(client, registered):

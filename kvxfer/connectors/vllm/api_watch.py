@@ -73,12 +73,13 @@ class ApiWatch:
         """Asks until it is cancelled."""
         async with self._http:
             while True:
-                with contextlib.suppress(httpx.HTTPError):
+                with contextlib.suppress(httpx.HTTPError, ValueError):
                     await self.look()
                 await asyncio.sleep(_EVERY_SECONDS)
 
     async def look(self) -> None:
-        """Asks once. Raises httpx.HTTPError where nobody answers."""
+        """Asks once. Raises httpx.HTTPError where nobody answers, ValueError where what answers is
+        not vLLM."""
         metrics = await self._http.get("/metrics")
         if metrics.is_success:
             self._take(metrics.text)
