@@ -18,7 +18,7 @@ class ModelIdentity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     checkpoint: str = ""
     """Digest of the weights (kvxfer.checkpoint_digest), or a name that an operator gave them."""
     weights_version: int = 0
-    """Grows with each update of the weights in place; whoever updates them sets it."""
+    """Grows with each update of the weights in place; the updater sets it."""
     model_dtype: str = ""
     """Of what the model computes, as torch names it; that of the cache is in its layout."""
     quantization: str = ""

@@ -129,9 +129,9 @@ class PairIndex:
     def find(self, request: TransferRequest) -> Pair | None:
         """As `choose`, with None where there is no pair: only the reasons take a look at all."""
         avoid: frozenset[str] = frozenset(request.avoid)
-        nobody: frozenset[str] = frozenset()
+        none: frozenset[str] = frozenset()
         # One side with an instance to avoid is better than two.
-        prefers = product((avoid, nobody), repeat=2) if avoid else [(nobody, nobody)]
+        prefers = product((avoid, none), repeat=2) if avoid else [(none, none)]
         for prefills, decodes in prefers:
             pair = self._find(request, {Role.PREFILL: prefills, Role.DECODE: decodes})
             if pair is not None:

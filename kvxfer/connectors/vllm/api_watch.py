@@ -78,8 +78,7 @@ class ApiWatch:
                 await asyncio.sleep(_EVERY_SECONDS)
 
     async def look(self) -> None:
-        """Asks once. Raises httpx.HTTPError where nobody answers, ValueError where what answers is
-        not vLLM."""
+        """Asks once. Raises httpx.HTTPError, or ValueError for an answer that cannot be read."""
         metrics = await self._http.get("/metrics")
         if metrics.is_success:
             self._take(metrics.text)

@@ -32,7 +32,7 @@ class ForwardProgress:
 
     def begin(self) -> Step:
         """A forward begins. What waits for layers of one before that it has not reached never
-        leaves: nobody knows whether they were computed."""
+        leaves: they may not have been computed."""
         if self._step is None or self._reached < self._layers:
             self._step = Step(self._make_watcher(), 0)
         else:

@@ -1,4 +1,4 @@
-"""For whoever updates the weights of a vLLM instance in place."""
+"""To be called after an update of a vLLM instance's weights in place."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def set_weights_version(_worker: Any, version: int) -> None:
     are there and before the instance serves requests again.
 
     Transfers of the version before are cancelled, and so are prompts that wait to be fetched. An
-    instance exchanges KV with those of its own version alone. What is in its prefix cache is vLLM's
-    matter: `reset_prefix_cache()`.
+    instance exchanges KV with instances of the same version alone. Its prefix cache is vLLM's
+    matter: call `reset_prefix_cache()`.
 
     Raises InvalidArgument for a version that is not greater than the one before, and where the
     instance has no KvxferConnector.

@@ -214,7 +214,7 @@ class TransferWorker:
         """Submits what this step completes: it leaves layer by layer, as they are computed."""
         for layer in self._layers.values():
             for outgoing, until in sends:
-                with contextlib.suppress(KvxferError):  # the session tells whoever watches it
+                with contextlib.suppress(KvxferError):  # _watch() hears of it
                     outgoing.session.write_layer(layer, until, after=step.after(layer))
 
     async def _decline(self, params: TransferParams, how: str) -> None:
