@@ -2,6 +2,8 @@
 // in fabric/<name>/. Engine thread only, unless said otherwise.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -76,6 +78,8 @@ class Path {
 
   // When bytes of the peer last came this way; 0 where that does not prove that it runs.
   virtual std::uint64_t last_heard_ns() const { return 0; }
+  // The peer's process as seen from here; 0 where it is not visible.
+  virtual pid_t pid() const { return 0; }
 };
 
 // One NIC endpoint, or what stands for one.

@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,11 +12,14 @@
 #include <fstream>
 
 #include "clock.hpp"
+#include "patience.hpp"
 #include "random.hpp"
 
 namespace kvxfer {
 namespace {
 
+// Of the engine thread.
+constexpr int kEngineNice = -10;
 // With nothing to time the thread still looks around this often.
 constexpr std::uint64_t kIdleTickNs = 10'000'000'000u;
 // How often a sleeping thread looks at watched words: nobody can be made to wake it.
@@ -154,7 +158,7 @@ Result<void> DomainGroup::start() {
   if (!lanes_.empty()) fabrics_.emplace_back(lanes_.front()->fabric());
   if (auto good = acceptor_->start(identity_, poller_, *this); !good) return good;
   thread_ = std::jthread([this] { run(); });
-  ::pthread_setname_np(thread_.native_handle(), "kvxfer");
+  ::pthread_setname_np(thread_.native_handle(), kEngineThreadName);
   return pin(thread_.native_handle(), options_.cpus);
 }
 
@@ -212,6 +216,8 @@ EngineStats DomainGroup::stats() {
 // --- the loop --------------------------------------------------------------------------------
 
 void DomainGroup::run() {
+  // Before threads that compute, where that is permitted: peers take its silence for death.
+  ::setpriority(PRIO_PROCESS, 0, kEngineNice);  // on Linux, of this thread alone
   last_tick_ns_ = now_ns();
   std::uint64_t last_progress = last_tick_ns_;
   const auto spin = static_cast<std::uint64_t>(options_.spin.count());

@@ -142,10 +142,14 @@ void DomainGroup::expire_operations(std::uint64_t now) {
       fail(operation, Errc::deadline_exceeded,
            "not delivered before its deadline: " + std::to_string(operation->finished) + " of " +
                std::to_string(operation->writes.size()) + " writes were");
-    } else if (operation->finished != operation->finished_at_grace) {
-      operation->finished_at_grace = operation->finished;  // slow, but it moves
+      continue;
+    }
+    const auto peer = peers_.find(operation->peer);
+    if (peer == peers_.end()) continue;
+    if (operation->finished != operation->finished_at_grace || peer->second->late(now)) {
+      operation->finished_at_grace = operation->finished;  // slow, but it moves; or starved
       operation->deadline_ns = now + static_cast<std::uint64_t>(options_.peer_timeout.count());
-    } else if (const auto peer = peers_.find(operation->peer); peer != peers_.end()) {
+    } else {
       peer->second->lose({Errc::deadline_exceeded,
                           "it does not take the writes that were posted, though it is alive"});
     }

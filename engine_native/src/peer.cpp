@@ -37,8 +37,8 @@ Peer::Peer(PeerId id, std::unique_ptr<Stream> stream, Session session, PeerEvent
       stream_(std::move(stream)),
       session_(std::move(session)),
       events_(events),
-      last_heard_ns_(now_ns()),
-      last_path_ns_(last_heard_ns_) {
+      patience_(now_ns()),
+      last_path_ns_(now_ns()) {
   handle_->id = id;
   handle_->engine = session_.peer;
   handle_->label = make_label(session_);
@@ -303,19 +303,23 @@ void Peer::on_sent() {
 
 void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
   if (state_ == State::lost) return;
-  last_heard_ns_ = std::min(now, last_heard_ns_ + stalled_ns);
-  for (const auto& path : paths_) last_heard_ns_ = std::max(last_heard_ns_, path->last_heard_ns());
+  patience_.forgive(stalled_ns, now);
+  pid_t pid = 0;
+  for (const auto& path : paths_) {
+    patience_.hear(path->last_heard_ns());
+    pid = std::max(pid, path->pid());
+  }
   // The acceptor goes by the initiator's heartbeats.
   if (state_ != State::up && initiator() && waiters.empty()) {
     return lose({Errc::connect_failed, trouble()});
   }
-  const auto silent = now - std::min(now, last_heard_ns_);
   // A peer that was told to beat slower than we wait is not dead between two beats.
   const auto limit = std::max<std::uint64_t>(static_cast<std::uint64_t>(timeout.count()),
                                              3 * session_.introduction.heartbeat_ns);
-  if (silent > limit) {
-    return lose({Errc::peer_timeout, "no heartbeat for " + std::to_string(silent / 1'000'000) +
-                                         " ms; the process is frozen or its host is cut off"});
+  if (patience_.ends(limit, pid, now)) {
+    return lose({Errc::peer_timeout,
+                 "no heartbeat for " + std::to_string(patience_.silence(now) / 1'000'000) +
+                     " ms; the process is frozen or starved, or its host is cut off"});
   }
   if (nics_) nics_->tick(now);
   if (state_ == State::lost) return;
@@ -330,7 +334,7 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
 }
 
 void Peer::on_input(std::string& in) {
-  last_heard_ns_ = now_ns();
+  patience_.hear(now_ns());
   std::size_t at = 0;
   while (state_ != State::lost && in.size() - at >= sizeof(FrameHead)) {
     FrameHead head;

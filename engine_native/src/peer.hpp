@@ -17,6 +17,7 @@
 #include "fabric/nic/nic_link.hpp"
 #include "kvxfer/types.hpp"
 #include "operation.hpp"
+#include "patience.hpp"
 
 namespace kvxfer {
 
@@ -109,6 +110,10 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   // Sends a heartbeat and looks at the peer's. `stalled_ns`: how long this engine itself did not
   // run, which must not be held against the peer.
   void tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout);
+  // Whether it misses heartbeats: then tick() decides on it.
+  bool late(std::uint64_t now) const {
+    return patience_.silence(now) > 3 * session_.introduction.heartbeat_ns;
+  }
 
   // The fence. Afterwards nothing of the peer lands here.
   void close_paths();
@@ -150,7 +155,7 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   PeerEvents& events_;
   State state_ = State::opening;
   bool was_up_ = false;  // on_up() was reported
-  std::uint64_t last_heard_ns_;
+  Patience patience_;
   std::uint64_t last_path_ns_;  // when there last was any
   std::vector<std::unique_ptr<Path>> paths_;
   std::vector<std::uint32_t> lanes_;  // of paths_, in the same order

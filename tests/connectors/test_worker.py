@@ -212,6 +212,23 @@ def test_what_a_forward_did_not_compute_never_leaves(sides: tuple[Side, Side]) -
     prefill.steps_until(lambda: prefill.told.sent == {"p", "q"})
 
 
+def test_an_idle_step_waits_until_a_transfer_ends_and_only_where_there_is_one(
+    sides: tuple[Side, Side],
+) -> None:
+    prefill, decode = sides
+    for_ever = StepPlan(idle_seconds=threading.TIMEOUT_MAX)
+    decode.step(for_ever)  # nothing is under way: it returns
+    of = params(prefill, decode)
+    decode.step(offered(of, (8, 2, 5, 7)))
+    waiting = threading.Thread(target=decode.step, args=(for_ever,), daemon=True)
+    waiting.start()
+    prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
+    waiting.join()
+    assert decode.told.received == {"d"}
+    prefill.step(for_ever)
+    prefill.steps_until(lambda: prefill.told.sent)
+
+
 @pytest.mark.parametrize("layer_groups", [(0, 1, 0)])
 def test_of_each_group_the_blocks_arrive_that_decode_has_room_for(
     sides: tuple[Side, Side],

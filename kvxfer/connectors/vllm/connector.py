@@ -23,6 +23,7 @@ from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.caches import in_model_order, layout_of, packing_name, register_caches
 from kvxfer.connectors.vllm.groups import HeldWindows, windows_of
 from kvxfer.connectors.vllm.identity import adapter_of, identity_of
+from kvxfer.connectors.vllm.idle_steps import IdleSteps
 from kvxfer.connectors.vllm.load import RequestCounter
 from kvxfer.connectors.vllm.plan import StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
@@ -111,6 +112,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             blocks = PromptBlocks(self._block_size, self._windows)
             self._held = HeldWindows(blocks)
             self._counter = RequestCounter()
+            self._idle = IdleSteps(allowed=vllm_config.parallel_config.data_parallel_size == 1)
             self._scheduler = TransferScheduler(blocks, self._side_of, self._settings.lease_seconds)
             self._kept = KeptPrompts(
                 self._settings.instance_id,
@@ -181,6 +183,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         preempted = scheduler_output.preempted_req_ids or ()
         plan = self._scheduler.step(scheduled, preempted)
         plan.counted = self._counter.step(scheduled, preempted)
+        plan.idle_seconds = self._idle.step(scheduler_output.total_num_scheduled_tokens)
         self._held.release(preempted)
         for one in scheduled:
             of = one.request_id

@@ -97,3 +97,5 @@ class StepPlan:
     """Hashes of prompts that are in the prefix cache now (kvxfer.prefix_hashes)."""
     counted: Counted | None = None
     """The load of the instance."""
+    idle_seconds: float = 0.0
+    """How long the worker side may wait for something to end: the step computes nothing."""

@@ -73,6 +73,7 @@ class TransferWorker:
         self._finished: set[str] = set()  # requests whose blocks wait for their send
         self._lock = threading.Lock()
         self._results = Results()
+        self._news = threading.Event()  # something has ended
         self._receiving: dict[str, asyncio.Task[None]] = {}  # loop only
         self._aborted: set[str] = set()  # those of them whose request has ended; loop only
         self._expected: set[str] = set()  # requests whose receive was begun and has not ended
@@ -154,9 +155,16 @@ class TransferWorker:
             self._agent.spawn(self._receive(receive))
 
     def results(self, finished: Collection[str]) -> Results:
-        """What ended; `finished` are requests that have ended since the last step."""
+        """What ended; `finished` are requests that have ended since the last step.
+
+        In a step that computes nothing this waits a moment for a transfer to end.
+        """
         self._finished |= self._sends.keys() & set(finished)
         self._guarded(self._require_answers)
+        pending = self._expected or self._sends
+        if pending and self._plan.idle_seconds and not self._agent.lost:
+            self._news.wait(self._plan.idle_seconds)
+        self._news.clear()
         lost = self._agent.lost
         with self._lock:
             results, self._results = self._results, Results()
@@ -246,6 +254,7 @@ class TransferWorker:
             self._note(self._delivered("send", outgoing.session.nbytes, begun))
         finally:
             outgoing.ended = True
+            self._news.set()
 
     async def _receive(self, receive: Receive) -> None:
         task = asyncio.current_task()
@@ -274,6 +283,7 @@ class TransferWorker:
                 if failed:
                     self._results.failed.add(receive.request_id)
                 self._results.ended.append(ended)
+            self._news.set()
 
     def _delivered(self, direction: str, nbytes: int, begun: float) -> Ended:
         layout = self._agent.endpoint.layout

@@ -48,7 +48,7 @@ class LocalPath final : public Path, private EventSink {
   void revoke_counter(Imm) override {}
   void revoke_region(std::uint64_t) override {}
 
-  pid_t pid() const { return source_.pid(); }
+  pid_t pid() const override { return source_.pid(); }
   void poll();
   // Asks both rings for a wake-up; false if there is work after all.
   bool prepare_sleep();
