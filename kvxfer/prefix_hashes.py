@@ -23,14 +23,27 @@ def chain_hashes(tokens: Sequence[int], tokens_per_hash: int, *, salt: str = "")
     decides on the KV cache, above all the model, then adapters. The control plane never computes a
     hash: any other 64-bit chain hash will do where all workers of a model and the routers share it.
     """
-    parent = hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES).digest()
+    parent = seed(salt)
     hashes = []
     for end in range(tokens_per_hash, len(tokens) + 1, tokens_per_hash):
-        block = tokens[end - tokens_per_hash : end]
-        content = parent + struct.pack(f"<{tokens_per_hash}q", *block)
-        parent = hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
-        hashes.append(int.from_bytes(parent, "big"))
+        parent = following(parent, tokens[end - tokens_per_hash : end])
+        hashes.append(hash_of(parent))
     return tuple(hashes)
+
+
+def seed(salt: str) -> bytes:
+    """The link of a chain that is before its first block."""
+    return hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES).digest()
+
+
+def following(link: bytes, block: Sequence[int]) -> bytes:
+    """The link of the next block."""
+    content = link + struct.pack(f"<{len(block)}q", *block)
+    return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
+
+
+def hash_of(link: bytes) -> int:
+    return int.from_bytes(link, "big")
 
 
 def prompt_hashes(tokens: Sequence[int], model: str) -> tuple[int, ...]:

@@ -107,11 +107,13 @@ class Network:
         role: Role,
         answer: Answer,
         credentials: Credentials | None = None,
+        tokenize: Answer | None = None,
         **changes: Any,
     ) -> None:
-        """A worker that is ready; it answers every request with `answer`."""
+        """A worker that is ready; it answers every request with `answer`, and those for the tokens
+        of a text with `tokenize`."""
         host = f"{instance_id}:8000"
-        self.apps[host] = worker_app(answer)
+        self.apps[host] = worker_app(answer, tokenize)
         spec = worker(instance_id, role, http_address=f"http://{host}", **changes)
         async with self.client(credentials=credentials or Credentials()) as client:
             await client.register(spec, state=InstanceState.READY)
@@ -141,8 +143,13 @@ class Reply:
 Answer = Callable[[dict[str, Any], Reply], Awaitable[None]]
 
 
-def worker_app(answer: Answer) -> Any:
-    """A worker that answers every request with `answer`, which is cancelled when the client leaves.
+async def _not_found(_body: dict[str, Any], reply: Reply) -> None:
+    await reply.begin(404, "text/plain")
+
+
+def worker_app(answer: Answer, tokenize: Answer | None = None) -> Any:
+    """A worker that answers every request with `answer`, which is cancelled when the client leaves,
+    and `/tokenize` with `tokenize`, or with a 404.
 
     One that sends nothing hangs up.
     """
@@ -153,12 +160,13 @@ def worker_app(answer: Answer) -> Any:
             message = await receive()
             content, more = content + message["body"], message["more_body"]
         body = json.loads(content)
-        assert scope["path"] == (CHAT if "messages" in body else COMPLETIONS)
+        asks_tokens = scope["path"] == "/tokenize"
+        assert asks_tokens or scope["path"] == (CHAT if "messages" in body else COMPLETIONS)
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         reply = Reply(send, headers)
 
         async def answered() -> None:
-            await answer(body, reply)
+            await ((tokenize or _not_found) if asks_tokens else answer)(body, reply)
 
         with contextlib.suppress(ClientLeft):
             await while_connected(receive, answered())

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 
 from kvxfer.prefix_hashes import (
     MAX_HASHES_PER_REQUEST,
     TOKENS_PER_HASH,
+    as_text,
     asked_hashes,
     prompt_hashes,
 )
+
+DOCS = Path(__file__).parents[1] / "docs/pairing.md"
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 3500, 16384, 16385, 100_000])
@@ -28,6 +33,22 @@ def test_what_is_asked_for_is_published_and_reaches_to_the_end(
     assert tokens - tokens_per_hash < len(asked) * tokens_per_hash <= tokens
     for number, each in enumerate(asked, 1):
         assert each == published[number * tokens_per_hash // TOKENS_PER_HASH - 1]
+
+
+def test_the_hashes_are_those_of_the_docs() -> None:
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+?) \|$", DOCS.read_text(), re.MULTILINE)
+    prompts = {
+        "0 to 63": range(64),
+        "0 to 130": range(131),
+        "0 to 62": range(63),
+        "64 times 0": [0] * 64,
+        f"64 times {2**63 - 1}": [2**63 - 1] * 64,
+    }
+    told = [(model, ids, re.findall("[0-9a-f]{16}", row)) for model, ids, row in rows]
+    told = [(model, ids, hashes) for model, ids, hashes in told if ids in prompts]
+    assert {ids for _, ids, _ in told} == prompts.keys()
+    for model, ids, hashes in told:
+        assert as_text(prompt_hashes(list(prompts[ids]), model)) == hashes
 
 
 def test_prompts_share_the_hashes_of_their_common_beginning_and_models_none() -> None:

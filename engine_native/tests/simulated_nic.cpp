@@ -339,8 +339,9 @@ void SimulatedNetwork::run(const std::stop_token& stop) {
   std::unique_lock lock(mutex_);
   while (arrived_.wait(lock, stop, [this] { return !wire_.empty() && !held_; })) {
     if (stop.stop_requested()) return;
-    // Any of those that wait goes next, and sometimes more gather first.
-    if (random_() % 8 == 0) {
+    // Any of those that wait goes next, and sometimes more gather first: not often, as a thread
+    // that yields beside others that compute waits for milliseconds.
+    if (random_() % 256 == 0) {
       lock.unlock();
       std::this_thread::yield();
       lock.lock();

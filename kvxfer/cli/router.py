@@ -105,10 +105,18 @@ def router(
     bytes_per_token: Annotated[
         float,
         typer.Option(
-            help="Of a text prompt, to reserve blocks by; token ids are counted.",
+            help="Of a text prompt whose tokens are not known in time, to reserve blocks by.",
             rich_help_panel=_PATIENCE,
         ),
     ] = 4.0,
+    tokenize_seconds: Annotated[
+        float,
+        typer.Option(
+            help="A text prompt waits so long for a worker to say its tokens, which tell where "
+            "they are cached; 0 asks nobody.",
+            rich_help_panel=_PATIENCE,
+        ),
+    ] = 0.05,
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
@@ -175,6 +183,7 @@ def router(
         max_requests=max_requests,
         max_body_bytes=max_body_bytes,
         bytes_per_token=bytes_per_token,
+        tokenize_seconds=tokenize_seconds,
     )
     tls = None if tls_cert is None else ServerTls(tls_cert, tls_key)
     own = credentials(token_file, ca_file, cert_file, key_file)

@@ -4,7 +4,7 @@ which refuse what they cannot do."""
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -12,6 +12,15 @@ from kvxfer.prefix_hashes import NO_HASHES, AskedHashes, asked_hashes
 from kvxfer.router.completion import CompletionRequest
 from kvxfer.router.errors import InvalidRequest
 from kvxfer.router.exchange import CHAT, COMPLETIONS
+
+# What a prompt is made of, in the words of vLLM's /tokenize.
+_OF_TEXT: Final = frozenset({"model", "prompt", "add_special_tokens"})
+_OF_CHAT: Final = frozenset(
+    {
+        *("model", "messages", "tools", "chat_template", "chat_template_kwargs"),
+        *("add_special_tokens", "add_generation_prompt", "continue_final_message"),
+    }
+)
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -41,7 +50,9 @@ class _Body(BaseModel):
         prompt_tokens: int,
         arrived: float,
         prefix: AskedHashes = NO_HASHES,
+        text: frozenset[str] = frozenset(),
     ) -> CompletionRequest:
+        """`text`: the members that make the prompt of it, where nothing else does."""
         own = {"stream", "stream_options"}
         return CompletionRequest(
             request_id=request_id,
@@ -50,6 +61,7 @@ class _Body(BaseModel):
             body=self.model_dump(exclude_unset=True, exclude_none=True, exclude=own),
             prompt_tokens=prompt_tokens or None,
             prefix=prefix,
+            text=self.model_dump(exclude_unset=True, exclude_none=True, include=set(text)) or None,
             arrived=arrived,
         )
 
@@ -60,7 +72,7 @@ class CompletionBody(_Body):
     def request(self, request_id: str, bytes_per_token: float, arrived: float) -> CompletionRequest:
         if isinstance(self.prompt, str):
             tokens = math.ceil(len(self.prompt.encode()) / bytes_per_token)
-            return self._request(request_id, COMPLETIONS, tokens, arrived)
+            return self._request(request_id, COMPLETIONS, tokens, arrived, text=_OF_TEXT)
         prefix = asked_hashes(self.prompt, self.model)
         return self._request(request_id, COMPLETIONS, len(self.prompt), arrived, prefix)
 
@@ -72,7 +84,16 @@ class ChatBody(_Body):
 
     def request(self, request_id: str, bytes_per_token: float, arrived: float) -> CompletionRequest:
         nbytes = sum(len(_text(message.get("content")).encode()) for message in self.messages)
-        return self._request(request_id, CHAT, math.ceil(nbytes / bytes_per_token), arrived)
+        plain = all(_is_text(message.get("content")) for message in self.messages)
+        tokens = math.ceil(nbytes / bytes_per_token)
+        members = _OF_CHAT if plain else frozenset[str]()
+        return self._request(request_id, CHAT, tokens, arrived, text=members)
+
+
+def _is_text(content: Any) -> bool:
+    return not isinstance(content, list) or all(
+        isinstance(part, dict) and part.get("type") == "text" for part in content
+    )
 
 
 def _text(content: Any) -> str:

@@ -29,7 +29,10 @@ class CompletionRequest:
     prompt_tokens: int | None
     """As far as it is known without a tokenizer."""
     prefix: AskedHashes = NO_HASHES
-    """Of a prompt of token ids."""
+    """Of a prompt whose token ids are known."""
+    text: Mapping[str, Any] | None = None
+    """What a worker's tokenizer is asked: the members that make the prompt. None for token ids, and
+    where more than text makes it."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Of the client, for the workers."""
     arrived: float

@@ -43,6 +43,12 @@ class Metrics:
             "From a request's arrival to its first token, with all attempts.",
             buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
         )
+        self.tokenized = metrics.counter(
+            "kvxfer_router_tokenized_total",
+            "Prompts of text, by how their tokens were known: cached, asked of a worker, late (the "
+            "request went by load), failed.",
+            "outcome",
+        )
         self.inter_token = metrics.histogram(
             "kvxfer_router_inter_token_seconds",
             "Between two tokens, as a client that keeps up sees them.",

@@ -29,6 +29,7 @@ from kvxfer.router.errors import Overloaded, UnknownModel
 from kvxfer.router.exchange import Chunk, Exchange, WorkerFailed
 from kvxfer.router.metrics import Metrics
 from kvxfer.router.settings import RouterSettings
+from kvxfer.router.tokenizing import Tokenizing
 from kvxfer.tracing.span import span
 from kvxfer.transfers import OpenedTransfer
 
@@ -56,6 +57,7 @@ class Router:
         self._metrics = metrics
         self._clock = clock
         self._http = worker_client(workers)
+        self._prompts = Tokenizing(self._http, settings, metrics, clock)
         self._running = 0
         self._models: set[str] = set()
         self._releases: set[asyncio.Task[None]] = set()
@@ -65,12 +67,14 @@ class Router:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*self._releases)
+        await self._prompts.close()
         await self._http.aclose()
         await self._control_plane.close()
 
     async def complete(self, request: CompletionRequest) -> Chunk:
         """The whole completion. Raises what the control plane or the workers say in the end."""
         with self._counted():
+            request = await self._prompts.tokenized(request)
             attempts = _Attempts(request, self._settings, self._metrics, self._clock)
             while True:
                 try:
@@ -86,6 +90,7 @@ class Router:
         after the first token without another attempt.
         """
         with self._counted():
+            request = await self._prompts.tokenized(request)
             attempts = _Attempts(request, self._settings, self._metrics, self._clock)
             while True:
                 begun = False
@@ -129,7 +134,7 @@ class Router:
             transfer,
             request.body,
             path=request.path,
-            headers=self._headers_for_workers(request),
+            headers={**request.headers, **self._settings.headers_for_workers()},
             handshake=self._settings.handshake,
             token_seconds=self._settings.token_seconds,
         ) as exchange:
@@ -140,12 +145,6 @@ class Router:
                 self._release(transfer)
             self._metrics.first_token.observe(self._clock.monotonic() - request.arrived)
             yield exchange
-
-    def _headers_for_workers(self, request: CompletionRequest) -> dict[str, str]:
-        headers = dict(request.headers)
-        if self._settings.worker_key is not None:
-            headers["Authorization"] = f"Bearer {self._settings.worker_key.current}"
-        return headers
 
     async def _pair(self, request: CompletionRequest, attempts: _Attempts) -> OpenedTransfer:
         """Raises NoCapacity or ControlPlaneUnavailable once the wait for a pair is over."""
@@ -186,6 +185,7 @@ class Router:
                 await asyncio.sleep(pause)
             else:
                 self._models.add(request.model)
+                self._prompts.served(request.model, transfer)
                 return transfer
 
     async def _open(self, call: Call[OpenedTransfer], seconds: float) -> OpenedTransfer:

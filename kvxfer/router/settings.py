@@ -62,8 +62,17 @@ class RouterSettings:
     """Under way at once; the next one is answered 503."""
     max_body_bytes: int = 4 << 20
     bytes_per_token: float = 4.0
-    """What a prompt of text is taken to hold, for the blocks that are reserved; token ids are
-    counted."""
+    """What a prompt of text is taken to hold where its tokens are not known in time, for the blocks
+    that are reserved."""
+    tokenize_seconds: float = 0.05
+    """How long a request of text waits for a worker to say its tokens, which tell where they are
+    cached; 0 asks nobody."""
+
+    def headers_for_workers(self) -> dict[str, str]:
+        """What workers ask for."""
+        if self.worker_key is None:
+            return {}
+        return {"Authorization": f"Bearer {self.worker_key.current}"}
 
     def __post_init__(self) -> None:
         for name in ("attempts", "max_requests", "max_body_bytes"):
@@ -88,3 +97,5 @@ class RouterSettings:
         ):
             if not getattr(self, name) > 0:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}; use more than 0")
+        if not self.tokenize_seconds >= 0:
+            raise InvalidArgument(f"tokenize_seconds is {self.tokenize_seconds}; use 0 or more")

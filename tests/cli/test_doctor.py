@@ -1,9 +1,12 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import kvxfer
 from kvxfer.cli import app
 from tests.topology import machines
 
@@ -73,3 +76,14 @@ def test_a_folder_without_a_sysfs_is_a_usage_error(tmp_path: Path, options: list
     assert result.exit_code == 2
     assert isinstance(result.exception, SystemExit)
     assert (result.stdout, "holds no sysfs" in result.stderr) == ("", True)
+
+
+def test_the_version_is_shown():
+    shown = subprocess.run(
+        [sys.executable, "-m", "kvxfer.cli", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert shown.stdout == f"kvxfer {kvxfer.__version__}\n"

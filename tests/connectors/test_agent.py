@@ -13,6 +13,7 @@ import pytest
 
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.vllm.agent import Agent
+from kvxfer.connectors.vllm.kv_events import CacheChanges
 from kvxfer.connectors.vllm.load import Counted
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine
@@ -139,7 +140,7 @@ def test_new_weights_are_a_new_epoch_and_another_identity() -> None:
         agent = Agent(settings_of(control_plane))
         try:
             agent.join([agent.start(cache_of, MODEL)])
-            agent.cached([1, 2])
+            agent.cached(CacheChanges(added={1: None, 2: None}))
             with pytest.raises(InvalidArgument, match="version 3 comes after 3; pass a greater"):
                 agent.run(agent.take_weights(3), PATIENCE)
             before = agent.endpoint.epoch

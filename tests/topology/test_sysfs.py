@@ -5,6 +5,7 @@ import pytest
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.topology import Sysfs, read_topology
+from kvxfer.topology.cpu_list import format_cpu_list, parse_cpu_list
 from tests.topology import machines
 from tests.topology.sysfs_builder import SysfsBuilder
 
@@ -53,3 +54,27 @@ def test_the_machines_hold_relative_links_only(tmp_path: Path) -> None:
     lost = [link for link in links if not link.exists() and link.name != "driver"]
     assert lost == []
     assert all(Path(os.path.normpath(link.parent / link.readlink())) > tmp_path for link in links)
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [
+        ("0-3,8", (0, 1, 2, 3, 8)),
+        ("0", (0,)),
+        ("0-1,96-97", (0, 1, 96, 97)),
+        ("", ()),
+    ],
+)
+def test_the_kernel_writes_cpus_as_runs(text: str, cpus: tuple[int, ...]) -> None:
+    assert parse_cpu_list(text) == cpus
+    assert format_cpu_list(cpus) == text
+
+
+@pytest.mark.parametrize("text", ["\n", "-1", "ffff,ffff", "1-2-3", "all"])
+def test_what_is_no_list_of_cpus_has_none(text: str) -> None:
+    assert parse_cpu_list(text) == ()
+
+
+def test_cpus_are_sorted_and_counted_once() -> None:
+    assert parse_cpu_list("4,0-1,1") == (0, 1, 4)
+    assert format_cpu_list([3, 1, 2]) == "1-3"

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from kvxfer.clock import SYSTEM_CLOCK
+from kvxfer.prefix_hashes import as_text, asked_hashes
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.polling import wait_until
 from verify.processes.fleet import CONTROL_PLANE, Fleet
@@ -106,6 +107,15 @@ class Cluster:
             "prefill_engine_address": opened["prefill"]["engine_address"],
         }
 
+    def cached_tokens(self, prompt: list[int]) -> int:
+        """Of this prompt in prefill's cache, as far as the control plane knows."""
+        hashes, tokens_per_hash = asked_hashes(prompt, "tiny")
+        body = {"prefix_hashes": as_text(hashes), "tokens_per_hash": tokens_per_hash}
+        with httpx.Client(base_url=self.control_plane.url) as http:
+            opened = http.post("/v1/transfers", json={**body, "explain": True}).json()
+            http.delete(f"/v1/transfers/{opened['transfer_id']}")
+        return int(opened["score"]["prefix_tokens"])
+
     def keep(self, prompt: list[int], **more: Any) -> dict[str, Any]:
         return keep(self.prefill, prompt, **more)
 
@@ -166,12 +176,13 @@ def cluster_of(
     *,
     prefill: Sequence[str] = (),
     decode: Sequence[str] = (),
+    control_plane: Sequence[str | Path] = (),
     lease_seconds: float = LEASE_SECONDS,
 ) -> Iterator[Cluster]:
     """A pair with its control plane and router; `prefill` and `decode` are arguments of vLLM's.
     Without `aggregated`, prefill also computes what comes without a ticket."""
     with fleet_in(folder) as fleet:
-        fleet.start_control_plane()
+        fleet.start_control_plane(*control_plane)
         fleet.start_router("--attempts", "1")
         sides = (("prefill", "kv_producer", prefill), ("decode", "kv_consumer", decode))
         for name, role, more in sides:

@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from kvxfer.clock import SYSTEM_CLOCK
-from kvxfer.prefix_hashes import as_text, asked_hashes
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.polling import wait_until
 from verify.vllm.servers import add_vllm
@@ -83,19 +82,12 @@ def test_the_control_plane_knows_the_prompts_that_prefill_has_cached(
     cluster: Cluster, rng: random.Random
 ) -> None:
     prompt = [rng.randrange(3, 512) for _ in range(1000)]
-    hashes, tokens_per_hash = asked_hashes(prompt, "tiny")
-    body = {"prefix_hashes": as_text(hashes), "tokens_per_hash": tokens_per_hash}
-
-    def cached_tokens() -> int:
-        with httpx.Client(base_url=cluster.control_plane.url) as http:
-            opened = http.post("/v1/transfers", json={**body, "explain": True}).json()
-            http.delete(f"/v1/transfers/{opened['transfer_id']}")
-        return int(opened["score"]["prefix_tokens"])
-
-    assert cached_tokens() == 0
+    assert cluster.fleet.instances()["prefill"].labels["prefixes"] == "guessed"
+    assert cluster.cached_tokens(prompt) == 0
     cluster.tokens(cluster.router, prompt)
     # It is told with the next heartbeat.
-    assert wait_until(cached_tokens, pause=0.1) == 7 * 128, "prefill has 7 whole blocks of it"
+    told = wait_until(lambda: cluster.cached_tokens(prompt), pause=0.1)
+    assert told == 7 * 128, "prefill has 7 whole blocks of it"
 
 
 def expired_ticket() -> str:

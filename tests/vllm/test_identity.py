@@ -38,6 +38,21 @@ def hello_from(cache, identity, *, checksums=False):
 pair.hello_from = hello_from
 """
 
+# The agent's loop stops as soon as there is a file.
+_DIES: Final = """
+import asyncio, os
+from kvxfer.connectors.vllm.agent import Agent
+serve = Agent._serve
+async def dies(self):
+    async def watch():
+        while not os.path.exists("{path}"):
+            await asyncio.sleep(0.02)
+        self._loop.stop()
+    self._watching = asyncio.create_task(watch())
+    await serve(self)
+Agent._serve = dies
+"""
+
 
 def adapter(folder: Path, seed: int) -> Path:
     maker = Path(servers.__file__).with_name("tiny_lora.py")
@@ -55,8 +70,15 @@ def cluster(folder: Path, model: Path) -> Iterator[Cluster]:
         named = {"blue": blue, "red": red, "green": own}
         return (*LORA, "--lora-modules", *(f"{name}={path}" for name, path in named.items()))
 
+    policy = folder / "scaling.yaml"
+    policy.write_text("decode: {max: 4, requests: 8}\n")
     with cluster_of(
-        folder / "identity", model, None, prefill=loras(green[0]), decode=loras(green[1])
+        folder / "identity",
+        model,
+        None,
+        prefill=loras(green[0]),
+        decode=loras(green[1]),
+        control_plane=("--scaling-policy", policy),
     ) as started:
         yield started
 
@@ -146,6 +168,8 @@ def test_the_load_is_that_of_the_engine(cluster: Cluster, rng: random.Random) ->
             return load.running == 16 and load.waiting > 8  # --max-num-seqs 16
 
         wait_until(told, 120, pause=0.1)
+        plan = httpx.get(cluster.fleet.url + "/v1/scale/plan").json()
+        assert plan["roles"]["decode"]["wanted"] > 1, plan
         assert all(one.result().is_success for one in asked)
     cluster.wait_until_idle(cluster.prefill, cluster.decode)
 
@@ -184,3 +208,40 @@ def test_a_side_of_the_version_before_is_served(
         assert "instance 'old' does not tell which model" in cluster.prefill.log.read_text()
     finally:
         cluster.fleet.end("old")
+
+
+def test_an_engine_whose_transfer_thread_dies_answers_on(
+    cluster: Cluster, folder: Path, model: Path, rng: random.Random
+) -> None:
+    patch = folder / "dies"
+    patch.mkdir()
+    now = patch / "now"
+    (patch / "sitecustomize.py").write_text(_DIES.format(path=str(now)))
+    cluster.fleet.variables["PYTHONPATH"] = str(patch)
+    try:
+        doomed = add_vllm(cluster.fleet, "doomed", model, role="kv_consumer", **settings())
+        doomed.serves("/health")
+    finally:
+        del cluster.fleet.variables["PYTHONPATH"]
+    try:
+        wait_until(lambda: cluster.fleet.instances()["doomed"].state is InstanceState.READY)
+        prompts = [random_prompt(rng) for _ in range(3)]
+        expected = [cluster.tokens(cluster.prefill, prompt) for prompt in prompts]
+        kept = cluster.keep(prompts[0])
+        assert cluster.tokens(doomed, prompts[0], kv_transfer_params=kept) == expected[0]
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            # It waits for a prompt that prefill is not asked for.
+            params = cluster.ticket("prefill", "doomed")
+            waits = threads.submit(cluster.ask, doomed, prompts[1], kv_transfer_params=params)
+            wait_until(lambda: doomed.metric("vllm:num_requests_waiting"))
+            now.touch()
+        assert waits.result().status_code == 500
+        assert cluster.tokens(doomed, prompts[2]) == expected[2]
+        params = cluster.ticket("prefill", "doomed")
+        assert cluster.ask(doomed, prompts[1], kv_transfer_params=params).status_code == 500
+        assert cluster.tokens(doomed, prompts[1]) == expected[1]
+        assert "the transfer engine of this worker has ended" in doomed.log.read_text()
+        closed = {"direction": "receive", "outcome": "engine-closed"}
+        assert doomed.metric("vllm:kvxfer_transfers_total", **closed) == 2
+    finally:
+        cluster.fleet.end("doomed")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import json
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,10 @@ SOON: Final = 5.0
 FEW: Final = ("--num-gpu-blocks-override", "12")
 # Two prompts are computed side by side, in many steps.
 CHUNKS: Final = ("--max-num-batched-tokens", "32", "--long-prefill-token-threshold", "16")
+EVENTS: Final = (
+    "--kv-events-config",
+    json.dumps({"enable_kv_cache_events": True, "publisher": "null"}),
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,7 @@ def tight(folder: Path, model: Path, aggregated: Server) -> Iterator[Cluster]:
         folder / "tight",
         model,
         aggregated,
-        prefill=("--max-model-len", "1280", *FEW, *CHUNKS),
+        prefill=("--max-model-len", "1280", *FEW, *CHUNKS, *EVENTS),
         decode=("--max-model-len", "1024", *FEW),
         lease_seconds=LEASE_SECONDS,
     ) as started:
@@ -70,6 +75,17 @@ def side_by_side(tight: Cluster, rng: random.Random) -> Iterator[list[list[int]]
     # Decode refuses the long one, and prefill lets it go.
     assert tight.ask(tight.decode, kept, kv_transfer_params=params).status_code == 400
     wait_until(lambda: preemptions(tight.prefill) > before)
+
+
+def test_what_prefill_evicts_is_not_told_any_more(tight: Cluster, rng: random.Random) -> None:
+    assert tight.fleet.instances()["prefill"].labels["prefixes"] == "kv-events"
+    first, second = random_prompt(rng, 700), random_prompt(rng, 900)
+    tight.tokens(tight.router, first)
+    wait_until(lambda: tight.cached_tokens(first) == 5 * 128, pause=0.1)
+    # Eleven blocks hold eight of the second prompt, and no more than three of the first.
+    tight.tokens(tight.router, second)
+    wait_until(lambda: tight.cached_tokens(second) == 7 * 128, pause=0.1)
+    assert tight.cached_tokens(first) <= 3 * 128
 
 
 def test_a_prompt_that_prefill_preempts_is_kept_when_it_is_computed_again(

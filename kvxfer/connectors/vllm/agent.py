@@ -20,6 +20,7 @@ from kvxfer.connectors.cores import leave_openmp_cores
 from kvxfer.connectors.loop_thread import START_SECONDS, LoopThread
 from kvxfer.connectors.transfer_engine import MakeCache, transfer_engine
 from kvxfer.connectors.vllm.api_watch import ApiWatch
+from kvxfer.connectors.vllm.kv_events import CacheChanges
 from kvxfer.connectors.vllm.load import Counted
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine, Peer, Watcher
@@ -83,10 +84,16 @@ class Agent(LoopThread):
         self._loop.call_soon_threadsafe(self._ranks.set_result, tuple(rank_addresses))
         self._joined.result(START_SECONDS)
 
-    def cached(self, hashes: Sequence[int]) -> None:
+    def cached(self, changes: CacheChanges) -> None:
         """Tells the control plane with the next heartbeat what is in the prefix cache now."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._cached.add, hashes)
+            self._loop.call_soon_threadsafe(self._note_cached, changes)
+
+    def _note_cached(self, changes: CacheChanges) -> None:
+        if changes.cleared:
+            self._cached.clear()
+        self._cached.remove(changes.removed)
+        self._cached.add(changes.added)
 
     @property
     def lost(self) -> bool:

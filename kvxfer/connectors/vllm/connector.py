@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -24,6 +24,7 @@ from kvxfer.connectors.vllm.caches import in_model_order, layout_of, packing_nam
 from kvxfer.connectors.vllm.groups import HeldWindows, windows_of
 from kvxfer.connectors.vllm.identity import adapter_of, identity_of
 from kvxfer.connectors.vllm.idle_steps import IdleSteps
+from kvxfer.connectors.vllm.kv_events import EventPrefixes
 from kvxfer.connectors.vllm.load import RequestCounter
 from kvxfer.connectors.vllm.plan import StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
@@ -47,6 +48,7 @@ from kvxfer.ticket import verify_ticket
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -56,6 +58,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.kvxfer")
+
+PREFIXES_LABEL: Final = "prefixes"
+"""How an instance knows what its prefix cache has: `kv-events`, or `guessed` from the prompts that
+it has computed."""
 
 
 @dataclass
@@ -99,10 +105,17 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_size = vllm_config.cache_config.block_size
         self._windows = windows_of(kv_cache_config)
         self._groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
-        self._publishes = (
+        events = vllm_config.kv_events_config
+        has_prefixes = (
             self._settings.role is not Role.DECODE
             and vllm_config.cache_config.enable_prefix_caching
         )
+        tells_events = has_prefixes and events is not None and events.enable_kv_cache_events
+        self._events = EventPrefixes(self._settings.model) if tells_events else None
+        self._guesses = has_prefixes and not tells_events
+        if has_prefixes:
+            of = {PREFIXES_LABEL: "kv-events" if tells_events else "guessed"}
+            self._settings = replace(self._settings, labels={**of, **self._settings.labels})
         self._vllm_config = vllm_config
         self._scheduler: TransferScheduler
         self._worker: TransferWorker
@@ -126,6 +139,18 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._held.bind(kv_cache_manager)
         self._counter.bind(kv_cache_manager.block_pool.get_num_free_blocks)
+        if self._events is not None:
+            self._follow_events(kv_cache_manager, self._events)
+
+    def _follow_events(self, manager: KVCacheManager, prefixes: EventPrefixes) -> None:
+        take = manager.take_events
+
+        def taken() -> list[KVCacheEvent]:
+            events: list[KVCacheEvent] = take()
+            self._scheduler.cache_changed(prefixes.take(events))
+            return events
+
+        manager.take_events = taken
 
     def has_pending_push_work(self) -> bool:
         """Whether an engine without requests has to step once more: the last step did not know of
@@ -227,7 +252,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _note_cached(self, request: Request) -> None:
         """Only prefill's cache counts for a pair, and only what nothing but tokens decides on."""
-        if not self._publishes or request.mm_features or request.cache_salt is not None:
+        if not self._guesses or request.mm_features or request.cache_salt is not None:
             return
         blocks = request.num_computed_tokens // self._block_size
         tokens = request.all_token_ids[: blocks * self._block_size]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvxfer.connectors.vllm.kv_events import CacheChanges
 from kvxfer.connectors.vllm.load import Counted
 from kvxfer.connectors.vllm.prompt_blocks import BlockTable
 from kvxfer.errors import InvalidArgument
@@ -93,8 +94,8 @@ class StepPlan:
     """Transfers that decode has no use for, and why."""
     waiting: list[TransferParams] = field(default_factory=list)
     """Transfers whose decode requests wait for blocks: prefill is to keep its own."""
-    cached: list[int] = field(default_factory=list)
-    """Hashes of prompts that are in the prefix cache now (kvxfer.prefix_hashes)."""
+    cached: CacheChanges = field(default_factory=CacheChanges)
+    """What came into the prefix cache, and what went."""
     counted: Counted | None = None
     """The load of the instance."""
     idle_seconds: float = 0.0

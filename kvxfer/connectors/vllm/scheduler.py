@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
+from kvxfer.connectors.vllm.kv_events import CacheChanges
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import PromptBlocks
 from kvxfer.connectors.vllm.samples import EndedSamples
@@ -185,9 +186,14 @@ class TransferScheduler:
         plan, self._plan = self._plan, StepPlan()
         return plan
 
-    def cached(self, hashes: Sequence[int]) -> None:
-        """What is in the prefix cache now."""
-        self._plan.cached += hashes
+    def cached(self, hashes: Iterable[int]) -> None:
+        """Prompts are in the prefix cache now."""
+        for number in hashes:
+            self._plan.cached.add(number)
+
+    def cache_changed(self, changes: CacheChanges) -> None:
+        """The prefix cache, by vLLM's own events."""
+        self._plan.cached.follow(changes)
 
     def finished(self, request_id: str, how: str) -> bool:
         """The request has ended. Whether its blocks are kept until the worker side says that they

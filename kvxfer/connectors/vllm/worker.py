@@ -16,6 +16,7 @@ from kvxfer.connectors.engine_blocks import EngineBlocks
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.ended import DELIVERED, Ended
 from kvxfer.connectors.vllm.forward_progress import ForwardProgress, Step
+from kvxfer.connectors.vllm.kv_events import CacheChanges
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK, BlockTable
 from kvxfer.errors import EngineClosed, InvalidArgument, KvxferError, TransferCancelled
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 # A session begins or is cancelled within milliseconds, or within the peer timeout where a peer is
 # frozen; a loop that does not answer for this long is broken.
 LOOP_SECONDS: Final = 10.0
+_UNCHANGED: Final = CacheChanges()
 
 
 @dataclass(slots=True)
@@ -97,7 +99,7 @@ class TransferWorker:
                 self._agent.spawn(outgoing.session.cancel(how))
             else:
                 self._agent.spawn(self._cancel_receive(request_id))
-        if plan.cached:
+        if plan.cached != _UNCHANGED:
             self._agent.cached(plan.cached)
         if plan.counted is not None:
             self._agent.counted = plan.counted
