@@ -113,10 +113,15 @@ class Stalls:
                     _signal(pid, signal.SIGCONT)
 
     def _stop_the_rest(self, stopped: list[int]) -> bool:
-        """Until there is none left to stop: a process forks until its own turn comes."""
+        """Until there is none left to stop: a process forks until its own turn comes.
+
+        Each is told once: one that waits for its child to exec stops only after that, and the
+        child may have been stopped before.
+        """
         before = len(stopped)
+        told = {*stopped, *self._others}
         for pid in descendants(os.getpid()):
-            runs = pid not in self._others and state(pid) not in ("T", "Z", "")
+            runs = pid not in told and state(pid) not in ("T", "Z", "")
             if runs and _signal(pid, signal.SIGSTOP):
                 stopped.append(pid)
         return len(stopped) > before

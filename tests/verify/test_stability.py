@@ -18,6 +18,13 @@ pytestmark = pytest.mark.native
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
+# Its child opens a file before its exec, and is in the parent's memory until then.
+_SPAWNS = """
+import os, sys
+opened = (os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)
+os.waitpid(os.posix_spawn("/bin/true", ["true"], os.environ, file_actions=[opened]), 0)
+"""
+
 LOG = """\
 ===============================================================================
 engine_native/tests/test_faults.cpp:40:
@@ -63,6 +70,21 @@ def test_a_stall_stops_what_runs_and_leaves_alone_what_a_test_has_stopped(
         wait_until(lambda: stalls.count >= 2)
     assert stability.state(running) != "T"
     assert stability.state(frozen) == "T"
+
+
+def test_a_process_that_waits_for_its_child_to_exec_holds_no_stall_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stability, "_EVERY_SECONDS", 0.1)
+    others = {*stability.descendants(os.getpid())}
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with subprocess.Popen([sys.executable, "-c", _SPAWNS, str(fifo)]) as process:
+        wait_until(lambda: len({*stability.descendants(os.getpid())} - others) == 2)
+        with stability.Stalls(others) as stalls:
+            wait_until(lambda: stalls.count >= 2)
+        fifo.write_bytes(b"")  # the child goes on to its exec
+    assert process.returncode == 0
 
 
 def test_what_a_suite_leaves_behind_is_named_and_ended(tmp_path: Path) -> None:
