@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.vllm.notes import NOTES_VARIABLE
+from kvxfer.connectors.vllm.quiet_queue import VARIABLE
 from verify.polling import wait_until
 from verify.processes.fleet import Fleet
 from verify.processes.programs import Server
@@ -21,14 +22,51 @@ _CACHE = ("--kv-cache-memory-bytes", str(512 << 20))
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
+# A reader that sleeps at once would do so between any two messages.
+_QUIET_SECONDS = "0.0001"
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    router: Server
-    prefill: Server
-    decode: Server
+    fleet: Fleet
+    model: Path
     aggregated: Server
     notes: Path
     """What the timed connector has noted."""
+
+    @property
+    def router(self) -> Server:
+        return self.fleet.router
+
+    @property
+    def prefill(self) -> Server:
+        return self.fleet.running["prefill"]
+
+    @property
+    def decode(self) -> Server:
+        return self.fleet.running["decode"]
+
+    def start_pair(self) -> None:
+        """Both servers, until they are ready."""
+        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+            add_vllm(
+                *(self.fleet, name, self.model, *_CACHE),
+                role=role,
+                connector="TimedConnector",
+                module="benchmarks.vllm.timed_connector",
+                # Seven processes on the cores of one: time is measured, not stalls.
+                peer_timeout=5.0,
+            )
+        for server in (self.prefill, self.decode):
+            server.serves("/health")
+        wait_until(self.fleet.whole, _READY_SECONDS)
+
+    def restart_quiet(self) -> None:
+        """The pair with readers of vLLM's queue that sleep (kvxfer.connectors.vllm.quiet_queue)."""
+        for name in ("prefill", "decode"):
+            self.fleet.end(name)
+        self.fleet.variables[VARIABLE] = _QUIET_SECONDS
+        self.start_pair()
 
 
 @contextlib.contextmanager
@@ -44,22 +82,11 @@ def started(folder: Path, step: Callable[[str], None]) -> Iterator[Cluster]:
         vllm("aggregated", folder, model, *_CACHE) as aggregated,
     ):
         fleet.start_control_plane()
-        router = fleet.start_router("--attempts", "1")
-        prefill, decode = (
-            add_vllm(
-                *(fleet, name, model, *_CACHE),
-                role=role,
-                connector="TimedConnector",
-                module="benchmarks.vllm.timed_connector",
-                # Seven processes on the cores of one: time is measured, not stalls.
-                peer_timeout=5.0,
-            )
-            for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
-        )
-        for server in (prefill, decode, aggregated):
-            server.serves("/health")
-        wait_until(fleet.whole, _READY_SECONDS)
-        yield Cluster(router, prefill, decode, aggregated, notes)
+        fleet.start_router("--attempts", "1")
+        cluster = Cluster(fleet, model, aggregated, notes)
+        cluster.start_pair()
+        aggregated.serves("/health")
+        yield cluster
 
 
 def cpu_seconds(server: Server) -> float:

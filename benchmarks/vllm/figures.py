@@ -17,6 +17,9 @@ TARGET_MS: Final = 15.0
 """Visible transfer in the median, on a quiet host."""
 TARGET_IDLE: Final = 0.01
 """Of one core, beyond what vLLM takes without a connector."""
+QUIET: Final = "with KVXFER_VLLM_QUEUE_SPIN_SECONDS"
+TARGET_WAITING: Final = 0.25
+"""Of one core, both servers, while a push waits and readers of vLLM's queue sleep."""
 
 
 class Mode(enum.StrEnum):
@@ -89,6 +92,9 @@ class VllmReport:
     rounds."""
     idle_cores: dict[str, float]
     """By server, in parts of one core."""
+    waiting_cores: dict[str, float]
+    """Of both servers while one push waits: without waits in steps that compute nothing, with them,
+    and with readers of vLLM's queue that sleep, too."""
     samples: list[Sample]
 
     @property

@@ -12,6 +12,9 @@ NOTES_VARIABLE: Final = "KVXFER_BENCH_NOTES"
 LATE: Final = "-late-"
 """In the id of a request that is sent after prefill."""
 
+BUSY: Final = "-busy-"
+"""In the id of a request for which no worker waits in steps that compute nothing."""
+
 # vLLM puts the router's request id between a prefix and a suffix of its own.
 _NOTE: Final = re.compile(r"(\w+) (\w+) \S*?(bench-\S+?-\d+)-0-\S* ([\d.]+)")
 

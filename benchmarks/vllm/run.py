@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ import httpx
 
 from benchmarks.vllm.cluster import Cluster, cpu_seconds, started
 from benchmarks.vllm.figures import (
+    QUIET,
     TARGET_TOKENS,
     Mode,
     Sample,
@@ -25,8 +27,10 @@ from benchmarks.vllm.figures import (
     figures_of,
     visible_ratio,
 )
-from benchmarks.vllm.notes import LATE, read
+from benchmarks.vllm.notes import BUSY, LATE, read
 from kvxfer.bench.machine import this_machine
+from verify.polling import wait_until
+from verify.processes.programs import Server
 
 Step = Callable[[str], None]
 
@@ -44,6 +48,7 @@ class Settings:
     lengths: tuple[int, ...] = (500, TARGET_TOKENS, 3500)
     rounds: int = 16
     idle_seconds: float = 10.0
+    wait_seconds: float = 10.0
     seed: int = 0
 
 
@@ -57,6 +62,13 @@ def run_bench(settings: Settings, step: Step) -> VllmReport:
         samples = _rounds(cluster, settings, step)
         step(f"idle for {settings.idle_seconds:g} s")
         idle = _idle(cluster, settings.idle_seconds)
+        step(f"one push waits for {settings.wait_seconds:g} s")
+        waiting = {"before": _waiting(cluster, f"bench{BUSY}0", settings.wait_seconds)}
+        waiting["now"] = _waiting(cluster, "bench-waits-0", settings.wait_seconds)
+        step("starting the pair again, with readers that sleep")
+        cluster.restart_quiet()
+        step(f"one push waits for {settings.wait_seconds:g} s")
+        waiting[QUIET] = _waiting(cluster, "bench-waits-1", settings.wait_seconds)
     return VllmReport(
         started_at=started_at,
         machine=this_machine(),
@@ -65,6 +77,7 @@ def run_bench(settings: Settings, step: Step) -> VllmReport:
         figures=figures_of(samples),
         visible_ratio=visible_ratio(samples, TARGET_TOKENS),
         idle_cores=idle,
+        waiting_cores=waiting,
         samples=samples,
     )
 
@@ -136,10 +149,45 @@ def _split(notes: Mapping[tuple[str, str], float], began: float, first: float) -
     return Split(*(1e3 * (end - begin) for begin, end in itertools.pairwise(moments)))
 
 
+def _waiting(cluster: Cluster, request_id: str, seconds: float) -> float:
+    """The share of one core that both servers take while decode waits for a prompt which prefill is
+    not asked for."""
+    opened = httpx.post(
+        cluster.fleet.url + "/v1/transfers", json={"request_id": request_id, "model": "tiny"}
+    ).raise_for_status()
+    pair = opened.json()
+    params = {
+        "ticket": pair["ticket"],
+        "prefill_engine_address": pair["prefill"]["engine_address"],
+    }
+    body = {"model": "tiny", "prompt": list(_VOCABULARY)[:_WARM_UP_TOKENS], "max_tokens": 1}
+    with (
+        httpx.Client(trust_env=False, timeout=3 * seconds) as http,
+        concurrent.futures.ThreadPoolExecutor(1) as threads,
+    ):
+        threads.submit(
+            http.post,
+            cluster.decode.url + "/v1/completions",
+            json={**body, "kv_transfer_params": params},
+            headers={"X-Request-ID": request_id},
+        )
+        wait_until(lambda: cluster.decode.metric("vllm:num_requests_waiting"))
+        time.sleep(_SETTLE_SECONDS)
+        used = _used((cluster.prefill, cluster.decode), seconds)
+        assert cluster.decode.metric("vllm:num_requests_waiting"), "the push did not wait so long"
+        # The ticket's lease ends the request.
+        wait_until(lambda: not cluster.decode.metric("vllm:num_requests_waiting"), 5 * seconds)
+    return sum(used.values())
+
+
 def _idle(cluster: Cluster, seconds: float) -> dict[str, float]:
     """The share of one core that each server takes with nothing to do."""
-    servers = (cluster.aggregated, cluster.prefill, cluster.decode)
     time.sleep(_SETTLE_SECONDS)
+    return _used((cluster.aggregated, cluster.prefill, cluster.decode), seconds)
+
+
+def _used(servers: Sequence[Server], seconds: float) -> dict[str, float]:
+    """Shares of one core."""
     before = {server.name: cpu_seconds(server) for server in servers}
     begun = time.monotonic()
     time.sleep(seconds)

@@ -9,10 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.vllm.figures import (
+    QUIET,
     TARGET_IDLE,
     TARGET_MS,
     TARGET_RATIO,
     TARGET_TOKENS,
+    TARGET_WAITING,
     Mode,
     Spread,
     VllmReport,
@@ -89,6 +91,13 @@ def _verdicts(report: VllmReport) -> Table:
                 _judged(f"{cores:.1%}", met=met),
                 f"≤ {TARGET_IDLE:.0%} above aggregated",
             )
+    for how, cores in report.waiting_cores.items():
+        what = f"both servers while a push waits, {how}"
+        if how == QUIET:
+            judged = _judged(f"{cores:.1%}", met=cores <= TARGET_WAITING)
+            table.add_row(what, judged, f"≤ {TARGET_WAITING:.0%}")
+        else:
+            table.add_row(what, f"{cores:.1%}")
     return table
 
 

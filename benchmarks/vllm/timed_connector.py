@@ -1,5 +1,6 @@
 """The connector, with a note of when each request was scheduled and its prompt computed; and, for
-requests that ask for it by their id, one that sends nothing before the whole prompt is computed.
+requests that ask for it by their id, one that sends nothing before the whole prompt is computed, or
+that never waits.
 
 Loaded by the vLLM servers of the benchmark. Notes have CLOCK_MONOTONIC, which is the same in every
 process of a host.
@@ -13,13 +14,14 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.vllm.notes import LATE, NOTES_VARIABLE
+from benchmarks.vllm.notes import BUSY, LATE, NOTES_VARIABLE
 from kvxfer.connectors.vllm.connector import KvxferConnector, StepMetadata
 from kvxfer.connectors.vllm.plan import Send
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 
 class TimedConnector(KvxferConnector):
@@ -27,10 +29,17 @@ class TimedConnector(KvxferConnector):
     def _notes(self) -> int:
         return os.open(os.environ[NOTES_VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
+    def on_new_request(self, request: Request) -> None:
+        self._busy = BUSY in request.request_id
+        super().on_new_request(request)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         for request in scheduler_output.scheduled_new_reqs:
             self._note("scheduled", request.req_id)
-        return super().build_connector_meta(scheduler_output)
+        metadata = super().build_connector_meta(scheduler_output)
+        if self._busy:
+            metadata.plan.idle_seconds = 0.0
+        return metadata
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, StepMetadata)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import random
 import subprocess
 from collections.abc import Iterator
@@ -184,21 +185,32 @@ def test_the_load_is_that_of_the_engine(cluster: Cluster, rng: random.Random) ->
     assert set(instances["decode"].load.models) == {"blue", "red", "green"}
 
 
+@contextlib.contextmanager
+def patched_decode(
+    name: str, cluster: Cluster, folder: Path, model: Path, patch: str
+) -> Iterator[Server]:
+    """One more decode server, whose processes run `patch` when they start."""
+    modules = folder / f"patch-of-{name}"
+    modules.mkdir()
+    (modules / "sitecustomize.py").write_text(patch)
+    cluster.fleet.variables["PYTHONPATH"] = str(modules)
+    try:
+        server = add_vllm(cluster.fleet, name, model, role="kv_consumer", **settings())
+        server.serves("/health")
+        wait_until(lambda: cluster.fleet.instances()[name].state is InstanceState.READY)
+    finally:
+        del cluster.fleet.variables["PYTHONPATH"]
+    try:
+        yield server
+    finally:
+        cluster.fleet.end(name)
+
+
 def test_a_side_of_the_version_before_is_served(
     cluster: Cluster, folder: Path, model: Path, rng: random.Random
 ) -> None:
     """A rolling upgrade, in which decode is the last."""
-    patch = folder / "as-before"
-    patch.mkdir()
-    (patch / "sitecustomize.py").write_text(_AS_BEFORE)
-    cluster.fleet.variables["PYTHONPATH"] = str(patch)
-    try:
-        old = add_vllm(cluster.fleet, "old", model, role="kv_consumer", **settings())
-        old.serves("/health")
-    finally:
-        del cluster.fleet.variables["PYTHONPATH"]
-    try:
-        wait_until(lambda: cluster.fleet.instances()["old"].state is InstanceState.READY)
+    with patched_decode("old", cluster, folder, model, _AS_BEFORE) as old:
         assert cluster.fleet.instances()["old"].kv_versions == (7, 7)
         for _ in range(5):
             prompt = random_prompt(rng)
@@ -206,42 +218,28 @@ def test_a_side_of_the_version_before_is_served(
             got = cluster.tokens(old, prompt, kv_transfer_params=kept)
             assert got == cluster.tokens(cluster.prefill, prompt)
         assert "instance 'old' does not tell which model" in cluster.prefill.log.read_text()
-    finally:
-        cluster.fleet.end("old")
 
 
 def test_an_engine_whose_transfer_thread_dies_answers_on(
     cluster: Cluster, folder: Path, model: Path, rng: random.Random
 ) -> None:
-    patch = folder / "dies"
-    patch.mkdir()
-    now = patch / "now"
-    (patch / "sitecustomize.py").write_text(_DIES.format(path=str(now)))
-    cluster.fleet.variables["PYTHONPATH"] = str(patch)
-    try:
-        doomed = add_vllm(cluster.fleet, "doomed", model, role="kv_consumer", **settings())
-        doomed.serves("/health")
-    finally:
-        del cluster.fleet.variables["PYTHONPATH"]
-    try:
-        wait_until(lambda: cluster.fleet.instances()["doomed"].state is InstanceState.READY)
+    now = folder / "now"
+    with patched_decode("doomed", cluster, folder, model, _DIES.format(path=now)) as doomed:
         prompts = [random_prompt(rng) for _ in range(3)]
         expected = [cluster.tokens(cluster.prefill, prompt) for prompt in prompts]
         kept = cluster.keep(prompts[0])
         assert cluster.tokens(doomed, prompts[0], kv_transfer_params=kept) == expected[0]
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
             # It waits for a prompt that prefill is not asked for.
-            params = cluster.ticket("prefill", "doomed")
+            params, after = (cluster.ticket("prefill", "doomed") for _ in range(2))
             waits = threads.submit(cluster.ask, doomed, prompts[1], kv_transfer_params=params)
             wait_until(lambda: doomed.metric("vllm:num_requests_waiting"))
             now.touch()
         assert waits.result().status_code == 500
         assert cluster.tokens(doomed, prompts[2]) == expected[2]
-        params = cluster.ticket("prefill", "doomed")
-        assert cluster.ask(doomed, prompts[1], kv_transfer_params=params).status_code == 500
+        wait_until(lambda: "doomed" not in cluster.fleet.instances())
+        assert cluster.ask(doomed, prompts[1], kv_transfer_params=after).status_code == 500
         assert cluster.tokens(doomed, prompts[1]) == expected[1]
         assert "the transfer engine of this worker has ended" in doomed.log.read_text()
         closed = {"direction": "receive", "outcome": "engine-closed"}
         assert doomed.metric("vllm:kvxfer_transfers_total", **closed) == 2
-    finally:
-        cluster.fleet.end("doomed")
