@@ -271,7 +271,7 @@ class TransferWorker:
         except asyncio.CancelledError:
             # Of a request that has ended its blocks go back unread; else the agent ends.
             failed = receive.request_id not in self._aborted
-            ended = Ended("receive", TransferCancelled.code)
+            ended = Ended("receive", EngineClosed.code if failed else TransferCancelled.code)
         except KvxferError as error:
             logger.warning("request %s is not received: %s", receive.request_id, error)
             ended = Ended("receive", error.code)
