@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 class TimedConnector(KvxferConnector):
+    _busy = False
+
     @cached_property
     def _notes(self) -> int:
         return os.open(os.environ[NOTES_VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
