@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import TypeAlias
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvxfer.checkpoint_digest import digest_of_folder, digest_of_tensors
+from kvxfer.connectors.checkpoints import adapter_of
 from kvxfer.errors import InvalidArgument
 
 Weights: TypeAlias = dict[str, torch.Tensor]
@@ -84,3 +86,20 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, weights: Weights, dam
     )
     with pytest.raises(InvalidArgument, match=f"{path.name} is no safetensors file"):
         digest_of_folder(folder)
+
+
+def test_an_adapter_is_named_by_its_weights_and_what_scales_them(
+    tmp_path: Path, weights: Weights
+) -> None:
+    def adapter(name: str, **config: object) -> str:
+        folder = saved(tmp_path / name, weights)
+        (folder / "adapter_config.json").write_text(json.dumps({"r": 8, **config}))
+        return adapter_of(name, str(folder))
+
+    first = adapter("first")
+    assert len(first) == 32
+    assert first == adapter("same", inference_mode=True)
+    assert first != adapter("louder", lora_alpha=32)
+    weights["embed.weight"] += 1
+    assert first != adapter("trained")
+    assert adapter_of("lost", str(tmp_path / "lost")) == "name:lost"

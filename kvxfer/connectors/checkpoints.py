@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +14,11 @@ from kvxfer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
+# What of an adapter's config decides on K and V; the rest is about its training.
+_LORA: Final = ("r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern")
+_ADAPTERS_KNOWN: Final = 4096
+_WEIGHTS: Final = "*.safetensors"
+_ADAPTER_CONFIG: Final = "adapter_config.json"
 _ROPE: Final = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
@@ -22,7 +29,7 @@ def checkpoint_digest(model: str, revision: str | None, setting: str) -> str:
     Empty where it cannot be taken: a warning names the `setting` that takes its place.
     """
     try:
-        return digest_of_folder(_folder_of(model, revision))
+        return digest_of_folder(_folder_of(model, revision, _WEIGHTS))
     except (OSError, ValueError, InvalidArgument) as error:
         logger.warning(
             "which weights this instance has cannot be told: %s; set %s to a name for them, which "
@@ -31,6 +38,25 @@ def checkpoint_digest(model: str, revision: str | None, setting: str) -> str:
             setting,
         )
         return ""
+
+
+def adapter_of(name: str, model: str) -> str:
+    """What names the LoRA adapter of a request: a digest of its weights and what scales them, or
+    its name where that cannot be taken. `model` is a folder, or a name on Hugging Face's hub."""
+    try:
+        folder = _folder_of(model, None, _WEIGHTS, _ADAPTER_CONFIG)
+        return _adapter_digest(folder, max(file.stat().st_mtime for file in folder.iterdir()))
+    except (OSError, ValueError, InvalidArgument) as error:
+        logger.warning("adapter %s goes by its name: %s", name, error)
+        return f"name:{name}"
+
+
+@lru_cache(_ADAPTERS_KNOWN)
+def _adapter_digest(folder: Path, _modified: float) -> str:
+    config = json.loads((folder / _ADAPTER_CONFIG).read_bytes())
+    scaling = canonical({name: config.get(name) for name in _LORA})
+    both = digest_of_folder(folder) + scaling
+    return hashlib.blake2b(both.encode(), digest_size=16).hexdigest()
 
 
 def rope_of(config: Any) -> str:
@@ -49,13 +75,14 @@ def _plain(value: Any) -> Any:
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
-def _folder_of(model: str, revision: str | None) -> Path:
-    folder = Path(model)
+def _folder_of(model: str, revision: str | None, *patterns: str) -> Path:
+    folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.safetensors"]
     return Path(
-        snapshot_download(model, revision=revision, allow_patterns=patterns, local_files_only=True)
+        snapshot_download(
+            model, revision=revision, allow_patterns=list(patterns), local_files_only=True
+        )
     )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
+import json
 import random
 
 import httpx
 import pytest
+
+from verify.processes.programs import free_port
 
 from .conftest import Pair, wait_for
 
@@ -41,8 +45,25 @@ def test_a_room_gives_nobody_the_cache_of_another_prompt(pair: Pair, rng: random
     for answer in pair.ask(ours, room=4711, to_decode=theirs):
         assert answer.status_code == 500
         assert "output_ids" not in answer.text
-    assert "room 4711 is that of another prompt on prefill" in pair.servers["decode"].tail()
+    assert "room 4711 is that of another prompt or LoRA on prefill" in pair.servers["decode"].tail()
     assert_same(pair, [ours, theirs])
+
+
+def test_a_decode_with_another_rope_gets_no_cache(pair: Pair, rng: random.Random) -> None:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
+    other = dataclasses.replace(
+        pair.decode,
+        name="other-rope",
+        port=free_port(),
+        arguments=(*pair.decode.arguments, "--json-model-override-args", json.dumps(rope)),
+    )
+    with other.start() as server:
+        server.serves("/health")
+        for answer in dataclasses.replace(pair, decode=other).ask(prompts(rng, 5)[4]):
+            assert answer.status_code == 500
+            assert "output_ids" not in answer.text
+        assert "rope" in server.tail()
+        assert "5000" in server.tail()
 
 
 def test_a_killed_prefill_is_named_and_its_successor_found(pair: Pair, rng: random.Random) -> None:

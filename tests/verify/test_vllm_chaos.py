@@ -45,13 +45,16 @@ def test_a_failure_after_the_fault_is_a_stall_only_where_a_heartbeat_is_missing(
 def test_what_is_not_held_is_told() -> None:
     right = sent(1.0, 2.0, Became.RIGHT)
     failed = sent(1.0, 2.0)
-    good = Phase("kill", [right, failed], FREEZE, [Naming(1.0, Cause.FAULT)])
+    good = Phase("kill", "kill -9 prefill", [right, failed], FREEZE, [Naming(1.0, Cause.FAULT)])
     assert list(good.broken()) == []
     for broken in (
-        Phase("kill", [sent(1.0, 2.0, Became.WRONG)]),
-        Phase("kill", [sent(1.0, 2.0, Became.HANGING)]),
-        Phase("kill", [failed], FREEZE, [Naming(1.01, Cause.FAULT)]),
-        Phase("kill", [failed], FREEZE, [Naming(0.1, Cause.UNKNOWN)]),
-        Phase("kill", [right], leaks=["decode: vllm:kv_cache_usage_perc is 0.1"]),
+        Phase("kill", "kill -9 prefill", [sent(1.0, 2.0, Became.WRONG)]),
+        Phase("kill", "kill -9 prefill", [sent(1.0, 2.0, Became.HANGING)]),
+        Phase("kill", "kill -9 prefill", [failed], FREEZE, [Naming(1.01, Cause.FAULT)]),
+        Phase("kill", "kill -9 prefill", [failed], FREEZE, [Naming(0.1, Cause.UNKNOWN)]),
+        Phase("crowd", "none", [right, failed], heals=True),
+        Phase(
+            "kill", "kill -9 prefill", [right], leaks=["decode: vllm:kv_cache_usage_perc is 0.1"]
+        ),
     ):
         assert len(list(broken.broken())) == 1

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import (
     BaseKVBootstrapServer,
     BaseKVManager,
@@ -19,7 +20,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
 from kvxfer.clock import SYSTEM_CLOCK, unix_ns
-from kvxfer.connectors.checkpoints import checkpoint_digest
+from kvxfer.connectors.checkpoints import checkpoint_digest, rope_of
 from kvxfer.connectors.sglang.agent import Agent
 from kvxfer.connectors.sglang.bootstrap import BootstrapServer, Introductions, register
 from kvxfer.connectors.sglang.incoming import Incoming
@@ -130,10 +131,10 @@ class KVSender(BaseKVSender):
         self._began = mgr.agent.clock.monotonic()
         self._early_send_wait_event: Any = None
 
-    def take_prompt(self, tokens: Sequence[int]) -> None:
-        """Which prompt the request has; see `prompts.py`."""
+    def take_prompt(self, tokens: Sequence[int], adapter: str) -> None:
+        """Which prompt and LoRA the request has; see `prompts.py`."""
         try:
-            room = _room(self.bootstrap_room, tokens)
+            room = _room(self.bootstrap_room, tokens, adapter)
         except InvalidArgument as error:
             self._outgoing.fail(error)
         else:
@@ -193,10 +194,10 @@ class KVReceiver(BaseKVReceiver):
         poll = self.poll()
         return poll if poll in (0, 4) else None
 
-    def take_prompt(self, tokens: Sequence[int]) -> None:
-        """Which prompt the request has; see `prompts.py`."""
+    def take_prompt(self, tokens: Sequence[int], adapter: str) -> None:
+        """Which prompt and LoRA the request has; see `prompts.py`."""
         try:
-            self._room = _room(self.bootstrap_room, tokens)
+            self._room = _room(self.bootstrap_room, tokens, adapter)
         except InvalidArgument as error:
             self._incoming.fail(error)
 
@@ -242,22 +243,24 @@ def _identity_of(server: ServerArgs, checkpoint: str | None) -> ModelIdentity:
     """`checkpoint` is the name that an operator gives the weights; None takes their digest."""
     if checkpoint is None:
         checkpoint = checkpoint_digest(server.model_path, server.revision, "KVXFER_CHECKPOINT")
+    model = ModelConfig.from_server_args(server)
+    window = model.sliding_window_size
     return ModelIdentity(
         checkpoint=checkpoint,
-        model_dtype=str(server.dtype),
-        quantization=server.quantization or "",
-        # Of the checkpoint's own config the digest has to do.
-        rope=server.json_model_override_args,
+        model_dtype=str(model.dtype).removeprefix("torch."),
+        quantization=str(model.quantization or ""),
+        rope=rope_of(model.hf_text_config),
+        sliding_window="" if window is None else str(window),
         connector=_CONNECTOR,
     )
 
 
-def _room(number: int | None, tokens: Sequence[int]) -> Room:
+def _room(number: int | None, tokens: Sequence[int], adapter: str) -> Room:
     if number is None or number < 0:
         raise InvalidArgument(
             f"bootstrap_room is {number}; send requests through SGLang's router, which chooses one"
         )
-    return Room(number, prompt_digest(tokens))
+    return Room(number, prompt_digest(tokens, *filter(None, [adapter])))
 
 
 def _refuse_what_is_not_done(args: KVArgs, server_args: ServerArgs) -> None:

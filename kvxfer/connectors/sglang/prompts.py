@@ -1,4 +1,4 @@
-"""Tells senders and receivers of SGLang which prompt their request has.
+"""Tells senders and receivers of SGLang which prompt and which LoRA their request has.
 
 SGLang gives them a room number alone, which a client may have chosen. With the prompt both sides
 can tell whether they mean the same request.
@@ -13,6 +13,7 @@ from typing import Any
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from kvxfer.connectors.checkpoints import adapter_of
 from kvxfer.errors import InvalidArgument
 
 _PREFILL = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender"
@@ -35,15 +36,23 @@ def hand_prompts_over(mode: DisaggregationMode) -> None:
     HookRegistry.apply_hooks()
 
 
-def _after_create_sender(created: bool, _queue: Any, req: Any, *_: Any, **__: Any) -> None:
+def _after_create_sender(created: bool, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     if created:
-        _tell(req.disagg_kv_sender, req)
+        _tell(req.disagg_kv_sender, queue.scheduler, req)
 
 
-def _after_create_receiver(created: Any, _queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    _tell(created.kv_receiver, req)
+def _after_create_receiver(created: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+    _tell(created.kv_receiver, queue.scheduler, req)
 
 
-def _tell(side: Any, req: Any) -> None:
+def _tell(side: Any, scheduler: Any, req: Any) -> None:
     if hasattr(side, "take_prompt"):  # that of a health check has none
-        side.take_prompt(req.origin_input_ids)
+        side.take_prompt(req.origin_input_ids, _adapter(scheduler, req.lora_id))
+
+
+def _adapter(scheduler: Any, lora_id: str | None) -> str:
+    """Empty for none. SGLang's id is that of one server, so the weights name it."""
+    if lora_id is None:
+        return ""
+    adapter = scheduler.tp_worker.model_runner.lora_manager.lora_refs[lora_id]
+    return adapter_of(adapter.lora_name, adapter.lora_path)

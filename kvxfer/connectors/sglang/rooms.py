@@ -21,7 +21,7 @@ class Room:
 
     number: int
     prompt: bytes
-    """Its digest."""
+    """Its digest, with that of the LoRA."""
 
     @property
     def transfer_id(self) -> str:
@@ -102,7 +102,7 @@ class Rooms:
         if claims.transfer_id == room.transfer_id and not found.done():
             found.set_result(token)
         else:
-            self._refuse(token, f"room {room.number} is that of another prompt on prefill")
+            self._refuse(token, f"room {room.number} is that of another prompt or LoRA on prefill")
 
     def _refuse(self, token: str, why: str) -> None:
         logger.warning("an offer is refused: %s", why)

@@ -19,10 +19,11 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from kvxfer.clock import SYSTEM_CLOCK
+from kvxfer.connectors.checkpoints import adapter_of
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.caches import in_model_order, layout_of, packing_name, register_caches
 from kvxfer.connectors.vllm.groups import HeldWindows, windows_of
-from kvxfer.connectors.vllm.identity import adapter_of, identity_of
+from kvxfer.connectors.vllm.identity import identity_of
 from kvxfer.connectors.vllm.idle_steps import IdleSteps
 from kvxfer.connectors.vllm.kv_events import EventPrefixes
 from kvxfer.connectors.vllm.load import RequestCounter
@@ -170,11 +171,11 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         pull = is_pull(asked) and self._settings.role is not Role.DECODE
         if tokens is None or (params is None and not pull):
             return
-        extras = [feature.identifier for feature in request.mm_features]
-        if request.lora_request is not None:
-            extras.append(request.lora_request.lora_name)
+        extras, adapter = [feature.identifier for feature in request.mm_features], ""
+        if (lora := request.lora_request) is not None:
+            extras.append(lora.lora_name)
+            adapter = adapter_of(lora.lora_name, lora.lora_path)
         digest = prompt_digest(tokens, *extras)
-        adapter = adapter_of(request.lora_request)
         if params is None:
             self._kept.arrived(request.request_id, len(tokens), digest, adapter)
         else:

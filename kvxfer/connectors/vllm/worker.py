@@ -87,8 +87,9 @@ class TransferWorker:
         sessions = [outgoing.session for outgoing in preempted if outgoing is not None]
         self._guarded(lambda: self._begin_step(plan, sessions))
         for send in plan.sends:
-            # One that could not begin gives its blocks back.
-            self._sends.setdefault(send.request_id, None)
+            if send.request_id not in self._sends:  # it gives its blocks back
+                self._sends[send.request_id] = None
+                self._note(Ended("send", EngineClosed.code))
 
     def _begin_step(self, plan: StepPlan, preempted: Sequence[PrefillSession]) -> None:
         if preempted:
@@ -183,7 +184,8 @@ class TransferWorker:
             if outgoing is None or outgoing.ended or lost:
                 results.sent.add(request_id)
                 del self._sends[request_id]
-                if lost and outgoing is not None and not outgoing.ended:
+                if outgoing is not None and not outgoing.ended:
+                    outgoing.ended = True
                     results.ended.append(Ended("send", EngineClosed.code))
         self._finished -= results.sent
         return results
@@ -249,6 +251,10 @@ class TransferWorker:
         begun = self._agent.clock.monotonic()
         try:
             await outgoing.session.wait()
+        except asyncio.CancelledError:  # the agent ends
+            if not outgoing.ended:
+                self._note(Ended("send", EngineClosed.code))
+            raise
         except KvxferError as error:
             logger.warning("request %s is not sent: %s", request_id, error)
             self._note(Ended("send", error.code))

@@ -77,8 +77,10 @@ async def _over(fault: Fault, cluster: Cluster) -> Fault:
     return fault
 
 
+NO_FAULT: Final = "none"
+
 ACTS: Final[dict[str, Act | None]] = {
-    "none": None,
+    NO_FAULT: None,
     # Shorter than the peer timeout.
     "freeze prefill 0.3 s": partial(freeze, "prefill", 0.3, 0.3),
     "freeze decode 0.3 s": partial(freeze, "decode", 0.3, 0.3),
@@ -92,3 +94,6 @@ ACTS: Final[dict[str, Act | None]] = {
     "freeze prefill 8 s": partial(freeze, "prefill", 8.0, 8.0),
     "freeze decode 8 s": partial(freeze, "decode", 8.0, 8.0),
 }
+
+# What a second try heals while there is one pair.
+HEALED: Final = ("freeze prefill 1-3 s", "freeze decode 1-3 s")

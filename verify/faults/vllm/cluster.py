@@ -10,6 +10,7 @@ from typing import Final
 
 from verify.polling import eventually
 from verify.processes.fleet import Fleet
+from verify.processes.programs import Server
 from verify.vllm.servers import add_vllm
 
 LEASE_SECONDS: Final = 10.0
@@ -39,6 +40,12 @@ class Cluster(Fleet):
             *("--attempts", str(self._attempts), "--capacity-seconds", "0.5"),
             *("--first-token-seconds", "20", "--token-seconds", "20"),
         )
+        self.start_router(name="usual-router")
+
+    @property
+    def usual_router(self) -> Server:
+        """With the settings of somebody who sets none: it tries again what fails."""
+        return self.running["usual-router"]
 
     @property
     def logs(self) -> list[Path]:

@@ -52,25 +52,41 @@ class Sent:
     became: Became | None = None
 
 
-def requests(rng: random.Random, prompts: Sequence[tuple[list[int], list[int]]]) -> list[Sent]:
-    """One request for each prompt and its MAX_TOKENS expected tokens."""
+def requests(
+    rng: random.Random,
+    prompts: Sequence[tuple[list[int], list[int]]],
+    *,
+    first: int = 0,
+    aborted: float = _ABORTED,
+    most_tokens: int = MAX_TOKENS,
+) -> list[Sent]:
+    """One request for each prompt and its MAX_TOKENS expected tokens. They are numbered
+    from `first`; `aborted` is the share of clients that leave."""
     return [
         Sent(
             request_id=f"chaos-{number}",
             prompt=prompt,
-            expected=expected[: rng.randint(1, MAX_TOKENS)],
+            expected=expected[: rng.randint(1, most_tokens)],
             streamed=rng.random() < 0.5,
-            patience=rng.uniform(0.005, _ABORT_SECONDS) if rng.random() < _ABORTED else None,
+            patience=rng.uniform(0.005, _ABORT_SECONDS) if rng.random() < aborted else None,
         )
-        for number, (prompt, expected) in enumerate(prompts)
+        for number, (prompt, expected) in enumerate(prompts, first)
     ]
 
 
 class Load:
     """Some clients, each with one request at a time and a pause after it. Loop only."""
 
-    def __init__(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        rng: random.Random,
+        *,
+        clients: int = _CLIENTS,
+        think_seconds: float = _THINK_SECONDS,
+    ) -> None:
         self._http, self._rng = http, rng
+        self._clients, self._think_seconds = clients, think_seconds
         self.begun = 0
         self.flowing = asyncio.Event()
         """No request begins while it is not set."""
@@ -87,10 +103,10 @@ class Load:
                 sent = waiting.pop()
                 self.begun += 1
                 await self._ask(sent)
-                await asyncio.sleep(self._rng.uniform(0, _THINK_SECONDS))
+                await asyncio.sleep(self._rng.uniform(0, self._think_seconds))
 
         async with asyncio.TaskGroup() as clients:
-            for _ in range(_CLIENTS):
+            for _ in range(self._clients):
                 clients.create_task(client())
 
     async def _ask(self, sent: Sent) -> None:

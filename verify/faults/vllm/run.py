@@ -17,12 +17,14 @@ from verify.processes.programs import Server
 from verify.vllm.servers import make_model, vllm
 from verify.vllm.tiny_prompts import prompts
 
-from .acts import ACTS, Act
+from .acts import ACTS, HEALED, NO_FAULT, Act
 from .cluster import Cluster
 from .load import HANG_SECONDS, MAX_TOKENS, Became, Load, Sent, requests
 from .naming import Cause, Fault, Logs, Naming, naming
 
 MAX_NAMING_SECONDS: Final = 1.0
+CROWD_REQUESTS: Final = 96
+CROWD_CLIENTS: Final = 24
 
 
 @dataclass(slots=True)
@@ -30,10 +32,14 @@ class Phase:
     """The requests that were sent while one thing was done."""
 
     name: str
+    act: str
+    """Of ACTS."""
     sent: list[Sent]
     fault: Fault | None = None
     naming: list[Naming] = field(default_factory=list)
     """Of each failed request."""
+    heals: bool = False
+    """A crowd that comes through a router which tries again: none of it may fail."""
     leaks: list[str] = field(default_factory=list)
 
     def count(self, became: Became) -> int:
@@ -50,6 +56,8 @@ class Phase:
         late = [one.seconds for one in self.naming if one.seconds > MAX_NAMING_SECONDS]
         if late:
             yield f"{self.name}: {len(late)} failures named late, after up to {max(late):.2f} s"
+        if self.heals and (number := self.count(Became.FAILED)):
+            yield f"{self.name}: {number} failed, which another try heals"
         if number := self.of(Cause.UNKNOWN):
             yield f"{self.name}: {number} failed though nothing was done to them"
         yield from (f"{self.name}: left behind: {leak}" for leak in self.leaks)
@@ -61,6 +69,7 @@ async def run(
     policy: str,
     attempts: int,
     acts: list[str],
+    crowds: int,
     rng: random.Random,
     folder: Path | None,
     tell: Callable[[str], None],
@@ -69,40 +78,49 @@ async def run(
         home = folder or Path(temporary)
         home.mkdir(parents=True, exist_ok=True)
         model = await asyncio.to_thread(make_model, home)
-        asked = prompts(rng, count)
-        tell(f"the tokens of {count} prompts from an aggregated server")
+        faults = [*(name for name in HEALED if name in acts and crowds), *[NO_FAULT] * crowds]
+        asked = prompts(rng, count + len(faults) * CROWD_REQUESTS)
+        tell(f"the tokens of {len(asked)} prompts from an aggregated server")
         expected = await asyncio.to_thread(_references, home, model, asked)
-        batch = requests(rng, list(zip(asked, expected, strict=True)))
-        tell("starting control plane, router, producer and consumer")
+        answered = list(zip(asked, expected, strict=True))
+        phases = list(_single(acts, requests(rng, answered[:count])))
+        crowd = requests(rng, answered[count:], first=count, aborted=0, most_tokens=16)
+        phases += _crowds(faults, crowd)
+        tell("starting control plane, routers, producer and consumer")
         with Cluster(home, model, policy, attempts) as cluster:
             await cluster.settled()
-            return await _phases(cluster, batch, acts, rng, tell)
+            await _run(cluster, phases, rng, tell)
+        return phases
 
 
-async def _phases(
-    cluster: Cluster,
-    batch: list[Sent],
-    acts: list[str],
-    rng: random.Random,
-    tell: Callable[[str], None],
-) -> list[Phase]:
+def _single(acts: list[str], batch: list[Sent]) -> Iterator[Phase]:
+    """A few clients, who see each failure."""
+    for number, name in enumerate(acts):
+        begin, end = (len(batch) * n // len(acts) for n in (number, number + 1))
+        yield Phase(name, name, batch[begin:end])
+
+
+def _crowds(faults: list[str], batch: list[Sent]) -> Iterator[Phase]:
+    for number, fault in enumerate(faults):
+        begin = number * CROWD_REQUESTS
+        name = f"crowd {number + 1}, {fault}"
+        yield Phase(name, fault, batch[begin : begin + CROWD_REQUESTS], heals=True)
+
+
+async def _run(
+    cluster: Cluster, phases: list[Phase], rng: random.Random, tell: Callable[[str], None]
+) -> None:
     logs = Logs(cluster.logs)
     following = asyncio.create_task(logs.follow())
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
-    phases = []
-    async with httpx.AsyncClient(
-        base_url=cluster.router.url,
-        timeout=HANG_SECONDS + 5,
-        limits=limits,
-        trust_env=False,
-    ) as http:
-        for number, name in enumerate(acts):
-            begin, end = (len(batch) * n // len(acts) for n in (number, number + 1))
-            phase = Phase(name, batch[begin:end])
-            phases.append(phase)
-            load = Load(http, rng)
+    async with _client(cluster.router) as single, _client(cluster.usual_router) as usual:
+        for phase in phases:
+            name = phase.name
+            if phase.heals:
+                load = Load(usual, rng, clients=CROWD_CLIENTS, think_seconds=0.0)
+            else:
+                load = Load(single, rng)
             running = asyncio.create_task(load.run(phase.sent))
-            act = ACTS[name]
+            act = ACTS[phase.act]
             if act is not None:
                 phase.fault = await _strike(act, cluster, load, len(phase.sent), rng)
             await running
@@ -112,7 +130,8 @@ async def _phases(
                 if sent.became is Became.FAILED:
                     logged = logs.named.get(sent.request_id)
                     one = naming(sent, logged, phase.fault)
-                    phase.naming.append(one)
+                    if not phase.heals:
+                        phase.naming.append(one)
                     tell(
                         f"{name}: {sent.request_id} failed after {sent.ended - sent.began:.2f} s, "
                         f"named after {one.seconds:.2f} s ({one.cause.name.lower()}): "
@@ -120,7 +139,13 @@ async def _phases(
                     )
             tell(f"{name}: {phase.count(Became.RIGHT)} of {len(phase.sent)} right")
     following.cancel()
-    return phases
+
+
+def _client(router: Server) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
+    return httpx.AsyncClient(
+        base_url=router.url, timeout=HANG_SECONDS + 5, limits=limits, trust_env=False
+    )
 
 
 async def _strike(
