@@ -51,8 +51,8 @@ def _tell(side: Any, scheduler: Any, req: Any) -> None:
 
 
 def _adapter(scheduler: Any, lora_id: str | None) -> str:
-    """Empty for none. SGLang's id is that of one server, so the weights name it."""
+    """Empty for none. SGLang's id may be that of one server only, so the weights name it."""
     if lora_id is None:
         return ""
-    adapter = scheduler.tp_worker.model_runner.lora_manager.lora_refs[lora_id]
-    return adapter_of(adapter.lora_name, adapter.lora_path)
+    adapter = scheduler.tp_worker.model_runner.lora_manager.lora_refs.get(lora_id)
+    return lora_id if adapter is None else adapter_of(adapter.lora_name, adapter.lora_path)
