@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <chrono>
 #include <functional>
 
@@ -22,11 +23,14 @@ constexpr std::uint64_t kStart = 1'000'000 * kMs;
 // A process whose only thread has the name of an engine's.
 class Child {
  public:
-  explicit Child(const std::function<void()>& again) : pid_(::fork()) {
-    REQUIRE(pid_ >= 0);
-    if (pid_ > 0) return;
-    ::prctl(PR_SET_NAME, kEngineThreadName);
-    for (;;) again();
+  explicit Child(const std::function<void()>& again) {
+    std::array<char, 16> name;
+    ::prctl(PR_GET_NAME, name.data());
+    ::prctl(PR_SET_NAME, kEngineThreadName);  // the child has it from its first moment
+    pid_ = ::fork();
+    while (pid_ == 0) again();
+    ::prctl(PR_SET_NAME, name.data());
+    REQUIRE(pid_ > 0);
   }
   Child(const Child&) = delete;
   Child& operator=(const Child&) = delete;
@@ -46,7 +50,7 @@ class Child {
   }
 
  private:
-  pid_t pid_;
+  pid_t pid_ = 0;
 };
 
 // A peer that has beaten once, `gap_ns` after it was met.

@@ -23,6 +23,7 @@ from verify.control_plane import CLUSTER_KEY, RunningControlPlane, worker
 from .attack import Row, Tried
 
 _MANY: Final = 40
+_LEASE_SECONDS: Final = 3600.0  # nobody renews it
 
 
 def _token(scope: str) -> str:
@@ -66,7 +67,7 @@ def control_plane() -> Iterator[Plane]:
         file = Path(folder, "tokens")
         file.write_text("".join(f"the-{scope} {scope} {_token(scope)}\n" for scope in Scope))
         with (
-            RunningControlPlane(tokens=watch_tokens(file)) as running,
+            RunningControlPlane(tokens=watch_tokens(file), lease_seconds=_LEASE_SECONDS) as running,
             httpx.Client(base_url=running.url, timeout=20) as client,
         ):
             plane = Plane(client)
