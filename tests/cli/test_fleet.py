@@ -216,6 +216,12 @@ def asked(url: str, route: str) -> int:
     return 0 if found is None else int(float(found[1]))
 
 
+def drain_is_answered(url: str) -> None:
+    """The fleet hears of a drain before its caller does."""
+    answered = re.compile(r'kvxfer_http_requests_total{.*/drain",status="202"} 1')
+    wait_until(lambda: answered.search(httpx.get(f"{url}/metrics").text))
+
+
 def until(client: SyncControlPlaneClient, seen: Callable[[Instance], bool]) -> Instance:
     """The worker as the watch tells it, once it is as wanted."""
     with contextlib.closing(client.watch()) as watch:
@@ -278,6 +284,7 @@ def test_drain_goes_on_with_a_worker_that_redis_forgot(redis):
     ):
         with started(server.url, "drain", "p") as draining:
             first = until(client, lambda p: p.state is InstanceState.DRAINING)
+            drain_is_answered(server.url)
             redis.kill()
             redis.start()
             # By itself it drains without a deadline: that one is told to it again.
@@ -285,8 +292,8 @@ def test_drain_goes_on_with_a_worker_that_redis_forgot(redis):
             assert again.state is InstanceState.DRAINING
             assert draining.poll() is None
             load = Load()
-            out, _ = draining.communicate(timeout=30)
-        assert (draining.returncode, out) == (0, "p has left\n")
+            out, said = draining.communicate(timeout=30)
+        assert (draining.returncode, out) == (0, "p has left\n"), said
 
 
 def test_drain_does_not_take_a_worker_that_redis_forgot_for_one_that_has_left(redis):
@@ -297,6 +304,7 @@ def test_drain_does_not_take_a_worker_that_redis_forgot_for_one_that_has_left(re
         client.register(worker("p"), state=READY)
         with started(server.url, "drain", "p", grace=0.5) as draining:
             until(client, lambda p: p.state is InstanceState.DRAINING)
+            drain_is_answered(server.url)
             redis.kill()
             redis.start()
             out, said = draining.communicate(timeout=60)
