@@ -113,7 +113,7 @@ def router(
         float,
         typer.Option(
             help="A text prompt waits so long for a worker to say its tokens, which tell where "
-            "they are cached; 0 asks nobody.",
+            "they are cached; 0 asks no worker.",
             rich_help_panel=_PATIENCE,
         ),
     ] = 0.05,

@@ -66,7 +66,7 @@ class RouterSettings:
     that are reserved."""
     tokenize_seconds: float = 0.05
     """How long a request of text waits for a worker to say its tokens, which tell where they are
-    cached; 0 asks nobody."""
+    cached; 0 asks no worker."""
 
     def headers_for_workers(self) -> dict[str, str]:
         """What workers ask for."""

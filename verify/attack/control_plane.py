@@ -23,7 +23,7 @@ from verify.control_plane import CLUSTER_KEY, RunningControlPlane, worker
 from .attack import Row, Tried
 
 _MANY: Final = 40
-_LEASE_SECONDS: Final = 3600.0  # nobody renews it
+_LEASE_SECONDS: Final = 3600.0  # its workers send no heartbeats
 
 
 def _token(scope: str) -> str:

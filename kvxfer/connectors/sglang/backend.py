@@ -260,7 +260,8 @@ def _room(number: int | None, tokens: Sequence[int], adapter: str) -> Room:
         raise InvalidArgument(
             f"bootstrap_room is {number}; send requests through SGLang's router, which chooses one"
         )
-    return Room(number, prompt_digest(tokens, *filter(None, [adapter])))
+    extras = (adapter,) if adapter else ()
+    return Room(number, prompt_digest(tokens, *extras))
 
 
 def _refuse_what_is_not_done(args: KVArgs, server_args: ServerArgs) -> None:
