@@ -10,7 +10,7 @@ from typing import Final
 from kvxfer.errors import AddressInUse, InvalidArgument, PermissionDenied
 
 BACKLOG: Final = 2048
-# How long servers keep an idle connection. Longer than clients (httpx: 5 s) and load balancers
+# How long servers keep an idle connection. Longer than clients (httpx2: 5 s) and load balancers
 # (60 s) do: a request that meets a connection being closed fails.
 KEEP_ALIVE_SECONDS: Final = 75
 

@@ -46,8 +46,8 @@ def configure_logging(
         )
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # httpx tells of every request at info, the access log of whoever is asked does too.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # httpx2 tells of every request at info, the access log of whoever is asked does too.
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 def redact(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:

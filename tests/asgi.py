@@ -7,12 +7,12 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-import httpx
+import httpx2
 
 _log = logging.getLogger("tests.asgi")
 
 
-class AsgiTransport(httpx.AsyncBaseTransport):
+class AsgiTransport(httpx2.AsyncBaseTransport):
     """Calls the application of a request's host, and streams its answer as it is sent.
 
     `apps` maps "host" or "host:port" to an application; a host that is missing refuses the
@@ -26,10 +26,10 @@ class AsgiTransport(httpx.AsyncBaseTransport):
         self._ahead = ahead
         self._running: set[asyncio.Task[None]] = set()
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         app = self.apps.get(request.url.netloc.decode())
         if app is None:
-            raise httpx.ConnectError(f"nothing listens at {request.url.netloc.decode()}")
+            raise httpx2.ConnectError(f"nothing listens at {request.url.netloc.decode()}")
         exchange = _Exchange(request, self._ahead)
         timeout = request.extensions.get("timeout", {}).get("read")
         task = exchange.begin(app)
@@ -40,11 +40,11 @@ class AsgiTransport(httpx.AsyncBaseTransport):
                 status, headers = await exchange.head()
         except TimeoutError:
             exchange.leave()
-            raise httpx.ReadTimeout("no answer in time", request=request) from None
+            raise httpx2.ReadTimeout("no answer in time", request=request) from None
         except BaseException:
             exchange.leave()
             raise
-        return httpx.Response(status, headers=headers, stream=exchange.body(timeout))
+        return httpx2.Response(status, headers=headers, stream=exchange.body(timeout))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -60,9 +60,9 @@ class AsgiTransport(httpx.AsyncBaseTransport):
 class _Exchange:
     """One request of an application, and what it has answered so far."""
 
-    def __init__(self, request: httpx.Request, ahead: int | None) -> None:
+    def __init__(self, request: httpx2.Request, ahead: int | None) -> None:
         self._request = request
-        assert isinstance(request.stream, httpx.AsyncByteStream)
+        assert isinstance(request.stream, httpx2.AsyncByteStream)
         self._body: AsyncIterator[bytes] | None = aiter(request.stream)
         self._sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._ahead = ahead
@@ -118,7 +118,7 @@ class _Exchange:
         if message is None:
             assert self._task is not None
             await self._task  # Its error, if it has one.
-            raise httpx.RemoteProtocolError("the application ended without an answer")
+            raise httpx2.RemoteProtocolError("the application ended without an answer")
         return message
 
     async def head(self) -> tuple[int, list[tuple[bytes, bytes]]]:
@@ -126,7 +126,7 @@ class _Exchange:
         assert start["type"] == "http.response.start", start
         return start["status"], list(start.get("headers", []))
 
-    def body(self, timeout: float | None) -> httpx.AsyncByteStream:
+    def body(self, timeout: float | None) -> httpx2.AsyncByteStream:
         return _Body(self, timeout)
 
     async def chunks(self, timeout: float | None) -> AsyncIterator[bytes]:
@@ -136,7 +136,7 @@ class _Exchange:
                 async with asyncio.timeout(timeout):
                     message = await self._next()
             except TimeoutError:
-                raise httpx.ReadTimeout("no data in time", request=self._request) from None
+                raise httpx2.ReadTimeout("no data in time", request=self._request) from None
             assert message["type"] == "http.response.body", message
             more = message.get("more_body", False)
             if chunk := message.get("body", b""):
@@ -147,7 +147,7 @@ class _Exchange:
         self._has_room.set()
 
 
-class _Body(httpx.AsyncByteStream):
+class _Body(httpx2.AsyncByteStream):
     def __init__(self, exchange: _Exchange, timeout: float | None) -> None:
         self._exchange = exchange
         self._timeout = timeout

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 
 from tests.asgi import AsgiTransport
 from tests.virtual_time import VirtualClock, VirtualLoop, passes
@@ -32,12 +32,12 @@ async def pass_time(registry: Registry, clock: VirtualClock, seconds: float) -> 
 
 
 @asynccontextmanager
-async def calling(app: FastAPI, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def calling(app: FastAPI, **options: Any) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of a control plane that runs in this event loop, without a socket."""
     transport = AsgiTransport({"kvxfer": app})
     options = {"timeout": PATIENCE, **options}
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://kvxfer", **options) as client,
+        httpx2.AsyncClient(transport=transport, base_url="http://kvxfer", **options) as client,
     ):
         yield client

@@ -9,7 +9,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
-import httpx
+import httpx2
 from starlette.types import Receive, Scope, Send
 
 from kvxfer.api.app import create_app as create_control_plane
@@ -44,10 +44,10 @@ class Network:
         """Of one client, which closes it."""
         return AsgiTransport(self.apps, ahead=self.ahead)
 
-    def http(self, url: str = "", **options: Any) -> httpx.AsyncClient:
+    def http(self, url: str = "", **options: Any) -> httpx2.AsyncClient:
         """A client that waits for ever unless `options` say otherwise."""
         options = {"timeout": None, **options}
-        return httpx.AsyncClient(base_url=url, transport=self.transport(), **options)
+        return httpx2.AsyncClient(base_url=url, transport=self.transport(), **options)
 
     def client(self, **options: Any) -> ControlPlaneClient:
         """One of the control plane."""
@@ -90,7 +90,7 @@ class Network:
     @contextlib.asynccontextmanager
     async def routed(
         self, *, credentials: Credentials | None = None, deadline: float = 10.0, **settings: Any
-    ) -> AsyncIterator[httpx.AsyncClient]:
+    ) -> AsyncIterator[httpx2.AsyncClient]:
         """A client of a new router. `deadline` is that of its calls of the control plane."""
         app = create_router(
             RouterSettings(**settings),

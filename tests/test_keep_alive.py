@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import uvicorn
 from fastapi import FastAPI
@@ -17,7 +17,7 @@ from kvxfer.reference.worker.http_server import HttpServer
 
 pytestmark = pytest.mark.native
 
-# What httpx waits, and uvicorn by itself.
+# What httpx2 waits, and uvicorn by itself.
 CLIENT_SECONDS = 5.0
 
 
@@ -84,8 +84,8 @@ async def connections_of_two_requests(url: str, idle: float) -> int:
         nonlocal opened
         opened += event == "connection.connect_tcp.started"
 
-    limits = httpx.Limits(keepalive_expiry=None)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
+    limits = httpx2.Limits(keepalive_expiry=None)
+    async with httpx2.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
         for seconds in (idle, 0):
             answer = await client.get("/healthz", extensions={"trace": count})
             assert answer.status_code == 200

@@ -1,8 +1,9 @@
-"""Time to first token of a disaggregated vLLM pair beside an aggregated server, and where it goes.
+"""Time to the first token of disaggregated vLLM pairs, and where it goes.
 
-A control plane, the router and three vLLM servers with a small model run on this host, for five
-to eight minutes. Exit code 1 where the visible transfer, layer by layer, is more than half of what
-it is after prefill.
+A control plane, the router and three vLLM servers with a small model run on this host, for about
+ten minutes: pairs with kvxfer, by push and by pull, one with vLLM's own NixlConnector, and a server
+without connector. Exit code 1 where kvxfer's push leaves more than half of the visible transfer
+that NixlConnector has, or its first token comes after that of pull.
 """
 
 from __future__ import annotations

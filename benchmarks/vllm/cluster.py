@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.vllm.figures import CROWD
 from benchmarks.vllm.notes import NOTES_VARIABLE
 from kvxfer.connectors.vllm.quiet_queue import VARIABLE
 from verify.polling import wait_until
 from verify.processes.fleet import Fleet
-from verify.processes.programs import Server
+from verify.processes.programs import Server, free_port
 from verify.vllm.servers import add_vllm, make_model, vllm
 
 _READY_SECONDS = 60.0
 # 32 KiB of cache per token: 64 MiB at 2,000 tokens, as models have that people serve.
 _SIZES = ("--layers", "8", "--kv-heads", "8", "--head-dim", "64")
-_CACHE = ("--kv-cache-memory-bytes", str(512 << 20))
+_LIMITS = ("--kv-cache-memory-bytes", str(512 << 20), "--max-num-seqs", str(CROWD))
+_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_CONNECTORS = "benchmarks.vllm.timed_connector"
 _TICKS = os.sysconf("SC_CLK_TCK")
-
-
-# A reader that sleeps at once would do so between any two messages.
-_QUIET_SECONDS = "0.0001"
+_QUIET_SECONDS = "0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Cluster:
     fleet: Fleet
     model: Path
     aggregated: Server
+    """Without connector."""
     notes: Path
     """What the timed connector has noted."""
 
@@ -46,14 +47,18 @@ class Cluster:
     def decode(self) -> Server:
         return self.fleet.running["decode"]
 
-    def start_pair(self) -> None:
-        """Both servers, until they are ready."""
-        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+    def start_pair(self, *, quiet: bool) -> None:
+        """Both servers with kvxfer, until they are ready. `quiet`: readers of vLLM's queue sleep
+        (kvxfer.connectors.vllm.quiet_queue)."""
+        self._end_pair()
+        if quiet:
+            self.fleet.variables[VARIABLE] = _QUIET_SECONDS
+        for name, role in _ROLES.items():
             add_vllm(
-                *(self.fleet, name, self.model, *_CACHE),
+                *(self.fleet, name, self.model, *_LIMITS),
                 role=role,
                 connector="TimedConnector",
-                module="benchmarks.vllm.timed_connector",
+                module=_CONNECTORS,
                 # Seven processes on the cores of one: time is measured, not stalls.
                 peer_timeout=5.0,
             )
@@ -61,30 +66,51 @@ class Cluster:
             server.serves("/health")
         wait_until(self.fleet.whole, _READY_SECONDS)
 
-    def restart_quiet(self) -> None:
-        """The pair with readers of vLLM's queue that sleep (kvxfer.connectors.vllm.quiet_queue)."""
-        for name in ("prefill", "decode"):
-            self.fleet.end(name)
-        self.fleet.variables[VARIABLE] = _QUIET_SECONDS
-        self.start_pair()
+    def start_nixl_pair(self) -> None:
+        """In place of kvxfer's pair, one with vLLM's NixlConnector as it comes."""
+        self._end_pair()
+        for name, role in _ROLES.items():
+            transfer = {
+                "kv_connector": "TimedNixlConnector",
+                "kv_connector_module_path": _CONNECTORS,
+                "kv_role": role,
+                "kv_buffer_device": "cpu",
+            }
+            variables = {**self.fleet.variables, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            self.fleet.add(
+                vllm(
+                    *(name, self.fleet.folder, self.model, *_LIMITS),
+                    transfer=transfer,
+                    variables=variables,
+                )
+            )
+        for server in (self.prefill, self.decode):
+            server.serves("/health")
+
+    def _end_pair(self) -> None:
+        for name in _ROLES:
+            if name in self.fleet.running:
+                self.fleet.end(name)
 
 
 @contextlib.contextmanager
 def started(folder: Path, step: Callable[[str], None]) -> Iterator[Cluster]:
-    """All of it, ready to serve."""
+    """All of it but a pair."""
     notes = folder / "notes"
     os.environ[NOTES_VARIABLE] = str(notes)
     step("making the model")
     model = make_model(folder, *_SIZES)
-    step("starting two vLLM servers with kvxfer and one without")
+    step("starting a vLLM server without connector")
     with (
         Fleet(folder) as fleet,
-        vllm("aggregated", folder, model, *_CACHE) as aggregated,
+        # Else its readers keep a core for a second after a request, at the cost of the next one's.
+        vllm(
+            *("aggregated", folder, model, *_LIMITS), variables={VARIABLE: _QUIET_SECONDS}
+        ) as aggregated,
     ):
         fleet.start_control_plane()
         fleet.start_router("--attempts", "1")
         cluster = Cluster(fleet, model, aggregated, notes)
-        cluster.start_pair()
         aggregated.serves("/health")
         yield cluster
 

@@ -1,22 +1,34 @@
-"""What the timed connector notes of each request: one line in a file that all servers share."""
+"""What the timed connectors note: lines in a file that all servers share."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 NOTES_VARIABLE: Final = "KVXFER_BENCH_NOTES"
 """The path of the file."""
-LATE: Final = "-late-"
-"""In the id of a request that is sent after prefill."""
 
 BUSY: Final = "-busy-"
 """In the id of a request for which no worker waits in steps that compute nothing."""
 
+FORWARD: Final = "forward"
+
 # vLLM puts the router's request id between a prefix and a suffix of its own.
 _NOTE: Final = re.compile(r"(\w+) (\w+) \S*?(bench-\S+?-\d+)-0-\S* ([\d.]+)")
+_FORWARD: Final = re.compile(rf"^\w+ {FORWARD} (\d+) ([\d.]+) ([\d.]+)$", re.MULTILINE)
+
+
+class Forward(NamedTuple):
+    """What the connector took of the thread of one forward, in seconds."""
+
+    requests: int
+    """That it sends blocks of."""
+    before: float
+    """The forward, for all requests."""
+    layer: float
+    """In the median of the layers."""
 
 
 def read(path: Path) -> Mapping[str, Mapping[tuple[str, str], float]]:
@@ -25,3 +37,9 @@ def read(path: Path) -> Mapping[str, Mapping[tuple[str, str], float]]:
     for server, event, request_id, moment in _NOTE.findall(path.read_text()):
         found.setdefault(request_id, {}).setdefault((server, event), float(moment))
     return found
+
+
+def forwards(path: Path) -> Iterator[Forward]:
+    """Those of steps that sent something."""
+    for requests, before, layer in _FORWARD.findall(path.read_text()):
+        yield Forward(int(requests), float(before), float(layer))

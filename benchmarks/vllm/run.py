@@ -12,26 +12,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from statistics import median
+from typing import Any, Final
 
-import httpx
+import httpx2
 
 from benchmarks.vllm.cluster import Cluster, cpu_seconds, started
 from benchmarks.vllm.figures import (
+    CROWD,
     QUIET,
     TARGET_TOKENS,
+    ForwardThread,
     Mode,
     Sample,
     Split,
     VllmReport,
     figures_of,
+    ttft_ratio,
     visible_ratio,
 )
-from benchmarks.vllm.notes import BUSY, LATE, read
+from benchmarks.vllm.notes import BUSY, forwards, read
 from kvxfer.bench.machine import this_machine
 from verify.polling import wait_until
 from verify.processes.programs import Server
 
+_PULL: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 Step = Callable[[str], None]
 
 # Between two requests: what is left of the last one settles.
@@ -39,6 +44,9 @@ _PAUSE_SECONDS: Final = 0.1
 _SETTLE_SECONDS: Final = 2.0
 _WARM_UP_ROUNDS: Final = 2
 _WARM_UP_TOKENS: Final = 200
+# Of the prompts of a crowd, which are one step together.
+_CROWD_TOKENS: Final = 30
+_CROWD_TRIES: Final = 8
 # What the tiny model knows, less its special tokens.
 _VOCABULARY: Final = range(3, 512)
 
@@ -59,16 +67,23 @@ def run_bench(settings: Settings, step: Step) -> VllmReport:
         tempfile.TemporaryDirectory(prefix="kvxfer-bench-") as folder,
         started(Path(folder), step) as cluster,
     ):
-        samples = _rounds(cluster, settings, step)
+        step("starting a pair with kvxfer")
+        cluster.start_pair(quiet=False)
         step(f"idle for {settings.idle_seconds:g} s")
         idle = _idle(cluster, settings.idle_seconds)
         step(f"one push waits for {settings.wait_seconds:g} s")
         waiting = {"before": _waiting(cluster, f"bench{BUSY}0", settings.wait_seconds)}
         waiting["now"] = _waiting(cluster, "bench-waits-0", settings.wait_seconds)
         step("starting the pair again, with readers that sleep")
-        cluster.restart_quiet()
+        cluster.start_pair(quiet=True)
+        samples = _rounds(cluster, [Mode.AGGREGATED, Mode.PUSH, Mode.PULL], settings, step)
         step(f"one push waits for {settings.wait_seconds:g} s")
         waiting[QUIET] = _waiting(cluster, "bench-waits-1", settings.wait_seconds)
+        step(f"{CROWD} requests at once")
+        forward_thread = _forward_thread(cluster, settings.seed)
+        step("starting a pair with NixlConnector")
+        cluster.start_nixl_pair()
+        samples += _rounds(cluster, [Mode.NIXL], settings, step)
     return VllmReport(
         started_at=started_at,
         machine=this_machine(),
@@ -76,29 +91,33 @@ def run_bench(settings: Settings, step: Step) -> VllmReport:
         rounds=settings.rounds,
         figures=figures_of(samples),
         visible_ratio=visible_ratio(samples, TARGET_TOKENS),
+        ttft_ratio=ttft_ratio(samples, TARGET_TOKENS),
+        forward_thread=forward_thread,
         idle_cores=idle,
         waiting_cores=waiting,
         samples=samples,
     )
 
 
-def _rounds(cluster: Cluster, settings: Settings, step: Step) -> list[Sample]:
+def _rounds(
+    cluster: Cluster, modes: Sequence[Mode], settings: Settings, step: Step
+) -> list[Sample]:
+    """The modes in random order within a round, one request at a time."""
     rng = random.Random(settings.seed)
     asked: list[tuple[int, int, Mode, str, float, float]] = []
-    with httpx.Client(trust_env=False, timeout=60.0) as http:
+    with httpx2.Client(trust_env=False, timeout=60.0) as http:
         for number in range(-_WARM_UP_ROUNDS, settings.rounds):
-            step(f"round {number + 1} of {settings.rounds}" if number >= 0 else "warming up")
+            of = f"round {number + 1} of {settings.rounds}" if number >= 0 else "warming up"
+            step(f"{', '.join(modes)}: {of}")
             for length in settings.lengths:
-                for mode in rng.sample(list(Mode), k=len(Mode)):
-                    kind = LATE if mode is Mode.LATE else "-"
-                    request_id = f"bench{kind}{length}-{number + _WARM_UP_ROUNDS}"
-                    server = cluster.aggregated if mode is Mode.AGGREGATED else cluster.router
+                for mode in rng.sample(modes, k=len(modes)):
+                    request_id = f"bench-{mode.name}{length}-{number + _WARM_UP_ROUNDS}"
                     time.sleep(_PAUSE_SECONDS)
                     # A server that was idle pays for waking with its first request.
                     for asked_for, tokens in (("warm-up", _WARM_UP_TOKENS), (request_id, length)):
                         prompt = rng.choices(_VOCABULARY, k=tokens)
                         try:
-                            began, first = _first_token(http, server.url, asked_for, prompt)
+                            began, first = _first_token(http, cluster, mode, asked_for, prompt)
                         except RuntimeError as error:
                             logs = (cluster.prefill.tail(2000), cluster.decode.tail(2000))
                             raise RuntimeError("\n".join([str(error), *logs])) from None
@@ -118,14 +137,24 @@ def _rounds(cluster: Cluster, settings: Settings, step: Step) -> list[Sample]:
 
 
 def _first_token(
-    http: httpx.Client, url: str, request_id: str, prompt: list[int]
+    http: httpx2.Client, cluster: Cluster, mode: Mode, request_id: str, prompt: list[int]
 ) -> tuple[float, float]:
-    """When a request was sent, and when its first token came."""
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}
-    body |= {"ignore_eos": True, "stream": True}
+    """When a request was sent, and when its first token came. Push goes through kvxfer's router;
+    for pull, this is the proxy."""
+    headers = {"X-Request-ID": request_id}
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 2}
+    body["ignore_eos"] = True
     began = time.monotonic()
+    url = (cluster.aggregated if mode is Mode.AGGREGATED else cluster.router).url
+    if mode in (Mode.PULL, Mode.NIXL):
+        url = cluster.decode.url
+        asked = {**body, "max_tokens": 1, "kv_transfer_params": _PULL}
+        prefilled = http.post(
+            cluster.prefill.url + "/v1/completions", json=asked, headers=headers
+        ).raise_for_status()
+        body["kv_transfer_params"] = prefilled.json()["kv_transfer_params"]
     with http.stream(
-        "POST", url + "/v1/completions", json=body, headers={"X-Request-ID": request_id}
+        "POST", url + "/v1/completions", json={**body, "stream": True}, headers=headers
     ) as answer:
         if not answer.is_success:
             raise RuntimeError(f"{request_id} failed: {answer.read().decode()}")
@@ -136,6 +165,31 @@ def _first_token(
             if '"error"' in event:
                 raise RuntimeError(f"{request_id} failed: {event}")
     return began, first
+
+
+def _forward_thread(cluster: Cluster, seed: int) -> ForwardThread:
+    """Prompts come while a long one is computed, and are one step after it."""
+    rng = random.Random(seed)
+
+    def ask(tokens: int) -> None:
+        body = {"model": "tiny", "prompt": rng.choices(_VOCABULARY, k=tokens), "max_tokens": 1}
+        url = cluster.router.url + "/v1/completions"
+        httpx2.post(url, json=body, timeout=60.0).raise_for_status()
+
+    for _ in range(_CROWD_TRIES):
+        with concurrent.futures.ThreadPoolExecutor(CROWD + 1) as threads:
+            asked = [threads.submit(ask, TARGET_TOKENS)]
+            time.sleep(_PAUSE_SECONDS)
+            asked += [threads.submit(ask, _CROWD_TOKENS) for _ in range(CROWD)]
+        for one in asked:
+            one.result()
+    largest = max(forwards(cluster.notes), key=lambda forward: forward.requests)
+    of = [one for one in forwards(cluster.notes) if one.requests == largest.requests]
+    return ForwardThread(
+        requests=largest.requests,
+        layer=median(one.layer for one in of) * 1e6,
+        before=median(one.before for one in of) / largest.requests * 1e6,
+    )
 
 
 def _split(notes: Mapping[tuple[str, str], float], began: float, first: float) -> Split:
@@ -152,7 +206,7 @@ def _split(notes: Mapping[tuple[str, str], float], began: float, first: float) -
 def _waiting(cluster: Cluster, request_id: str, seconds: float) -> float:
     """The share of one core that both servers take while decode waits for a prompt which prefill is
     not asked for."""
-    opened = httpx.post(
+    opened = httpx2.post(
         cluster.fleet.url + "/v1/transfers", json={"request_id": request_id, "model": "tiny"}
     ).raise_for_status()
     pair = opened.json()
@@ -162,7 +216,7 @@ def _waiting(cluster: Cluster, request_id: str, seconds: float) -> float:
     }
     body = {"model": "tiny", "prompt": list(_VOCABULARY)[:_WARM_UP_TOKENS], "max_tokens": 1}
     with (
-        httpx.Client(trust_env=False, timeout=3 * seconds) as http,
+        httpx2.Client(trust_env=False, timeout=3 * seconds) as http,
         concurrent.futures.ThreadPoolExecutor(1) as threads,
     ):
         threads.submit(

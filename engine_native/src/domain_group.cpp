@@ -22,8 +22,11 @@ namespace {
 constexpr int kEngineNice = -10;
 // With nothing to time the thread still looks around this often.
 constexpr std::uint64_t kIdleTickNs = 10'000'000'000u;
-// How often a sleeping thread looks at watched words: nobody can be made to wake it.
+// How often a sleeping thread looks at watched words, as a plain store does not wake it: the longer
+// nothing moved, the less a later look adds to that.
 constexpr std::uint64_t kWatchNs = 100'000u;
+constexpr std::uint64_t kWatchMostNs = 1'000'000u;
+constexpr std::uint64_t kWatchParts = 16;
 // For a stranger to prove that it knows the cluster key.
 constexpr std::uint64_t kHandshakeNs = 5'000'000'000u;
 // For two engines of one host to share memory; well within a connect, so that tcp can follow.
@@ -236,7 +239,10 @@ void DomainGroup::run() {
     std::uint64_t next_tick =
         last_tick_ns_ +
         (timed ? static_cast<std::uint64_t>(options_.heartbeat_interval.count()) : kIdleTickNs);
-    if (!held_.empty()) next_tick = std::min(next_tick, now + kWatchNs);
+    if (!held_.empty()) {
+      next_tick = std::min(
+          next_tick, now + std::clamp((now - last_progress) / kWatchParts, kWatchNs, kWatchMostNs));
+    }
     for (const auto& each : revocations_) next_tick = std::min(next_tick, each.deadline_ns);
     if (next_tick > now && may_sleep()) poller_.poll(next_tick - now);
     sleeping_.store(false, std::memory_order_relaxed);

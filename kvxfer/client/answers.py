@@ -6,7 +6,7 @@ import ssl
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
-import httpx
+import httpx2
 import msgspec
 
 from kvxfer.client.calls import Call
@@ -30,7 +30,7 @@ _DEFECTS: Final = frozenset({"internal-error"})
 # Seconds; what asks for more is not waited for anyway.
 _LONGEST_RETRY: Final = 86400.0
 # The request has not left this process.
-_UNSENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_UNSENT: Final = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Failed(Exception):
         self.error, self.again, self.seconds = error, again, seconds
 
 
-def read(response: httpx.Response, call: Call[T], url: str) -> Answer[T]:
+def read(response: httpx2.Response, call: Call[T], url: str) -> Answer[T]:
     """Raises Failed."""
     if not response.is_success:
         error = problem(response, url)
@@ -66,7 +66,7 @@ def read(response: httpx.Response, call: Call[T], url: str) -> Answer[T]:
         raise Failed(unreadable(url, error), again=False) from error
 
 
-def unanswered(error: httpx.RequestError, call: Call[Any], url: str) -> Failed:
+def unanswered(error: httpx2.RequestError, call: Call[Any], url: str) -> Failed:
     """What an attempt without an answer comes to."""
     named = unavailable(error, url)
     distrusted = isinstance(named, UntrustedCertificate)
@@ -74,7 +74,7 @@ def unanswered(error: httpx.RequestError, call: Call[Any], url: str) -> Failed:
     return Failed(named, again=again)
 
 
-def unavailable(error: httpx.RequestError, url: str) -> ControlPlaneError:
+def unavailable(error: httpx2.RequestError, url: str) -> ControlPlaneError:
     cause = str(error) or type(error).__name__
     if isinstance(_root(error), ssl.SSLError):
         return UntrustedCertificate(
@@ -82,7 +82,7 @@ def unavailable(error: httpx.RequestError, url: str) -> ControlPlaneError:
             "plane in KVXFER_CA_FILE and, where it asks for one, a client certificate in "
             "KVXFER_CERT_FILE and KVXFER_KEY_FILE"
         )
-    if url.startswith("https") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+    if url.startswith("https") and isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError):
         # In TLS 1.3 a server learns of a wrong client certificate after the client's handshake.
         return ControlPlaneUnavailable(
             f"{url} hung up ({cause}); if it asks for client certificates, name one that it knows "
@@ -101,7 +101,7 @@ def unreadable(url: str, error: Exception) -> ControlPlaneError:
     )
 
 
-def problem(response: httpx.Response, url: str) -> KvxferError:
+def problem(response: httpx2.Response, url: str) -> KvxferError:
     """The error that an answer stands for."""
     error = _problem(response, url)
     if isinstance(error, ControlPlaneError):
@@ -109,7 +109,7 @@ def problem(response: httpx.Response, url: str) -> KvxferError:
     return error
 
 
-def _problem(response: httpx.Response, url: str) -> KvxferError:
+def _problem(response: httpx2.Response, url: str) -> KvxferError:
     """The error that a problem document names."""
     try:
         document = msgspec.json.decode(response.content, type=dict[str, Any])
@@ -135,7 +135,7 @@ def _problem(response: httpx.Response, url: str) -> KvxferError:
     return kind_of_error(detail)
 
 
-def _stale_seconds(response: httpx.Response) -> float | None:
+def _stale_seconds(response: httpx2.Response) -> float | None:
     header = response.headers.get(STALE_HEADER, "")
     try:
         return float(header) if header else None
@@ -143,7 +143,7 @@ def _stale_seconds(response: httpx.Response) -> float | None:
         return None
 
 
-def _retry_after(response: httpx.Response, error: KvxferError) -> float:
+def _retry_after(response: httpx2.Response, error: KvxferError) -> float:
     """Seconds: to the fraction where the problem says so, else those of Retry-After."""
     if isinstance(error, RateLimited):
         exact = error.details.get("retry_after_seconds")

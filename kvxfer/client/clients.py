@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, overload
 
-import httpx
+import httpx2
 from tenacity import AsyncRetrying, Retrying
 
 from kvxfer.client import calls
@@ -29,11 +29,11 @@ ENVIRONMENT: Final = "KVXFER_CONTROL_PLANE"
 DEFAULT_URL: Final = "http://127.0.0.1:8080"
 
 _LEAST_TIMEOUT: Final = 0.01
-# Of one client at a time. httpx looks at every connection for every call that waits for one: with
+# Of one client at a time. httpx2 looks at every connection for every call that waits for one: with
 # hundreds of calls at once that takes longer than the calls.
 _MAX_CALLS: Final = 32
 # Those that the control plane keeps waiting have connections of their own, as many as there are.
-_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+_LIMITS: Final = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class _Client:
     def _open(self, kind: Callable[..., T]) -> T:
         try:
             return kind(**self._options)
-        except httpx.InvalidURL as error:
+        except httpx2.InvalidURL as error:
             raise InvalidArgument(
                 f"the control plane's URL is {self.url!r} ({error}); write it as http://HOST:PORT"
             ) from error
@@ -136,7 +136,7 @@ class _Client:
             "method": "GET",
             "url": WATCH_PATH,
             "headers": reader.connect(),
-            "timeout": httpx.Timeout(self._timeout, read=SILENCE_SECONDS),
+            "timeout": httpx2.Timeout(self._timeout, read=SILENCE_SECONDS),
         }
 
     register = _Method(calls.register)
@@ -170,11 +170,11 @@ class ControlPlaneClient(_Client):
         credentials: Credentials | None = None,
         timeout: float = 5.0,
         deadline: float = 10.0,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         super().__init__(url, credentials, timeout, deadline, transport, clock)
-        self._http = self._open(httpx.AsyncClient)
+        self._http = self._open(httpx2.AsyncClient)
         self._turns = asyncio.Semaphore(_MAX_CALLS)
 
     async def __aenter__(self) -> Self:
@@ -209,7 +209,7 @@ class ControlPlaneClient(_Client):
         try:
             async with self._turn(call, give_up):
                 response = await self._http.request(**self._request(call, give_up))
-        except httpx.RequestError as error:
+        except httpx2.RequestError as error:
             raise unanswered(error, call, self.url) from error
         return read(response, call, self.url)
 
@@ -222,7 +222,7 @@ class ControlPlaneClient(_Client):
             async with asyncio.timeout(self._seconds(call, give_up)):
                 await self._turns.acquire()
         except TimeoutError as error:
-            raise httpx.PoolTimeout(f"{_MAX_CALLS} calls were under way") from error
+            raise httpx2.PoolTimeout(f"{_MAX_CALLS} calls were under way") from error
         try:
             yield
         finally:
@@ -246,7 +246,7 @@ class ControlPlaneClient(_Client):
                     async for chunk in response.aiter_bytes():
                         for item in reader.feed(chunk):
                             yield item
-            except (httpx.RequestError, ControlPlaneUnavailable) as error:
+            except (httpx2.RequestError, ControlPlaneUnavailable) as error:
                 if not reader.connected:
                     raise _as_unavailable(error, self.url) from error
             await asyncio.sleep(reader.pause_seconds())
@@ -262,11 +262,11 @@ class SyncControlPlaneClient(_Client):
         credentials: Credentials | None = None,
         timeout: float = 5.0,
         deadline: float = 10.0,
-        transport: httpx.BaseTransport | None = None,
+        transport: httpx2.BaseTransport | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         super().__init__(url, credentials, timeout, deadline, transport, clock)
-        self._http = self._open(httpx.Client)
+        self._http = self._open(httpx2.Client)
 
     def __enter__(self) -> Self:
         return self
@@ -300,7 +300,7 @@ class SyncControlPlaneClient(_Client):
     def _attempt(self, call: Call[T], give_up: float) -> Answer[T]:
         try:
             response = self._http.request(**self._request(call, give_up))
-        except httpx.RequestError as error:
+        except httpx2.RequestError as error:
             raise unanswered(error, call, self.url) from error
         return read(response, call, self.url)
 
@@ -315,11 +315,11 @@ class SyncControlPlaneClient(_Client):
                         raise problem(response, self.url)
                     for chunk in response.iter_bytes():
                         yield from reader.feed(chunk)
-            except (httpx.RequestError, ControlPlaneUnavailable) as error:
+            except (httpx2.RequestError, ControlPlaneUnavailable) as error:
                 if not reader.connected:
                     raise _as_unavailable(error, self.url) from error
             self._clock.sleep(reader.pause_seconds())
 
 
 def _as_unavailable(error: Exception, url: str) -> Exception:
-    return unavailable(error, url) if isinstance(error, httpx.RequestError) else error
+    return unavailable(error, url) if isinstance(error, httpx2.RequestError) else error

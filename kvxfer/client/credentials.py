@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-import httpx
+import httpx2
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.watched_file import WatchedFile
@@ -87,16 +87,18 @@ class Credentials:
         return context
 
 
-class _Bearer(httpx.Auth):
+class _Bearer(httpx2.Auth):
     """Adds the token; one that is refused is looked up anew and sent once more if it changed."""
 
     def __init__(self, token: Callable[[], str], refresh: Callable[[], bool]) -> None:
         self.token, self._refresh = token, refresh
 
-    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+    def auth_flow(
+        self, request: httpx2.Request
+    ) -> Generator[httpx2.Request, httpx2.Response, None]:
         request.headers["Authorization"] = f"Bearer {self.token()}"
         response = yield request
-        if response.status_code == httpx.codes.UNAUTHORIZED and self._refresh():
+        if response.status_code == httpx2.codes.UNAUTHORIZED and self._refresh():
             request.headers["Authorization"] = f"Bearer {self.token()}"
             yield request
 

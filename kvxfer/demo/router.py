@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import httpx
+import httpx2
 
 from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.clock import SYSTEM_CLOCK, Clock
@@ -39,7 +39,7 @@ class Router:
         control_plane: str,
         *,
         credentials: Credentials | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._clock = clock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvxfer.engine.native import native
@@ -20,18 +21,23 @@ class Watcher:
 
     A write submitted with `after=watcher.at(n)` is checked and queued at once, and starts when
     the word has reached n: layer n of a transfer is submitted beforehand and leaves as soon as
-    its kernel has counted. Its deadline runs from submission. add() starts it at once; a plain
-    store to `address` by native or GPU code is seen within 100 µs. One engine thread, the one
-    that moves the bytes, serves all watchers of an engine.
+    its kernel has counted. Its deadline runs from submission. add() starts it at once. After
+    count(), or a plain store of native or GPU code to `address`, it starts within 100 µs, or within
+    a sixteenth of the time that the engine has moved nothing for where that is longer, 1 ms at
+    most. One engine thread, the one that moves the bytes, serves all watchers of an engine.
 
     Keep the watcher for as long as anybody adds to `address`. Any thread.
     """
 
-    __slots__ = ("_engine", "_word")
+    __slots__ = ("_engine", "_word", "count")
+
+    count: Callable[[int], int]
+    """Adds without a call that wakes the engine. Returns the new value."""
 
     def __init__(self, engine: native.TransferEngine) -> None:
         self._engine = engine
         self._word = native.WatchWord()
+        self.count = self._word.add
 
     @property
     def address(self) -> int:

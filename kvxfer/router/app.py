@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import httpx
+import httpx2
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -40,7 +40,7 @@ def create_app(
     tracer: Tracer | None = None,
     *,
     clock: Clock = SYSTEM_CLOCK,
-    workers: httpx.AsyncBaseTransport | None = None,
+    workers: httpx2.AsyncBaseTransport | None = None,
 ) -> FastAPI:
     """The router over a control plane, whose client and `tracer` it closes when it stops.
 

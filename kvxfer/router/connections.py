@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-import httpx
+import httpx2
 
 _CONNECT_SECONDS: Final = 2.0
 _WRITE_SECONDS: Final = 10.0
@@ -13,11 +13,11 @@ _IDLE_SECONDS: Final = 2.0
 _IDLE_CONNECTIONS: Final = 512
 
 
-def worker_client(transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
+def worker_client(transport: httpx2.AsyncBaseTransport | None = None) -> httpx2.AsyncClient:
     """Connections to workers, kept open. How long an answer may take is its reader's business."""
-    return httpx.AsyncClient(
-        timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS, write=_WRITE_SECONDS),
-        limits=httpx.Limits(
+    return httpx2.AsyncClient(
+        timeout=httpx2.Timeout(None, connect=_CONNECT_SECONDS, write=_WRITE_SECONDS),
+        limits=httpx2.Limits(
             max_connections=None,
             max_keepalive_connections=_IDLE_CONNECTIONS,
             keepalive_expiry=_IDLE_SECONDS,

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from http import HTTPStatus
 from typing import Any, Final, Self, TypeAlias
 
-import httpx
+import httpx2
 import msgspec
 
 from kvxfer.errors import (
@@ -79,7 +79,7 @@ class Exchange:
 
     def __init__(
         self,
-        http: httpx.AsyncClient,
+        http: httpx2.AsyncClient,
         transfer: OpenedTransfer,
         body: Mapping[str, Any],
         *,
@@ -104,7 +104,7 @@ class Exchange:
             params["decode_engine_address"] = transfer.decode.engine_address
         self._body = {**body, "kv_transfer_params": params}
         self._token_seconds = token_seconds
-        self._responses: list[httpx.Response] = []
+        self._responses: list[httpx2.Response] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._parser = EventParser()
         self._events: collections.deque[str] = collections.deque()
@@ -195,7 +195,7 @@ class Exchange:
 
     async def _post(
         self, party: Party, body: Mapping[str, Any], asked: Span | None
-    ) -> httpx.Response:
+    ) -> httpx2.Response:
         traced = {} if asked is None else {HEADER: asked.traceparent}
         request = self._http.build_request(
             "POST",
@@ -205,17 +205,17 @@ class Exchange:
         )
         try:
             response = await self._http.send(request, stream=True)
-        except httpx.RequestError as error:
+        except httpx2.RequestError as error:
             raise _lost(party, error) from error
         self._responses.append(response)
         if not response.is_success:
             raise self._said(party, _problem(party, response, await self._read(party, response)))
         return response
 
-    async def _read(self, party: Party, response: httpx.Response) -> bytes:
+    async def _read(self, party: Party, response: httpx2.Response) -> bytes:
         try:
             return await response.aread()
-        except httpx.RequestError as error:
+        except httpx2.RequestError as error:
             raise _lost(party, error) from error
 
     async def _next_chunk(self) -> Chunk | None:
@@ -223,7 +223,7 @@ class Exchange:
         while not self._events:
             try:
                 content = await anext(self._bytes)
-            except (httpx.RequestError, StopAsyncIteration) as error:
+            except (httpx2.RequestError, StopAsyncIteration) as error:
                 raise _lost(party, error) from error
             try:
                 self._events.extend(event.data for event in self._parser.feed(content))
@@ -232,7 +232,7 @@ class Exchange:
         data = self._events.popleft()
         if data == "[DONE]":
             # Only a connection whose answer is read to its end can be used again.
-            with contextlib.suppress(httpx.RequestError):
+            with contextlib.suppress(httpx2.RequestError):
                 async for _ in self._bytes:
                     pass
             return None
@@ -276,7 +276,7 @@ def _unreadable(party: Party, how: str) -> WorkerFailed:
     return WorkerFailed(error, party.instance_id)
 
 
-def _problem(party: Party, response: httpx.Response, content: bytes) -> KvxferError:
+def _problem(party: Party, response: httpx2.Response, content: bytes) -> KvxferError:
     """The error that a worker's problem document names, or one of OpenAI's shape (vLLM)."""
     try:
         problem = msgspec.json.decode(content, type=dict[str, Any])

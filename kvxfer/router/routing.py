@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Final, Self
 
-import httpx
+import httpx2
 
 from kvxfer.client import ControlPlaneClient, calls
 from kvxfer.client.calls import Call
@@ -50,7 +50,7 @@ class Router:
         metrics: Metrics,
         *,
         clock: Clock = SYSTEM_CLOCK,
-        workers: httpx.AsyncBaseTransport | None = None,
+        workers: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         self._settings = settings
         self._control_plane = control_plane

@@ -12,7 +12,7 @@ import hashlib
 from dataclasses import replace
 from typing import Annotated, Final, NamedTuple
 
-import httpx
+import httpx2
 import msgspec
 
 from kvxfer.clock import Clock
@@ -46,7 +46,7 @@ class Tokenizing:
     """What is known of the prompts of one router. Loop only; close() it."""
 
     def __init__(
-        self, http: httpx.AsyncClient, settings: RouterSettings, metrics: Metrics, clock: Clock
+        self, http: httpx2.AsyncClient, settings: RouterSettings, metrics: Metrics, clock: Clock
     ) -> None:
         self._http = http
         self._settings = settings
@@ -116,7 +116,7 @@ class Tokenizing:
             answer.raise_for_status()
             tokens = msgspec.json.decode(answer.content, type=_Tokenized).tokens
             prompt = _Prompt(len(tokens), asked_hashes(tokens, request.model))
-        except (httpx.HTTPError, msgspec.DecodeError, TimeoutError):
+        except (httpx2.HTTPError, msgspec.DecodeError, TimeoutError):
             self._pauses[request.model] = self._clock.monotonic() + _PAUSE_SECONDS
             self._count("failed")
             return None

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from fastapi import FastAPI
 from msgspec import json
@@ -45,7 +45,7 @@ def app(registry: Registry, clock: VirtualClock) -> FastAPI:
 
 
 @pytest.fixture
-async def api(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+async def api(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
     """A control plane at work, called without a network."""
     async with calling(app) as client:
         yield client
@@ -59,13 +59,13 @@ def registration(instance_id: str, role: str = "prefill", **changes: Any) -> dic
     return {**body, "state": state, "incarnation": incarnation}
 
 
-async def join(api: httpx.AsyncClient, instance_id: str, role: str = "prefill", **changes: Any):
+async def join(api: httpx2.AsyncClient, instance_id: str, role: str = "prefill", **changes: Any):
     answer = await api.post("/v1/instances", json=registration(instance_id, role, **changes))
     assert answer.status_code == 201, answer.text
     return answer.json()
 
 
-def problem(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+def problem(answer: httpx2.Response, status: int, code: str) -> dict[str, Any]:
     """The problem document of an answer, after checking what each of them has in common."""
     body: dict[str, Any] = answer.json()
     assert answer.headers["content-type"] == "application/problem+json"

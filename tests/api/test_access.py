@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from fastapi import APIRouter, FastAPI
 
@@ -89,7 +89,7 @@ def app(tokens_file, registry, clock, settings) -> FastAPI:
     return app
 
 
-def call(api: httpx.AsyncClient, method: str, path: str, **options: Any) -> Any:
+def call(api: httpx2.AsyncClient, method: str, path: str, **options: Any) -> Any:
     filled = path.replace("{instance_id}", "p").replace("{transfer_id}", "t")
     return api.request(method.upper(), filled, **options)
 

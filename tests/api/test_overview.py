@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 
@@ -111,7 +111,7 @@ async def test_who_may_look_and_who_they_are(tmp_path: Path, registry, clock):
     settings = Settings(cluster_key=CLUSTER_KEY, tokens=watch_tokens(file, clock=clock))
     async with calling(create_app(settings, registry, clock=clock)) as api:
 
-        async def get(path: str, token: str) -> httpx.Response:
+        async def get(path: str, token: str) -> httpx2.Response:
             return await api.get(path, headers={"Authorization": f"Bearer {token}"})
 
         for token, name, scopes, status in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
+import httpx2
 import pytest
 from fastapi import Response
 from pydantic import BaseModel
@@ -97,6 +97,6 @@ async def test_a_path_that_is_not_valid_is_refused_on_both_ways(api):
 
 
 async def test_a_body_that_says_nothing_of_its_type_is_no_json(api):
-    body = httpx.Request("POST", "http://x", json=registration("p")).content
+    body = httpx2.Request("POST", "http://x", json=registration("p")).content
     answer = await api.post("/v1/instances", content=body)
     problem(answer, 422, "invalid-argument")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.api.app import create_app
@@ -17,7 +17,7 @@ from .conftest import join, problem
 from .test_metrics import scrape
 
 
-async def report(api: httpx.AsyncClient, lease: dict, **load: float) -> None:
+async def report(api: httpx2.AsyncClient, lease: dict, **load: float) -> None:
     body = {"epoch": lease["epoch"], "load": load}
     answer = await api.put(f"/v1/instances/{lease['instance_id']}/heartbeat", json=body)
     assert answer.status_code == 200, answer.text

@@ -8,7 +8,7 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.client import ControlPlaneClient
@@ -42,19 +42,19 @@ def control_plane(
 
 
 @pytest.fixture
-async def api(redis) -> AsyncIterator[httpx.AsyncClient]:
+async def api(redis) -> AsyncIterator[httpx2.AsyncClient]:
     with control_plane(redis) as server:
-        async with httpx.AsyncClient(
+        async with httpx2.AsyncClient(
             base_url=server.url, timeout=PATIENCE, trust_env=False
         ) as client:
             yield client
 
 
-async def is_current(api: httpx.AsyncClient) -> bool:
+async def is_current(api: httpx2.AsyncClient) -> bool:
     return (await api.get("/readyz")).json() == {"status": "ok"}
 
 
-async def is_stale(api: httpx.AsyncClient, seconds: float) -> bool:
+async def is_stale(api: httpx2.AsyncClient, seconds: float) -> bool:
     """Whether Redis has been silent for so long."""
     return float((await api.get("/v1/instances")).headers.get(HEADER, 0)) >= seconds
 
@@ -126,14 +126,14 @@ async def test_worker_does_not_wait_past_its_heartbeat_and_says_what_is_away(red
             await eventually(lambda: any(line.startswith(said) for line in caplog.messages))
 
 
-class Noted(httpx.AsyncHTTPTransport):
+class Noted(httpx2.AsyncHTTPTransport):
     """Over TCP; notes when each request began, the status of its answer, and what it says."""
 
     def __init__(self, answers: list[tuple[float, int, str]]) -> None:
-        super().__init__(limits=httpx.Limits(max_connections=None))
+        super().__init__(limits=httpx2.Limits(max_connections=None))
         self.answers = answers
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         began = SYSTEM_CLOCK.monotonic()
         response = await super().handle_async_request(request)
         await response.aread()
@@ -147,7 +147,7 @@ async def test_a_fleet_is_there_again_within_one_heartbeat_of_a_redis_that_lost_
     with control_plane(redis, lease=12.0, patience=10.0) as server:
         async with (
             ControlPlaneClient(server.url) as client,
-            httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as api,
+            httpx2.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as api,
             contextlib.AsyncExitStack() as fleet,
         ):
             # Each has some of the workers: a pool of connections costs the square of their number.
@@ -186,7 +186,7 @@ async def test_worker_keeps_its_epoch_where_redis_was_only_away(redis):
     with control_plane(redis, lease=2.0) as server:
         async with (
             ControlPlaneClient(server.url) as client,
-            httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as api,
+            httpx2.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as api,
         ):
             epochs: list[int] = []
             async with Registration(client, worker("p"), on_epoch=epochs.append):
@@ -206,7 +206,9 @@ async def test_worker_keeps_its_epoch_where_redis_was_only_away(redis):
 async def test_registry_that_was_never_there_makes_the_control_plane_unready(redis):
     redis.kill()
     with control_plane(redis) as server:
-        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as api:
+        async with httpx2.AsyncClient(
+            base_url=server.url, timeout=PATIENCE, trust_env=False
+        ) as api:
             assert (await api.get("/healthz")).status_code == 200
             for path in ("/readyz", "/v1/instances", "/v1/instances/watch"):
                 problem(await api.get(path), 503, "control-plane-unavailable")

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.api.schemas.instances import Change, Snapshot
@@ -29,7 +29,7 @@ def registry(either_registry: Registry) -> Registry:
 class Watch:
     """An open watch: its events one by one."""
 
-    def __init__(self, response: httpx.Response) -> None:
+    def __init__(self, response: httpx2.Response) -> None:
         self.response = response
         self._chunks = response.aiter_bytes()
         self._parser = EventParser()
@@ -118,11 +118,11 @@ async def test_stop_ends_open_watches(app, api):
             await watch.next()
 
 
-async def watchers(api: httpx.AsyncClient) -> float:
+async def watchers(api: httpx2.AsyncClient) -> float:
     return (await scrape(api))["kvxfer_watchers", ()]
 
 
-async def has_no_watchers(api: httpx.AsyncClient) -> bool:
+async def has_no_watchers(api: httpx2.AsyncClient) -> bool:
     return await watchers(api) == 0
 
 
@@ -174,7 +174,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RunningControlPlane]:
 
 @pytest.mark.native
 async def test_readers_connection_and_server_end_a_watch(server):
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as api:
+    async with httpx2.AsyncClient(base_url=server.url, timeout=PATIENCE, trust_env=False) as api:
         async with api.stream("GET", "/v1/instances/watch") as response:
             watch = Watch(response)
             assert (await watch.next())[0] == "snapshot"

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.api.tokens import watch_tokens
@@ -208,7 +208,7 @@ def living(url: str, load: Callable[[], Load]) -> Iterator[threading.Thread]:
 
 def asked(url: str, route: str) -> int:
     """How many times the control plane has answered a GET of a route."""
-    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    text = httpx2.get(f"{url}/metrics", trust_env=False).text
     name = "kvxfer_http_request_seconds_count"
     found = re.search(
         rf'^{name}{{method="GET",route="{re.escape(route)}"}} (.*)$', text, re.MULTILINE
@@ -219,7 +219,7 @@ def asked(url: str, route: str) -> int:
 def drain_is_answered(url: str) -> None:
     """The fleet hears of a drain before its caller does."""
     answered = re.compile(r'kvxfer_http_requests_total{.*/drain",status="202"} 1')
-    wait_until(lambda: answered.search(httpx.get(f"{url}/metrics").text))
+    wait_until(lambda: answered.search(httpx2.get(f"{url}/metrics").text))
 
 
 def until(client: SyncControlPlaneClient, seen: Callable[[Instance], bool]) -> Instance:

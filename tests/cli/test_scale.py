@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from verify.control_plane import CLUSTER_KEY
@@ -106,7 +106,7 @@ def test_one_of_two_replicas_leads_and_the_other_takes_over(tmp_path: Path, empt
     options = (*options, "--scaling-policy", str(policy))
 
     def leads(url: str) -> bool:
-        return bool(httpx.get(url + "/v1/scale/plan", trust_env=False).json()["leads"])
+        return bool(httpx2.get(url + "/v1/scale/plan", trust_env=False).json()["leads"])
 
     with serving(*options) as one, serving(*options) as other:
         processes = {json.loads(first_line(p))["url"]: p for p in (one, other)}
@@ -142,7 +142,7 @@ def test_serve_brings_its_own_workers_up_by_the_policy(tmp_path: Path):
         url = json.loads(first_line(process))["url"]
 
         def both() -> list[dict[str, Any]]:
-            answer = httpx.get(url + "/v1/instances", headers=ADMIN, trust_env=False)
+            answer = httpx2.get(url + "/v1/instances", headers=ADMIN, trust_env=False)
             fleet: list[dict[str, Any]] = answer.json()["instances"]
             return fleet if len(fleet) == 2 else []
 
@@ -163,5 +163,5 @@ def test_serve_brings_its_own_workers_up_by_the_policy(tmp_path: Path):
         process.communicate(timeout=30)
         assert process.returncode == 0
     for instance in fleet:
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(instance["http_address"] + "/healthz", trust_env=False)
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(instance["http_address"] + "/healthz", trust_env=False)

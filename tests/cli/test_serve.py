@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from verify.control_plane import CLUSTER_KEY
@@ -79,7 +79,7 @@ def test_json_names_the_url_in_one_line_once_connections_are_accepted():
     with serving("--port", "0", "--json") as process:
         announced = json.loads(first_line(process))
         assert list(announced) == ["url"]
-        answer = httpx.get(announced["url"] + "/readyz", trust_env=False)
+        answer = httpx2.get(announced["url"] + "/readyz", trust_env=False)
         assert answer.status_code == 200
 
 
@@ -94,7 +94,7 @@ def test_people_get_a_sentence():
 def test_signal_ends_it_gracefully_with_a_watch_open(stop):
     with serving("--port", "0", "--json") as process:
         url = json.loads(first_line(process))["url"]
-        with httpx.stream(
+        with httpx2.stream(
             "GET", url + "/v1/instances/watch", trust_env=False, timeout=20
         ) as response:
             lines = response.iter_lines()
@@ -108,7 +108,7 @@ def test_signal_ends_it_gracefully_with_a_watch_open(stop):
 def test_lease_and_transfer_times_are_those_asked_for():
     with serving("--port", "0", "--json", "--lease-seconds", "90") as process:
         url = json.loads(first_line(process))["url"]
-        lease = httpx.post(url + "/v1/instances", json=WORKER, trust_env=False).json()
+        lease = httpx2.post(url + "/v1/instances", json=WORKER, trust_env=False).json()
     assert (lease["lease_seconds"], lease["heartbeat_interval"]) == (90, 30)
 
 
@@ -194,7 +194,7 @@ def test_tokens_file_is_asked_and_may_change(tokens_file: Path):
     arguments = ("--host", "0.0.0.0", "--port", "0", "--json", "--tokens-file", str(tokens_file))
     with serving(*arguments) as process:
         url = json.loads(first_line(process))["url"].replace("0.0.0.0", "127.0.0.1")
-        with httpx.Client(base_url=url, trust_env=False) as client:
+        with httpx2.Client(base_url=url, trust_env=False) as client:
             assert client.get("/readyz").status_code == 200
             assert client.get("/v1/instances").status_code == 401
             ours = {"Authorization": f"Bearer {TOKEN}"}
@@ -223,7 +223,7 @@ def test_logs_have_each_request_and_no_secret(tokens_file: Path, log_format: str
     with serving(*arguments, "--log-level", "debug", "--log-format", log_format) as process:
         url = json.loads(first_line(process))["url"]
         ours = {"Authorization": f"Bearer {TOKEN}"}
-        with httpx.Client(base_url=url, trust_env=False, headers=ours) as client:
+        with httpx2.Client(base_url=url, trust_env=False, headers=ours) as client:
             for name, role in (("p", "prefill"), ("d", "decode")):
                 body = {**WORKER, "instance_id": name, "role": role, "state": "ready"}
                 assert client.post("/v1/instances", json=body).status_code == 201
@@ -280,7 +280,7 @@ def test_pairing_policy_decides_and_a_bad_one_keeps_serve_from_starting(tmp_path
     arguments = ("--port", "0", "--json", "--lease-seconds", "600")
     with serving(*arguments, "--pairing-policy", str(policy)) as process:
         url = json.loads(first_line(process))["url"]
-        with httpx.Client(base_url=url, trust_env=False) as client:
+        with httpx2.Client(base_url=url, trust_env=False) as client:
             for name, role in (("p", "prefill"), ("d", "decode")):
                 body = {**WORKER, "instance_id": name, "role": role, "state": "ready"}
                 lease = client.post("/v1/instances", json=body).json()

@@ -7,7 +7,7 @@ import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
+import httpx2
 import pytest
 
 from tests.api.conftest import registration
@@ -41,7 +41,7 @@ def test_registry_from_the_environment_that_does_not_answer_is_warned_of_once():
         serving("--port", "0", "--json", KVXFER_REGISTRY=f"redis://:secret@{address}") as process,
     ):
         api = json.loads(first_line(process))["url"]
-        assert httpx.get(api + "/readyz", trust_env=False).status_code == 503
+        assert httpx2.get(api + "/readyz", trust_env=False).status_code == 503
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 0
@@ -58,12 +58,12 @@ def test_replica_that_is_killed_at_work_leaves_no_reservation_half_made(empty_re
         doomed, url = (json.loads(first_line(p))["url"] for p in (dying, living))
         for name, role in (("p", "prefill"), ("d1", "decode"), ("d2", "decode")):
             body = registration(name, role, num_blocks=100_000)
-            httpx.post(url + "/v1/instances", json=body, trust_env=False).raise_for_status()
+            httpx2.post(url + "/v1/instances", json=body, trust_env=False).raise_for_status()
         opened: list[str] = []
 
         def load() -> None:
-            client = httpx.Client(base_url=doomed, trust_env=False)
-            with client, contextlib.suppress(httpx.TransportError):
+            client = httpx2.Client(base_url=doomed, trust_env=False)
+            with client, contextlib.suppress(httpx2.TransportError):
                 while True:
                     answer = client.post("/v1/transfers", json={"prompt_tokens": 64})
                     opened.append(answer.json()["transfer_id"])
@@ -79,12 +79,12 @@ def test_replica_that_is_killed_at_work_leaves_no_reservation_half_made(empty_re
 
         counted = audit(empty_redis)
         assert counted["p"] == counted["d1"] + counted["d2"] > 0
-        listed = httpx.get(url + "/v1/instances", trust_env=False).json()["instances"]
+        listed = httpx2.get(url + "/v1/instances", trust_env=False).json()["instances"]
         assert {i["instance_id"]: i["reserved"]["transfers"] for i in listed} == dict(counted)
         held = [
             transfer_id
             for transfer_id in opened
-            if httpx.delete(f"{url}/v1/transfers/{transfer_id}", trust_env=False).is_success
+            if httpx2.delete(f"{url}/v1/transfers/{transfer_id}", trust_env=False).is_success
         ]
         assert len(held) in range(counted["p"] - 4, counted["p"] + 1), "4 answers may be lost"
         assert audit(empty_redis)["p"] == counted["p"] - len(held)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import torch
 import transformers
@@ -77,7 +77,7 @@ def refused(*arguments: str | Path, **variables: str) -> str:
 
 
 def instances(control_plane: str) -> dict[str, Any]:
-    listed = httpx.get(f"{control_plane}/v1/instances").json()["instances"]
+    listed = httpx2.get(f"{control_plane}/v1/instances").json()["instances"]
     return {instance["instance_id"]: instance for instance in listed}
 
 
@@ -107,7 +107,7 @@ def test_a_worker_is_in_the_fleet_until_it_is_stopped(
         assert registered["fabrics"] == ["tcp"]
         assert registered["layout"]["num_layers"] == 2
         assert registered["layout"]["head_size"] == 16
-        health = httpx.get(f"{said['http_address']}/healthz").json()
+        health = httpx2.get(f"{said['http_address']}/healthz").json()
         assert (health["status"], health["free_blocks"]) == ("ok", 40)
         worker.stop(number)
         # It has said goodbye: its lease of 6 s, renewed every 2, would still hold.
@@ -122,8 +122,8 @@ def test_a_drained_worker_that_is_stopped_while_it_leaves_ends_well(
         *("--instance-id", "drained", "--blocks", "40"),
     ) as worker:
         url = f"{control_plane}/v1/instances/drained"
-        assert httpx.post(f"{url}/drain", json={"deadline_seconds": 0}).status_code == 202
-        wait_until(lambda: httpx.get(url).status_code != 200)
+        assert httpx2.post(f"{url}/drain", json={"deadline_seconds": 0}).status_code == 202
+        wait_until(lambda: httpx2.get(url).status_code != 200)
 
         def ended_by_signals() -> bool:
             worker.send(signal.SIGTERM)

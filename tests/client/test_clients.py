@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import re
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.client import ControlPlaneClient, SyncControlPlaneClient, calls
@@ -37,10 +37,10 @@ async def client(network):
 
 
 def answering(status: int, content: bytes = b"", **headers: str) -> ControlPlaneClient:
-    def handler(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(status, content=content, headers=headers)
+    def handler(request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(status, content=content, headers=headers)
 
-    return ControlPlaneClient("http://proxy:1", deadline=0, transport=httpx.MockTransport(handler))
+    return ControlPlaneClient("http://proxy:1", deadline=0, transport=httpx2.MockTransport(handler))
 
 
 # --- instances -------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.client import ControlPlaneClient
@@ -15,19 +15,19 @@ from tests.virtual_time import VirtualClock, passes
 from verify.control_plane import worker
 
 
-class Slow(httpx.AsyncBaseTransport):
+class Slow(httpx2.AsyncBaseTransport):
     """Answers when it is let, and knows how many wait for that."""
 
     def __init__(self) -> None:
         self.let = asyncio.Event()
         self.waiting = self.most = 0
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         self.waiting += 1
         self.most = max(self.most, self.waiting)
         await self.let.wait()
         self.waiting -= 1
-        return httpx.Response(200, json={"instances": []})
+        return httpx2.Response(200, json={"instances": []})
 
 
 async def test_calls_take_turns(clock: VirtualClock) -> None:

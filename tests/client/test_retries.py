@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.api.tokens import watch_tokens
@@ -27,31 +27,31 @@ from kvxfer.errors import (
 )
 from tests.virtual_time import VirtualClock
 
-OK = httpx.Response(200, json={"instances": []})
+OK = httpx2.Response(200, json={"instances": []})
 LISTED = "instances"
 
 
-def problem(status: int, code: str, headers: Any = None, **members: Any) -> httpx.Response:
+def problem(status: int, code: str, headers: Any = None, **members: Any) -> httpx2.Response:
     body = {"code": code, "detail": "it said so", **members}
-    return httpx.Response(status, json=body, headers=headers)
+    return httpx2.Response(status, json=body, headers=headers)
 
 
-def again(answer: httpx.Response) -> httpx.Response:
+def again(answer: httpx2.Response) -> httpx2.Response:
     """A copy: a response belongs to the one client that reads it, sync or async."""
     headers = {n: v for n, v in answer.headers.items() if n == "retry-after"}
-    return httpx.Response(answer.status_code, headers=headers, content=answer.content)
+    return httpx2.Response(answer.status_code, headers=headers, content=answer.content)
 
 
 class Server:
     """Gives its answers in turn, the last one for ever, and notes who asks and when."""
 
-    def __init__(self, clock: Clock, *answers: httpx.Response | Exception) -> None:
+    def __init__(self, clock: Clock, *answers: httpx2.Response | Exception) -> None:
         self.answers = list(answers)
-        self.requests: list[httpx.Request] = []
+        self.requests: list[httpx2.Request] = []
         self._clock = clock
         self._times: list[float] = []
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
+    def __call__(self, request: httpx2.Request) -> httpx2.Response:
         self.requests.append(request)
         self._times.append(self._clock.monotonic())
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -80,7 +80,7 @@ def ask(request, clock: VirtualClock) -> Caller:
     async def ask(server: Server, method: str, *args: Any, **options: Any) -> Any:
         given: dict[str, Any] = {
             "deadline": options.pop("deadline", 60.0),
-            "transport": httpx.MockTransport(server),
+            "transport": httpx2.MockTransport(server),
             "clock": clock,
         }
         if request.param == "sync":
@@ -95,14 +95,14 @@ def ask(request, clock: VirtualClock) -> Caller:
 @pytest.mark.parametrize(
     "trouble",
     [
-        httpx.ConnectError("refused"),
-        httpx.ConnectTimeout("slow"),
-        httpx.ReadTimeout("slow"),
-        httpx.RemoteProtocolError("cut off"),
+        httpx2.ConnectError("refused"),
+        httpx2.ConnectTimeout("slow"),
+        httpx2.ReadTimeout("slow"),
+        httpx2.RemoteProtocolError("cut off"),
         problem(503, "control-plane-unavailable"),
         problem(429, "rate-limited"),
-        httpx.Response(502),
-        httpx.Response(503),
+        httpx2.Response(502),
+        httpx2.Response(503),
     ],
     ids=repr,
 )
@@ -120,7 +120,7 @@ async def test_trouble_that_passes_is_waited_out(ask, serving, trouble):
         (problem(404, "unknown-instance"), UnknownInstance),
         (problem(401, "unauthenticated"), Unauthenticated),
         (problem(500, "internal-error"), ControlPlaneError),
-        (httpx.Response(200, content=b"<html>"), ControlPlaneError),
+        (httpx2.Response(200, content=b"<html>"), ControlPlaneError),
     ],
     ids=lambda value: getattr(value, "code", None),
 )
@@ -136,10 +136,10 @@ async def test_answer_that_will_be_the_same_is_raised_at_once(ask, serving, cloc
 @pytest.mark.parametrize(
     ("trouble", "sent"),
     [
-        (httpx.ReadTimeout("slow"), 1),
-        (httpx.RemoteProtocolError("cut off"), 1),
-        (httpx.Response(502), 1),
-        (httpx.ConnectError("refused"), 2),
+        (httpx2.ReadTimeout("slow"), 1),
+        (httpx2.RemoteProtocolError("cut off"), 1),
+        (httpx2.Response(502), 1),
+        (httpx2.ConnectError("refused"), 2),
         (problem(429, "rate-limited"), 2),
         (problem(503, "control-plane-unavailable"), 2),
     ],
@@ -154,7 +154,7 @@ async def test_reservation_is_not_made_twice(ask, serving, trouble, sent):
 
 
 async def test_same_request_is_sent_again(ask, serving):
-    server = serving(httpx.ConnectError("refused"), problem(503, "no-capacity"))
+    server = serving(httpx2.ConnectError("refused"), problem(503, "no-capacity"))
     with pytest.raises(NoCapacity):
         await ask(server, "open_transfer", model="m", prompt_tokens=5)
     first, second = server.requests
@@ -162,7 +162,7 @@ async def test_same_request_is_sent_again(ask, serving):
 
 
 async def test_deadline_is_not_passed(ask, serving, clock):
-    server = serving(httpx.ConnectError("refused"))
+    server = serving(httpx2.ConnectError("refused"))
     asked = clock.monotonic()
     with pytest.raises(ControlPlaneUnavailable, match="refused"):
         await ask(server, LISTED, deadline=8.0)
@@ -172,7 +172,7 @@ async def test_deadline_is_not_passed(ask, serving, clock):
 
 
 async def test_deadline_of_zero_is_one_attempt(ask, serving, clock):
-    server = serving(httpx.ConnectError("refused"))
+    server = serving(httpx2.ConnectError("refused"))
     asked = clock.monotonic()
     with pytest.raises(ControlPlaneUnavailable):
         await ask(server, LISTED, deadline=0)
@@ -246,7 +246,7 @@ class Gate:
     def __init__(self, token: str) -> None:
         self.token, self.asked = token, 0
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
+    def __call__(self, request: httpx2.Request) -> httpx2.Response:
         self.asked += 1
         if request.headers.get("Authorization") == f"Bearer {self.token}":
             return again(OK)
@@ -255,7 +255,7 @@ class Gate:
 
 def client_of(gate: Gate, credentials: Credentials | None = None) -> SyncControlPlaneClient:
     return SyncControlPlaneClient(
-        "http://c", credentials=credentials, transport=httpx.MockTransport(gate)
+        "http://c", credentials=credentials, transport=httpx2.MockTransport(gate)
     )
 
 

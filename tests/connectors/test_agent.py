@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 
-import httpx
+import httpx2
 import msgspec
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_two_ranks_are_one_instance_of_one_epoch() -> None:
             agents.append(agent)
         with concurrent.futures.ThreadPoolExecutor(2) as threads:
             list(threads.map(lambda agent: agent.join(addresses), agents))
-        [instance] = httpx.get(control_plane.url + "/v1/instances").json()["instances"]
+        [instance] = httpx2.get(control_plane.url + "/v1/instances").json()["instances"]
         assert instance["rank_addresses"] == addresses
         assert instance["engine_address"] == addresses[0]
         assert [agent.endpoint.epoch for agent in agents] == [instance["epoch"]] * 2
@@ -115,7 +115,7 @@ def test_transfers_are_traced_by_what_their_tickets_say(monkeypatch: pytest.Monk
                 agent.run(agent.endpoint.decode_session(token, nobody, 1), PATIENCE)
         finally:
             agent.close()
-        [span] = httpx.get(control_plane.url + "/v1/traces/r-1").json()["spans"]
+        [span] = httpx2.get(control_plane.url + "/v1/traces/r-1").json()["spans"]
     assert (span["service"], span["instance_id"], span["name"]) == ("vllm", "decode", "kv.receive")
     assert span["parent_id"] == "b7ad6b7169203331"
     assert span["attributes"]["error.type"] == "connect-failed"
@@ -145,7 +145,7 @@ def test_new_weights_are_a_new_epoch_and_another_identity() -> None:
                 agent.run(agent.take_weights(3), PATIENCE)
             before = agent.endpoint.epoch
             agent.run(agent.take_weights(4), PATIENCE)
-            [instance] = httpx.get(control_plane.url + "/v1/instances").json()["instances"]
+            [instance] = httpx2.get(control_plane.url + "/v1/instances").json()["instances"]
             assert instance["identity"]["weights_version"] == 4
             assert instance["identity"]["checkpoint"] == "a" * 32
             assert instance["epoch"] == agent.endpoint.epoch > before
@@ -162,7 +162,7 @@ def test_the_load_is_what_the_scheduler_has_told() -> None:
             agent.counted = Counted(32, 5, 1, requests=40, prompt_tokens=900, output_tokens=70)
 
             def told() -> bool:
-                [one] = httpx.get(control_plane.url + "/v1/instances").json()["instances"]
+                [one] = httpx2.get(control_plane.url + "/v1/instances").json()["instances"]
                 load = one["load"]
                 same = (load["running"], load["waiting"], load["free_blocks"]) == (32, 5, 1)
                 return same and load["tokens_per_second"] > 0 < load["requests_per_second"]

@@ -13,7 +13,7 @@ def test_the_wait_grows_with_the_idleness_and_ends_with_the_first_token() -> Non
     clock = VirtualClock()
     steps = IdleSteps(allowed=True, clock=clock)
     assert steps.step(0) == 0, "the first one may be between two batches"
-    clock.advance(0.020)
+    clock.advance(0.004)
     assert steps.step(0) == pytest.approx(0.002)
     clock.advance(0.080)
     assert steps.step(0) == MOST_SECONDS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.connectors.vllm.api_watch import ApiWatch, quantile
@@ -70,10 +70,10 @@ class Api:
         self.models: list[str] = ["tiny", "alias"]
         self.status = 200
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
+    def __call__(self, request: httpx2.Request) -> httpx2.Response:
         if request.url.path == "/v1/models":
             listed = {"data": [{"id": name, "object": "model"} for name in self.models]}
-            return httpx.Response(self.status, json=listed)
+            return httpx2.Response(self.status, json=listed)
         lines = []
         for name, values in self.observed.items():
             for bound in (0.1, 0.2, 0.4, float("inf")):
@@ -81,7 +81,7 @@ class Api:
                 le = "+Inf" if bound == float("inf") else str(bound)
                 labels = f'engine="0",le="{le}",model_name="tiny"'
                 lines.append(f"vllm:{name}_seconds_bucket{{{labels}}} {float(count)}")
-        return httpx.Response(200, text="\n".join(lines))
+        return httpx2.Response(200, text="\n".join(lines))
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def api() -> Api:
 
 @pytest.fixture
 async def watch(api: Api, clock: VirtualClock) -> ApiWatch:
-    return ApiWatch("http://worker", "tiny", clock=clock, transport=httpx.MockTransport(api))
+    return ApiWatch("http://worker", "tiny", clock=clock, transport=httpx2.MockTransport(api))
 
 
 async def test_latencies_are_those_of_the_last_minute(api: Api, watch: ApiWatch) -> None:
@@ -127,12 +127,12 @@ async def test_names_come_and_go_and_a_key_that_is_missing_is_told_once(
 
 
 async def test_an_api_that_does_not_answer_is_asked_again(watch: ApiWatch, api: Api) -> None:
-    def away(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused", request=request)
+    def away(request: httpx2.Request) -> httpx2.Response:
+        raise httpx2.ConnectError("refused", request=request)
 
-    watch._http = httpx.AsyncClient(base_url="http://w", transport=httpx.MockTransport(away))
-    with pytest.raises(httpx.ConnectError):
+    watch._http = httpx2.AsyncClient(base_url="http://w", transport=httpx2.MockTransport(away))
+    with pytest.raises(httpx2.ConnectError):
         await watch.look()
-    watch._http = httpx.AsyncClient(base_url="http://w", transport=httpx.MockTransport(api))
+    watch._http = httpx2.AsyncClient(base_url="http://w", transport=httpx2.MockTransport(api))
     await watch.look()
     assert watch.models == ("alias",)

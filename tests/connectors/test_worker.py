@@ -312,7 +312,7 @@ def test_a_prompt_that_decode_has_released_is_not_kept_later(sides: tuple[Side, 
     ledger = prefill.agent.endpoint._ledger
     wait_until(lambda: len(ledger))
     prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
-    assert prefill.told.sent == {"p"}
+    prefill.steps_until(lambda: prefill.told.sent == {"p"})
 
 
 def test_the_ticket_of_another_prompt_is_refused_and_stays_good_for_its_own(
@@ -373,7 +373,7 @@ def test_a_ticket_that_is_too_late_fails_on_both_sides(sides: tuple[Side, Side])
     decode.steps_until(lambda: decode.told.received)
     assert decode.told.failed == {"d"}
     prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
-    assert prefill.told.sent == {"p"}
+    prefill.steps_until(lambda: prefill.told.sent == {"p"})
 
 
 def test_another_prompt_under_the_same_ticket_fails(sides: tuple[Side, Side]) -> None:
@@ -419,7 +419,7 @@ def test_an_agent_that_ends_costs_its_transfers_and_not_its_engine(
     decode.step(offered(of, (4, 5, 6, 7)))
     prefill.step(sent(of, (3, 9), 1))
     rendezvous = prefill.agent.endpoint._rendezvous
-    wait_until(lambda: all(session.fabric for session in rendezvous.sessions))
+    wait_until(lambda: [session.fabric for session in rendezvous.sessions] not in ([], [None]))
     victim = prefill if side == "prefill" else decode
     loop = victim.agent._loop
     loop.call_soon_threadsafe(loop.stop if how == "stopped" else gate.wait)

@@ -4,7 +4,7 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.demo.router import Router
@@ -59,37 +59,37 @@ DECODE = [
 ]
 
 
-def stream(*events: Any) -> httpx.Response:
-    return httpx.Response(200, content=b"".join(map(data_event, events)) + DONE)
+def stream(*events: Any) -> httpx2.Response:
+    return httpx2.Response(200, content=b"".join(map(data_event, events)) + DONE)
 
 
-def problem(status: int, code: str, detail: str) -> httpx.Response:
-    return httpx.Response(status, json={"code": code, "detail": detail})
+def problem(status: int, code: str, detail: str) -> httpx2.Response:
+    return httpx2.Response(status, json={"code": code, "detail": detail})
 
 
-class Network(httpx.AsyncBaseTransport):
+class Network(httpx2.AsyncBaseTransport):
     """A control plane and two workers; `prefill` and `decode` are their answers, or None for one
     that comes only when the router has given up on it."""
 
-    def __init__(self, prefill: httpx.Response | None, decode: httpx.Response | None) -> None:
+    def __init__(self, prefill: httpx2.Response | None, decode: httpx2.Response | None) -> None:
         self.workers = {"prefill": prefill, "decode": decode}
         self.asked: dict[str, dict[str, Any]] = {}
         self.given_up: list[str] = []
         self.released = False
-        self.opened = httpx.Response(201, json=TRANSFER)
+        self.opened = httpx2.Response(201, json=TRANSFER)
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         host = request.url.host
         if host == "control":
             if request.method == "DELETE":
                 self.released = True
-                return httpx.Response(204)
+                return httpx2.Response(204)
             return self.opened
         self.asked[host] = json.loads(request.content)
         answer = self.workers[host]
         if answer is not None:
             return answer
-        never: asyncio.Future[httpx.Response] = asyncio.get_running_loop().create_future()
+        never: asyncio.Future[httpx2.Response] = asyncio.get_running_loop().create_future()
         try:
             return await never
         finally:
@@ -102,7 +102,7 @@ async def route(network: Network) -> Any:
 
 
 async def test_both_workers_get_the_same_request_and_the_reservation_goes_back() -> None:
-    network = Network(httpx.Response(200, json=PREFILL), stream(*DECODE))
+    network = Network(httpx2.Response(200, json=PREFILL), stream(*DECODE))
     routed = await route(network)
     assert routed.decode.choices[0].token_ids == [97]
     assert routed.prefill.transfer.fabric == "tcp"
@@ -147,9 +147,9 @@ async def test_what_the_control_plane_refuses_is_raised_and_no_worker_is_asked()
 
 async def test_a_worker_that_does_not_answer_is_named() -> None:
     class Broken(Network):
-        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
             if request.url.host == "prefill":
-                raise httpx.ConnectError("connection refused")
+                raise httpx2.ConnectError("connection refused")
             return await super().handle_async_request(request)
 
     with pytest.raises(PeerLost, match=r"http://prefill does not answer .connection refused"):
@@ -158,6 +158,6 @@ async def test_a_worker_that_does_not_answer_is_named() -> None:
 
 async def test_an_answer_that_is_no_problem_document_is_an_error_all_the_same() -> None:
     with pytest.raises(TransferError, match="http://decode answered HTTP 500 without a problem"):
-        await route(Network(None, httpx.Response(500, text="Internal Server Error")))
+        await route(Network(None, httpx2.Response(500, text="Internal Server Error")))
     with pytest.raises(TransferError, match=r"odd \[unheard-of\]"):
         await route(Network(None, problem(500, "unheard-of", "odd")))

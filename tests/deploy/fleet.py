@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from tests.deploy.chart import Container, Rendered, render
 from tests.deploy.programs import variables
@@ -125,7 +125,7 @@ class Deployed(Fleet):
             pod.wait()
         port = self.release.values["router"]["port"]
         key = self.release.secret("kvxfer")["api-key"]
-        self.caller = httpx.Client(
+        self.caller = httpx2.Client(
             base_url=f"http://127.0.0.1:{port}",
             headers={"authorization": f"Bearer {key}"},
             timeout=_ANSWER_SECONDS,
@@ -150,7 +150,7 @@ class Deployed(Fleet):
         self.add(pod.started)
         return pod
 
-    def complete(self, **more: Any) -> httpx.Response:
+    def complete(self, **more: Any) -> httpx2.Response:
         body = {"model": "kvxfer-demo-8l", "prompt": "hello", "max_tokens": 16, **more}
         return self.caller.post("/v1/completions", json=body)
 

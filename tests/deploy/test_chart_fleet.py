@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 
-import httpx
+import httpx2
 import pytest
 
 from tests.deploy.fleet import Deployed, Pod
@@ -31,7 +31,7 @@ def test_fleet_serves_and_its_own_test_passes(fleet: Deployed) -> None:
     answer = fleet.complete()
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 16
-    assert httpx.get(f"{fleet.caller.base_url}/v1/models").status_code == 401
+    assert httpx2.get(f"{fleet.caller.base_url}/v1/models").status_code == 401
     pod = Pod(fleet.release, "", fleet.folder / "test", "test", fleet.redis_port)
     for container in fleet.release.containers():
         if container.owner == "Pod kvxfer-test":

@@ -263,7 +263,10 @@ async def test_cancelling_an_operation_ends_it(pair: Pair) -> None:
         await writes[-1]
 
 
-async def test_a_task_that_stops_waiting_does_not_disturb_the_operation(pair: Pair) -> None:
+@pytest.mark.parametrize("told", ["add", "count"])
+async def test_a_task_that_stops_waiting_does_not_disturb_the_operation(
+    pair: Pair, told: str
+) -> None:
     source, target = pair.writer.alloc(4096), pair.reader.alloc(4096)
     watcher = pair.writer.watcher()
     write = pair.to_reader.write(
@@ -279,7 +282,7 @@ async def test_a_task_that_stops_waiting_does_not_disturb_the_operation(pair: Pa
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not write.done()
-    watcher.add()
+    getattr(watcher, told)(1)
     await write
 
 

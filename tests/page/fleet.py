@@ -7,7 +7,7 @@ import contextlib
 import threading
 from pathlib import Path
 
-import httpx
+import httpx2
 
 from kvxfer.api.tokens import Scope
 from verify.polling import wait_until
@@ -89,13 +89,13 @@ class Requests:
 
     def _send(self) -> None:
         body = {"prompt": PROMPT, "max_tokens": 48, "ignore_eos": True, "stream": False}
-        with httpx.Client(base_url=self._router, timeout=60) as client:
+        with httpx2.Client(base_url=self._router, timeout=60) as client:
             models = client.get("/v1/models").json()["data"]
             body["model"] = models[0]["id"] if models else ""
 
             def answered() -> bool:
                 # A busy machine answers late, and drained or killed workers not at all.
-                with contextlib.suppress(httpx.HTTPError):
+                with contextlib.suppress(httpx2.HTTPError):
                     if client.post("/v1/completions", json=body).is_success:
                         self.answered += 1
                         return True

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.event_stream import EventParser
@@ -29,11 +29,11 @@ pytestmark = [
 
 
 @pytest.fixture
-def clients(workers: WorkerPair) -> tuple[httpx.AsyncClient, httpx.AsyncClient]:
+def clients(workers: WorkerPair) -> tuple[httpx2.AsyncClient, httpx2.AsyncClient]:
     """A client of the prefill worker and one of the decode worker."""
     prefill, decode = (
-        httpx.AsyncClient(
-            transport=httpx.ASGITransport(make_app(worker.service)), base_url="http://worker"
+        httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(make_app(worker.service)), base_url="http://worker"
         )
         for worker in (workers.prefill, workers.decode)
     )
@@ -41,7 +41,7 @@ def clients(workers: WorkerPair) -> tuple[httpx.AsyncClient, httpx.AsyncClient]:
 
 
 async def test_a_completion_goes_through_both_workers(
-    workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+    workers: WorkerPair, clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient]
 ) -> None:
     body = workers.request("over HTTP", max_tokens=5).model_dump()
     answers = await asyncio.gather(
@@ -59,7 +59,7 @@ async def test_a_completion_goes_through_both_workers(
 
 
 async def test_metrics_say_what_moved_and_what_was_refused(
-    workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+    workers: WorkerPair, clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient]
 ) -> None:
     prefill, decode = clients
     body = workers.request("over HTTP", max_tokens=2).model_dump()
@@ -76,7 +76,7 @@ async def test_metrics_say_what_moved_and_what_was_refused(
 
 
 async def test_metrics_say_how_transfers_ended_and_who_was_lost(
-    workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+    workers: WorkerPair, clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient]
 ) -> None:
     prefill, decode = clients
     body = workers.request("over HTTP", max_tokens=2).model_dump()
@@ -114,7 +114,7 @@ async def test_metrics_say_how_transfers_ended_and_who_was_lost(
 async def test_decode_streams_a_token_per_event(
     with_usage: bool,
     workers: WorkerPair,
-    clients: tuple[httpx.AsyncClient, httpx.AsyncClient],
+    clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient],
 ) -> None:
     body = workers.request("over HTTP", max_tokens=20).model_dump()
     streamed = body | {"stream": True, "stream_options": {"include_usage": with_usage}}
@@ -152,7 +152,7 @@ def chat_of(request: CompletionRequest) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_chat_becomes_one_prompt(
-    stream: bool, workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+    stream: bool, workers: WorkerPair, clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient]
 ) -> None:
     body = chat_of(workers.request("", max_tokens=20)) | {"max_completion_tokens": 5}
     _, answer = await asyncio.gather(
@@ -189,7 +189,7 @@ async def test_a_chat_that_cannot_be_read_gets_a_problem_document(
     messages: list[Any],
     detail: str,
     workers: WorkerPair,
-    clients: tuple[httpx.AsyncClient, httpx.AsyncClient],
+    clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient],
 ) -> None:
     body = chat_of(workers.request("")) | {"messages": messages}
     for client in clients:
@@ -199,7 +199,7 @@ async def test_a_chat_that_cannot_be_read_gets_a_problem_document(
 
 
 async def test_an_error_before_the_first_token_is_no_stream(
-    workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+    workers: WorkerPair, clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient]
 ) -> None:
     body = workers.request("x", stream=True).model_dump()
     with workers.decode.pool.hold(BLOCKS):
@@ -211,7 +211,7 @@ async def test_an_error_before_the_first_token_is_no_stream(
 
 
 async def test_health_counts_blocks_and_requests(
-    workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+    workers: WorkerPair, clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient]
 ) -> None:
     with workers.prefill.pool.hold(3):
         answer = await clients[0].get("/healthz")
@@ -269,7 +269,7 @@ async def test_a_request_that_cannot_be_served_gets_a_problem_document(
     code: str,
     detail: str,
     workers: WorkerPair,
-    clients: tuple[httpx.AsyncClient, httpx.AsyncClient],
+    clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient],
 ) -> None:
     body = workers.request("fine").model_dump() | changes
     for client in clients:
@@ -283,7 +283,7 @@ async def test_a_request_that_cannot_be_served_gets_a_problem_document(
 
 
 async def test_a_full_pool_is_a_503(
-    workers: WorkerPair, clients: tuple[httpx.AsyncClient, httpx.AsyncClient]
+    workers: WorkerPair, clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient]
 ) -> None:
     with workers.prefill.pool.hold(BLOCKS):
         answer = await clients[0].post("/v1/completions", json=workers.request("x").model_dump())

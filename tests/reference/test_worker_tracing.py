@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-import httpx
+import httpx2
 import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -42,13 +42,13 @@ def tracer(spans: InMemorySpanExporter) -> Tracer:
 
 async def both(
     workers: WorkerPair, tracer: Tracer | None, headers: dict[str, str]
-) -> list[httpx.Response]:
+) -> list[httpx2.Response]:
     """A request at both workers, as a router sends it."""
     body = workers.request("traced", max_tokens=4).model_dump()
     sides = []
     for worker in (workers.prefill, workers.decode):
-        transport = httpx.ASGITransport(make_app(worker.service, tracer))
-        client = httpx.AsyncClient(transport=transport, base_url="http://worker")
+        transport = httpx2.ASGITransport(make_app(worker.service, tracer))
+        client = httpx2.AsyncClient(transport=transport, base_url="http://worker")
         sides.append(client.post("/v1/completions", json=body, headers=headers))
     return await asyncio.gather(*sides)
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
-import httpx
+import httpx2
 
 from kvxfer.event_stream import EventParser
 
@@ -19,7 +19,7 @@ def asked(prompt: str | Sequence[int], max_tokens: int = 24, **fields: Any) -> d
     return {**fields, "prompt": prompt}
 
 
-def tokens_of(answer: httpx.Response) -> list[int]:
+def tokens_of(answer: httpx2.Response) -> list[int]:
     assert answer.status_code == 200, answer.text
     tokens: list[int] = answer.json()["choices"][0]["token_ids"]
     return tokens
@@ -28,7 +28,7 @@ def tokens_of(answer: httpx.Response) -> list[int]:
 class Stream:
     """The events of an answer, as they come."""
 
-    def __init__(self, answer: httpx.Response) -> None:
+    def __init__(self, answer: httpx2.Response) -> None:
         self._bytes = answer.aiter_bytes()
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any] | None]:
@@ -40,7 +40,7 @@ class Stream:
 
 
 @contextlib.asynccontextmanager
-async def streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[Any]:
+async def streamed(client: httpx2.AsyncClient, body: dict[str, Any]) -> AsyncIterator[Any]:
     async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         assert answer.status_code == 200, await answer.aread()
         yield aiter(Stream(answer))

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.api.tokens import watch_tokens
@@ -57,12 +57,12 @@ async def asked(network: Network, control_plane: EmbeddedRegistry) -> dict[str, 
 @pytest.fixture
 async def client(
     network: Network, control_plane: EmbeddedRegistry
-) -> AsyncIterator[httpx.AsyncClient]:
+) -> AsyncIterator[httpx2.AsyncClient]:
     async with network.routed(max_body_bytes=1000, bytes_per_token=1) as client:
         yield client
 
 
-def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+def error_of(answer: httpx2.Response, status: int, code: str) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     assert set(answer.json()) == {"error"}
     error: dict[str, Any] = answer.json()["error"]
@@ -72,7 +72,7 @@ def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
     return error
 
 
-def events(answer: httpx.Response) -> list[str]:
+def events(answer: httpx2.Response) -> list[str]:
     assert answer.headers["content-type"].startswith("text/event-stream")
     return [event.data for event in EventParser().feed(answer.content)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import httpx
+import httpx2
 
 from kvxfer.api.access import FAILURE_BURST, FAILURES_PER_SECOND
 from kvxfer.instances import Role
@@ -32,7 +32,7 @@ async def test_wrong_keys_are_answered_at_a_rate_and_right_ones_always(
     await network.join("p", Role.PREFILL, PREFILLS)
     async with network.routed(api_keys=watch_api_keys(keys)) as client:
 
-        async def ask(method: str, path: str, body: object, key: str) -> httpx.Response:
+        async def ask(method: str, path: str, body: object, key: str) -> httpx2.Response:
             headers = {"Authorization": f"Bearer {key}"}
             return await client.request(method, path, json=body, headers=headers)
 

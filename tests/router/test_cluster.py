@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.reference.runner import ModelRunner
@@ -34,13 +34,13 @@ async def cluster(whole: Cluster) -> AsyncIterator[Cluster]:
 
 
 @pytest.fixture
-async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.router.url, timeout=None) as client:
+async def client(cluster: Cluster) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=cluster.router.url, timeout=None) as client:
         yield client
 
 
 async def test_tokens_are_those_of_a_single_process(
-    cluster: Cluster, client: httpx.AsyncClient, single: ModelRunner
+    cluster: Cluster, client: httpx2.AsyncClient, single: ModelRunner
 ) -> None:
     prompt = "The cache moves. " * 20
     expected = single.generate(prompt, 24, ignore_eos=True)
@@ -63,7 +63,7 @@ async def test_tokens_are_those_of_a_single_process(
 
 
 async def test_32_at_once_get_each_their_own_answer(
-    cluster: Cluster, client: httpx.AsyncClient, single: ModelRunner
+    cluster: Cluster, client: httpx2.AsyncClient, single: ModelRunner
 ) -> None:
     prompts = [f"Request {i}: " + "page " * (i + 1) for i in range(32)]
 
@@ -84,7 +84,7 @@ async def test_32_at_once_get_each_their_own_answer(
 
 
 async def test_the_brokered_handshake_gives_the_same_tokens(
-    cluster: Cluster, client: httpx.AsyncClient, single: ModelRunner
+    cluster: Cluster, client: httpx2.AsyncClient, single: ModelRunner
 ) -> None:
     prompts = [f"By way of the control plane, {i}: " + "page " * (8 * i + 1) for i in range(8)]
     tables = 'kvxfer_http_requests_total{method="POST",route="%s/block-table",status="201"}'
@@ -93,7 +93,7 @@ async def test_the_brokered_handshake_gives_the_same_tokens(
     direct = [client.post("/v1/completions", json=asked(prompt)) for prompt in prompts]
     direct_tokens = [tokens_of(answer) for answer in await asyncio.gather(*direct)]
     assert posted() == before
-    async with httpx.AsyncClient(base_url=cluster.brokering.url, timeout=None) as brokered:
+    async with httpx2.AsyncClient(base_url=cluster.brokering.url, timeout=None) as brokered:
         calls = [brokered.post("/v1/completions", json=asked(prompt)) for prompt in prompts]
         tokens = [tokens_of(answer) for answer in await asyncio.gather(*calls)]
     assert tokens == direct_tokens
@@ -102,7 +102,7 @@ async def test_the_brokered_handshake_gives_the_same_tokens(
 
 
 async def test_a_client_that_reads_when_decode_is_done_gets_every_token(
-    cluster: Cluster, client: httpx.AsyncClient, single: ModelRunner
+    cluster: Cluster, client: httpx2.AsyncClient, single: ModelRunner
 ) -> None:
     tokens: list[int] = []
     async with streamed(client, asked("slowly", 60)) as events:

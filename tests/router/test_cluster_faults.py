@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.event_stream import EventParser
@@ -39,8 +39,8 @@ async def cluster(whole: Cluster) -> AsyncIterator[Cluster]:
 
 
 @pytest.fixture
-async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.router.url, timeout=None) as client:
+async def client(cluster: Cluster) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=cluster.router.url, timeout=None) as client:
         yield client
 
 
@@ -49,7 +49,7 @@ async def test_a_client_that_leaves_a_brokered_handshake_is_forgotten_on_both_si
     cluster: Cluster, frozen: str
 ) -> None:
     with cluster.frozen(frozen):
-        async with httpx.AsyncClient(base_url=cluster.brokering.url, timeout=None) as brokered:
+        async with httpx2.AsyncClient(base_url=cluster.brokering.url, timeout=None) as brokered:
             request = asyncio.create_task(brokered.post("/v1/completions", json=asked("x" * 300)))
             await until(cluster.transfers)
             request.cancel()
@@ -62,7 +62,7 @@ async def test_a_client_that_leaves_a_brokered_handshake_is_forgotten_on_both_si
 async def test_a_worker_killed_in_a_brokered_handshake_costs_a_retry_and_no_answer(
     cluster: Cluster, single: ModelRunner, doomed: str
 ) -> None:
-    async with httpx.AsyncClient(base_url=cluster.brokering.url, timeout=None) as brokered:
+    async with httpx2.AsyncClient(base_url=cluster.brokering.url, timeout=None) as brokered:
         with cluster.frozen(doomed):
             request = asyncio.create_task(
                 brokered.post("/v1/completions", json=asked("not in vain"))
@@ -74,7 +74,7 @@ async def test_a_worker_killed_in_a_brokered_handshake_costs_a_retry_and_no_answ
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_before_the_first_token_is_forgotten_on_both_sides(
-    cluster: Cluster, client: httpx.AsyncClient, stream: bool
+    cluster: Cluster, client: httpx2.AsyncClient, stream: bool
 ) -> None:
     aborted = cluster.metric("kvxfer_router_aborted_total")
     with cluster.frozen("prefill-0"):
@@ -91,7 +91,7 @@ async def test_a_client_that_leaves_before_the_first_token_is_forgotten_on_both_
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_after_the_first_token_is_forgotten_on_both_sides(
-    cluster: Cluster, client: httpx.AsyncClient, stream: bool
+    cluster: Cluster, client: httpx2.AsyncClient, stream: bool
 ) -> None:
     body = asked("leave me", LONG)
     if stream:
@@ -113,7 +113,7 @@ async def test_a_client_that_leaves_after_the_first_token_is_forgotten_on_both_s
 @pytest.mark.parametrize("doomed", ["prefill-0", "decode-0"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_worker_killed_before_the_first_token_costs_a_retry_and_no_answer(
-    cluster: Cluster, client: httpx.AsyncClient, single: ModelRunner, doomed: str, stream: bool
+    cluster: Cluster, client: httpx2.AsyncClient, single: ModelRunner, doomed: str, stream: bool
 ) -> None:
     retries = cluster.metric("kvxfer_router_retries_total")
     # Frozen, so that the request is there when it dies.
@@ -135,7 +135,7 @@ async def test_a_worker_killed_before_the_first_token_costs_a_retry_and_no_answe
 
 
 async def test_a_decode_worker_killed_after_the_first_token_ends_the_stream_with_an_error(
-    cluster: Cluster, client: httpx.AsyncClient
+    cluster: Cluster, client: httpx2.AsyncClient
 ) -> None:
     async with streamed(client, asked("cut short", LONG)) as events:
         assert await anext(events)
@@ -147,7 +147,7 @@ async def test_a_decode_worker_killed_after_the_first_token_ends_the_stream_with
 
 
 async def test_an_answer_in_one_piece_survives_its_decode_worker(
-    cluster: Cluster, client: httpx.AsyncClient, single: ModelRunner
+    cluster: Cluster, client: httpx2.AsyncClient, single: ModelRunner
 ) -> None:
     begun = cluster.metric("kvxfer_router_time_to_first_token_seconds_count")
     request = asyncio.create_task(client.post("/v1/completions", json=asked("again", 600)))

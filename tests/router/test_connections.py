@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any, Final
 
-import httpx
+import httpx2
 import pytest
 from fastapi import FastAPI, Request, Response
 
@@ -34,13 +34,13 @@ def control_plane() -> Iterator[RunningControlPlane]:
 @contextlib.asynccontextmanager
 async def routed(
     control_plane: RunningControlPlane, prefill: Any, decode: Any, **settings: Any
-) -> AsyncIterator[httpx.AsyncClient]:
+) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of a router whose workers are these two applications."""
     with RunningRouter(control_plane.url, **settings) as router:
         async with (
             http_worker(control_plane.url, "p", Role.PREFILL, prefill),
             http_worker(control_plane.url, "d", Role.DECODE, decode),
-            httpx.AsyncClient(base_url=router.url, timeout=None) as client,
+            httpx2.AsyncClient(base_url=router.url, timeout=None) as client,
         ):
             yield client
 
@@ -83,7 +83,7 @@ def endless(sent: collections.Counter[str]) -> Answer:
     return send
 
 
-def stream(client: httpx.AsyncClient, prompt: str) -> Any:
+def stream(client: httpx2.AsyncClient, prompt: str) -> Any:
     body = {**ASKED, "prompt": prompt, "stream": True}
     return client.stream("POST", "/v1/completions", json=body)
 

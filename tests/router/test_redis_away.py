@@ -9,7 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.client import ControlPlaneClient
@@ -52,8 +52,8 @@ async def test_a_cluster_outlives_a_redis_that_comes_back_with_its_data(
     cluster: Cluster, redis: RedisServer, single: ModelRunner, how: str
 ) -> None:
     async with (
-        httpx.AsyncClient(base_url=cluster.url, timeout=None) as api,
-        httpx.AsyncClient(base_url=cluster.router.url, timeout=None) as router,
+        httpx2.AsyncClient(base_url=cluster.url, timeout=None) as api,
+        httpx2.AsyncClient(base_url=cluster.router.url, timeout=None) as router,
         ControlPlaneClient(cluster.url) as client,
         aclosing(client.watch()) as watch,
     ):
@@ -118,7 +118,7 @@ async def test_a_cluster_outlives_a_redis_that_comes_back_with_its_data(
 
 
 async def reads_tell_what_was_known(
-    api: httpx.AsyncClient, epochs: dict[str, int], ticket: OpenedTransfer
+    api: httpx2.AsyncClient, epochs: dict[str, int], ticket: OpenedTransfer
 ) -> None:
     listed = await api.get("/v1/instances")
     assert listed.status_code == 200
@@ -132,7 +132,7 @@ async def reads_tell_what_was_known(
 
 
 async def writes_are_refused(
-    api: httpx.AsyncClient, epochs: dict[str, int], ticket: OpenedTransfer
+    api: httpx2.AsyncClient, epochs: dict[str, int], ticket: OpenedTransfer
 ) -> None:
     for refused in (
         await api.post("/v1/instances", json=registration("another")),
@@ -153,7 +153,7 @@ async def moved_by(ticket: OpenedTransfer, prompt: str) -> list[int]:
         return tokens
 
 
-async def current(api: httpx.AsyncClient) -> list[dict[str, Any]]:
+async def current(api: httpx2.AsyncClient) -> list[dict[str, Any]]:
     answer = (await api.get("/v1/instances")).json()
     found: list[dict[str, Any]] = [] if answer["stale_seconds"] is not None else answer["instances"]
     return found

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.reference.runner import ModelRunner
@@ -50,7 +50,7 @@ async def test_two_routers_never_overbook_the_only_pair_and_both_answer(
             )
             for n in (1, 2)
         ]
-        async with httpx.AsyncClient(timeout=None) as client:
+        async with httpx2.AsyncClient(timeout=None) as client:
 
             async def ask(number: int) -> list[int]:
                 url = f"{routers[number % 2].url}/v1/completions"

@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.instances import BlockUpdate, Role
@@ -33,7 +33,7 @@ class NotedWorkers:
         self._workers = workers
 
     @contextlib.asynccontextmanager
-    async def routed(self, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async def routed(self, **settings: Any) -> AsyncIterator[httpx2.AsyncClient]:
         for name, answer in self._workers.items():
             role = Role.PREFILL if name.startswith("p") else Role.DECODE
             await self._network.join(name, role, self._noted(name, answer))

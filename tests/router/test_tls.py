@@ -6,7 +6,7 @@ import json
 import ssl
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.api.tls import ServerTls
@@ -40,7 +40,7 @@ async def test_router_and_control_plane_over_https(tmp_path: Path) -> None:
         async with (
             http_worker(control_plane.url, "p", Role.PREFILL, worker_app(PREFILLS), known),
             http_worker(control_plane.url, "d", Role.DECODE, worker_app(DECODES), known),
-            httpx.AsyncClient(
+            httpx2.AsyncClient(
                 base_url=router.url, verify=ssl.create_default_context(cafile=ours.ca_file)
             ) as client,
         ):
@@ -50,10 +50,10 @@ async def test_router_and_control_plane_over_https(tmp_path: Path) -> None:
             *chunks, done = (event.data for event in EventParser().feed(answer.content))
             texts = [c["text"] for chunk in chunks for c in json.loads(chunk)["choices"]]
             assert ("".join(texts), done) == ("ab", "[DONE]")
-        async with httpx.AsyncClient() as stranger:
-            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        async with httpx2.AsyncClient() as stranger:
+            with pytest.raises(httpx2.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                 await stranger.get(f"{router.url}/healthz")
-            with pytest.raises(httpx.RemoteProtocolError):
+            with pytest.raises(httpx2.RemoteProtocolError):
                 await stranger.get(f"{router.url.replace('https', 'http')}/healthz")
 
 
@@ -63,7 +63,7 @@ def test_control_plane_that_the_router_does_not_trust_is_named(tmp_path: Path) -
     with (
         RunningControlPlane(tls=tls) as control_plane,
         RunningRouter(control_plane.url, deadline=0.3) as router,
-        httpx.Client(base_url=router.url) as client,
+        httpx2.Client(base_url=router.url) as client,
     ):
         answer = client.post("/v1/completions", json=ASKED)
     assert answer.status_code == 502

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.instances import BlockUpdate, Role
@@ -68,7 +68,7 @@ async def fleet(network: Network, control_plane: EmbeddedRegistry) -> Fleet:
     return made
 
 
-async def ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+async def ask(client: httpx2.AsyncClient, path: str, body: dict[str, Any]) -> None:
     (await client.post(path, json=body)).raise_for_status()
 
 

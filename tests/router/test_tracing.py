@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from .cluster import Cluster, until
@@ -31,7 +31,7 @@ def traced(model: Path) -> Iterator[Cluster]:
 
 async def complete(cluster: Cluster, request_id: str, **headers: str) -> None:
     await until(lambda: {"prefill-0", "decode-0"} <= set(cluster.instances()))
-    async with httpx.AsyncClient(base_url=cluster.router.url, timeout=None) as client:
+    async with httpx2.AsyncClient(base_url=cluster.router.url, timeout=None) as client:
         headers = {"X-Request-ID": request_id, **headers}
         answer = await client.post("/v1/completions", json=asked("x" * 90), headers=headers)
     assert answer.status_code == 200, answer.text
@@ -118,7 +118,7 @@ async def test_a_client_that_does_not_want_its_trace_recorded_has_none(traced: C
     await complete(traced, "recorded-after-it")
     done = await asyncio.to_thread(kvxfer_trace, traced, "recorded-after-it", "--json")
     assert done.returncode == 0, done.stderr
-    async with httpx.AsyncClient(base_url=traced.url) as client:
+    async with httpx2.AsyncClient(base_url=traced.url) as client:
         answer = await client.get("/v1/traces/not-recorded")
     assert answer.json()["code"] == "unknown-trace"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from verify.processes.programs import Server, free_port
@@ -70,10 +70,10 @@ class Side:
             grace=20.0,
         )
 
-    def generate(self, prompt: list[int], **more: Any) -> httpx.Response:
+    def generate(self, prompt: list[int], **more: Any) -> httpx2.Response:
         sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **more}
-        return httpx.post(self.url + "/generate", json=body, timeout=90.0)
+        return httpx2.post(self.url + "/generate", json=body, timeout=90.0)
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Pair:
 
     def ask(
         self, prompt: list[int], *, room: int | None = None, to_decode: list[int] | None = None
-    ) -> tuple[httpx.Response, httpx.Response]:
+    ) -> tuple[httpx2.Response, httpx2.Response]:
         meeting = {
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.bootstrap_port,

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import random
 
-import httpx
+import httpx2
 import pytest
 
 from verify.processes.programs import free_port
@@ -23,7 +23,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     return [[rng.randrange(2, 500) for _ in range(lengths[i % len(lengths)])] for i in range(count)]
 
 
-def tokens(answer: httpx.Response) -> list[int]:
+def tokens(answer: httpx2.Response) -> list[int]:
     assert answer.is_success, answer.text
     return list(answer.json()["output_ids"])
 
@@ -72,7 +72,7 @@ def test_a_killed_prefill_is_named_and_its_successor_found(pair: Pair, rng: rand
         asked = threads.submit(pair.ask, long)
         wait_for(pair.servers["prefill"], "Prefill batch, #new-seq: 1, #new-token: 512,")
         pair.servers["prefill"].kill()
-        with pytest.raises(httpx.TransportError):
+        with pytest.raises(httpx2.TransportError):
             asked.result()
     wait_for(pair.servers["decode"], "the peer closed its")
     with pair.prefill.start() as successor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.clock import SYSTEM_CLOCK
@@ -44,10 +44,12 @@ def model(folder: Path) -> Path:
     return make_model(folder)
 
 
-def ask(server: Server, prompt: list[int], *, seconds: float = 90.0, **more: Any) -> httpx.Response:
+def ask(
+    server: Server, prompt: list[int], *, seconds: float = 90.0, **more: Any
+) -> httpx2.Response:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, **more}
-    return httpx.post(server.url + "/v1/completions", json=body, timeout=seconds)
+    return httpx2.post(server.url + "/v1/completions", json=body, timeout=seconds)
 
 
 def keep(server: Server, prompt: list[int], **more: Any) -> dict[str, Any]:
@@ -85,7 +87,7 @@ class Cluster:
     def decode(self) -> Server:
         return self.fleet.running["decode"]
 
-    def ask(self, server: Server, prompt: list[int], **more: Any) -> httpx.Response:
+    def ask(self, server: Server, prompt: list[int], **more: Any) -> httpx2.Response:
         return ask(server, prompt, **more)
 
     def tokens(self, server: Server, prompt: list[int], **more: Any) -> list[int]:
@@ -96,7 +98,7 @@ class Cluster:
 
     def open_transfer(self, request_id: str) -> dict[str, Any]:
         """The kv_transfer_params of a new transfer."""
-        answer = httpx.post(
+        answer = httpx2.post(
             self.control_plane.url + "/v1/transfers",
             json={"request_id": request_id, "model": "tiny"},
         )
@@ -111,7 +113,7 @@ class Cluster:
         """Of this prompt in prefill's cache, as far as the control plane knows."""
         hashes, tokens_per_hash = asked_hashes(prompt, "tiny")
         body = {"prefix_hashes": as_text(hashes), "tokens_per_hash": tokens_per_hash}
-        with httpx.Client(base_url=self.control_plane.url) as http:
+        with httpx2.Client(base_url=self.control_plane.url) as http:
             opened = http.post("/v1/transfers", json={**body, "explain": True}).json()
             http.delete(f"/v1/transfers/{opened['transfer_id']}")
         return int(opened["score"]["prefix_tokens"])

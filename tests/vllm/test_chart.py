@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +12,17 @@ from tests.deploy.chart import VALUE_SETS, render, value_set
 from tests.deploy.programs import expanded
 from verify.vllm.servers import VLLM_PYTHON
 
+# In vLLM's environment: its parser takes each command line of stdin, a JSON list per line.
+PARSE = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = make_arg_parser(FlexibleArgumentParser())
+for line in sys.stdin:
+    taken = parser.parse_args(json.loads(line))
+    role = taken.kv_transfer_config.kv_role
+    print(role, taken.port, taken.shutdown_timeout, taken.nnodes, taken.headless)
+"""
 SETS = {path.stem: path for path in VALUE_SETS}
 
 
@@ -26,7 +36,7 @@ def test_vllm_takes_its_options() -> None:
         if container.spec["name"] == "vllm"
     ]
     done = subprocess.run(
-        [VLLM_PYTHON, str(Path(__file__).parent / "chart_probe.py")],
+        [VLLM_PYTHON, "-c", PARSE],
         input="\n".join(lines),
         env=dict(os.environ),
         capture_output=True,

@@ -9,7 +9,7 @@ import time
 import uuid
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.clock import SYSTEM_CLOCK
@@ -40,8 +40,8 @@ def test_blocks_are_free_again_when_clients_leave(cluster: Cluster, rng: random.
     def leave(prompt: list[int]) -> None:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 200, "ignore_eos": True}
         seconds = random.Random(len(prompt)).uniform(0.01, 1.0)
-        with contextlib.suppress(httpx.TimeoutException):
-            httpx.post(cluster.router.url + "/v1/completions", json=body, timeout=seconds)
+        with contextlib.suppress(httpx2.TimeoutException):
+            httpx2.post(cluster.router.url + "/v1/completions", json=body, timeout=seconds)
 
     with concurrent.futures.ThreadPoolExecutor(6) as threads:
         list(threads.map(leave, prompts(rng, 40)))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.instances import InstanceState
@@ -106,7 +106,7 @@ def test_other_weights_under_the_same_name_make_no_pair(cluster: Cluster, strang
     assert told["stranger"] is not None
     assert told["prefill"].checkpoint != told["stranger"].checkpoint
     body = {"prefill_id": "prefill", "decode_id": "stranger"}
-    refused = httpx.post(cluster.control_plane.url + "/v1/handshakes", json=body)
+    refused = httpx2.post(cluster.control_plane.url + "/v1/handshakes", json=body)
     assert (refused.status_code, refused.json()["field"]) == (409, "checkpoint")
 
 
@@ -169,7 +169,7 @@ def test_the_load_is_that_of_the_engine(cluster: Cluster, rng: random.Random) ->
             return load.running == 16 and load.waiting > 8  # --max-num-seqs 16
 
         wait_until(told, 120, pause=0.1)
-        plan = httpx.get(cluster.fleet.url + "/v1/scale/plan").json()
+        plan = httpx2.get(cluster.fleet.url + "/v1/scale/plan").json()
         assert plan["decode"]["wanted"] > 1, plan
         assert all(one.result().is_success for one in asked)
     cluster.wait_until_idle(cluster.prefill, cluster.decode)

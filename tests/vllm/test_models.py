@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from pytest import approx
 
@@ -83,7 +83,7 @@ def overwrite(cluster: Cluster, rng: random.Random) -> None:
 
 
 def layouts(pair: Cluster) -> list[dict[str, Any]]:
-    fleet = httpx.get(pair.control_plane.url + "/v1/instances").json()["instances"]
+    fleet = httpx2.get(pair.control_plane.url + "/v1/instances").json()["instances"]
     return [instance["layout"] for instance in fleet]
 
 
@@ -182,8 +182,8 @@ def test_blocks_are_free_again_when_clients_leave(pair: Cluster, rng: random.Ran
     def leave(prompt: list[int]) -> None:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 100, "ignore_eos": True}
         seconds = random.Random(len(prompt)).uniform(0.01, 0.6)
-        with contextlib.suppress(httpx.TimeoutException):
-            httpx.post(pair.router.url + "/v1/completions", json=body, timeout=seconds)
+        with contextlib.suppress(httpx2.TimeoutException):
+            httpx2.post(pair.router.url + "/v1/completions", json=body, timeout=seconds)
 
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         list(threads.map(leave, prompts(rng, 20)))

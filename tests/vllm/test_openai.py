@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.event_stream import EventParser
@@ -23,9 +23,9 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TWO = {"n": 2, "temperature": 0.01, "seed": 7}
 
 
-def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
+def post(server: Server, path: str, body: dict[str, Any]) -> httpx2.Response:
     asked = {"model": "tiny", "temperature": 0, "ignore_eos": True, **body}
-    answer = httpx.post(server.url + path, json=asked, timeout=90.0)
+    answer = httpx2.post(server.url + path, json=asked, timeout=90.0)
     assert answer.is_success, answer.text
     return answer
 
@@ -66,7 +66,7 @@ def test_an_answer_in_one_piece_is_whole(cluster: Cluster, path: str, body: dict
     assert_alike(ours["usage"], theirs["usage"], "usage")
 
 
-def said(answer: httpx.Response) -> Iterator[str]:
+def said(answer: httpx2.Response) -> Iterator[str]:
     *events, done = [event.data for event in EventParser().feed(answer.content)]
     assert done == "[DONE]"
     for event in events:
@@ -93,7 +93,7 @@ def test_the_cache_of_a_chat_has_moved(cluster: Cluster) -> None:
 
 def test_what_vllm_refuses_is_a_400(cluster: Cluster) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1_000_000}
-    answer = httpx.post(cluster.router.url + CHAT, json=body, timeout=90.0)
+    answer = httpx2.post(cluster.router.url + CHAT, json=body, timeout=90.0)
     assert answer.status_code == 400
     assert "max_tokens" in answer.json()["error"]["message"]
     cluster.wait_until_idle(cluster.prefill, cluster.decode)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
+import httpx2
 import pytest
 
 from verify.polling import wait_until
@@ -164,7 +164,7 @@ def test_prefill_lets_go_of_a_request_that_is_aborted_in_the_queue_of_decode(
     params = tight.keep(prompt)
     with full(tight, rng):
         before = fetched(tight.decode)
-        with pytest.raises(httpx.TimeoutException):
+        with pytest.raises(httpx2.TimeoutException):
             tight.ask(tight.decode, prompt, kv_transfer_params=params, seconds=2.0)
         tight.wait_until_idle_within(SOON, tight.prefill)
     tight.wait_until_idle_within(SOON, tight.decode)
@@ -233,7 +233,7 @@ class Client:
             rng.uniform(0.005, 1.0) if leaves else 90.0,
         )
 
-    def run(self, tight: Cluster) -> httpx.Response | None:
+    def run(self, tight: Cluster) -> httpx2.Response | None:
         """The answer; None where the client has left."""
         more: dict[str, Any] = {"seconds": self.seconds}
         try:
@@ -242,7 +242,7 @@ class Client:
                 server = tight.decode
                 more["kv_transfer_params"] = tight.keep(self.prompt, **more)
             return tight.ask(server, self.prompt, max_tokens=self.max_tokens, **more)
-        except httpx.TimeoutException:
+        except httpx2.TimeoutException:
             return None
 
 

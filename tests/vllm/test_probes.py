@@ -1,5 +1,6 @@
 """What the connector takes for granted of vLLM's own parts, tried in its environment: the orders
-within a head that its kernels write, and the blocks that its allocator keeps of a window."""
+within a head that its kernels write, the blocks that its allocator keeps of a window, and how
+its queue tells of messages."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 
 @pytest.mark.parametrize(
     ("probe", "says"),
-    [("packing_probe.py", "vec vec16 80"), ("window_probe.py", "windows of 120 prompts")],
+    [
+        ("packing_probe.py", "vec vec16 80"),
+        ("window_probe.py", "windows of 120 prompts"),
+        ("queue_probe.py", "told of 200 messages"),
+    ],
 )
 def test_it_is_as_the_connector_takes_it(probe: str, says: str) -> None:
     done = subprocess.run(

@@ -6,7 +6,7 @@ import concurrent.futures
 import random
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from verify.processes.programs import Server
@@ -106,7 +106,7 @@ def test_a_reply_is_good_once(cluster: Cluster, rng: random.Random) -> None:
     assert "was already used" in cluster.decode.tail()
 
 
-def samples(answer: httpx.Response) -> list[list[int]]:
+def samples(answer: httpx2.Response) -> list[list[int]]:
     assert answer.is_success, answer.text
     choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
     return [choice["token_ids"] for choice in choices]

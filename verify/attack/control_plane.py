@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
+import httpx2
 import msgspec
 
 from kvxfer.api.tokens import Scope, watch_tokens
@@ -34,9 +34,9 @@ def _token(scope: str) -> str:
 class Plane:
     """A running control plane with a prefill and a decode worker."""
 
-    client: httpx.Client
+    client: httpx2.Client
 
-    def call(self, scope: str, method: str, path: str, **arguments: Any) -> httpx.Response:
+    def call(self, scope: str, method: str, path: str, **arguments: Any) -> httpx2.Response:
         headers = {"Authorization": f"Bearer {_token(scope)}"}
         return self.client.request(method, path, headers=headers, **arguments)
 
@@ -68,7 +68,7 @@ def control_plane() -> Iterator[Plane]:
         file.write_text("".join(f"the-{scope} {scope} {_token(scope)}\n" for scope in Scope))
         with (
             RunningControlPlane(tokens=watch_tokens(file), lease_seconds=_LEASE_SECONDS) as running,
-            httpx.Client(base_url=running.url, timeout=20) as client,
+            httpx2.Client(base_url=running.url, timeout=20) as client,
         ):
             plane = Plane(client)
             for name, role in (("p", "prefill"), ("d", "decode")):
@@ -149,7 +149,7 @@ def _altered(data: str, rng: random.Random) -> str:
     return base64.b64encode(raw).decode()
 
 
-def _code(answer: httpx.Response) -> str:
+def _code(answer: httpx2.Response) -> str:
     return "" if answer.is_success else str(answer.json()["code"])
 
 

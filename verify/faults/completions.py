@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import httpx
+import httpx2
 
 from kvxfer.event_stream import EventParser
 
@@ -21,9 +21,9 @@ class Sent(Protocol):
 
 
 async def complete(
-    http: httpx.AsyncClient, sent: Sent, body: Mapping[str, Any], request_id: str = ""
+    http: httpx2.AsyncClient, sent: Sent, body: Mapping[str, Any], request_id: str = ""
 ) -> None:
-    """Fills in `sent`. Raises an error of httpx where there is no answer."""
+    """Fills in `sent`. Raises an error of httpx2 where there is no answer."""
     headers = {"X-Request-ID": request_id} if request_id else {}
     body = {**body, "ignore_eos": True, "stream": sent.streamed}
     parser, done = EventParser(), False

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-import httpx
+import httpx2
 
 from .process import Process
 
@@ -63,13 +63,13 @@ class Server(Process):
         """Returns when GET succeeds."""
 
         def answers() -> bool:
-            with contextlib.suppress(httpx.HTTPError):
+            with contextlib.suppress(httpx2.HTTPError):
                 return http().get(self.url + path, timeout=2.0).is_success
             return False
 
         self.ready(answers)
 
-    def get(self, path: str) -> httpx.Response:
+    def get(self, path: str) -> httpx2.Response:
         return http().get(self.url + path)
 
     def metric(self, name: str, **labels: str) -> float:
@@ -82,6 +82,6 @@ class Server(Process):
 
 
 @cache
-def http() -> httpx.Client:
+def http() -> httpx2.Client:
     """One for all: making one takes tens of milliseconds, for certificates that nobody needs."""
-    return httpx.Client(trust_env=False, timeout=30.0)
+    return httpx2.Client(trust_env=False, timeout=30.0)

@@ -81,7 +81,8 @@ class TransferEngine {
   Result<std::vector<Submitted>> barrier(std::span<const PeerId> peers, Imm imm,
                                          const WriteOptions& options = {});
   // A word at zero for WriteOptions::after. Whatever adds to it starts what was held back for the
-  // value: wake() at once, a plain store within 100 microseconds.
+  // value: wake() at once, a plain store within 100 microseconds, or within a sixteenth of
+  // the time that nothing was moved for, where that is longer: 1 ms at most.
   static std::shared_ptr<WatchWord> watch_word() { return std::make_shared<WatchWord>(); }
   void wake();
   // Stops posting; what is posted is waited for. The completion says cancelled, or ok if the

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
 
-import httpx
+import httpx2
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.connectors.sglang.introduction import (
@@ -130,11 +130,11 @@ def register(
     while True:
         try:
             token = sign_introduction(about, settings.keys)
-            answer = httpx.put(url + _PATH, content=token, timeout=_REQUEST_SECONDS)
+            answer = httpx2.put(url + _PATH, content=token, timeout=_REQUEST_SECONDS)
             if answer.status_code == HTTPStatus.OK:
                 return
             raise Forbidden(f"the bootstrap server at {url} refuses: {answer.text[:500]}")
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             if clock.monotonic() > give_up:
                 raise ConnectFailed(
                     f"the bootstrap server at {url} did not answer within "
@@ -187,7 +187,7 @@ class Introductions:
         seconds = max(_REQUEST_SECONDS, self._settings.peer_timeout)
         try:
             async with (
-                httpx.AsyncClient(timeout=seconds) as http,
+                httpx2.AsyncClient(timeout=seconds) as http,
                 http.stream("GET", f"http://{address}{_PATH}") as answer,
             ):
                 body = b""
@@ -195,7 +195,7 @@ class Introductions:
                     body += part
                     if len(body) > MAX_LENGTH:
                         break
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ConnectFailed(
                 f"the bootstrap server of prefill at {address} does not answer ({error!r})"
             ) from error

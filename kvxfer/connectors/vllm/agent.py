@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from typing import Final
 
-import httpx
+import httpx2
 from msgspec.structs import replace
 
 from kvxfer.cached_blocks import CachedBlocks
@@ -238,9 +238,9 @@ class Agent(LoopThread):
 
     async def _announce(self, registration: Registration) -> None:
         """Says that the instance is ready, once its API answers."""
-        async with httpx.AsyncClient(timeout=2.0) as http:
+        async with httpx2.AsyncClient(timeout=2.0) as http:
             while True:
-                with contextlib.suppress(httpx.HTTPError):
+                with contextlib.suppress(httpx2.HTTPError):
                     answer = await http.get(self._settings.http_address + "/health")
                     if answer.is_success:
                         break

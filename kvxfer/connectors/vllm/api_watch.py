@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final
 
-import httpx
+import httpx2
 
 from kvxfer.clock import Clock
 
@@ -40,7 +40,7 @@ class ApiWatch:
         model: str,
         *,
         clock: Clock,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         """`model` is the name of the instance itself. Where the API asks for a key it is that of
         VLLM_API_KEY."""
@@ -50,7 +50,7 @@ class ApiWatch:
         self._clock = clock
         self._seen: deque[tuple[float, Mapping[str, _Histogram]]] = deque()
         key = os.environ.get("VLLM_API_KEY")
-        self._http = httpx.AsyncClient(
+        self._http = httpx2.AsyncClient(
             base_url=http_address,
             timeout=_TIMEOUT_SECONDS,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -73,12 +73,12 @@ class ApiWatch:
         """Asks until it is cancelled."""
         async with self._http:
             while True:
-                with contextlib.suppress(httpx.HTTPError, ValueError):
+                with contextlib.suppress(httpx2.HTTPError, ValueError):
                     await self.look()
                 await asyncio.sleep(_EVERY_SECONDS)
 
     async def look(self) -> None:
-        """Asks once. Raises httpx.HTTPError, or ValueError for an answer that cannot be read."""
+        """Asks once. Raises httpx2.HTTPError, or ValueError for an answer that cannot be read."""
         metrics = await self._http.get("/metrics")
         if metrics.is_success:
             self._take(metrics.text)

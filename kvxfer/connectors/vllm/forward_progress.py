@@ -1,9 +1,10 @@
 """How far vLLM's forward is, as a word that the engine watches: writes are submitted before it, and
-leave when their layer is computed. Of the forward it takes one addition per layer."""
+leave when their layer is computed. Of the forward it takes one addition per layer, and one call
+that wakes the engine at its end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvxfer.engine import Watcher, WatchFor
@@ -24,11 +25,11 @@ class Step:
 class ForwardProgress:
     """One thread: that of the forward."""
 
-    def __init__(self, make_watcher: Callable[[], Watcher], layers: int) -> None:
+    def __init__(self, make_watcher: Callable[[], Watcher], layers: Sequence[str]) -> None:
         self._make_watcher = make_watcher
-        self._layers = layers
+        self._up_to = {name: index + 1 for index, name in enumerate(layers)}
+        self._layers = self._reached = len(layers)
         self._step: Step | None = None
-        self._reached = layers
 
     def begin(self) -> Step:
         """A forward begins. What waits for layers of one before that it has not reached never
@@ -38,10 +39,18 @@ class ForwardProgress:
         else:
             self._step = Step(self._step.watcher, self._step.base + self._layers)
         self._reached = 0
+        self._count = self._step.watcher.count
         return self._step
 
-    def reach(self, layers: int) -> None:
-        """So many layers of the forward, the first ones, are computed."""
-        if self._step is not None and layers > self._reached:
-            self._step.watcher.add(layers - self._reached)
+    def computed(self, layer: str) -> None:
+        """A layer of the forward is computed, and so is every layer before it."""
+        layers = self._up_to.get(layer, 0)
+        if layers > self._reached:
+            self._count(layers - self._reached)
             self._reached = layers
+
+    def end(self) -> None:
+        """All layers of the forward are computed."""
+        if self._step is not None:
+            self._step.watcher.add(self._layers - self._reached)
+            self._reached = self._layers

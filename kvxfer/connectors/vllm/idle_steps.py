@@ -8,7 +8,7 @@ from kvxfer.clock import SYSTEM_CLOCK, Clock
 
 # What a request that comes meanwhile can lose, at most and as a share of the idleness before it.
 MOST_SECONDS: Final = 0.010
-_SHARE: Final = 0.1
+_SHARE: Final = 0.5
 
 
 class IdleSteps:

@@ -52,4 +52,11 @@ def _spin_at_most(seconds: float) -> None:
         def wait(self, timeout_ms: int | None = None) -> None:
             super().wait(_LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
 
+        def notify(self) -> None:
+            # The socket has room for one message and drops others. That the last one has left it
+            # hears of once a millisecond, unless it is asked: the second of two messages was not
+            # told of, and read when its reader looked by itself.
+            self.local_notify_socket.getsockopt(shm_broadcast.zmq.EVENTS)
+            super().notify()
+
     shm_broadcast.SpinCondition = QuietCondition

@@ -46,9 +46,11 @@ class Results:
 
 @dataclass(slots=True)
 class _Outgoing:
-    session: PrefillSession
+    send: Send
+    """With which it began."""
     blocks: EngineBlocks
-    digest: bytes
+    session: PrefillSession | None = None
+    """None before it is opened, and where it could not be; loop only."""
     written: int = 0
     """Blocks whose writes are submitted, of each layer."""
     whole: bool = False
@@ -68,10 +70,11 @@ class TransferWorker:
 
     def __init__(self, agent: Agent, layers: Sequence[str]) -> None:
         self._agent = agent
-        self._layers = {name: index for index, name in enumerate(layers)}
-        self._progress = ForwardProgress(agent.watcher, len(layers))
+        self._num_layers = len(layers)
+        self._progress = ForwardProgress(agent.watcher, layers)
         self._plan = StepPlan()
-        self._sends: dict[str, _Outgoing | None] = {}  # None where no session could begin
+        self._sends: dict[str, _Outgoing] = {}
+        self._in_order = asyncio.Lock()  # of what is done with sends; loop only
         self._finished: set[str] = set()  # requests whose blocks wait for their send
         self._lock = threading.Lock()
         self._results = Results()
@@ -83,21 +86,25 @@ class TransferWorker:
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward: nothing reads blocks that were preempted when this returns."""
         self._plan = plan
-        preempted = [self._sends.pop(request_id, None) for request_id in plan.preempted]
-        sessions = [outgoing.session for outgoing in preempted if outgoing is not None]
-        self._guarded(lambda: self._begin_step(plan, sessions))
-        for send in plan.sends:
-            if send.request_id not in self._sends:  # it gives its blocks back
-                self._sends[send.request_id] = None
-                self._note(Ended("send", EngineClosed.code))
+        preempted = [
+            self._sends.pop(request_id)
+            for request_id in plan.preempted
+            if request_id in self._sends
+        ]
+        begun = [_outgoing(send) for send in plan.sends if send.request_id not in self._sends]
+        self._sends |= {outgoing.send.request_id: outgoing for outgoing in begun}
+        self._guarded(lambda: self._begin_step(plan, preempted, begun))
 
-    def _begin_step(self, plan: StepPlan, preempted: Sequence[PrefillSession]) -> None:
+    def _begin_step(
+        self, plan: StepPlan, preempted: Sequence[_Outgoing], begun: Sequence[_Outgoing]
+    ) -> None:
         if preempted:
-            self._agent.run(_cancel_all(preempted), LOOP_SECONDS)
+            how = "prefill has preempted the request"
+            self._agent.run(self._cancel_sends(preempted, how), LOOP_SECONDS)
         for request_id, how in plan.cancels.items():
             outgoing = self._sends.get(request_id)
             if outgoing is not None:
-                self._agent.spawn(outgoing.session.cancel(how))
+                self._agent.spawn(self._cancel_sends([outgoing], how))
             else:
                 self._agent.spawn(self._cancel_receive(request_id))
         if plan.cached != _UNCHANGED:
@@ -112,40 +119,35 @@ class TransferWorker:
             self._agent.spawn(self._release(params, why))
         writes = []
         for send in plan.sends:
-            if send.request_id not in self._sends:
-                self._sends[send.request_id] = self._begin_send(send)
             outgoing = self._sends[send.request_id]
-            if outgoing is None:
-                continue
             outgoing.blocks.fill(_ids(send.block_ids))
             if outgoing.written < send.until:
                 outgoing.written = send.until
                 writes.append((outgoing, send.until))
         if plan.sends:
             step = self._progress.begin()
-            self._agent.spawn(self._write(writes, step))
+            self._agent.spawn(self._begin_sends(begun, writes, step))
 
     def save_layer(self, name: str) -> None:
         """A layer of this step is computed, and so is every layer before it."""
-        if (layer := self._layers.get(name)) is not None:
-            self._computed(layer + 1)
+        if self._plan.sends:
+            self._progress.computed(name)
 
     def end_forward(self) -> None:
         """All layers of this step are computed."""
-        self._computed(len(self._layers))
-        self._guarded(self._end_forward)
-
-    def _computed(self, layers: int) -> None:
-        """So many layers of this step are computed: what waited for them goes."""
         if self._plan.sends:
-            self._guarded(lambda: self._progress.reach(layers))
+            self._guarded(self._end_forward)
 
     def _end_forward(self) -> None:
+        self._progress.end()
+        whole = []
         for send in self._plan.sends:
-            outgoing = self._sends.get(send.request_id)
-            if outgoing is not None and send.until == send.num_blocks and not outgoing.whole:
+            outgoing = self._sends[send.request_id]
+            if send.until == send.num_blocks and not outgoing.whole:
                 outgoing.whole = True
-                self._agent.spawn(_finish(outgoing))
+                whole.append(outgoing)
+        if whole:
+            self._agent.spawn(self._finish_sends(whole))
 
     def start_receives(self) -> None:
         """Offers the blocks that wait for their part of a prompt."""
@@ -181,10 +183,10 @@ class TransferWorker:
             self._expected.clear()
         for request_id in self._finished:
             outgoing = self._sends[request_id]
-            if outgoing is None or outgoing.ended or lost:
+            if outgoing.ended or lost:
                 results.sent.add(request_id)
                 del self._sends[request_id]
-                if outgoing is not None and not outgoing.ended:
+                if not outgoing.ended:
                     outgoing.ended = True
                     results.ended.append(Ended("send", EngineClosed.code))
         self._finished -= results.sent
@@ -205,29 +207,43 @@ class TransferWorker:
             logger.exception("the transfers of this worker have ended: it computes without them")
             self._agent.abandon()
 
-    def _begin_send(self, send: Send) -> _Outgoing | None:
-        blocks = EngineBlocks(send.num_blocks, len(send.block_ids))
+    async def _begin_sends(
+        self, begun: Sequence[_Outgoing], writes: Sequence[tuple[_Outgoing, int]], step: Step
+    ) -> None:
+        """Submits what a step completes: it leaves layer by layer, as they are computed."""
+        async with self._in_order:
+            for outgoing in begun:
+                await self._open(outgoing)
+            for layer in range(self._num_layers):
+                for outgoing, until in writes:
+                    if outgoing.session is not None:
+                        with contextlib.suppress(KvxferError):  # _watch() hears of it
+                            outgoing.session.write_layer(layer, until, after=step.after(layer))
+
+    async def _finish_sends(self, whole: Sequence[_Outgoing]) -> None:
+        async with self._in_order:
+            sessions = [(each.session, each.send.digest) for each in whole if each.session]
+        await asyncio.gather(
+            *(session.finish(digest) for session, digest in sessions),
+            return_exceptions=True,  # _watch() hears of it
+        )
+
+    async def _cancel_sends(self, sends: Sequence[_Outgoing], why: str) -> None:
+        """Nothing of them is under way when this returns."""
+        async with self._in_order:
+            sessions = [each.session for each in sends if each.session]
+        await asyncio.gather(*(session.cancel(why) for session in sessions))
+
+    async def _open(self, outgoing: _Outgoing) -> None:
+        send = outgoing.send
         try:
-            session = self._agent.run(
-                self._agent.endpoint.prefill_session(
-                    send.params.ticket, blocks, adapter=send.adapter
-                ),
-                LOOP_SECONDS,
+            outgoing.session = await self._agent.endpoint.prefill_session(
+                send.params.ticket, outgoing.blocks, adapter=send.adapter
             )
         except KvxferError as error:
-            logger.warning("request %s is not sent: %s", send.request_id, error)
-            self._note(Ended("send", error.code))
-            return None
-        outgoing = _Outgoing(session, blocks, send.digest)
-        self._agent.spawn(self._watch(send.request_id, outgoing))
-        return outgoing
-
-    async def _write(self, sends: Sequence[tuple[_Outgoing, int]], step: Step) -> None:
-        """Submits what this step completes: it leaves layer by layer, as they are computed."""
-        for layer in self._layers.values():
-            for outgoing, until in sends:
-                with contextlib.suppress(KvxferError):  # _watch() hears of it
-                    outgoing.session.write_layer(layer, until, after=step.after(layer))
+            self._not_sent(outgoing, error)
+        else:
+            self._agent.spawn(self._watch(outgoing, outgoing.session))
 
     async def _decline(self, params: TransferParams, how: str) -> None:
         try:
@@ -247,22 +263,28 @@ class TransferWorker:
         except KvxferError as error:
             logger.info("prefill keeps its blocks no longer than its lease: %s", error)
 
-    async def _watch(self, request_id: str, outgoing: _Outgoing) -> None:
+    async def _watch(self, outgoing: _Outgoing, session: PrefillSession) -> None:
         begun = self._agent.clock.monotonic()
         try:
-            await outgoing.session.wait()
+            await session.wait()
         except asyncio.CancelledError:  # the agent ends
-            if not outgoing.ended:
-                self._note(Ended("send", EngineClosed.code))
+            self._sent(outgoing, Ended("send", EngineClosed.code))
             raise
         except KvxferError as error:
-            logger.warning("request %s is not sent: %s", request_id, error)
-            self._note(Ended("send", error.code))
+            self._not_sent(outgoing, error)
         else:
-            self._note(self._delivered("send", outgoing.session.nbytes, begun))
-        finally:
-            outgoing.ended = True
-            self._news.set()
+            self._sent(outgoing, self._delivered("send", session.nbytes, begun))
+
+    def _not_sent(self, outgoing: _Outgoing, error: KvxferError) -> None:
+        logger.warning("request %s is not sent: %s", outgoing.send.request_id, error)
+        self._sent(outgoing, Ended("send", error.code))
+
+    def _sent(self, outgoing: _Outgoing, ended: Ended) -> None:
+        """Nothing of it is under way any more."""
+        if not outgoing.ended:
+            self._note(ended)
+        outgoing.ended = True
+        self._news.set()
 
     async def _receive(self, receive: Receive) -> None:
         task = asyncio.current_task()
@@ -345,11 +367,5 @@ def _ids(table: BlockTable) -> BlockIds:
     return ids
 
 
-async def _cancel_all(sessions: Sequence[PrefillSession]) -> None:
-    reason = "prefill has preempted the request"
-    await asyncio.gather(*(session.cancel(reason) for session in sessions))
-
-
-async def _finish(outgoing: _Outgoing) -> None:
-    with contextlib.suppress(KvxferError):  # the session tells whoever watches it
-        await outgoing.session.finish(outgoing.digest)
+def _outgoing(send: Send) -> _Outgoing:
+    return _Outgoing(send, EngineBlocks(send.num_blocks, len(send.block_ids)))

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Iterator
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.clock import SYSTEM_CLOCK
@@ -51,7 +51,7 @@ def test_decode_learns_what_prefill_has_registered(server: BootstrapServer) -> N
 
 
 def test_nobody_is_there_before_prefill_has_registered(server: BootstrapServer) -> None:
-    assert httpx.get(url(server, "/health")).text == "ok"
+    assert httpx2.get(url(server, "/health")).text == "ok"
     with pytest.raises(ConnectFailed, match=r"answers 503: the prefill instance still starts"):
         ask(server)
 
@@ -71,7 +71,7 @@ def test_what_the_cluster_does_not_say_of_itself_now_is_refused(
     server: BootstrapServer, token: str
 ) -> None:
     register(url(server), about(), SETTINGS)
-    assert httpx.put(url(server, "/route"), content=token).status_code == 403
+    assert httpx2.put(url(server, "/route"), content=token).status_code == 403
     assert ask(server) == about()
 
 
@@ -82,8 +82,8 @@ def test_prefill_is_told_that_it_is_refused(server: BootstrapServer) -> None:
 
 
 def test_too_much_is_not_read(server: BootstrapServer) -> None:
-    assert httpx.put(url(server, "/route"), content="x" * 5000).status_code == 400
-    assert httpx.get(url(server, "/other")).status_code == 404
+    assert httpx2.put(url(server, "/route"), content="x" * 5000).status_code == 400
+    assert httpx2.get(url(server, "/other")).status_code == 404
 
 
 def test_decode_believes_no_server_of_another_cluster() -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from kvxfer.client import ControlPlaneClient
@@ -87,8 +87,8 @@ async def test_workers_start_drain_and_stop(monkeypatch):
             await cp.release_transfer(opened.transfer_id)
             (last,) = await until(cp, lambda f: len(f) == 1)
             assert last.role is Role.PREFILL
-        async with httpx.AsyncClient(trust_env=False) as http:
-            with pytest.raises(httpx.ConnectError):
+        async with httpx2.AsyncClient(trust_env=False) as http:
+            with pytest.raises(httpx2.ConnectError):
                 await http.get(f"{last.http_address}/healthz")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import httpx
+import httpx2
 
 from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
@@ -56,7 +56,7 @@ def prompts(texts: Sequence[str]) -> list[Prompt]:
 class Load:
     """Requests to the router, every second one streamed."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str, prompts: list[Prompt]) -> None:
+    def __init__(self, http: httpx2.AsyncClient, model: str, prompts: list[Prompt]) -> None:
         self.sent: list[Sent] = []
         self._http, self._model = http, model
         self._prompts = itertools.cycle(prompts)
@@ -104,7 +104,7 @@ class Load:
                 await complete(self._http, sent, body)
         except TimeoutError:
             sent.failure = f"no end within {HANG_SECONDS:g} s"
-        except (httpx.HTTPError, ValueError, KeyError) as error:
+        except (httpx2.HTTPError, ValueError, KeyError) as error:
             sent.failure = f"{type(error).__name__}: {error}"
         sent.seconds = time.monotonic() - sent.began
         if sent.failure is None:

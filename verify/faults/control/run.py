@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import httpx
+import httpx2
 
 from verify.redis_server import audit
 
@@ -110,12 +110,12 @@ async def run(
     tell: Callable[[str], None],
 ) -> Outcome:
     expected = await asyncio.to_thread(prompts, _TEXTS)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
     async with contextlib.AsyncExitStack() as stack:
         cluster = stack.enter_context(Cluster(threads))
         await cluster.settled()
         http = await stack.enter_async_context(
-            httpx.AsyncClient(
+            httpx2.AsyncClient(
                 base_url=cluster.router.url, timeout=HANG_SECONDS, limits=limits, trust_env=False
             )
         )
@@ -162,7 +162,7 @@ async def _while_running(running: asyncio.Task[None], step: object) -> str | Non
     return result if isinstance(result, str) else None
 
 
-async def _retries(http: httpx.AsyncClient) -> int:
+async def _retries(http: httpx2.AsyncClient) -> int:
     """How many further attempts the router has made so far."""
     metrics = (await http.get("/metrics")).text
     return round(sum(float(value) for value in _RETRIES.findall(metrics)))

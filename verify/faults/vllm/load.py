@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import httpx
+import httpx2
 
 from verify.faults.completions import complete
 
@@ -79,7 +79,7 @@ class Load:
 
     def __init__(
         self,
-        http: httpx.AsyncClient,
+        http: httpx2.AsyncClient,
         rng: random.Random,
         *,
         clients: int = _CLIENTS,
@@ -124,7 +124,7 @@ class Load:
                 await complete(self._http, sent, body, sent.request_id)
         except TimeoutError:
             sent.became = Became.HANGING if sent.patience is None else Became.ABORTED
-        except (httpx.HTTPError, ValueError, KeyError) as error:
+        except (httpx2.HTTPError, ValueError, KeyError) as error:
             sent.failure = f"{type(error).__name__}: {error}"
         sent.ended = time.monotonic()
         if sent.tokens != sent.expected[: len(sent.tokens)]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
+import httpx2
 
 from verify.processes.programs import Server
 from verify.vllm.servers import make_model, vllm
@@ -141,9 +141,9 @@ async def _run(
     following.cancel()
 
 
-def _client(router: Server) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
-    return httpx.AsyncClient(
+def _client(router: Server) -> httpx2.AsyncClient:
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=8)
+    return httpx2.AsyncClient(
         base_url=router.url, timeout=HANG_SECONDS + 5, limits=limits, trust_env=False
     )
 
@@ -165,7 +165,7 @@ def _references(home: Path, model: Path, asked: list[list[int]]) -> list[list[in
     def tokens(server: Server, prompt: list[int]) -> list[int]:
         body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": MAX_TOKENS}
         body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=90.0)
+        answer = httpx2.post(server.url + "/v1/completions", json=body, timeout=90.0)
         [choice] = answer.raise_for_status().json()["choices"]
         return list(choice["token_ids"])
 

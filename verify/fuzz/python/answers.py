@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from unittest import mock
 
-import httpx
+import httpx2
 
 from kvxfer import event_stream
 from kvxfer.client import answers, calls
@@ -70,7 +70,7 @@ def _headers(choices: Choices) -> list[tuple[bytes, bytes]]:
 def _answer(choices: Choices) -> None:
     call = choices.one_of(_CALLS)
     status = choices.one_of((200, 201, 400, 404, 409, 429, 500, 503))
-    response = httpx.Response(status, headers=_headers(choices), content=choices.rest())
+    response = httpx2.Response(status, headers=_headers(choices), content=choices.rest())
     try:
         answers.read(response, call, "http://control-plane")
     except answers.Failed as failed:
@@ -79,6 +79,6 @@ def _answer(choices: Choices) -> None:
 
 
 def _worker(choices: Choices) -> None:
-    response = httpx.Response(choices.one_of((400, 404, 500, 503)))
+    response = httpx2.Response(choices.one_of((400, 404, 500, 503)))
     error = exchange._problem(_PARTY, response, choices.rest())
     assert isinstance(error, KvxferError)

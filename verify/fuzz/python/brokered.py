@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 from pydantic import ValidationError
 
@@ -67,14 +67,14 @@ def _relay(body: bytes) -> None:
     raise AssertionError("an unsigned block table is trusted")
 
 
-class _ControlPlane(httpx.AsyncBaseTransport):
+class _ControlPlane(httpx2.AsyncBaseTransport):
     """Answers as it is told, and keeps to itself what it was not told to answer."""
 
     def begin(self) -> None:
-        self.answers: asyncio.Queue[Callable[[httpx.Request], httpx.Response]] = asyncio.Queue()
+        self.answers: asyncio.Queue[Callable[[httpx2.Request], httpx2.Response]] = asyncio.Queue()
         self.taken: list[BlockTable] = []
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         if request.method == "POST":
             body = schemas.BlockTable.model_validate_json(await request.aread())
             self.taken.append(body.record())
@@ -146,7 +146,7 @@ class _Scene(Scene):
             await session.wait()
             session.take().release()
 
-    def answer(self) -> Callable[[httpx.Request], httpx.Response]:
+    def answer(self) -> Callable[[httpx2.Request], httpx2.Response]:
         """The control plane's next one."""
         choices = self.choices
         kind = choices.below(4)
@@ -185,9 +185,9 @@ class _Scene(Scene):
         return b""
 
 
-def _content(status: int, content: bytes) -> Callable[[httpx.Request], httpx.Response]:
-    return lambda request: httpx.Response(status, content=content, request=request)
+def _content(status: int, content: bytes) -> Callable[[httpx2.Request], httpx2.Response]:
+    return lambda request: httpx2.Response(status, content=content, request=request)
 
 
-def _hang_up(request: httpx.Request) -> httpx.Response:
-    raise httpx.ReadError("hung up", request=request)
+def _hang_up(request: httpx2.Request) -> httpx2.Response:
+    raise httpx2.ReadError("hung up", request=request)
