@@ -21,6 +21,14 @@ from kvxfer.scheduler.scaling.measurements import blocks_in_use
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _METHODS: Final = frozenset(HTTPMethod)
 _NOBODY: Final = Statistics({}, 0, 0, 0, 0, {})
+# By role.
+_FLEET_LOAD: Final = {
+    "requests_running": "Requests that live instances work on.",
+    "requests_waiting": "Requests that wait in live instances.",
+    "kv_blocks": "KV blocks of live instances.",
+    "kv_used_blocks": "KV blocks of live instances that are in use or reserved.",
+    "kv_cached_blocks": "KV blocks that the prefix caches of live instances hold.",
+}
 
 
 class Metrics:
@@ -143,12 +151,7 @@ class Metrics:
 
     def _read_load(self) -> None:
         """What workers tell with their heartbeats, whatever engine they run."""
-        for name, text in (
-            ("requests_running", "Requests that live instances work on."),
-            ("requests_waiting", "Requests that wait in live instances."),
-            ("kv_blocks", "KV blocks of live instances."),
-            ("kv_used_blocks", "KV blocks of live instances that are in use or reserved."),
-        ):
+        for name, text in _FLEET_LOAD.items():
             self.set.read(
                 "gauge",
                 f"kvxfer_fleet_{name}",
@@ -159,16 +162,14 @@ class Metrics:
 
 
 def _load(instances: Iterable[Instance]) -> dict[str, Samples]:
-    found: dict[str, Tally[tuple[str, ...]]] = {
-        name: Tally()
-        for name in ("requests_running", "requests_waiting", "kv_blocks", "kv_used_blocks")
-    }
+    found: dict[str, Tally[tuple[str, ...]]] = {name: Tally() for name in _FLEET_LOAD}
     for instance in instances:
         role = (instance.role.value,)
         found["requests_running"][role] += instance.load.running
         found["requests_waiting"][role] += instance.load.waiting
         found["kv_blocks"][role] += instance.num_blocks
         found["kv_used_blocks"][role] += blocks_in_use(instance)
+        found["kv_cached_blocks"][role] += instance.load.cached_blocks or 0
     return {name: dict(tally) for name, tally in found.items()}
 
 

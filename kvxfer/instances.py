@@ -54,6 +54,8 @@ class Load(Struct, frozen=True, kw_only=True):
     """Requests that are queued."""
     free_blocks: int | None = None
     """KV blocks that are free now; None where the worker does not count them."""
+    cached_blocks: int | None = None
+    """KV blocks that the prefix cache holds, in use or free; None where there is no such count."""
     queues: bool = False
     """Whether a request for which there are no free blocks waits there. Otherwise the worker
     refuses it, and is not chosen for it."""

@@ -96,7 +96,7 @@ _INSTANCE: JsonDict = {
     "state": "ready",
     "registered_at": 1795046400.0,
     "heartbeat_at": 1795046460.0,
-    "load": {"running": 3, "waiting": 1, "free_blocks": 3100},
+    "load": {"running": 3, "waiting": 1, "free_blocks": 3100, "cached_blocks": 812},
     "reserved": {"transfers": 1, "blocks": 12},
     "started": 0,
     "drain_deadline": None,
@@ -190,6 +190,13 @@ class Load(BaseModel):
     waiting: Count = Field(0, description="Requests that are queued.")
     free_blocks: Count | None = Field(
         None, description="KV blocks that are free now; null where they are not counted."
+    )
+    cached_blocks: Count | None = Field(
+        None,
+        description=(
+            "KV blocks that the prefix cache holds, in use or free; null where they are not "
+            "counted."
+        ),
     )
     queues: bool = Field(
         False,
@@ -381,7 +388,7 @@ class Heartbeat(BaseModel):
                 {
                     "epoch": 1795046400000001,
                     "state": "ready",
-                    "load": {"running": 3, "waiting": 1, "free_blocks": 3100},
+                    "load": {"running": 3, "waiting": 1, "free_blocks": 3100, "cached_blocks": 812},
                 }
             ]
         }

@@ -125,7 +125,8 @@ def _table(instances: Sequence[Instance], now: float) -> Table:
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     for instance in instances:
-        free = instance.load.free_blocks
+        free, cached = instance.load.free_blocks, instance.load.cached_blocks
+        with_cached = "" if cached is None else f", {cached} cached"
         table.add_row(
             instance.instance_id,
             instance.role,
@@ -133,7 +134,7 @@ def _table(instances: Sequence[Instance], now: float) -> Table:
             instance.model,
             f"{instance.load.running} + {instance.load.waiting}",
             str(instance.reserved.transfers),
-            f"{'?' if free is None else free} of {instance.num_blocks}",
+            f"{'?' if free is None else free} of {instance.num_blocks}{with_cached}",
             f"{max(0.0, now - instance.heartbeat_at):.1f} s ago",
             *[_drain(instance, now)] * draining,
         )

@@ -93,7 +93,7 @@ async def test_load_of_the_fleet_is_what_workers_told_with_their_heartbeats(api)
     prefill = await join(api, "p")
     await join(api, "d", "decode")
     await join(api, "e", "decode")
-    load = {"running": 3, "waiting": 2, "free_blocks": 60}
+    load = {"running": 3, "waiting": 2, "free_blocks": 60, "cached_blocks": 7}
     beat = {"epoch": prefill["epoch"], "load": load}
     await api.put("/v1/instances/p/heartbeat", json=beat)
     now = await scrape(api)
@@ -102,4 +102,5 @@ async def test_load_of_the_fleet_is_what_workers_told_with_their_heartbeats(api)
     assert now["kvxfer_fleet_requests_waiting", by_role] == 2
     assert now["kvxfer_fleet_kv_blocks", by_role] == 64
     assert now["kvxfer_fleet_kv_used_blocks", by_role] == 4
+    assert now["kvxfer_fleet_kv_cached_blocks", by_role] == 7
     assert now["kvxfer_fleet_kv_blocks", (("role", "decode"),)] == 128

@@ -87,10 +87,13 @@ def test_instances_as_a_table_and_as_json(server, client):
     assert shown(server.url, "instances") == "no instance is registered\n"
     lease = client.register(worker("p"), state=READY)
     client.register(worker("d", "decode", model="qwen"))
-    client.heartbeat("p", lease.epoch, load=Load(running=3, waiting=1, free_blocks=5))
+    client.heartbeat(
+        "p", lease.epoch, load=Load(running=3, waiting=1, free_blocks=5, cached_blocks=9)
+    )
     d, p = rows(shown(server.url, "instances"))
     assert d[:9] == ["d", "decode", "joining", "qwen", "0", "+", "0", "0", "?"]
-    assert p[:11] == ["p", "prefill", "ready", "llama", "3", "+", "1", "0", "5", "of", "64"]
+    assert p[:11] == ["p", "prefill", "ready", "llama", "3", "+", "1", "0", "5", "of", "64,"]
+    assert p[11:13] == ["9", "cached"]
     listed = json.loads(shown(server.url, "instances", "--json", "--role", "prefill"))
     (told,) = listed["instances"]
     assert (told["instance_id"], told["epoch"]) == ("p", lease.epoch)

@@ -159,12 +159,13 @@ def test_the_load_is_what_the_scheduler_has_told() -> None:
         agent = Agent(settings_of(control_plane))
         try:
             agent.join([agent.start(cache_of, MODEL)])
-            agent.counted = Counted(32, 5, 1, requests=40, prompt_tokens=900, output_tokens=70)
+            agent.counted = Counted(32, 5, 1, 7, requests=40, prompt_tokens=900, output_tokens=70)
 
             def told() -> bool:
                 [one] = httpx2.get(control_plane.url + "/v1/instances").json()["instances"]
                 load = one["load"]
-                same = (load["running"], load["waiting"], load["free_blocks"]) == (32, 5, 1)
+                names = ("running", "waiting", "free_blocks", "cached_blocks")
+                same = [load[name] for name in names] == [32, 5, 1, 7]
                 return same and load["tokens_per_second"] > 0 < load["requests_per_second"]
 
             wait_until(told)

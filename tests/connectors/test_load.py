@@ -18,9 +18,9 @@ def scheduled(request_id: str, computed: int, tokens: int) -> Scheduled:
 def test_requests_are_counted_from_their_arrival_to_their_end() -> None:
     free = [10]
     counter = RequestCounter()
-    counter.bind(lambda: free[0])
+    counter.bind(lambda: (free[0], 8))
     assert not counter.told, "nothing was told yet"
-    assert counter.step((), ()) == Counted(free_blocks=10)
+    assert counter.step((), ()) == Counted(free_blocks=10, cached_blocks=8)
     assert counter.told
     counter.arrived("a", 100)
     counter.arrived("b", 20)
@@ -28,7 +28,7 @@ def test_requests_are_counted_from_their_arrival_to_their_end() -> None:
     free[0] = 3
     # The prompt of one in two chunks; the other waits.
     told = counter.step([scheduled("a", 0, 60)], ())
-    assert told == Counted(1, 1, 3, requests=2, prompt_tokens=120, output_tokens=0)
+    assert told == Counted(1, 1, 3, 8, requests=2, prompt_tokens=120, output_tokens=0)
     told = counter.step([scheduled("a", 60, 40), scheduled("b", 0, 20)], ())
     assert (told.running, told.waiting, told.output_tokens) == (2, 0, 2)
     told = counter.step([scheduled("a", 100, 1)], ("b",))

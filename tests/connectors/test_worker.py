@@ -21,6 +21,7 @@ from kvxfer.errors import EngineClosed
 from kvxfer.instances import Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.layout import KvLayout
+from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.control_plane import CLUSTER_KEY, RunningControlPlane
@@ -403,6 +404,21 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate = threading.Event()
     yield gate
     gate.set()
+
+
+def test_a_defect_where_writes_are_submitted_costs_the_transfers_alone(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = sides
+    of = params(prefill, decode)
+    decode.step(offered(of, (4, 5, 6, 7)))
+    monkeypatch.setattr(PrefillSession, "write_layer", lambda *_, **__: {}["a defect"])
+    prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
+    prefill.steps_until(lambda: prefill.told.sent == {"p"})
+    assert prefill.agent.lost
+    assert "KeyError: 'a defect'" in caplog.text
+    decode.steps_until(lambda: decode.told.received)
+    assert decode.told.failed == {"d"}
 
 
 @pytest.mark.parametrize("how", ["stopped", "hung"])

@@ -192,6 +192,7 @@ class Agent(LoopThread):
             running=now.running or (0 if now.waiting else len(self._tasks)),
             waiting=now.waiting,
             free_blocks=now.free_blocks,
+            cached_blocks=now.cached_blocks,
             queues=True,
             requests_per_second=self._meter.requests_per_second,
             tokens_per_second=self._meter.tokens_per_second,

@@ -139,7 +139,10 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._held.bind(kv_cache_manager)
-        self._counter.bind(kv_cache_manager.block_pool.get_num_free_blocks)
+        pool = kv_cache_manager.block_pool
+        self._counter.bind(
+            lambda: (pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block))
+        )
         if self._events is not None:
             self._follow_events(kv_cache_manager, self._events)
 

@@ -18,6 +18,8 @@ class Counted(NamedTuple):
     """Those that wait for their turn, for blocks, or for prefill."""
     free_blocks: int | None = None
     """With those that only the prefix cache holds."""
+    cached_blocks: int | None = None
+    """Those that the prefix cache holds, in use or free."""
     requests: int = 0
     """That have come since the start."""
     prompt_tokens: int = 0
@@ -30,15 +32,15 @@ class RequestCounter:
     """One thread: the engine's own loop."""
 
     def __init__(self) -> None:
-        self._free_blocks: Callable[[], int] | None = None
+        self._blocks: Callable[[], tuple[int, int]] | None = None
         self._prompts: dict[str, int] = {}
         self._running: set[str] = set()
         self._requests = self._prompt_tokens = self._output_tokens = 0
         self._told: Counted | None = None
 
-    def bind(self, free_blocks: Callable[[], int]) -> None:
-        """How to ask for the blocks that are free."""
-        self._free_blocks = free_blocks
+    def bind(self, blocks: Callable[[], tuple[int, int]]) -> None:
+        """How to ask for the blocks that are free, and those that are cached."""
+        self._blocks = blocks
 
     def arrived(self, request_id: str, prompt_tokens: int) -> None:
         self._prompts[request_id] = prompt_tokens
@@ -66,10 +68,12 @@ class RequestCounter:
         return self._told == self._now()
 
     def _now(self) -> Counted:
+        free, cached = (None, None) if self._blocks is None else self._blocks()
         return Counted(
             running=len(self._running),
             waiting=len(self._prompts) - len(self._running),
-            free_blocks=None if self._free_blocks is None else self._free_blocks(),
+            free_blocks=free,
+            cached_blocks=cached,
             requests=self._requests,
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,

@@ -204,21 +204,27 @@ class TransferWorker:
         try:
             step()
         except Exception:
-            logger.exception("the transfers of this worker have ended: it computes without them")
-            self._agent.abandon()
+            self._end()
+
+    def _end(self) -> None:
+        logger.exception("the transfers of this worker have ended: it computes without them")
+        self._agent.abandon()
 
     async def _begin_sends(
         self, begun: Sequence[_Outgoing], writes: Sequence[tuple[_Outgoing, int]], step: Step
     ) -> None:
         """Submits what a step completes: it leaves layer by layer, as they are computed."""
-        async with self._in_order:
-            for outgoing in begun:
-                await self._open(outgoing)
-            for layer in range(self._num_layers):
-                for outgoing, until in writes:
-                    if outgoing.session is not None:
-                        with contextlib.suppress(KvxferError):  # _watch() hears of it
-                            outgoing.session.write_layer(layer, until, after=step.after(layer))
+        try:
+            async with self._in_order:
+                for outgoing in begun:
+                    await self._open(outgoing)
+                for layer in range(self._num_layers):
+                    for outgoing, until in writes:
+                        if outgoing.session is not None:
+                            with contextlib.suppress(KvxferError):  # _watch() hears of it
+                                outgoing.session.write_layer(layer, until, after=step.after(layer))
+        except Exception:
+            self._end()
 
     async def _finish_sends(self, whole: Sequence[_Outgoing]) -> None:
         async with self._in_order:
