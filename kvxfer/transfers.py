@@ -39,6 +39,8 @@ class Party(Struct, frozen=True, kw_only=True):
     http_address: str
     rank_addresses: tuple[str, ...] = ()
     """The engine address of each rank, where it has registered more than one."""
+    bootstrap_address: str = ""
+    """Where the bootstrap server of an SGLang instance listens, HOST:PORT."""
 
     @classmethod
     def of(cls, instance: Instance) -> Party:
@@ -48,6 +50,7 @@ class Party(Struct, frozen=True, kw_only=True):
             engine_address=instance.engine_address,
             http_address=instance.http_address,
             rank_addresses=instance.rank_addresses,
+            bootstrap_address=instance.bootstrap_address,
         )
 
 

@@ -124,6 +124,7 @@ class EmbeddedRegistry(Registry):
             num_blocks=spec.num_blocks,
             fabrics=spec.fabrics,
             rank_addresses=spec.rank_addresses,
+            bootstrap_address=spec.bootstrap_address,
             labels=spec.labels,
             identity=spec.identity,
             kv_versions=spec.kv_versions,

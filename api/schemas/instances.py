@@ -83,6 +83,7 @@ _SPEC: JsonDict = {
     "engine_address": "kvx://10.0.0.5:7400/9f1c2a7be0d44c5e8a3b6d7f01e2c3d4",
     "http_address": "http://10.0.0.5:8000",
     "rank_addresses": [],
+    "bootstrap_address": "",
     "layout": _LAYOUT,
     "num_blocks": 4096,
     "fabrics": ["local", "tcp"],
@@ -262,6 +263,15 @@ class _Spec(BaseModel):
             "empty where the one at `engine_address` is all that is registered."
         ),
     )
+    bootstrap_address: str = Field(
+        "",
+        pattern=r"^(\S+:\d{1,5})?$",
+        max_length=512,
+        description=(
+            "Where the bootstrap server of a prefill instance of SGLang listens, `HOST:PORT`; "
+            "requests for a pair with it go by SGLang's protocol."
+        ),
+    )
     labels: dict[Annotated[str, Field(max_length=63)], Annotated[str, Field(max_length=256)]] = (
         Field(
             default_factory=dict,
@@ -336,6 +346,7 @@ class RegisterInstance(_Spec):
             num_blocks=self.num_blocks,
             fabrics=self.fabrics,
             rank_addresses=self.rank_addresses,
+            bootstrap_address=self.bootstrap_address,
             labels=self.labels,
             identity=None if self.identity is None else self.identity.record(),
             kv_versions=self.kv_versions,

@@ -20,6 +20,7 @@ _PREFILL: JsonDict = {
     "engine_address": "kvx://10.0.0.5:7400/9f1c2a7be0d44c5e8a3b6d7f01e2c3d4",
     "http_address": "http://10.0.0.5:8000",
     "rank_addresses": [],
+    "bootstrap_address": "",
 }
 _DECODE: JsonDict = {
     "instance_id": "decode-0",
@@ -27,6 +28,7 @@ _DECODE: JsonDict = {
     "engine_address": "kvx://10.0.0.6:7400/0c7be19dd2f84e0b9a51c3f6e8d7b2a4",
     "http_address": "http://10.0.0.6:8000",
     "rank_addresses": [],
+    "bootstrap_address": "",
 }
 _TRANSFER: JsonDict = {
     "transfer_id": "3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a",
@@ -62,6 +64,9 @@ class Party(BaseModel):
     http_address: str
     rank_addresses: list[str] = Field(
         [], description="The engine of each rank, where more than one is registered."
+    )
+    bootstrap_address: str = Field(
+        "", description="Where the bootstrap server of a prefill instance of SGLang listens."
     )
 
 

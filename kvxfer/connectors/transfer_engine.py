@@ -1,17 +1,27 @@
-"""The transfer engine and the KV endpoint of one worker, as the settings of its connector say."""
+"""The transfer engine and the KV endpoint of one worker, as the settings of its connector say, and
+its place in the fleet."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+import httpx2
+
+from kvxfer.cached_blocks import CachedBlocks
+from kvxfer.client import ControlPlaneClient
 from kvxfer.clock import SYSTEM_CLOCK, Clock
+from kvxfer.connectors.api_watch import ApiWatch
 from kvxfer.engine import Engine
+from kvxfer.instances import InstanceSpec, InstanceState, Load
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.rendezvous import OnOffer
+from kvxfer.registration import Registration
 from kvxfer.ticket import TicketKeys, as_ticket_keys
 from kvxfer.watched_file import WatchedFile
 
@@ -19,8 +29,11 @@ if TYPE_CHECKING:
     from kvxfer.model_identity import ModelIdentity
     from kvxfer.tracing.tracer import Tracer
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_LEASE_SECONDS: Final = 30.0
 DEFAULT_PEER_TIMEOUT: Final = 0.7
+_POLL_SECONDS: Final = 0.25
 
 MakeCache = Callable[[Engine], KvCache]
 
@@ -92,3 +105,48 @@ async def transfer_engine(
             )
             async with endpoint:
                 yield engine, cache, endpoint
+
+
+@contextlib.asynccontextmanager
+async def fleet_place(
+    control_plane: str | None,
+    spec: InstanceSpec,
+    *,
+    load: Callable[[], Load],
+    api: ApiWatch,
+    on_epoch: Callable[[int], None] | None = None,
+    cached: CachedBlocks | None = None,
+) -> AsyncIterator[Registration]:
+    """Registers the instance as joining, and as ready once its HTTP API answers; meanwhile `api`
+    is asked. Raises what Registration does."""
+    async with (
+        ControlPlaneClient(control_plane) as client,
+        Registration(
+            client,
+            spec,
+            state=InstanceState.JOINING,
+            load=load,
+            on_epoch=on_epoch,
+            cached=cached,
+        ) as registration,
+    ):
+        announcing = asyncio.create_task(_announce(registration, spec.http_address))
+        watching = asyncio.create_task(api.run())
+        try:
+            yield registration
+        finally:
+            announcing.cancel()
+            watching.cancel()
+
+
+async def _announce(registration: Registration, http_address: str) -> None:
+    """Says that the instance is ready, once its API answers."""
+    async with httpx2.AsyncClient(timeout=2.0) as http:
+        while True:
+            with contextlib.suppress(httpx2.HTTPError):
+                answer = await http.get(http_address + "/health")
+                if answer.is_success:
+                    break
+            await asyncio.sleep(_POLL_SECONDS)
+    await registration.advance(InstanceState.READY)
+    logger.info("instance %s is ready", registration.instance_id)

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import json
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from http import HTTPStatus
 from typing import Any, Final, Self, TypeAlias
@@ -54,6 +55,8 @@ _OF_THE_OTHER: Final = (
     LeaseExpired,
     DeadlineExceeded,
 )
+# SGLang's rooms are signed integers of 64 bits.
+_ROOM_BITS: Final = 63
 # Decode has the whole cache by then; prefill's answer is on its way.
 _PREFILL_SECONDS: Final = 1.0
 
@@ -93,16 +96,8 @@ class Exchange:
         self._path = path
         own = {"X-Request-ID": transfer.request_id, "Content-Type": "application/json"}
         self._headers = {**(headers or {}), **own}
-        params: dict[str, Any] = {
-            "ticket": transfer.ticket,
-            "prefill_engine_address": transfer.prefill.engine_address,
-        }
-        if transfer.prefill.rank_addresses:
-            params["prefill_rank_addresses"] = list(transfer.prefill.rank_addresses)
-        if handshake == "brokered":
-            params["handshake"] = handshake
-            params["decode_engine_address"] = transfer.decode.engine_address
-        self._body = {**body, "kv_transfer_params": params}
+        self._meeting = _meeting(transfer, handshake)
+        self._body = {**body, **self._meeting}
         self._token_seconds = token_seconds
         self._responses: list[httpx2.Response] = []
         self._tasks: list[asyncio.Task[Any]] = []
@@ -179,9 +174,10 @@ class Exchange:
 
     async def _ask_decode(self) -> Chunk:
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
-        # vLLM then tells its connector of a request that its API refuses, and prefill lets go.
-        params = {**self._body["kv_transfer_params"], "do_remote_prefill": True}
-        body = {**self._body, **streamed, "kv_transfer_params": params}
+        body = {**self._body, **streamed}
+        if params := self._meeting.get("kv_transfer_params"):
+            # vLLM then tells its connector of a request that its API refuses, and prefill lets go.
+            body["kv_transfer_params"] = {**params, "do_remote_prefill": True}
         party = self._transfer.decode
         self._decode_span = asked = child("decode", instance_id=party.instance_id)
         response = await self._post(party, body, asked)
@@ -251,6 +247,24 @@ class Exchange:
         other = pair.prefill if party is pair.decode else pair.decode
         blamed = other if isinstance(error, _OF_THE_OTHER) else party
         return WorkerFailed(error, blamed.instance_id)
+
+
+def _meeting(transfer: OpenedTransfer, handshake: Handshake) -> dict[str, Any]:
+    """What tells the two workers of a request of each other."""
+    if transfer.prefill.bootstrap_address:
+        host, _, port = transfer.prefill.bootstrap_address.rpartition(":")
+        room = secrets.randbits(_ROOM_BITS)
+        return {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": room}
+    params: dict[str, Any] = {
+        "ticket": transfer.ticket,
+        "prefill_engine_address": transfer.prefill.engine_address,
+    }
+    if transfer.prefill.rank_addresses:
+        params["prefill_rank_addresses"] = list(transfer.prefill.rank_addresses)
+    if handshake == "brokered":
+        params["handshake"] = handshake
+        params["decode_engine_address"] = transfer.decode.engine_address
+    return {"kv_transfer_params": params}
 
 
 def _raise_the_cause(done: set[asyncio.Task[Any]]) -> None:

@@ -123,6 +123,7 @@ def decode_instance(name: bytes, member: bytes, spec: bytes) -> Instance:
         num_blocks=said.num_blocks,
         fabrics=said.fabrics,
         rank_addresses=said.rank_addresses,
+        bootstrap_address=said.bootstrap_address,
         labels=said.labels,
         identity=said.identity,
         kv_versions=said.kv_versions,

@@ -27,6 +27,7 @@ async def test_pair_that_maps_gets_both_addresses_and_the_plan(api):
             "engine_address": "kvx://127.0.0.1:7400/p",
             "http_address": "http://127.0.0.1:8000",
             "rank_addresses": [],
+            "bootstrap_address": "",
         },
         "decode": {
             "instance_id": "d",
@@ -34,6 +35,7 @@ async def test_pair_that_maps_gets_both_addresses_and_the_plan(api):
             "engine_address": "kvx://127.0.0.1:7400/d",
             "http_address": "http://127.0.0.1:8000",
             "rank_addresses": [],
+            "bootstrap_address": "",
         },
         "fabrics": ["tcp"],
         "plan": {

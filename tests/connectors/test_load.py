@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx2
 import pytest
 
-from kvxfer.connectors.vllm.api_watch import ApiWatch, quantile
+from kvxfer.connectors.api_watch import ApiWatch, quantile
 from kvxfer.connectors.vllm.load import Counted, RequestCounter
 from kvxfer.connectors.vllm.scheduler import Scheduled
 from tests.virtual_time import VirtualClock, passes
@@ -91,7 +91,9 @@ def api() -> Api:
 
 @pytest.fixture
 async def watch(api: Api, clock: VirtualClock) -> ApiWatch:
-    return ApiWatch("http://worker", "tiny", clock=clock, transport=httpx2.MockTransport(api))
+    return ApiWatch(
+        "http://worker", "tiny", engine="vllm", clock=clock, transport=httpx2.MockTransport(api)
+    )
 
 
 async def test_latencies_are_those_of_the_last_minute(api: Api, watch: ApiWatch) -> None:

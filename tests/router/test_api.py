@@ -124,6 +124,27 @@ async def test_workers_are_told_where_every_rank_of_prefill_is(network, control_
         assert KvTransferParams(**params).decode_dials == ranks
 
 
+async def test_workers_of_sglang_are_told_of_a_bootstrap_server_and_a_room(
+    network, control_plane
+) -> None:
+    bodies: dict[str, dict[str, Any]] = {}
+    where = {"bootstrap_address": "10.0.0.5:8998"}
+    await network.join("p", Role.PREFILL, noting(bodies, Role.PREFILL), **where)
+    await network.join("d", Role.DECODE, noting(bodies, Role.DECODE))
+    rooms = []
+    async with network.routed() as client:
+        for _ in range(3):
+            assert (await client.post(COMPLETIONS, json=ASKED)).status_code == 200
+            prefill, decode = bodies["prefill"], bodies["decode"]
+            for body in (prefill, decode):
+                assert (body["bootstrap_host"], body["bootstrap_port"]) == ("10.0.0.5", 8998)
+                assert "kv_transfer_params" not in body
+            assert prefill["bootstrap_room"] == decode["bootstrap_room"]
+            rooms.append(decode["bootstrap_room"])
+    assert len(set(rooms)) == 3
+    assert all(0 <= room < 1 << 63 for room in rooms)
+
+
 @pytest.mark.parametrize("usage", [False, True])
 async def test_a_stream_has_usage_only_where_it_is_asked_for(client, asked, usage) -> None:
     body = {**ASKED, "stream": True, "stream_options": {"include_usage": usage}}

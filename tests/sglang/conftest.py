@@ -7,7 +7,7 @@ import contextlib
 import os
 import random
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from verify.processes.fleet import Fleet
 from verify.processes.programs import Server, free_port
 from verify.vllm import tiny_llama
 
@@ -41,6 +42,7 @@ class Side:
     name: str
     model: Path
     folder: Path
+    variables: Mapping[str, str]
     arguments: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
 
@@ -56,7 +58,6 @@ class Side:
         command += ["--max-running-requests", "16", "--chunked-prefill-size", "512"]
         command += ["--skip-server-warmup", "--disable-overlap-schedule", *self.arguments]
         variables = {
-            "KVXFER_CLUSTER_KEY": "0123456789abcdef0123456789abcdef",
             "KVXFER_PEER_TIMEOUT": "5",  # the cores of a test machine are busy
             "KVXFER_LEASE_SECONDS": "20",
             "OMP_NUM_THREADS": "1",
@@ -66,7 +67,7 @@ class Side:
             *(self.name, *command),
             url=self.url,
             folder=self.folder,
-            environment={**os.environ, **variables},
+            environment={**os.environ, **variables, **self.variables},
             grace=20.0,
         )
 
@@ -78,13 +79,15 @@ class Side:
 
 @dataclass
 class Pair:
-    """What a router does with it: the same request to both at once, with a room."""
+    """What a router does with it: the same request to both at once, with a room. Both are in a
+    fleet, too."""
 
     prefill: Side
     decode: Side
     aggregated: Side
     bootstrap_port: int
     servers: dict[str, Server]
+    fleet: Fleet
 
     def ask(
         self, prompt: list[int], *, room: int | None = None, to_decode: list[int] | None = None
@@ -106,22 +109,28 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model = folder / "tiny"
     subprocess.run([SGLANG_PYTHON, tiny_llama.__file__, str(model)], check=True)
     port = free_port()
+    fleet = Fleet(folder)
+    variables = {**fleet.variables, "KVXFER_CONTROL_PLANE": fleet.url}
     backend = ("--disaggregation-transfer-backend", "kvxfer", "--disaggregation-mode")
     prefill = Side(
         "prefill",
         model,
         folder,
+        variables,
         (*backend, "prefill", "--disaggregation-bootstrap-port", str(port)),
     )
     # Where retracted requests are kept; the default takes gigabytes of host memory.
     retraction = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
-    decode = Side("decode", model, folder, (*backend, "decode", *retraction))
-    aggregated = Side("aggregated", model, folder)
+    decode = Side("decode", model, folder, variables, (*backend, "decode", *retraction))
+    aggregated = Side("aggregated", model, folder, {})
     with contextlib.ExitStack() as stack:
+        stack.enter_context(fleet)
+        fleet.start_control_plane()
+        fleet.start_router()
         servers: dict[str, Server] = {}
         for side in (prefill, decode, aggregated):
             servers[side.name] = stack.enter_context(side.start())
             servers[side.name].serves(
                 "/health"
             )  # one at a time: each needs a minute of a core to start
-        yield Pair(prefill, decode, aggregated, port, servers)
+        yield Pair(prefill, decode, aggregated, port, servers, fleet)

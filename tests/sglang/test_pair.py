@@ -10,6 +10,8 @@ import random
 import httpx2
 import pytest
 
+from kvxfer.instances import Role
+from verify.polling import wait_until
 from verify.processes.programs import free_port
 
 from .conftest import Pair, wait_for
@@ -64,6 +66,31 @@ def test_a_decode_with_another_rope_gets_no_cache(pair: Pair, rng: random.Random
             assert "output_ids" not in answer.text
         assert "rope" in server.tail()
         assert "5000" in server.tail()
+
+
+def test_the_router_of_kvxfer_asks_both_and_the_fleet_has_their_load(
+    pair: Pair, rng: random.Random
+) -> None:
+    fleet = pair.fleet
+    wait_until(lambda: [one.state for one in fleet.client.instances()] == ["ready"] * 2)
+    router, whole = fleet.router.url, pair.aggregated.url
+
+    def text(url: str, prompt: list[int], tokens: int = 8) -> str:
+        body = {"model": str(pair.prefill.model), "prompt": prompt, "max_tokens": tokens}
+        body |= {"temperature": 0, "ignore_eos": True}
+        answer = httpx2.post(url + "/v1/completions", json=body, timeout=90.0)
+        assert answer.is_success, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    for prompt in prompts(rng, 10):
+        assert text(router, prompt) == text(whole, prompt)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(text, router, prompt, 500) for prompt in prompts(rng, 4)]
+        decode = next(one for one in fleet.client.instances() if one.role is Role.DECODE)
+        wait_until(lambda: fleet.client.instance(decode.instance_id).load.running)
+        assert fleet.client.instance(decode.instance_id).load.free_blocks
+        for one in asked:
+            one.result()
 
 
 def test_a_killed_prefill_is_named_and_its_successor_found(pair: Pair, rng: random.Random) -> None:

@@ -31,6 +31,8 @@ from kvxfer.connectors.sglang.prompts import hand_prompts_over
 from kvxfer.connectors.sglang.rooms import Room
 from kvxfer.connectors.sglang.settings import BackendSettings
 from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.instances import InstanceSpec, Role
+from kvxfer.kv.versions import VERSIONS
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.prompt_digest import prompt_digest
 
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from sglang.srt.disaggregation.base.conn import KVArgs
     from sglang.srt.server_args import ServerArgs
+
+    from kvxfer.engine import Engine
+    from kvxfer.kv.cache import KvCache
 
 logger = logging.getLogger(__name__)
 
@@ -71,18 +76,42 @@ class KVManager(BaseKVManager):
         layout = layout_of(args, mla=bool(is_mla_backend))
         self.num_layers = layout.num_layers
         name = f"sglang-{disaggregation_mode.value}-{socket.gethostname()}-{get_serving().port}"
+        model = _identity_of(server_args, self.settings.checkpoint)
+        is_prefill = disaggregation_mode is DisaggregationMode.PREFILL
         self.agent = Agent(
             self.settings,
             name,
             unix_ns(SYSTEM_CLOCK),
             lambda engine: register_pool(engine, args, layout),
-            _identity_of(server_args, self.settings.checkpoint),
+            model,
+            lambda engine, cache: self._spec(name, engine, cache, model, is_prefill=is_prefill),
         )
         self.agent.begin()
         hand_prompts_over(disaggregation_mode)
-        if disaggregation_mode is DisaggregationMode.PREFILL:
+        if is_prefill:
             self.register_to_bootstrap()
         logger.info("kvxfer: %s at %s", name, self.agent.engine_address)
+
+    def _spec(
+        self, name: str, engine: Engine, cache: KvCache, model: ModelIdentity, *, is_prefill: bool
+    ) -> InstanceSpec:
+        host = self.settings.host
+        host = f"[{host}]" if ":" in host else host
+        port = get_disagg().disaggregation_bootstrap_port
+        return InstanceSpec(
+            instance_id=name,
+            role=Role.PREFILL if is_prefill else Role.DECODE,
+            model=self._kind[0],
+            engine_address=engine.address,
+            http_address=f"http://{host}:{get_serving().port}",
+            layout=cache.layout,
+            num_blocks=cache.num_blocks,
+            fabrics=engine.fabrics,
+            bootstrap_address=f"{host}:{port}" if is_prefill else "",
+            labels={"host": socket.gethostname()},
+            identity=model,
+            kv_versions=VERSIONS,
+        )
 
     def register_to_bootstrap(self) -> None:
         host = get_serving().host

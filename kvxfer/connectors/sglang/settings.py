@@ -24,6 +24,8 @@ class BackendSettings(EngineSettings):
 
     checkpoint: str | None = None
     """A name for the weights, compared in the place of their digest."""
+    control_plane: str | None = None
+    """Where the instance registers; None leaves it to SGLang's router alone."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Self:
@@ -41,6 +43,7 @@ class BackendSettings(EngineSettings):
             peer_timeout=_seconds(environment, "KVXFER_PEER_TIMEOUT", DEFAULT_PEER_TIMEOUT),
             checksums=_flag(environment, "KVXFER_CHECKSUMS"),
             checkpoint=environment.get("KVXFER_CHECKPOINT") or None,
+            control_plane=environment.get("KVXFER_CONTROL_PLANE") or None,
         )
 
 

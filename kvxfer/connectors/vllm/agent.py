@@ -10,22 +10,20 @@ import socket
 from collections.abc import Sequence
 from typing import Final
 
-import httpx2
 from msgspec.structs import replace
 
 from kvxfer.cached_blocks import CachedBlocks
-from kvxfer.client import ControlPlaneClient
 from kvxfer.clock import SYSTEM_CLOCK, Clock
+from kvxfer.connectors.api_watch import ApiWatch
 from kvxfer.connectors.cores import leave_openmp_cores
 from kvxfer.connectors.loop_thread import START_SECONDS, LoopThread
-from kvxfer.connectors.transfer_engine import MakeCache, transfer_engine
-from kvxfer.connectors.vllm.api_watch import ApiWatch
+from kvxfer.connectors.transfer_engine import MakeCache, fleet_place, transfer_engine
 from kvxfer.connectors.vllm.kv_events import CacheChanges
 from kvxfer.connectors.vllm.load import Counted
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine, Peer, Watcher
 from kvxfer.errors import InvalidArgument, KvxferError
-from kvxfer.instances import InstanceSpec, InstanceState, Load, Role
+from kvxfer.instances import InstanceSpec, Load, Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.versions import VERSIONS
@@ -161,25 +159,18 @@ class Agent(LoopThread):
 
     async def _belong(self, spec: InstanceSpec) -> None:
         """Keeps the place of this instance in the fleet until the agent is closed."""
-        self._api = ApiWatch(self._settings.http_address, self._settings.model, clock=self.clock)
-        async with (
-            ControlPlaneClient(self._settings.control_plane) as client,
-            Registration(
-                client,
-                spec,
-                state=InstanceState.JOINING,
-                load=self._load,
-                on_epoch=self.endpoint.set_epoch,
-                cached=self._cached,
-            ) as self._registration,
-        ):
-            registration = self._registration
+        settings = self._settings
+        self._api = ApiWatch(settings.http_address, settings.model, engine="vllm", clock=self.clock)
+        async with fleet_place(
+            settings.control_plane,
+            spec,
+            load=self._load,
+            api=self._api,
+            on_epoch=self.endpoint.set_epoch,
+            cached=self._cached,
+        ) as self._registration:
             self._joined.set_result(None)
-            announcing = asyncio.create_task(self._announce(registration))
-            watching = asyncio.create_task(self._api.run())
             await self._closing.wait()
-            announcing.cancel()
-            watching.cancel()
 
     def _load(self) -> Load:
         now, before = self.counted, self._metered
@@ -236,18 +227,6 @@ class Agent(LoopThread):
             identity=self._model,
             kv_versions=VERSIONS,
         )
-
-    async def _announce(self, registration: Registration) -> None:
-        """Says that the instance is ready, once its API answers."""
-        async with httpx2.AsyncClient(timeout=2.0) as http:
-            while True:
-                with contextlib.suppress(httpx2.HTTPError):
-                    answer = await http.get(self._settings.http_address + "/health")
-                    if answer.is_success:
-                        break
-                await asyncio.sleep(_POLL_SECONDS)
-        await registration.advance(InstanceState.READY)
-        logger.info("instance %s is ready", self._settings.instance_id)
 
 
 async def _lost(peer: Peer) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.connectors.sglang.agent import Agent
+from kvxfer.connectors.sglang.agent import Agent, MakeSpec
 from kvxfer.connectors.sglang.bootstrap import BootstrapServer, Introductions, register
 from kvxfer.connectors.sglang.incoming import Incoming
 from kvxfer.connectors.sglang.introduction import Introduction
@@ -59,9 +59,19 @@ class Instance:
 
 @contextlib.contextmanager
 def instance(
-    name: str, *, epoch: int = 1, lease_seconds: float = 10 * PATIENCE
+    name: str,
+    *,
+    epoch: int = 1,
+    lease_seconds: float = 10 * PATIENCE,
+    control_plane: str | None = None,
+    make_spec: MakeSpec | None = None,
 ) -> Iterator[Instance]:
-    settings = BackendSettings(cluster_key=KEY, lease_seconds=lease_seconds, peer_timeout=PATIENCE)
+    settings = BackendSettings(
+        cluster_key=KEY,
+        lease_seconds=lease_seconds,
+        peer_timeout=PATIENCE,
+        control_plane=control_plane,
+    )
     pool = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(2 * LAYERS)]
     rows = [np.zeros((ROWS, width), np.uint8) for width in ROW_BYTES]
     args = SimpleNamespace(
@@ -74,7 +84,12 @@ def instance(
     )
     layout = layout_of(args, mla=False)
     agent = Agent(
-        settings, name, epoch, lambda engine: register_pool(engine, args, layout), ModelIdentity()
+        settings,
+        name,
+        epoch,
+        lambda engine: register_pool(engine, args, layout),
+        ModelIdentity(),
+        make_spec,
     )
     agent.begin()
     agent.endpoint._pairs.connect_timeout = PATIENCE

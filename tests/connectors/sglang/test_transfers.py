@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 
 from kvxfer.connectors.sglang.introduction import sign_introduction
 from kvxfer.connectors.sglang.progress import Progress
 from kvxfer.connectors.sglang.rooms import Room
+from kvxfer.engine import Engine
 from kvxfer.errors import (
     ConnectFailed,
     InvalidArgument,
@@ -19,8 +25,11 @@ from kvxfer.errors import (
     TicketInvalid,
     TransferCancelled,
 )
+from kvxfer.instances import InstanceSpec, Role
+from kvxfer.kv.cache import KvCache
 from kvxfer.prompt_digest import prompt_digest
 from tests.connectors.sglang.instances import PAGES, Instance, Two, ended, instance, two, until
+from verify.control_plane import RunningControlPlane
 
 pytestmark = pytest.mark.native
 
@@ -235,3 +244,72 @@ def test_many_requests_at_once_stay_apart(both: Two) -> None:
 
 def _signed(both: Two, about: Instance, **other: str) -> str:
     return sign_introduction(about.introduction(**other), both.decode.agent.settings.keys)
+
+
+class SglangApi(BaseHTTPRequestHandler):
+    """As far as a connector asks it."""
+
+    answers: dict[str, Any]
+
+    def do_GET(self) -> None:
+        body = self.answers.get(self.path)
+        self.send_response(404 if body is None else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def api() -> Iterator[tuple[str, dict[str, Any]]]:
+    answers: dict[str, Any] = {"/v1/models": {"data": [{"id": "tiny"}, {"id": "sql"}]}}
+    handler = type("Handler", (SglangApi,), {"answers": answers})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", answers
+        server.shutdown()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_the_fleet_has_the_load_that_sglang_tells(
+    role: Role, api: tuple[str, dict[str, Any]]
+) -> None:
+    url, answers = api
+
+    def spec(engine: Engine, cache: KvCache) -> InstanceSpec:
+        return InstanceSpec(
+            instance_id="s",
+            role=role,
+            model="tiny",
+            engine_address=engine.address,
+            http_address=url,
+            layout=cache.layout,
+            num_blocks=cache.num_blocks,
+            bootstrap_address="10.0.0.5:8998",
+        )
+
+    with RunningControlPlane(lease_seconds=0.6) as fleet:
+
+        def there() -> dict[str, Any]:
+            [one] = httpx2.get(fleet.url + "/v1/instances").json()["instances"] or [{}]
+            return dict(one)
+
+        with instance("s", control_plane=fleet.url, make_spec=spec):
+            until(lambda: there().get("state") == "joining")
+            answers["/health"] = "up"
+            until(lambda: there()["state"] == "ready")
+            assert there()["bootstrap_address"] == "10.0.0.5:8998"
+            assert there()["load"]["free_blocks"] is None, "nothing was told yet"
+            load = {"num_running_reqs": 3, "num_waiting_reqs": 2, "num_used_tokens": 33}
+            load |= {"max_total_num_tokens": 160, "gen_throughput": 40.5}
+            answers["/v1/loads?include=core"] = {"loads": [load]}
+            until(lambda: there()["load"]["running"] == 3)
+            told = there()["load"]
+            assert (told["waiting"], told["free_blocks"], told["queues"]) == (2, 7, True)
+            until(lambda: there()["load"]["models"] == ["sql"])
+            assert there()["load"]["tokens_per_second"] == (40.5 if role is Role.DECODE else 0)
+            load["total_prefill_uncached_tokens"] = 900
+            if role is Role.PREFILL:
+                until(lambda: there()["load"]["tokens_per_second"] > 0)
+        assert there() == {}

@@ -1,4 +1,4 @@
-"""What only vLLM's API process knows: its latencies, and the names that it serves."""
+"""What only the API process of an engine knows: its latencies, and the names that it serves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import httpx2
 
@@ -21,14 +21,32 @@ logger = logging.getLogger(__name__)
 _EVERY_SECONDS: Final = 5.0
 _WINDOW_SECONDS: Final = 60.0
 _TIMEOUT_SECONDS: Final = 2.0
-_TTFT: Final = "vllm:time_to_first_token_seconds"
-_ITL: Final = "vllm:inter_token_latency_seconds"
-_BUCKET: Final = re.compile(
-    rf'^({_TTFT}|{_ITL})_bucket{{[^}}]*le="([^"]+)"[^}}]*}} (\S+)$', re.MULTILINE
-)
+_TTFT: Final = "time_to_first_token_seconds"
+_ITL: Final = "inter_token_latency_seconds"
 
 _Histogram = dict[float, float]
 """How many were at most so many seconds."""
+
+
+EngineName: TypeAlias = Literal["vllm", "sglang"]
+
+
+def engine_api(
+    http_address: str, engine: EngineName, *, transport: httpx2.AsyncBaseTransport | None = None
+) -> httpx2.AsyncClient:
+    """For requests to the API of the own engine, with the key that the environment has for it."""
+    key = os.environ.get(_key_variable(engine))
+    return httpx2.AsyncClient(
+        base_url=http_address,
+        timeout=_TIMEOUT_SECONDS,
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        transport=transport,
+        trust_env=False,
+    )
+
+
+def _key_variable(engine: EngineName) -> str:
+    return f"{engine.upper()}_API_KEY"
 
 
 class ApiWatch:
@@ -39,24 +57,22 @@ class ApiWatch:
         http_address: str,
         model: str,
         *,
+        engine: EngineName,
         clock: Clock,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         """`model` is the name of the instance itself. Where the API asks for a key it is that of
-        VLLM_API_KEY."""
+        VLLM_API_KEY or SGLANG_API_KEY."""
         self.models: tuple[str, ...] = ()
         """What it serves beside its model: aliases, and adapters that are loaded."""
         self._model = model
         self._clock = clock
         self._seen: deque[tuple[float, Mapping[str, _Histogram]]] = deque()
-        key = os.environ.get("VLLM_API_KEY")
-        self._http = httpx2.AsyncClient(
-            base_url=http_address,
-            timeout=_TIMEOUT_SECONDS,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            transport=transport,
-            trust_env=False,
+        self._buckets = re.compile(
+            rf'^{engine}:({_TTFT}|{_ITL})_bucket{{[^}}]*le="([^"]+)"[^}}]*}} (\S+)$', re.MULTILINE
         )
+        self._key = _key_variable(engine)
+        self._http = engine_api(http_address, engine, transport=transport)
         self._told = False
 
     @property
@@ -89,8 +105,9 @@ class ApiWatch:
             self._told = True
             logger.warning(
                 "adapters and aliases of this instance are not known, as /v1/models answers %d; "
-                "set VLLM_API_KEY to the key that it asks for",
+                "set %s to the key that it asks for",
                 models.status_code,
+                self._key,
             )
 
     def _names(self, answer: Any) -> tuple[str, ...]:
@@ -101,7 +118,7 @@ class ApiWatch:
     def _take(self, text: str) -> None:
         now = self._clock.monotonic()
         found: dict[str, _Histogram] = {}
-        for name, bound, count in _BUCKET.findall(text):
+        for name, bound, count in self._buckets.findall(text):
             histogram = found.setdefault(name, {})
             # Over all engines of the process.
             histogram[float(bound)] = histogram.get(float(bound), 0.0) + float(count)
