@@ -99,7 +99,7 @@ class InstanceSpec(Struct, frozen=True, kw_only=True):
     `engine_address` is all that is registered."""
     bootstrap_address: str = ""
     """Of a prefill instance of SGLang, where its bootstrap server listens, HOST:PORT: requests for
-    a pair with it name that and a room of their own, as SGLang's router does."""
+    a pair with it name that and a room, as SGLang's router does."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Where it runs: pairs that are near by zone, rack, host and numa are preferred."""
     identity: ModelIdentity | None = None
