@@ -11,19 +11,15 @@ from fastapi.routing import APIRoute
 
 from kvxfer.api.plain_call import plain_call
 from kvxfer.api.problems import responses
-from kvxfer.api.rate_limit import RateLimiter
 from kvxfer.api.settings import Settings
-from kvxfer.api.tokens import ANONYMOUS, Caller, Scope
 from kvxfer.clock import Clock
 from kvxfer.errors import BodyTooLarge, Forbidden, RateLimited, Unauthenticated
+from kvxfer.web.rate_limit import RateLimiter, wrong_tokens
+from kvxfer.web.request_log import CALLER_KEY
+from kvxfer.web.tokens import ANONYMOUS, Caller, Scope
 
 SECURITY_SCHEME: Final = "bearer"
-CALLER_KEY: Final = "kvxfer.caller"
 _ADMITTED_KEY: Final = "kvxfer.admitted"
-
-# Wrong tokens per client address: enough for a rotation that goes wrong, useless for guessing.
-FAILURES_PER_SECOND: Final = 5
-FAILURE_BURST: Final = 50
 
 _SCOPES: Final = "__kvxfer_scopes__"
 _PUBLIC: Final[frozenset[Scope]] = frozenset()
@@ -66,7 +62,7 @@ class Guard:
         if self._tokens is not None and settings.rate_limit:
             burst = max(1, math.ceil(settings.rate_limit))
             self._requests = RateLimiter(settings.rate_limit, burst, clock)
-        self._failures = RateLimiter(FAILURES_PER_SECOND, FAILURE_BURST, clock)
+        self._failures = wrong_tokens(clock)
 
     def admit(self, request: Request, scopes: frozenset[Scope]) -> Caller:
         """The caller of a route that takes any of `scopes`, all callers where there are none.

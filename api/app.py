@@ -11,12 +11,10 @@ from fastapi import FastAPI
 
 from kvxfer.api import problems
 from kvxfer.api.access import Guard, GuardedRoute
-from kvxfer.api.body_limit import LimitBodies
 from kvxfer.api.context import ControlPlane
 from kvxfer.api.metrics import MeasureRequests, Metrics
 from kvxfer.api.openapi import describe
 from kvxfer.api.overview_feed import OverviewFeed
-from kvxfer.api.request_log import LogRequests
 from kvxfer.api.routes import (
     block_tables,
     caller,
@@ -42,6 +40,8 @@ from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.history import ScalingHistory
 from kvxfer.tracing.asgi import TraceRequests
+from kvxfer.web.body_limit import LimitBodies
+from kvxfer.web.request_log import LogRequests
 
 
 def create_app(

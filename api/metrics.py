@@ -32,7 +32,7 @@ _FLEET_LOAD: Final = {
 
 
 class Metrics:
-    """Every metric has its home here; `python -m kvxfer.api.metrics_docs` documents them."""
+    """Every metric has its home here; `python -m kvxfer.cli.generated_docs` documents them."""
 
     def __init__(self) -> None:
         self.set = metrics = MetricSet("control-plane")

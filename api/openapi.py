@@ -1,10 +1,7 @@
-"""The OpenAPI schema. `python -m kvxfer.api.openapi docs/openapi.json` writes it to a file."""
+"""The OpenAPI schema, with what FastAPI does not derive."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -48,20 +45,3 @@ def describe(app: FastAPI) -> dict[str, Any]:
         }
         app.openapi_schema = schema
     return app.openapi_schema
-
-
-def render() -> str:
-    """The schema as the text of docs/openapi.json."""
-    from kvxfer.api.app import create_app
-    from kvxfer.api.settings import Settings
-    from kvxfer.scheduler.embedded import EmbeddedRegistry
-
-    # The key signs nothing here: only the routes are looked at.
-    app = create_app(Settings(cluster_key=bytes(16)), EmbeddedRegistry())
-    return json.dumps(app.openapi(), indent=2, ensure_ascii=False) + "\n"
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m kvxfer.api.openapi FILE")
-    Path(sys.argv[1]).write_text(render(), encoding="utf-8")

@@ -41,11 +41,10 @@ from kvxfer.errors import (
     UnknownTrace,
     UnknownTransfer,
 )
-from kvxfer.http_answer import ClientLeft
+from kvxfer.web.answer import ClientLeft
+from kvxfer.web.request_log import REQUEST_ID_HEADER, REQUEST_ID_KEY
 
 MEDIA_TYPE: Final = "application/problem+json"
-REQUEST_ID_HEADER: Final = "X-Request-ID"
-REQUEST_ID_KEY: Final = "kvxfer.request_id"
 
 _STATUS: Final[dict[type[KvxferError], int]] = {
     InvalidArgument: 422,

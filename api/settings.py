@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvxfer.api.tokens import Tokens
 from kvxfer.cluster_key import as_cluster_key
 from kvxfer.errors import InvalidArgument
 from kvxfer.ticket import TicketKeys, derived_ticket_keys
 from kvxfer.watched_file import WatchedFile
+from kvxfer.web.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

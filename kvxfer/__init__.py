@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.version import __version__
+
 if TYPE_CHECKING:
     from kvxfer.engine import (
         Counter,
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
         WatchFor,
     )
     from kvxfer.errors import KvxferError
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Counter",

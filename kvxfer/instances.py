@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from msgspec import Struct, field
 
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-import kvxfer
+from kvxfer.version import __version__
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 Samples: TypeAlias = Mapping[Any, float]
@@ -50,7 +50,7 @@ class MetricSet(Collector):
         # For fleets with two versions, during an upgrade.
         self.gauge(
             "kvxfer_build_info", "1, with the version of kvxfer that runs.", "component", "version"
-        ).labels(component, kvxfer.__version__).set(1)
+        ).labels(component, __version__).set(1)
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
         family = self._note(Family(name, "counter", text, labels))

@@ -227,17 +227,10 @@ class Registration:
     async def _renew(self) -> None:
         if self._lease is not None:
             try:
-                self._hold(
-                    await self._client.send(
-                        calls.heartbeat(
-                            self.instance_id,
-                            self._epoch,
-                            state=self._state,
-                            load=self._current_load(),
-                        ),
-                        deadline=self._step_seconds,
-                    )
+                call = calls.heartbeat(
+                    self.instance_id, self._epoch, state=self._state, load=self._current_load()
                 )
+                self._hold(await self._client.send(call.within(self._step_seconds)))
                 return
             except StaleEpoch as error:
                 _log.warning("%s", error)
@@ -248,11 +241,9 @@ class Registration:
         update = None if self._cached is None else self._cached.take(self._epoch)
         if self._cached is None or update is None:
             return
+        call = calls.publish_blocks(self.instance_id, self._epoch, update)
         try:
-            await self._client.send(
-                calls.publish_blocks(self.instance_id, self._epoch, update),
-                deadline=self._step_seconds,
-            )
+            await self._client.send(call.within(self._step_seconds))
         except BaseException:
             self._cached.lost()
             raise
@@ -260,10 +251,8 @@ class Registration:
     async def _register(self, seconds: float) -> None:
         # A lease begins as joining or ready; what comes after is said by a heartbeat.
         begin = min(self._state, InstanceState.READY, key=list(InstanceState).index)
-        lease = await self._client.send(
-            calls.register(self._spec, state=begin, incarnation=self._incarnation),
-            deadline=seconds,
-        )
+        call = calls.register(self._spec, state=begin, incarnation=self._incarnation)
+        lease = await self._client.send(call.within(seconds))
         self._epoch = lease.epoch
         self._hold(lease)
         if self._on_epoch is not None:

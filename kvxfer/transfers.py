@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from kvxfer.instances import Instance
-from kvxfer.kv.layout import Part
+from kvxfer.layout import Part
 
 
 class TransferRequest(Struct, frozen=True, kw_only=True):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.instances import Instance, Role
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.plan import LayerPlan, TransferPlan, plan_transfer
 from kvxfer.kv.ranks import bytes_per_token, layers_between, sources
+from kvxfer.layout import KvLayout
 from kvxfer.scheduler.pairing import check_pair, common_fabrics
 from kvxfer.scheduler.registry import Registry
 from kvxfer.transfers import (

@@ -16,13 +16,13 @@ from kvxfer.api.app import create_app as create_control_plane
 from kvxfer.api.settings import Settings
 from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.clock import Clock
-from kvxfer.http_answer import ClientLeft, while_connected
 from kvxfer.instances import InstanceState, Role
 from kvxfer.router.app import create_app as create_router
 from kvxfer.router.exchange import CHAT, COMPLETIONS
 from kvxfer.router.settings import RouterSettings
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.registry import LeasePolicy
+from kvxfer.web.answer import ClientLeft, while_connected
 from tests.asgi import AsgiTransport
 from tests.virtual_time import passes
 from verify.control_plane import CLUSTER_KEY, worker

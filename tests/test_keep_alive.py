@@ -11,9 +11,9 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from kvxfer.api.server import ControlPlaneServer
-from kvxfer.http_listener import KEEP_ALIVE_SECONDS, bind, url_of
 from kvxfer.reference.worker.http_server import HttpServer
+from kvxfer.web.listener import KEEP_ALIVE_SECONDS, bind, url_of
+from kvxfer.web.server import Server
 
 pytestmark = pytest.mark.native
 
@@ -50,7 +50,7 @@ def application() -> FastAPI:
     "server_of",
     [
         lambda listener: HttpServer(application()),
-        lambda listener: ControlPlaneServer(application(), listener, lambda url: None),
+        lambda listener: Server(application(), listener, lambda url: None),
     ],
     ids=["worker", "control plane"],
 )

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvxfer.api.tokens import watch_tokens
 from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.errors import (
     ControlPlaneUnavailable,
@@ -24,6 +23,7 @@ from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.registration import Registration
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.web.tokens import watch_tokens
 from tests.network import CONTROL_PLANE, Network
 from tests.virtual_time import VirtualClock, passes
 from verify.control_plane import worker

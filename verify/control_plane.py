@@ -10,7 +10,7 @@ import msgspec
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.instances import InstanceSpec, Role
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 from verify.polling import PATIENCE
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ class RunningControlPlane:
         **settings: Any,
     ) -> None:
         from kvxfer.api.app import create_app
-        from kvxfer.api.server import ControlPlaneServer
         from kvxfer.api.settings import Settings
-        from kvxfer.http_listener import bind, url_of
         from kvxfer.scheduler.embedded import EmbeddedRegistry
         from kvxfer.scheduler.registry import LeasePolicy
+        from kvxfer.web.listener import bind, url_of
+        from kvxfer.web.server import Server
 
         self.registry = registry or EmbeddedRegistry(LeasePolicy(lease_seconds), clock=clock)
         app = create_app(
@@ -67,7 +67,7 @@ class RunningControlPlane:
         self.url = url_of(listener, tls=tls is not None)
         self.port = listener.getsockname()[1]
         self._accepts = threading.Event()
-        self._server = ControlPlaneServer(app, listener, lambda _: self._accepts.set(), tls=tls)
+        self._server = Server(app, listener, lambda _: self._accepts.set(), tls=tls)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def __enter__(self) -> RunningControlPlane:

@@ -13,7 +13,6 @@ from kvxfer.api.problems import responses
 from kvxfer.api.records import record_response
 from kvxfer.api.schemas.block_tables import BlockTable
 from kvxfer.api.schemas.transfers import TransferId
-from kvxfer.api.tokens import Scope
 from kvxfer.errors import (
     BlockTableExists,
     BlockTableMismatch,
@@ -24,12 +23,13 @@ from kvxfer.errors import (
     UnknownBlockTable,
     UnknownTransfer,
 )
-from kvxfer.http_answer import while_connected
 from kvxfer.kv.block_table import BlockTable as BlockTableRecord
 from kvxfer.kv.block_table import verify_block_table
 from kvxfer.scheduler import refusals
 from kvxfer.ticket import Ticket
 from kvxfer.transfers import Transfer
+from kvxfer.web.answer import while_connected
+from kvxfer.web.tokens import Scope
 
 PATH: Final = "/v1/transfers/{transfer_id}/block-table"
 

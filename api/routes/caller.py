@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvxfer.api.access import GuardedRoute, allow, caller
-from kvxfer.api.tokens import Scope
+from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/caller", tags=["operations"])
 

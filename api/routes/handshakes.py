@@ -8,7 +8,6 @@ from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
 from kvxfer.api.schemas.transfers import Handshake, HandshakeRequest
-from kvxfer.api.tokens import Scope
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InvalidArgument,
@@ -16,6 +15,7 @@ from kvxfer.errors import (
     UnknownInstance,
 )
 from kvxfer.scheduler.handshake import shake_hands
+from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/handshakes", tags=["transfers"])
 

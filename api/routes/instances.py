@@ -24,7 +24,6 @@ from kvxfer.api.schemas.instances import (
     RegisterInstance,
     RoleChange,
 )
-from kvxfer.api.tokens import Scope
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InstanceExists,
@@ -33,6 +32,7 @@ from kvxfer.errors import (
     UnknownInstance,
 )
 from kvxfer.instances import InstanceState, Role
+from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/instances", tags=["instances"])
 _InstanceId = Annotated[InstanceId, Path()]

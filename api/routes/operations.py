@@ -12,8 +12,8 @@ from kvxfer.api.access import GuardedRoute, allow, public
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.metrics import CONTENT_TYPE
 from kvxfer.api.problems import responses
-from kvxfer.api.tokens import Scope
 from kvxfer.errors import ControlPlaneUnavailable
+from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, tags=["operations"])
 

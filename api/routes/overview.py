@@ -16,11 +16,11 @@ from kvxfer.api.problems import responses
 from kvxfer.api.records import record_response
 from kvxfer.api.schemas.instances import InstanceId, LiveState
 from kvxfer.api.schemas.overview import Overview
-from kvxfer.api.tokens import Scope
 from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument
 from kvxfer.instances import InstanceState, Role
 from kvxfer.overview import Overview as OverviewRecord
 from kvxfer.overview import OverviewQuery
+from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/overview", tags=["overview"])
 

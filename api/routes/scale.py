@@ -8,8 +8,8 @@ from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
 from kvxfer.api.schemas.scale import ScalePlan
-from kvxfer.api.tokens import Scope
 from kvxfer.errors import ControlPlaneUnavailable, ScalingFailed
+from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/scale", tags=["scaling"])
 

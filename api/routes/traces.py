@@ -10,10 +10,10 @@ from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
 from kvxfer.api.schemas.traces import Trace
-from kvxfer.api.tokens import Scope
 from kvxfer.errors import InvalidArgument, NotBuilt, UnknownTrace
 from kvxfer.tracing.otlp import read_spans
 from kvxfer.tracing.setup import is_installed
+from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/traces", tags=["traces"])
 

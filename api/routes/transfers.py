@@ -19,7 +19,6 @@ from kvxfer.api.schemas.transfers import (
     TransferList,
     TransferRequest,
 )
-from kvxfer.api.tokens import Scope
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InvalidArgument,
@@ -33,6 +32,7 @@ from kvxfer.ticket import Ticket, sign_ticket
 from kvxfer.tracing.span import incoming
 from kvxfer.transfers import OpenedTransfer as OpenedTransferRecord
 from kvxfer.transfers import Transfer as TransferRecord
+from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/transfers", tags=["transfers"])
 _TransferId = Annotated[TransferId, Path(max_length=128)]

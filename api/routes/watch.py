@@ -13,9 +13,9 @@ from fastapi.responses import StreamingResponse
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlane, ControlPlaneDep
 from kvxfer.api.problems import responses
-from kvxfer.api.tokens import Scope
 from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument
 from kvxfer.instances import Change, Snapshot
+from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/instances", tags=["instances"])
 

@@ -13,7 +13,7 @@ from pydantic.config import JsonDict
 
 from kvxfer import instances as records
 from kvxfer import model_identity as identities
-from kvxfer.kv.layout import HeadOrder, KvArrangement, KvLayout
+from kvxfer.layout import HeadOrder, KvArrangement, KvLayout
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, from_text
 
 InstanceId = Annotated[

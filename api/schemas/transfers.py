@@ -9,7 +9,7 @@ from pydantic.config import JsonDict
 
 from kvxfer import transfers as records
 from kvxfer.api.schemas.instances import BlockHash, Epoch, InstanceId, PositiveCount
-from kvxfer.kv.layout import Part
+from kvxfer.layout import Part
 from kvxfer.prefix_hashes import MAX_HASHES_PER_REQUEST, from_text
 
 TransferId = Annotated[str, Field(examples=["3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a"])]

@@ -8,7 +8,7 @@ import sys
 import uvicorn
 from fastapi import FastAPI
 
-from kvxfer.http_listener import BACKLOG, bind, url_of
+from kvxfer.web.listener import BACKLOG, bind, url_of
 
 PATH = "/empty"
 

@@ -158,14 +158,14 @@ def router(
     Ctrl-C.
     """
     require_server("the router")
-    from kvxfer.api.server import ControlPlaneServer
-    from kvxfer.api.tls import ServerTls
     from kvxfer.client import ControlPlaneClient
     from kvxfer.logs import configure_logging
     from kvxfer.router.api_keys import watch_api_keys
     from kvxfer.router.app import create_app
     from kvxfer.router.settings import RouterSettings, watch_worker_key
     from kvxfer.tracing.setup import start_tracing
+    from kvxfer.web.server import Server
+    from kvxfer.web.tls import ServerTls
 
     configure_logging(log_level, log_format)
     if tls_key is not None and tls_cert is None:
@@ -201,7 +201,7 @@ def router(
     def told(url: str) -> str:
         return f"kvxfer router at {url}, over the control plane at {client.url}"
 
-    ControlPlaneServer(
+    Server(
         create_app(settings, client, tracer),
         listener,
         announcement(as_json, told),

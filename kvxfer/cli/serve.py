@@ -122,12 +122,8 @@ def serve(
     """
     require_server("the control plane")
     from kvxfer.api.app import create_app
-    from kvxfer.api.server import ControlPlaneServer
     from kvxfer.api.settings import Settings
-    from kvxfer.api.tls import ServerTls
-    from kvxfer.api.tokens import watch_tokens
     from kvxfer.cluster_key import read_cluster_key
-    from kvxfer.http_listener import url_of
     from kvxfer.logs import configure_logging
     from kvxfer.scheduler.choice import make_leader, make_registry
     from kvxfer.scheduler.pairing_file import read_pairing_file
@@ -136,6 +132,10 @@ def serve(
     from kvxfer.scheduler.scaling.backends import make_backend
     from kvxfer.scheduler.scaling.policy_file import read_scaling_file
     from kvxfer.ticket import watch_ticket_keys
+    from kvxfer.web.listener import url_of
+    from kvxfer.web.server import Server
+    from kvxfer.web.tls import ServerTls
+    from kvxfer.web.tokens import watch_tokens
 
     configure_logging(log_level, log_format)
     if tls_cert is None and (tls_key or tls_client_ca):
@@ -181,4 +181,4 @@ def serve(
 
     gc.set_threshold(*_GC_THRESHOLDS)
     app = create_app(settings, fleet, autoscaler=autoscaler)
-    ControlPlaneServer(app, listener, announcement(as_json, told), tls=tls).serve_forever()
+    Server(app, listener, announcement(as_json, told), tls=tls).serve_forever()

@@ -62,7 +62,7 @@ def listen(
 ) -> socket:
     """A listener; one that other hosts reach and that serves `anonymous` callers has to be
     `allowed`. Raises InvalidArgument, which says that they could use `what`, and `remedy`."""
-    from kvxfer.http_listener import bind, is_loopback
+    from kvxfer.web.listener import bind, is_loopback
 
     listener = bind(host, port)
     if anonymous and not is_loopback(listener):

@@ -17,13 +17,8 @@ ControlPlaneUnavailable where nobody answers, and UntrustedCertificate where TLS
 """
 
 from kvxfer.client.answers import Answer
-from kvxfer.client.clients import (
-    DEFAULT_URL,
-    ENVIRONMENT,
-    ControlPlaneClient,
-    SyncControlPlaneClient,
-)
-from kvxfer.client.credentials import Credentials
+from kvxfer.client.clients import ControlPlaneClient, SyncControlPlaneClient
+from kvxfer.control_plane import DEFAULT_URL, ENVIRONMENT, Credentials
 
 __all__ = [
     "DEFAULT_URL",

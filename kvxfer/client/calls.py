@@ -6,7 +6,7 @@ Nothing here does I/O. `ControlPlaneClient` and `SyncControlPlaneClient` have on
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
@@ -46,6 +46,12 @@ class Call(Generic[T]):
     """Whether it may be sent again where nobody knows if it was carried out."""
     wait_seconds: float = 0.0
     """How long the control plane may take for its answer, beside what the way takes."""
+    deadline: float | None = None
+    """Seconds for all attempts together; None: the client's own."""
+
+    def within(self, seconds: float) -> Call[T]:
+        """The same call with another deadline."""
+        return replace(self, deadline=seconds)
 
 
 # --- instances -------------------------------------------------------------------------------
@@ -176,22 +182,31 @@ def release_transfer(transfer_id: str) -> Call[None]:
     return Call("DELETE", f"/v1/transfers/{quote(transfer_id, safe='')}", _nothing)
 
 
-def put_block_table(table: BlockTable) -> Call[None]:
+def put_block_table(table: BlockTable, *, deadline: float | None = None) -> Call[None]:
     """Hands decode's block table over, for prefill to fetch; again it is the same.
 
     Raises UnknownTransfer, TicketInvalid, BlockTableMismatch or BlockTableExists.
     """
-    return Call("POST", _block_table(table.offer.transfer_id), _nothing, msgspec.to_builtins(table))
+    path, body = _block_table(table.offer.transfer_id), msgspec.to_builtins(table)
+    return Call("POST", path, _nothing, body, deadline=deadline)
 
 
-def block_table(transfer_id: str, *, wait_seconds: float = 0.0) -> Call[BlockTable]:
+def block_table(
+    transfer_id: str, *, wait_seconds: float = 0.0, deadline: float | None = None
+) -> Call[BlockTable]:
     """The block table of a transfer, for which the control plane waits at most so long (30 s).
 
     Raises UnknownTransfer, also when the transfer ends meanwhile, and UnknownBlockTable.
     """
     params = {"wait_seconds": wait_seconds}
-    path = _block_table(transfer_id)
-    return Call("GET", path, _reads(BlockTable), params=params, wait_seconds=wait_seconds)
+    return Call(
+        "GET",
+        _block_table(transfer_id),
+        _reads(BlockTable),
+        params=params,
+        wait_seconds=wait_seconds,
+        deadline=deadline,
+    )
 
 
 # --- scaling ---------------------------------------------------------------------------------

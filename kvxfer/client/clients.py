@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -16,17 +15,14 @@ from tenacity import AsyncRetrying, Retrying
 from kvxfer.client import calls
 from kvxfer.client.answers import Answer, Failed, problem, read, unanswered, unavailable
 from kvxfer.client.calls import Call
-from kvxfer.client.credentials import Credentials
 from kvxfer.client.retries import policy
 from kvxfer.client.watch import PATH as WATCH_PATH
 from kvxfer.client.watch import SILENCE_SECONDS, WatchReader
 from kvxfer.clock import SYSTEM_CLOCK, Clock
+from kvxfer.control_plane import Credentials, control_plane_url
 from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument
 from kvxfer.instances import Change, Snapshot
 from kvxfer.tracing.span import HEADER, current
-
-ENVIRONMENT: Final = "KVXFER_CONTROL_PLANE"
-DEFAULT_URL: Final = "http://127.0.0.1:8080"
 
 _LEAST_TIMEOUT: Final = 0.01
 # Of one client at a time. httpx2 looks at every connection for every call that waits for one: with
@@ -37,11 +33,6 @@ _LIMITS: Final = httpx2.Limits(max_connections=None, max_keepalive_connections=N
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def control_plane_url(url: str | None) -> str:
-    """The one that is given, else that of the environment, else the usual one on this host."""
-    return (url or os.environ.get(ENVIRONMENT) or DEFAULT_URL).rstrip("/")
 
 
 class _Method(Generic[P, T]):
@@ -191,13 +182,13 @@ class ControlPlaneClient(_Client):
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def send(self, call: Call[T], *, deadline: float | None = None) -> T:
-        """Makes a call, within another deadline than the client's where one is given."""
-        return (await self.ask(call, deadline=deadline)).value
+    async def send(self, call: Call[T]) -> T:
+        """Makes a call, within its deadline or the client's."""
+        return (await self.ask(call)).value
 
-    async def ask(self, call: Call[T], *, deadline: float | None = None) -> Answer[T]:
+    async def ask(self, call: Call[T]) -> Answer[T]:
         """As `send`, with how stale the value is."""
-        seconds = self._deadline if deadline is None else deadline
+        seconds = self._deadline if call.deadline is None else call.deadline
         give_up = self._clock.monotonic() + (seconds or self._timeout)
         try:
             retrying = AsyncRetrying(**policy(seconds, self._clock), sleep=asyncio.sleep)
@@ -282,13 +273,13 @@ class SyncControlPlaneClient(_Client):
     def close(self) -> None:
         self._http.close()
 
-    def send(self, call: Call[T], *, deadline: float | None = None) -> T:
-        """Makes a call, within another deadline than the client's where one is given."""
-        return self.ask(call, deadline=deadline).value
+    def send(self, call: Call[T]) -> T:
+        """Makes a call, within its deadline or the client's."""
+        return self.ask(call).value
 
-    def ask(self, call: Call[T], *, deadline: float | None = None) -> Answer[T]:
+    def ask(self, call: Call[T]) -> Answer[T]:
         """As `send`, with how stale the value is."""
-        seconds = self._deadline if deadline is None else deadline
+        seconds = self._deadline if call.deadline is None else call.deadline
         give_up = self._clock.monotonic() + (seconds or self._timeout)
         try:
             retrying = Retrying(**policy(seconds, self._clock), sleep=self._clock.sleep)

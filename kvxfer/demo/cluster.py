@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
+from kvxfer.child_process import Child
 from kvxfer.cluster_key import ENVIRONMENT as CLUSTER_KEY
-from kvxfer.demo.children import Child
 
 # A large checkpoint takes minutes to read from a slow disk.
 _START_SECONDS: Final = 300.0

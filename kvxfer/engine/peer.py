@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvxfer.engine.callback import tell
-from kvxfer.engine.native import native, translated
+from kvxfer.engine.native import translated
 from kvxfer.errors import DeadlineExceeded, PeerError
 
 if TYPE_CHECKING:
-    from kvxfer.engine.engine import Engine
-    from kvxfer.engine.memory import MemoryRegion
+    from kvxfer._native import TransferEngine
+    from kvxfer.engine.counter import Counter
+    from kvxfer.engine.memory import Memory, MemoryRegion
     from kvxfer.engine.operation import Operation
     from kvxfer.engine.watcher import WatchFor
+
+
+class PeerEngine(Protocol):
+    """What peers, and what is made of them, ask of the Engine that they are connected to."""
+
+    native: TransferEngine
+
+    def submit(self, call: Callable[[TransferEngine], tuple[int, int, int]]) -> Operation:
+        """Runs a native submission and tracks its operation. Any thread."""
+
+    def alloc(self, nbytes: int) -> Memory: ...
+
+    def counter(self, peer: Peer) -> Counter: ...
 
 
 class Peer:
@@ -28,7 +42,7 @@ class Peer:
     __slots__ = ("_inbox", "_on_lost", "engine", "engine_id", "error", "fabric", "id", "name")
 
     def __init__(
-        self, engine: Engine, peer_id: int, engine_id: str, name: str, fabric: str
+        self, engine: PeerEngine, peer_id: int, engine_id: str, name: str, fabric: str
     ) -> None:
         self.engine = engine
         self._on_lost: list[Callable[[Peer], object]] = []
@@ -197,7 +211,7 @@ class Peer:
         for callback in callbacks:
             tell(callback, self)
 
-    def _submit(self, call: Callable[[native.TransferEngine], tuple[int, int, int]]) -> Operation:
+    def _submit(self, call: Callable[[TransferEngine], tuple[int, int, int]]) -> Operation:
         self.require_connected()
         return self.engine.submit(call)
 

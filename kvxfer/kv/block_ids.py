@@ -8,7 +8,7 @@ import numpy as np
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.kv.block_pool import BlockIds
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 
 ABSENT: Final = -1
 """In the place of a block that its group does not have: it is outside of a sliding window."""

@@ -10,9 +10,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
-from kvxfer.client import calls
 from kvxfer.clock import Clock
 from kvxfer.errors import (
     InvalidArgument,
@@ -28,7 +27,6 @@ from kvxfer.kv.identity import require_peer
 from kvxfer.kv.messages import Expect
 
 if TYPE_CHECKING:
-    from kvxfer.client import ControlPlaneClient
     from kvxfer.kv.decode_session import DecodeSession
     from kvxfer.kv.identity import Identity
     from kvxfer.kv.pairs import Pairs
@@ -46,6 +44,21 @@ _PAUSE_SECONDS: Final = 0.1
 _PATIENCE: Final = 0.9
 
 
+class BlockTables(Protocol):
+    """Where block tables wait for prefill: the control plane, by a ControlPlaneClient.
+
+    `deadline`, in seconds, bounds all attempts of a call together. Both raise UnknownTransfer and
+    ControlPlaneUnavailable.
+    """
+
+    async def put_block_table(self, table: BlockTable, *, deadline: float) -> None: ...
+
+    async def block_table(
+        self, transfer_id: str, *, wait_seconds: float, deadline: float
+    ) -> BlockTable:
+        """Raises UnknownBlockTable where it does not come within `wait_seconds`."""
+
+
 class Brokered:
     """The errands of an endpoint's sessions to the control plane. Loop only.
 
@@ -55,27 +68,27 @@ class Brokered:
 
     def __init__(
         self,
-        control_plane: ControlPlaneClient | None,
+        control_plane: BlockTables | None,
         identity: Identity,
         pairs: Pairs,
         rendezvous: Rendezvous,
         clock: Clock,
     ) -> None:
-        self._client = control_plane
+        self._control_plane = control_plane
         self._identity = identity
         self._pairs = pairs
         self._rendezvous = rendezvous
         self._clock = clock
         self._errands: dict[PrefillSession | DecodeSession, asyncio.Task[None]] = {}
 
-    def require(self) -> ControlPlaneClient:
+    def require(self) -> BlockTables:
         """Raises InvalidArgument where the endpoint knows no control plane."""
-        if self._client is None:
+        if self._control_plane is None:
             raise InvalidArgument(
                 f"the KV endpoint of instance {self._identity.instance_id!r} has no control plane "
                 "for a brokered handshake; make it with control_plane=, or use the direct one"
             )
-        return self._client
+        return self._control_plane
 
     def publish(self, session: DecodeSession, ticket: Ticket) -> None:
         """Leaves the session's block table at the control plane."""
@@ -116,8 +129,8 @@ class Brokered:
 
     async def _publish(self, session: DecodeSession, ticket: Ticket) -> None:
         table = sign_block_table(session.message(), ticket, self._identity.keys)
-        call = calls.put_block_table(table)
-        await self.require().send(call, deadline=_PATIENCE * session.lease_remaining)
+        deadline = _PATIENCE * session.lease_remaining
+        await self.require().put_block_table(table, deadline=deadline)
 
     async def _fetch(
         self, session: PrefillSession, ticket: Ticket, token: str, decode_address: str
@@ -140,8 +153,9 @@ class Brokered:
     async def _ask(self, session: PrefillSession) -> BlockTable:
         while True:
             asked, left = self._clock.monotonic(), session.lease_remaining
-            call = calls.block_table(session.transfer_id, wait_seconds=min(_POLL_SECONDS, left))
             try:
-                return await self.require().send(call, deadline=left)
+                return await self.require().block_table(
+                    session.transfer_id, wait_seconds=min(_POLL_SECONDS, left), deadline=left
+                )
             except UnknownBlockTable:
                 await asyncio.sleep(asked + _PAUSE_SECONDS - self._clock.monotonic())

@@ -16,7 +16,7 @@ from kvxfer.errors import (
     TicketInvalid,
 )
 from kvxfer.instances import Role
-from kvxfer.kv.brokered import Brokered
+from kvxfer.kv.brokered import BlockTables, Brokered
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.expectations import Expectations
 from kvxfer.kv.first_rank import follow_first_rank
@@ -38,15 +38,14 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from kvxfer.client import ControlPlaneClient
     from kvxfer.engine import Engine, Peer
     from kvxfer.instances import Traffic
     from kvxfer.kv.block_owners import SourceBlocks, TargetBlocks
     from kvxfer.kv.block_pool import BlockPool, BlockState
     from kvxfer.kv.cache import KvCache
-    from kvxfer.kv.layout import KvLayout
     from kvxfer.kv.prefill_session import PrefillSession
     from kvxfer.kv.transfer_counts import Direction
+    from kvxfer.layout import KvLayout
     from kvxfer.model_identity import ModelIdentity
     from kvxfer.ticket import Ticket, TicketKeys
     from kvxfer.tracing.span import Span
@@ -99,7 +98,7 @@ class KvEndpoint:
         epoch: int,
         ticket_key: bytes | str | WatchedFile[TicketKeys],
         lease_seconds: float = DEFAULT_LEASE_SECONDS,
-        control_plane: ControlPlaneClient | None = None,
+        control_plane: BlockTables | None = None,
         connect_timeout: float = 2.0,
         max_early_offers_per_peer: int = MAX_EARLY_OFFERS_PER_PEER,
         on_offer: OnOffer | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvxfer.errors import (
     DeadlineExceeded,
@@ -25,12 +25,36 @@ from kvxfer.kv.session_state import (
 
 if TYPE_CHECKING:
     from kvxfer.engine import Counter
-    from kvxfer.kv.decode_session import DecodeSession
     from kvxfer.kv.messages import Checksum
     from kvxfer.kv.pair import KvPair
     from kvxfer.ticket import Ticket
 
 ENDED: Final = frozenset({DecodeState.TAKEN, DecodeState.CANCELLED, DecodeState.FAILED})
+
+
+class Receiving(Protocol):
+    """The decode session that the writes of one or several prefill ranks are for."""
+
+    ticket: Ticket
+    token: str
+
+    @property
+    def is_of_several(self) -> bool: ...
+
+    @property
+    def lease_remaining(self) -> float: ...
+
+    def accepted(self) -> None: ...
+
+    def counted(self) -> None: ...
+
+    def revoked(self) -> None: ...
+
+    def inbound_ended(self) -> None: ...
+
+    def fail(self, error: KvxferError) -> None: ...
+
+    def give_up(self, event: DecodeEvent, error: KvxferError, *, of: Inbound) -> None: ...
 
 
 class Inbound:
@@ -59,10 +83,10 @@ class Inbound:
             DECODE_TRANSITIONS,
             DecodeState.OFFERED,
         )
-        self._session: DecodeSession
+        self._session: Receiving
         self._counting: asyncio.Task[None] | None = None
 
-    def begin(self, session: DecodeSession) -> None:
+    def begin(self, session: Receiving) -> None:
         """From now on the session hears of what the prefill rank does."""
         self._session = session
         self.pair.decodes[self._transfer_id] = self

@@ -11,7 +11,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from kvxfer.errors import ProtocolError
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.unreadable import UNREADABLE
 

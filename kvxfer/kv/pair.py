@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvxfer.clock import Clock
 from kvxfer.errors import KvxferError, ProtocolError
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.cache import KvCache
     from kvxfer.kv.identity import Identity, Side
-    from kvxfer.kv.inbound import Inbound
-    from kvxfer.kv.prefill_session import PrefillSession
+    from kvxfer.kv.messages import Done
+    from kvxfer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,29 @@ def check_hello(hello: Hello) -> None:
         )
 
 
+class DecodeSide(Protocol):
+    """A transfer from the peer, to which goes what prefill says of it."""
+
+    answered: bool
+
+    @property
+    def ticket(self) -> tuple[Ticket, str]: ...
+
+    def accepted(self) -> None: ...
+
+    def done(self, done: Done) -> None: ...
+
+    def refused(self, error: KvxferError) -> None: ...
+
+    def cancelled_by_peer(self, reason: str) -> None: ...
+
+    def cancel_answered(self) -> None: ...
+
+    def peer_lost(self, error: KvxferError) -> None: ...
+
+
 class KvPair:
-    """One connected peer of a KvEndpoint, and the sessions with it by transfer id. Loop only."""
+    """One connected peer of a KvEndpoint, and the transfers from it by their ids. Loop only."""
 
     def __init__(
         self,
@@ -102,8 +123,7 @@ class KvPair:
         """`unreachable` has to end the connection: a message could not be sent in time."""
         self.peer = peer
         self._outbox = Outbox(peer, lambda error: unreachable(self, error), clock)
-        self.prefills: dict[str, PrefillSession] = {}
-        self.decodes: dict[str, Inbound] = {}
+        self.decodes: dict[str, DecodeSide] = {}
         self.error: KvxferError | None = None
         self.on_hello: Callable[[Hello], None] | None = None
         self._cache = cache

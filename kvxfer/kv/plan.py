@@ -13,8 +13,8 @@ from functools import lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from kvxfer.kv.layout import HeadOrder, KvLayout, Part
 from kvxfer.kv.ranks import heads_between, layers_between, require_mappable
+from kvxfer.layout import HeadOrder, KvLayout, Part
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from kvxfer.engine import Operation, WatchFor
     from kvxfer.kv.block_owners import SourceBlocks
     from kvxfer.kv.block_pool import BlockIds
-    from kvxfer.kv.layout import KvLayout
     from kvxfer.kv.pair import KvPair
+    from kvxfer.layout import KvLayout
     from kvxfer.ticket import Ticket
     from kvxfer.tracing.span import Span
 
@@ -263,11 +263,7 @@ class PrefillSession:
 
     def meet(self, pair: KvPair) -> None:
         """A decode rank is connected; from now on each side is told of the other's end."""
-        rank = pair.hello.layout.rank
-        if rank in self._pairs:
-            self._pairs[rank].prefills.pop(self.transfer_id, None)
-        self._pairs[rank] = pair
-        pair.prefills[self.transfer_id] = self
+        self._pairs[pair.hello.layout.rank] = pair
 
     def awaits(self, pair: KvPair) -> bool:
         """Whether nothing has come yet of the decode rank that a connection is to."""

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Final
 
 from kvxfer.errors import LayoutMismatch
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 
 _SAME_ON_BOTH_SIDES: Final = (
     "num_layers",

@@ -25,10 +25,10 @@ from kvxfer.kv.prefill_session import PrefillSession
 
 if TYPE_CHECKING:
     from kvxfer.kv.block_owners import SourceBlocks
-    from kvxfer.kv.layout import KvLayout
     from kvxfer.kv.pair import KvPair
     from kvxfer.kv.refusals import Refusals
     from kvxfer.kv.transfer_ledger import TransferLedger
+    from kvxfer.layout import KvLayout
     from kvxfer.ticket import Ticket
     from kvxfer.tracing.span import Span
 
@@ -218,8 +218,8 @@ class Rendezvous:
 
     def cancel(self, pair: KvPair, transfer_id: str, reason: str) -> None:
         """Decode gives a transfer up."""
-        session = pair.prefills.get(transfer_id)
-        if session is not None:
+        session = self._sessions.get(transfer_id)
+        if session is not None and pair in session.pairs:
             session.cancelled_by_peer(pair, reason)
             return
         if self._early.has(transfer_id, pair):  # nobody cancels what others have offered
@@ -242,7 +242,7 @@ class Rendezvous:
             self._abandon(transfer_id, error, self._early.take(transfer_id))
         for session in list(self._sessions.values()):
             # Also one that its OFFER has not reached: there will be none.
-            if session.transfer_id in pair.prefills or session.awaits(pair):
+            if pair in session.pairs or session.awaits(pair):
                 session.peer_lost(pair, error)
 
     async def close(self, reason: str) -> None:
@@ -280,8 +280,6 @@ class Rendezvous:
 
     def _ended(self, session: PrefillSession) -> None:
         del self._sessions[session.transfer_id]
-        for pair in session.pairs:
-            pair.prefills.pop(session.transfer_id, None)
         if session.error is not None:
             self._ledger.fail(session.transfer_id, session.error)
         self._on_end(session)

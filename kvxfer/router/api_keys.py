@@ -8,13 +8,13 @@ from typing import Final
 
 from starlette.requests import Request
 
-from kvxfer.api.access import CALLER_KEY, FAILURE_BURST, FAILURES_PER_SECOND
-from kvxfer.api.rate_limit import RateLimiter
-from kvxfer.api.tokens import Caller, Tokens
 from kvxfer.clock import Clock
 from kvxfer.errors import InvalidArgument
 from kvxfer.router.errors import InvalidApiKey, TooManyWrongKeys
 from kvxfer.watched_file import WatchedFile
+from kvxfer.web.rate_limit import wrong_tokens
+from kvxfer.web.request_log import CALLER_KEY
+from kvxfer.web.tokens import Caller, Tokens
 
 _KEY: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 
@@ -48,7 +48,7 @@ class ApiKeyGuard:
 
     def __init__(self, keys: WatchedFile[Tokens] | None, clock: Clock) -> None:
         self._keys = keys
-        self._failures = RateLimiter(FAILURES_PER_SECOND, FAILURE_BURST, clock)
+        self._failures = wrong_tokens(clock)
 
     def admit(self, request: Request) -> None:
         """Raises InvalidApiKey, or TooManyWrongKeys where they come too fast from one address."""

@@ -14,13 +14,9 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvxfer.api.body_limit import LimitBodies
-from kvxfer.api.problems import REQUEST_ID_KEY
-from kvxfer.api.request_log import LogRequests
 from kvxfer.client import ControlPlaneClient
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import ControlPlaneUnavailable, KvxferError
-from kvxfer.http_answer import DONE, EventStream, data_event, while_connected
 from kvxfer.router import errors
 from kvxfer.router.api_keys import ApiKeyGuard
 from kvxfer.router.bodies import ChatBody, CompletionBody, read_body
@@ -29,6 +25,9 @@ from kvxfer.router.metrics import Metrics
 from kvxfer.router.routing import Router
 from kvxfer.router.settings import RouterSettings
 from kvxfer.tracing.asgi import TraceRequests
+from kvxfer.web.answer import DONE, EventStream, data_event, while_connected
+from kvxfer.web.body_limit import LimitBodies
+from kvxfer.web.request_log import REQUEST_ID_KEY, LogRequests
 
 if TYPE_CHECKING:
     from kvxfer.tracing.tracer import Tracer

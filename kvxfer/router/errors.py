@@ -11,7 +11,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from kvxfer.api.problems import REQUEST_ID_HEADER, REQUEST_ID_KEY
 from kvxfer.errors import (
     BlockPoolExhausted,
     BodyTooLarge,
@@ -27,6 +26,7 @@ from kvxfer.errors import (
     RateLimited,
     Unauthenticated,
 )
+from kvxfer.web.request_log import REQUEST_ID_HEADER, REQUEST_ID_KEY
 
 _log = logging.getLogger("kvxfer.router")
 

@@ -6,7 +6,7 @@ from kvxfer.metric_set import MetricSet
 
 
 class Metrics:
-    """`python -m kvxfer.api.metrics_docs` documents them."""
+    """`python -m kvxfer.cli.generated_docs` documents them."""
 
     def __init__(self) -> None:
         self.set = metrics = MetricSet("router")

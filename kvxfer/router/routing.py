@@ -175,7 +175,7 @@ class Router:
                     avoid=attempts.avoid,
                 )
                 left = max(give_up - self._clock.monotonic(), 0.0)
-                transfer = await self._open(call, left)
+                transfer = await self._open(call.within(left))
             except (NoCapacity, ControlPlaneUnavailable) as error:
                 if isinstance(error, NoCapacity):
                     await self._require_model(request.model)
@@ -188,9 +188,9 @@ class Router:
                 self._prompts.served(request.model, transfer)
                 return transfer
 
-    async def _open(self, call: Call[OpenedTransfer], seconds: float) -> OpenedTransfer:
+    async def _open(self, call: Call[OpenedTransfer]) -> OpenedTransfer:
         """Where the client leaves meanwhile, what was opened is given back."""
-        opening = asyncio.create_task(self._control_plane.send(call, deadline=seconds))
+        opening = asyncio.create_task(self._control_plane.send(call))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:

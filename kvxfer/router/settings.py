@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from kvxfer.api.tokens import Tokens
 from kvxfer.errors import InvalidArgument
 from kvxfer.watched_file import WatchedFile
+from kvxfer.web.tokens import Tokens
 
 Handshake: TypeAlias = Literal["direct", "brokered"]
 

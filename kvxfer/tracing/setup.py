@@ -11,8 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from kvxfer.client.clients import control_plane_url
-from kvxfer.client.credentials import Credentials
+from kvxfer.control_plane import Credentials, control_plane_url
 from kvxfer.errors import InvalidArgument, NotBuilt
 
 if TYPE_CHECKING:

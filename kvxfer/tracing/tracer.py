@@ -9,8 +9,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-import kvxfer
 from kvxfer.tracing.span import HEADER, Span, is_recorded
+from kvxfer.version import __version__
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
@@ -20,7 +20,7 @@ class Tracer:
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
-        self._tracer = provider.get_tracer("kvxfer", kvxfer.__version__)
+        self._tracer = provider.get_tracer("kvxfer", __version__)
 
     def root(
         self, name: str, traceparent: str = "", **attributes: str | int | float

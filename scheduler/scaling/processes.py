@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from kvxfer.child_process import Child, ProcessFailed
 from kvxfer.client import ENVIRONMENT as CONTROL_PLANE
-from kvxfer.demo.children import Child, ProcessFailed
 from kvxfer.instances import Instance, Role
 from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.backend import Fence, ScalingBackend

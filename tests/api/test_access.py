@@ -17,9 +17,9 @@ from fastapi import APIRouter, FastAPI
 from kvxfer.api.access import GuardedRoute
 from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
-from kvxfer.api.tokens import Scope, watch_tokens
 from kvxfer.instances import Lease
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.web.tokens import Scope, watch_tokens
 from tests.control_plane import calling
 from tests.virtual_time import passes
 from verify.control_plane import CLUSTER_KEY, RunningControlPlane

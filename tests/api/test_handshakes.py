@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from kvxfer.api.schemas.problem import LayoutMismatchProblem
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from verify.control_plane import LAYOUT
 

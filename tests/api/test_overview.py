@@ -13,12 +13,12 @@ from kvxfer.api import overview_feed
 from kvxfer.api.app import create_app
 from kvxfer.api.schemas.overview import Overview
 from kvxfer.api.settings import Settings
-from kvxfer.api.tokens import watch_tokens
 from kvxfer.event_stream import EventParser
 from kvxfer.overview import Overview as OverviewRecord
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.policy import RolePolicy, ScalingPolicy
+from kvxfer.web.tokens import watch_tokens
 from tests.control_plane import calling
 from tests.virtual_time import passes
 from verify.control_plane import CLUSTER_KEY

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.api.rate_limit import RateLimiter
+from kvxfer.web.rate_limit import RateLimiter
 from tests.virtual_time import VirtualClock
 
 

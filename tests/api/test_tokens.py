@@ -4,8 +4,8 @@ import gc
 
 import pytest
 
-from kvxfer.api.tokens import Caller, Scope, Tokens, parse_tokens, watch_tokens
 from kvxfer.errors import InvalidArgument
+from kvxfer.web.tokens import Caller, Scope, Tokens, parse_tokens, watch_tokens
 
 TOKEN = "0123456789abcdef"
 

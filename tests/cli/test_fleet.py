@@ -17,12 +17,12 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from kvxfer.api.tokens import watch_tokens
 from kvxfer.client import ControlPlaneClient, SyncControlPlaneClient
 from kvxfer.instances import Instance, InstanceState, Load, Role, Snapshot
 from kvxfer.registration import Registration
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
+from kvxfer.web.tokens import watch_tokens
 from tests.virtual_time import VirtualClock
 from verify.control_plane import RunningControlPlane, worker
 from verify.polling import PATIENCE, wait_until

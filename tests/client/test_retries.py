@@ -12,7 +12,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from kvxfer.api.tokens import watch_tokens
 from kvxfer.client import ControlPlaneClient, Credentials, SyncControlPlaneClient
 from kvxfer.client.answers import Failed
 from kvxfer.client.retries import policy
@@ -25,6 +24,7 @@ from kvxfer.errors import (
     Unauthenticated,
     UnknownInstance,
 )
+from kvxfer.web.tokens import watch_tokens
 from tests.virtual_time import VirtualClock
 
 OK = httpx2.Response(200, json={"instances": []})

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from cryptography.x509 import load_der_x509_certificate
 
-from kvxfer.api.tls import ServerTls
 from kvxfer.client import ControlPlaneClient, Credentials, SyncControlPlaneClient
 from kvxfer.errors import (
     ControlPlaneError,
@@ -22,6 +21,7 @@ from kvxfer.errors import (
     UntrustedCertificate,
 )
 from kvxfer.registration import Registration
+from kvxfer.web.tls import ServerTls
 from verify.certificates import Certificates, issue, make_certificates
 from verify.control_plane import RunningControlPlane, worker
 from verify.polling import wait_until

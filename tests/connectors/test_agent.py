@@ -14,13 +14,13 @@ import pytest
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.kv_events import CacheChanges
-from kvxfer.connectors.vllm.load import Counted
+from kvxfer.connectors.vllm.plan import Counted
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine
 from kvxfer.errors import ConnectFailed, InvalidArgument
 from kvxfer.instances import Role
 from kvxfer.kv.cache import KvCache
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.control_plane import CLUSTER_KEY, RunningControlPlane

@@ -6,7 +6,8 @@ import httpx2
 import pytest
 
 from kvxfer.connectors.api_watch import ApiWatch, quantile
-from kvxfer.connectors.vllm.load import Counted, RequestCounter
+from kvxfer.connectors.vllm.load import RequestCounter
+from kvxfer.connectors.vllm.plan import Counted
 from kvxfer.connectors.vllm.scheduler import Scheduled
 from tests.virtual_time import VirtualClock, passes
 

@@ -20,8 +20,8 @@ from kvxfer.connectors.vllm.worker import Results, TransferWorker
 from kvxfer.errors import EngineClosed
 from kvxfer.instances import Role
 from kvxfer.kv.cache import KvCache
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.prefill_session import PrefillSession
+from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.control_plane import CLUSTER_KEY, RunningControlPlane

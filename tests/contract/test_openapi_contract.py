@@ -21,8 +21,8 @@ from schemathesis.specs.openapi.checks import (
 
 from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
-from kvxfer.api.tokens import Scope, watch_tokens
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.web.tokens import Scope, watch_tokens
 from tests.virtual_time import VirtualClock
 from verify.control_plane import CLUSTER_KEY
 

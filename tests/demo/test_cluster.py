@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvxfer.demo.children import Child, ProcessFailed
+from kvxfer.child_process import Child, ProcessFailed
 from kvxfer.demo.cluster import Cluster
 from kvxfer.errors import PeerLost
 

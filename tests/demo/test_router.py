@@ -15,7 +15,7 @@ from kvxfer.errors import (
     TransferCancelled,
     TransferError,
 )
-from kvxfer.http_answer import DONE, data_event
+from kvxfer.web.answer import DONE, data_event
 
 TRANSFER = {
     "transfer_id": "t1",

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import typer
 import yaml
 
-from kvxfer.api.tokens import parse_tokens
 from kvxfer.cli import app
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.errors import InvalidArgument
@@ -23,6 +22,7 @@ from kvxfer.scheduler.pairing_file import parse_pairing_file
 from kvxfer.scheduler.redis_registry.url import RedisUrl
 from kvxfer.scheduler.scaling.kubernetes import KubernetesBackend
 from kvxfer.scheduler.scaling.policy_file import KubernetesConfig, parse_scaling_file
+from kvxfer.web.tokens import parse_tokens
 from tests.deploy.chart import ROOT, Container, Rendered, vllm_transfer
 
 # What Kubernetes and LeaderWorkerSet add to a container, as far as the chart uses it.

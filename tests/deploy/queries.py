@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from kvxfer.api.metrics_docs import families
+from kvxfer.cli.generated_docs import families
 from tests.deploy.chart import Rendered
 
 

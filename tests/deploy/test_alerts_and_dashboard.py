@@ -14,7 +14,7 @@ import promql_parser
 import pytest
 import yaml
 
-from kvxfer.api.metrics_docs import families
+from kvxfer.cli.generated_docs import families
 
 from .alert_cases import AT, CASES, Series
 

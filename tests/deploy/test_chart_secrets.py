@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvxfer.api.tokens import parse_tokens
 from kvxfer.cluster_key import as_cluster_key
 from kvxfer.router.api_keys import parse_api_keys
+from kvxfer.web.tokens import parse_tokens
 from tests.deploy.chart import render
 from tests.deploy.cluster import KUBECONFIG, Cluster, running_cluster
 

@@ -8,7 +8,7 @@ from typing import Any
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
 from tests.virtual_time import loop_clock
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvxfer.kv.decode_session import DecodeSession
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.prefill_session import PrefillSession
+from kvxfer.layout import KvLayout
 
 from .workers import (
     Worker,

@@ -476,7 +476,7 @@ async def test_a_direct_offer_is_taken_by_a_prefill_worker_that_was_told_otherwi
             await waits(fleet, first, ticket)
         assert await steps[1] == await begun
     assert not fleet.prefill.endpoint._brokered._errands
-    assert not any(pair.prefills for pair in fleet.prefill.endpoint._pairs)
+    assert not fleet.prefill.endpoint._rendezvous.sessions
 
 
 async def test_an_endpoint_without_a_control_plane_says_so(fabric: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from kvxfer.engine import Engine
 from kvxfer.errors import InvalidArgument
 from kvxfer.kv.cache import KvCache, KvPlane
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 
 from .workers import KEY
 

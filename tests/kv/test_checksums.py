@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import ChecksumMismatch, OutOfBounds, ProtocolError
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import Done
 from kvxfer.kv.pair import KvPair
+from kvxfer.layout import KvLayout
 from verify.polling import PATIENCE
 
 from .ranks import TOKENS

@@ -19,10 +19,9 @@ from kvxfer.errors import (
     TransferRefused,
 )
 from kvxfer.kv.block_pool import BlockIds, BlockState
-from kvxfer.kv.cache import KvCache
-from kvxfer.kv.head_order import permute_on_host
-from kvxfer.kv.layout import HeadOrder, KvLayout
+from kvxfer.kv.cache import KvCache, permute_on_host
 from kvxfer.kv.session_state import DecodeState, PrefillState
+from kvxfer.layout import HeadOrder, KvLayout
 from verify.polling import PATIENCE, eventually
 
 from .workers import LAYOUT, NUM_BLOCKS, Worker, heads_by_token, make_ticket, send, worker

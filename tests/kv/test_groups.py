@@ -11,9 +11,9 @@ import pytest
 from kvxfer.connectors.engine_blocks import EngineBlocks
 from kvxfer.errors import InvalidArgument, LayoutMismatch, ProtocolError, TransferCancelled
 from kvxfer.kv.block_ids import ABSENT
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.pair import grant_ranges
 from kvxfer.kv.plan import plan_transfer
+from kvxfer.layout import KvLayout
 from verify.polling import eventually
 
 from .workers import (

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer.kv.cache import KvCache, KvPlane
-from kvxfer.kv.head_order import permute_on_host
-from kvxfer.kv.layout import HeadOrder, KvArrangement, KvLayout
+from kvxfer.kv.cache import KvCache, KvPlane, permute_on_host
+from kvxfer.layout import HeadOrder, KvArrangement, KvLayout
 
 from .steered import Engine
 from .workers import heads_by_token
@@ -67,6 +66,6 @@ def test_many_blocks_are_done_piece_by_piece(
     permute_on_host(cache, ids, "NHD")
     at_once = data.copy()
     data[:] = start
-    monkeypatch.setattr("kvxfer.kv.head_order._CHUNK_BYTES", 2 * layout.part_bytes)
+    monkeypatch.setattr("kvxfer.kv.cache._CHUNK_BYTES", 2 * layout.part_bytes)
     permute_on_host(cache, ids, "NHD")
     np.testing.assert_array_equal(data, at_once)

@@ -15,8 +15,8 @@ from kvxfer.errors import (
     PeerLost,
 )
 from kvxfer.kv.block_pool import BlockState
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.session_state import DecodeState, PrefillState
+from kvxfer.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
 from tests.virtual_time import passes
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import InvalidArgument
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 
 BASE: dict[str, Any] = {
     "num_layers": 4,

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import ProtocolError
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import (
     Accepted,
     Cancel,
@@ -25,6 +24,7 @@ from kvxfer.kv.messages import (
     decode,
     encode,
 )
+from kvxfer.layout import KvLayout
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", block_size=4)
 HELLO = Hello(

@@ -13,8 +13,8 @@ from kvxfer.errors import (
     TransferCancelled,
 )
 from kvxfer.kv.decode_session import DecodeSession
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.prefill_session import PrefillSession
+from kvxfer.layout import KvLayout
 
 from .ranks import LAYOUT, TOKENS, Ranks, fleet, part_of, put, sized
 from .workers import (

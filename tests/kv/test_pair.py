@@ -11,10 +11,10 @@ from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.errors import PeerLost, ProtocolError
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.identity import Identity
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import Hello, encode
 from kvxfer.kv.pair import KvPair, check_hello, grant_ranges, hello_from
 from kvxfer.kv.plan import plan_transfer
+from kvxfer.layout import KvLayout
 
 from .steered import Engine
 

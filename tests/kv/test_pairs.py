@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvxfer.errors import DeadlineExceeded
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 
 from .steered import Engine, Network
 from .test_interleavings import Side

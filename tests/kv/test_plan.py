@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import LayoutMismatch
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.plan import StridedCopy, blocks_match, plan_transfer
+from kvxfer.layout import KvLayout
 
 BASE = KvLayout(num_layers=4, num_kv_heads=8, head_size=64, dtype="bfloat16", block_size=16)
 MLA = KvLayout(

@@ -14,14 +14,13 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.clock import SYSTEM_CLOCK
-from kvxfer.kv.cache import KvCache
-from kvxfer.kv.head_order import permute_on_host
+from kvxfer.kv.cache import KvCache, permute_on_host
 from kvxfer.kv.identity import Identity
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.pair import hello_from
 from kvxfer.kv.plan import TransferPlan, plan_transfer
 from kvxfer.kv.plane_writes import bind_arrivals, bind_plan
 from kvxfer.kv.ranks import sources, targets
+from kvxfer.layout import KvLayout
 
 from .steered import Engine
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import LayoutMismatch
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.ranks import bytes_per_token, layers_between, sources, targets
+from kvxfer.layout import KvLayout
 
 BASE = KvLayout(num_layers=4, num_kv_heads=4, head_size=8, dtype="uint8", block_size=4)
 MLA = dataclasses.replace(BASE, num_kv_heads=1, mla=True)

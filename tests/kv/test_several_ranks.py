@@ -16,9 +16,9 @@ from kvxfer.errors import (
     PeerError,
     TransferCancelled,
 )
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.kv.session_state import DecodeState, PrefillState
+from kvxfer.layout import KvLayout
 from verify.polling import PATIENCE, eventually
 
 from .ranks import LAYOUT, MLA, TOKENS, fleet, part_of, sized

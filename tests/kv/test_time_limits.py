@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from kvxfer.errors import (
     TransferCancelled,
     UnknownBlockTable,
 )
+from kvxfer.kv.block_table import BlockTable
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.kv.session_state import DecodeState
 from kvxfer.ticket import Ticket, sign_ticket
@@ -86,7 +87,15 @@ class ControlPlane:
         self.answers = answers
         self.asked: list[float] = []
 
-    async def send(self, call: object, *, deadline: float) -> None:
+    async def put_block_table(self, table: BlockTable, *, deadline: float) -> None:
+        await self._answer(deadline)
+
+    async def block_table(
+        self, transfer_id: str, *, wait_seconds: float, deadline: float
+    ) -> BlockTable:
+        return await self._answer(deadline)
+
+    async def _answer(self, deadline: float) -> NoReturn:
         self.asked.append(now())
         if self.answers:
             raise UnknownBlockTable("not yet")

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from kvxfer.errors import InvalidArgument, LayoutMismatch
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.plan import plan_transfer
+from kvxfer.layout import KvLayout
 from verify.polling import eventually
 
 from .workers import LAYERS, LAYOUT, Worker, make_ticket, receive, worker

@@ -16,12 +16,11 @@ from kvxfer.client import ControlPlaneClient
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.engine import Engine
 from kvxfer.kv.block_pool import BlockPool
-from kvxfer.kv.cache import KvCache
+from kvxfer.kv.cache import KvCache, Permute, permute_on_host
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.head_order import Permute, permute_on_host
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.session_state import DecodeState
+from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.polling import PATIENCE, eventually

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx2
 
-from kvxfer.api.tokens import Scope
+from kvxfer.web.tokens import Scope
 from verify.polling import wait_until
 from verify.processes.fleet import Fleet
 from verify.processes.programs import Server

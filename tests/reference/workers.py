@@ -12,7 +12,7 @@ from kvxfer.instances import Role
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.model import LlamaModel
 from kvxfer.reference.runner import ModelRunner

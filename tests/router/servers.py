@@ -9,15 +9,15 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvxfer.api.server import ControlPlaneServer
-from kvxfer.api.tls import ServerTls
 from kvxfer.client import ControlPlaneClient, Credentials
-from kvxfer.http_answer import DONE, data_event
-from kvxfer.http_listener import bind, url_of
 from kvxfer.instances import InstanceState, Role
 from kvxfer.reference.worker.http_server import HttpServer
 from kvxfer.router.app import create_app
 from kvxfer.router.settings import RouterSettings
+from kvxfer.web.answer import DONE, data_event
+from kvxfer.web.listener import bind, url_of
+from kvxfer.web.server import Server
+from kvxfer.web.tls import ServerTls
 from tests.network import Answer, Reply
 from verify.control_plane import worker
 from verify.polling import PATIENCE
@@ -46,7 +46,7 @@ class RunningRouter:
         self.url = url_of(listener, tls=tls is not None)
         self.stopping: asyncio.Event = app.state.stopping
         self._accepts = threading.Event()
-        self._server = ControlPlaneServer(app, listener, lambda _: self._accepts.set(), tls=tls)
+        self._server = Server(app, listener, lambda _: self._accepts.set(), tls=tls)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def __enter__(self) -> RunningRouter:

@@ -12,7 +12,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from kvxfer.api.tokens import watch_tokens
 from kvxfer.client import Credentials
 from kvxfer.errors import InvalidArgument
 from kvxfer.event_stream import EventParser
@@ -22,6 +21,7 @@ from kvxfer.router.api_keys import watch_api_keys
 from kvxfer.router.exchange import CHAT, COMPLETIONS
 from kvxfer.router.settings import RouterSettings, watch_worker_key
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.web.tokens import watch_tokens
 from tests.network import Answer, Network, Reply
 from tests.virtual_time import passes
 from verify.control_plane import LAYOUT

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import httpx2
 
-from kvxfer.api.access import FAILURE_BURST, FAILURES_PER_SECOND
 from kvxfer.instances import Role
 from kvxfer.router.api_keys import watch_api_keys
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.web.rate_limit import WRONG_TOKENS_AT_ONCE, WRONG_TOKENS_PER_SECOND
 from tests.network import Network
 from tests.virtual_time import passes
 
@@ -36,7 +36,7 @@ async def test_wrong_keys_are_answered_at_a_rate_and_right_ones_always(
             headers = {"Authorization": f"Bearer {key}"}
             return await client.request(method, path, json=body, headers=headers)
 
-        for number in range(FAILURE_BURST):
+        for number in range(WRONG_TOKENS_AT_ONCE):
             answer = await ask("GET", "/v1/models", None, f"{WRONG}-{number}")
             assert answer.status_code == 401
         for refused in REFUSED:
@@ -45,12 +45,12 @@ async def test_wrong_keys_are_answered_at_a_rate_and_right_ones_always(
             assert answer.json()["error"]["code"] == "rate_limit_exceeded"
             assert answer.json()["error"]["type"] == "invalid_request_error"
             assert "the address 127.0.0.1" in answer.json()["error"]["message"]
-            assert answer.headers["retry-after"] == str(math.ceil(1 / FAILURES_PER_SECOND))
+            assert answer.headers["retry-after"] == str(math.ceil(1 / WRONG_TOKENS_PER_SECOND))
         answer = await ask("GET", "/v1/models", None, RIGHT)
         assert [model["id"] for model in answer.json()["data"]] == ["llama"]
         answer = await client.get("/v1/models")
         assert answer.status_code == 401, "who shows no key guesses none"
 
-        await passes(1 / FAILURES_PER_SECOND)
+        await passes(1 / WRONG_TOKENS_PER_SECOND)
         statuses = [(await ask("GET", "/v1/models", None, WRONG)).status_code for _ in range(2)]
         assert statuses == [401, 429]

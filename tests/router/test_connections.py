@@ -13,8 +13,8 @@ import httpx2
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from kvxfer.http_answer import DONE, EventStream
 from kvxfer.instances import Role
+from kvxfer.web.answer import DONE, EventStream
 from tests.network import Answer, Reply, worker_app
 from verify.control_plane import RunningControlPlane
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from kvxfer.api.tls import ServerTls
 from kvxfer.client import Credentials
 from kvxfer.event_stream import EventParser
 from kvxfer.instances import Role
+from kvxfer.web.tls import ServerTls
 from tests.network import worker_app
 from verify.certificates import make_certificates
 from verify.control_plane import RunningControlPlane

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from kvxfer.errors import InvalidArgument, LayoutMismatch, UnknownInstance
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.handshake import shake_hands
 from kvxfer.transfers import PlannedCopy, PlannedLayer, PlanSummary, RankPair

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.api.tls import ServerTls
-from kvxfer.api.tokens import watch_tokens
 from kvxfer.client import Credentials, SyncControlPlaneClient
 from kvxfer.errors import InvalidArgument, NotBuilt, UnknownTrace
 from kvxfer.tracing import setup
 from kvxfer.tracing.setup import start_tracing
 from kvxfer.tracing.span import child, current, span
+from kvxfer.web.tls import ServerTls
+from kvxfer.web.tokens import watch_tokens
 from verify.certificates import make_certificates
 from verify.control_plane import RunningControlPlane
 

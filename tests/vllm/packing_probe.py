@@ -7,7 +7,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from kvxfer.kv.packing import Packing, packing_of
+from kvxfer.layout import Packing, packing_of
 
 # The build for AVX-512 with bfloat16 packs for AMX on machines without it too.
 CASES = [

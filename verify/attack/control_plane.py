@@ -15,8 +15,8 @@ from typing import Any, Final
 import httpx2
 import msgspec
 
-from kvxfer.api.tokens import Scope, watch_tokens
 from kvxfer.ticket import Ticket, sign_ticket, verify_ticket
+from kvxfer.web.tokens import Scope, watch_tokens
 from verify.block_tables import block_table
 from verify.control_plane import CLUSTER_KEY, RunningControlPlane, worker
 

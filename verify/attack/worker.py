@@ -21,7 +21,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 from kvxfer.worker_metrics import WorkerMetrics
 from verify.processes.commands import commands, kv_endpoint, report
 

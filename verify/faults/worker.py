@@ -20,8 +20,8 @@ from kvxfer.kv.block_pool import BlockHold, BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.prefill_session import PrefillSession
+from kvxfer.layout import KvLayout
 from verify.processes.commands import commands, kv_endpoint, report
 
 from .pattern import Page, page, reused, wrong_bytes

@@ -14,7 +14,7 @@ from kvxfer.engine import Engine
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 
 _LONGEST: Final = 1 << 24
 

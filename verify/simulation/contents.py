@@ -9,9 +9,8 @@ import numpy as np
 
 from kvxfer.kv.block_ids import ABSENT
 from kvxfer.kv.block_pool import BlockIds
-from kvxfer.kv.cache import KvCache
-from kvxfer.kv.head_order import _blocks_of
-from kvxfer.kv.layout import KvLayout
+from kvxfer.kv.cache import KvCache, _blocks_of
+from kvxfer.layout import KvLayout
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -4,18 +4,15 @@ block tables of brokered handshakes, which it keeps while a transfer is open."""
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvxfer.errors import ControlPlaneUnavailable, UnknownBlockTable, UnknownTransfer
+from kvxfer.kv.block_table import BlockTable
 
 if TYPE_CHECKING:
-    from kvxfer.client.calls import Call
-
     from .network import Network
-
-T = TypeVar("T")
 
 _RETRY_SECONDS = 0.01
 
@@ -37,29 +34,39 @@ class ControlPlane:
     def end(self, transfer_id: str) -> None:
         self._tables.pop(transfer_id, None)
 
-    async def send(self, call: Call[T], *, deadline: float | None = None) -> T:
-        """What ControlPlaneClient.send() does, of any process: tries again until the deadline."""
+    async def put_block_table(self, table: BlockTable, *, deadline: float) -> None:
+        await self._send(table.offer.transfer_id, msgspec.json.encode(table), deadline)
+
+    async def block_table(
+        self, transfer_id: str, *, wait_seconds: float, deadline: float
+    ) -> BlockTable:
+        answer = await self._send(transfer_id, None, deadline, wait_seconds)
+        return msgspec.json.decode(answer, type=BlockTable)
+
+    async def _send(
+        self, transfer_id: str, table: bytes | None, deadline: float, wait_seconds: float = 0.0
+    ) -> bytes:
+        """As a ControlPlaneClient of any process does: tries again until the deadline."""
         clock = self.network.clock
-        give_up = clock.now + (deadline or 2.0)
-        answer_by = clock.now + call.wait_seconds
-        transfer_id = call.path.split("/")[3]
+        give_up = clock.now + deadline
+        answer_by = clock.now + wait_seconds
         while True:
             await asyncio.sleep(self.network.latency())
             if not self.away:
-                answer = self._answer(transfer_id, call.body)
+                answer = self._answer(transfer_id, table)
                 if answer is not None:
                     await asyncio.sleep(self.network.latency())
-                    return call.read(answer)
+                    return answer
                 if clock.now >= answer_by:
                     raise UnknownBlockTable(f"decode has not sent the table of {transfer_id}")
             if clock.now >= give_up:
                 raise ControlPlaneUnavailable("the control plane is away")
             await asyncio.sleep(_RETRY_SECONDS)
 
-    def _answer(self, transfer_id: str, body: Any) -> bytes | None:
+    def _answer(self, transfer_id: str, table: bytes | None) -> bytes | None:
         if transfer_id not in self._tables:
             raise UnknownTransfer(f"transfer {transfer_id} is not open")
-        if body is not None:
-            self._tables[transfer_id] = msgspec.json.encode(body)
+        if table is not None:
+            self._tables[transfer_id] = table
             return b""
         return self._tables[transfer_id]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvxfer.instances import Role
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
 
 from . import contents, shapes

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvxfer.kv.block_ids import ABSENT
 from kvxfer.kv.block_pool import BlockIds, BlockPin, BlockState
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 
 
 class Grouped:

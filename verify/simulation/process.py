@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 from kvxfer.engine import Engine
 from kvxfer.errors import KvxferError
 from kvxfer.kv.block_pool import BlockIds, BlockState
-from kvxfer.kv.cache import KvCache
+from kvxfer.kv.cache import KvCache, permute_on_host
 from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.head_order import HeadOrder, permute_on_host
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import HeadOrder, KvLayout
 
 from .clock import ProcessClock
 from .contents import Contents

@@ -106,7 +106,7 @@ class Promises:
                 "decode sessions": len(endpoint._decodes),
                 "expectations": len(endpoint._expectations),
                 "errands": len(endpoint._brokered._errands),
-                "sessions of pairs": sum(len(pair.prefills) + len(pair.decodes) for pair in pairs),
+                "transfers of pairs": sum(len(pair.decodes) for pair in pairs),
                 "expected offers": sum(
                     not expected.pair.peer.alive and expected.error is None
                     for expected in endpoint._expectations._expected.values()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvxfer.instances import Role
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 
 _MODEL: Final = KvLayout(num_layers=2, num_kv_heads=2, head_size=4, dtype="uint8", block_size=2)
 _MODELS: Final = {

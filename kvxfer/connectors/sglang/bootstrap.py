@@ -20,7 +20,7 @@ from kvxfer.connectors.sglang.introduction import (
 )
 from kvxfer.connectors.sglang.settings import BackendSettings
 from kvxfer.errors import ConnectFailed, Forbidden, KvxferError, TicketInvalid
-from kvxfer.http_listener import bind
+from kvxfer.web.listener import bind
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.kv.cache import KvCache, KvPlane
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import MAX_TAIL_BYTES
+from kvxfer.layout import KvLayout
 
 if TYPE_CHECKING:
     from kvxfer.engine import Engine

@@ -19,7 +19,7 @@ from kvxfer.connectors.cores import leave_openmp_cores
 from kvxfer.connectors.loop_thread import START_SECONDS, LoopThread
 from kvxfer.connectors.transfer_engine import MakeCache, fleet_place, transfer_engine
 from kvxfer.connectors.vllm.kv_events import CacheChanges
-from kvxfer.connectors.vllm.load import Counted
+from kvxfer.connectors.vllm.plan import Counted
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine, Peer, Watcher
 from kvxfer.errors import InvalidArgument, KvxferError

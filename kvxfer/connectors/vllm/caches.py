@@ -9,7 +9,7 @@ import torch
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.kv.cache import KvCache
-from kvxfer.kv.layout import ITEM_BYTES, KvLayout
+from kvxfer.layout import ITEM_BYTES, KvLayout
 
 if TYPE_CHECKING:
     from kvxfer.engine import Engine

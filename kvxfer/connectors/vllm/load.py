@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from kvxfer.connectors.vllm.plan import Counted
 
 if TYPE_CHECKING:
     from kvxfer.connectors.vllm.scheduler import Scheduled
-
-
-class Counted(NamedTuple):
-    """The scheduler's requests and blocks before a step. Plain values: a part of each StepPlan."""
-
-    running: int = 0
-    """Requests that have been scheduled, and not preempted since."""
-    waiting: int = 0
-    """Those that wait for their turn, for blocks, or for prefill."""
-    free_blocks: int | None = None
-    """With those that only the prefix cache holds."""
-    cached_blocks: int | None = None
-    """Those that the prefix cache holds, in use or free."""
-    requests: int = 0
-    """That have come since the start."""
-    prompt_tokens: int = 0
-    """Of these requests."""
-    output_tokens: int = 0
-    """Since the start; what speculation adds to a step is not seen."""
 
 
 class RequestCounter:

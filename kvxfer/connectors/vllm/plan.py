@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvxfer.connectors.vllm.kv_events import CacheChanges
-from kvxfer.connectors.vllm.load import Counted
 from kvxfer.connectors.vllm.prompt_blocks import BlockTable
 from kvxfer.errors import InvalidArgument
 
@@ -76,6 +75,25 @@ class Receive:
     first_block: int
     block_ids: BlockTable
     adapter: str = ""
+
+
+class Counted(NamedTuple):
+    """The scheduler's requests and blocks before a step. Plain values: a part of each StepPlan."""
+
+    running: int = 0
+    """Requests that have been scheduled, and not preempted since."""
+    waiting: int = 0
+    """Those that wait for their turn, for blocks, or for prefill."""
+    free_blocks: int | None = None
+    """With those that only the prefix cache holds."""
+    cached_blocks: int | None = None
+    """Those that the prefix cache holds, in use or free."""
+    requests: int = 0
+    """That have come since the start."""
+    prompt_tokens: int = 0
+    """Of these requests."""
+    output_tokens: int = 0
+    """Since the start; what speculation adds to a step is not seen."""
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvxfer.errors import KvxferError
-from kvxfer.http_answer import DONE, EventStream, data_event, while_connected
 from kvxfer.reference.worker import problems
 from kvxfer.reference.worker.chat import ChatChunks, ChatRequest, Chunk, chat_completion
 from kvxfer.reference.worker.completions import (
@@ -22,6 +21,7 @@ from kvxfer.reference.worker.completions import (
 )
 from kvxfer.reference.worker.service import WorkerService
 from kvxfer.tracing.asgi import TraceRequests
+from kvxfer.web.answer import DONE, EventStream, data_event, while_connected
 
 if TYPE_CHECKING:
     from kvxfer.tracing.tracer import Tracer

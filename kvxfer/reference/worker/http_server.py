@@ -9,7 +9,7 @@ from typing import Final
 import uvicorn
 from fastapi import FastAPI
 
-from kvxfer.http_listener import KEEP_ALIVE_SECONDS
+from kvxfer.web.listener import KEEP_ALIVE_SECONDS
 
 _STOP_SECONDS: Final = 5
 

@@ -18,13 +18,12 @@ import torch
 from kvxfer.checkpoint_digest import digest_of_folder
 from kvxfer.client import ControlPlaneClient, Credentials
 from kvxfer.errors import InvalidArgument
-from kvxfer.http_listener import bind, url_of
 from kvxfer.instances import InstanceSpec, InstanceState, Role
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.versions import VERSIONS
+from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.kv_cache import PagedKvCache
@@ -38,6 +37,7 @@ from kvxfer.registration import Registration
 from kvxfer.ticket import TicketKeys
 from kvxfer.tracing.setup import tracing
 from kvxfer.watched_file import WatchedFile
+from kvxfer.web.listener import bind, url_of
 
 _CONNECT_SECONDS: Final = 2.0
 

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from kvxfer.http_listener import bind, url_of
+from kvxfer.web.listener import bind, url_of
 from verify.polling import eventually
 
 TOKEN = "token of the service account"

@@ -7,10 +7,10 @@ import contextlib
 from kvxfer.engine import pool_wire
 from kvxfer.errors import InvalidArgument, LayoutMismatch, ProtocolError
 from kvxfer.kv.block_ids import pack_block_table, unpack_block_table
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import Hello, decode, encode
 from kvxfer.kv.pair import check_hello
 from kvxfer.kv.plan import plan_transfer
+from kvxfer.layout import KvLayout
 from kvxfer.prompt_digest import prompt_digest
 from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
 from verify.fuzz.python.choices import Choices
@@ -20,7 +20,7 @@ DECODERS = {
     "kvxfer/engine/pool_wire.py": None,
     "kvxfer/kv/block_ids.py": ["unpack_block_table"],
     "kvxfer/kv/pair.py": ["check_hello"],
-    "kvxfer/kv/layout.py": ["KvLayout.__post_init__", "KvLayout._require_*"],
+    "kvxfer/layout.py": ["KvLayout.__post_init__", "KvLayout._require_*"],
     "kvxfer/kv/ranks.py": ["require_mappable"],
     "kvxfer/reference/worker/tail.py": ["decode_tail"],
 }

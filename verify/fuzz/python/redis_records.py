@@ -15,7 +15,7 @@ import msgspec
 
 from kvxfer.errors import ControlPlaneError, ControlPlaneUnavailable, KvxferError
 from kvxfer.instances import ChangeCause, InstanceSpec, InstanceState, Role
-from kvxfer.kv.layout import KvLayout
+from kvxfer.layout import KvLayout
 from kvxfer.scheduler.redis_registry import records
 from kvxfer.scheduler.redis_registry.answers import accepted, lease
 from kvxfer.scheduler.redis_registry.mirror import LogBroken, Mirror

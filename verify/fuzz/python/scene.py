@@ -21,7 +21,6 @@ from kvxfer.kv import prefill_session
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import (
     Accepted,
     Cancel,
@@ -39,6 +38,7 @@ from kvxfer.kv.messages import (
     encode,
 )
 from kvxfer.kv.versions import OLDEST
+from kvxfer.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.fuzz.python.choices import Choices
 

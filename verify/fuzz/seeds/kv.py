@@ -12,7 +12,6 @@ import msgspec
 
 from kvxfer.engine import pool_wire
 from kvxfer.kv.block_table import BlockTable, sign_block_table
-from kvxfer.kv.layout import KvLayout
 from kvxfer.kv.messages import (
     Accepted,
     Cancel,
@@ -29,6 +28,7 @@ from kvxfer.kv.messages import (
     encode,
 )
 from kvxfer.kv.versions import NEWEST, OLDEST
+from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, TicketKeys, sign_ticket
 

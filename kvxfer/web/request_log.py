@@ -12,9 +12,12 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
-from kvxfer.api.access import CALLER_KEY
-from kvxfer.api.problems import REQUEST_ID_HEADER, REQUEST_ID_KEY
 from kvxfer.clock import SYSTEM_CLOCK, Clock
+
+REQUEST_ID_HEADER: Final = "X-Request-ID"
+REQUEST_ID_KEY: Final = "kvxfer.request_id"
+"""In the scope of a request; so is CALLER_KEY, where the caller is known by name."""
+CALLER_KEY: Final = "kvxfer.caller"
 
 _log = logging.getLogger("kvxfer.api.requests")
 

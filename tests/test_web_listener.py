@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from kvxfer.errors import AddressInUse, InvalidArgument
-from kvxfer.http_listener import bind, url_of
+from kvxfer.web.listener import bind, url_of
 
 pytestmark = pytest.mark.native
 

@@ -1,4 +1,4 @@
-"""`python -m kvxfer.demo.child PARENT COMMAND...`: a kvxfer command that ends with its parent.
+"""`python -m kvxfer.cli.child PARENT COMMAND...`: a kvxfer command that ends with its parent.
 
 The process gets SIGTERM when its parent, of process id PARENT, dies in whatever way.
 """

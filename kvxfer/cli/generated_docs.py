@@ -1,17 +1,20 @@
-"""docs/metrics.md, made of the metrics' own descriptions: `python -m kvxfer.api.metrics_docs FILE`
-writes it."""
+"""The docs that are made from the code: `python -m kvxfer.cli.generated_docs docs` writes them."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
+from kvxfer.api.app import create_app
 from kvxfer.api.metrics import Metrics
+from kvxfer.api.settings import Settings
 from kvxfer.connectors.vllm.metrics import FAMILIES as VLLM_FAMILIES
 from kvxfer.metric_set import Family
 from kvxfer.router.metrics import Metrics as RouterMetrics
+from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.worker_metrics import WorkerMetrics
 
 if TYPE_CHECKING:
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 _HEAD: Final = """\
 # Metrics
 
-Every metric there is, made from the code by `python -m kvxfer.api.metrics_docs docs/metrics.md`.
+Every metric there is, made from the code by `python -m kvxfer.cli.generated_docs docs`.
 Names follow Prometheus' conventions: base units, `_total` for counters. Labels come from fixed
 sets; `code` is that of an error ([operations.md](operations.md#errors)). A histogram has
 `_bucket`, `_sum` and `_count`.
@@ -55,7 +58,7 @@ def families() -> dict[str, tuple[Family, ...]]:
     }
 
 
-def render() -> str:
+def metrics() -> str:
     """The text of docs/metrics.md."""
     parts = [_HEAD]
     for title, of_it in families().items():
@@ -72,7 +75,16 @@ def _table(of_it: Iterable[Family]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def openapi() -> str:
+    """The text of docs/openapi.json."""
+    # The key signs nothing here: only the routes are looked at.
+    app = create_app(Settings(cluster_key=bytes(16)), EmbeddedRegistry())
+    return json.dumps(app.openapi(), indent=2, ensure_ascii=False) + "\n"
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m kvxfer.api.metrics_docs FILE")
-    Path(sys.argv[1]).write_text(render(), encoding="utf-8")
+        sys.exit("usage: python -m kvxfer.cli.generated_docs FOLDER")
+    folder = Path(sys.argv[1])
+    for name, text in (("metrics.md", metrics()), ("openapi.json", openapi())):
+        (folder / name).write_text(text, encoding="utf-8")

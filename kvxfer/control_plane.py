@@ -1,4 +1,4 @@
-"""What a client shows to the control plane, and whom it trusts."""
+"""Where the control plane is, what a client shows to it, and whom the client trusts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import ssl
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import httpx2
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.watched_file import WatchedFile
+
+ENVIRONMENT: Final = "KVXFER_CONTROL_PLANE"
+DEFAULT_URL: Final = "http://127.0.0.1:8080"
+
+
+def control_plane_url(url: str | None) -> str:
+    """The one that is given, else that of the environment, else the usual one on this host."""
+    return (url or os.environ.get(ENVIRONMENT) or DEFAULT_URL).rstrip("/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,9 @@ from typing import Final
 from kvxfer.clock import Clock
 
 _MAX_CALLERS: Final = 10_000
+# Per client address: enough for a rotation that goes wrong, useless for guessing.
+WRONG_TOKENS_PER_SECOND: Final = 5
+WRONG_TOKENS_AT_ONCE: Final = 50
 
 
 class RateLimiter:
@@ -43,3 +46,8 @@ class RateLimiter:
 
     def __len__(self) -> int:
         return len(self._due)
+
+
+def wrong_tokens(clock: Clock) -> RateLimiter:
+    """The limit of a client address that sends tokens that are not known."""
+    return RateLimiter(WRONG_TOKENS_PER_SECOND, WRONG_TOKENS_AT_ONCE, clock)

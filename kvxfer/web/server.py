@@ -1,4 +1,4 @@
-"""The control plane, or a router, as a process: a bound socket, uvicorn on it, a graceful stop."""
+"""A control plane or a router as a process: a bound socket, uvicorn on it, a graceful stop."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Final
 import uvicorn
 from fastapi import FastAPI
 
-from kvxfer.api.tls import ServerTls
-from kvxfer.http_listener import BACKLOG, KEEP_ALIVE_SECONDS, url_of
+from kvxfer.web.listener import BACKLOG, KEEP_ALIVE_SECONDS, url_of
+from kvxfer.web.tls import ServerTls
 
 _STOP_SECONDS: Final = 5
 _TICKS_PER_TLS_CHECK: Final = 10  # uvicorn ticks every 0.1 s
 
 
-class ControlPlaneServer(uvicorn.Server):
+class Server(uvicorn.Server):
     """Serves one application on one bound socket.
 
     `announce` is called with the URL once connections are accepted. SIGTERM and SIGINT end `run`

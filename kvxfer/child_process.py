@@ -1,4 +1,4 @@
-"""Processes that the demo starts, watches, and always takes down again."""
+"""`kvxfer` commands that a process starts, watches, and always takes down again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LINE_LIMIT: Final = 1 << 20
 
 
 class ProcessFailed(KvxferError):
-    """A process that the demo started has exited, or did not become ready."""
+    """A `kvxfer` command that was started has exited, or did not become ready."""
 
     code = "process-failed"
 
@@ -49,7 +49,7 @@ class Child:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "kvxfer.demo.child",
+            "kvxfer.cli.child",
             str(os.getpid()),
             *self._arguments,
             env=self._environment,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from kvxfer.errors import InvalidArgument
-from kvxfer.kv.packing import Packing, packing_of
 
 Part: TypeAlias = Literal["K", "V", "KV"]
 HeadOrder: TypeAlias = Literal["NHD", "HND"]
@@ -26,6 +25,32 @@ ITEM_BYTES: Final[dict[str, int]] = {
 _MOST: Final = 1 << 16
 _MOST_RANKS: Final = 1024
 _LONGEST_NAME: Final = 32
+
+
+class Packing(NamedTuple):
+    """How K or V of one head of a block lies where an engine keeps it in an order of its own.
+
+    It has `rows` rows, in each of which every `tokens` tokens make a unit of
+    `head_size * tokens / rows` elements. Units are the same for every block size.
+    """
+
+    rows: int
+    tokens: int
+
+
+def packing_of(name: str, head_size: int) -> tuple[Packing, Packing] | None:
+    """Of K and of V, which follow each other; None where the order is not known by that name.
+
+    Both are of vLLM's CPU attention.
+
+    - `vec`: K is transposed, `[head_size, tokens]`; V is `[tokens, head_size]`
+    - `amx`: K is `[tokens / 16, 16 * head_size]`, V `[head_size / 16, tokens / 2, 16 * 2]`
+    """
+    if name == "vec":
+        return Packing(head_size, 1), Packing(1, 1)
+    if name == "amx":
+        return Packing(1, 16), Packing(head_size // 16, 2)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

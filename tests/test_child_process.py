@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.demo import children
-from kvxfer.demo.children import Child, ProcessFailed
+from kvxfer import child_process
+from kvxfer.child_process import Child, ProcessFailed
 
 pytestmark = pytest.mark.native
 
@@ -65,7 +65,7 @@ async def test_a_killed_child_is_reported_with_the_signal() -> None:
 
 
 async def test_a_child_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(child_process, "_STOP_SECONDS", 0.1)
     async with Child("control plane", SERVE, KEY) as child:
         await child.ready(60)
         os.kill(child.pid, signal.SIGSTOP)
