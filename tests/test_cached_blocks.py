@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 from kvxfer.cached_blocks import CachedBlocks
+from kvxfer.client import Registration
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import BlockUpdate, InstanceState, Role
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, chain_hashes, pack, unpack
-from kvxfer.registration import Registration
 from kvxfer.scheduler.prefix_index import merged
 from kvxfer.transfers import TransferRequest
 from tests.virtual_time import passes

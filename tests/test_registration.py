@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.client import ControlPlaneClient, Credentials
+from kvxfer.client import ControlPlaneClient, Credentials, Registration
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     Forbidden,
@@ -21,7 +21,6 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Change, ChangeCause, InstanceState, Load, Role
 from kvxfer.model_identity import ModelIdentity
-from kvxfer.registration import Registration
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.web.tokens import watch_tokens
 from tests.network import CONTROL_PLANE, Network

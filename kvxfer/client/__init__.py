@@ -12,19 +12,44 @@ or where doing it twice does no harm; never before the control plane wants to he
 While its registry is away the control plane tells what it last knew. `client.ask(call)`, with a
 call of `kvxfer.client.calls`, returns what the method of that name does and how old it is.
 
+`Registration` keeps a worker's place in the fleet while its block runs.
+
 Every method raises the error of `kvxfer.errors` that the control plane names,
 ControlPlaneUnavailable where nobody answers, and UntrustedCertificate where TLS fails.
 """
 
 from kvxfer.client.answers import Answer
 from kvxfer.client.clients import ControlPlaneClient, SyncControlPlaneClient
+from kvxfer.client.registration import Registration
 from kvxfer.control_plane import DEFAULT_URL, ENVIRONMENT, Credentials
+from kvxfer.instances import (
+    Change,
+    Instance,
+    InstanceSpec,
+    InstanceState,
+    Lease,
+    Load,
+    Role,
+    Snapshot,
+)
+from kvxfer.transfers import OpenedTransfer, Transfer
 
 __all__ = [
     "DEFAULT_URL",
     "ENVIRONMENT",
     "Answer",
+    "Change",
     "ControlPlaneClient",
     "Credentials",
+    "Instance",
+    "InstanceSpec",
+    "InstanceState",
+    "Lease",
+    "Load",
+    "OpenedTransfer",
+    "Registration",
+    "Role",
+    "Snapshot",
     "SyncControlPlaneClient",
+    "Transfer",
 ]

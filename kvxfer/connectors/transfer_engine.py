@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import httpx2
 
 from kvxfer.cached_blocks import CachedBlocks
-from kvxfer.client import ControlPlaneClient
+from kvxfer.client import ControlPlaneClient, Registration
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.connectors.api_watch import ApiWatch
 from kvxfer.engine import Engine
@@ -21,7 +21,6 @@ from kvxfer.instances import InstanceSpec, InstanceState, Load
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.rendezvous import OnOffer
-from kvxfer.registration import Registration
 from kvxfer.ticket import TicketKeys, as_ticket_keys
 from kvxfer.watched_file import WatchedFile
 

@@ -11,7 +11,7 @@ from kvxfer.clock import Clock
 from kvxfer.errors import DeadlineExceeded, EngineError, InvalidArgument, KvxferError, PeerLost
 from kvxfer.instances import Role
 from kvxfer.kv.identity import named, require_peer
-from kvxfer.kv.lost_workers import LostWorkers
+from kvxfer.kv.losses import LostWorkers
 from kvxfer.kv.pair import KvPair, hello_from
 from kvxfer.kv.ranks import sources
 

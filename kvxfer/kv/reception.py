@@ -20,7 +20,7 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Role
 from kvxfer.kv.identity import require_peer
-from kvxfer.kv.lost_offers import LostOffers
+from kvxfer.kv.losses import LostOffers
 from kvxfer.kv.messages import (
     Accepted,
     Cancel,

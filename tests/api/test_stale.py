@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 import httpx2
 import pytest
 
-from kvxfer.client import ControlPlaneClient
+from kvxfer.client import ControlPlaneClient, Registration
 from kvxfer.clock import SYSTEM_CLOCK
-from kvxfer.registration import Registration
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from verify.control_plane import RunningControlPlane, worker

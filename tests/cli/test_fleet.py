@@ -17,9 +17,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from kvxfer.client import ControlPlaneClient, SyncControlPlaneClient
+from kvxfer.client import ControlPlaneClient, Registration, SyncControlPlaneClient
 from kvxfer.instances import Instance, InstanceState, Load, Role, Snapshot
-from kvxfer.registration import Registration
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy
 from kvxfer.web.tokens import watch_tokens

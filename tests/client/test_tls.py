@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 from cryptography.x509 import load_der_x509_certificate
 
-from kvxfer.client import ControlPlaneClient, Credentials, SyncControlPlaneClient
+from kvxfer.client import ControlPlaneClient, Credentials, Registration, SyncControlPlaneClient
 from kvxfer.errors import (
     ControlPlaneError,
     ControlPlaneUnavailable,
     InvalidArgument,
     UntrustedCertificate,
 )
-from kvxfer.registration import Registration
 from kvxfer.web.tls import ServerTls
 from verify.certificates import Certificates, issue, make_certificates
 from verify.control_plane import RunningControlPlane, worker

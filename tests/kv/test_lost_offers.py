@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvxfer.errors import PeerLost, TransferCancelled
-from kvxfer.kv.lost_offers import LostOffers
+from kvxfer.kv.losses import LostOffers
 from kvxfer.kv.messages import Release
 from kvxfer.kv.pair import KvPair
 from kvxfer.ticket import Ticket, verify_ticket

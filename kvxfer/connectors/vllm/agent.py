@@ -13,6 +13,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from kvxfer.cached_blocks import CachedBlocks
+from kvxfer.client import Registration
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.connectors.api_watch import ApiWatch
 from kvxfer.connectors.cores import leave_openmp_cores
@@ -29,7 +30,6 @@ from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.versions import VERSIONS
 from kvxfer.load_meter import LoadMeter
 from kvxfer.model_identity import ModelIdentity
-from kvxfer.registration import Registration
 from kvxfer.tracing.setup import tracing
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from kvxfer.connectors.vllm.connector import KvxferConnector
 from kvxfer.errors import InvalidArgument
 
+__all__ = ["set_weights_version"]
+
 
 def set_weights_version(_worker: Any, version: int) -> None:
     """Tells the control plane and every peer that the weights are of another version: call it on

@@ -16,15 +16,11 @@ from typing import Final
 import torch
 
 from kvxfer.checkpoint_digest import digest_of_folder
-from kvxfer.client import ControlPlaneClient, Credentials
+from kvxfer.client import ControlPlaneClient, Credentials, Registration
 from kvxfer.errors import InvalidArgument
 from kvxfer.instances import InstanceSpec, InstanceState, Role
-from kvxfer.kv.block_pool import BlockPool
-from kvxfer.kv.cache import KvCache
-from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvLayout, ModelIdentity
 from kvxfer.kv.versions import VERSIONS
-from kvxfer.layout import KvLayout
-from kvxfer.model_identity import ModelIdentity
 from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.runner import BLOCK_SIZE, SEED, ModelRunner, load_model
@@ -33,7 +29,6 @@ from kvxfer.reference.worker.compute import ComputeThread
 from kvxfer.reference.worker.http_server import HttpServer
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.service import WorkerService
-from kvxfer.registration import Registration
 from kvxfer.ticket import TicketKeys
 from kvxfer.tracing.setup import tracing
 from kvxfer.watched_file import WatchedFile

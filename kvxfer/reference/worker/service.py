@@ -14,10 +14,7 @@ from typing import Literal
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.instances import Load, Role
-from kvxfer.kv.block_pool import BlockPool
-from kvxfer.kv.cache import KvCache
-from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.prefill_session import PrefillSession
+from kvxfer.kv import BlockPool, KvCache, KvEndpoint, PrefillSession
 from kvxfer.load_meter import LoadMeter
 from kvxfer.prompt_digest import prompt_digest
 from kvxfer.reference.runner import ModelRunner

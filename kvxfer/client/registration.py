@@ -14,7 +14,8 @@ from typing import Final, Self
 from msgspec.structs import replace
 
 from kvxfer.cached_blocks import CachedBlocks
-from kvxfer.client import ControlPlaneClient, calls
+from kvxfer.client import calls
+from kvxfer.client.clients import ControlPlaneClient
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import (
     ControlPlaneUnavailable,

@@ -1,4 +1,5 @@
-"""Which workers were lost, and when: what a request that comes later has to know."""
+"""What was lost with a connection: workers, of which later requests hear, and OFFERs, of which
+prefill is told over another connection."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from typing import Final, TypeAlias
 
 from kvxfer.clock import Clock
 from kvxfer.errors import KvxferError, without_traceback
+from kvxfer.kv.messages import Release
+from kvxfer.ticket import Ticket
 
 MAX_REMEMBERED: Final = 1024
 
@@ -41,3 +44,28 @@ class LostWorkers:
         # By the clock of now, which may have been set since.
         issued = self._clock.monotonic() - (self._clock.unix() - issued_at)
         return {rank: error for rank, (at, error) in losses.items() if at >= issued}
+
+
+class LostOffers:
+    """Decode's OFFERs that prefill may not have heard of. Each is kept until its ticket expires, as
+    no connection is sure to last until prefill has heard. Loop only."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._releases: dict[str, tuple[str, float, Release]] = {}  # by transfer
+
+    def add(self, engine_id: str, ticket: Ticket, token: str, reason: str) -> None:
+        """Whether prefill, which is this engine, has heard of the OFFER is not known."""
+        now = self._clock.unix()
+        self._releases = {of: kept for of, kept in self._releases.items() if kept[1] > now}
+        release = Release(ticket.transfer_id, token, reason)
+        self._releases[ticket.transfer_id] = engine_id, ticket.expires_at, release
+
+    def of(self, engine_id: str) -> list[Release]:
+        """What an engine is to be told."""
+        now = self._clock.unix()
+        return [
+            release
+            for prefill, expires_at, release in self._releases.values()
+            if prefill == engine_id and expires_at > now
+        ]

@@ -1,0 +1,57 @@
+"""What documents import is public, and what is public is there and says what it is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = ("kvxfer", "kvxfer.client", "kvxfer.kv")
+# It imports vLLM.
+READ_ONLY = ("kvxfer.connectors.vllm.weights",)
+IMPORTS = [
+    pytest.param(module, name, id=f"{path.name}: {module}.{name}")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for module, names in re.findall(
+        r"^from (kvxfer[\w.]*) import ([\w, ]+)$", path.read_text(), re.MULTILINE
+    )
+    for name in names.split(", ")
+]
+NAMES = [
+    pytest.param(module, name, id=f"{module}.{name}")
+    for module in PUBLIC
+    for name in importlib.import_module(module).__all__
+]
+
+
+def exported(module: str) -> list[str]:
+    if module in PUBLIC:
+        return importlib.import_module(module).__all__
+    assert module in READ_ONLY, f"{module} is not public: {', '.join(PUBLIC + READ_ONLY)}"
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(Path(spec.origin).read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return names
+
+
+@pytest.mark.parametrize(("module", "name"), IMPORTS)
+def test_documents_import_public_names(module: str, name: str) -> None:
+    assert name in exported(module)
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_a_public_name_is_there_and_described(module: str, name: str) -> None:
+    value = getattr(importlib.import_module(module), name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        own = inspect.getdoc(value) or ""
+        assert own and not own.startswith(f"{name}(")  # what dataclasses make themselves
