@@ -10,7 +10,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvxfer.errors import AuthenticationFailed, TicketInvalid, UnknownRegion
-from kvxfer.kv.transfer_counts import SECONDS
+from kvxfer.kv.counts import SECONDS
 from kvxfer.metric_set import Family, MetricSet, Samples
 
 if TYPE_CHECKING:

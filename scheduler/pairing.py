@@ -10,8 +10,8 @@ from typing import Final
 
 from kvxfer.errors import LayoutMismatch, NoCapacity, PromptTooLong
 from kvxfer.instances import Instance, InstanceState, Role
+from kvxfer.kv.messages import require_common_version
 from kvxfer.kv.ranks import require_mappable, sources, targets
-from kvxfer.kv.versions import require_common_version
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity, require_same_model
 from kvxfer.scheduler.scoring import available_blocks, occupancy

@@ -8,8 +8,8 @@ from typing import Self
 
 import numpy as np
 
-from kvxfer.kv.block_ids import ABSENT
 from kvxfer.kv.block_pool import BlockIds, BlockState
+from kvxfer.kv.blocks import ABSENT
 
 
 class EngineBlocks:

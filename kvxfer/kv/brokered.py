@@ -22,13 +22,13 @@ from kvxfer.errors import (
     UnknownTransfer,
 )
 from kvxfer.instances import Role
+from kvxfer.kv.admission import require_peer
 from kvxfer.kv.block_table import BlockTable, sign_block_table, verify_block_table
-from kvxfer.kv.identity import require_peer
 from kvxfer.kv.messages import Expect
 
 if TYPE_CHECKING:
+    from kvxfer.kv.admission import Identity
     from kvxfer.kv.decode_session import DecodeSession
-    from kvxfer.kv.identity import Identity
     from kvxfer.kv.pairs import Pairs
     from kvxfer.kv.prefill_session import PrefillSession
     from kvxfer.kv.rendezvous import Rendezvous

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvxfer.errors import ChecksumMismatch, ProtocolError
-from kvxfer.kv.block_ids import by_group
+from kvxfer.kv.blocks import by_group
 from kvxfer.kv.plan import blocks_match
 
 if TYPE_CHECKING:

@@ -16,19 +16,18 @@ from kvxfer.errors import (
     ProtocolError,
     TransferCancelled,
 )
-from kvxfer.kv.block_ids import by_group, pack_block_table
 from kvxfer.kv.block_pool import BlockState
+from kvxfer.kv.blocks import by_group, pack_block_table
 from kvxfer.kv.checksum import verify
-from kvxfer.kv.lease import Lease
 from kvxfer.kv.messages import Offer
 from kvxfer.kv.ranks import targets
-from kvxfer.kv.session_state import DecodeEvent, DecodeState, why_left
+from kvxfer.kv.session_state import DecodeEvent, DecodeState, Lease, why_left
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from kvxfer.kv.block_owners import HeldBlocks, TargetBlocks
+    from kvxfer.kv.blocks import HeldBlocks, TargetBlocks
     from kvxfer.kv.cache import KvCache
     from kvxfer.kv.inbound import Inbound
     from kvxfer.ticket import Ticket

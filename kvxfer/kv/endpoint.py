@@ -16,22 +16,18 @@ from kvxfer.errors import (
     TicketInvalid,
 )
 from kvxfer.instances import Role
+from kvxfer.kv.admission import Identity, Side, TransferLedger
 from kvxfer.kv.brokered import BlockTables, Brokered
+from kvxfer.kv.counts import Refusals, TrafficMeter, TransferCounts
 from kvxfer.kv.decode_session import DecodeSession
-from kvxfer.kv.expectations import Expectations
-from kvxfer.kv.first_rank import follow_first_rank
-from kvxfer.kv.identity import Identity, Side
 from kvxfer.kv.inbound import Inbound
 from kvxfer.kv.messages import Keep, Release
 from kvxfer.kv.pair import KvPair, grant_ranges
-from kvxfer.kv.pairs import Pairs
+from kvxfer.kv.pairs import Pairs, follow_first_rank
 from kvxfer.kv.ranks import sources, targets
 from kvxfer.kv.reception import Reception
-from kvxfer.kv.refusals import Refusals
 from kvxfer.kv.rendezvous import OnOffer, Rendezvous
-from kvxfer.kv.traffic_meter import TrafficMeter
-from kvxfer.kv.transfer_counts import TransferCounts
-from kvxfer.kv.transfer_ledger import TransferLedger
+from kvxfer.kv.waiting import Expectations
 from kvxfer.tracing.span import child
 
 if TYPE_CHECKING:
@@ -40,11 +36,11 @@ if TYPE_CHECKING:
 
     from kvxfer.engine import Engine, Peer
     from kvxfer.instances import Traffic
-    from kvxfer.kv.block_owners import SourceBlocks, TargetBlocks
     from kvxfer.kv.block_pool import BlockPool, BlockState
+    from kvxfer.kv.blocks import SourceBlocks, TargetBlocks
     from kvxfer.kv.cache import KvCache
+    from kvxfer.kv.counts import Direction
     from kvxfer.kv.prefill_session import PrefillSession
-    from kvxfer.kv.transfer_counts import Direction
     from kvxfer.layout import KvLayout
     from kvxfer.model_identity import ModelIdentity
     from kvxfer.ticket import Ticket, TicketKeys

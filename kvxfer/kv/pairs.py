@@ -1,24 +1,26 @@
-"""The connected peers of an endpoint, and how they are met."""
+"""The connected peers of an endpoint, and how they are met; how the ranks of an instance learn its
+epoch: from the HELLOs of its first rank, which registers it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvxfer.clock import Clock
 from kvxfer.errors import DeadlineExceeded, EngineError, InvalidArgument, KvxferError, PeerLost
 from kvxfer.instances import Role
-from kvxfer.kv.identity import named, require_peer
-from kvxfer.kv.losses import LostWorkers
+from kvxfer.kv.admission import named, require_peer
+from kvxfer.kv.messages import Hello
 from kvxfer.kv.pair import KvPair, hello_from
 from kvxfer.kv.ranks import sources
+from kvxfer.kv.waiting import LostWorkers
 
 if TYPE_CHECKING:
     from kvxfer.engine import Engine, Peer
+    from kvxfer.kv.admission import Identity
     from kvxfer.kv.cache import KvCache
-    from kvxfer.kv.identity import Identity
     from kvxfer.ticket import Ticket
 
 
@@ -168,3 +170,45 @@ class Pairs:
         # A peer that is lost by now is reported through peer_lost().
         with contextlib.suppress(EngineError):
             pair.send(hello_from(self._cache, self._identity, checksums=self._checksums))
+
+
+_REGISTRATION_SECONDS: Final = 60.0
+
+
+async def follow_first_rank(
+    pairs: Pairs, identity: Identity, address: str, set_epoch: Callable[[int], None]
+) -> Peer:
+    """Takes the epoch of the first rank, whose engine is at `address`, and each later one while the
+    connection lasts. Returns when it has one.
+
+    Raises as Pairs.meet(), InvalidArgument where another instance is there, and DeadlineExceeded
+    where the first rank is not registered within a minute.
+    """
+    pair = await pairs.meet(address)
+    if pair.hello.instance_id != identity.instance_id:
+        raise InvalidArgument(
+            f"the engine at {address} is of instance {pair.hello.instance_id!r}, not of "
+            f"{identity.instance_id!r}; pass the address of this instance's first rank"
+        )
+    known = asyncio.Event()
+
+    def take(hello: Hello) -> None:
+        if hello.epoch:
+            known.set()
+        if hello.epoch > identity.epoch:
+            set_epoch(hello.epoch)
+
+    pair.on_hello = take
+    take(pair.hello)
+    pair.peer.on_lost(lambda _: known.set())
+    try:
+        async with asyncio.timeout(_REGISTRATION_SECONDS):
+            await known.wait()
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the first rank of {identity.instance_id!r}, at {address}, was not registered within "
+            f"{_REGISTRATION_SECONDS:g} s"
+        ) from None
+    if pair.peer.error is not None:
+        raise pair.peer.error
+    return pair.peer

@@ -22,16 +22,15 @@ from kvxfer.errors import (
     TransferCancelled,
 )
 from kvxfer.instances import Role
-from kvxfer.kv.block_ids import by_group
-from kvxfer.kv.identity import named
-from kvxfer.kv.lease import Lease
+from kvxfer.kv.admission import named
+from kvxfer.kv.blocks import by_group
 from kvxfer.kv.messages import MAX_TAIL_BYTES, Cancel, Cancelled, Offer
-from kvxfer.kv.outbound import Outbound
+from kvxfer.kv.outbound import Outbound, SendSpans
 from kvxfer.kv.plan import blocks_match
 from kvxfer.kv.ranks import targets
-from kvxfer.kv.send_spans import SendSpans
 from kvxfer.kv.session_state import (
     PREFILL_TRANSITIONS,
+    Lease,
     PrefillEvent,
     PrefillState,
     StateMachine,
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from kvxfer.engine import Operation, WatchFor
-    from kvxfer.kv.block_owners import SourceBlocks
     from kvxfer.kv.block_pool import BlockIds
+    from kvxfer.kv.blocks import SourceBlocks
     from kvxfer.kv.pair import KvPair
     from kvxfer.layout import KvLayout
     from kvxfer.ticket import Ticket

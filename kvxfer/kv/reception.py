@@ -19,8 +19,7 @@ from kvxfer.errors import (
     by_code,
 )
 from kvxfer.instances import Role
-from kvxfer.kv.identity import require_peer
-from kvxfer.kv.losses import LostOffers
+from kvxfer.kv.admission import require_peer
 from kvxfer.kv.messages import (
     Accepted,
     Cancel,
@@ -34,16 +33,16 @@ from kvxfer.kv.messages import (
     Release,
     decode,
 )
+from kvxfer.kv.waiting import LostOffers
 
 if TYPE_CHECKING:
     from kvxfer.engine import Peer
-    from kvxfer.kv.expectations import Expectations
-    from kvxfer.kv.identity import Identity
+    from kvxfer.kv.admission import Identity
+    from kvxfer.kv.counts import Refusals, TransferCounts
     from kvxfer.kv.pair import KvPair
     from kvxfer.kv.pairs import Pairs
-    from kvxfer.kv.refusals import Refusals
     from kvxfer.kv.rendezvous import Rendezvous
-    from kvxfer.kv.transfer_counts import TransferCounts
+    from kvxfer.kv.waiting import Expectations
     from kvxfer.ticket import Ticket
 
 logger = logging.getLogger(__name__)

@@ -18,16 +18,16 @@ from kvxfer.errors import (
     TransferCancelled,
 )
 from kvxfer.instances import Role
-from kvxfer.kv.block_ids import unpack_block_table
-from kvxfer.kv.early_offers import EarlyOffer, EarlyOffers
+from kvxfer.kv.blocks import unpack_block_table
 from kvxfer.kv.messages import Cancelled, Offer, Refused
 from kvxfer.kv.prefill_session import PrefillSession
+from kvxfer.kv.waiting import EarlyOffer, EarlyOffers
 
 if TYPE_CHECKING:
-    from kvxfer.kv.block_owners import SourceBlocks
+    from kvxfer.kv.admission import TransferLedger
+    from kvxfer.kv.blocks import SourceBlocks
+    from kvxfer.kv.counts import Refusals
     from kvxfer.kv.pair import KvPair
-    from kvxfer.kv.refusals import Refusals
-    from kvxfer.kv.transfer_ledger import TransferLedger
     from kvxfer.layout import KvLayout
     from kvxfer.ticket import Ticket
     from kvxfer.tracing.span import Span

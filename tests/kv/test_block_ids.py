@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import InvalidArgument
-from kvxfer.kv.block_ids import ABSENT, by_group, pack_block_table, unpack_block_table
+from kvxfer.kv.blocks import ABSENT, by_group, pack_block_table, unpack_block_table
 
 from .workers import GROUPED, LAYOUT
 

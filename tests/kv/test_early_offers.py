@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import Backpressure
-from kvxfer.kv.early_offers import EarlyOffer, EarlyOffers
 from kvxfer.kv.messages import Offer
+from kvxfer.kv.waiting import EarlyOffer, EarlyOffers
 from tests.virtual_time import loop_clock, passes
 
 BLOCKS = np.array([1, 2], dtype=np.int32)

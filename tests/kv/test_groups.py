@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.connectors.engine_blocks import EngineBlocks
 from kvxfer.errors import InvalidArgument, LayoutMismatch, ProtocolError, TransferCancelled
-from kvxfer.kv.block_ids import ABSENT
+from kvxfer.kv.blocks import ABSENT
 from kvxfer.kv.pair import grant_ranges
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.layout import KvLayout

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvxfer.errors import InvalidArgument
-from kvxfer.kv.lease import Lease
+from kvxfer.kv.session_state import Lease
 from tests.virtual_time import loop_clock, passes
 
 

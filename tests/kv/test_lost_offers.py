@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from kvxfer.errors import PeerLost, TransferCancelled
-from kvxfer.kv.losses import LostOffers
 from kvxfer.kv.messages import Release
 from kvxfer.kv.pair import KvPair
+from kvxfer.kv.waiting import LostOffers
 from kvxfer.ticket import Ticket, verify_ticket
 from tests.virtual_time import VirtualClock
 from verify.polling import PATIENCE, eventually

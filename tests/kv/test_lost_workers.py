@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from kvxfer.errors import PeerLost, PeerTimeout
-from kvxfer.kv.losses import LostWorkers
+from kvxfer.kv.waiting import LostWorkers
 from tests.virtual_time import VirtualClock
 
 

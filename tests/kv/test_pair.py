@@ -9,8 +9,8 @@ import pytest
 
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.errors import PeerLost, ProtocolError
+from kvxfer.kv.admission import Identity
 from kvxfer.kv.cache import KvCache
-from kvxfer.kv.identity import Identity
 from kvxfer.kv.messages import Hello, encode
 from kvxfer.kv.pair import KvPair, check_hello, grant_ranges, hello_from
 from kvxfer.kv.plan import plan_transfer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvxfer.instances import Traffic
-from kvxfer.kv.traffic_meter import TrafficMeter
+from kvxfer.kv.counts import TrafficMeter
 from tests.virtual_time import VirtualClock
 
 

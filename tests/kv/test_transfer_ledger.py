@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 
 from kvxfer.errors import TicketExpired, TicketInvalid, TransferCancelled
-from kvxfer.kv.messages import Hello
-from kvxfer.kv.transfer_ledger import TransferLedger
-from kvxfer.kv.versions import OLDEST
+from kvxfer.kv.admission import TransferLedger
+from kvxfer.kv.messages import OLDEST, Hello
 from kvxfer.layout import KvLayout
 from kvxfer.ticket import Ticket
 from tests.virtual_time import VirtualClock

@@ -16,6 +16,7 @@ import msgspec
 
 from kvxfer.engine import Engine, Peer
 from kvxfer.kv.messages import (
+    OLDEST,
     Cancel,
     Done,
     Expect,
@@ -26,7 +27,6 @@ from kvxfer.kv.messages import (
     decode,
     encode,
 )
-from kvxfer.kv.versions import OLDEST
 
 from .attack import Attack, Tried
 from .pair import Pair

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvxfer.kv.block_ids import ABSENT
 from kvxfer.kv.block_pool import BlockIds
+from kvxfer.kv.blocks import ABSENT
 from kvxfer.kv.cache import KvCache, _blocks_of
 from kvxfer.layout import KvLayout
 

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from unittest import mock
 
+from kvxfer.kv.admission import Identity
 from kvxfer.kv.decode_session import DecodeSession
-from kvxfer.kv.identity import Identity
 from kvxfer.kv.inbound import Inbound
-from kvxfer.kv.lease import Lease
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.kv.reception import Reception
 from kvxfer.kv.rendezvous import Rendezvous
-from kvxfer.kv.session_state import DecodeEvent
+from kvxfer.kv.session_state import DecodeEvent, Lease
 
 
 @dataclass(frozen=True)

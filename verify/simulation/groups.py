@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvxfer.kv.block_ids import ABSENT
 from kvxfer.kv.block_pool import BlockIds, BlockPin, BlockState
+from kvxfer.kv.blocks import ABSENT
 from kvxfer.layout import KvLayout
 
 

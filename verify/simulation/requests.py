@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.errors import BlockPoolExhausted, ChecksumMismatch, KvxferError, LeaseExpired
 from kvxfer.instances import Role
-from kvxfer.kv.block_ids import by_group
+from kvxfer.kv.blocks import by_group
 from kvxfer.kv.session_state import DecodeState, PrefillState
 from kvxfer.ticket import Ticket
 

@@ -32,7 +32,7 @@ from kvxfer.connectors.sglang.rooms import Room
 from kvxfer.connectors.sglang.settings import BackendSettings
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.instances import InstanceSpec, Role
-from kvxfer.kv.versions import VERSIONS
+from kvxfer.kv.messages import VERSIONS
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.prompt_digest import prompt_digest
 

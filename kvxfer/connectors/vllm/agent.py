@@ -27,7 +27,7 @@ from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.instances import InstanceSpec, Load, Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.versions import VERSIONS
+from kvxfer.kv.messages import VERSIONS
 from kvxfer.load_meter import LoadMeter
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.tracing.setup import tracing

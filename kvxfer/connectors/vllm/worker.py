@@ -20,8 +20,8 @@ from kvxfer.connectors.vllm.kv_events import CacheChanges
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK, BlockTable
 from kvxfer.errors import EngineClosed, InvalidArgument, KvxferError, TransferCancelled
-from kvxfer.kv.block_ids import ABSENT
 from kvxfer.kv.block_pool import BlockIds
+from kvxfer.kv.blocks import ABSENT
 from kvxfer.kv.prefill_session import PrefillSession
 
 logger = logging.getLogger(__name__)

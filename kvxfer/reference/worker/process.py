@@ -20,7 +20,7 @@ from kvxfer.client import ControlPlaneClient, Credentials, Registration
 from kvxfer.errors import InvalidArgument
 from kvxfer.instances import InstanceSpec, InstanceState, Role
 from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvLayout, ModelIdentity
-from kvxfer.kv.versions import VERSIONS
+from kvxfer.kv.messages import VERSIONS
 from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.runner import BLOCK_SIZE, SEED, ModelRunner, load_model

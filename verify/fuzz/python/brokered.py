@@ -29,7 +29,7 @@ from verify.fuzz.python.scene import KEY, LAYOUT, Scene, World, play
 
 DECODERS = {
     "kvxfer/kv/brokered.py": None,
-    "kvxfer/kv/expectations.py": ["Expectations.[!_]*", "Expectations._forget_expired"],
+    "kvxfer/kv/waiting.py": ["Expectations.[!_]*", "Expectations._forget_expired"],
     "kvxfer/client/calls.py": ["put_block_table", "block_table", "_block_table"],
     "api/schemas/block_tables.py": ["_is_base64", "BlockTable.record"],
 }

@@ -17,7 +17,7 @@ DECODERS = {
     "kvxfer/kv/inbound.py": None,
     "kvxfer/kv/checksum.py": ["verify"],
     "kvxfer/kv/rendezvous.py": ["Rendezvous.offer", "Rendezvous.release", "Rendezvous.keep"],
-    "kvxfer/kv/expectations.py": ["Expectations.expect", "Expectations.cancel"],
+    "kvxfer/kv/waiting.py": ["Expectations.expect", "Expectations.cancel"],
     "kvxfer/kv/pair.py": ["KvPair.greet", "KvPair.hello", "check_hello"],
 }
 

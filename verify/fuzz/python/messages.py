@@ -6,7 +6,7 @@ import contextlib
 
 from kvxfer.engine import pool_wire
 from kvxfer.errors import InvalidArgument, LayoutMismatch, ProtocolError
-from kvxfer.kv.block_ids import pack_block_table, unpack_block_table
+from kvxfer.kv.blocks import pack_block_table, unpack_block_table
 from kvxfer.kv.messages import Hello, decode, encode
 from kvxfer.kv.pair import check_hello
 from kvxfer.kv.plan import plan_transfer
@@ -16,9 +16,9 @@ from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
 from verify.fuzz.python.choices import Choices
 
 DECODERS = {
-    "kvxfer/kv/messages.py": None,
+    "kvxfer/kv/messages.py": ["encode", "decode", "Hello.versions"],
     "kvxfer/engine/pool_wire.py": None,
-    "kvxfer/kv/block_ids.py": ["unpack_block_table"],
+    "kvxfer/kv/blocks.py": ["unpack_block_table"],
     "kvxfer/kv/pair.py": ["check_hello"],
     "kvxfer/layout.py": ["KvLayout.__post_init__", "KvLayout._require_*"],
     "kvxfer/kv/ranks.py": ["require_mappable"],

@@ -22,6 +22,7 @@ from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.messages import (
+    OLDEST,
     Accepted,
     Cancel,
     Cancelled,
@@ -37,7 +38,6 @@ from kvxfer.kv.messages import (
     decode,
     encode,
 )
-from kvxfer.kv.versions import OLDEST
 from kvxfer.layout import KvLayout
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.fuzz.python.choices import Choices

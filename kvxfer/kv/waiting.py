@@ -1,0 +1,280 @@
+"""What waits for its other half: offers for their prefill request, EXPECTs and decode requests of
+brokered transfers for each other; and what requests and peers that come later have to know of lost
+connections."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from kvxfer.clock import Clock
+from kvxfer.errors import (
+    Backpressure,
+    KvxferError,
+    LeaseExpired,
+    TicketInvalid,
+    TransferCancelled,
+    without_traceback,
+)
+from kvxfer.kv.block_pool import BlockIds
+from kvxfer.kv.lease import Lease
+from kvxfer.kv.messages import Offer, Release
+from kvxfer.kv.pair import KvPair
+from kvxfer.ticket import Ticket
+
+if TYPE_CHECKING:
+    from kvxfer.kv.pair import KvPair
+    from kvxfer.ticket import Ticket
+
+
+_LEAST_SECONDS: Final = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyOffer:
+    """A verified OFFER, its unpacked block table, the time that decode gave it, and that until no
+    request can come with its ticket."""
+
+    pair: KvPair
+    offer: Offer
+    blocks: BlockIds
+    lease: Lease
+    ticket: Lease
+
+    def end(self) -> None:
+        """It waits no longer."""
+        self.lease.end()
+        self.ticket.end()
+
+
+class EarlyOffers:
+    """Keeps offers until their request comes, their lease ends or their ticket expires. Loop
+    only."""
+
+    def __init__(self, max_per_peer: int, clock: Clock) -> None:
+        self._max_per_peer = max_per_peer
+        self._clock = clock
+        # By transfer, and the ranks of decode in it.
+        self._offers: dict[str, dict[KvPair, EarlyOffer]] = {}
+        self._per_peer: collections.Counter[KvPair] = collections.Counter()
+
+    def __len__(self) -> int:
+        return self._per_peer.total()
+
+    def keep(
+        self,
+        pair: KvPair,
+        offer: Offer,
+        blocks: BlockIds,
+        expires_at: float,
+        *,
+        lease_over: Callable[[EarlyOffer], None],
+        ticket_expired: Callable[[EarlyOffer], None],
+    ) -> None:
+        """Keeps an offer whose ticket expires at this time; one of both is called with it, no
+        longer kept, when its lease ends or its ticket has expired.
+
+        Raises Backpressure where the peer has too many waiting.
+        """
+        if self._per_peer[pair] >= self._max_per_peer:
+            raise Backpressure(
+                f"transfer {offer.transfer_id}: {self._max_per_peer} offers of this decode worker "
+                "wait for their prefill requests already; send requests to prefill first"
+            )
+
+        def remove() -> EarlyOffer:
+            early = self._remove(offer.transfer_id, pair)
+            early.end()
+            return early
+
+        lease = Lease(offer.lease_seconds, lambda: lease_over(remove()), self._clock)
+        left = max(expires_at - self._clock.unix(), _LEAST_SECONDS)
+        ticket = Lease(left, lambda: ticket_expired(remove()), self._clock)
+        early = EarlyOffer(pair, offer, blocks, lease, ticket)
+        self._offers.setdefault(offer.transfer_id, {})[pair] = early
+        self._per_peer[pair] += 1
+
+    def has(self, transfer_id: str, pair: KvPair) -> bool:
+        """Whether one of the transfer's offers is of this peer."""
+        return pair in self._offers.get(transfer_id, ())
+
+    def take(self, transfer_id: str) -> list[EarlyOffer]:
+        """Removes and returns the offers of a transfer, which are still to be ended."""
+        return [self._remove(transfer_id, pair) for pair in list(self._offers.get(transfer_id, ()))]
+
+    def take_all(self, pair: KvPair | None = None) -> list[EarlyOffer]:
+        """Removes and returns the offers of one peer, or of all."""
+        found = [
+            (transfer_id, peer)
+            for transfer_id, by_peer in self._offers.items()
+            for peer in by_peer
+            if pair is None or peer is pair
+        ]
+        return [self._remove(transfer_id, peer) for transfer_id, peer in found]
+
+    def _remove(self, transfer_id: str, pair: KvPair) -> EarlyOffer:
+        by_peer = self._offers[transfer_id]
+        early = by_peer.pop(pair)
+        if not by_peer:
+            del self._offers[transfer_id]
+        self._per_peer[pair] -= 1
+        if not self._per_peer[pair]:
+            del self._per_peer[pair]
+        return early
+
+
+@dataclass(slots=True)
+class _Expected:
+    """A prefill worker waits for the OFFER, over this connection; with an error it did."""
+
+    ticket: Ticket
+    pair: KvPair
+    error: KvxferError | None = None
+
+
+class Expectations:
+    """The decode side of an endpoint before there is a session. Loop only.
+
+    What came is remembered until its ticket expires, also where prefill has given up or is lost
+    meanwhile: so decode is told at once, and may come again where it found no free blocks.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._expected: dict[str, _Expected] = {}
+        self._waiting: dict[str, asyncio.Future[_Expected]] = {}
+
+    def __len__(self) -> int:
+        """How many decode requests wait."""
+        return len(self._waiting)
+
+    def expect(self, ticket: Ticket, pair: KvPair) -> None:
+        """An EXPECT whose ticket is verified has come."""
+        self._forget_expired()
+        expected = self._expected[ticket.transfer_id] = _Expected(ticket, pair)
+        waiting = self._waiting.get(ticket.transfer_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(expected)
+
+    def cancel(self, pair: KvPair, transfer_id: str, reason: str) -> None:
+        """Prefill gives a transfer up that has no session here."""
+        expected = self._expected.get(transfer_id)
+        if expected is not None and expected.pair is pair:
+            expected.error = TransferCancelled(
+                f"transfer {transfer_id}: cancelled by prefill worker "
+                f"{expected.ticket.prefill_id!r}: {reason}"
+            )
+
+    def drop(self, pair: KvPair, error: KvxferError) -> None:
+        """The prefill worker is gone."""
+        for expected in self._expected.values():
+            if expected.pair is pair:
+                expected.error = expected.error or error
+
+    def close(self, error: KvxferError) -> None:
+        """Nobody is waited for any longer."""
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+
+    async def prefill_of(self, ticket: Ticket, seconds: float) -> KvPair:
+        """The connection of a ticket's prefill worker, once that waits for the OFFER.
+
+        Raises LeaseExpired after `seconds`, TicketInvalid where somebody waits under this ticket
+        already, and why prefill has given up or is gone.
+        """
+        transfer_id = ticket.transfer_id
+        if transfer_id in self._waiting:
+            raise TicketInvalid(
+                f"the ticket of transfer {transfer_id} is in use: another decode request waits for "
+                "its prefill worker; ask the control plane for a new one"
+            )
+        expected = self._expected.get(transfer_id)
+        if expected is None:
+            waiting = self._waiting[transfer_id] = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(seconds):
+                    expected = await waiting
+            except TimeoutError:
+                raise LeaseExpired(
+                    f"transfer {transfer_id}: prefill worker {ticket.prefill_id!r} did not ask for "
+                    f"an offer within {seconds:g} s; send it the request too, with a brokered "
+                    "handshake and the address of this engine"
+                ) from None
+            finally:
+                del self._waiting[transfer_id]
+        if expected.error is not None:
+            raise expected.error
+        return expected.pair
+
+    def _forget_expired(self) -> None:
+        now = self._clock.unix()
+        while self._expected:
+            transfer_id, oldest = next(iter(self._expected.items()))
+            if oldest.ticket.expires_at > now:
+                return
+            del self._expected[transfer_id]
+
+
+MAX_REMEMBERED: Final = 1024
+
+Worker: TypeAlias = tuple[str, int]
+"""Instance id and epoch."""
+
+
+class LostWorkers:
+    """The last loss of each rank of so many workers; the one that was lost longest ago is forgotten
+    first. Loop only."""
+
+    def __init__(self, clock: Clock, max_remembered: int = MAX_REMEMBERED) -> None:
+        self._clock = clock
+        self._max_remembered = max_remembered
+        self._losses: dict[Worker, dict[int, tuple[float, KvxferError]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    def add(self, worker: Worker, rank: int, error: KvxferError) -> None:
+        """The connection to a rank has ended now."""
+        losses = self._losses.pop(worker, {})
+        losses[rank] = self._clock.monotonic(), without_traceback(error)
+        self._losses[worker] = losses
+        if len(self._losses) > self._max_remembered:
+            del self._losses[next(iter(self._losses))]
+
+    def since(self, worker: Worker, issued_at: float) -> dict[int, KvxferError]:
+        """Why ranks were lost after a ticket was issued; none where it does not say when."""
+        if not issued_at:
+            return {}
+        losses = self._losses.get(worker, {})
+        # By the clock of now, which may have been set since.
+        issued = self._clock.monotonic() - (self._clock.unix() - issued_at)
+        return {rank: error for rank, (at, error) in losses.items() if at >= issued}
+
+
+class LostOffers:
+    """Decode's OFFERs that prefill may not have heard of. Each is kept until its ticket expires, as
+    no connection is sure to last until prefill has heard. Loop only."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._releases: dict[str, tuple[str, float, Release]] = {}  # by transfer
+
+    def add(self, engine_id: str, ticket: Ticket, token: str, reason: str) -> None:
+        """Whether prefill, which is this engine, has heard of the OFFER is not known."""
+        now = self._clock.unix()
+        self._releases = {of: kept for of, kept in self._releases.items() if kept[1] > now}
+        release = Release(ticket.transfer_id, token, reason)
+        self._releases[ticket.transfer_id] = engine_id, ticket.expires_at, release
+
+    def of(self, engine_id: str) -> list[Release]:
+        """What an engine is to be told."""
+        now = self._clock.unix()
+        return [
+            release
+            for prefill, expires_at, release in self._releases.values()
+            if prefill == engine_id and expires_at > now
+        ]
