@@ -8,7 +8,7 @@ import asyncio
 import collections
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from kvxfer.clock import Clock
 from kvxfer.errors import (
@@ -20,15 +20,10 @@ from kvxfer.errors import (
     without_traceback,
 )
 from kvxfer.kv.block_pool import BlockIds
-from kvxfer.kv.lease import Lease
 from kvxfer.kv.messages import Offer, Release
 from kvxfer.kv.pair import KvPair
+from kvxfer.kv.session_state import Lease
 from kvxfer.ticket import Ticket
-
-if TYPE_CHECKING:
-    from kvxfer.kv.pair import KvPair
-    from kvxfer.ticket import Ticket
-
 
 _LEAST_SECONDS: Final = 0.001
 
