@@ -118,6 +118,7 @@ async def fleet_place(
 ) -> AsyncIterator[Registration]:
     """Registers the instance as joining, and as ready once its HTTP API answers; meanwhile `api`
     is asked. Raises what Registration does."""
+    _mute_requests()
     async with (
         ControlPlaneClient(control_plane) as client,
         Registration(
@@ -136,6 +137,14 @@ async def fleet_place(
         finally:
             announcing.cancel()
             watching.cancel()
+
+
+def _mute_requests() -> None:
+    """httpx2 tells of every request at info, which is what engines log: each heartbeat would be a
+    line. A level that was set on purpose stays."""
+    requests = logging.getLogger("httpx2")
+    if requests.level == logging.NOTSET:
+        requests.setLevel(logging.WARNING)
 
 
 async def _announce(registration: Registration, http_address: str) -> None:

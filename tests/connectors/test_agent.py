@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
 
 import httpx2
 import msgspec
@@ -133,6 +134,20 @@ def test_variables_that_are_meant_for_others_do_not_keep_a_server_from_starting(
         finally:
             agent.close()
     assert "transfers are not traced: OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc'" in caplog.text
+
+
+def test_its_heartbeats_are_no_lines_of_the_log_of_the_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.NOTSET, logger="httpx2")  # restored by caplog
+    with RunningControlPlane() as control_plane:
+        agent = Agent(settings_of(control_plane))
+        try:
+            agent.join([agent.start(cache_of, MODEL)])
+        finally:
+            agent.close()
+    assert not [record for record in caplog.records if record.name == "httpx2"]
 
 
 def test_new_weights_are_a_new_epoch_and_another_identity() -> None:
