@@ -28,7 +28,7 @@ _LONGEST_NAME: Final = 32
 
 
 class Packing(NamedTuple):
-    """How K or V of one head of a block lies where an engine keeps it in an order of its own.
+    """How K or V of one head of a block lies where an engine has its own order.
 
     It has `rows` rows, in each of which every `tokens` tokens make a unit of
     `head_size * tokens / rows` elements. Units are the same for every block size.

@@ -88,7 +88,7 @@ class HeldBlocks(SourceBlocks, Protocol):
     """Blocks that an engine computes with; a context manager. `BlockHold` is one."""
 
     def release(self) -> None:
-        """Gives them back, once nobody reads them."""
+        """Gives them back, once no reader has them pinned."""
 
     def __enter__(self) -> Self: ...
 

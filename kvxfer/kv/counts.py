@@ -96,7 +96,7 @@ class Refusals:
 
 _RATE_SECONDS: Final = 10.0
 _LEAST_RATE_SECONDS: Final = 1.0
-# As many are told; a heartbeat stays small whatever the fleet.
+# At most so many are told: a heartbeat stays small in a large fleet.
 _MOST_RATES: Final = 64
 
 
@@ -108,7 +108,7 @@ class Sender(Protocol):
 
 
 class TrafficMeter:
-    """Loop only. Transfers are looked at when somebody asks: nothing is counted per write."""
+    """Loop only. Transfers are looked at when the rates are asked for: no write is counted."""
 
     def __init__(self, *, seconds: float = _RATE_SECONDS, clock: Clock = SYSTEM_CLOCK) -> None:
         self._seconds = seconds

@@ -178,8 +178,8 @@ class Expectations:
     async def prefill_of(self, ticket: Ticket, seconds: float) -> KvPair:
         """The connection of a ticket's prefill worker, once that waits for the OFFER.
 
-        Raises LeaseExpired after `seconds`, TicketInvalid where somebody waits under this ticket
-        already, and why prefill has given up or is gone.
+        Raises LeaseExpired after `seconds`, TicketInvalid where another request already waits
+        under this ticket, and why prefill has given up or is gone.
         """
         transfer_id = ticket.transfer_id
         if transfer_id in self._waiting:
