@@ -11,10 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.errors import KvxferError
+
 ROOT = Path(__file__).parents[2]
-PUBLIC = ("kvxfer", "kvxfer.client", "kvxfer.kv")
+PUBLIC = ("kvxfer", "kvxfer.client", "kvxfer.errors", "kvxfer.kv")
 # It imports vLLM.
 READ_ONLY = ("kvxfer.connectors.vllm.weights",)
+
+
+def names_of(module: str) -> list[str]:
+    found = importlib.import_module(module)
+    if hasattr(found, "__all__"):
+        return list(found.__all__)
+    errors = inspect.getmembers(found, inspect.isclass)
+    return [name for name, value in errors if issubclass(value, KvxferError)]
+
+
 IMPORTS = [
     pytest.param(module, name, id=f"{path.name}: {module}.{name}")
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -26,13 +38,13 @@ IMPORTS = [
 NAMES = [
     pytest.param(module, name, id=f"{module}.{name}")
     for module in PUBLIC
-    for name in importlib.import_module(module).__all__
+    for name in names_of(module)
 ]
 
 
 def exported(module: str) -> list[str]:
     if module in PUBLIC:
-        return importlib.import_module(module).__all__
+        return names_of(module)
     assert module in READ_ONLY, f"{module} is not public: {', '.join(PUBLIC + READ_ONLY)}"
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
