@@ -9,7 +9,6 @@ from typing import Any, Final, TypeVar, cast
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from kvxfer.api.plain_call import plain_call
 from kvxfer.api.problems import responses
 from kvxfer.api.settings import Settings
 from kvxfer.clock import Clock
@@ -137,12 +136,10 @@ class GuardedRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         answer = super().get_route_handler()
-        answer_plain = plain_call(self.endpoint, set(self.param_convertors))
 
         async def guarded(request: Request) -> Response:
             guard: Guard = request.app.state.guard
             request.scope[_ADMITTED_KEY] = guard.admit(request, self.scopes)
-            plain = None if answer_plain is None else await answer_plain(request)
-            return await answer(request) if plain is None else plain
+            return await answer(request)
 
         return guarded

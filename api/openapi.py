@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
+from pydantic.json_schema import JsonSchemaMode
 
 from kvxfer.api.access import SECURITY_SCHEME
-from kvxfer.api.schemas.instances import Change, Snapshot
-from kvxfer.api.schemas.problem import LayoutMismatchProblem, Problem
+from kvxfer.api.problem_models import LayoutMismatchProblem, Problem
 from kvxfer.api.staleness import DESCRIPTION, HEADER
+from kvxfer.instances import Change, Snapshot
 
 # Named by responses that FastAPI does not derive from a return type.
-_FURTHER_MODELS = (Change, Snapshot, Problem, LayoutMismatchProblem)
+_FURTHER_MODELS: Final[tuple[type, ...]] = (Change, Snapshot, Problem, LayoutMismatchProblem)
+_MODE: Final[JsonSchemaMode] = "serialization"
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
@@ -23,8 +25,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
         schema = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes
         )
-        _, further = models_json_schema(
-            [(model, "serialization") for model in _FURTHER_MODELS],
+        _, further = TypeAdapter.json_schemas(
+            [(model, _MODE, TypeAdapter(model)) for model in _FURTHER_MODELS],
             ref_template="#/components/schemas/{model}",
         )
         for path, operations in schema["paths"].items():

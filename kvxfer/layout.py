@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias, get_args
+
+from msgspec import Meta
 
 from kvxfer.errors import InvalidArgument
 
@@ -25,6 +27,11 @@ ITEM_BYTES: Final[dict[str, int]] = {
 _MOST: Final = 1 << 16
 _MOST_RANKS: Final = 1024
 _LONGEST_NAME: Final = 32
+
+_Size: TypeAlias = Annotated[int, Meta(ge=1, le=_MOST)]
+_Ranks: TypeAlias = Annotated[int, Meta(ge=1, le=_MOST_RANKS)]
+_Rank: TypeAlias = Annotated[int, Meta(ge=0, le=_MOST_RANKS)]
+_Group: TypeAlias = Annotated[int, Meta(ge=0, le=_MOST)]
 
 
 class Packing(NamedTuple):
@@ -77,20 +84,29 @@ class KvLayout:
     the remedy.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
-    dtype: str
-    block_size: int
-    tp_size: int = 1
-    tp_rank: int = 0
-    pp_size: int = 1
-    pp_rank: int = 0
+    num_layers: Annotated[_Size, Meta(examples=[28])]
+    num_kv_heads: Annotated[_Size, Meta(examples=[8])]
+    """Before tensor parallelism."""
+    head_size: Annotated[_Size, Meta(examples=[128])]
+    """Elements of one head of one token."""
+    dtype: Annotated[str, Meta(examples=["bfloat16"])]
+    """Element type as torch names it."""
+    block_size: Annotated[_Size, Meta(examples=[16])]
+    """Tokens per block."""
+    tp_size: _Ranks = 1
+    tp_rank: _Rank = 0
+    pp_size: _Ranks = 1
+    pp_rank: _Rank = 0
     order: HeadOrder = "NHD"
+    """Tokens before heads, or heads before tokens."""
     kv: KvArrangement = "separate"
+    """K and V in two planes, in one, or in the engine's own order."""
     mla: bool = False
-    packing: str = ""
-    layer_groups: tuple[int, ...] = ()
+    """K and V are one latent vector per token."""
+    packing: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
+    """The name of the engine's own order, with `kv` opaque."""
+    layer_groups: Annotated[tuple[_Group, ...], Meta(max_length=_MOST)] = ()
+    """The KV cache group of each layer, where groups have block ids of their own."""
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_size", "block_size"):

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta
 
 from kvxfer.errors import LayoutMismatch
+from kvxfer.record import Record
+
+_Said: TypeAlias = Annotated[str, Meta(max_length=4096)]
 
 
-class ModelIdentity(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ModelIdentity(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The model behind a KV cache. Two instances exchange one only where every field is equal.
 
     An empty field is what the model does not have, or what its engine cannot tell.
     """
 
-    checkpoint: str = ""
+    checkpoint: Annotated[_Said, Meta(examples=["5b0c2e9d7a4f41d38c6e1f2a90b7d3c4"])] = ""
     """Digest of the weights (kvxfer.checkpoint_digest), or a name that an operator gave them."""
-    weights_version: int = 0
+    weights_version: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Grows with each update of the weights in place; the updater sets it."""
-    model_dtype: str = ""
+    model_dtype: Annotated[_Said, Meta(examples=["bfloat16"])] = ""
     """Of what the model computes, as torch names it; that of the cache is in its layout."""
-    quantization: str = ""
+    quantization: _Said = ""
     """Of the weights."""
-    kv_scales: str = ""
+    kv_scales: _Said = ""
     """How K and V were scaled, where the cache is of fewer bits."""
-    rope: str = ""
+    rope: _Said = ""
     """Rotary embedding: canonical JSON of its settings."""
-    sliding_window: str = ""
+    sliding_window: _Said = ""
     """Tokens that attention looks back."""
-    connector: str = ""
+    connector: Annotated[_Said, Meta(examples=["vllm/1"])] = ""
     """What of an engine's own conventions the two sides share, such as `vllm/1`."""
 
 

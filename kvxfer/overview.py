@@ -6,10 +6,21 @@ Its size does not grow with the fleet: what is many is counted by place, or come
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from kvxfer.instances import InstanceState, Role
+from kvxfer.instances import InstanceState, Role, UnixTime
+from kvxfer.record import Record
+
+_InstanceId: TypeAlias = Annotated[str, Meta(examples=["prefill-0"])]
+_DecodeId: TypeAlias = Annotated[str, Meta(examples=["decode-0"])]
+_ModelName: TypeAlias = Annotated[str, Meta(examples=["llama-3.2-3b"])]
+_Zone: TypeAlias = Annotated[str, Meta(examples=["eu-1a"])]
+_Rack: TypeAlias = Annotated[str, Meta(examples=["r3"])]
+_Host: TypeAlias = Annotated[str, Meta(examples=["node-5"])]
+_Fabric: TypeAlias = Annotated[str, Meta(examples=["verbs"])]
+_BytesPerSecond: TypeAlias = Annotated[float, Meta(examples=[9400000000.0])]
 
 
 class Level(StrEnum):
@@ -38,7 +49,7 @@ class OverviewQuery(Struct, frozen=True, kw_only=True):
     limit: int = 50
 
 
-class RoleSummary(Struct, frozen=True, kw_only=True):
+class RoleSummary(Record, frozen=True, kw_only=True):
     """All instances of one role together. Rates are those of the instances that report them."""
 
     role: Role
@@ -58,14 +69,14 @@ class RoleSummary(Struct, frozen=True, kw_only=True):
     itl_p90: float | None = None
 
 
-class Place(Struct, frozen=True, kw_only=True):
+class Place(Record, frozen=True, kw_only=True):
     """One place of the map: a zone, rack, host or instance. What is wider than it has a name."""
 
-    name: str
-    zone: str
-    rack: str | None
+    name: _InstanceId
+    zone: _Zone
+    rack: _Rack | None
     """None where the place is not within one rack."""
-    host: str | None
+    host: _Host | None
     prefill: int = 0
     """Instances, by role and by state."""
     decode: int = 0
@@ -81,75 +92,80 @@ class Place(Struct, frozen=True, kw_only=True):
     """Sent and received."""
 
 
-class InstanceSummary(Struct, frozen=True, kw_only=True):
+class InstanceSummary(Record, frozen=True, kw_only=True):
     """One row of the list of instances."""
 
-    instance_id: str
+    instance_id: _InstanceId
     role: Role
     state: InstanceState
-    model: str
-    zone: str
-    rack: str
-    host: str
+    model: _ModelName
+    zone: _Zone
+    rack: _Rack
+    host: _Host
     running: int
     waiting: int
     transfers: int
     """Open ones, which hold a reservation."""
     blocks: int
     used_blocks: int | None
-    sent_bytes_per_second: float
+    sent_bytes_per_second: _BytesPerSecond
     received_bytes_per_second: float
     heartbeat_seconds: float
     """Since the last heartbeat."""
-    drain_seconds: float | None
+    drain_seconds: Annotated[float | None, Meta(examples=[None])]
     """Until its deadline; None where nobody drains it."""
 
 
-class TransferSummary(Struct, frozen=True, kw_only=True):
+class TransferSummary(Record, frozen=True, kw_only=True):
     """An open transfer."""
 
-    transfer_id: str
-    request_id: str
-    prefill: str
-    decode: str
+    transfer_id: Annotated[str, Meta(examples=["3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a"])]
+    request_id: Annotated[str, Meta(examples=["cmpl-7"])]
+    prefill: _InstanceId
+    decode: _DecodeId
     prompt_tokens: int | None
     blocks: int
     """KV blocks reserved at decode."""
     age_seconds: float
 
 
-class FabricTraffic(Struct, frozen=True, kw_only=True):
+class FabricTraffic(Record, frozen=True, kw_only=True):
     """What is delivered over one fabric."""
 
-    fabric: str
-    bytes_per_second: float
+    fabric: _Fabric
+    bytes_per_second: _BytesPerSecond
 
 
-class PairTraffic(Struct, frozen=True, kw_only=True):
+class PairTraffic(Record, frozen=True, kw_only=True):
     """What one prefill worker delivers to one decode worker."""
 
-    prefill: str
-    decode: str
-    fabric: str
-    bytes_per_second: float
+    prefill: _InstanceId
+    decode: _DecodeId
+    fabric: _Fabric
+    bytes_per_second: _BytesPerSecond
 
 
-class ScalingStep(Struct, frozen=True, kw_only=True):
+class ScalingStep(Record, frozen=True, kw_only=True):
     """A decision of the autoscaler for one role."""
 
     age_seconds: float
     role: Role
     current: int
     wanted: int
-    direction: str
-    because: str
+    direction: Literal["up", "down", "hold"]
+    because: Annotated[
+        str,
+        Meta(
+            examples=["requests: 1.88 workers for 9 requests running and 6 waiting at 8 per worker"]
+        ),
+    ]
 
 
-class ScalingSummary(Struct, frozen=True, kw_only=True):
+class ScalingSummary(Record, frozen=True, kw_only=True):
     """What the autoscaler of this replica decides."""
 
-    policy: str
-    backend: str
+    policy: Annotated[str, Meta(examples=["scaling.yaml"])]
+    backend: Annotated[str, Meta(examples=["kubernetes"])]
     leads: bool
     """Whether this replica applies its decisions."""
     now: tuple[ScalingStep, ...]
@@ -158,22 +174,22 @@ class ScalingSummary(Struct, frozen=True, kw_only=True):
     """Decisions for another count than there was, the newest first."""
 
 
-class Overview(Struct, frozen=True, kw_only=True):
-    """The fleet at one moment."""
+class Overview(Record, frozen=True, kw_only=True):
+    """The fleet at one moment. It stays small however large the fleet is."""
 
-    at: float
+    at: UnixTime
     """Seconds since the Unix epoch."""
-    stale_seconds: float | None
+    stale_seconds: Annotated[float | None, Meta(examples=[None])]
     """While the registry is away this is what was known so many seconds ago; None else."""
     total: int
     """Instances, whatever is asked for."""
     matching: int
     """Instances that are asked for: roles, places and the list are of them, and transfers and
     traffic have one of them on a side."""
-    models: tuple[str, ...]
+    models: tuple[_ModelName, ...]
     roles: tuple[RoleSummary, ...]
     level: Level
-    """What a place is: the narrowest that there are not too many of."""
+    """What a place is: the narrowest with at most 240 of them."""
     places: tuple[Place, ...]
     places_omitted: int
     offset: int
@@ -183,10 +199,10 @@ class Overview(Struct, frozen=True, kw_only=True):
     """Since the registry began, whatever is asked for."""
     transfers_open: int
     transfers: tuple[TransferSummary, ...]
-    """The newest of them."""
+    """The newest 50 of them."""
     fabrics: tuple[FabricTraffic, ...]
     pairs: tuple[PairTraffic, ...]
-    """Those with the most traffic."""
+    """The 50 with the most traffic."""
     pairs_omitted: int
     scaling: ScalingSummary | None
     """None where no autoscaler runs."""

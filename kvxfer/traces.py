@@ -3,39 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
-from msgspec import Struct, field
+from msgspec import Meta, field
+
+from kvxfer.record import Record
 
 
-class SpanEvent(Struct, frozen=True, kw_only=True):
+class SpanEvent(Record, frozen=True, kw_only=True):
     """Something that happened during a span."""
 
-    name: str
-    at: float
+    name: Annotated[str, Meta(examples=["accepted"])]
+    at: Annotated[float, Meta(examples=[1795046400.013])]
     """Seconds since the Unix epoch."""
 
 
-class TraceSpan(Struct, frozen=True, kw_only=True):
+class TraceSpan(Record, frozen=True, kw_only=True):
     """A piece of work. Times are seconds since the Unix epoch, by the clock of its host."""
 
-    trace_id: str
-    span_id: str
+    trace_id: Annotated[str, Meta(examples=["4bf92f3577b34da6a3ce929d0e0e4736"])]
+    span_id: Annotated[str, Meta(examples=["00f067aa0ba902b7"])]
     parent_id: str | None = None
     """None where nothing called it."""
-    name: str
-    service: str
+    name: Annotated[str, Meta(examples=["kv.write"])]
+    service: Annotated[str, Meta(examples=["worker"])]
     """Which program: router, control-plane, worker, vllm, or what OTEL_SERVICE_NAME says."""
     instance_id: str = ""
-    start: float
-    end: float
-    attributes: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    start: Annotated[float, Meta(examples=[1795046400.0125])]
+    end: Annotated[float, Meta(examples=[1795046400.0142])]
+    attributes: Annotated[
+        Mapping[str, str | int | float | bool],
+        Meta(examples=[{"kvxfer.layer": 3, "kvxfer.bytes": 65536}]),
+    ] = field(default_factory=dict)
     events: tuple[SpanEvent, ...] = ()
     error: str | None = None
 
 
-class Trace(Struct, frozen=True, kw_only=True):
+class Trace(Record, frozen=True, kw_only=True):
     """All that was sent about one request."""
 
-    request_id: str
+    request_id: Annotated[str, Meta(examples=["chat-7f3a"])]
     spans: tuple[TraceSpan, ...]
     """By their start."""

@@ -3,44 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta
 
-from kvxfer.instances import Instance
+from kvxfer.instances import (
+    BlockHash,
+    EngineAddress,
+    Epoch,
+    HttpAddress,
+    Instance,
+    InstanceId,
+    ModelName,
+    PositiveCount,
+    UnixTime,
+)
 from kvxfer.layout import Part
+from kvxfer.prefix_hashes import MAX_HASHES_PER_REQUEST
+from kvxfer.record import Record
+
+TransferId: TypeAlias = Annotated[str, Meta(examples=["3f0d1f6c5c0b4f6c9d3c6a6f2f1e8b7a"])]
+TicketText: TypeAlias = Annotated[str, Meta(max_length=4096, examples=["eyJhbGciOiJIUzI1NiIs…"])]
+
+_RequestId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+_Costs: TypeAlias = Annotated[
+    Mapping[str, float], Meta(examples=[{"running": 2.0, "waiting": 1.0}])
+]
 
 
-class TransferRequest(Struct, frozen=True, kw_only=True):
-    """What a router asks for."""
+class TransferRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request that needs a prefill and a decode instance. Every member may be left out."""
 
-    request_id: str | None = None
-    """The router's own name for the request; one is made up where it is None."""
-    model: str | None = None
+    request_id: Annotated[_RequestId | None, Meta(examples=["cmpl-7"])] = None
+    """The router's own name for the request; the transfer's id where it is left out."""
+    model: Annotated[ModelName | None, Meta(examples=["llama-3.2-3b"])] = None
     """None takes any model."""
-    prompt_tokens: int | None = None
-    """How many KV blocks to reserve on each side follows from it; None reserves none."""
-    avoid: tuple[str, ...] = ()
-    """Ids of instances that just failed this request: chosen only where their side has no other."""
-    prefix_hashes: tuple[int, ...] = ()
-    """Chain hashes of the prompt's beginning (kvxfer.prefix_hashes), at most 256: prefill instances
-    that published them are preferred."""
-    tokens_per_hash: int | None = None
+    prompt_tokens: Annotated[PositiveCount | None, Meta(examples=[1900])] = None
+    """KV blocks for so many tokens are reserved on both sides; None reserves none."""
+    avoid: Annotated[tuple[InstanceId, ...], Meta(max_length=64)] = ()
+    """Instances that just failed this request: they are chosen only where their side has no
+    other."""
+    prefix_hashes: Annotated[tuple[BlockHash, ...], Meta(max_length=MAX_HASHES_PER_REQUEST)] = ()
+    """Chain hashes of the prompt's beginning, in its order: prefill instances that published them
+    are preferred."""
+    tokens_per_hash: PositiveCount | None = None
     """Tokens from one of them to the next; None is the block size of the prefill instance."""
     explain: bool = False
-    """Whether the transfer is to say why it got its pair."""
+    """Whether to say in `score` why it is this pair."""
 
 
-class Party(Struct, frozen=True, kw_only=True):
+class HandshakeRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The pair to compare."""
+
+    prefill_id: InstanceId
+    decode_id: Annotated[InstanceId, Meta(examples=["decode-0"])]
+
+
+class Party(Record, frozen=True, kw_only=True):
     """One side of a pair, and where to reach it."""
 
-    instance_id: str
-    epoch: int
-    engine_address: str
-    http_address: str
-    rank_addresses: tuple[str, ...] = ()
+    instance_id: InstanceId
+    epoch: Epoch
+    engine_address: EngineAddress
+    http_address: HttpAddress
+    rank_addresses: tuple[EngineAddress, ...] = ()
     """The engine address of each rank, where it has registered more than one."""
     bootstrap_address: str = ""
-    """Where the bootstrap server of an SGLang instance listens, HOST:PORT."""
+    """Where the bootstrap server of a prefill instance of SGLang listens, `HOST:PORT`."""
 
     @classmethod
     def of(cls, instance: Instance) -> Party:
@@ -54,15 +83,16 @@ class Party(Struct, frozen=True, kw_only=True):
         )
 
 
-class Score(Struct, frozen=True, kw_only=True):
+class Score(Record, frozen=True, kw_only=True):
     """Why a pair was chosen: no other pair that was looked at had less cost."""
 
     cost: float
-    """The sum of all parts."""
-    prefill: Mapping[str, float]
+    """The sum of all parts; the unit is one request in a queue."""
+    prefill: _Costs
     """What the load of the prefill instance costs, by its parts."""
-    decode: Mapping[str, float]
-    pair: Mapping[str, float]
+    decode: _Costs
+    """What the load of the decode instance costs."""
+    pair: Annotated[Mapping[str, float], Meta(examples=[{"distance": 1.0, "prefix": -0.8}])]
     """What the two are to each other."""
     distance: int
     """0 on one NUMA node, 1 on one host, 2 in one rack, 3 in one zone, 4 beyond."""
@@ -70,24 +100,24 @@ class Score(Struct, frozen=True, kw_only=True):
     """Tokens of the prompt that prefill is taken to have in its cache."""
 
 
-class Transfer(Struct, frozen=True, kw_only=True):
-    """An open transfer: a pair that is reserved for one request until `expires_at`.
+class Transfer(Record, frozen=True, kw_only=True):
+    """A pair that is reserved for one request. Times are seconds since the Unix epoch."""
 
-    Times are seconds since the Unix epoch.
-    """
-
-    transfer_id: str
-    request_id: str
-    model: str
-    prompt_tokens: int | None
+    transfer_id: TransferId
+    request_id: Annotated[str, Meta(examples=["cmpl-7"])]
+    model: Annotated[str, Meta(examples=["llama-3.2-3b"])]
+    prompt_tokens: Annotated[int | None, Meta(examples=[1900])]
     prefill: Party
     decode: Party
-    prefill_blocks: int
-    decode_blocks: int
-    created_at: float
-    expires_at: float
+    prefill_blocks: Annotated[int, Meta(examples=[119])]
+    """KV blocks reserved at prefill."""
+    decode_blocks: Annotated[int, Meta(examples=[119])]
+    """KV blocks reserved at decode."""
+    created_at: UnixTime
+    expires_at: Annotated[float, Meta(examples=[1795046520.0])]
+    """From then on the ticket is void and the reservation is given back."""
     score: Score | None = None
-    """Why this pair, where the request asked for it."""
+    """Why this pair; None where its request had no `explain`."""
 
     def blocks_on(self, instance_id: str) -> int:
         """KV blocks that it reserves on one of its two instances."""
@@ -96,10 +126,17 @@ class Transfer(Struct, frozen=True, kw_only=True):
         )
 
 
-class OpenedTransfer(Transfer, frozen=True, kw_only=True):
-    """The answer to a transfer request: only it carries the ticket."""
+class TransferList(Record, frozen=True, kw_only=True):
+    """Open transfers, the oldest first, without their tickets."""
 
-    ticket: str
+    transfers: tuple[Transfer, ...]
+
+
+class OpenedTransfer(Transfer, frozen=True, kw_only=True):
+    """A new transfer with the ticket that both workers ask for."""
+
+    ticket: TicketText
+    """Signed proof of this transfer. Hand it to both workers, keep it out of logs."""
 
     @classmethod
     def of(cls, transfer: Transfer, ticket: str) -> OpenedTransfer:
@@ -107,7 +144,7 @@ class OpenedTransfer(Transfer, frozen=True, kw_only=True):
         return cls(**told, ticket=ticket)
 
 
-class PlannedCopy(Struct, frozen=True, kw_only=True):
+class PlannedCopy(Record, frozen=True, kw_only=True):
     """What of one cycle of one layer moves from a part of prefill's to a part of decode's."""
 
     prefill_part: Part
@@ -118,7 +155,7 @@ class PlannedCopy(Struct, frozen=True, kw_only=True):
     """Over all runs."""
 
 
-class PlannedLayer(Struct, frozen=True, kw_only=True):
+class PlannedLayer(Record, frozen=True, kw_only=True):
     """Which layer goes where; each side counts from 0 on its own rank."""
 
     prefill_layer: int
@@ -126,7 +163,7 @@ class PlannedLayer(Struct, frozen=True, kw_only=True):
     copies: tuple[PlannedCopy, ...]
 
 
-class PlanSummary(Struct, frozen=True, kw_only=True):
+class PlanSummary(Record, frozen=True, kw_only=True):
     """What moves between one rank of each side, per cycle: the fewest tokens that fill whole blocks
     on both."""
 
@@ -141,13 +178,14 @@ class PlanSummary(Struct, frozen=True, kw_only=True):
     prefill_block_size: int
     """Tokens per block."""
     decode_block_size: int
+    """Tokens per block."""
     permutes: bool
     """Whether decode puts the heads of its blocks into its own order after they have arrived."""
     layer_map: tuple[PlannedLayer, ...]
     """One for each of `layers`, in the order in which they move."""
 
 
-class RankPair(Struct, frozen=True, kw_only=True):
+class RankPair(Record, frozen=True, kw_only=True):
     """A rank of prefill that writes to a rank of decode."""
 
     prefill_rank: int
@@ -156,12 +194,12 @@ class RankPair(Struct, frozen=True, kw_only=True):
     bytes_per_token: int
 
 
-class Handshake(Struct, frozen=True, kw_only=True):
+class Handshake(Record, frozen=True, kw_only=True):
     """A pair of instances that can transfer to each other."""
 
     prefill: Party
     decode: Party
-    fabrics: tuple[str, ...]
+    fabrics: tuple[Annotated[str, Meta(examples=["tcp"])], ...]
     """The fabrics that both have, in the order that prefill prefers."""
     plan: PlanSummary
     """Between the ranks whose layouts are registered."""

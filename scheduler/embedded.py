@@ -114,24 +114,8 @@ class EmbeddedRegistry(Registry):
             self._remove(held, ChangeCause.DEREGISTERED)
         unix = self._clock.unix()
         epoch = self._feed.last_id + 1
-        instance = Instance(
-            instance_id=spec.instance_id,
-            role=spec.role,
-            model=spec.model,
-            engine_address=spec.engine_address,
-            http_address=spec.http_address,
-            layout=spec.layout,
-            num_blocks=spec.num_blocks,
-            fabrics=spec.fabrics,
-            rank_addresses=spec.rank_addresses,
-            bootstrap_address=spec.bootstrap_address,
-            labels=spec.labels,
-            identity=spec.identity,
-            kv_versions=spec.kv_versions,
-            epoch=epoch,
-            state=state,
-            registered_at=unix,
-            heartbeat_at=unix,
+        instance = Instance.of(
+            spec, epoch=epoch, state=state, registered_at=unix, heartbeat_at=unix
         )
         deadline = now + self._policy.lease_seconds
         self._fleet.put(instance)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Body, Path, Query, Request, Response
 
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlane, ControlPlaneDep
 from kvxfer.api.problems import responses
-from kvxfer.api.records import record_response
-from kvxfer.api.schemas.block_tables import BlockTable
-from kvxfer.api.schemas.transfers import TransferId
 from kvxfer.errors import (
     BlockTableExists,
     BlockTableMismatch,
@@ -23,18 +20,18 @@ from kvxfer.errors import (
     UnknownBlockTable,
     UnknownTransfer,
 )
-from kvxfer.kv.block_table import BlockTable as BlockTableRecord
-from kvxfer.kv.block_table import verify_block_table
+from kvxfer.kv.block_table import BlockTable, verify_block_table
+from kvxfer.record_schema import parameter
 from kvxfer.scheduler import refusals
 from kvxfer.ticket import Ticket
-from kvxfer.transfers import Transfer
+from kvxfer.transfers import Transfer, TransferId
 from kvxfer.web.answer import while_connected
 from kvxfer.web.tokens import Scope
 
 PATH: Final = "/v1/transfers/{transfer_id}/block-table"
 
 router = APIRouter(route_class=GuardedRoute, tags=["transfers"])
-_TransferId = Annotated[TransferId, Path(max_length=128)]
+_TransferId = Annotated[TransferId, Path(max_length=128, **parameter(TransferId))]
 
 
 @router.post(
@@ -53,14 +50,15 @@ _TransferId = Annotated[TransferId, Path(max_length=128)]
     ),
 )
 @allow(Scope.WORKER, Scope.ROUTER)
-async def put(transfer_id: _TransferId, body: BlockTable, app: ControlPlaneDep) -> Response:
+async def put(
+    transfer_id: _TransferId, body: Annotated[BlockTable, Body()], app: ControlPlaneDep
+) -> Response:
     """Leaves decode's block table for prefill, where decode cannot send it to prefill itself.
 
     Decode signs it, so a router may carry it and can change nothing of it. A transfer takes one
     table, which ends with the transfer; the same again changes nothing.
     """
-    table = body.record()
-    ticket = verify_block_table(table, app.settings.signing_keys, now=app.clock.unix())
+    ticket = verify_block_table(body, app.settings.signing_keys, now=app.clock.unix())
     if ticket.transfer_id != transfer_id:
         raise BlockTableMismatch(
             f"the block table is of transfer {ticket.transfer_id!r}, and was sent for "
@@ -68,14 +66,13 @@ async def put(transfer_id: _TransferId, body: BlockTable, app: ControlPlaneDep) 
             transfer_id=transfer_id,
         )
     _require_pair(await app.registry.transfer(transfer_id), ticket)
-    await app.registry.put_block_table(transfer_id, table)
+    await app.registry.put_block_table(transfer_id, body)
     return Response(status_code=201, headers={"Location": PATH.format(transfer_id=transfer_id)})
 
 
 @router.get(
     PATH,
     summary="Get block table",
-    response_model=BlockTable,
     responses=responses(
         InvalidArgument, UnknownTransfer, UnknownBlockTable, ControlPlaneUnavailable
     ),
@@ -88,15 +85,13 @@ async def get(
     wait_seconds: Annotated[
         float, Query(ge=0, le=30, description="Answer as soon as there is one, so long at most.")
     ] = 0.0,
-) -> Response:
+) -> BlockTable:
     """The block table of an open transfer. A wait ends at once where the transfer ends."""
     work = _until_stopping(app, transfer_id, wait_seconds)
-    return record_response(await while_connected(request.receive, work))
+    return await while_connected(request.receive, work)
 
 
-async def _until_stopping(
-    app: ControlPlane, transfer_id: str, wait_seconds: float
-) -> BlockTableRecord:
+async def _until_stopping(app: ControlPlane, transfer_id: str, wait_seconds: float) -> BlockTable:
     look = app.registry.block_table(transfer_id, wait_seconds=wait_seconds)
     looking = asyncio.create_task(look)
     stopping = asyncio.create_task(app.stopping.wait())

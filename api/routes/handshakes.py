@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Body
 
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
-from kvxfer.api.schemas.transfers import Handshake, HandshakeRequest
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InvalidArgument,
@@ -15,6 +16,7 @@ from kvxfer.errors import (
     UnknownInstance,
 )
 from kvxfer.scheduler.handshake import shake_hands
+from kvxfer.transfers import Handshake, HandshakeRequest
 from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/handshakes", tags=["transfers"])
@@ -26,8 +28,6 @@ router = APIRouter(route_class=GuardedRoute, prefix="/v1/handshakes", tags=["tra
     responses=responses(InvalidArgument, UnknownInstance, LayoutMismatch, ControlPlaneUnavailable),
 )
 @allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
-async def handshake(body: HandshakeRequest, app: ControlPlaneDep) -> Handshake:
+async def handshake(body: Annotated[HandshakeRequest, Body()], app: ControlPlaneDep) -> Handshake:
     """Says what would move between two instances, or names the field that cannot be mapped."""
-    return Handshake.model_validate(
-        await shake_hands(app.registry, body.prefill_id, body.decode_id)
-    )
+    return await shake_hands(app.registry, body.prefill_id, body.decode_id)

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, Body, Path, Query, Response
 
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
-from kvxfer.api.records import record_response
-from kvxfer.api.schemas.instances import (
-    BlockUpdate,
-    DrainRequest,
-    Epoch,
-    Heartbeat,
-    Instance,
-    InstanceId,
-    InstanceList,
-    Lease,
-    LiveState,
-    PublishedBlocks,
-    RegisterInstance,
-    RoleChange,
-)
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InstanceExists,
@@ -31,11 +16,27 @@ from kvxfer.errors import (
     StaleEpoch,
     UnknownInstance,
 )
-from kvxfer.instances import InstanceState, Role
+from kvxfer.instances import (
+    DrainRequest,
+    Epoch,
+    Heartbeat,
+    Instance,
+    InstanceId,
+    InstanceList,
+    InstanceState,
+    Lease,
+    LiveState,
+    PublishBlocks,
+    PublishedBlocks,
+    RegisterInstance,
+    Role,
+    RoleChange,
+)
+from kvxfer.record_schema import parameter
 from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/instances", tags=["instances"])
-_InstanceId = Annotated[InstanceId, Path()]
+_InstanceId = Annotated[InstanceId, Path(**parameter(InstanceId))]
 _DRAIN_DEFAULTS: Final = DrainRequest()
 
 
@@ -43,22 +44,23 @@ _DRAIN_DEFAULTS: Final = DrainRequest()
     "",
     status_code=201,
     summary="Register",
-    response_model=Lease,
     responses=responses(InvalidArgument, InstanceExists, ControlPlaneUnavailable),
 )
 @allow(Scope.WORKER)
-async def register(body: RegisterInstance, app: ControlPlaneDep) -> Response:
+async def register(
+    body: Annotated[RegisterInstance, Body()], app: ControlPlaneDep, response: Response
+) -> Lease:
     """Begins a lease with a new epoch. Send heartbeats to keep it."""
     lease = await app.registry.register(
-        body.record(), state=InstanceState(body.state), incarnation=body.incarnation
+        body.spec, state=InstanceState(body.state), incarnation=body.incarnation
     )
-    return record_response(lease, status_code=201, location=f"{router.prefix}/{lease.instance_id}")
+    response.headers["Location"] = f"{router.prefix}/{lease.instance_id}"
+    return lease
 
 
 @router.get(
     "",
     summary="List",
-    response_model=InstanceList,
     responses=responses(InvalidArgument, ControlPlaneUnavailable),
 )
 @allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
@@ -69,16 +71,16 @@ async def list_instances(
     ] = None,
     model: Annotated[str | None, Query()] = None,
     state: Annotated[LiveState | None, Query()] = None,
-) -> Response:
+) -> InstanceList:
     """The live instances, ordered by id."""
-    listed = [
+    listed = tuple(
         instance
         for instance in await app.registry.instances()
         if (role is None or instance.role.serves(role))
         and instance.serves(model)
         and state in (None, instance.state)
-    ]
-    return record_response({"instances": listed, "stale_seconds": app.registry.stale_seconds})
+    )
+    return InstanceList(instances=listed, stale_seconds=app.registry.stale_seconds)
 
 
 @router.get(
@@ -88,26 +90,27 @@ async def list_instances(
 )
 @allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def get(instance_id: _InstanceId, app: ControlPlaneDep) -> Instance:
-    return Instance.model_validate(await app.registry.instance(instance_id))
+    return await app.registry.instance(instance_id)
 
 
 @router.put(
     "/{instance_id}/heartbeat",
     summary="Heartbeat",
-    response_model=Lease,
     responses=responses(InvalidArgument, StaleEpoch, ControlPlaneUnavailable),
 )
 @allow(Scope.WORKER)
-async def heartbeat(instance_id: _InstanceId, body: Heartbeat, app: ControlPlaneDep) -> Response:
+async def heartbeat(
+    instance_id: _InstanceId, body: Annotated[Heartbeat, Body()], app: ControlPlaneDep
+) -> Lease:
     """Renews the lease. On stale-epoch the worker has lost its lease and registers again."""
     lease = await app.registry.heartbeat(
         instance_id,
         body.epoch,
         state=None if body.state is None else InstanceState(body.state),
-        load=None if body.load is None else body.load.record(),
+        load=body.load,
     )
     app.metrics.heartbeats.inc()
-    return record_response(lease)
+    return lease
 
 
 @router.post(
@@ -117,16 +120,14 @@ async def heartbeat(instance_id: _InstanceId, body: Heartbeat, app: ControlPlane
 )
 @allow(Scope.WORKER)
 async def publish_blocks(
-    instance_id: _InstanceId, body: BlockUpdate, app: ControlPlaneDep
+    instance_id: _InstanceId, body: Annotated[PublishBlocks, Body()], app: ControlPlaneDep
 ) -> PublishedBlocks:
     """Says which prefixes a worker has in its KV cache, so that prompts with one of them go to it.
 
     The newest 1,024 hashes are kept. They go with the lease: after a new registration send all
     of them with `reset`. This renews no lease.
     """
-    return PublishedBlocks.model_validate(
-        await app.registry.publish_blocks(instance_id, body.epoch, body.record())
-    )
+    return await app.registry.publish_blocks(instance_id, body.epoch, body)
 
 
 @router.post(
@@ -137,7 +138,9 @@ async def publish_blocks(
 )
 @allow(Scope.WORKER, Scope.ADMIN)
 async def drain(
-    instance_id: _InstanceId, app: ControlPlaneDep, body: DrainRequest = _DRAIN_DEFAULTS
+    instance_id: _InstanceId,
+    app: ControlPlaneDep,
+    body: Annotated[DrainRequest, Body()] = _DRAIN_DEFAULTS,
 ) -> Instance:
     """Lets an instance finish what it has and leave; no new transfer gets it.
 
@@ -145,9 +148,7 @@ async def drain(
     `load`, `reserved` and `drain_deadline`, and unknown-instance once it is gone. Again it sets
     the deadline anew.
     """
-    return Instance.model_validate(
-        await app.registry.drain(instance_id, seconds=body.deadline_seconds)
-    )
+    return await app.registry.drain(instance_id, seconds=body.deadline_seconds)
 
 
 @router.post(
@@ -156,13 +157,15 @@ async def drain(
     responses=responses(InvalidArgument, UnknownInstance, ControlPlaneUnavailable),
 )
 @allow(Scope.ADMIN)
-async def change_role(instance_id: _InstanceId, body: RoleChange, app: ControlPlaneDep) -> Instance:
+async def change_role(
+    instance_id: _InstanceId, body: Annotated[RoleChange, Body()], app: ControlPlaneDep
+) -> Instance:
     """Moves an instance to the other side without a restart.
 
     New transfers see the new role at once, the worker with its next heartbeat. Open transfers go on
     as they began.
     """
-    return Instance.model_validate(await app.registry.change_role(instance_id, body.role))
+    return await app.registry.change_role(instance_id, body.role)
 
 
 @router.delete(
@@ -173,7 +176,9 @@ async def change_role(instance_id: _InstanceId, body: RoleChange, app: ControlPl
 )
 @allow(Scope.WORKER, Scope.ADMIN)
 async def deregister(
-    instance_id: _InstanceId, epoch: Annotated[Epoch, Query()], app: ControlPlaneDep
+    instance_id: _InstanceId,
+    epoch: Annotated[Epoch, Query(**parameter(Epoch))],
+    app: ControlPlaneDep,
 ) -> None:
     """Ends the lease, and with it the reservations on the instance."""
     await app.registry.deregister(instance_id, epoch)

@@ -7,19 +7,16 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Final
 
 import msgspec
-from fastapi import APIRouter, Depends, Query, Response
+from fastapi import APIRouter, Depends, Query
 from fastapi.responses import StreamingResponse
 
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlane, ControlPlaneDep
 from kvxfer.api.problems import responses
-from kvxfer.api.records import record_response
-from kvxfer.api.schemas.instances import InstanceId, LiveState
-from kvxfer.api.schemas.overview import Overview
 from kvxfer.errors import ControlPlaneUnavailable, InvalidArgument
-from kvxfer.instances import InstanceState, Role
-from kvxfer.overview import Overview as OverviewRecord
-from kvxfer.overview import OverviewQuery
+from kvxfer.instances import InstanceId, InstanceState, LiveState, Role
+from kvxfer.overview import Overview, OverviewQuery
+from kvxfer.record_schema import parameter
 from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/overview", tags=["overview"])
@@ -33,7 +30,7 @@ _Label = Annotated[
 
 
 async def _query(
-    instance_id: Annotated[InstanceId | None, Query()] = None,
+    instance_id: Annotated[InstanceId | None, Query(**parameter(InstanceId))] = None,
     model: Annotated[str | None, Query(max_length=256)] = None,
     role: Annotated[Role | None, Query(description="Of exactly this role.")] = None,
     state: LiveState | None = None,
@@ -66,17 +63,16 @@ _QueryDep = Annotated[OverviewQuery, Depends(_query)]
 @router.get(
     "",
     summary="Look",
-    response_model=Overview,
     responses=responses(InvalidArgument, ControlPlaneUnavailable),
 )
 @allow(Scope.MONITOR, Scope.ADMIN)
-async def look(app: ControlPlaneDep, query: _QueryDep) -> Response:
+async def look(app: ControlPlaneDep, query: _QueryDep) -> Overview:
     """The fleet in one bounded answer: counts by role and place, traffic, the newest transfers, a
     page of instances, and what the autoscaler decides.
 
     In a large fleet it may be a moment old: at most a tenth of the time goes into making it.
     """
-    return record_response(await app.overviews.look(query))
+    return await app.overviews.look(query)
 
 
 @router.get(
@@ -108,9 +104,7 @@ async def watch(app: ControlPlaneDep, query: _QueryDep) -> StreamingResponse:
     )
 
 
-async def _events(
-    app: ControlPlane, query: OverviewQuery, first: OverviewRecord
-) -> AsyncIterator[bytes]:
+async def _events(app: ControlPlane, query: OverviewQuery, first: Overview) -> AsyncIterator[bytes]:
     stopping = asyncio.ensure_future(app.stopping.wait())
     app.metrics.watchers.inc()
     try:

@@ -7,8 +7,8 @@ from fastapi import APIRouter
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
-from kvxfer.api.schemas.scale import ScalePlan
 from kvxfer.errors import ControlPlaneUnavailable, ScalingFailed
+from kvxfer.scaling import ScalePlan
 from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/scale", tags=["scaling"])
@@ -18,4 +18,4 @@ router = APIRouter(route_class=GuardedRoute, prefix="/v1/scale", tags=["scaling"
 @allow(Scope.ADMIN)
 async def plan(app: ControlPlaneDep) -> ScalePlan:
     """What the autoscaler would do now, with each rule and bound that had a say. A dry run."""
-    return ScalePlan.model_validate(await app.autoscaler.plan())
+    return await app.autoscaler.plan()

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Path, Request, Response
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
-from kvxfer.api.schemas.traces import Trace
 from kvxfer.errors import InvalidArgument, NotBuilt, UnknownTrace
+from kvxfer.traces import Trace
 from kvxfer.tracing.otlp import read_spans
 from kvxfer.tracing.setup import is_installed
 from kvxfer.web.tokens import Scope
@@ -66,4 +66,4 @@ async def get(
     app: ControlPlaneDep,
 ) -> Trace:
     """The spans of a request that this replica has been sent, by their start."""
-    return Trace.model_validate(app.traces.find(request_id))
+    return app.traces.find(request_id)

@@ -5,20 +5,11 @@ from __future__ import annotations
 from itertools import islice
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, Body, Path, Query, Response
 
 from kvxfer.api.access import GuardedRoute, allow
 from kvxfer.api.context import ControlPlaneDep
 from kvxfer.api.problems import responses
-from kvxfer.api.records import record_response
-from kvxfer.api.schemas.instances import InstanceId
-from kvxfer.api.schemas.transfers import (
-    OpenedTransfer,
-    Transfer,
-    TransferId,
-    TransferList,
-    TransferRequest,
-)
 from kvxfer.errors import (
     ControlPlaneUnavailable,
     InvalidArgument,
@@ -27,41 +18,46 @@ from kvxfer.errors import (
     ScorerFailed,
     UnknownTransfer,
 )
+from kvxfer.instances import InstanceId
+from kvxfer.record_schema import parameter
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.ticket import Ticket, sign_ticket
 from kvxfer.tracing.span import incoming
-from kvxfer.transfers import OpenedTransfer as OpenedTransferRecord
-from kvxfer.transfers import Transfer as TransferRecord
+from kvxfer.transfers import (
+    OpenedTransfer,
+    Transfer,
+    TransferId,
+    TransferList,
+    TransferRequest,
+)
 from kvxfer.web.tokens import Scope
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1/transfers", tags=["transfers"])
-_TransferId = Annotated[TransferId, Path(max_length=128)]
+_TransferId = Annotated[TransferId, Path(max_length=128, **parameter(TransferId))]
 
 
 @router.post(
     "",
     status_code=201,
     summary="Open",
-    response_model=OpenedTransfer,
     responses=responses(
         InvalidArgument, PromptTooLong, ScorerFailed, NoCapacity, ControlPlaneUnavailable
     ),
 )
 @allow(Scope.ROUTER)
-async def open_(body: TransferRequest, app: ControlPlaneDep) -> Response:
+async def open_(
+    body: Annotated[TransferRequest, Body()], app: ControlPlaneDep, response: Response
+) -> OpenedTransfer:
     """Reserves the best pair and returns it with a signed ticket for both workers.
 
     The reservation ends by DELETE, with `expires_at`, or when one of the two instances is gone.
     """
     transfer = await open_transfer(
-        app.registry, body.record(), seconds=app.settings.transfer_seconds, clock=app.clock
+        app.registry, body, seconds=app.settings.transfer_seconds, clock=app.clock
     )
     ticket = sign_ticket(_ticket(transfer), app.settings.signing_keys)
-    return record_response(
-        OpenedTransferRecord.of(transfer, ticket),
-        status_code=201,
-        location=f"{router.prefix}/{transfer.transfer_id}",
-    )
+    response.headers["Location"] = f"{router.prefix}/{transfer.transfer_id}"
+    return OpenedTransfer.of(transfer, ticket)
 
 
 @router.get("", summary="List", responses=responses(InvalidArgument, ControlPlaneUnavailable))
@@ -69,7 +65,10 @@ async def open_(body: TransferRequest, app: ControlPlaneDep) -> Response:
 async def list_transfers(
     app: ControlPlaneDep,
     instance_id: Annotated[
-        InstanceId | None, Query(description="Transfers that this instance is a side of.")
+        InstanceId | None,
+        Query(
+            **{**parameter(InstanceId), "description": "Transfers that this instance is a side of."}
+        ),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=10_000, description="At most so many.")] = 1000,
 ) -> TransferList:
@@ -79,9 +78,7 @@ async def list_transfers(
         for transfer in await app.registry.transfers()
         if instance_id in (None, transfer.prefill.instance_id, transfer.decode.instance_id)
     )
-    return TransferList(
-        transfers=[Transfer.model_validate(transfer) for transfer in islice(found, limit)]
-    )
+    return TransferList(transfers=tuple(islice(found, limit)))
 
 
 @router.get(
@@ -92,7 +89,7 @@ async def list_transfers(
 @allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def get(transfer_id: _TransferId, app: ControlPlaneDep) -> Transfer:
     """The open transfer, without its ticket."""
-    return Transfer.model_validate(await app.registry.transfer(transfer_id))
+    return await app.registry.transfer(transfer_id)
 
 
 @router.delete(
@@ -107,7 +104,7 @@ async def release(transfer_id: _TransferId, app: ControlPlaneDep) -> None:
     await app.registry.release(transfer_id)
 
 
-def _ticket(transfer: TransferRecord) -> Ticket:
+def _ticket(transfer: Transfer) -> Ticket:
     return Ticket(
         transfer_id=transfer.transfer_id,
         request_id=transfer.request_id,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
+import msgspec
 import typer
 
 from kvxfer.cli.connection import (
@@ -49,10 +50,7 @@ def plan(
     with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
         now = client.scale_plan()
     if as_json:
-        document = asdict(now)
-        for role in ("prefill", "decode"):
-            document[role] = _document(getattr(now, role))
-        show_json(document)
+        show_json(msgspec.to_builtins(now))
         return
     out.print(_plan_table(now))
     who = "this replica applies it" if now.leads else "this replica does not apply it"
@@ -106,17 +104,9 @@ def replay(
         out.print(line, highlight=False)
 
 
-def _document(decision: RoleDecision) -> dict[str, Any]:
-    extra = {"direction": decision.direction, "because": decision.because}
-    return {**asdict(decision), **extra}
-
-
 def _step(step: ReplayStep) -> dict[str, Any]:
-    document = asdict(step)
-    for role in ("prefill", "decode"):
-        document[role] = _document(getattr(step.decision, role))
-    del document["decision"]
-    return document
+    document = cast(dict[str, Any], msgspec.to_builtins(step))
+    return {**document, **document.pop("decision")}
 
 
 def _plan_table(now: ScalePlan) -> Table:

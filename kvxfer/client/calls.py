@@ -15,6 +15,7 @@ import msgspec
 from kvxfer.instances import (
     BlockUpdate,
     Instance,
+    InstanceList,
     InstanceSpec,
     InstanceState,
     Lease,
@@ -27,7 +28,7 @@ from kvxfer.overview import Overview, OverviewQuery
 from kvxfer.prefix_hashes import as_text
 from kvxfer.scaling import ScalePlan
 from kvxfer.traces import Trace
-from kvxfer.transfers import Handshake, OpenedTransfer, Transfer
+from kvxfer.transfers import Handshake, OpenedTransfer, Transfer, TransferList
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -109,7 +110,8 @@ def instances(
 ) -> Call[tuple[Instance, ...]]:
     """The live instances that match, ordered by id."""
     params = _given(role=role, model=model, state=state)
-    return Call("GET", "/v1/instances", lambda c: _InstanceList.read(c).instances, params=params)
+    read = _reads(InstanceList)
+    return Call("GET", "/v1/instances", lambda c: read(c).instances, params=params)
 
 
 def instance(instance_id: str) -> Call[Instance]:
@@ -169,7 +171,8 @@ def transfers(
 ) -> Call[tuple[Transfer, ...]]:
     """The open transfers, of one instance or of all, the oldest first."""
     params = _given(instance_id=instance_id, limit=limit)
-    return Call("GET", "/v1/transfers", lambda c: _TransferList.read(c).transfers, params=params)
+    read = _reads(TransferList)
+    return Call("GET", "/v1/transfers", lambda c: read(c).transfers, params=params)
 
 
 def transfer(transfer_id: str) -> Call[Transfer]:
@@ -241,22 +244,6 @@ def trace(request_id: str) -> Call[Trace]:
 def ready() -> Call[None]:
     """Returns where the control plane can serve; raises ControlPlaneUnavailable otherwise."""
     return Call("GET", "/readyz", _nothing)
-
-
-class _InstanceList(msgspec.Struct):
-    instances: tuple[Instance, ...]
-
-    @classmethod
-    def read(cls, content: bytes) -> _InstanceList:
-        return msgspec.json.decode(content, type=cls)
-
-
-class _TransferList(msgspec.Struct):
-    transfers: tuple[Transfer, ...]
-
-    @classmethod
-    def read(cls, content: bytes) -> _TransferList:
-        return msgspec.json.decode(content, type=cls)
 
 
 def _reads(answer: type[A]) -> Callable[[bytes], A]:

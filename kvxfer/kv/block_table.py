@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
 from kvxfer.errors import TicketInvalid
+from kvxfer.instances import Epoch, InstanceId
 from kvxfer.kv.messages import Offer
+from kvxfer.record import Record
 from kvxfer.ticket import Ticket, TicketKeys, as_ticket_keys, verify_ticket
 
 # As JSON: base64 of the longest OFFER that fits into a message, with room for the rest.
@@ -24,15 +26,18 @@ _KEY_PURPOSE: Final = b"kvxfer block table"
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
-class BlockTable(msgspec.Struct, frozen=True, kw_only=True):
-    """decode → control plane → prefill. As JSON its bytes are base64 (RFC 4648)."""
+class BlockTable(Record, frozen=True, kw_only=True):
+    """An offer, who made it, and a signature that none but the workers can make.
+
+    decode → control plane → prefill. As JSON its bytes are base64 (RFC 4648).
+    """
 
     offer: Offer
-    decode_id: str
-    decode_epoch: int
-    kid: str
+    decode_id: Annotated[InstanceId, msgspec.Meta(examples=["decode-0"])]
+    decode_epoch: Epoch
+    kid: Annotated[str, msgspec.Meta(max_length=64, examples=["8c1f02b7d94e6a35"])]
     """Which of the ticket keys signed it."""
-    mac: bytes
+    mac: Annotated[bytes, msgspec.Meta(examples=["q83vASNFZ4mrze8BI0VniavN7wEjRWeJq83vASNFZ4k="])]
     """HMAC-SHA256 over the msgpack of offer, decode_id and decode_epoch."""
 
 

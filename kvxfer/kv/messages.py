@@ -14,6 +14,8 @@ import msgspec
 from kvxfer.errors import LayoutMismatch, ProtocolError
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
+from kvxfer.record import Record, at_api
+from kvxfer.transfers import TransferId
 from kvxfer.unreadable import UNREADABLE
 
 Versions: TypeAlias = tuple[int, int]
@@ -63,26 +65,32 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
         return self.version, max(self.version, self.newest)
 
 
-class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """decode → prefill: write into these blocks, with this immediate, within this time.
+class Offer(Record, frozen=True, tag="offer"):
+    """decode → prefill: write into these blocks, with this immediate, within this time."""
 
-    `blocks`: decode's block table, the same for every prefill rank, with a row for each KV cache
-    group of the layout. `grants`: an MR descriptor for each part of each layer that the plan of the
-    two ranks writes to, in order. It opens the plane from the lowest block of the layer's group to
-    the end of its highest, to this prefill rank and for this transfer only. `first_block`: which
-    block of the prompt the table begins with; those before it decode has already. `adapter`: the
-    digest of the LoRA that decode computes with, if any; version 7 does not tell.
-    """
-
-    transfer_id: str
-    ticket: str
-    blocks: bytes
-    grants: tuple[bytes, ...]
-    imm: int
-    lease_seconds: float
-    first_block: int = 0
+    transfer_id: TransferId
+    ticket: Annotated[
+        str, at_api(max_length=4096), msgspec.Meta(examples=["eyJhbGciOiJIUzI1NiIs…"])
+    ]
+    blocks: Annotated[bytes, msgspec.Meta(examples=["AwAAAAcAAAA="])]
+    """Decode's block table, little-endian int32, the same for every prefill rank, with a row for
+    each KV cache group of the layout."""
+    grants: Annotated[
+        tuple[bytes, ...],
+        at_api(max_length=65_536),
+        msgspec.Meta(examples=[["a3Z4bXIxMjM0NTY3OA=="]]),
+    ]
+    """An MR descriptor for each part of each layer that the plan of the two ranks writes to, in
+    order. It opens the plane from the lowest block of the layer's group to the end of its highest,
+    to this prefill rank and for this transfer only."""
+    imm: Annotated[int, at_api(ge=0, lt=1 << 32), msgspec.Meta(examples=[65537])]
+    """The immediate that decode counts."""
+    lease_seconds: Annotated[float, at_api(gt=0), msgspec.Meta(examples=[58.7])]
+    first_block: Annotated[int, at_api(ge=0, lt=1 << 31)] = 0
+    """The block of the prompt that the table begins with; those before it decode has already."""
     # Left out where there is none: as version 7 knows the OFFER, and signs it for a block table.
-    adapter: str | msgspec.UnsetType = msgspec.UNSET
+    adapter: Annotated[str | msgspec.UnsetType, at_api(max_length=256)] = msgspec.UNSET
+    """The digest of the LoRA that decode computes with, if any; version 7 does not tell."""
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):

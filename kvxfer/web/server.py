@@ -40,6 +40,8 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 lifespan="on",
+                loop="uvloop",
+                http="httptools",
                 log_config=None,
                 access_log=False,
                 server_header=False,

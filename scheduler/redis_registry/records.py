@@ -113,20 +113,9 @@ def decode_instance(name: bytes, member: bytes, spec: bytes) -> Instance:
     if said.num_blocks < 1:
         raise ValueError(f"num_blocks is {said.num_blocks}")
     _require_finite(held.registered_at, held.heartbeat_at, held.drain_deadline)
-    return Instance(
-        instance_id=said.instance_id,
+    return Instance.of(
+        said,
         role=held.role,
-        model=said.model,
-        engine_address=said.engine_address,
-        http_address=said.http_address,
-        layout=said.layout,
-        num_blocks=said.num_blocks,
-        fabrics=said.fabrics,
-        rank_addresses=said.rank_addresses,
-        bootstrap_address=said.bootstrap_address,
-        labels=said.labels,
-        identity=said.identity,
-        kv_versions=said.kv_versions,
         epoch=held.epoch,
         state=held.state,
         registered_at=held.registered_at,

@@ -111,7 +111,7 @@ def _decide_role(
         wanted = _downwards(role, wanted, current, load, at, policy, state, clips)
     wanted = _within(wanted, own, clips)
 
-    decision = RoleDecision(role, current, wanted, tuple(spoken), tuple(silent), tuple(clips))
+    decision = RoleDecision.of(role, current, wanted, demands=spoken, silent=silent, clips=clips)
     return decision, _after(state, decision, load, at, policy)
 
 
@@ -180,7 +180,8 @@ def _within(wanted: int, own: RolePolicy, clips: list[Clip]) -> int:
 
 def _clip(clips: list[Clip], bound: Bound, before: int, after: int, why: str) -> int:
     if after != before:
-        clips.append(Clip(bound, before, after, f"{bound}: {after} instead of {before}, {why}"))
+        because = f"{bound}: {after} instead of {before}, {why}"
+        clips.append(Clip(bound=bound, before=before, after=after, because=because))
     return after
 
 

@@ -128,7 +128,9 @@ def _latency(role: Role, load: RoleMeasurement, policy: RolePolicy, tolerance: f
 
 
 def _demand(rule: Rule, workers: float, because: str) -> Demand:
-    return Demand(rule, workers, f"{rule}: {workers:.2f} workers for {because}")
+    return Demand(
+        rule=rule, workers=workers, because=f"{rule}: {workers:.2f} workers for {because}"
+    )
 
 
 def _feedback(rule: Rule, workers: float, load: RoleMeasurement, because: str) -> Demand:

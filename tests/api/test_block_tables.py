@@ -163,7 +163,8 @@ async def test_table_ends_with_the_registration_of_its_decode_worker(api, opened
         ({"imm": -1}, "offer.imm"),
         ({"lease_seconds": 0}, "offer.lease_seconds"),
         ({"type": "accepted"}, "offer.type"),
-        ({"extra": 1}, "offer.extra"),
+        ({"ticket": "x" * 4097}, "offer.ticket"),
+        ({"first_block": -1}, "offer.first_block"),
     ],
 )
 async def test_what_cannot_be_a_table_is_refused_by_its_member(api, opened, change, field):

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from kvxfer.api.schemas.problem import LayoutMismatchProblem
+from kvxfer.api.problem_models import LayoutMismatchProblem
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from verify.control_plane import LAYOUT

@@ -5,8 +5,7 @@ import json
 import msgspec
 import pytest
 
-from kvxfer.api.schemas.instances import InstanceList
-from kvxfer.instances import Load
+from kvxfer.instances import InstanceList, Load
 
 from .conftest import LEASE, join, problem, registration
 
@@ -131,7 +130,8 @@ async def test_same_incarnation_registers_again_with_a_new_epoch(api):
         ({"instance_id": "a/b"}, "instance_id", "pattern"),
         ({"instance_id": "-a"}, "instance_id", "pattern"),
         ({"instance_id": "x" * 129}, "instance_id", "pattern"),
-        ({"instance_id": "watch"}, "instance_id", "name of a route"),
+        ({"instance_id": "watch"}, "", "instance_id is 'watch', which is the name of a route"),
+        ({"kv_versions": [8, 7]}, "", "kv_versions is [8, 7]; give the oldest version first"),
         ({"role": "chef"}, "role", "'prefill', 'decode' or 'both'"),
         ({"model": ""}, "model", "at least 1 character"),
         ({"engine_address": "tcp://h:1"}, "engine_address", "pattern"),
@@ -276,7 +276,7 @@ async def test_listed_instances_are_as_the_schema_has_them(api):
     beat = {"epoch": lease["epoch"], "load": {"running": 2}}
     await api.put("/v1/instances/d/heartbeat", json=beat)
     listed = (await api.get("/v1/instances")).json()
-    assert json.loads(InstanceList.model_validate(listed).model_dump_json()) == listed
+    assert json.loads(msgspec.json.encode(msgspec.convert(listed, InstanceList))) == listed
     assert listed["instances"] == [
         (await api.get(f"/v1/instances/{name}")).json() for name in ("d", "p")
     ]

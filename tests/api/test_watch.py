@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator
 
 import httpx2
+import msgspec
 import pytest
 
-from kvxfer.api.schemas.instances import Change, Snapshot
 from kvxfer.event_stream import EventParser, ServerSentEvent
+from kvxfer.instances import Change, Snapshot
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.registry import LeasePolicy, Registry
 from tests.control_plane import pass_time
@@ -42,7 +43,7 @@ class Watch:
         data = json.loads(event.data)
         assert event.id == str(data["id"])
         schema = {"snapshot": Snapshot, "change": Change}[event.event]
-        assert json.loads(schema.model_validate(data).model_dump_json()) == data
+        assert json.loads(msgspec.json.encode(msgspec.convert(data, schema))) == data
         return event.event, data["id"], data
 
 

@@ -8,12 +8,21 @@ from kvxfer.scheduler.scaling.history import ScalingHistory
 
 
 def decision(role: Role, current: int, wanted: int, because: str = "load") -> RoleDecision:
-    demands = (Demand(Rule.REQUESTS, wanted, because),)
-    return RoleDecision(role, current, wanted, demands, silent=(), clips=())
+    demands = (Demand(rule=Rule.REQUESTS, workers=wanted, because=because),)
+    return RoleDecision.of(role, current, wanted, demands=demands)
 
 
 def plan(at: float, prefill: RoleDecision, decode: RoleDecision) -> ScalePlan:
-    return ScalePlan(at, "s.yaml", None, "kubernetes", True, 60.0, prefill, decode)
+    return ScalePlan(
+        at=at,
+        policy="s.yaml",
+        model=None,
+        backend="kubernetes",
+        leads=True,
+        observed_seconds=60.0,
+        prefill=prefill,
+        decode=decode,
+    )
 
 
 def test_nothing_is_told_before_the_first_round():

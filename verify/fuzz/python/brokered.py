@@ -14,9 +14,8 @@ from typing import Any
 
 import httpx2
 import msgspec
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from kvxfer.api.schemas import block_tables as schemas
 from kvxfer.client import ControlPlaneClient, calls
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.engine import Peer
@@ -31,7 +30,7 @@ DECODERS = {
     "kvxfer/kv/brokered.py": None,
     "kvxfer/kv/waiting.py": ["Expectations.[!_]*", "Expectations._forget_expired"],
     "kvxfer/client/calls.py": ["put_block_table", "block_table", "_block_table"],
-    "api/schemas/block_tables.py": ["_is_base64", "BlockTable.record"],
+    "kvxfer/record_schema.py": ["_from_base64"],
 }
 
 _CODES = (
@@ -45,6 +44,10 @@ _CODES = (
 )
 
 
+# As FastAPI reads it.
+_TABLE = TypeAdapter(BlockTable)
+
+
 def run(data: bytes) -> None:
     if data[:1] == b"\0":
         _relay(data[1:])
@@ -55,7 +58,7 @@ def run(data: bytes) -> None:
 def _relay(body: bytes) -> None:
     """What the control plane takes, prefill reads as decode said it."""
     try:
-        table = schemas.BlockTable.model_validate_json(body).record()
+        table = _TABLE.validate_json(body)
     except ValidationError:
         return
     handed_on = msgspec.json.encode(table)
@@ -76,8 +79,7 @@ class _ControlPlane(httpx2.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         if request.method == "POST":
-            body = schemas.BlockTable.model_validate_json(await request.aread())
-            self.taken.append(body.record())
+            self.taken.append(_TABLE.validate_json(await request.aread()))
         return (await self.answers.get())(request)
 
 
