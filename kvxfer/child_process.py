@@ -8,10 +8,11 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import IO, Any, Final, Self
 
 from kvxfer.errors import KvxferError
 
@@ -46,25 +47,13 @@ class Child:
         self._stderr: collections.deque[str] = collections.deque(maxlen=_STDERR_LINES)
 
     async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "kvxfer.cli.child",
-            str(os.getpid()),
-            *self._arguments,
-            env=self._environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=_LINE_LIMIT,
-            start_new_session=True,
-        )
+        self._process = self._start()
         loop = asyncio.get_running_loop()
         self._first_line: asyncio.Future[bytes] = loop.create_future()
         self._output = asyncio.gather(self._read_stdout(), self._read_stderr())
         # Cancelled on exit, and nobody waits for it then.
         self._output.add_done_callback(lambda output: output.cancelled() or output.exception())
-        self._exit = asyncio.create_task(self._process.wait())
+        self._exit = asyncio.create_task(self._exited())
         return self
 
     async def __aexit__(
@@ -133,15 +122,52 @@ class Child:
             return f": {error['message']} [{error['code']}]"
         return ": " + " | ".join(self._stderr) if self._stderr else ""
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Not asyncio.create_subprocess_exec: uvloop runs Python's at-fork handlers in the child
+        # before it executes the command, and that of OpenTelemetry never returns there.
+        return subprocess.Popen(  # noqa: S603 (no shell, and arguments as a list)
+            [sys.executable, "-m", "kvxfer.cli.child", str(os.getpid()), *self._arguments],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    async def _exited(self) -> int:
+        """The exit code, once the process has exited."""
+        loop, exited = asyncio.get_running_loop(), asyncio.Event()
+        pidfd = os.pidfd_open(self._process.pid)
+        loop.add_reader(pidfd, exited.set)
+        try:
+            await exited.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        return self._process.wait()
+
     async def _read_stdout(self) -> None:
-        assert self._process.stdout is not None  # noqa: S101 (it was started with a pipe)
-        self._stdout = await self._process.stdout.readline()
-        self._first_line.set_result(self._stdout)
-        while chunk := await self._process.stdout.read(_LINE_LIMIT):
-            self._stdout = (self._stdout + chunk)[:_LINE_LIMIT]
+        async with _reading(self._process.stdout) as stdout:
+            self._stdout = await stdout.readline()
+            self._first_line.set_result(self._stdout)
+            while chunk := await stdout.read(_LINE_LIMIT):
+                self._stdout = (self._stdout + chunk)[:_LINE_LIMIT]
 
     async def _read_stderr(self) -> None:
-        assert self._process.stderr is not None  # noqa: S101 (it was started with a pipe)
-        async for line in self._process.stderr:
-            if text := line.decode(errors="replace").strip():
-                self._stderr.append(text)
+        async with _reading(self._process.stderr) as stderr:
+            async for line in stderr:
+                if text := line.decode(errors="replace").strip():
+                    self._stderr.append(text)
+
+
+@contextlib.asynccontextmanager
+async def _reading(pipe: IO[bytes] | None) -> AsyncIterator[asyncio.StreamReader]:
+    """What arrives in a pipe, which is closed afterwards."""
+    stream = asyncio.StreamReader(limit=_LINE_LIMIT)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), pipe
+    )
+    try:
+        yield stream
+    finally:
+        transport.close()

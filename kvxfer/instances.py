@@ -223,7 +223,7 @@ class InstanceList(Record, frozen=True, kw_only=True):
     """The live instances, ordered by id."""
 
     instances: tuple[Instance, ...]
-    stale_seconds: Annotated[float | None, Meta(examples=[None])]
+    stale_seconds: float | None = None
     """None where the list is current; else the registry cannot be reached, and this is what was
     known so many seconds ago."""
 

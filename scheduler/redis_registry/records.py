@@ -76,7 +76,7 @@ def encode_load(load: Load | None) -> bytes:
 
 
 def decode_load(raw: bytes) -> Load | None:
-    return _checked(_load.decode(raw)) if raw else None
+    return _load.decode(raw) if raw else None
 
 
 def hashes(packed: bytes) -> bytes:
@@ -110,8 +110,6 @@ def decode_instance(name: bytes, member: bytes, spec: bytes) -> Instance:
     said, held = _spec.decode(spec), _member.decode(member)
     if said.instance_id != name.decode():
         raise ValueError(f"it is that of {said.instance_id!r}")
-    if said.num_blocks < 1:
-        raise ValueError(f"num_blocks is {said.num_blocks}")
     _require_finite(held.registered_at, held.heartbeat_at, held.drain_deadline)
     return Instance.of(
         said,
@@ -120,7 +118,7 @@ def decode_instance(name: bytes, member: bytes, spec: bytes) -> Instance:
         state=held.state,
         registered_at=held.registered_at,
         heartbeat_at=held.heartbeat_at,
-        load=_checked(held.load),
+        load=held.load,
         started=held.started,
         reserved=held.reserved,
         drain_deadline=held.drain_deadline,
@@ -145,11 +143,6 @@ def finite(raw: bytes) -> float:
     number = float(raw)
     _require_finite(number)
     return number
-
-
-def _checked(load: Load) -> Load:
-    _require_finite(load.requests_per_second, load.tokens_per_second, load.ttft_p90, load.itl_p90)
-    return load
 
 
 def _require_finite(*numbers: float | None) -> None:

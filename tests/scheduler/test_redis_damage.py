@@ -58,7 +58,7 @@ DAMAGE: dict[str, tuple[Callable[[Redis, str], object], str]] = {
     ),
     "load": (
         lambda c, t: c.hset("kvxfer:instances", "p", member(c, load={"ttft_p90": float("inf")})),
-        "instance 'p'.*a number is inf",
+        r"instance 'p'.*at `\$.load.ttft_p90`",
     ),
     "no spec": (lambda c, t: c.hdel("kvxfer:specs", "p"), "instance 'p'"),
     "spec": (lambda c, t: c.hset("kvxfer:specs", "p", b"{"), "instance 'p'"),
@@ -68,7 +68,7 @@ DAMAGE: dict[str, tuple[Callable[[Redis, str], object], str]] = {
     ),
     "no blocks": (
         lambda c, t: c.hset("kvxfer:specs", "p", spec(num_blocks=0)),
-        "instance 'p'.*num_blocks is 0",
+        r"instance 'p'.*at `\$.num_blocks`",
     ),
     "hashes": (lambda c, t: c.hset("kvxfer:blocks", "p", b"odd"), "instance 'p' has cached"),
     "hashes of nobody": (
