@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -52,6 +52,8 @@ class Ticket:
     """The trace that the transfer is a part of, where it is recorded."""
     adapter: str = ""
     """Digest of the LoRA of the request, where it has one and the signer knows it."""
+    token: str = field(default="", compare=False, repr=False)
+    """The ticket as it was signed; empty where it was not verified."""
 
     @property
     def bearer(self) -> bool:
@@ -157,7 +159,8 @@ def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
 
 
 def verify_ticket(token: str, keys: TicketKeys | bytes | str, *, now: float) -> Ticket:
-    """The ticket of a token that this cluster signed and that has not expired at `now`.
+    """The ticket of a token that this cluster signed and that has not expired at `now`; it has the
+    token with it.
 
     Raises TicketInvalid where it was not signed with one of the keys or is damaged, TicketExpired
     (a TicketInvalid) where it is too late.
@@ -201,6 +204,7 @@ def verify_ticket(token: str, keys: TicketKeys | bytes | str, *, now: float) -> 
         issued_at=claims.iat,
         traceparent=claims.trace,
         adapter=claims.adapter,
+        token=token,
     )
 
 

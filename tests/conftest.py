@@ -35,7 +35,7 @@ _LONG: Final = (
     "router/test_cluster.py",
     "cli/test_worker.py",
     "verify/attack/test_attacks.py",
-    "kv/test_mishaps_of_ranks.py",
+    "kv/test_random_faults_of_ranks.py",
     "kv/test_plan_oracle.py",
     "cli/test_bench.py",
 )

@@ -20,7 +20,7 @@ from kvxfer.engine import Engine
 from kvxfer.instances import InstanceSpec, InstanceState, Load
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
-from kvxfer.kv.rendezvous import OnOffer
+from kvxfer.kv.prefill_side import OnOffer
 from kvxfer.ticket import TicketKeys, as_ticket_keys
 from kvxfer.watched_file import WatchedFile
 

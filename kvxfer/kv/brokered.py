@@ -28,10 +28,10 @@ from kvxfer.kv.messages import Expect
 
 if TYPE_CHECKING:
     from kvxfer.kv.admission import Identity
+    from kvxfer.kv.connections import Connections
     from kvxfer.kv.decode_session import DecodeSession
-    from kvxfer.kv.pairs import Pairs
     from kvxfer.kv.prefill_session import PrefillSession
-    from kvxfer.kv.rendezvous import Rendezvous
+    from kvxfer.kv.prefill_side import PrefillSide
     from kvxfer.ticket import Ticket
 
 logger = logging.getLogger(__name__)
@@ -60,26 +60,27 @@ class BlockTables(Protocol):
 
 
 class Brokered:
-    """The errands of an endpoint's sessions to the control plane. Loop only.
+    """What an endpoint's sessions leave at the control plane or fetch there, each in a task. Loop
+    only.
 
-    An errand ends with its session, whose lease is its deadline; what is to be left at the control
-    plane is given up a little before, so that the session fails with the errand's error.
+    A task ends with its session, whose lease is its deadline; what is to be left at the control
+    plane is given up a little before, so that the session fails with the task's error.
     """
 
     def __init__(
         self,
         control_plane: BlockTables | None,
         identity: Identity,
-        pairs: Pairs,
-        rendezvous: Rendezvous,
+        connections: Connections,
+        prefill_side: PrefillSide,
         clock: Clock,
     ) -> None:
         self._control_plane = control_plane
         self._identity = identity
-        self._pairs = pairs
-        self._rendezvous = rendezvous
+        self._connections = connections
+        self._prefill_side = prefill_side
         self._clock = clock
-        self._errands: dict[PrefillSession | DecodeSession, asyncio.Task[None]] = {}
+        self._tasks: dict[PrefillSession | DecodeSession, asyncio.Task[None]] = {}
 
     def require(self) -> BlockTables:
         """Raises InvalidArgument where the endpoint knows no control plane."""
@@ -92,32 +93,30 @@ class Brokered:
 
     def publish(self, session: DecodeSession, ticket: Ticket) -> None:
         """Leaves the session's block table at the control plane."""
-        self._send(session, partial(self._publish, session, ticket))
+        self._start(session, partial(self._publish, session, ticket))
 
-    def fetch(
-        self, session: PrefillSession, ticket: Ticket, token: str, decode_address: str
-    ) -> None:
+    def fetch(self, session: PrefillSession, ticket: Ticket, decode_address: str) -> None:
         """Connects to decode, and takes its OFFER up as soon as it is at the control plane."""
-        self._send(session, partial(self._fetch, session, ticket, token, decode_address))
+        self._start(session, partial(self._fetch, session, ticket, decode_address))
 
     def ended(self, session: PrefillSession | DecodeSession) -> None:
         """Nothing is done for the session any more."""
-        errand = self._errands.pop(session, None)
-        if errand is not None:
-            errand.cancel()
+        task = self._tasks.pop(session, None)
+        if task is not None:
+            task.cancel()
 
-    def _send(
-        self, session: PrefillSession | DecodeSession, errand: Callable[[], Awaitable[None]]
+    def _start(
+        self, session: PrefillSession | DecodeSession, work: Callable[[], Awaitable[None]]
     ) -> None:
-        task = asyncio.get_running_loop().create_task(self._run(session, errand))
-        self._errands[session] = task
-        task.add_done_callback(lambda _: self._errands.pop(session, None))
+        task = asyncio.get_running_loop().create_task(self._run(session, work))
+        self._tasks[session] = task
+        task.add_done_callback(lambda _: self._tasks.pop(session, None))
 
     async def _run(
-        self, session: PrefillSession | DecodeSession, errand: Callable[[], Awaitable[None]]
+        self, session: PrefillSession | DecodeSession, work: Callable[[], Awaitable[None]]
     ) -> None:
         try:
-            await errand()
+            await work()
         except UnknownTransfer as ended:
             session.fail(
                 TransferCancelled(
@@ -132,15 +131,13 @@ class Brokered:
         deadline = _PATIENCE * session.lease_remaining
         await self.require().put_block_table(table, deadline=deadline)
 
-    async def _fetch(
-        self, session: PrefillSession, ticket: Ticket, token: str, decode_address: str
-    ) -> None:
-        pair = await self._pairs.meet(decode_address)
-        require_peer(ticket, Role.DECODE, pair.hello, f"at {decode_address} is")
-        if session.pairs:
+    async def _fetch(self, session: PrefillSession, ticket: Ticket, decode_address: str) -> None:
+        connection = await self._connections.meet(decode_address)
+        require_peer(ticket, Role.DECODE, connection.hello, f"at {decode_address} is")
+        if session.connections:
             return  # decode has sent its OFFER itself
-        session.meet(pair)
-        pair.send(Expect(ticket.transfer_id, token))
+        session.meet(connection)
+        connection.send(Expect(ticket.transfer_id, ticket.token))
         table = await self._ask(session)
         made_under = verify_block_table(table, self._identity.keys, now=self._clock.unix())
         if made_under != ticket:
@@ -148,7 +145,7 @@ class Brokered:
                 f"the block table of transfer {ticket.transfer_id} is not for the ticket of the "
                 "prefill request; give both sides the same ticket"
             )
-        self._rendezvous.offer(pair, table.offer, ticket)
+        self._prefill_side.offer(connection, table.offer, ticket)
 
     async def _ask(self, session: PrefillSession) -> BlockTable:
         while True:

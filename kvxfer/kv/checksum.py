@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kvxfer.engine import MemoryRegion
     from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.cache import KvCache
+    from kvxfer.kv.connection import Connection
     from kvxfer.kv.messages import Checksum
-    from kvxfer.kv.pair import KvPair
     from kvxfer.kv.plane_writes import Offsets, Runs
 
 _MODULUS: Final = 1 << 64
@@ -49,14 +49,18 @@ class RunningChecksum:
 
 
 def verify(
-    checksum: Checksum | None, pair: KvPair, cache: KvCache, ids: BlockIds, first_block: int
+    checksum: Checksum | None,
+    connection: Connection,
+    cache: KvCache,
+    ids: BlockIds,
+    first_block: int,
 ) -> int:
     """Compares what a prefill rank has written into blocks with what it says of it; how many bytes
     that was. Any thread.
 
     Raises ProtocolError where it says nothing that can be, and ChecksumMismatch.
     """
-    plan, name = pair.inbound_plan, pair.hello.instance_id
+    plan, name = connection.inbound_plan, connection.hello.instance_id
     if checksum is None:
         raise ProtocolError(f"{name!r} sent no checksum; run the same version of kvxfer on both")
     target = by_group(ids, cache.layout)
@@ -67,7 +71,7 @@ def verify(
         )
     source = np.arange(checksum.blocks, dtype=np.int32)
     running = RunningChecksum()
-    for arrival in pair.arrivals:
+    for arrival in connection.arrivals:
         row = target[arrival.group]
         _, places, numbers = arrival.runs.offsets(source, row, first_block)
         plane = arrival.plane

@@ -54,7 +54,6 @@ class DecodeSession:
     def __init__(
         self,
         ticket: Ticket,
-        token: str,
         cache: KvCache,
         blocks: TargetBlocks,
         inbounds: Sequence[Inbound],
@@ -71,7 +70,7 @@ class DecodeSession:
         self.begun = clock.monotonic()
         self.checked_bytes = 0
         """Bytes that were compared with their checksum."""
-        self.ticket, self.token = ticket, token
+        self.ticket = ticket
         self._cache = cache
         self._blocks = blocks
         self._first_block = first_block
@@ -106,13 +105,13 @@ class DecodeSession:
     @property
     def fabric(self) -> str:
         """Which fabric the blocks come over."""
-        return self._inbounds[0].pair.peer.fabric
+        return self._inbounds[0].connection.peer.fabric
 
     @property
     def nbytes(self) -> int:
         """Bytes that come into the blocks, where prefill fills all of them."""
         layout = self._cache.layout
-        plans = [inbound.pair.inbound_plan for inbound in self._inbounds]
+        plans = [inbound.connection.inbound_plan for inbound in self._inbounds]
         return sum(
             self._present[layout.group_of(layer.dst_layer)]
             * layer.bytes_per_cycle
@@ -125,7 +124,7 @@ class DecodeSession:
     def is_of_several(self) -> bool:
         """Whether other ranks of decode take part in the transfer."""
         ours = self._cache.layout
-        return any(len(targets(one.pair.hello.layout, ours)) > 1 for one in self._inbounds)
+        return any(len(targets(one.connection.hello.layout, ours)) > 1 for one in self._inbounds)
 
     @property
     def lease_remaining(self) -> float:
@@ -140,7 +139,7 @@ class DecodeSession:
     def offer(self) -> None:
         """Sends an OFFER to each prefill rank. Raises EngineError; the caller then cancels."""
         for inbound in self._inbounds:
-            inbound.pair.send(self._offer_to(inbound))
+            inbound.connection.send(self._offer_to(inbound))
 
     async def wait(self) -> bytes:
         """Waits until every byte is there and returns the tail that prefill sent with DONE.
@@ -199,8 +198,8 @@ class DecodeSession:
         if any(inbound.state is not DecodeState.COMPLETE for inbound in self._inbounds):
             return
         self._happened("every byte is there")
-        pairs = [inbound.pair for inbound in self._inbounds]
-        if not self._permutes and not any(pair.checksums for pair in pairs):
+        connections = [inbound.connection for inbound in self._inbounds]
+        if not self._permutes and not any(connection.checksums for connection in connections):
             self._complete()
             return
         self._arranging = asyncio.get_running_loop().run_in_executor(None, self._arrange)
@@ -266,23 +265,23 @@ class DecodeSession:
 
     @property
     def _permutes(self) -> bool:
-        plan = self._inbounds[0].pair.inbound_plan  # the order of arrival is the same for all
+        plan = self._inbounds[0].connection.inbound_plan  # the order of arrival is the same for all
         return self._cache.permute is not None and plan.permutes
 
     def _arrange(self) -> None:
         """Checks the blocks and puts their heads in order. In a thread of its own; nothing writes
         into the blocks any more, and they are not given back before it returns."""
         for inbound in self._inbounds:
-            if inbound.pair.checksums and inbound.pair.inbound_plan.layers:
+            if inbound.connection.checksums and inbound.connection.inbound_plan.layers:
                 self.checked_bytes += verify(
                     inbound.checksum,
-                    inbound.pair,
+                    inbound.connection,
                     self._cache,
                     self._blocks.ids,
                     self._first_block,
                 )
         if self._permutes and self._cache.permute is not None:
-            order = self._inbounds[0].pair.inbound_plan.arrival_order
+            order = self._inbounds[0].connection.inbound_plan.arrival_order
             self._cache.permute(self._cache, self._blocks.ids, order)
 
     def _arranged(self, arranging: asyncio.Future[None]) -> None:
@@ -316,7 +315,7 @@ class DecodeSession:
     def _offer_to(self, inbound: Inbound) -> Offer:
         return Offer(
             transfer_id=self.transfer_id,
-            ticket=self.token,
+            ticket=self.ticket.token,
             blocks=self._table,
             grants=inbound.grants,
             imm=inbound.counter.imm,

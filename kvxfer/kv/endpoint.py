@@ -18,16 +18,16 @@ from kvxfer.errors import (
 from kvxfer.instances import Role
 from kvxfer.kv.admission import Identity, Side, TransferLedger
 from kvxfer.kv.brokered import BlockTables, Brokered
+from kvxfer.kv.connection import Connection, grant_ranges
+from kvxfer.kv.connections import Connections, follow_first_rank
 from kvxfer.kv.counts import Refusals, TrafficMeter, TransferCounts
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.inbound import Inbound
+from kvxfer.kv.message_handler import MessageHandler
 from kvxfer.kv.messages import Keep, Release
-from kvxfer.kv.pair import KvPair, grant_ranges
-from kvxfer.kv.pairs import Pairs, follow_first_rank
+from kvxfer.kv.prefill_side import OnOffer, PrefillSide
 from kvxfer.kv.ranks import sources, targets
-from kvxfer.kv.reception import Reception
-from kvxfer.kv.rendezvous import OnOffer, Rendezvous
-from kvxfer.kv.waiting import Expectations
+from kvxfer.kv.waiting import ExpectedOffers
 from kvxfer.tracing.span import child
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ _LEAST_LEASE_SECONDS: Final = 0.001
 class KvEndpoint:
     """One per worker process: the only user of an Engine's messages. Loop only.
 
-    An async context manager. It knows every peer of the engine as a KvPair, verifies tickets
+    An async context manager. It knows every peer of the engine as a Connection, verifies tickets
     (instance ids and epochs have to be its own and the sender's; each is good once), and brings
     offers and prefill requests together, whichever comes first. Peers learn its layout and MR
     descriptors from it alone, over the authenticated connection.
@@ -116,12 +116,11 @@ class KvEndpoint:
         self._open = False
         self._tracer = tracer
         self.clock = clock
-        self._pairs = Pairs(
+        self._connections = Connections(
             engine,
             cache,
             self._identity,
             connect_timeout,
-            lambda pair, error: self._reception.cut_off(pair, error),
             checksums=checksums,
             clock=clock,
         )
@@ -131,29 +130,29 @@ class KvEndpoint:
         self.counts = TransferCounts()
         """How the transfers of this endpoint ended, since the start."""
         self._decodes: dict[DecodeSession, None] = {}  # in the order of their beginning
-        self._rendezvous = Rendezvous(
+        self._prefill_side = PrefillSide(
             instance_id,
             cache.layout,
             self._ledger,
             max_early_offers_per_peer=max_early_offers_per_peer,
             ended=self._prefill_ended,
             refusals=self._refusals,
-            loss_of_decode=self._pairs.loss_of_decode,
+            loss_of_decode=self._connections.loss_of_decode,
             on_offer=on_offer,
             clock=clock,
         )
-        self._expectations = Expectations(clock)
-        self._reception = Reception(
+        self._expected_offers = ExpectedOffers(clock)
+        self._handler = MessageHandler(
             self._identity,
-            self._pairs,
-            self._rendezvous,
-            self._expectations,
+            self._connections,
+            self._prefill_side,
+            self._expected_offers,
             self._refusals,
             self.counts,
             clock,
         )
         self._brokered = Brokered(
-            control_plane, self._identity, self._pairs, self._rendezvous, clock
+            control_plane, self._identity, self._connections, self._prefill_side, clock
         )
 
     @property
@@ -182,11 +181,11 @@ class KvEndpoint:
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What goes to each decode worker now, for `Load.sent`."""
-        return self._traffic.rates(self._rendezvous.sessions)
+        return self._traffic.rates(self._prefill_side.sessions)
 
     def running(self) -> dict[Direction, int]:
         """Transfers that have begun and not ended."""
-        return {"send": len(self._rendezvous), "receive": len(self._decodes)}
+        return {"send": len(self._prefill_side), "receive": len(self._decodes)}
 
     def blocks(self) -> dict[BlockState, int]:
         """How many blocks of the pool are in each state; nothing without a pool."""
@@ -195,7 +194,7 @@ class KvEndpoint:
     def set_epoch(self, epoch: int) -> None:
         """Takes the epoch of a new registration and tells every peer. Running transfers go on."""
         self._identity.epoch = epoch
-        self._pairs.greet_all()
+        self._connections.greet_all()
 
     async def set_model(self, model: ModelIdentity) -> None:
         """Takes the model as it is after its weights were updated, and tells every peer. Returns
@@ -204,10 +203,10 @@ class KvEndpoint:
         if model == self._identity.model:
             return
         self._identity.model = model
-        self._pairs.greet_all()
+        self._connections.greet_all()
         reason = f"the weights of {self.instance_id!r} were updated"
         await asyncio.gather(*(session.cancel(reason) for session in list(self._decodes)))
-        await self._rendezvous.close(reason)
+        await self._prefill_side.close(reason)
 
     async def follow(self, address: str) -> Peer:
         """Takes the epoch from the first rank of this instance, which registers it and whose engine
@@ -216,13 +215,13 @@ class KvEndpoint:
         Raises as decode_session() does for the connection, InvalidArgument where another instance
         is there, and DeadlineExceeded where the first rank is not registered within a minute.
         """
-        return await follow_first_rank(self._pairs, self._identity, address, self.set_epoch)
+        return await follow_first_rank(self._connections, self._identity, address, self.set_epoch)
 
     async def __aenter__(self) -> Self:
-        self._engine.handler = self._reception
+        self._engine.handler = self._handler
         self._open = True
         for peer in self._engine.peers:
-            self._reception.peer_up(peer)
+            self._handler.peer_up(peer)
         return self
 
     async def __aexit__(
@@ -239,11 +238,11 @@ class KvEndpoint:
             return
         self._open = False
         reason = f"instance {self.instance_id!r} closes"
-        self._expectations.close(EngineClosed(reason))
+        self._expected_offers.close(EngineClosed(reason))
         await asyncio.gather(*(session.cancel(reason) for session in list(self._decodes)))
-        await self._rendezvous.close(reason)
-        for pair in self._pairs:
-            self._reception.drop(pair, EngineClosed(reason))
+        await self._prefill_side.close(reason)
+        for connection in self._connections:
+            self._handler.drop(connection, EngineClosed(reason))
         self._engine.handler = None
 
     def side(self, ticket: str) -> Role | None:
@@ -280,7 +279,7 @@ class KvEndpoint:
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
         span = self._span("kv.send", claims)
         with self._noting_failure("send", span):
-            session = await self._rendezvous.request(
+            session = await self._prefill_side.request(
                 claims,
                 blocks,
                 lease,
@@ -289,14 +288,14 @@ class KvEndpoint:
                 span=span,
             )
         if decode_address is not None:
-            self._brokered.fetch(session, claims, ticket, decode_address)
+            self._brokered.fetch(session, claims, decode_address)
         return session
 
     def decline(self, ticket: str, reason: str) -> None:
         """Ends a transfer whose prefill request has ended before its session began, so that decode
         hears of it at once. Raises TicketInvalid and TicketExpired."""
         claims = self._verify_for(Role.PREFILL, ticket)
-        self._rendezvous.decline(claims, reason)
+        self._prefill_side.decline(claims, reason)
 
     async def decode_session(
         self,
@@ -345,13 +344,13 @@ class KvEndpoint:
             if prefill_address is None:
                 self._brokered.require()
                 begun = self.clock.monotonic()
-                pair = await self._expectations.prefill_of(claims, lease)
-                self._require_alone(pair)
-                pairs: tuple[KvPair, ...] = (pair,)
+                connection = await self._expected_offers.prefill_of(claims, lease)
+                self._require_alone(connection)
+                connections: tuple[Connection, ...] = (connection,)
                 lease = max(lease - (self.clock.monotonic() - begun), _LEAST_LEASE_SECONDS)
             else:
-                pairs = await self._pairs.meet_sources(claims, prefill_address)
-            session = self._begin(claims, ticket, pairs, blocks, first_block, adapter, lease, span)
+                connections = await self._connections.meet_sources(claims, prefill_address)
+            session = self._begin(claims, connections, blocks, first_block, adapter, lease, span)
         try:
             if prefill_address is None:
                 self._brokered.publish(session, claims)
@@ -369,8 +368,8 @@ class KvEndpoint:
         Raises TicketInvalid, TicketExpired, and what decode_session() does of the connection.
         """
         claims = self._verify_for(Role.DECODE, ticket)
-        for pair in await self._pairs.meet_sources(claims, prefill_address):
-            pair.send(Release(claims.transfer_id, ticket, reason))
+        for connection in await self._connections.meet_sources(claims, prefill_address):
+            connection.send(Release(claims.transfer_id, ticket, reason))
 
     async def keep(self, ticket: str, prefill_address: str | Sequence[str]) -> None:
         """Tells prefill that a request waits here until there are blocks for it: prefill keeps its
@@ -378,14 +377,13 @@ class KvEndpoint:
         if this worker is lost. Raises as release() does.
         """
         claims = self._verify_for(Role.DECODE, ticket)
-        for pair in await self._pairs.meet_sources(claims, prefill_address):
-            pair.send(Keep(claims.transfer_id, ticket, self._lease_seconds))
+        for connection in await self._connections.meet_sources(claims, prefill_address):
+            connection.send(Keep(claims.transfer_id, ticket, self._lease_seconds))
 
     def _begin(
         self,
-        claims: Ticket,
-        ticket: str,
-        pairs: Sequence[KvPair],
+        ticket: Ticket,
+        connections: Sequence[Connection],
         wanted: int | TargetBlocks,
         first_block: int,
         adapter: str,
@@ -396,23 +394,25 @@ class KvEndpoint:
         self._require_open()
         if first_block < 0:
             raise InvalidArgument(f"first_block is {first_block}; pass 0 or more")
-        for pair in pairs:
-            pair.require_same_model(Role.DECODE)
+        for connection in connections:
+            connection.require_same_model(Role.DECODE)
         with contextlib.ExitStack() as undo:
             blocks = self._blocks(wanted)
             undo.callback(blocks.release)
-            ranges = [grant_ranges(self._cache, pair.inbound_plan, blocks.ids) for pair in pairs]
+            ranges = [
+                grant_ranges(self._cache, connection.inbound_plan, blocks.ids)
+                for connection in connections
+            ]
             # Now, so that a request which finds no free blocks may try again with its ticket, and
             # one whose ticket was used takes no counter: giving it back asks its writer first.
-            self._ledger.claim(claims, "decode session")
+            self._ledger.claim(ticket, "decode session")
             inbounds = []
-            for pair, granted in zip(pairs, ranges, strict=True):
-                counter = self._engine.counter(pair.peer)
+            for connection, granted in zip(connections, ranges, strict=True):
+                counter = self._engine.counter(connection.peer)
                 undo.callback(counter.release)
                 grants = counter.grant(granted)
-                inbounds.append(Inbound(pair, claims.transfer_id, counter, grants))
+                inbounds.append(Inbound(connection, ticket.transfer_id, counter, grants))
             session = DecodeSession(
-                claims,
                 ticket,
                 self._cache,
                 blocks,
@@ -437,13 +437,13 @@ class KvEndpoint:
             )
         return self._pool.offer(wanted)
 
-    def _require_alone(self, pair: KvPair) -> None:
-        """Raises InvalidArgument where a transfer of the pair takes more than these two ranks."""
-        ours, theirs = self._cache.layout, pair.hello.layout
+    def _require_alone(self, connection: Connection) -> None:
+        """Raises InvalidArgument where a transfer with this peer takes more than two ranks."""
+        ours, theirs = self._cache.layout, connection.hello.layout
         if sources(theirs, ours) != (theirs.rank,) or targets(theirs, ours) != (ours.rank,):
             raise InvalidArgument(
                 f"rank {ours.rank} of {self.instance_id!r} and rank {theirs.rank} of "
-                f"{pair.hello.instance_id!r} transfer to other ranks too, which a brokered "
+                f"{connection.hello.instance_id!r} transfer to other ranks too, which a brokered "
                 "handshake cannot; use the direct one"
             )
 

@@ -1,4 +1,4 @@
-"""What one prefill rank sends to a decode session: its offer, its count, its last word."""
+"""What one prefill rank sends to a decode session: its answer to the OFFER, its count, its end."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kvxfer.kv.session_state import (
 
 if TYPE_CHECKING:
     from kvxfer.engine import Counter
+    from kvxfer.kv.connection import Connection
     from kvxfer.kv.messages import Checksum
-    from kvxfer.kv.pair import KvPair
     from kvxfer.ticket import Ticket
 
 ENDED: Final = frozenset({DecodeState.TAKEN, DecodeState.CANCELLED, DecodeState.FAILED})
@@ -36,7 +36,6 @@ class Receiving(Protocol):
     """The decode session that the writes of one or several prefill ranks are for."""
 
     ticket: Ticket
-    token: str
 
     @property
     def is_of_several(self) -> bool: ...
@@ -65,11 +64,11 @@ class Inbound:
     """
 
     def __init__(
-        self, pair: KvPair, transfer_id: str, counter: Counter, grants: Sequence[bytes]
+        self, connection: Connection, transfer_id: str, counter: Counter, grants: Sequence[bytes]
     ) -> None:
-        hello = pair.hello
+        hello = connection.hello
         rank = f"rank {hello.layout.rank} of " if hello.layout.num_ranks > 1 else ""
-        self.pair = pair
+        self.connection = connection
         self.counter = counter
         self.grants = tuple(grants)
         self.peer_name = f"{rank}prefill worker {hello.instance_id!r}"
@@ -89,16 +88,16 @@ class Inbound:
     def begin(self, session: Receiving) -> None:
         """From now on the session hears of what the prefill rank does."""
         self._session = session
-        self.pair.decodes[self._transfer_id] = self
+        self.connection.decodes[self._transfer_id] = self
 
     @property
     def state(self) -> DecodeState:
         return self._machine.state
 
     @property
-    def ticket(self) -> tuple[Ticket, str]:
-        """That of the OFFER, and as a token."""
-        return self._session.ticket, self._session.token
+    def ticket(self) -> Ticket:
+        """That of the OFFER."""
+        return self._session.ticket
 
     @property
     def ended(self) -> bool:
@@ -114,7 +113,7 @@ class Inbound:
     def done(self, done: Done) -> None:
         if self._machine.advance(DecodeEvent.DONE) is not DecodeState.COUNTING:
             return
-        if (done.total < 1) is bool(self.pair.inbound_plan.layers):
+        if (done.total < 1) is bool(self.connection.inbound_plan.layers):
             raise ProtocolError(self._says(f"DONE announces {done.total} writes"))
         self.tail = done.tail
         self.checksum = done.checksum
@@ -162,7 +161,7 @@ class Inbound:
             if after is DecodeState.CANCELLING or (complete and self._session.is_of_several):
                 # First, so that prefill hears the reason before its writes are refused.
                 with contextlib.suppress(EngineError):
-                    self.pair.send(Cancel(self._transfer_id, reason))
+                    self.connection.send(Cancel(self._transfer_id, reason))
             self.counter.revoke(self._session.revoked)
         if after in ENDED:
             self._end()
@@ -193,7 +192,7 @@ class Inbound:
         self._session.counted()
 
     def _end(self) -> None:
-        self.pair.decodes.pop(self._transfer_id, None)
+        self.connection.decodes.pop(self._transfer_id, None)
         self._session.inbound_ended()
 
     def _says(self, what: str) -> str:

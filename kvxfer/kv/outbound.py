@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvxfer.engine import Operation, WatchFor
     from kvxfer.errors import KvxferError
     from kvxfer.kv.block_pool import BlockIds
-    from kvxfer.kv.pair import KvPair
+    from kvxfer.kv.connection import Connection
     from kvxfer.kv.plane_writes import Offsets, PlaneWrite, Runs
     from kvxfer.tracing.span import Span
 
@@ -100,17 +100,17 @@ class Outbound:
 
     def __init__(
         self,
-        pair: KvPair,
+        connection: Connection,
         offer: Offer,
         source: BlockIds,
         target: BlockIds,
         spans: SendSpans | None = None,
     ) -> None:
-        self.pair = pair
+        self.connection = connection
         self._spans = spans
         self.operations: list[Operation] = []
         self.announced = False
-        self._writes = pair.writes
+        self._writes = connection.writes
         self._offer = offer
         self._source = source
         # Counted from where the grants begin.
@@ -119,7 +119,7 @@ class Outbound:
         self._queue: collections.deque[_Queued] = collections.deque()
         # The same for every layer of a group whose blocks lie equally far apart.
         self._offsets: dict[tuple[Runs, int, range], tuple[Offsets, Offsets, Offsets]] = {}
-        self._checksum = RunningChecksum() if pair.checksums else None
+        self._checksum = RunningChecksum() if connection.checksums else None
         # Posted, and not in the checksum yet: of some the bytes are still to be computed.
         self._unsummed: collections.deque[_Posted] = collections.deque()
 
@@ -134,7 +134,7 @@ class Outbound:
         return sum(operation.writes for operation in self.operations)
 
     def accept(self) -> None:
-        self.pair.send(Accepted(self._offer.transfer_id))
+        self.connection.send(Accepted(self._offer.transfer_id))
 
     def add(self, layer: int, blocks: range, after: WatchFor | None = None) -> None:
         """Puts some of prefill's blocks of a layer into the queue; they go when `after` is
@@ -166,7 +166,7 @@ class Outbound:
         if self._checksum is not None:
             self._sum()
             checksum = Checksum(self._checksum.value, self._source.shape[1])
-        self.pair.send(Done(self._offer.transfer_id, self.posted, tail, checksum))
+        self.connection.send(Done(self._offer.transfer_id, self.posted, tail, checksum))
 
     def _post(self, queued: _Queued, timeout: float) -> None:
         layer, write, blocks, after = queued
@@ -178,7 +178,7 @@ class Outbound:
         source, target, numbers = self._offsets[runs, group, blocks]
         if not len(source):
             return  # runs of blocks that the prompt has not, or that decode has or does not want
-        operation = self.pair.peer.write_pages(
+        operation = self.connection.peer.write_pages(
             write.src,
             self._offer.grants[write.dst],
             page_length=runs.length,
@@ -193,7 +193,7 @@ class Outbound:
         )
         self.operations.append(operation)
         if self._spans is not None:
-            rank = self.pair.hello.layout.rank
+            rank = self.connection.hello.layout.rank
             self._spans.posted(rank, layer, blocks.start, operation)
         if self._checksum is not None:
             self._unsummed.append(_Posted(write, source, numbers, after))
@@ -211,7 +211,7 @@ class Outbound:
 
     @property
     def _name(self) -> str:
-        return f"decode worker {self.pair.hello.instance_id!r}"
+        return f"decode worker {self.connection.hello.instance_id!r}"
 
     def _says(self, what: str) -> str:
         return f"transfer {self._offer.transfer_id}: {what}"

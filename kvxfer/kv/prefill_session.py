@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvxfer.engine import Operation, WatchFor
     from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.blocks import SourceBlocks
-    from kvxfer.kv.pair import KvPair
+    from kvxfer.kv.connection import Connection
     from kvxfer.layout import KvLayout
     from kvxfer.ticket import Ticket
     from kvxfer.tracing.span import Span
@@ -99,7 +99,7 @@ class PrefillSession:
             PrefillState.WAITING,
         )
         # Where decode is connected, whether or not its OFFER is here.
-        self._pairs: dict[int, KvPair] = {}  # by decode rank
+        self._connections: dict[int, Connection] = {}  # by decode rank
         self._outbounds: dict[int, Outbound] = {}
         # Decode ranks whose OFFER has not come; None until the first has said how many there are.
         self._awaited: set[int] | None = None
@@ -109,8 +109,8 @@ class PrefillSession:
         self._error: KvxferError | None = None
         self._reason = ""
         # Set when a decode rank has given the transfer up or is lost, and which of both it was.
-        self._last_word = asyncio.Event()
-        self._last_words: dict[KvPair, PrefillEvent] = {}
+        self._end_heard = asyncio.Event()
+        self._ends_heard: dict[Connection, PrefillEvent] = {}
         self._settling: asyncio.Task[None] | None = None
         self._on_end = ended
         self._spans = None if span is None else SendSpans(span, clock)
@@ -136,9 +136,9 @@ class PrefillSession:
         return self._error
 
     @property
-    def pairs(self) -> tuple[KvPair, ...]:
+    def connections(self) -> tuple[Connection, ...]:
         """The connections to decode's ranks, as far as they are known."""
-        return tuple(self._pairs.values())
+        return tuple(self._connections.values())
 
     @property
     def lease_remaining(self) -> float:
@@ -148,7 +148,7 @@ class PrefillSession:
     @property
     def fabric(self) -> str | None:
         """Which fabric the blocks go over; None until the OFFER has come."""
-        return next((out.pair.peer.fabric for out in self._outbounds.values()), None)
+        return next((out.connection.peer.fabric for out in self._outbounds.values()), None)
 
     @property
     def nbytes(self) -> int:
@@ -167,7 +167,7 @@ class PrefillSession:
         for outbound in self._outbounds.values():
             ended = [each for each in list(outbound.operations) if each.done()]
             nbytes = sum(each.nbytes for each in ended if each.error is None)
-            yield outbound.pair.hello.instance_id, outbound.pair.peer.fabric, nbytes
+            yield outbound.connection.hello.instance_id, outbound.connection.peer.fabric, nbytes
 
     def write_layer(
         self, layer: int, until: int | None = None, *, after: WatchFor | None = None
@@ -260,29 +260,32 @@ class PrefillSession:
 
     # What the endpoint hears from decode.
 
-    def meet(self, pair: KvPair) -> None:
+    def meet(self, connection: Connection) -> None:
         """A decode rank is connected; from now on each side is told of the other's end."""
-        self._pairs[pair.hello.layout.rank] = pair
+        self._connections[connection.hello.layout.rank] = connection
 
-    def awaits(self, pair: KvPair) -> bool:
+    def awaits(self, connection: Connection) -> bool:
         """Whether nothing has come yet of the decode rank that a connection is to."""
-        return self.decode == pair.named and pair.hello.layout.rank not in self._pairs
+        return (
+            self.decode == connection.named
+            and connection.hello.layout.rank not in self._connections
+        )
 
-    def offer_refused(self, pair: KvPair, error: KvxferError) -> None:
+    def offer_refused(self, connection: Connection, error: KvxferError) -> None:
         """The OFFER of a connected worker was not taken: if it is the awaited one, none will
         come."""
-        if self.decode == pair.named and pair.hello.layout.rank not in self._outbounds:
+        if self.decode == connection.named and connection.hello.layout.rank not in self._outbounds:
             self.fail(error)
 
-    def keep(self, pair: KvPair, lease_seconds: float) -> None:
+    def keep(self, connection: Connection, lease_seconds: float) -> None:
         """The OFFER of a decode rank has at least so long from now. Raises InvalidArgument."""
         if self._machine.state is PrefillState.WAITING and self._awaited is None:
             self._lease.renew(max(lease_seconds, self._lease.remaining()))
-            self.meet(pair)
+            self.meet(connection)
 
     def accept(
         self,
-        pair: KvPair,
+        connection: Connection,
         offer: Offer,
         blocks: BlockIds,
         lease_seconds: float,
@@ -294,15 +297,15 @@ class PrefillSession:
         decode computes with another adapter; nothing was sent then.
         """
         adapter = offer.adapter or ""
-        if pair.tells_adapters and adapter != self._adapter:
+        if connection.tells_adapters and adapter != self._adapter:
             raise LayoutMismatch("adapter", self._adapter, adapter)
-        layout = pair.hello.layout
+        layout = connection.hello.layout
         self._check_offer(layout, offer.first_block, blocks.shape[1])
-        outbound = Outbound(pair, offer, self._blocks, blocks, self._spans)
+        outbound = Outbound(connection, offer, self._blocks, blocks, self._spans)
         if self._spans is not None:
             self._spans.accepted()
         self._lease.renew(lease_seconds)
-        self.meet(pair)
+        self.meet(connection)
         try:
             with self._lock:
                 if self._awaited is None:
@@ -318,12 +321,12 @@ class PrefillSession:
         except EngineError as error:
             self._give_up(PrefillEvent.ABORT, error)
 
-    def cancelled_by_peer(self, pair: KvPair, reason: str) -> None:
+    def cancelled_by_peer(self, connection: Connection, reason: str) -> None:
         error = TransferCancelled(self._says(f"cancelled by {self._peer_name}: {reason}"))
-        self._peer_left(pair, PrefillEvent.PEER_CANCEL, error)
+        self._peer_left(connection, PrefillEvent.PEER_CANCEL, error)
 
-    def peer_lost(self, pair: KvPair, error: KvxferError) -> None:
-        self._peer_left(pair, PrefillEvent.PEER_LOST, error)
+    def peer_lost(self, connection: Connection, error: KvxferError) -> None:
+        self._peer_left(connection, PrefillEvent.PEER_LOST, error)
 
     def fail(self, error: KvxferError) -> None:
         self._give_up(PrefillEvent.ABORT, error)
@@ -424,13 +427,13 @@ class PrefillSession:
         if self._settling is None:
             self._settling = self._loop.create_task(self._settle())
 
-    def _peer_left(self, pair: KvPair, event: PrefillEvent, error: KvxferError) -> None:
+    def _peer_left(self, connection: Connection, event: PrefillEvent, error: KvxferError) -> None:
         with self._lock:
-            self._last_words[pair] = event
+            self._ends_heard[connection] = event
             if isinstance(self._error, _SYMPTOMS):
                 self._error = error
         self._give_up(event, error)
-        self._last_word.set()
+        self._end_heard.set()
 
     async def _settle(self) -> None:
         """Waits until nothing is under way, then ends the transfer. Runs once per session."""
@@ -441,14 +444,14 @@ class PrefillSession:
                 self._give_up(PrefillEvent.ABORT, failure)
         if isinstance(self._error, _SYMPTOMS):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._last_word.wait(), _CAUSE_SECONDS)
+                await asyncio.wait_for(self._end_heard.wait(), _CAUSE_SECONDS)
         with self._lock:
             cause = self._error
             self._machine.advance(PrefillEvent.DRAINED if cause else PrefillEvent.DELIVERED)
         self._pin.release()
         self._lease.end()
         if cause is not None:
-            self._say_last_words()
+            self._tell_end()
         self._on_end(self)
         if self._spans is not None:
             self._spans.end(cause, self.fabric, self.nbytes)
@@ -457,24 +460,24 @@ class PrefillSession:
         else:
             self._ended.set_exception(cause)
 
-    def _say_last_words(self) -> None:
+    def _tell_end(self) -> None:
         """Tells decode's ranks that nothing is under way any more."""
-        for pair in self._pairs.values():
-            heard = self._last_words.get(pair)
+        for connection in self._connections.values():
+            heard = self._ends_heard.get(connection)
             if heard is PrefillEvent.PEER_LOST:
                 continue
             with contextlib.suppress(EngineError):
-                pair.send(
-                    Cancelled(self.transfer_id, self._delivered_to(pair))
+                connection.send(
+                    Cancelled(self.transfer_id, self._delivered_to(connection))
                     if heard is PrefillEvent.PEER_CANCEL
                     else Cancel(self.transfer_id, self._reason)
                 )
 
-    def _delivered_to(self, pair: KvPair) -> int:
+    def _delivered_to(self, connection: Connection) -> int:
         return sum(
             operation.writes
             for outbound in self._outbounds.values()
-            if outbound.pair is pair
+            if outbound.connection is connection
             for operation in outbound.operations
             if operation.error is None
         )

@@ -42,7 +42,7 @@ class DecodeState(enum.StrEnum):
     COUNTING = "counting"  # DONE came; count < total
     COMPLETE = "complete"  # count == total; no further write can land
     TAKEN = "taken"  # the blocks belong to the engine
-    CANCELLING = "cancelling"  # the counter is revoked; prefill's last word is awaited
+    CANCELLING = "cancelling"  # the counter is revoked; prefill's CANCELLED is awaited
     CANCELLED = "cancelled"
     FAILED = "failed"
 

@@ -20,8 +20,8 @@ from kvxfer.errors import (
     without_traceback,
 )
 from kvxfer.kv.block_pool import BlockIds
+from kvxfer.kv.connection import Connection
 from kvxfer.kv.messages import Offer, Release
-from kvxfer.kv.pair import KvPair
 from kvxfer.kv.session_state import Lease
 from kvxfer.ticket import Ticket
 
@@ -33,7 +33,7 @@ class EarlyOffer:
     """A verified OFFER, its unpacked block table, the time that decode gave it, and that until no
     request can come with its ticket."""
 
-    pair: KvPair
+    connection: Connection
     offer: Offer
     blocks: BlockIds
     lease: Lease
@@ -53,15 +53,15 @@ class EarlyOffers:
         self._max_per_peer = max_per_peer
         self._clock = clock
         # By transfer, and the ranks of decode in it.
-        self._offers: dict[str, dict[KvPair, EarlyOffer]] = {}
-        self._per_peer: collections.Counter[KvPair] = collections.Counter()
+        self._offers: dict[str, dict[Connection, EarlyOffer]] = {}
+        self._per_peer: collections.Counter[Connection] = collections.Counter()
 
     def __len__(self) -> int:
         return self._per_peer.total()
 
     def keep(
         self,
-        pair: KvPair,
+        connection: Connection,
         offer: Offer,
         blocks: BlockIds,
         expires_at: float,
@@ -74,50 +74,53 @@ class EarlyOffers:
 
         Raises Backpressure where the peer has too many waiting.
         """
-        if self._per_peer[pair] >= self._max_per_peer:
+        if self._per_peer[connection] >= self._max_per_peer:
             raise Backpressure(
                 f"transfer {offer.transfer_id}: {self._max_per_peer} offers of this decode worker "
                 "wait for their prefill requests already; send requests to prefill first"
             )
 
         def remove() -> EarlyOffer:
-            early = self._remove(offer.transfer_id, pair)
+            early = self._remove(offer.transfer_id, connection)
             early.end()
             return early
 
         lease = Lease(offer.lease_seconds, lambda: lease_over(remove()), self._clock)
         left = max(expires_at - self._clock.unix(), _LEAST_SECONDS)
         ticket = Lease(left, lambda: ticket_expired(remove()), self._clock)
-        early = EarlyOffer(pair, offer, blocks, lease, ticket)
-        self._offers.setdefault(offer.transfer_id, {})[pair] = early
-        self._per_peer[pair] += 1
+        early = EarlyOffer(connection, offer, blocks, lease, ticket)
+        self._offers.setdefault(offer.transfer_id, {})[connection] = early
+        self._per_peer[connection] += 1
 
-    def has(self, transfer_id: str, pair: KvPair) -> bool:
+    def has(self, transfer_id: str, connection: Connection) -> bool:
         """Whether one of the transfer's offers is of this peer."""
-        return pair in self._offers.get(transfer_id, ())
+        return connection in self._offers.get(transfer_id, ())
 
     def take(self, transfer_id: str) -> list[EarlyOffer]:
         """Removes and returns the offers of a transfer, which are still to be ended."""
-        return [self._remove(transfer_id, pair) for pair in list(self._offers.get(transfer_id, ()))]
+        return [
+            self._remove(transfer_id, connection)
+            for connection in list(self._offers.get(transfer_id, ()))
+        ]
 
-    def take_all(self, pair: KvPair | None = None) -> list[EarlyOffer]:
+    def take_all(self, connection: Connection | None = None) -> list[EarlyOffer]:
         """Removes and returns the offers of one peer, or of all."""
         found = [
             (transfer_id, peer)
             for transfer_id, by_peer in self._offers.items()
             for peer in by_peer
-            if pair is None or peer is pair
+            if connection is None or peer is connection
         ]
         return [self._remove(transfer_id, peer) for transfer_id, peer in found]
 
-    def _remove(self, transfer_id: str, pair: KvPair) -> EarlyOffer:
+    def _remove(self, transfer_id: str, connection: Connection) -> EarlyOffer:
         by_peer = self._offers[transfer_id]
-        early = by_peer.pop(pair)
+        early = by_peer.pop(connection)
         if not by_peer:
             del self._offers[transfer_id]
-        self._per_peer[pair] -= 1
-        if not self._per_peer[pair]:
-            del self._per_peer[pair]
+        self._per_peer[connection] -= 1
+        if not self._per_peer[connection]:
+            del self._per_peer[connection]
         return early
 
 
@@ -126,11 +129,11 @@ class _Expected:
     """A prefill worker waits for the OFFER, over this connection; with an error it did."""
 
     ticket: Ticket
-    pair: KvPair
+    connection: Connection
     error: KvxferError | None = None
 
 
-class Expectations:
+class ExpectedOffers:
     """The decode side of an endpoint before there is a session. Loop only.
 
     What came is remembered until its ticket expires, also where prefill has given up or is lost
@@ -146,27 +149,27 @@ class Expectations:
         """How many decode requests wait."""
         return len(self._waiting)
 
-    def expect(self, ticket: Ticket, pair: KvPair) -> None:
+    def expect(self, ticket: Ticket, connection: Connection) -> None:
         """An EXPECT whose ticket is verified has come."""
         self._forget_expired()
-        expected = self._expected[ticket.transfer_id] = _Expected(ticket, pair)
+        expected = self._expected[ticket.transfer_id] = _Expected(ticket, connection)
         waiting = self._waiting.get(ticket.transfer_id)
         if waiting is not None and not waiting.done():
             waiting.set_result(expected)
 
-    def cancel(self, pair: KvPair, transfer_id: str, reason: str) -> None:
+    def cancel(self, connection: Connection, transfer_id: str, reason: str) -> None:
         """Prefill gives a transfer up that has no session here."""
         expected = self._expected.get(transfer_id)
-        if expected is not None and expected.pair is pair:
+        if expected is not None and expected.connection is connection:
             expected.error = TransferCancelled(
                 f"transfer {transfer_id}: cancelled by prefill worker "
                 f"{expected.ticket.prefill_id!r}: {reason}"
             )
 
-    def drop(self, pair: KvPair, error: KvxferError) -> None:
+    def drop(self, connection: Connection, error: KvxferError) -> None:
         """The prefill worker is gone."""
         for expected in self._expected.values():
-            if expected.pair is pair:
+            if expected.connection is connection:
                 expected.error = expected.error or error
 
     def close(self, error: KvxferError) -> None:
@@ -175,7 +178,7 @@ class Expectations:
             if not waiting.done():
                 waiting.set_exception(error)
 
-    async def prefill_of(self, ticket: Ticket, seconds: float) -> KvPair:
+    async def prefill_of(self, ticket: Ticket, seconds: float) -> Connection:
         """The connection of a ticket's prefill worker, once that waits for the OFFER.
 
         Raises LeaseExpired after `seconds`, TicketInvalid where another request already waits
@@ -203,7 +206,7 @@ class Expectations:
                 del self._waiting[transfer_id]
         if expected.error is not None:
             raise expected.error
-        return expected.pair
+        return expected.connection
 
     def _forget_expired(self) -> None:
         now = self._clock.unix()
@@ -258,11 +261,11 @@ class LostOffers:
         self._clock = clock
         self._releases: dict[str, tuple[str, float, Release]] = {}  # by transfer
 
-    def add(self, engine_id: str, ticket: Ticket, token: str, reason: str) -> None:
+    def add(self, engine_id: str, ticket: Ticket, reason: str) -> None:
         """Whether prefill, which is this engine, has heard of the OFFER is not known."""
         now = self._clock.unix()
         self._releases = {of: kept for of, kept in self._releases.items() if kept[1] > now}
-        release = Release(ticket.transfer_id, token, reason)
+        release = Release(ticket.transfer_id, ticket.token, reason)
         self._releases[ticket.transfer_id] = engine_id, ticket.expires_at, release
 
     def of(self, engine_id: str) -> list[Release]:

@@ -94,7 +94,7 @@ def serving(
             ModelIdentity(),
         )
         agent.join([address])
-        agent.endpoint._pairs.connect_timeout = PATIENCE
+        agent.endpoint._connections.connect_timeout = PATIENCE
         yield Side(agent, TransferWorker(agent, LAYERS), memory)
     finally:
         agent.close()
@@ -291,7 +291,7 @@ def test_prefill_keeps_a_prompt_while_its_request_waits_at_decode(
     ):
         of = params(prefill, decode, bearer=bearer)
         prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
-        rendezvous = prefill.agent.endpoint._rendezvous
+        rendezvous = prefill.agent.endpoint._prefill_side
 
         def kept() -> bool:
             decode.step(StepPlan(waiting=[of]))
@@ -434,7 +434,7 @@ def test_an_agent_that_ends_costs_its_transfers_and_not_its_engine(
     of = params(prefill, decode)
     decode.step(offered(of, (4, 5, 6, 7)))
     prefill.step(sent(of, (3, 9), 1))
-    rendezvous = prefill.agent.endpoint._rendezvous
+    rendezvous = prefill.agent.endpoint._prefill_side
     wait_until(lambda: [session.fabric for session in rendezvous.sessions] not in ([], [None]))
     victim = prefill if side == "prefill" else decode
     loop = victim.agent._loop

@@ -60,7 +60,7 @@ async def fleet(fabric: str) -> AsyncIterator[BrokeredPair]:
 
 async def waits(fleet: BrokeredPair, side: str, ticket: str) -> None:
     """Until this side has come, and waits for the other."""
-    expectations = fleet.decode.endpoint._expectations
+    expectations = fleet.decode.endpoint._expected_offers
     if side == "prefill":
         await eventually(lambda: transfer_of(ticket) in expectations._expected)
     else:
@@ -69,7 +69,7 @@ async def waits(fleet: BrokeredPair, side: str, ticket: str) -> None:
 
 async def met(session: PrefillSession) -> None:
     """Waits until prefill knows its decode worker, and so asks for the table."""
-    await eventually(lambda: bool(session.pairs))
+    await eventually(lambda: bool(session.connections))
 
 
 @pytest_asyncio.fixture
@@ -154,7 +154,7 @@ async def test_decode_that_is_aborted_while_it_waits_for_prefill_leaves_nothing(
     with pytest.raises(asyncio.CancelledError):
         await decoding
     assert fleet.all_free()
-    assert not len(fleet.decode.endpoint._expectations)
+    assert not len(fleet.decode.endpoint._expected_offers)
     # The ticket is as good as before.
     sent, received = await asyncio.gather(fleet.send(ticket, rng), fleet.receive(ticket))
     assert sent == received
@@ -171,9 +171,9 @@ async def test_prefill_that_is_aborted_while_it_waits_for_the_table_leaves_nothi
     assert sender.state is PrefillState.CANCELLED
     assert fleet.all_free()
     await eventually(lambda: not fleet.server.registry._arrivals._waiting)
-    assert not fleet.prefill.endpoint._brokered._errands
+    assert not fleet.prefill.endpoint._brokered._tasks
     # Decode, which comes later, is told at once, and takes no block.
-    expected = fleet.decode.endpoint._expectations._expected[transfer_of(ticket)]
+    expected = fleet.decode.endpoint._expected_offers._expected[transfer_of(ticket)]
     await eventually(lambda: expected.error is not None)
     with pytest.raises(TransferCancelled, match="cancelled by prefill worker 'p': changed my mind"):
         await asyncio.wait_for(fleet.begin_decode(ticket), PATIENCE)
@@ -262,7 +262,9 @@ async def test_decode_that_comes_after_prefill_has_died_is_told_at_once(
 ) -> None:
     ticket = await fleet.ticket()
     sender = await fleet.begin_prefill(ticket)
-    await eventually(lambda: transfer_of(ticket) in fleet.decode.endpoint._expectations._expected)
+    await eventually(
+        lambda: transfer_of(ticket) in fleet.decode.endpoint._expected_offers._expected
+    )
     await fleet.prefill.engine.close()
     assert isinstance(await told(sender), KvxferError)
     await eventually(lambda: not fleet.decode.engine.peers)
@@ -357,17 +359,16 @@ async def test_decode_refuses_a_prefill_worker_whose_ticket_is_not_for_them(
     fleet: BrokeredPair, change: dict[str, Any], said: str
 ) -> None:
     good = await fleet.ticket()
-    bad = sign_ticket(replace(verify_ticket(good, CLUSTER_KEY, now=0), **change), CLUSTER_KEY)
+    ticket = verify_ticket(good, CLUSTER_KEY, now=0)
+    bad = replace(ticket, token=sign_ticket(replace(ticket, **change), CLUSTER_KEY))
     brokered = fleet.prefill.endpoint._brokered
     sender = await fleet.begin_prefill(good)
     brokered.ended(sender)
-    brokered.fetch(
-        sender, verify_ticket(good, CLUSTER_KEY, now=0), bad, fleet.decode.engine.address
-    )
+    brokered.fetch(sender, bad, fleet.decode.engine.address)
     error = await told(sender)
     assert isinstance(error, TransferCancelled)
     assert said in str(error)
-    assert not fleet.decode.endpoint._expectations._expected.get(transfer_of(good))
+    assert not fleet.decode.endpoint._expected_offers._expected.get(transfer_of(good))
 
 
 async def test_two_decode_requests_with_one_ticket_are_one_too_many(fleet: BrokeredPair) -> None:
@@ -475,8 +476,8 @@ async def test_a_direct_offer_is_taken_by_a_prefill_worker_that_was_told_otherwi
         else:
             await waits(fleet, first, ticket)
         assert await steps[1] == await begun
-    assert not fleet.prefill.endpoint._brokered._errands
-    assert not fleet.prefill.endpoint._rendezvous.sessions
+    assert not fleet.prefill.endpoint._brokered._tasks
+    assert not fleet.prefill.endpoint._prefill_side.sessions
 
 
 async def test_an_endpoint_without_a_control_plane_says_so(fabric: str) -> None:
@@ -552,5 +553,5 @@ async def test_whatever_is_given_up_and_when_nothing_is_left(
     assert {"list", "CancelledError"} <= outcomes, outcomes
     await eventually(lambda: not fleet.server.registry._arrivals._waiting)
     for each in (fleet.prefill, fleet.decode):
-        assert not each.endpoint._brokered._errands
-        assert not len(each.endpoint._expectations)
+        assert not each.endpoint._brokered._tasks
+        assert not len(each.endpoint._expected_offers)

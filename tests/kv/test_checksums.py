@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvxfer.errors import ChecksumMismatch, OutOfBounds, ProtocolError
+from kvxfer.kv.connection import Connection
 from kvxfer.kv.messages import Done
-from kvxfer.kv.pair import KvPair
 from kvxfer.layout import KvLayout
 from verify.polling import PATIENCE
 
@@ -29,13 +29,13 @@ async def test_one_side_that_wants_checksums_is_enough(
     fabric: str, rng: random.Random, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Done] = []
-    say = KvPair.send
+    say = Connection.send
 
-    def listen(pair: KvPair, message: Any) -> None:
+    def listen(pair: Connection, message: Any) -> None:
         sent.extend([message] if isinstance(message, Done) else [])
         say(pair, message)
 
-    monkeypatch.setattr(KvPair, "send", listen)
+    monkeypatch.setattr(Connection, "send", listen)
     async with (
         worker("p", fabric, checksums=where != "decode") as p,
         worker("d", fabric, checksums=where != "prefill") as d,
@@ -54,7 +54,7 @@ async def test_without_them_none_is_made(pair: tuple[Worker, Worker], rng: rando
     p, d = pair
     ticket = make_ticket(p, d)
     await asyncio.gather(send(p, ticket, 2, rng), receive(p, d, ticket, 2))
-    pairs = [*p.endpoint._pairs, *d.endpoint._pairs]
+    pairs = [*p.endpoint._connections, *d.endpoint._connections]
     assert [each.checksums for each in pairs] == [False, False]
 
 
@@ -136,9 +136,9 @@ async def test_a_checksum_that_cannot_be_is_refused(
     text: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    say = KvPair.send
+    say = Connection.send
 
-    def lie(pair: KvPair, message: Any) -> None:
+    def lie(pair: Connection, message: Any) -> None:
         if isinstance(message, Done):
             assert message.checksum is not None
             checksum = msgspec.structs.replace(message.checksum, **change) if change else None
@@ -146,7 +146,7 @@ async def test_a_checksum_that_cannot_be_is_refused(
         say(pair, message)
 
     async with worker("p", fabric) as p, worker("d", fabric, checksums=True) as d:
-        monkeypatch.setattr(KvPair, "send", lie)
+        monkeypatch.setattr(Connection, "send", lie)
         ticket = make_ticket(p, d)
         async with await d.endpoint.decode_session(ticket, p.engine.address, 3) as session:
             await send(p, ticket, 3, rng)

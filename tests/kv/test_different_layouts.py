@@ -200,7 +200,7 @@ async def test_blocks_are_neither_taken_nor_freed_while_their_heads_are_reordere
             elif end == "failed":
                 permute.error = RuntimeError("the device is gone")
         # That prefill is gone changes nothing.
-        await eventually(lambda: not list(d.endpoint._pairs))
+        await eventually(lambda: not list(d.endpoint._connections))
         assert not waiting.done()
         assert d.pool.counts()[BlockState.RECEIVING] == 3
         permute.go_on.set()

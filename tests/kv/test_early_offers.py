@@ -29,7 +29,7 @@ async def test_an_offer_is_taken_once() -> None:
     offers, pair = EarlyOffers(4, loop_clock()), _pair("a")
     offers.keep(pair, offer("t"), BLOCKS, LATER, **NEVER)
     [early] = offers.take("t")
-    assert (early.pair, early.offer.transfer_id, early.blocks.tolist()) == (pair, "t", [1, 2])
+    assert (early.connection, early.offer.transfer_id, early.blocks.tolist()) == (pair, "t", [1, 2])
     early.end()
     assert offers.take("t") == []
     assert len(offers) == 0
@@ -41,7 +41,7 @@ async def test_the_ranks_of_a_transfer_are_taken_together() -> None:
     offers.keep(first, offer("t"), BLOCKS, LATER, **NEVER)
     offers.keep(second, offer("t"), BLOCKS, LATER, **NEVER)
     assert len(offers) == 2
-    assert [early.pair for early in offers.take("t")] == [first, second]
+    assert [early.connection for early in offers.take("t")] == [first, second]
     assert len(offers) == 0
 
 

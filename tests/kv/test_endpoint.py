@@ -120,7 +120,8 @@ async def test_prefill_refuses_an_offer_whose_ticket_is_not_for_it(
     offer = DecodeSession.offer
 
     def offer_with_a_bad_ticket(session: DecodeSession) -> None:
-        session.token = sign_ticket(dataclasses.replace(good, **change), key)
+        token = sign_ticket(dataclasses.replace(good, **change), key)
+        session.ticket = dataclasses.replace(session.ticket, token=token)
         offer(session)
 
     monkeypatch.setattr(DecodeSession, "offer", offer_with_a_bad_ticket)

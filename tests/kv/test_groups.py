@@ -11,7 +11,7 @@ import pytest
 from kvxfer.connectors.engine_blocks import EngineBlocks
 from kvxfer.errors import InvalidArgument, LayoutMismatch, ProtocolError, TransferCancelled
 from kvxfer.kv.blocks import ABSENT
-from kvxfer.kv.pair import grant_ranges
+from kvxfer.kv.connection import grant_ranges
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.layout import KvLayout
 from verify.polling import eventually

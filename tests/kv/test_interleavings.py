@@ -193,7 +193,7 @@ async def test_no_order_of_events_leaks_a_block_or_lands_a_byte_late(
     rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvxfer.kv.prefill_session._BACKPRESSURE_SECONDS", 0)
-    monkeypatch.setattr("kvxfer.kv.pair.RETRY_SECONDS", 0)
+    monkeypatch.setattr("kvxfer.kv.connection.RETRY_SECONDS", 0)
     ends: dict[str, int] = {}
     for _ in range(ROUNDS):
         seed = rng.getrandbits(32)

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from kvxfer.errors import PeerLost, TransferCancelled
+from kvxfer.kv.connection import Connection
 from kvxfer.kv.messages import Release
-from kvxfer.kv.pair import KvPair
 from kvxfer.kv.waiting import LostOffers
 from kvxfer.ticket import Ticket, verify_ticket
 from tests.virtual_time import VirtualClock
@@ -21,8 +21,8 @@ def test_a_lost_offer_is_known_by_its_engine_until_its_ticket_expires() -> None:
     clock = VirtualClock()
     lost = LostOffers(clock)
     for name, seconds in (("expired", 0), ("good", 60)):
-        ticket = Ticket(name, "r", "p", 1, "d", 1, expires_at=clock.unix() + seconds)
-        lost.add("engine", ticket, f"token of {name}", "why")
+        expires, token = clock.unix() + seconds, f"token of {name}"
+        lost.add("engine", Ticket(name, "r", "p", 1, "d", 1, expires, token=token), "why")
     assert lost.of("engine") == [Release("good", "token of good", "why")]
     assert lost.of("another") == []
     assert len(lost._releases) == 1
@@ -30,15 +30,15 @@ def test_a_lost_offer_is_known_by_its_engine_until_its_ticket_expires() -> None:
 
 async def offer_that_is_lost(
     prefill: Worker, decode: Worker, ticket: str, monkeypatch: pytest.MonkeyPatch
-) -> KvPair:
+) -> Connection:
     """The connection that was lost with it: decode has heard of that, prefill may not have."""
-    monkeypatch.setattr(prefill.endpoint._rendezvous, "offer", lambda *_: None)
+    monkeypatch.setattr(prefill.endpoint._prefill_side, "offer", lambda *_: None)
     receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 1)
     [inbound] = receiver._inbounds
-    decode.endpoint._reception.drop(inbound.pair, PeerLost("the test says so"))
+    decode.endpoint._handler.drop(inbound.connection, PeerLost("the test says so"))
     with pytest.raises(PeerLost):
         await asyncio.wait_for(receiver.wait(), PATIENCE)
-    return inbound.pair
+    return inbound.connection
 
 
 async def test_a_lost_offer_is_told_over_the_next_connection(
@@ -48,7 +48,7 @@ async def test_a_lost_offer_is_told_over_the_next_connection(
     ticket = make_ticket(prefill, decode)
     lost = await offer_that_is_lost(prefill, decode, ticket, monkeypatch)
     lost.peer.close()
-    await eventually(lambda: not list(prefill.endpoint._pairs))
+    await eventually(lambda: not list(prefill.endpoint._connections))
     await decode.engine.connect(prefill.engine.address)
     transfer_id = verify_ticket(ticket, KEY, now=0).transfer_id
     await eventually(lambda: prefill.endpoint._ledger.failure(transfer_id) is not None)
@@ -70,8 +70,8 @@ async def test_a_lost_offer_is_told_over_another_connection_and_once_is_enough(
         await offer_that_is_lost(prefill, decode, ticket, monkeypatch)
         with pytest.raises(TransferCancelled, match="its OFFER was lost: the test says so"):
             await asyncio.wait_for(sender.wait(), PATIENCE)
-    [other] = decode.endpoint._pairs
-    decode.endpoint._reception._tell_of_lost_offers(other)
+    [other] = decode.endpoint._connections
+    decode.endpoint._handler._tell_of_lost_offers(other)
     after = make_ticket(prefill, decode)
     other.send(
         Release(verify_ticket(after, KEY, now=0).transfer_id, after, "to come after the other")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import KvxferError, LayoutMismatch, TransferCancelled, TransferRefused
-from kvxfer.kv import pair as pairs
+from kvxfer.kv import connection as connections
 from kvxfer.model_identity import FIELDS, ModelIdentity
 from verify.polling import PATIENCE
 
@@ -82,7 +82,7 @@ async def test_prefill_refuses_as_well_where_decode_does_not_look(
     ):
         (ours,) = [
             one
-            for one in [await decode.endpoint._pairs.meet(prefill.engine.address)]
+            for one in [await decode.endpoint._connections.meet(prefill.engine.address)]
             if one.hello.instance_id == "p"
         ]
         monkeypatch.setattr(ours, "require_same_model", lambda side: None)
@@ -146,7 +146,7 @@ async def test_a_side_of_version_7_is_served_and_named(
     old: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A rolling upgrade: the other side tells neither its model nor a range of versions."""
-    told = pairs.hello_from
+    told = connections.hello_from
 
     def as_before(cache: Any, identity: Any, *, checksums: bool = False) -> Any:
         hello = told(cache, identity, checksums=checksums)
@@ -155,7 +155,7 @@ async def test_a_side_of_version_7_is_served_and_named(
         kept = {"newest": 0, "model": None}
         return type(hello)(**{n: kept.get(n, getattr(hello, n)) for n in hello.__struct_fields__})
 
-    monkeypatch.setattr("kvxfer.kv.pairs.hello_from", as_before)
+    monkeypatch.setattr("kvxfer.kv.connections.hello_from", as_before)
     async with (
         worker("p", "local", model=MODEL) as prefill,
         worker("d", "local", model=MODEL) as decode,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import KvxferError, PeerLost, PeerTimeout
-from kvxfer.kv import pair as outbox
-from kvxfer.kv.pair import Outbox
+from kvxfer.kv import connection as outbox
+from kvxfer.kv.connection import Outbox
 from kvxfer.kv.session_state import PrefillState
 from tests.virtual_time import loop_clock, passes
 from verify.polling import eventually

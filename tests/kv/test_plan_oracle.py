@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.kv.admission import Identity
 from kvxfer.kv.cache import KvCache, permute_on_host
-from kvxfer.kv.pair import hello_from
+from kvxfer.kv.connection import hello_from
 from kvxfer.kv.plan import TransferPlan, plan_transfer
 from kvxfer.kv.plane_writes import bind_arrivals, bind_plan
 from kvxfer.kv.ranks import sources, targets

@@ -178,7 +178,7 @@ async def test_every_prefill_rank_frees_what_it_keeps_for_a_decode_worker_that_d
         senders = await ranks.requests(ticket, stack)
         for rank in ranks.decode:
             await rank.endpoint.keep(ticket, ranks.addresses)
-        await eventually(lambda: all(len(s.pairs) == len(ranks.decode) for s in senders))
+        await eventually(lambda: all(len(s.connections) == len(ranks.decode) for s in senders))
         await ranks.decode[-1].engine.close()
         for sender in senders:
             with pytest.raises(PeerError):
@@ -194,7 +194,7 @@ async def test_a_decode_rank_that_fails_before_the_request_ends_the_offers_of_th
     ):
         [prefill] = ranks.prefill
         receivers = await ranks.offers(ranks.ticket())
-        ticket = receivers[0].token
+        ticket = receivers[0].ticket.token
         await eventually(lambda: early_offers(prefill) == 2)
         await receivers[1].cancel("the user left")
         with pytest.raises(

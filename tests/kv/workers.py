@@ -167,7 +167,7 @@ async def dial_each_other(prefill: Worker, decode: Worker) -> None:
     of the other's dial. Where one came too late for that there is one, and both dial again."""
 
     def pairs() -> list[int]:
-        return [len(list(one.endpoint._pairs)) for one in (prefill, decode)]
+        return [len(list(one.endpoint._connections)) for one in (prefill, decode)]
 
     async def have_met_twice() -> bool:
         await asyncio.gather(
@@ -187,7 +187,7 @@ async def dial_each_other(prefill: Worker, decode: Worker) -> None:
 
 def early_offers(prefill: Worker) -> int:
     """How many offers wait at a prefill worker for their requests."""
-    return len(prefill.endpoint._rendezvous._early)
+    return len(prefill.endpoint._prefill_side._early)
 
 
 async def send(

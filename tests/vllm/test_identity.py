@@ -29,14 +29,14 @@ LORA: Final = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 _AS_BEFORE: Final = """
 from kvxfer.kv import messages
 messages.NEWEST, messages.VERSIONS = 7, (7, 7)
-from kvxfer.kv import pair
-told = pair.hello_from
+from kvxfer.kv import connection
+told = connection.hello_from
 def hello_from(cache, identity, *, checksums=False):
     hello = told(cache, identity, checksums=checksums)
     left_out = {"newest": 0, "model": None}
     fields = {name: getattr(hello, name) for name in hello.__struct_fields__}
     return type(hello)(**{**fields, **left_out})
-pair.hello_from = hello_from
+connection.hello_from = hello_from
 """
 
 # The agent's loop stops as soon as there is a file.

@@ -79,7 +79,7 @@ end:
        };
        skip
      }
-  /* Reception.drop() at decode. */
+  /* MessageHandler.drop() at decode. */
   :: d_step { connection[n].used && UP(DECODE_OF(n)) && connection[n].decode_lost &&
               !connection[n].decode_told ->
        connection[n].decode_told = 1;

@@ -1,4 +1,4 @@
-/* The prefill side of a transfer: PrefillSession, and what Reception and Rendezvous do for it. */
+/* The prefill side of a transfer: PrefillSession, and what MessageHandler and PrefillSide do for it. */
 
 #define PREFILL_HEARS(t, m) (x[t].over != NOBODY && UP(PREFILL_OF(t)) && \
                              !CONNECTION(t).prefill_told && to_prefill[t]?[m])
@@ -67,7 +67,7 @@ inline accept_offer(t)
   fi
 }
 
-/* Pairs.loss_of_decode(): over which its OFFER would have come. */
+/* Connections.loss_of_decode(): over which its OFFER would have come. */
 #ifdef WITHOUT_MEMORY
 #define DECODE_WAS_LOST(t) false
 #else
@@ -90,7 +90,7 @@ inline prefill_knows(t)
 #endif
 }
 
-/* Rendezvous.request() */
+/* PrefillSide.request() */
 inline prefill_begins(t)
 {
   x[t].prefill_request = SERVED;
@@ -115,7 +115,7 @@ inline prefill_begins(t)
   fi
 }
 
-/* Rendezvous.offer() */
+/* PrefillSide.offer() */
 inline prefill_hears_offer(t)
 {
   if
@@ -133,7 +133,7 @@ inline prefill_hears_offer(t)
   fi
 }
 
-/* Rendezvous.release() */
+/* PrefillSide.release() */
 inline prefill_hears_release(t)
 {
   if
@@ -147,7 +147,7 @@ inline prefill_hears_release(t)
   fi
 }
 
-/* Rendezvous.cancel() */
+/* PrefillSide.cancel() */
 inline prefill_hears_cancel(t)
 {
   if
@@ -160,7 +160,7 @@ inline prefill_hears_cancel(t)
   fi
 }
 
-/* Rendezvous.drop(), of one transfer. `c`: the connection that is lost. */
+/* PrefillSide.drop(), of one transfer. `c`: the connection that is lost. */
 inline prefill_loses_decode(t, c)
 {
   if
@@ -199,7 +199,7 @@ inline prefill_ends(t, e)
   x[t].failed = 0
 }
 
-/* PrefillSession._lease_over(), and Rendezvous._expired() */
+/* PrefillSession._lease_over(), and PrefillSide._expired() */
 inline prefill_lease_over(t)
 {
   if

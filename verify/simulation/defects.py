@@ -12,9 +12,9 @@ from unittest import mock
 from kvxfer.kv.admission import Identity
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.inbound import Inbound
+from kvxfer.kv.message_handler import MessageHandler
 from kvxfer.kv.prefill_session import PrefillSession
-from kvxfer.kv.reception import Reception
-from kvxfer.kv.rendezvous import Rendezvous
+from kvxfer.kv.prefill_side import PrefillSide
 from kvxfer.kv.session_state import DecodeEvent, Lease
 
 
@@ -62,7 +62,7 @@ async def _does_not_count(inbound: Inbound, total: int) -> None:
         inbound._session.counted()
 
 
-def _cancels_silently(rendezvous: Rendezvous, pair: Any, transfer_id: str, reason: str) -> None:
+def _cancels_silently(rendezvous: PrefillSide, pair: Any, transfer_id: str, reason: str) -> None:
     pass
 
 
@@ -85,7 +85,7 @@ DEFECTS: Final[dict[str, Defects]] = {
     "target blocks freed at cancel": _patch(DecodeSession, "give_up", _frees_target_at_once),
     "source blocks freed at cancel": _patch(PrefillSession, "_give_up", _frees_source_at_once),
     "count ignored": _patch(Inbound, "_count", _does_not_count),
-    "CANCEL ignored": _patch(Rendezvous, "cancel", _cancels_silently),
-    "lost peer ignored": _patch(Reception, "peer_lost", _does_nothing),
+    "CANCEL ignored": _patch(PrefillSide, "cancel", _cancels_silently),
+    "lost peer ignored": _patch(MessageHandler, "peer_lost", _does_nothing),
     "lease without an end": _patch(Lease, "renew", _never_ends),
 }

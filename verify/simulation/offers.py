@@ -24,13 +24,13 @@ class Offers:
         self._waiting: dict[str, asyncio.Future[str]] = {}
         self._left: set[str] = set()
 
-    def told(self, claims: Ticket, token: str) -> None:
+    def told(self, ticket: Ticket) -> None:
         """The endpoint's `on_offer`."""
-        transfer_id = claims.transfer_id
-        self._tokens.setdefault(transfer_id, token)
+        transfer_id = ticket.transfer_id
+        self._tokens.setdefault(transfer_id, ticket.token)
         waiting = self._waiting.get(transfer_id)
         if waiting is not None and not waiting.done():
-            waiting.set_result(token)
+            waiting.set_result(ticket.token)
         elif transfer_id in self._left:
             self._decline(transfer_id)
 

@@ -98,18 +98,18 @@ class Promises:
         for process in self._fleet.processes:
             process.pool.check()
             endpoint, engine = process.endpoint, process.engine
-            pairs = list(endpoint._pairs)
+            pairs = list(endpoint._connections)
             left = {
                 "blocks": process.pool.num_blocks - process.pool.num_free,
-                "prefill sessions": len(endpoint._rendezvous._sessions),
-                "early offers": len(endpoint._rendezvous._early),
+                "prefill sessions": len(endpoint._prefill_side._sessions),
+                "early offers": len(endpoint._prefill_side._early),
                 "decode sessions": len(endpoint._decodes),
-                "expectations": len(endpoint._expectations),
-                "errands": len(endpoint._brokered._errands),
+                "expectations": len(endpoint._expected_offers),
+                "control-plane calls": len(endpoint._brokered._tasks),
                 "transfers of pairs": sum(len(pair.decodes) for pair in pairs),
                 "expected offers": sum(
-                    not expected.pair.peer.alive and expected.error is None
-                    for expected in endpoint._expectations._expected.values()
+                    not expected.connection.peer.alive and expected.error is None
+                    for expected in endpoint._expected_offers._expected.values()
                 ),
                 "counters": process.native.counters.live,
                 "operations": sum(len(end.operations) for end in process.native.ends.values()),

@@ -99,7 +99,7 @@ class Part:
         return all(
             inbound.state in _OVER
             for inbound in self.session._inbounds
-            if inbound.pair.peer.engine_id == other.process.incarnation
+            if inbound.connection.peer.engine_id == other.process.incarnation
         )
 
     def linked_with(self, other: Part) -> bool:
@@ -109,9 +109,9 @@ class Part:
         if prefill.session is None or decode.session is None:
             return False
         pairs = (
-            prefill.session.pairs
+            prefill.session.connections
             if self.request.brokered
-            else [outbound.pair for outbound in prefill.session._outbounds.values()]
+            else [outbound.connection for outbound in prefill.session._outbounds.values()]
         )
         return any(pair.peer.engine_id == decode.process.incarnation for pair in pairs)
 

@@ -47,8 +47,8 @@ class Rooms:
         self._lease_seconds = lease_seconds
         self._clock = clock
         self._waiting: dict[int, tuple[Room, asyncio.Future[str]]] = {}
-        # Offers without a request, and rooms whose request has ended without an offer; until when.
-        self._offers: dict[str, tuple[float, Ticket, str]] = {}
+        # Offers without a request; rooms whose request has ended without an offer, with until when.
+        self._offers: dict[str, Ticket] = {}
         self._left: dict[int, tuple[float, str]] = {}
 
     async def ticket_for(self, room: Room) -> str:
@@ -64,10 +64,10 @@ class Rooms:
         found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[room.number] = (room, found)
         self._left.pop(room.number, None)
-        for _, claims, token in list(self._offers.values()):
-            if _number(claims) == room.number:
-                del self._offers[claims.transfer_id]
-                self._meet(room, found, claims, token)
+        for ticket in list(self._offers.values()):
+            if _number(ticket) == room.number:
+                del self._offers[ticket.transfer_id]
+                self._meet(room, found, ticket)
         why = "the request was aborted on prefill"
         try:
             async with asyncio.timeout(self._lease_seconds):
@@ -87,22 +87,23 @@ class Rooms:
             if not found.done() or found.cancelled():
                 self._left[room.number] = (self._clock.unix() + self._lease_seconds, why)
 
-    def offered(self, claims: Ticket, token: str) -> None:
+    def offered(self, ticket: Ticket) -> None:
         """Decode has made an offer, whose ticket is verified."""
         self._forget_expired()
-        number = _number(claims)
+        number = _number(ticket)
         if number in self._waiting:
-            self._meet(*self._waiting[number], claims, token)
+            self._meet(*self._waiting[number], ticket)
         elif number in self._left:
-            self._refuse(token, self._left[number][1])
+            self._refuse(ticket.token, self._left[number][1])
         else:
-            self._offers[claims.transfer_id] = (claims.expires_at, claims, token)
+            self._offers[ticket.transfer_id] = ticket
 
-    def _meet(self, room: Room, found: asyncio.Future[str], claims: Ticket, token: str) -> None:
-        if claims.transfer_id == room.transfer_id and not found.done():
-            found.set_result(token)
+    def _meet(self, room: Room, found: asyncio.Future[str], ticket: Ticket) -> None:
+        if ticket.transfer_id == room.transfer_id and not found.done():
+            found.set_result(ticket.token)
         else:
-            self._refuse(token, f"room {room.number} is that of another prompt or LoRA on prefill")
+            why = f"room {room.number} is that of another prompt or LoRA on prefill"
+            self._refuse(ticket.token, why)
 
     def _refuse(self, token: str, why: str) -> None:
         logger.warning("an offer is refused: %s", why)
@@ -113,9 +114,9 @@ class Rooms:
 
     def _forget_expired(self) -> None:
         now = self._clock.unix()
-        self._offers = {key: offer for key, offer in self._offers.items() if offer[0] > now}
+        self._offers = {key: of for key, of in self._offers.items() if of.expires_at > now}
         self._left = {key: left for key, left in self._left.items() if left[0] > now}
 
 
-def _number(claims: Ticket) -> int:
-    return int(claims.request_id) if claims.request_id.isdecimal() else -1
+def _number(ticket: Ticket) -> int:
+    return int(ticket.request_id) if ticket.request_id.isdecimal() else -1

@@ -92,7 +92,7 @@ def instance(
         make_spec,
     )
     agent.begin()
-    agent.endpoint._pairs.connect_timeout = PATIENCE
+    agent.endpoint._connections.connect_timeout = PATIENCE
     try:
         yield Instance(agent, pool, rows, Metadata(args.aux_data_ptrs, args.aux_item_lens))
     finally:

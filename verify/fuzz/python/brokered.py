@@ -28,7 +28,7 @@ from verify.fuzz.python.scene import KEY, LAYOUT, Scene, World, play
 
 DECODERS = {
     "kvxfer/kv/brokered.py": None,
-    "kvxfer/kv/waiting.py": ["Expectations.[!_]*", "Expectations._forget_expired"],
+    "kvxfer/kv/waiting.py": ["ExpectedOffers.[!_]*", "ExpectedOffers._forget_expired"],
     "kvxfer/client/calls.py": ["put_block_table", "block_table", "_block_table"],
     "kvxfer/record_schema.py": ["_from_base64"],
 }

@@ -13,12 +13,12 @@ from verify.fuzz.python.choices import Choices
 from verify.fuzz.python.scene import LAYOUT, Scene, World, play
 
 DECODERS = {
-    "kvxfer/kv/reception.py": None,
+    "kvxfer/kv/message_handler.py": None,
     "kvxfer/kv/inbound.py": None,
     "kvxfer/kv/checksum.py": ["verify"],
-    "kvxfer/kv/rendezvous.py": ["Rendezvous.offer", "Rendezvous.release", "Rendezvous.keep"],
-    "kvxfer/kv/waiting.py": ["Expectations.expect", "Expectations.cancel"],
-    "kvxfer/kv/pair.py": ["KvPair.greet", "KvPair.hello", "check_hello"],
+    "kvxfer/kv/prefill_side.py": ["PrefillSide.offer", "PrefillSide.release", "PrefillSide.keep"],
+    "kvxfer/kv/waiting.py": ["ExpectedOffers.expect", "ExpectedOffers.cancel"],
+    "kvxfer/kv/connection.py": ["Connection.greet", "Connection.hello", "check_hello"],
 }
 
 

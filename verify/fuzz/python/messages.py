@@ -7,8 +7,8 @@ import contextlib
 from kvxfer.engine import pool_wire
 from kvxfer.errors import InvalidArgument, LayoutMismatch, ProtocolError
 from kvxfer.kv.blocks import pack_block_table, unpack_block_table
+from kvxfer.kv.connection import check_hello
 from kvxfer.kv.messages import Hello, decode, encode
-from kvxfer.kv.pair import check_hello
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.layout import KvLayout
 from kvxfer.prompt_digest import prompt_digest
@@ -19,7 +19,7 @@ DECODERS = {
     "kvxfer/kv/messages.py": ["encode", "decode", "Hello.versions"],
     "kvxfer/engine/pool_wire.py": None,
     "kvxfer/kv/blocks.py": ["unpack_block_table"],
-    "kvxfer/kv/pair.py": ["check_hello"],
+    "kvxfer/kv/connection.py": ["check_hello"],
     "kvxfer/layout.py": ["KvLayout.__post_init__", "KvLayout._require_*"],
     "kvxfer/kv/ranks.py": ["require_mappable"],
     "kvxfer/reference/worker/tail.py": ["decode_tail"],

@@ -141,7 +141,7 @@ class Scene(ABC):
             ticket_key=KEY,
             lease_seconds=LEASE,
             max_early_offers_per_peer=2,
-            on_offer=lambda ticket, token: None,
+            on_offer=lambda ticket: None,
             **options,
         )
 

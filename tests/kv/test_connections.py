@@ -19,7 +19,7 @@ async def test_meeting_a_peer_is_given_up_also_where_its_hello_has_just_come(tur
     prefill, decode = Side("prefill", LAYOUT), Side("decode", LAYOUT)
     network = Network(prefill.engine, decode.engine)
     async with prefill.endpoint, decode.endpoint:
-        meeting = asyncio.create_task(decode.endpoint._pairs.meet("kvx://prefill"))
+        meeting = asyncio.create_task(decode.endpoint._connections.meet("kvx://prefill"))
         while not network.messages["decode"]:  # noqa: ASYNC110
             await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -37,4 +37,4 @@ async def test_an_engine_without_a_kv_endpoint_is_named() -> None:
     Network(decode.engine, bare)
     async with decode.endpoint:
         with pytest.raises(DeadlineExceeded, match=r"did not introduce a KV cache within 2 s"):
-            await decode.endpoint._pairs.meet("kvx://bare")
+            await decode.endpoint._connections.meet("kvx://bare")

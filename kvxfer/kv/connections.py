@@ -12,8 +12,8 @@ from kvxfer.clock import Clock
 from kvxfer.errors import DeadlineExceeded, EngineError, InvalidArgument, KvxferError, PeerLost
 from kvxfer.instances import Role
 from kvxfer.kv.admission import named, require_peer
+from kvxfer.kv.connection import Connection, hello_from
 from kvxfer.kv.messages import Hello
-from kvxfer.kv.pair import KvPair, hello_from
 from kvxfer.kv.ranks import sources
 from kvxfer.kv.waiting import LostWorkers
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from kvxfer.ticket import Ticket
 
 
-class Pairs:
-    """A KvPair for each peer of the engine. Loop only."""
+class Connections:
+    """The connection to each peer of the engine. Loop only."""
 
     def __init__(
         self,
@@ -33,7 +33,6 @@ class Pairs:
         cache: KvCache,
         identity: Identity,
         connect_timeout: float,
-        unreachable: Callable[[KvPair, KvxferError], object],
         *,
         checksums: bool,
         clock: Clock,
@@ -42,23 +41,24 @@ class Pairs:
         self._engine = engine
         self._cache = cache
         self._identity = identity
-        self._unreachable = unreachable
+        self.on_unreachable: Callable[[Connection, KvxferError], object] | None = None
+        """Called where a peer takes no message any more; has to end the connection."""
         self._checksums = checksums
         self._clock = clock
-        self._pairs: dict[int, KvPair] = {}
+        self._connections: dict[int, Connection] = {}
         self._lost = LostWorkers(clock)
 
-    def __iter__(self) -> Iterator[KvPair]:
-        return iter(list(self._pairs.values()))
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(list(self._connections.values()))
 
-    def get(self, peer: Peer) -> KvPair | None:
-        return self._pairs.get(peer.id)
+    def get(self, peer: Peer) -> Connection | None:
+        return self._connections.get(peer.id)
 
-    def of(self, peer: Peer) -> KvPair:
-        """The pair of a connected peer, which is greeted when it is new."""
-        pair = self._pairs.get(peer.id)
-        if pair is None:
-            pair = self._pairs[peer.id] = KvPair(
+    def of(self, peer: Peer) -> Connection:
+        """The connection to a peer, which is greeted when it is new."""
+        connection = self._connections.get(peer.id)
+        if connection is None:
+            connection = self._connections[peer.id] = Connection(
                 peer,
                 self._cache,
                 self._unreachable,
@@ -66,20 +66,20 @@ class Pairs:
                 clock=self._clock,
                 checksums=self._checksums,
             )
-            self._greet(pair)
-        return pair
+            self._greet(connection)
+        return connection
 
     def greet_all(self) -> None:
         """Tells every peer of a new epoch or model."""
-        for pair in self:
-            self._greet(pair)
+        for connection in self:
+            self._greet(connection)
 
-    def remove(self, pair: KvPair, error: KvxferError) -> None:
+    def remove(self, connection: Connection, error: KvxferError) -> None:
         """The connection has ended."""
-        self._pairs.pop(pair.peer.id, None)
-        pair.lose(error)
-        if pair.named is not None:
-            self._lost.add(pair.named, pair.hello.layout.rank, error)
+        self._connections.pop(connection.peer.id, None)
+        connection.lose(error)
+        if connection.named is not None:
+            self._lost.add(connection.named, connection.hello.layout.rank, error)
 
     def loss_of_decode(self, ticket: Ticket) -> KvxferError | None:
         """Why no OFFER comes with a ticket: a rank of its decode worker was lost after it was
@@ -88,15 +88,15 @@ class Pairs:
         lost = self._lost.since(decode, ticket.issued_at)
         if not lost:
             return None
-        for pair in self:
-            if pair.named == decode:
-                lost.pop(pair.hello.layout.rank, None)
+        for connection in self:
+            if connection.named == decode:
+                lost.pop(connection.hello.layout.rank, None)
         for error in lost.values():
             what = f"transfer {ticket.transfer_id}: decode worker {ticket.decode_id!r} was lost"
             return type(error)(f"{what} before the prefill request came: {error}")
         return None
 
-    async def meet(self, address: str) -> KvPair:
+    async def meet(self, address: str) -> Connection:
         """The peer at an address, connected and greeted.
 
         Raises ConnectFailed, PeerRestarted and other EngineErrors of the connection, or
@@ -106,24 +106,24 @@ class Pairs:
         peer = await self._engine.connect(address, timeout=self.connect_timeout)
         if not peer.alive:
             raise peer.error or PeerLost(f"the engine at {address} was lost while connecting to it")
-        pair = self.of(peer)
+        connection = self.of(peer)
         try:
             # Not wait_for(): before Python 3.12 it forgets that it was cancelled where the HELLO
             # comes at that moment.
             async with asyncio.timeout(give_up - self._clock.monotonic()):
-                await pair.greeted()
+                await connection.greeted()
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the engine at {address} did not introduce a KV cache within "
                 f"{self.connect_timeout:g} s; does a KvEndpoint run there?"
             ) from None
-        if pair.error is not None:
-            raise pair.error
-        return pair
+        if connection.error is not None:
+            raise connection.error
+        return connection
 
     async def meet_sources(
         self, ticket: Ticket, addresses: str | Sequence[str]
-    ) -> tuple[KvPair, ...]:
+    ) -> tuple[Connection, ...]:
         """The ranks of a ticket's prefill worker that write to this cache, in order of their rank.
 
         `addresses` are those of all its ranks, in order; of one it may be that alone. Raises
@@ -147,47 +147,51 @@ class Pairs:
                 f"{', '.join(map(str, ranks))} write to rank {layout.rank} here; pass the address "
                 "of each of its ranks, in their order"
             )
-        pairs = await asyncio.gather(
+        connections = await asyncio.gather(
             *(self._meet_prefill(ticket, addresses[rank]) for rank in ranks)
         )
-        for rank, pair in zip(ranks, pairs, strict=True):
-            if pair.error is not None:
-                raise pair.error  # lost while the others were met
-            if pair.hello.layout != theirs.of_rank(rank):
+        for rank, connection in zip(ranks, connections, strict=True):
+            if connection.error is not None:
+                raise connection.error  # lost while the others were met
+            if connection.hello.layout != theirs.of_rank(rank):
                 raise InvalidArgument(
-                    f"the engine at {addresses[rank]} is rank {pair.hello.layout.rank} of "
-                    f"{pair.hello.instance_id!r} and not rank {rank}; pass the addresses in the "
-                    "order of the ranks, which have layouts that differ in nothing else"
+                    f"the engine at {addresses[rank]} is rank {connection.hello.layout.rank} of "
+                    f"{connection.hello.instance_id!r} and not rank {rank}; pass the addresses in "
+                    "the order of the ranks, which have layouts that differ in nothing else"
                 )
-        return tuple(pairs)
+        return tuple(connections)
 
-    async def _meet_prefill(self, ticket: Ticket, address: str) -> KvPair:
-        pair = await self.meet(address)
-        require_peer(ticket, Role.PREFILL, pair.hello, f"at {address} is")
-        return pair
+    async def _meet_prefill(self, ticket: Ticket, address: str) -> Connection:
+        connection = await self.meet(address)
+        require_peer(ticket, Role.PREFILL, connection.hello, f"at {address} is")
+        return connection
 
-    def _greet(self, pair: KvPair) -> None:
+    def _unreachable(self, connection: Connection, error: KvxferError) -> None:
+        if self.on_unreachable is not None:
+            self.on_unreachable(connection, error)
+
+    def _greet(self, connection: Connection) -> None:
         # A peer that is lost by now is reported through peer_lost().
         with contextlib.suppress(EngineError):
-            pair.send(hello_from(self._cache, self._identity, checksums=self._checksums))
+            connection.send(hello_from(self._cache, self._identity, checksums=self._checksums))
 
 
 _REGISTRATION_SECONDS: Final = 60.0
 
 
 async def follow_first_rank(
-    pairs: Pairs, identity: Identity, address: str, set_epoch: Callable[[int], None]
+    connections: Connections, identity: Identity, address: str, set_epoch: Callable[[int], None]
 ) -> Peer:
     """Takes the epoch of the first rank, whose engine is at `address`, and each later one while the
     connection lasts. Returns when it has one.
 
-    Raises as Pairs.meet(), InvalidArgument where another instance is there, and DeadlineExceeded
-    where the first rank is not registered within a minute.
+    Raises as Connections.meet(), InvalidArgument where another instance is there, and
+    DeadlineExceeded where the first rank is not registered within a minute.
     """
-    pair = await pairs.meet(address)
-    if pair.hello.instance_id != identity.instance_id:
+    connection = await connections.meet(address)
+    if connection.hello.instance_id != identity.instance_id:
         raise InvalidArgument(
-            f"the engine at {address} is of instance {pair.hello.instance_id!r}, not of "
+            f"the engine at {address} is of instance {connection.hello.instance_id!r}, not of "
             f"{identity.instance_id!r}; pass the address of this instance's first rank"
         )
     known = asyncio.Event()
@@ -198,9 +202,9 @@ async def follow_first_rank(
         if hello.epoch > identity.epoch:
             set_epoch(hello.epoch)
 
-    pair.on_hello = take
-    take(pair.hello)
-    pair.peer.on_lost(lambda _: known.set())
+    connection.on_hello = take
+    take(connection.hello)
+    connection.peer.on_lost(lambda _: known.set())
     try:
         async with asyncio.timeout(_REGISTRATION_SECONDS):
             await known.wait()
@@ -209,6 +213,6 @@ async def follow_first_rank(
             f"the first rank of {identity.instance_id!r}, at {address}, was not registered within "
             f"{_REGISTRATION_SECONDS:g} s"
         ) from None
-    if pair.peer.error is not None:
-        raise pair.peer.error
-    return pair.peer
+    if connection.peer.error is not None:
+        raise connection.peer.error
+    return connection.peer

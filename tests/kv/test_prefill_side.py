@@ -19,8 +19,8 @@ from kvxfer.errors import (
     TransferCancelled,
     TransferRefused,
 )
+from kvxfer.kv.connection import Connection, grant_ranges
 from kvxfer.kv.messages import Cancel, encode
-from kvxfer.kv.pair import KvPair, grant_ranges
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.kv.session_state import PrefillState
 from kvxfer.ticket import Ticket, verify_ticket
@@ -140,7 +140,9 @@ async def test_a_prefill_that_waits_for_a_decode_that_dies_is_told_at_once(fabri
     async with worker("p", fabric) as prefill:
         async with worker("d", fabric) as decode:
             await decode.engine.connect(prefill.engine.address)
-            await eventually(lambda: [pair.named for pair in prefill.endpoint._pairs] == [("d", 1)])
+            await eventually(
+                lambda: [pair.named for pair in prefill.endpoint._connections] == [("d", 1)]
+            )
             ours, other = make_ticket(prefill, decode), make_ticket(prefill, decode, decode_id="e")
             with prefill.pool.hold(1) as hold:
                 waiting = await prefill.endpoint.prefill_session(ours, hold)
@@ -157,10 +159,12 @@ async def test_a_prefill_that_comes_after_its_decode_was_lost_is_told_at_once(fa
     async with worker("p", fabric) as prefill:
         async with worker("d", fabric) as decode:
             await decode.engine.connect(prefill.engine.address)
-            await eventually(lambda: [pair.named for pair in prefill.endpoint._pairs] == [("d", 1)])
+            await eventually(
+                lambda: [pair.named for pair in prefill.endpoint._connections] == [("d", 1)]
+            )
             ticket = make_ticket(prefill, decode)
             await decode.engine.close()
-            await eventually(lambda: not list(prefill.endpoint._pairs))
+            await eventually(lambda: not list(prefill.endpoint._connections))
         with (
             prefill.pool.hold(1) as hold,
             pytest.raises(PeerLost, match="decode worker 'd' was lost before the prefill request"),
@@ -174,9 +178,9 @@ async def test_a_connection_that_was_lost_is_not_held_against_later_tickets(
     prefill, decode = pair
     before, reconnected = make_ticket(prefill, decode), make_ticket(prefill, decode)
     peer = await decode.engine.connect(prefill.engine.address)
-    await eventually(lambda: [pair.named for pair in prefill.endpoint._pairs] == [("d", 1)])
+    await eventually(lambda: [pair.named for pair in prefill.endpoint._connections] == [("d", 1)])
     peer.close()
-    await eventually(lambda: not list(prefill.endpoint._pairs))
+    await eventually(lambda: not list(prefill.endpoint._connections))
     unknown, later = make_ticket(prefill, decode, issued_at=0.0), make_ticket(prefill, decode)
     with prefill.pool.hold(1) as hold:
         for ticket in (unknown, later):
@@ -185,7 +189,7 @@ async def test_a_connection_that_was_lost_is_not_held_against_later_tickets(
         with pytest.raises(PeerLost):
             await prefill.endpoint.prefill_session(before, hold)
     await decode.engine.connect(prefill.engine.address)
-    await eventually(lambda: [pair.named for pair in prefill.endpoint._pairs] == [("d", 1)])
+    await eventually(lambda: [pair.named for pair in prefill.endpoint._connections] == [("d", 1)])
     sent, received = await asyncio.gather(
         send(prefill, reconnected, 2, rng), receive(prefill, decode, reconnected, 2)
     )
@@ -198,7 +202,7 @@ async def test_an_old_connection_that_is_lost_leaves_what_runs_over_a_newer_one(
     async with worker("p", fabric) as prefill, worker("d", fabric) as decode:
         await dial_each_other(prefill, decode)
         await eventually(
-            lambda: [pair.named for pair in prefill.endpoint._pairs] == [("d", 1), ("d", 1)]
+            lambda: [pair.named for pair in prefill.endpoint._connections] == [("d", 1), ("d", 1)]
         )
         ticket = make_ticket(prefill, decode)
         receiver = await decode.endpoint.decode_session(ticket, prefill.engine.address, 2)
@@ -206,9 +210,9 @@ async def test_an_old_connection_that_is_lost_leaves_what_runs_over_a_newer_one(
             prefill.fill(hold.ids.tolist(), rng)
             async with await prefill.endpoint.prefill_session(ticket, hold) as sender:
                 await accepted(receiver)
-                [used] = sender.pairs
-                [old] = [pair for pair in prefill.endpoint._pairs if pair is not used]
-                prefill.endpoint._reception.drop(old, PeerLost("the test says so"))
+                [used] = sender.connections
+                [old] = [pair for pair in prefill.endpoint._connections if pair is not used]
+                prefill.endpoint._handler.drop(old, PeerLost("the test says so"))
                 for layer in range(LAYERS):
                     sender.write_layer(layer)
                 await sender.finish()
@@ -240,8 +244,8 @@ async def test_prefill_refuses_an_offer_of_another_layout_itself(
 ) -> None:
     other = dataclasses.replace(LAYOUT, head_size=64)
     async with worker("p", fabric) as prefill, worker("d", fabric, layout=other) as decode:
-        monkeypatch.setattr(KvPair, "inbound_plan", plan_transfer(other, other))
-        monkeypatch.setattr("kvxfer.kv.pairs.sources", lambda prefill, decode: (0,))
+        monkeypatch.setattr(Connection, "inbound_plan", plan_transfer(other, other))
+        monkeypatch.setattr("kvxfer.kv.connections.sources", lambda prefill, decode: (0,))
         ticket = make_ticket(prefill, decode)
         with prefill.pool.hold(1) as hold:
             session = await prefill.endpoint.prefill_session(ticket, hold)

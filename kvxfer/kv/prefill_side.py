@@ -26,8 +26,8 @@ from kvxfer.kv.waiting import EarlyOffer, EarlyOffers
 if TYPE_CHECKING:
     from kvxfer.kv.admission import TransferLedger
     from kvxfer.kv.blocks import SourceBlocks
+    from kvxfer.kv.connection import Connection
     from kvxfer.kv.counts import Refusals
-    from kvxfer.kv.pair import KvPair
     from kvxfer.layout import KvLayout
     from kvxfer.ticket import Ticket
     from kvxfer.tracing.span import Span
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_IMM: Final = 2**32 - 1
 
-OnOffer: TypeAlias = "Callable[[Ticket, str], None]"
-"""Told of an OFFER that waits for its prefill request: its ticket, and that as a token."""
+OnOffer: TypeAlias = "Callable[[Ticket], None]"
+"""Told of the ticket of an OFFER that waits for its prefill request."""
 
 
-class Rendezvous:
+class PrefillSide:
     """The prefill side of an endpoint: sessions that wait, and offers that wait. Loop only.
 
     A transfer that fails on one side before the other has come is remembered in the ledger, so
@@ -82,7 +82,7 @@ class Rendezvous:
 
     async def request(
         self,
-        claims: Ticket,
+        ticket: Ticket,
         blocks: SourceBlocks,
         lease_seconds: float,
         *,
@@ -95,22 +95,22 @@ class Rendezvous:
         Raises TicketInvalid for a second one, and what has ended the transfer already: the loss of
         decode, where its OFFER would have to come over a connection that is gone.
         """
-        transfer_id = claims.transfer_id
-        self._ledger.claim(claims, "prefill session")
+        transfer_id = ticket.transfer_id
+        self._ledger.claim(ticket, "prefill session")
         failure = self._ledger.failure(transfer_id)
         if failure is not None:
             raise failure
         early = self._early.take(transfer_id)
-        loss = None if dials else self._loss_of_decode(claims)
+        loss = None if dials else self._loss_of_decode(ticket)
         if loss is not None:
             self._abandon(transfer_id, loss, early)
             raise loss
         # With a ticket that has expired no OFFER is taken up.
-        left = claims.expires_at - self._clock.unix()
+        left = ticket.expires_at - self._clock.unix()
         lease = left if 0 < left < lease_seconds else lease_seconds
         try:
             session = PrefillSession(
-                claims,
+                ticket,
                 blocks,
                 self._layout,
                 lease,
@@ -126,40 +126,43 @@ class Rendezvous:
         for index, one in enumerate(early):
             one.end()
             try:
-                session.accept(one.pair, one.offer, one.blocks, one.lease.remaining())
+                session.accept(one.connection, one.offer, one.blocks, one.lease.remaining())
             except KvxferError as error:
                 self._abandon(transfer_id, error, early[index:])
                 await session.cancel(str(error))
                 raise
         return session
 
-    def decline(self, claims: Ticket, reason: str) -> None:
+    def decline(self, ticket: Ticket, reason: str) -> None:
         """Refuses the OFFER of a transfer that will have no session, now or when it comes."""
-        self._ledger.claim(claims, "prefill session")
-        error = TransferCancelled(f"transfer {claims.transfer_id}: cancelled here: {reason}")
-        self._abandon(claims.transfer_id, error, self._early.take(claims.transfer_id))
+        self._ledger.claim(ticket, "prefill session")
+        error = TransferCancelled(f"transfer {ticket.transfer_id}: cancelled here: {reason}")
+        self._abandon(ticket.transfer_id, error, self._early.take(ticket.transfer_id))
 
-    def offer(self, pair: KvPair, offer: Offer, claims: Ticket) -> None:
+    def offer(self, connection: Connection, offer: Offer, ticket: Ticket) -> None:
         """Takes an OFFER whose ticket is verified; refuses it by a message where it cannot be met.
 
         Raises TicketInvalid where the ticket was used for an offer before.
         """
-        self._ledger.claim_by(claims, "offer", pair.hello)
-        session = self._sessions.get(claims.transfer_id)
+        self._ledger.claim_by(ticket, "offer", connection.hello)
+        session = self._sessions.get(ticket.transfer_id)
         try:
-            failure = session.error if session else self._ledger.failure(claims.transfer_id)
+            failure = session.error if session else self._ledger.failure(ticket.transfer_id)
             if failure is not None:
                 raise failure
             # These raise LayoutMismatch, before any byte moves.
-            pair.require_same_model(Role.PREFILL)
-            _ = pair.writes
-            blocks = unpack_block_table(offer.blocks, pair.hello.num_blocks, pair.hello.layout)
-            plan = pair.outbound_plan
+            connection.require_same_model(Role.PREFILL)
+            _ = connection.writes
+            blocks = unpack_block_table(
+                offer.blocks, connection.hello.num_blocks, connection.hello.layout
+            )
+            plan = connection.outbound_plan
             planes = len(plan.layers) * len(plan.decode.parts)
             if len(offer.grants) != planes:
                 raise InvalidArgument(
                     f"{len(offer.grants)} grants for the {planes} planes of "
-                    f"{pair.hello.instance_id!r}; run the same version of kvxfer on both sides"
+                    f"{connection.hello.instance_id!r}; run the same version of kvxfer on both "
+                    "sides"
                 )
             if not 0 <= offer.imm <= _MAX_IMM:
                 raise InvalidArgument(f"immediate {offer.imm} has more than 32 bits")
@@ -167,39 +170,39 @@ class Rendezvous:
                 raise InvalidArgument(f"first_block is {offer.first_block}; pass 0 or more")
             if session is None:
                 self._early.keep(
-                    pair,
+                    connection,
                     offer,
                     blocks,
-                    claims.expires_at,
+                    ticket.expires_at,
                     lease_over=self._lease_over,
                     ticket_expired=self._ticket_expired,
                 )
                 if self._on_offer is not None:
-                    self._on_offer(claims, offer.ticket)
+                    self._on_offer(ticket)
             else:
-                session.accept(pair, offer, blocks, offer.lease_seconds)
+                session.accept(connection, offer, blocks, offer.lease_seconds)
         except KvxferError as error:
-            self._refuse(pair, claims.transfer_id, error)
+            self._refuse(connection, ticket.transfer_id, error)
             if session is None:
-                self._abandon(claims.transfer_id, error, self._early.take(claims.transfer_id))
+                self._abandon(ticket.transfer_id, error, self._early.take(ticket.transfer_id))
             else:
                 session.fail(error)
 
-    def offer_refused(self, pair: KvPair, transfer_id: str, error: KvxferError) -> None:
+    def offer_refused(self, connection: Connection, transfer_id: str, error: KvxferError) -> None:
         """An OFFER came whose ticket is not good here: nobody waits for it any longer."""
         session = self._sessions.get(transfer_id)
         if session is not None:
-            session.offer_refused(pair, error)
+            session.offer_refused(connection, error)
 
-    def release(self, pair: KvPair, claims: Ticket, reason: str) -> None:
+    def release(self, connection: Connection, ticket: Ticket, reason: str) -> None:
         """Decode says that no OFFER will come. Raises TicketInvalid where one has come, unless the
         transfer has failed since."""
-        transfer_id = claims.transfer_id
+        transfer_id = ticket.transfer_id
         if self._ledger.failure(transfer_id) is not None:
             return
-        self._ledger.claim_by(claims, "offer", pair.hello)
+        self._ledger.claim_by(ticket, "offer", connection.hello)
         error = TransferCancelled(
-            f"transfer {transfer_id}: released by decode worker {pair.hello.instance_id!r}: "
+            f"transfer {transfer_id}: released by decode worker {connection.hello.instance_id!r}: "
             f"{reason}"
         )
         session = self._sessions.get(transfer_id)
@@ -208,42 +211,44 @@ class Rendezvous:
         else:
             session.fail(error)
 
-    def keep(self, pair: KvPair, claims: Ticket, lease_seconds: float) -> None:
+    def keep(self, connection: Connection, ticket: Ticket, lease_seconds: float) -> None:
         """Decode says that its OFFER will come later. Raises TicketInvalid where the ticket is
         another worker's, and InvalidArgument for a lease that is none."""
-        session = self._sessions.get(claims.transfer_id)
+        session = self._sessions.get(ticket.transfer_id)
         if session is not None:
-            self._ledger.bind(claims, pair.hello)
-            session.keep(pair, min(lease_seconds, claims.expires_at - self._clock.unix()))
+            self._ledger.bind(ticket, connection.hello)
+            session.keep(connection, min(lease_seconds, ticket.expires_at - self._clock.unix()))
 
-    def cancel(self, pair: KvPair, transfer_id: str, reason: str) -> None:
+    def cancel(self, connection: Connection, transfer_id: str, reason: str) -> None:
         """Decode gives a transfer up."""
         session = self._sessions.get(transfer_id)
-        if session is not None and pair in session.pairs:
-            session.cancelled_by_peer(pair, reason)
+        if session is not None and connection in session.connections:
+            session.cancelled_by_peer(connection, reason)
             return
-        if self._early.has(transfer_id, pair):  # nobody cancels what others have offered
+        if self._early.has(transfer_id, connection):  # nobody cancels what others have offered
             early = self._early.take(transfer_id)
             error = TransferCancelled(
                 f"transfer {transfer_id}: cancelled by decode worker "
-                f"{pair.hello.instance_id!r}: {reason}"
+                f"{connection.hello.instance_id!r}: {reason}"
             )
-            self._abandon(transfer_id, error, [one for one in early if one.pair is not pair])
+            self._abandon(
+                transfer_id, error, [one for one in early if one.connection is not connection]
+            )
             for one in early:
                 one.end()
         with contextlib.suppress(EngineError):
-            pair.send(Cancelled(transfer_id, 0))
+            connection.send(Cancelled(transfer_id, 0))
 
-    def drop(self, pair: KvPair, error: KvxferError) -> None:
+    def drop(self, connection: Connection, error: KvxferError) -> None:
         """The decode worker is gone."""
-        for lost in self._early.take_all(pair):
+        for lost in self._early.take_all(connection):
             lost.end()
             transfer_id = lost.offer.transfer_id
             self._abandon(transfer_id, error, self._early.take(transfer_id))
         for session in list(self._sessions.values()):
             # Also one that its OFFER has not reached: there will be none.
-            if pair in session.pairs or session.awaits(pair):
-                session.peer_lost(pair, error)
+            if connection in session.connections or session.awaits(connection):
+                session.peer_lost(connection, error)
 
     async def close(self, reason: str) -> None:
         """Cancels every session and offer; nothing of them is under way when this returns."""
@@ -270,13 +275,13 @@ class Rendezvous:
         self._ledger.fail(transfer_id, error)
         for one in early:
             one.end()
-            self._refuse(one.pair, transfer_id, error)
+            self._refuse(one.connection, transfer_id, error)
 
-    def _refuse(self, pair: KvPair, transfer_id: str, error: KvxferError) -> None:
+    def _refuse(self, connection: Connection, transfer_id: str, error: KvxferError) -> None:
         logger.info("offer refused: %s", error)
         self._refusals.count("offer", error)
         with contextlib.suppress(EngineError):
-            pair.send(Refused(transfer_id, error.code, str(error)))
+            connection.send(Refused(transfer_id, error.code, str(error)))
 
     def _ended(self, session: PrefillSession) -> None:
         del self._sessions[session.transfer_id]

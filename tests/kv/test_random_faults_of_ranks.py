@@ -1,4 +1,4 @@
-"""Random mishaps of one rank of many, over real engines."""
+"""Random faults of one rank of many, over real engines."""
 
 from __future__ import annotations
 

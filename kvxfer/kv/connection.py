@@ -1,5 +1,5 @@
-"""One connected peer of an endpoint: its HELLO, where writes to its cache go, and the messages to
-it, in order."""
+"""The connection to one peer of an endpoint: its HELLO, where writes to its cache go, and the
+messages to it, in order."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class DecodeSide(Protocol):
     answered: bool
 
     @property
-    def ticket(self) -> tuple[Ticket, str]: ...
+    def ticket(self) -> Ticket: ...
 
     def accepted(self) -> None: ...
 
@@ -192,14 +192,15 @@ class DecodeSide(Protocol):
     def peer_lost(self, error: KvxferError) -> None: ...
 
 
-class KvPair:
-    """One connected peer of a KvEndpoint, and the transfers from it by their ids. Loop only."""
+class Connection:
+    """The connection to one peer of a KvEndpoint, and the transfers from it by their ids. Loop
+    only."""
 
     def __init__(
         self,
         peer: Peer,
         cache: KvCache,
-        unreachable: Callable[[KvPair, KvxferError], object],
+        unreachable: Callable[[Connection, KvxferError], object],
         *,
         identity: Identity,
         clock: Clock,

@@ -11,8 +11,8 @@ from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.errors import PeerLost, ProtocolError
 from kvxfer.kv.admission import Identity
 from kvxfer.kv.cache import KvCache
+from kvxfer.kv.connection import Connection, check_hello, grant_ranges, hello_from
 from kvxfer.kv.messages import Hello, encode
-from kvxfer.kv.pair import KvPair, check_hello, grant_ranges, hello_from
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.layout import KvLayout
 
@@ -32,11 +32,13 @@ def hello(**changes: Any) -> Hello:
     return msgspec.structs.replace(made, **changes)
 
 
-def pair_with(cache: KvCache) -> KvPair:
+def connection_with(cache: KvCache) -> Connection:
     peer: Any = Engine("peer")
     peer.engine_id = "0" * 32
     identity = Identity("this", 1, KEY, SYSTEM_CLOCK)
-    return KvPair(peer, cache, lambda pair, error: None, identity=identity, clock=SYSTEM_CLOCK)
+    return Connection(
+        peer, cache, lambda connection, error: None, identity=identity, clock=SYSTEM_CLOCK
+    )
 
 
 def test_a_hello_describes_every_plane_and_gives_no_permission() -> None:
@@ -84,13 +86,13 @@ def test_a_hello_that_cannot_be_used_is_refused_by_name(
 
 
 async def test_a_later_hello_may_bring_another_epoch_only() -> None:
-    pair = pair_with(allocated("p", 3))
+    connection = connection_with(allocated("p", 3))
     with pytest.raises(ProtocolError, match="before its HELLO"):
-        _ = pair.hello
-    pair.greet(hello())
-    assert (await pair.greeted()).epoch == 3
-    pair.greet(hello(epoch=4))
-    assert pair.hello.epoch == 4
+        _ = connection.hello
+    connection.greet(hello())
+    assert (await connection.greeted()).epoch == 3
+    connection.greet(hello(epoch=4))
+    assert connection.hello.epoch == 4
     other = dataclasses.replace(LAYOUT, dtype="int8")
     for changes in (
         {"instance_id": "another"},
@@ -99,12 +101,12 @@ async def test_a_later_hello_may_bring_another_epoch_only() -> None:
         {"permutes": False},
     ):
         with pytest.raises(ProtocolError, match="changed its id or cache"):
-            pair.greet(hello(**changes))
+            connection.greet(hello(**changes))
 
 
 async def test_whoever_waits_for_a_hello_hears_that_the_peer_is_lost() -> None:
-    pair = pair_with(allocated("p", 3))
-    pair.lose(PeerLost("gone"))
+    connection = connection_with(allocated("p", 3))
+    connection.lose(PeerLost("gone"))
     with pytest.raises(PeerLost, match="gone"):
-        await pair.greeted()
-    assert isinstance(pair.error, PeerLost)
+        await connection.greeted()
+    assert isinstance(connection.error, PeerLost)
