@@ -79,6 +79,7 @@ class TicketKeys:
 
     @property
     def signing_key(self) -> bytes:
+        """The first of the keys, as it signs: 32 bytes."""
         return self._by_id[self.signing_id]
 
     def find(self, key_id: object, what: str = "the ticket") -> bytes:
@@ -136,7 +137,12 @@ class _Claims(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def sign_ticket(ticket: Ticket, keys: TicketKeys | bytes | str) -> str:
-    """The ticket as a token. A cluster key may stand for the key that follows from it."""
+    """The ticket as a token, a JWT of at most 4,096 characters, signed with the first of `keys`. A
+    cluster key may stand for the key that follows from it.
+
+    The control plane does this for every transfer that it opens. A worker does it only for a bearer
+    ticket of a prompt that it keeps to be fetched.
+    """
     keys = as_ticket_keys(keys)
     claims = _Claims(
         iss=_ISSUER,

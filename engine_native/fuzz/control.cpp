@@ -22,7 +22,7 @@ class Connection final : private PeerEvents, private NicEvents {
   explicit Connection(bool initiator) {
     for (const auto& [name, windows] : {std::pair("nic0", false), std::pair("nic1", true)}) {
       NicEvents& events = *this;
-      auto nic = std::make_unique<ScriptedNic>(name, windows, world_.reception(), events);
+      auto nic = std::make_unique<ScriptedNic>(name, windows, world_.receive_context(), events);
       scripted_.push_back(nic.get());
       nics_.push_back(std::move(nic));
     }

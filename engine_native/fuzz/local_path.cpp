@@ -65,7 +65,7 @@ class Local {
                                 .pidfd = local::open_pidfd(::getpid()),
                                 .peer_reads_us = true,
                                 .we_read_peer = true},
-                               {kPeer, "peer"}, world_.poller, world_.reception(), books_));
+                               {kPeer, "peer"}, world_.poller, world_.receive_context(), books_));
   }
 
   void act(Input& input) {

@@ -22,10 +22,11 @@ class ScriptedRegistration final : public NicRegistration {
 
 }  // namespace
 
-ScriptedNic::ScriptedNic(std::string name, bool windows, Reception reception, NicEvents& events)
+ScriptedNic::ScriptedNic(std::string name, bool windows, ReceiveContext receive_context,
+                         NicEvents& events)
     : info_{.name = std::move(name), .network = "simulated", .bits_per_second = 1'000'000'000},
       windows_(windows),
-      reception_(reception),
+      receive_context_(receive_context),
       events_(events) {}
 
 Result<std::shared_ptr<NicRegistration>> ScriptedNic::register_memory(const MemoryRegion&) {
@@ -38,7 +39,7 @@ Result<std::unique_ptr<NicPath>> ScriptedNic::open_path(NicPathIdentity identity
 }
 
 ScriptedPath::ScriptedPath(NicPathIdentity identity, ScriptedNic& nic)
-    : NicPath(std::move(identity), 16, nic.load_, nic.reception_, nic.events_), nic_(nic) {
+    : NicPath(std::move(identity), 16, nic.load_, nic.receive_context_, nic.events_), nic_(nic) {
   nic_.paths.push_back(this);
 }
 

@@ -14,7 +14,7 @@ class ScriptedPath;
 
 class ScriptedNic final : public NicDomain {
  public:
-  ScriptedNic(std::string name, bool windows, Reception reception, NicEvents& events);
+  ScriptedNic(std::string name, bool windows, ReceiveContext receive_context, NicEvents& events);
 
   std::string_view fabric() const override { return "scripted"; }
   void poll() override {}
@@ -35,7 +35,7 @@ class ScriptedNic final : public NicDomain {
 
   NicInfo info_;
   bool windows_;
-  Reception reception_;
+  ReceiveContext receive_context_;
   NicEvents& events_;
   NicLoad load_{.bits_per_second = 1'000'000'000};
 };

@@ -18,7 +18,7 @@ class Lane {
             "the system has sockets");
     peer_ = UniqueFd(ends[1]);
     auto path = tcp::TcpPath::open(UniqueFd(ends[0]), {kPeer, "peer"}, 1u << 16, world_.poller,
-                                   world_.reception(), books_);
+                                   world_.receive_context(), books_);
     require(static_cast<bool>(path), "a lane can be opened");
     path_ = std::move(*path);
   }

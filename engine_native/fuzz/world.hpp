@@ -25,7 +25,7 @@ class World {
   World();
   ~World();
 
-  Reception reception() { return {regions, *counters, stats, activity}; }
+  ReceiveContext receive_context() { return {regions, *counters, stats, activity}; }
   // One of the keys that a peer might name, or any.
   std::uint64_t key(Input& input) const;
   Imm imm(Input& input) const;

@@ -18,7 +18,7 @@ namespace kvxfer {
 class Path;
 
 // What a fabric places arriving bytes with.
-struct Reception {
+struct ReceiveContext {
   RegionTable& regions;
   ImmCounters& counters;
   EngineStats& stats;

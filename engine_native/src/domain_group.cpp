@@ -134,9 +134,9 @@ DomainGroup::DomainGroup(EngineOptions options, Poller poller,
 }
 
 Result<void> DomainGroup::start() {
-  const Reception reception{regions_, counters_, stats_, activity_};
+  const ReceiveContext receive_context{regions_, counters_, stats_, activity_};
   if (options_.local) {
-    auto domain = local::LocalDomain::open(address_.engine, poller_, reception, *this, *this);
+    auto domain = local::LocalDomain::open(address_.engine, poller_, receive_context, *this, *this);
     if (!domain && !options_.tcp) return domain.error();
     if (domain) {
       local_ = std::move(*domain);
@@ -147,12 +147,12 @@ Result<void> DomainGroup::start() {
            .text = "the local fabric is not available here, tcp is used: " + domain.error().text});
     }
   }
-  if (auto good = open_nics(reception); !good) return good;
+  if (auto good = open_nics(receive_context); !good) return good;
   for (unsigned lane = 0; lane < options_.lanes && options_.tcp; ++lane) {
     PathEvents& events = *this;
     const std::size_t window =
         std::max<std::size_t>(options_.window_bytes / options_.lanes, kMaxWriteBytes);
-    lanes_.push_back(std::make_unique<tcp::TcpDomain>(poller_, reception, events, window));
+    lanes_.push_back(std::make_unique<tcp::TcpDomain>(poller_, receive_context, events, window));
   }
   if (local_) fabrics_.emplace_back(local_->fabric());
   for (const auto& nic : nics_) {

@@ -88,7 +88,7 @@ class DomainGroup final : private AcceptorEvents,
   DomainGroup(EngineOptions options, Poller poller, std::unique_ptr<CompletionQueue> completions,
               std::unique_ptr<Acceptor> acceptor);
   Result<void> start();
-  Result<void> open_nics(Reception reception);
+  Result<void> open_nics(ReceiveContext receive_context);
 
   // Commands; false once the engine is closed.
   bool post(Command command);

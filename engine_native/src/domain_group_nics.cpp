@@ -45,14 +45,14 @@ Result<void> all_there(const std::vector<std::string>& chosen, const std::set<st
 
 }  // namespace
 
-Result<void> DomainGroup::open_nics(Reception reception) {
+Result<void> DomainGroup::open_nics(ReceiveContext receive_context) {
   std::set<std::string> there;
   std::vector<std::string> notices;
   const auto add = [&](NicFactory& factory) -> Result<void> {
     NicEvents& events = *this;
     auto opened = factory.open({.options = options_,
                                 .poller = poller_,
-                                .reception = reception,
+                                .receive_context = receive_context,
                                 .events = events,
                                 .first_number = static_cast<std::uint32_t>(nics_.size())});
     if (!opened) return opened.error();

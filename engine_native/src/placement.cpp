@@ -2,13 +2,14 @@
 
 namespace kvxfer {
 
-Placement::Placement(Reception& reception, PeerId writer, std::uint64_t key, std::optional<Imm> imm)
-    : reception_(&reception), writer_(writer), key_(key), imm_(imm) {
-  if (imm_ && !reception.counters.counts(*imm_, writer)) {
+Placement::Placement(ReceiveContext& receive_context, PeerId writer, std::uint64_t key,
+                     std::optional<Imm> imm)
+    : receive_context_(&receive_context), writer_(writer), key_(key), imm_(imm) {
+  if (imm_ && !receive_context.counters.counts(*imm_, writer)) {
     status_ = Errc::stale_counter;
     return;
   }
-  region_ = reception.regions.find(key);
+  region_ = receive_context.regions.find(key);
   const auto* const grant = region_ && region_->granted() ? &*region_->granted() : nullptr;
   if (grant && (grant->imm != imm_ || grant->writer != writer)) region_.reset();
 }
@@ -28,12 +29,12 @@ std::byte* Placement::target(std::uint64_t offset, std::uint32_t length) {
 
 void Placement::finish(std::uint64_t writes, std::uint64_t bytes) {
   if (status_ != Errc::ok) {
-    reception_->stats.writes_refused.count(status_, writes);
+    receive_context_->stats.writes_refused.count(status_, writes);
     return;
   }
-  reception_->stats.writes_received += writes;
-  reception_->stats.bytes_received += bytes;
-  if (imm_) reception_->counters.add(*imm_, writer_, writes);
+  receive_context_->stats.writes_received += writes;
+  receive_context_->stats.bytes_received += bytes;
+  if (imm_) receive_context_->counters.add(*imm_, writer_, writes);
 }
 
 void Placement::refuse(Errc status) {

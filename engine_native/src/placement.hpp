@@ -14,7 +14,8 @@ namespace kvxfer {
 // granted; once it is not, its remaining bytes must be dropped and nothing is counted.
 class Placement {
  public:
-  Placement(Reception& reception, PeerId writer, std::uint64_t key, std::optional<Imm> imm);
+  Placement(ReceiveContext& receive_context, PeerId writer, std::uint64_t key,
+            std::optional<Imm> imm);
 
   // Where this write goes; null once the batch is refused.
   std::byte* target(std::uint64_t offset, std::uint32_t length);
@@ -28,7 +29,7 @@ class Placement {
   Errc status() const { return status_; }
 
  private:
-  Reception* reception_;
+  ReceiveContext* receive_context_;
   PeerId writer_;
   std::uint64_t key_;
   std::optional<Imm> imm_;

@@ -47,7 +47,7 @@ class SimulatedPath final : public NicPath {
  public:
   SimulatedPath(NicPathIdentity identity, std::string nic, SimulatedNetwork& network, NicLoad& load,
                 const NicContext& context)
-      : NicPath(std::move(identity), kImmWindow, load, context.reception, context.events),
+      : NicPath(std::move(identity), kImmWindow, load, context.receive_context, context.events),
         nic_(std::move(nic)),
         network_(network) {
     const std::lock_guard lock(network_.mutex_);

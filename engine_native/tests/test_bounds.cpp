@@ -19,7 +19,7 @@ TEST_CASE("a tcp peer that never reads what became of its writes is given up") {
   REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0);
   const UniqueFd peer(ends[1]);
   const auto path = good(tcp::TcpPath::open(UniqueFd(ends[0]), {1, "peer"}, 1u << 20, world.poller,
-                                            world.reception(), books));
+                                            world.receive_context(), books));
   tcp::FrameHeader refused{.type = static_cast<std::uint8_t>(tcp::FrameType::writes)};
   refused.count = 1;  // no bytes, no immediate, no such region
   const std::string frame = ByteWriter().put(refused).take();

@@ -14,7 +14,7 @@ struct Receiver {
   RegionTable regions;
   EngineStats stats;
   std::uint64_t activity = 0;
-  Reception reception{regions, counters, stats, activity};
+  ReceiveContext receive_context{regions, counters, stats, activity};
   RegionPtr region = good(MemoryRegion::allocate({}, 1000));
   Imm imm = good(counters.allocate());
   Receiver() { regions.insert(region); }
@@ -24,7 +24,7 @@ struct Receiver {
 
 TEST_CASE("a granted batch gets its targets and counts once it is finished") {
   Receiver r;
-  Placement placement(r.reception, kPlacedWriter, r.region->key(), r.imm);
+  Placement placement(r.receive_context, kPlacedWriter, r.region->key(), r.imm);
   CHECK(placement.target(0, 1000) == r.region->data());
   CHECK(placement.target(999, 1) == r.region->data() + 999);
   CHECK(r.counters.value(r.imm) == 0);
@@ -39,7 +39,7 @@ TEST_CASE("offsets that overflow do not pass the bounds check") {
                                        {1, 1000},
                                        {UINT64_MAX, 2},
                                        {0, UINT32_MAX}}) {
-    Placement placement(r.reception, kPlacedWriter, r.region->key(), r.imm);
+    Placement placement(r.receive_context, kPlacedWriter, r.region->key(), r.imm);
     CHECK(placement.target(offset, length) == nullptr);
     CHECK(placement.status() == Errc::out_of_bounds);
     placement.finish(1, length);
@@ -49,7 +49,7 @@ TEST_CASE("offsets that overflow do not pass the bounds check") {
 
 TEST_CASE("a batch that is revoked half-way has no target left and is not counted") {
   Receiver r;
-  Placement by_counter(r.reception, kPlacedWriter, r.region->key(), r.imm);
+  Placement by_counter(r.receive_context, kPlacedWriter, r.region->key(), r.imm);
   CHECK(by_counter.target(0, 10));
   by_counter.revoke_counter(r.imm + 1);
   CHECK(by_counter.status() == Errc::ok);
@@ -58,7 +58,7 @@ TEST_CASE("a batch that is revoked half-way has no target left and is not counte
   by_counter.finish(1, 10);
   CHECK(by_counter.status() == Errc::stale_counter);
 
-  Placement by_region(r.reception, kPlacedWriter, r.region->key(), std::nullopt);
+  Placement by_region(r.receive_context, kPlacedWriter, r.region->key(), std::nullopt);
   CHECK(by_region.target(0, 10));
   by_region.revoke_region(r.region->key());
   CHECK(!by_region.target(0, 10));

@@ -18,12 +18,13 @@ VerbsBench::VerbsBench()
       poller(good(Poller::create())),
       options_(options_for("verbs", "bench")) {
   NicEvents& events = *this;
-  nics_ = good(verbs::VerbsFactory().open({.options = options_,
-                                           .poller = poller,
-                                           .reception = {regions_, counters, stats, activity_},
-                                           .events = events,
-                                           .first_number = 0}))
-              .nics;
+  nics_ =
+      good(verbs::VerbsFactory().open({.options = options_,
+                                       .poller = poller,
+                                       .receive_context = {regions_, counters, stats, activity_},
+                                       .events = events,
+                                       .first_number = 0}))
+          .nics;
 }
 
 Result<std::unique_ptr<NicPath>> VerbsBench::open(std::size_t number) {

@@ -30,11 +30,17 @@ class Nic:
 
 
 class EngineHandler(Protocol):
-    """Told of peers and messages, on the event loop."""
+    """Told of peers and messages, on the event loop, once it is `engine.handler`. It must not
+    block; what it raises is logged."""
 
-    def peer_up(self, peer: Peer) -> None: ...
-    def message(self, peer: Peer, data: bytes) -> None: ...
-    def peer_lost(self, peer: Peer, error: PeerError) -> None: ...
+    def peer_up(self, peer: Peer) -> None:
+        """A peer is connected, whichever side has connected."""
+
+    def message(self, peer: Peer, data: bytes) -> None:
+        """A message of `Peer.send()`, in the order in which the peer sent them."""
+
+    def peer_lost(self, peer: Peer, error: PeerError) -> None:
+        """The connection has ended; no write of the peer lands any more. The last call about it."""
 
 
 class Engine:
@@ -190,6 +196,7 @@ class Engine:
 
     @property
     def peers(self) -> list[Peer]:
+        """Those that are connected."""
         return list(self._peers.values())
 
     def stats(self) -> dict[str, int]:

@@ -37,14 +37,17 @@ class MemoryRegion:
 
     @property
     def address(self) -> int:
+        """Of its first byte, in this process."""
         return self.handle.address
 
     @property
     def nbytes(self) -> int:
+        """Its length in bytes."""
         return self.handle.nbytes
 
     @property
     def descriptor(self) -> bytes:
+        """What peers pass as the destination of their writes: 44 opaque bytes, safe to send on."""
         return self.handle.descriptor
 
     def checksum(

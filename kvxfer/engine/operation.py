@@ -54,6 +54,7 @@ class Operation:
             self._callbacks.append(callback)
 
     def done(self) -> bool:
+        """Whether it has ended, delivered or not."""
         return self._done
 
     def cancel(self) -> None:

@@ -55,6 +55,7 @@ class Peer:
 
     @property
     def alive(self) -> bool:
+        """Whether the connection stands; where not, `error` says why."""
         return self.error is None
 
     def write(

@@ -10,7 +10,8 @@ from kvxfer.errors import InvalidArgument
 
 
 class WatchFor(NamedTuple):
-    """What a write waits for: that the word is at `value` or above it."""
+    """What a write waits for: that the word is at `value` or above it. `Watcher.at()` makes it; it
+    keeps the word alive."""
 
     word: native.WatchWord
     value: int
@@ -46,6 +47,7 @@ class Watcher:
 
     @property
     def value(self) -> int:
+        """What the word has been counted up to."""
         return self._word.value
 
     def add(self, by: int = 1) -> int:

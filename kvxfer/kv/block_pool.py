@@ -23,10 +23,17 @@ if TYPE_CHECKING:
     from typing import Self
 
 BlockIds: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+"""Block ids, int32: [blocks], or [KV cache groups, blocks] where each group has ids of its own."""
 
 
 class BlockState(enum.IntEnum):
-    """What a block is used for; only `offered` and `receiving` blocks may be written by a peer."""
+    """What a block is used for. A peer may write into OFFERED and RECEIVING blocks alone.
+
+    FREE blocks belong to the pool, OFFERED ones to a decode session whose OFFER is not taken up
+    yet, RECEIVING ones to a transfer under way. COMPLETE ones have every byte and wait for
+    `take()`. HELD ones belong to a BlockHold: to an engine that computes with them, or to a prefill
+    session that sends them.
+    """
 
     FREE = 0
     OFFERED = 1
@@ -63,7 +70,15 @@ _OwnerT = TypeVar("_OwnerT", bound="BlockLease | BlockHold")
 
 
 class BlockPool:
-    """The states of `num_blocks` KV blocks, numbered from 0."""
+    """The states of `num_blocks` KV blocks, numbered from 0. Any thread.
+
+    It gives blocks out by `hold()`, to compute with them, and by `offer()`, to receive into them.
+    They go back through the hold or lease that has them, at the latest when that is left as a
+    context manager; `check()` finds a block that has no owner or two. An engine with an allocator
+    of its own needs no pool: it passes its blocks to the sessions of a KvEndpoint.
+
+    Raises InvalidArgument for less than one block.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -78,10 +93,12 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
+        """Blocks in all states."""
         return len(self._state)
 
     @property
     def num_free(self) -> int:
+        """Blocks that can be given out now."""
         if self._overdue:
             with self._lock:
                 self._collect()

@@ -32,7 +32,8 @@ _CHUNK_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class KvPlane:
-    """One plane (K, V or KV) of one layer: block `b` lies at `offset + b * block_stride` bytes."""
+    """One plane (K, V or KV) of one layer: block `b` begins `offset + b * block_stride` bytes into
+    `region`. A block is contiguous; between two blocks there may be a gap."""
 
     region: MemoryRegion
     offset: int
@@ -40,7 +41,8 @@ class KvPlane:
 
 
 def permute_on_host(cache: KvCache, blocks: BlockIds, arrived: HeadOrder) -> None:
-    """`Permute` for a cache in host memory."""
+    """The `Permute` for a cache in host memory: swaps tokens and heads of blocks in place, a MiB at
+    a time. `blocks` has their ids, [blocks]; `arrived` is the order that they are in."""
     at_once = max(1, _CHUNK_BYTES // cache.layout.part_bytes)
     for plane in (plane for layer in cache.planes for plane in layer):
         before = _blocks_of(plane, cache, arrived)

@@ -96,9 +96,9 @@ async def test_many_transfers_at_once_do_not_mix(
         choices = random.Random(seed)
         blocks = choices.randint(1, 4)
         ticket = make_ticket(prefill, decode)
-        mishap = choices.random() < 0.4
+        fault = choices.random() < 0.4
         # A side that is cancelled before it says anything leaves the other to its lease.
-        lease = 1.0 if mishap else None
+        lease = 1.0 if fault else None
         async with room:
             receiving = asyncio.create_task(
                 receive(prefill, decode, ticket, blocks, lease_seconds=lease)
@@ -106,7 +106,7 @@ async def test_many_transfers_at_once_do_not_mix(
             sending = asyncio.create_task(
                 send(prefill, ticket, blocks, choices, lease_seconds=lease)
             )
-            if mishap:
+            if fault:
                 for _ in range(choices.randrange(20)):
                     await asyncio.sleep(0)
                 choices.choice([receiving, sending]).cancel()
@@ -114,7 +114,7 @@ async def test_many_transfers_at_once_do_not_mix(
         if isinstance(received, list) and isinstance(sent, list):
             assert received == sent
             return "same"
-        assert mishap
+        assert fault
         for outcome in (received, sent):
             assert isinstance(
                 outcome, list | TransferCancelled | LeaseExpired | asyncio.CancelledError

@@ -29,7 +29,7 @@ ROUNDS = 600
 
 
 class Round:
-    """One transfer with a random order and random mishaps."""
+    """One transfer with a random order and random faults."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -120,7 +120,7 @@ class Round:
         except KvxferError as error:
             self.outcomes[name] = error
 
-    def mishap(self, tasks: dict[str, asyncio.Task[None]]) -> None:
+    def fault(self, tasks: dict[str, asyncio.Task[None]]) -> None:
         session = self.rng.choice([self.prefill_session, self.decode_session])
         kind = self.rng.choice(["cancel", "lose", "lease", "task"])
         if kind == "lose" and self.prefill.engine.peer is not None:
@@ -132,15 +132,15 @@ class Round:
         elif kind == "lease":
             session._lease_over()
         else:
-            self.background = asyncio.ensure_future(session.cancel("mishap"))
+            self.background = asyncio.ensure_future(session.cancel("fault"))
 
     async def run(self) -> None:
         async with self.prefill.endpoint, self.decode.endpoint:
             tasks = {name: asyncio.create_task(self.work(name)) for name in ("prefill", "decode")}
-            mishap_at = self.rng.randrange(70)
+            fault_at = self.rng.randrange(70)
             for step in range(5000):
-                if step == mishap_at:
-                    self.mishap(tasks)
+                if step == fault_at:
+                    self.fault(tasks)
                 steps = self.network.steps()
                 if steps and self.rng.random() < 0.7:
                     self.rng.choice(steps)()

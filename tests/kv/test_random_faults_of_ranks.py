@@ -45,9 +45,9 @@ async def test_whatever_happens_to_a_rank_no_block_stays_taken_and_no_wrong_byte
 
     async def one(ranks: Ranks, seed: int) -> None:
         choices = random.Random(seed)
-        mishap = choices.random() < 0.7
+        fault = choices.random() < 0.7
         # A side that is cancelled before it says anything leaves the others to their leases.
-        lease_seconds = 2.0 if mishap else None
+        lease_seconds = 2.0 if fault else None
         sessions: list[PrefillSession | DecodeSession] = []
         ticket = ranks.ticket()
         cache = np.frombuffer(choices.randbytes(nbytes), np.uint8).reshape(shape)
@@ -86,18 +86,18 @@ async def test_whatever_happens_to_a_rank_no_block_stays_taken_and_no_wrong_byte
             tasks = [asyncio.create_task(send(rank)) for rank in ranks.prefill]
             tasks += [asyncio.create_task(receive(rank)) for rank in ranks.decode]
             choices.shuffle(tasks)
-            if mishap:
+            if fault:
                 for _ in range(choices.randrange(60)):
                     await asyncio.sleep(0)
                 if sessions and choices.random() < 0.5:
-                    await choices.choice(sessions).cancel("mishap")
+                    await choices.choice(sessions).cancel("fault")
                 else:
                     tasks[0].cancel()
             found = await asyncio.gather(*tasks, return_exceptions=True)
         failures = [failure for failure in found if failure is not None]
         allowed = (TransferCancelled, LeaseExpired, asyncio.CancelledError)
         assert all(isinstance(failure, allowed) for failure in failures), failures
-        assert mishap or not failures
+        assert fault or not failures
         ends.append("failed" if failures else "done")
 
     async with fleet(fabric, prefill, decode) as ranks:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from verify.simulation.fate import FAULTS, MISHAPS, simulate
+from verify.simulation.fate import FAULTS, REQUEST_FAULTS, simulate
 
 SEEDS = 1000
 BATCH = 250
-# What the faults and mishaps have to lead to, somewhere.
+# What the faults and faults have to lead to, somewhere.
 _REACHED = (
-    *FAULTS, *MISHAPS, "direct", "bearer", "brokered", "by offer", "plain",
+    *FAULTS, *REQUEST_FAULTS, "direct", "bearer", "brokered", "by offer", "plain",
     "MLA", "layer groups", "pipeline stages", "epoch followed", "declined", "kept", "backpressure",
     "messages held back",
     "asked to revoke", "paths reset", "heads put in order", "restarted peer refused",

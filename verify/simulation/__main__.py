@@ -22,7 +22,7 @@ from rich.table import Table
 from verify.arguments import above_zero
 
 from .defects import DEFECTS, NONE
-from .fate import FAULTS, MISHAPS, simulate
+from .fate import FAULTS, REQUEST_FAULTS, simulate
 
 _BATCH = 50
 _SHOWN = 20
@@ -77,7 +77,7 @@ def _show(found: dict[str, Any], console: Console) -> None:
     table.add_column("what happened")
     table.add_column("times", justify="right")
     counts = found["counts"]
-    faults = [*FAULTS, *MISHAPS]
+    faults = [*FAULTS, *REQUEST_FAULTS]
     for names in (faults, sorted(counts.keys() - set(faults))):
         for name in names:
             table.add_row(name, f"{counts.get(name, 0):,}")

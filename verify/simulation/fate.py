@@ -1,4 +1,4 @@
-"""What befalls a fleet: the requests of one seed, their mishaps, and the faults of its machines."""
+"""What befalls a fleet: the faults of the requests of one seed, and those of its machines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAULTS: Final = (
     "half open", "cut", "cut one way", "held up", "registered anew", "left",
     "control plane away", "wall clock wrong",
 )  # fmt: skip
-MISHAPS: Final = (
+REQUEST_FAULTS: Final = (
     "prefill aborted", "decode aborted", "prefill never comes", "decode never comes", "released",
     "sent twice", "two bearers", "byte changed",
 )  # fmt: skip
@@ -149,13 +149,13 @@ class Fate:
 
     def _request(self) -> None:
         fleet, rng = self._fleet, self._rng
-        mishap = rng.choice(MISHAPS) if rng.random() < 0.35 else ""
-        if mishap == "byte changed" and fleet.checksums is None:
-            mishap = ""  # nobody promises to find it then
+        fault = rng.choice(REQUEST_FAULTS) if rng.random() < 0.35 else ""
+        if fault == "byte changed" and fleet.checksums is None:
+            fault = ""  # nobody promises to find it then
         prefill = rng.choice(self._instances(Role.PREFILL))
         decode = rng.choice(self._instances(Role.DECODE))
         alone = prefill.layout.num_ranks == decode.layout.num_ranks == 1
-        how = "bearer" if mishap == "two bearers" else rng.choice(_HOW)
+        how = "bearer" if fault == "two bearers" else rng.choice(_HOW)
         if how == "brokered" and not alone:
             how = ""
         request = fleet.request(
@@ -166,24 +166,24 @@ class Fate:
             by_offer=how == "by offer",
             lease_seconds=rng.choice([0.05, 1.0, 5.0]),
             ticket_seconds=rng.choice([0.05, TICKET_SECONDS, TICKET_SECONDS, TICKET_SECONDS]),
-            mishap=mishap,
+            fault=fault,
         )
         fleet.counts["requests"] += 1
         fleet.counts[how or "direct"] += 1
-        if mishap and mishap not in _COUNTED_LATER:
-            fleet.counts[mishap] += 1
-        fleet.note("request", lambda: f"{request.id} {prefill.name} {decode.name} {how} {mishap}")
-        if mishap != "prefill never comes":
+        if fault and fault not in _COUNTED_LATER:
+            fleet.counts[fault] += 1
+        fleet.note("request", lambda: f"{request.id} {prefill.name} {decode.name} {how} {fault}")
+        if fault != "prefill never comes":
             self._send(request, prefill)
-        if mishap != "decode never comes":
+        if fault != "decode never comes":
             self._send(request, decode)
-        if mishap == "sent twice":
+        if fault == "sent twice":
             self._send(request, rng.choice([prefill, decode]))
-        if mishap == "two bearers":
+        if fault == "two bearers":
             [other] = [each for each in self._instances(Role.DECODE) if each is not decode]
             self._send(request, other)
-        if mishap in _ABORTS:
-            of = prefill if mishap == "prefill aborted" else decode
+        if fault in _ABORTS:
+            of = prefill if fault == "prefill aborted" else decode
             self._at(rng.uniform(0, 0.08), lambda: self._abort(request, of))
 
     def _send(self, request: Request, to: Instance) -> None:
@@ -193,7 +193,7 @@ class Fate:
     def _abort(self, request: Request, of: Instance) -> None:
         for part in request.parts:
             if part.process.instance is of and not part.outcome:
-                self._fleet.counts[request.mishap] += 1
+                self._fleet.counts[request.fault] += 1
                 self._fleet.abort(part)
 
     # --- faults

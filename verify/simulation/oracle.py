@@ -88,9 +88,9 @@ class Oracle:
         self.takes_part(end.native.process, write.transfer)
 
     def damages(self, write: Write, place: Bytes) -> None:
-        """Changes a byte on its way, where that is the mishap of the transfer."""
+        """Changes a byte on its way, where that is the fault of the transfer."""
         request = self.requests[write.transfer]
-        if request.mishap == "byte changed":
+        if request.fault == "byte changed":
             place[len(place) // 2] ^= 1
             self.damaged.add(request.id)
 

@@ -49,7 +49,7 @@ class Request:
     contents: Array
     lease_seconds: float
     brokered: bool = False
-    mishap: str = ""
+    fault: str = ""
     window: int = 1
     """Blocks that decode keeps of the layers with a sliding window."""
     by_offer: bool = False
@@ -214,7 +214,7 @@ class Part:
         addresses = request.prefill_addresses
         blocks = layout.blocks_for(request.tokens)
         first = rng.choice([0, 0, rng.randrange(blocks)])
-        if request.mishap == "released" and not request.brokered:
+        if request.fault == "released" and not request.brokered:
             await self._pause(0.05)
             await endpoint.release(request.token, addresses, "its cache has the prompt")
             self.fleet.counts["released"] += 1

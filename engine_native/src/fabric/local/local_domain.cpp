@@ -19,7 +19,8 @@ constexpr std::size_t kMaxRendezvous = 256;
 }  // namespace
 
 Result<std::unique_ptr<LocalDomain>> LocalDomain::open(const EngineId& engine, Poller& poller,
-                                                       Reception reception, PathEvents& path_events,
+                                                       ReceiveContext receive_context,
+                                                       PathEvents& path_events,
                                                        LocalEvents& events) {
   auto listener = listen_unix(socket_name(engine));
   if (!listener) return listener.error();
@@ -29,7 +30,7 @@ Result<std::unique_ptr<LocalDomain>> LocalDomain::open(const EngineId& engine, P
                                           "; raise the open files limit"};
   }
   std::unique_ptr<LocalDomain> domain(new LocalDomain(std::move(*listener), std::move(wake), poller,
-                                                      reception, path_events, events));
+                                                      receive_context, path_events, events));
   if (auto good = poller.add(domain->wake_.get(), EPOLLIN, *domain); !good) return good.error();
   LocalDomain& self = *domain;
   auto listening =
@@ -38,12 +39,13 @@ Result<std::unique_ptr<LocalDomain>> LocalDomain::open(const EngineId& engine, P
   return domain;
 }
 
-LocalDomain::LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller, Reception reception,
-                         PathEvents& path_events, LocalEvents& events)
+LocalDomain::LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller,
+                         ReceiveContext receive_context, PathEvents& path_events,
+                         LocalEvents& events)
     : listener_(std::move(listener)),
       wake_(std::move(wake)),
       poller_(poller),
-      reception_(reception),
+      receive_context_(receive_context),
       path_events_(path_events),
       events_(events) {
   host_.wake_fd = wake_.get();
@@ -79,7 +81,8 @@ Result<void> LocalDomain::connect(const Session& session) {
 }
 
 Result<std::unique_ptr<Path>> LocalDomain::open_path(LocalLink link, PathPeer peer) {
-  auto path = LocalPath::open(std::move(link), std::move(peer), poller_, reception_, path_events_);
+  auto path =
+      LocalPath::open(std::move(link), std::move(peer), poller_, receive_context_, path_events_);
   if (!path) return path.error();
   paths_.push_back(path->get());
   return std::unique_ptr<Path>(std::move(*path));

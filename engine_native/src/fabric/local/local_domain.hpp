@@ -27,8 +27,8 @@ class LocalEvents {
 class LocalDomain final : public Domain, private EventSink {
  public:
   static Result<std::unique_ptr<LocalDomain>> open(const EngineId& engine, Poller& poller,
-                                                   Reception reception, PathEvents& path_events,
-                                                   LocalEvents& events);
+                                                   ReceiveContext receive_context,
+                                                   PathEvents& path_events, LocalEvents& events);
   ~LocalDomain() override;
 
   std::string_view fabric() const override { return "local"; }
@@ -46,7 +46,7 @@ class LocalDomain final : public Domain, private EventSink {
   bool idle() const { return rendezvous_.empty() && !listener_.resting(); }
 
  private:
-  LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller, Reception reception,
+  LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller, ReceiveContext receive_context,
               PathEvents& path_events, LocalEvents& events);
 
   void on_events(std::uint32_t events) override;
@@ -58,7 +58,7 @@ class LocalDomain final : public Domain, private EventSink {
   Listener listener_;
   UniqueFd wake_;
   Poller& poller_;
-  Reception reception_;
+  ReceiveContext receive_context_;
   PathEvents& path_events_;
   LocalEvents& events_;
   LocalHost host_;

@@ -25,9 +25,10 @@ Error malformed(const char* what) {
 }  // namespace
 
 Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, PathPeer peer, Poller& poller,
-                                                   Reception reception, PathEvents& events) {
+                                                   ReceiveContext receive_context,
+                                                   PathEvents& events) {
   std::unique_ptr<LocalPath> path(
-      new LocalPath(std::move(link), std::move(peer), poller, reception, events));
+      new LocalPath(std::move(link), std::move(peer), poller, receive_context, events));
   if (auto good = poller.add(path->socket_.get(), EPOLLIN, *path); !good) {
     path->lost_ = true;
     return good.error();
@@ -35,7 +36,7 @@ Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, PathPeer peer
   return path;
 }
 
-LocalPath::LocalPath(LocalLink link, PathPeer peer, Poller& poller, Reception reception,
+LocalPath::LocalPath(LocalLink link, PathPeer peer, Poller& poller, ReceiveContext receive_context,
                      PathEvents& events)
     : socket_(std::move(link.socket)),
       out_(std::move(link.out)),
@@ -45,7 +46,7 @@ LocalPath::LocalPath(LocalLink link, PathPeer peer, Poller& poller, Reception re
       peer_reads_us_(link.peer_reads_us),
       peer_(std::move(peer)),
       poller_(poller),
-      reception_(reception),
+      receive_context_(receive_context),
       events_(events) {}
 
 LocalPath::~LocalPath() {
@@ -136,8 +137,8 @@ bool LocalPath::reap() {
     reaped_ = batch.end;
     const auto status = static_cast<Errc>(out_.slot(batch.head).head.status);
     if (status == Errc::ok) {
-      reception_.stats.bytes_sent += batch.bytes;
-      reception_.stats.writes_sent += batch.writes.count;
+      receive_context_.stats.bytes_sent += batch.bytes;
+      receive_context_.stats.writes_sent += batch.writes.count;
     }
     events_.on_finished(
         batch.operation, batch.writes,
@@ -182,7 +183,7 @@ bool LocalPath::consume() {
 }
 
 Result<std::uint64_t> LocalPath::place(const BatchHead& head, Errc& status) {
-  Placement placement(reception_, peer_.id, head.key,
+  Placement placement(receive_context_, peer_.id, head.key,
                       head.has_imm ? std::optional<Imm>(head.imm) : std::nullopt);
   // The message that shares a region was sent before the batch that uses it.
   if (head.from_region && !source_.has_region(head.region)) receive_regions();
@@ -241,7 +242,7 @@ void LocalPath::receive_regions() {
 void LocalPath::poll() {
   if (lost_) return;
   const bool consumed = consume();
-  if (reap() || consumed) ++reception_.activity;
+  if (reap() || consumed) ++receive_context_.activity;
 }
 
 bool LocalPath::prepare_sleep() {

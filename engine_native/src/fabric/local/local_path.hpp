@@ -33,7 +33,8 @@ struct LocalLink {
 class LocalPath final : public Path, private EventSink {
  public:
   static Result<std::unique_ptr<LocalPath>> open(LocalLink link, PathPeer peer, Poller& poller,
-                                                 Reception reception, PathEvents& events);
+                                                 ReceiveContext receive_context,
+                                                 PathEvents& events);
   ~LocalPath() override;
 
   std::string_view fabric() const override { return "local"; }
@@ -65,7 +66,8 @@ class LocalPath final : public Path, private EventSink {
     bool last;  // of its operation
   };
 
-  LocalPath(LocalLink link, PathPeer peer, Poller& poller, Reception reception, PathEvents& events);
+  LocalPath(LocalLink link, PathPeer peer, Poller& poller, ReceiveContext receive_context,
+            PathEvents& events);
 
   void on_events(std::uint32_t events) override;
 
@@ -89,7 +91,7 @@ class LocalPath final : public Path, private EventSink {
   bool peer_reads_us_;
   PathPeer peer_;
   Poller& poller_;
-  Reception reception_;
+  ReceiveContext receive_context_;
   PathEvents& events_;
 
   std::uint64_t produced_ = 0;

@@ -45,7 +45,7 @@ class NicDomain : public Domain {
 struct NicContext {
   const EngineOptions& options;
   Poller& poller;
-  Reception reception;
+  ReceiveContext receive_context;
   NicEvents& events;
   std::uint32_t first_number;  // of the NICs that the factory makes
 };

@@ -13,9 +13,9 @@ constexpr std::uint64_t kWindowBytes = 16u << 20;
 }  // namespace
 
 NicPath::NicPath(NicPathIdentity identity, std::uint64_t imm_window, NicLoad& load,
-                 Reception reception, NicEvents& events)
+                 ReceiveContext receive_context, NicEvents& events)
     : identity_(std::move(identity)),
-      reception_(reception),
+      receive_context_(receive_context),
       events_(events),
       imm_window_(imm_window),
       load_(load) {}
@@ -74,9 +74,9 @@ void NicPath::finish(std::uint64_t sequence) {
 void NicPath::report(Batch& batch) {
   outstanding_bytes_ -= batch.bytes;
   load_.bytes -= batch.bytes;
-  reception_.stats.bytes_sent += batch.bytes;
-  reception_.stats.writes_sent += batch.writes.count;
-  ++reception_.activity;
+  receive_context_.stats.bytes_sent += batch.bytes;
+  receive_context_.stats.writes_sent += batch.writes.count;
+  ++receive_context_.activity;
   const OperationPtr operation = std::move(batch.operation);
   // The peer that revoked it has forgotten its count.
   const bool revoked = operation->arrived || operation->code == Errc::stale_counter;
@@ -107,14 +107,14 @@ void NicPath::add_credit(std::uint64_t consumed_by_peer) {
 }
 
 void NicPath::count_immediates(Imm imm, std::uint64_t writes, std::uint64_t bytes) {
-  ++reception_.activity;
+  ++receive_context_.activity;
   consumed_ += writes;
-  if (reception_.counters.add(imm, identity_.peer, writes)) {
+  if (receive_context_.counters.add(imm, identity_.peer, writes)) {
     received_[imm] += writes;
-    reception_.stats.writes_received += writes;
-    reception_.stats.bytes_received += bytes;
+    receive_context_.stats.writes_received += writes;
+    receive_context_.stats.bytes_received += bytes;
   } else {
-    reception_.stats.writes_refused.count(Errc::stale_counter, writes);
+    receive_context_.stats.writes_refused.count(Errc::stale_counter, writes);
   }
   if (consumed_ - credited_ >= std::max<std::uint64_t>(imm_window_ / 4, 1)) {
     credited_ = consumed_;

@@ -94,8 +94,8 @@ class NicPath : public Path {
 
  protected:
   // `imm_window`: receives reserved here for the peer's immediates.
-  NicPath(NicPathIdentity identity, std::uint64_t imm_window, NicLoad& load, Reception reception,
-          NicEvents& events);
+  NicPath(NicPathIdentity identity, std::uint64_t imm_window, NicLoad& load,
+          ReceiveContext receive_context, NicEvents& events);
 
   // The permission to write; of an operation that this path reaches.
   const RemoteKey& remote_key(const Operation& operation) const {
@@ -120,7 +120,7 @@ class NicPath : public Path {
   std::size_t batches() const { return batches_.size(); }
 
   NicPathIdentity identity_;
-  Reception reception_;
+  ReceiveContext receive_context_;
   NicEvents& events_;
 
  private:

@@ -14,7 +14,8 @@ class NullPath final : public NicPath {
  public:
   NullPath(NicPathIdentity identity, NicLoad& load, const NicContext& context,
            std::vector<NullPath*>& paths)
-      : NicPath(std::move(identity), 0, load, context.reception, context.events), paths_(paths) {
+      : NicPath(std::move(identity), 0, load, context.receive_context, context.events),
+        paths_(paths) {
     set_peer_imm_window(UINT64_MAX);  // none ever gets there
     paths_.push_back(this);
   }

@@ -174,8 +174,8 @@ bool OfiDomain::prepare_sleep() {
     blind = blind || !endpoint->has_wait_object() || endpoint->refused();
   }
   if (!blind || paths_.empty()) return true;
-  const bool active = seen_activity_ != context_.reception.activity;
-  seen_activity_ = context_.reception.activity;
+  const bool active = seen_activity_ != context_.receive_context.activity;
+  seen_activity_ = context_.receive_context.activity;
   nap_ns_ = active ? kFirstNapNs : std::clamp(2 * nap_ns_, kFirstNapNs, kLongestNapNs);
   set_timer(nap_ns_);
   return true;

@@ -24,7 +24,7 @@ constexpr std::uint64_t kFlushSequence = UINT64_MAX;
 
 OfiPath::OfiPath(NicPathIdentity identity, OfiDomain& domain, Endpoint& endpoint,
                  Endpoint::Landing landing)
-    : NicPath(std::move(identity), kImmWindow, domain.load(), domain.context().reception,
+    : NicPath(std::move(identity), kImmWindow, domain.load(), domain.context().receive_context,
               domain.context().events),
       domain_(domain),
       endpoint_(&endpoint),
@@ -170,7 +170,7 @@ void OfiPath::on_arrived(Imm imm, std::uint64_t writes, std::uint64_t bytes) {
   if (imm == kGreeting && !heard_) {
     heard_ = true;
     may_greet_ = true;
-    ++domain_.context().reception.activity;  // there may be room now
+    ++domain_.context().receive_context.activity;  // there may be room now
     if (--writes == 0) return;
   }
   count_immediates(imm, writes, bytes);

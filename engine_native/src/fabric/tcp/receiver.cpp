@@ -100,7 +100,7 @@ Result<bool> Receiver::read_descriptors() {
 }
 
 Result<void> Receiver::begin_batch() {
-  placement_.emplace(reception_, writer_, header_.key_or_sequence,
+  placement_.emplace(receive_context_, writer_, header_.key_or_sequence,
                      header_.has_imm ? std::optional<Imm>(header_.imm) : std::nullopt);
   iovecs_.clear();
   next_iovec_ = 0;

@@ -25,8 +25,8 @@ class FrameSink {
 
 class Receiver {
  public:
-  Receiver(int fd, PeerId writer, Reception& reception, FrameSink& sink)
-      : fd_(fd), writer_(writer), reception_(reception), sink_(sink) {}
+  Receiver(int fd, PeerId writer, ReceiveContext& receive_context, FrameSink& sink)
+      : fd_(fd), writer_(writer), receive_context_(receive_context), sink_(sink) {}
 
   // Reads what is there, up to a budget that keeps lanes and heartbeats fair.
   Result<void> pump();
@@ -47,7 +47,7 @@ class Receiver {
 
   int fd_;
   PeerId writer_;
-  Reception& reception_;
+  ReceiveContext& receive_context_;
   FrameSink& sink_;
 
   State state_ = State::header;

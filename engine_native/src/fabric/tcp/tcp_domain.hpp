@@ -11,8 +11,12 @@ namespace kvxfer::tcp {
 
 class TcpDomain final : public Domain {
  public:
-  TcpDomain(Poller& poller, Reception reception, PathEvents& events, std::size_t window_bytes)
-      : poller_(poller), reception_(reception), events_(events), window_bytes_(window_bytes) {}
+  TcpDomain(Poller& poller, ReceiveContext receive_context, PathEvents& events,
+            std::size_t window_bytes)
+      : poller_(poller),
+        receive_context_(receive_context),
+        events_(events),
+        window_bytes_(window_bytes) {}
 
   std::string_view fabric() const override { return "tcp"; }
   void poll() override {}
@@ -23,14 +27,14 @@ class TcpDomain final : public Domain {
   // Takes over a connected, authenticated socket.
   Result<std::unique_ptr<Path>> open_path(UniqueFd socket, PathPeer peer) {
     auto path = TcpPath::open(std::move(socket), std::move(peer), window_bytes_, poller_,
-                              reception_, events_);
+                              receive_context_, events_);
     if (!path) return path.error();
     return std::unique_ptr<Path>(std::move(*path));
   }
 
  private:
   Poller& poller_;
-  Reception reception_;
+  ReceiveContext receive_context_;
   PathEvents& events_;
   std::size_t window_bytes_;
 };

@@ -12,22 +12,22 @@ constexpr std::size_t kMaxAcksWaiting = 1u << 16;
 
 Result<std::unique_ptr<TcpPath>> TcpPath::open(UniqueFd socket, PathPeer peer,
                                                std::size_t window_bytes, Poller& poller,
-                                               Reception reception, PathEvents& events) {
-  std::unique_ptr<TcpPath> path(
-      new TcpPath(std::move(socket), std::move(peer), window_bytes, poller, reception, events));
+                                               ReceiveContext receive_context, PathEvents& events) {
+  std::unique_ptr<TcpPath> path(new TcpPath(std::move(socket), std::move(peer), window_bytes,
+                                            poller, receive_context, events));
   if (auto good = poller.add(path->socket_.get(), EPOLLIN, *path); !good) return good.error();
   return path;
 }
 
 TcpPath::TcpPath(UniqueFd socket, PathPeer peer, std::size_t window_bytes, Poller& poller,
-                 Reception reception, PathEvents& events)
+                 ReceiveContext receive_context, PathEvents& events)
     : socket_(std::move(socket)),
       peer_(std::move(peer)),
       poller_(poller),
-      reception_(reception),
+      receive_context_(receive_context),
       events_(events),
       sender_(socket_.get(), window_bytes),
-      receiver_(socket_.get(), peer_.id, reception_, *this) {}
+      receiver_(socket_.get(), peer_.id, receive_context_, *this) {}
 
 TcpPath::~TcpPath() { poller_.remove(socket_.get(), *this); }
 
@@ -39,7 +39,7 @@ std::size_t TcpPath::post(const OperationPtr& operation, const WriteRange& write
 
 void TcpPath::on_events(std::uint32_t events) {
   if (lost_) return;
-  ++reception_.activity;
+  ++receive_context_.activity;
   if (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) {
     if (auto good = receiver_.pump(); !good) return lose(good.error());
     last_heard_ns_ = now_ns();
@@ -55,7 +55,7 @@ void TcpPath::on_batch_done(std::uint64_t sequence, Errc status) {
 }
 
 Result<void> TcpPath::on_ack(std::uint64_t sequence, Errc status) {
-  return sender_.on_ack(sequence, status, peer_.label, events_, reception_.stats);
+  return sender_.on_ack(sequence, status, peer_.label, events_, receive_context_.stats);
 }
 
 void TcpPath::flush() {

@@ -16,7 +16,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   // Takes over a connected, authenticated, non-blocking socket.
   static Result<std::unique_ptr<TcpPath>> open(UniqueFd socket, PathPeer peer,
                                                std::size_t window_bytes, Poller& poller,
-                                               Reception reception, PathEvents& events);
+                                               ReceiveContext receive_context, PathEvents& events);
   ~TcpPath() override;
 
   std::string_view fabric() const override { return "tcp"; }
@@ -30,7 +30,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
 
  private:
   TcpPath(UniqueFd socket, PathPeer peer, std::size_t window_bytes, Poller& poller,
-          Reception reception, PathEvents& events);
+          ReceiveContext receive_context, PathEvents& events);
 
   void on_events(std::uint32_t events) override;
   void on_batch_done(std::uint64_t sequence, Errc status) override;
@@ -41,7 +41,7 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   UniqueFd socket_;
   PathPeer peer_;
   Poller& poller_;
-  Reception reception_;
+  ReceiveContext receive_context_;
   PathEvents& events_;
   Sender sender_;
   Receiver receiver_;

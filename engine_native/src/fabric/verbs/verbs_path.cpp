@@ -52,7 +52,7 @@ Result<std::unique_ptr<NicPath>> VerbsPath::open(NicPathIdentity identity, Verbs
 
 VerbsPath::VerbsPath(NicPathIdentity identity, const PathShare& share,
                      std::shared_ptr<QueuePair> pair, VerbsNic& nic)
-    : NicPath(std::move(identity), share.receives, nic.load, nic.context.reception,
+    : NicPath(std::move(identity), share.receives, nic.load, nic.context.receive_context,
               nic.context.events),
       nic_(nic),
       share_(share),

@@ -1,4 +1,4 @@
-// Many small transfers at once between the NICs of the simulated network, each with a mishap of its
+// Many small transfers at once between the NICs of the simulated network, each with a fault of its
 // own. The seed chooses what befalls whom (KVXFER_TEST_SEED repeats it); the threads of the engines
 // and of the network choose when.
 #include <algorithm>
@@ -20,11 +20,11 @@ constexpr std::size_t kSlotPages = 16;
 constexpr std::size_t kSmall = 512;
 constexpr std::size_t kSlot = kSlotPages * kSmall;
 
-enum class Mishap : std::uint8_t { none, released, cancelled };
+enum class Fault : std::uint8_t { none, released, cancelled };
 
 struct Transfer {
   std::size_t slot;
-  Mishap mishap;
+  Fault fault;
   std::vector<std::int64_t> pages;
   Imm imm = 0;
   Submitted submitted{};
@@ -68,7 +68,7 @@ class Slots {
 
   Transfer begin(std::size_t slot) {
     Transfer transfer{.slot = slot,
-                      .mishap = static_cast<Mishap>(random_.below(3)),
+                      .fault = static_cast<Fault>(random_.below(3)),
                       .pages = random_.distinct_pages(1 + random_.below(kSlotPages), kSlotPages)};
     random_.fill(source(transfer), kSlot);
     std::memset(destination(transfer), 0, kSlot);
@@ -89,13 +89,13 @@ class Slots {
 
   void end(Transfer& transfer) {
     yield();
-    if (transfer.mishap == Mishap::none) {
+    if (transfer.fault == Fault::none) {
       good(pair_.reader->expect(transfer.imm, transfer.submitted.writes));
       CHECK(pair_.reader.await(Kind::counter, transfer.imm).code == Errc::ok);
       pair_.reader->release_counter(transfer.imm);
       return;
     }
-    if (transfer.mishap == Mishap::cancelled) {
+    if (transfer.fault == Fault::cancelled) {
       pair_.writer->cancel(transfer.submitted.id);
       pair_.writer.await(Kind::write, transfer.submitted.id);
       std::memset(source(transfer), 0xee, kSlot);  // nobody reads it any more
@@ -105,12 +105,12 @@ class Slots {
   }
 
   void check(const Transfer& transfer) {
-    if (transfer.mishap != Mishap::cancelled) {
+    if (transfer.fault != Fault::cancelled) {
       const auto done = pair_.writer.await(Kind::write, transfer.submitted.id);
-      if (transfer.mishap == Mishap::none) CHECK_MESSAGE(done.code == Errc::ok, done.text);
+      if (transfer.fault == Fault::none) CHECK_MESSAGE(done.code == Errc::ok, done.text);
     }
     const std::byte* const bytes = destination(transfer);
-    if (transfer.mishap != Mishap::none) {
+    if (transfer.fault != Fault::none) {
       REQUIRE(std::all_of(bytes, bytes + kSlot, [](std::byte b) { return b == std::byte{0xdd}; }));
       return;
     }
