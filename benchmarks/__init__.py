@@ -1,1 +1,1 @@
-"""Benchmarks that need more than an installation: servers of their own, a load generator."""
+"""Benchmarks that need more than the package has: Redis, vLLM, the processes of verify/."""

@@ -1,18 +1,19 @@
-"""The limit: a FastAPI application with one route that does nothing, on the same uvicorn."""
+"""The limit: a FastAPI application with one empty route, on the server of the control plane."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import sys
 
-import uvicorn
 from fastapi import FastAPI
 
-from kvxfer.web.listener import BACKLOG, bind, url_of
+from kvxfer.web.listener import bind
+from kvxfer.web.server import Server
 
 PATH = "/empty"
 
 app = FastAPI()
+app.state.stopping = asyncio.Event()
 
 
 @app.post(PATH)
@@ -22,13 +23,11 @@ async def empty() -> None:
 
 def main() -> None:
     """Serves it on a free port, whose URL it prints as `kvxfer serve --json` does."""
-    listener = bind("127.0.0.1", 0)
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, backlog=BACKLOG
-    )
-    sys.stdout.write(json.dumps({"url": url_of(listener)}) + "\n")
-    sys.stdout.flush()
-    uvicorn.Server(config).run(sockets=[listener])
+
+    def announce(url: str) -> None:
+        print(json.dumps({"url": url}), flush=True)
+
+    Server(app, bind("127.0.0.1", 0), announce).serve_forever()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ from typing import Final
 from benchmarks.control import fleet
 from benchmarks.control.empty import PATH as EMPTY_PATH
 from benchmarks.control.figures import (
-    TARGETS,
     ControlReport,
     RegistryFigures,
     load_figure,
@@ -25,10 +23,12 @@ from benchmarks.control.figures import (
 )
 from benchmarks.control.generator import Answers, request, send
 from benchmarks.control.servers import Measured, control_plane, empty_server
+from benchmarks.cpu import cpu_seconds
 from kvxfer.bench.machine import this_machine
+from kvxfer.bench.targets import CONTROL, HEARTBEAT, OPEN_TRANSFER
 from verify.redis_server import RedisServer
 
-OPEN, HEARTBEAT, EMPTY = "open transfer", "heartbeat", "empty route"
+EMPTY: Final = "empty route"
 _CREATED, _OK, _GONE, _STALE = 201, 200, 204, 409
 # Between the end of a round and the next: what is left of it settles.
 _PAUSE_SECONDS: Final = 0.05
@@ -39,7 +39,7 @@ Step = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class Settings:
     instances: int = 10_000
-    registries: Sequence[str] = ("embedded", "redis")
+    registries: Sequence[str] = tuple(CONTROL)
     connections: int = 16
     rounds: int = 16
     seconds: float = 0.4
@@ -47,17 +47,15 @@ class Settings:
 
 
 def run_bench(settings: Settings, step: Step) -> ControlReport:
-    load_average = os.getloadavg()[0]
-    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    started_at, machine = datetime.now(UTC).isoformat(timespec="seconds"), this_machine()
     with _generator() as load:
         figures = [_measure(name, settings, load, step) for name in settings.registries]
     return ControlReport(
         started_at=started_at,
-        machine=this_machine(),
+        machine=machine,
         connections=settings.connections,
         rounds=settings.rounds,
         round_seconds=settings.seconds,
-        load_average=load_average,
         registries=figures,
     )
 
@@ -89,8 +87,8 @@ def _measure(registry: str, settings: Settings, load: Load, step: Step) -> Regis
         epochs = fleet.epochs(joined)
         rounds = _rounds(registry, settings, load, (server, empty), epochs, step)
         routes = [
-            route_figure(route, rounds[route], rounds[EMPTY], TARGETS[registry])
-            for route in (OPEN, HEARTBEAT)
+            route_figure(route, rounds[route], rounds[EMPTY], target)
+            for route, target in CONTROL[registry].items()
         ]
         again = _lose_data(settings, load, server, redis, epochs, registrations)
         step(f"{registry}: registered again")
@@ -120,20 +118,20 @@ def _rounds(
     server, empty = servers
     work = [
         (EMPTY, empty, [request("POST", EMPTY_PATH)], _OK),
-        (OPEN, server, [fleet.OPEN_TRANSFER], _CREATED),
+        (OPEN_TRANSFER, server, [fleet.OPEN_TRANSFER], _CREATED),
         (HEARTBEAT, server, fleet.heartbeats(epochs), _OK),
     ]
     found: dict[str, list[Answers]] = {route: [] for route, *_ in work}
     for number in range(settings.rounds):
         turn = number % len(work)
-        for route, target, requests, status in [*work[turn:], *work[:turn]]:
+        for route, measured, requests, status in [*work[turn:], *work[:turn]]:
             gc.collect()
             time.sleep(_PAUSE_SECONDS)
-            cpu = target.cpu_seconds
-            answers = load(target.port, requests, settings.connections, settings.seconds)
-            answers.server_cpu_seconds = target.cpu_seconds - cpu
+            cpu = cpu_seconds(measured)
+            answers = load(measured.port, requests, settings.connections, settings.seconds)
+            answers.server_cpu_seconds = cpu_seconds(measured) - cpu
             found[route].append(answers.expect(status))
-            if route == OPEN:
+            if route == OPEN_TRANSFER:
                 given_back = fleet.releases(answers.bodies)
                 load(server.port, given_back, settings.connections, None).expect(_GONE)
         step(f"{registry}: round {number + 1} of {settings.rounds}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Final
@@ -13,7 +12,6 @@ from verify.processes.programs import Server
 
 _STOP_SECONDS: Final = 10
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 class Measured(Server):
@@ -40,12 +38,6 @@ class Measured(Server):
     def resident_bytes(self) -> int:
         statm = Path(f"/proc/{self.pid}/statm").read_text()
         return int(statm.split()[1]) * _PAGE_BYTES
-
-    @property
-    def cpu_seconds(self) -> float:
-        stat = Path(f"/proc/{self.pid}/stat").read_text()
-        fields = re.sub(r"^.*\) ", "", stat, flags=re.DOTALL).split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def empty_server() -> Measured:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.vllm.figures import CROWD
 from benchmarks.vllm.notes import NOTES_VARIABLE
+from kvxfer.bench.targets import VLLM_CROWD
 from kvxfer.connectors.vllm.quiet_queue import VARIABLE
 from verify.polling import wait_until
 from verify.processes.fleet import Fleet
@@ -19,10 +19,9 @@ from verify.vllm.servers import add_vllm, make_model, vllm
 _READY_SECONDS = 60.0
 # 32 KiB of cache per token: 64 MiB at 2,000 tokens, as models have that people serve.
 _SIZES = ("--layers", "8", "--kv-heads", "8", "--head-dim", "64")
-_LIMITS = ("--kv-cache-memory-bytes", str(512 << 20), "--max-num-seqs", str(CROWD))
+_LIMITS = ("--kv-cache-memory-bytes", str(512 << 20), "--max-num-seqs", str(VLLM_CROWD))
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _CONNECTORS = "benchmarks.vllm.timed_connector"
-_TICKS = os.sysconf("SC_CLK_TCK")
 _QUIET_SECONDS = "0"
 
 
@@ -113,16 +112,3 @@ def started(folder: Path, step: Callable[[str], None]) -> Iterator[Cluster]:
         cluster = Cluster(fleet, model, aggregated, notes)
         aggregated.serves("/health")
         yield cluster
-
-
-def cpu_seconds(server: Server) -> float:
-    """User and system time of all processes of a server so far."""
-    total = 0.0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == server.pid:  # the process group
-                total += (int(fields[11]) + int(fields[12])) / _TICKS
-    if not total:
-        raise RuntimeError(f"no process of {server.name} was found")
-    return total

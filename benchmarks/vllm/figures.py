@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from kvxfer.bench.figures import Machine
+import numpy as np
 
-TARGET_TOKENS: Final = 2000
-TARGET_RATIO: Final = 0.5
-"""Visible transfer, kvxfer's push against vLLM's NixlConnector."""
-TARGET_TTFT: Final = 1.0
-"""Time to the first token, push against pull."""
-TARGET_IDLE: Final = 0.01
-"""Of one core, beyond what vLLM takes without a connector."""
-QUIET: Final = "with KVXFER_VLLM_QUEUE_SPIN_SECONDS"
-TARGET_WAITING: Final = 0.25
-"""Of one core, both servers, while a push waits and readers of vLLM's queue sleep."""
-CROWD: Final = 64
-"""Requests in one step of prefill."""
-TARGET_LAYER_US: Final = 20.0
-"""Microseconds of the forward's thread per layer, with a crowd."""
+from kvxfer.bench.machine import Machine
+from kvxfer.bench.targets import (
+    FIRST_TOKEN,
+    IDLE_VLLM,
+    LAYER,
+    VISIBLE_TRANSFER,
+    VLLM_PROMPT_TOKENS,
+    WAITING_VLLM,
+    Verdict,
+    judge,
+)
+
+QUIET: Final = "workers wait, readers of vLLM's queue sleep"
 
 
 class Mode(enum.StrEnum):
@@ -66,8 +65,8 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        ordered = sorted(values)
-        return cls(median(ordered), ordered[round(0.9 * (len(ordered) - 1))])
+        p50, p90 = np.percentile(values, (50, 90))
+        return cls(float(p50), float(p90))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,24 +100,19 @@ class ForwardThread:
 class VllmReport:
     started_at: str
     machine: Machine
-    load_average: float
     rounds: int
     figures: list[Figure]
-    visible_ratio: float
-    """Visible transfer of kvxfer's push against NixlConnector's, medians, at TARGET_TOKENS."""
-    ttft_ratio: float
-    """Time to the first token of push against pull, median over the rounds, at TARGET_TOKENS."""
     forward_thread: ForwardThread
     idle_cores: dict[str, float]
     """By server, in parts of one core."""
     waiting_cores: dict[str, float]
-    """Of both servers while one push waits: without waits in steps that compute nothing, with them,
-    and with readers of vLLM's queue that sleep, too."""
+    """Of both servers while one push waits, by how they wait."""
     samples: list[Sample]
+    verdicts: list[Verdict]
 
     @property
-    def met(self) -> bool:
-        return self.visible_ratio <= TARGET_RATIO and self.ttft_ratio < TARGET_TTFT
+    def passed(self) -> bool:
+        return all(each.met or not each.target.required for each in self.verdicts)
 
 
 def figures_of(samples: Sequence[Sample]) -> list[Figure]:
@@ -139,18 +133,37 @@ def figures_of(samples: Sequence[Sample]) -> list[Figure]:
     return made
 
 
-def visible_ratio(samples: Sequence[Sample], prompt_tokens: int) -> float:
+def verdicts_of(
+    samples: Sequence[Sample],
+    forward_thread: ForwardThread,
+    idle_cores: Mapping[str, float],
+    waiting_cores: Mapping[str, float],
+) -> list[Verdict]:
+    aggregated = idle_cores[Mode.AGGREGATED]
+    connected = max(cores for name, cores in idle_cores.items() if name != Mode.AGGREGATED)
+    return [
+        judge(_visible_ratio(samples), VISIBLE_TRANSFER),
+        judge(_ttft_ratio(samples), FIRST_TOKEN),
+        judge(forward_thread.layer, LAYER),
+        judge(100 * (connected - aggregated), IDLE_VLLM),
+        judge(100 * waiting_cores[QUIET], WAITING_VLLM),
+    ]
+
+
+def _visible_ratio(samples: Sequence[Sample]) -> float:
+    """Of medians."""
     push, nixl = (
         median(
             sample.split.visible_transfer
             for sample in samples
-            if (sample.prompt_tokens, sample.mode) == (prompt_tokens, mode) and sample.split
+            if (sample.prompt_tokens, sample.mode) == (VLLM_PROMPT_TOKENS, mode) and sample.split
         )
         for mode in (Mode.PUSH, Mode.NIXL)
     )
     return push / nixl
 
 
-def ttft_ratio(samples: Sequence[Sample], prompt_tokens: int) -> float:
-    of = {(s.round, s.mode): s.ttft for s in samples if s.prompt_tokens == prompt_tokens}
+def _ttft_ratio(samples: Sequence[Sample]) -> float:
+    """The median over the rounds."""
+    of = {(s.round, s.mode): s.ttft for s in samples if s.prompt_tokens == VLLM_PROMPT_TOKENS}
     return median(of[n, Mode.PUSH] / of[n, mode] for n, mode in of if mode is Mode.PULL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-import os
 import random
 import tempfile
 import time
@@ -17,22 +16,21 @@ from typing import Any, Final
 
 import httpx2
 
-from benchmarks.vllm.cluster import Cluster, cpu_seconds, started
+from benchmarks.cpu import cpu_seconds
+from benchmarks.vllm.cluster import Cluster, started
 from benchmarks.vllm.figures import (
-    CROWD,
     QUIET,
-    TARGET_TOKENS,
     ForwardThread,
     Mode,
     Sample,
     Split,
     VllmReport,
     figures_of,
-    ttft_ratio,
-    visible_ratio,
+    verdicts_of,
 )
 from benchmarks.vllm.notes import BUSY, forwards, read
 from kvxfer.bench.machine import this_machine
+from kvxfer.bench.targets import VLLM_CROWD, VLLM_PROMPT_TOKENS
 from verify.polling import wait_until
 from verify.processes.programs import Server
 
@@ -53,7 +51,7 @@ _VOCABULARY: Final = range(3, 512)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    lengths: tuple[int, ...] = (500, TARGET_TOKENS, 3500)
+    lengths: tuple[int, ...] = (500, VLLM_PROMPT_TOKENS, 3500)
     rounds: int = 16
     idle_seconds: float = 10.0
     wait_seconds: float = 10.0
@@ -61,8 +59,7 @@ class Settings:
 
 
 def run_bench(settings: Settings, step: Step) -> VllmReport:
-    load_average = os.getloadavg()[0]
-    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    started_at, machine = datetime.now(UTC).isoformat(timespec="seconds"), this_machine()
     with (
         tempfile.TemporaryDirectory(prefix="kvxfer-bench-") as folder,
         started(Path(folder), step) as cluster,
@@ -72,30 +69,28 @@ def run_bench(settings: Settings, step: Step) -> VllmReport:
         step(f"idle for {settings.idle_seconds:g} s")
         idle = _idle(cluster, settings.idle_seconds)
         step(f"one push waits for {settings.wait_seconds:g} s")
-        waiting = {"before": _waiting(cluster, f"bench{BUSY}0", settings.wait_seconds)}
-        waiting["now"] = _waiting(cluster, "bench-waits-0", settings.wait_seconds)
+        waiting = {"workers do not wait": _waiting(cluster, f"bench{BUSY}0", settings.wait_seconds)}
+        waiting["workers wait"] = _waiting(cluster, "bench-waits-0", settings.wait_seconds)
         step("starting the pair again, with readers that sleep")
         cluster.start_pair(quiet=True)
         samples = _rounds(cluster, [Mode.AGGREGATED, Mode.PUSH, Mode.PULL], settings, step)
         step(f"one push waits for {settings.wait_seconds:g} s")
         waiting[QUIET] = _waiting(cluster, "bench-waits-1", settings.wait_seconds)
-        step(f"{CROWD} requests at once")
+        step(f"{VLLM_CROWD} requests at once")
         forward_thread = _forward_thread(cluster, settings.seed)
         step("starting a pair with NixlConnector")
         cluster.start_nixl_pair()
         samples += _rounds(cluster, [Mode.NIXL], settings, step)
     return VllmReport(
         started_at=started_at,
-        machine=this_machine(),
-        load_average=load_average,
+        machine=machine,
         rounds=settings.rounds,
         figures=figures_of(samples),
-        visible_ratio=visible_ratio(samples, TARGET_TOKENS),
-        ttft_ratio=ttft_ratio(samples, TARGET_TOKENS),
         forward_thread=forward_thread,
         idle_cores=idle,
         waiting_cores=waiting,
         samples=samples,
+        verdicts=verdicts_of(samples, forward_thread, idle, waiting),
     )
 
 
@@ -177,10 +172,10 @@ def _forward_thread(cluster: Cluster, seed: int) -> ForwardThread:
         httpx2.post(url, json=body, timeout=60.0).raise_for_status()
 
     for _ in range(_CROWD_TRIES):
-        with concurrent.futures.ThreadPoolExecutor(CROWD + 1) as threads:
-            asked = [threads.submit(ask, TARGET_TOKENS)]
+        with concurrent.futures.ThreadPoolExecutor(VLLM_CROWD + 1) as threads:
+            asked = [threads.submit(ask, VLLM_PROMPT_TOKENS)]
             time.sleep(_PAUSE_SECONDS)
-            asked += [threads.submit(ask, _CROWD_TOKENS) for _ in range(CROWD)]
+            asked += [threads.submit(ask, _CROWD_TOKENS) for _ in range(VLLM_CROWD)]
         for one in asked:
             one.result()
     largest = max(forwards(cluster.notes), key=lambda forward: forward.requests)

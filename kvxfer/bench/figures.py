@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvxfer.bench.cases import Case, Limit
+from kvxfer.bench.machine import Machine
+from kvxfer.bench.targets import Target, throughput_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class ThroughputFigure:
     limit_gb_per_s: float
     limit_pages_per_s: float
     ratio: float
-    target: float
+    target: Target
     met: bool
 
 
@@ -38,7 +40,7 @@ def throughput_figure(
     engine_rounds, limit_rounds = np.mean(engine_ns, axis=1), np.mean(limit_ns, axis=1)
     ratio = float(np.median(limit_rounds / engine_rounds))
     engine, limit = float(np.median(engine_rounds)), float(np.median(limit_rounds))
-    target = case.target(page_bytes)
+    target = throughput_target(case, page_bytes)
     return ThroughputFigure(
         page_bytes=page_bytes,
         request_bytes=request_bytes,
@@ -50,7 +52,7 @@ def throughput_figure(
         limit_pages_per_s=request_bytes / page_bytes / limit * 1e9,
         ratio=ratio,
         target=target,
-        met=ratio >= target,
+        met=target.met(ratio),
     )
 
 
@@ -198,7 +200,7 @@ class OverheadFigure:
     call_min: float
     completed_p50: float
     completed_min: float
-    target: float
+    target: Target
     met: bool
 
 
@@ -208,9 +210,9 @@ def overhead_figure(
     writes: int,
     call_ns: list[int],
     completed_ns: list[int],
-    target_ns: float,
+    target: Target,
 ) -> OverheadFigure:
-    """`target_ns`: per page, until complete, of the median round."""
+    """The target is for the nanoseconds per page until complete, of the median round."""
     completed = float(np.median(completed_ns)) / pages
     return OverheadFigure(
         name=name,
@@ -222,8 +224,8 @@ def overhead_figure(
         call_min=min(call_ns) / pages,
         completed_p50=completed,
         completed_min=min(completed_ns) / pages,
-        target=target_ns,
-        met=completed <= target_ns,
+        target=target,
+        met=target.met(completed),
     )
 
 
@@ -237,13 +239,6 @@ class CaseFigures:
     throughput: list[ThroughputFigure] = field(default_factory=list)
     latency: list[LatencyFigure] = field(default_factory=list)
     cpu: list[CpuFigure] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    cpu: str
-    cores: int
-    kernel: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from kvxfer.bench.channel import Channel
 from kvxfer.bench.figures import IdleFigure
 from kvxfer.bench.pair import receiver_engine
 
-TARGET_PERCENT = 0.5
 # Long enough for connection set-up, and whatever spins after it, to be over.
 _SETTLE_SECONDS = 1.0
 

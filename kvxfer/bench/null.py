@@ -16,6 +16,7 @@ import numpy as np
 from kvxfer.bench.errors import BenchError
 from kvxfer.bench.figures import OverheadFigure, overhead_figure
 from kvxfer.bench.pages import PageDraw, PageLists
+from kvxfer.bench.targets import OVERHEAD
 from kvxfer.engine.native import error_of, native, translated
 
 PAGE_BYTES = 4 << 10
@@ -27,11 +28,10 @@ _TIMEOUT_SECONDS = 10
 @dataclass(frozen=True, slots=True)
 class NullCase:
     """Pages in runs of `run_pages`: within a run each follows the last on both sides, from one
-    run to another none does. `target_ns` is the most that one page may take."""
+    run to another none does."""
 
     name: str
     run_pages: int
-    target_ns: float
 
     def draw(self, seed: int, pages: int) -> PageLists:
         """`pages` pages, as many whole runs; runs as long as that at most."""
@@ -46,9 +46,9 @@ class NullCase:
 
 
 CASES = (
-    NullCase("scattered", 1, 60.0),
-    NullCase("runs of 16", 16, 25.0),
-    NullCase("sequential", PAGES, 25.0),
+    NullCase("scattered", 1),
+    NullCase("runs of 16", 16),
+    NullCase("sequential", PAGES),
 )
 
 
@@ -135,7 +135,9 @@ def measure_null(
                 completed_ns[i].append(completed)
             advance()
     return [
-        overhead_figure(case.name, pages, writes[i], call_ns[i], completed_ns[i], case.target_ns)
+        overhead_figure(
+            case.name, pages, writes[i], call_ns[i], completed_ns[i], OVERHEAD[case.name]
+        )
         for i, case in enumerate(CASES)
     ]
 

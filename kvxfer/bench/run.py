@@ -29,7 +29,7 @@ Progress = Callable[[str], None]
 
 async def run_bench(settings: Settings, progress: Progress) -> Report:
     """Measures everything but idleness. Raises WrongBytes as soon as one byte is wrong."""
-    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    started_at, machine = datetime.now(UTC).isoformat(timespec="seconds"), this_machine()
     async with receiver_process(settings.pool_bytes) as receiver:
         limits = await Limits.open(receiver)
         try:
@@ -64,7 +64,7 @@ async def run_bench(settings: Settings, progress: Progress) -> Report:
     )
     return Report(
         started_at=started_at,
-        machine=this_machine(),
+        machine=machine,
         seed=settings.seed,
         rounds=settings.rounds,
         request_bytes=settings.request_bytes,

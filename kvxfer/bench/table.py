@@ -10,17 +10,18 @@ from rich.text import Text
 
 from kvxfer.bench.cases import LIMIT_TITLES
 from kvxfer.bench.figures import ChecksumFigure, IdleFigure, OverheadFigure, Report
-from kvxfer.bench.idle import TARGET_PERCENT
+from kvxfer.bench.render import columns, heading, judged
+from kvxfer.bench.targets import IDLE
 
 
 def report_tables(report: Report) -> Iterator[RenderableType]:
     """Everything a report holds, in the order it is read."""
-    machine = report.machine
-    yield Text(
-        f"{report.started_at}  {machine.cores} cores, {machine.cpu}, Linux {machine.kernel}\n"
+    yield heading(
+        report.started_at,
+        report.machine,
         f"{report.request_bytes >> 20} MiB per request in pages scattered over pools of "
         f"{report.pool_bytes >> 20} MiB; medians of {report.rounds} rounds, each with its limit "
-        f"beside it and verified byte for byte; seed {report.seed}"
+        f"beside it and verified byte for byte; seed {report.seed}",
     )
     for figures in report.cases:
         if figures.skipped is not None:
@@ -38,27 +39,24 @@ def report_tables(report: Report) -> Iterator[RenderableType]:
 
 
 def idle_table(figures: list[IdleFigure]) -> Table:
-    table = Table(title="Idle, one connected peer", title_justify="left")
-    for heading in ("fabric", "seconds", "sender", "receiver", "target"):
-        table.add_column(heading, justify="left" if heading == "fabric" else "right")
+    right = ("seconds", "sender", "receiver", "target")
+    table = columns("Idle, one connected peer", ("fabric",), right)
     for each in figures:
         table.add_row(
             each.fabric,
             f"{each.seconds:.1f}",
             *(
-                _judged(f"{percent:.2f} %", percent <= TARGET_PERCENT)
+                judged(percent, IDLE, f"{percent:.2f} %")
                 for percent in (each.sender_percent, each.receiver_percent)
             ),
-            f"≤ {TARGET_PERCENT} %",
+            str(IDLE),
         )
     return table
 
 
 def overhead_table(figures: list[OverheadFigure]) -> Table:
-    table = Table(title="Engine overhead, ns per page", title_justify="left")
-    table.add_column("pages")
-    for heading in ("number", "writes", "call", "min", "complete", "min", "target"):
-        table.add_column(heading, justify="right")
+    right = ("number", "writes", "call", "min", "complete", "min", "target")
+    table = columns("Engine overhead, ns per page", ("pages",), right)
     for each in figures:
         table.add_row(
             each.name,
@@ -66,19 +64,16 @@ def overhead_table(figures: list[OverheadFigure]) -> Table:
             f"{each.writes:,}",
             f"{each.call_p50:.2f}",
             f"{each.call_min:.2f}",
-            _judged(f"{each.completed_p50:.2f}", each.met),
+            judged(each.completed_p50, each.target, f"{each.completed_p50:.2f}"),
             f"{each.completed_min:.2f}",
-            f"≤ {each.target:g}",
+            str(each.target),
         )
     return table
 
 
 def _throughput_table(report: Report) -> Table:
-    table = Table(title="Throughput", title_justify="left")
-    table.add_column("fabric")
-    table.add_column("limit")
-    for heading in ("page", "GB/s", "limit", "ratio", "target", "pages/s", "limit"):
-        table.add_column(heading, justify="right")
+    right = ("page", "GB/s", "limit", "ratio", "target", "pages/s", "limit")
+    table = columns("Throughput", ("fabric", "limit"), right)
     for figures in report.cases:
         for each in figures.throughput:
             table.add_row(
@@ -87,8 +82,8 @@ def _throughput_table(report: Report) -> Table:
                 f"{each.page_bytes >> 10} KiB",
                 f"{each.gb_per_s:.2f}",
                 f"{each.limit_gb_per_s:.2f}",
-                _judged(f"{each.ratio:.2f}", each.met),
-                f"≥ {each.target:.2f}",
+                judged(each.ratio, each.target, f"{each.ratio:.2f}"),
+                str(each.target),
                 f"{each.pages_per_s:,.0f}",
                 f"{each.limit_pages_per_s:,.0f}",
             )
@@ -97,14 +92,11 @@ def _throughput_table(report: Report) -> Table:
 
 
 def _latency_table(report: Report) -> Table:
-    table = Table(
-        title="Latency of one 4 KiB write until the receiver's counter shows it, µs",
-        title_justify="left",
+    table = columns(
+        "Latency of one 4 KiB write until the receiver's counter shows it, µs",
+        ("fabric", "writes"),
+        ("p50", "p99", "limit p50", "limit p99", "ratio"),
     )
-    table.add_column("fabric")
-    table.add_column("writes")
-    for heading in ("p50", "p99", "limit p50", "limit p99", "ratio"):
-        table.add_column(heading, justify="right")
     for figures in report.cases:
         for each in figures.latency:
             gap = f"every {each.gap_ns / 1e6:g} ms" if each.gap_ns else "back to back"
@@ -124,10 +116,7 @@ def _latency_table(report: Report) -> Table:
 
 
 def _cpu_table(report: Report) -> Table:
-    table = Table(title="CPU seconds per GB", title_justify="left")
-    table.add_column("fabric")
-    for heading in ("page", "sender", "receiver", "both"):
-        table.add_column(heading, justify="right")
+    table = columns("CPU seconds per GB", ("fabric",), ("page", "sender", "receiver", "both"))
     for figures in report.cases:
         for each in figures.cpu:
             sides = (each.sender_s_per_gb, each.receiver_s_per_gb)
@@ -140,10 +129,7 @@ def _cpu_table(report: Report) -> Table:
 
 
 def _setup_table(report: Report) -> Table:
-    table = Table(title="Set-up, ms", title_justify="left")
-    table.add_column("what")
-    for heading in ("p50", "p99", "limit p50", "limit p99"):
-        table.add_column(heading, justify="right")
+    table = columns("Set-up, ms", ("what",), ("p50", "p99", "limit p50", "limit p99"))
     for each in report.connect:
         table.add_row(
             f"connect a new peer over {each.fabric} to its first byte; limit: raw TCP",
@@ -166,16 +152,11 @@ def _setup_table(report: Report) -> Table:
 
 
 def _checksum_table(figures: list[ChecksumFigure]) -> Table:
-    table = Table(title="Checksum of scattered pages, one thread", title_justify="left")
-    for heading in ("page", "GB/s", "memcpy", "ratio"):
-        table.add_column(heading, justify="right")
+    right = ("page", "GB/s", "memcpy", "ratio")
+    table = columns("Checksum of scattered pages, one thread", (), right)
     for each in figures:
         table.add_row(
             f"{each.page_bytes >> 10} KiB",
             *(f"{value:.2f}" for value in (each.gb_per_s, each.copy_gb_per_s, each.ratio)),
         )
     return table
-
-
-def _judged(figure: str, met: bool) -> Text:
-    return Text(figure, style="green" if met else "bold red")

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,12 +10,14 @@ from kvxfer.bench.figures import overhead_figure
 from kvxfer.bench.null import CASES, PAGE_BYTES, NullCase, measure_null, null_writer
 from kvxfer.bench.pages import PageLists
 from kvxfer.bench.table import overhead_table
+from kvxfer.bench.targets import OVERHEAD
 from kvxfer.cli import app
 from kvxfer.errors import OutOfBounds
 
 pytestmark = pytest.mark.native
 
 PAGES = 4096
+RUNS_TARGET = OVERHEAD["runs of 16"]
 
 
 def breaks(pages: PageLists) -> list[int]:
@@ -36,11 +39,12 @@ def test_pages_come_in_runs_of_just_that_length(case: NullCase, run: int) -> Non
 
 
 def test_figures_are_per_page_and_the_median_until_complete_is_judged() -> None:
-    figure = overhead_figure("each", 10, 5, [100, 300, 200], [400, 900, 500], target_ns=50.0)
+    target = replace(RUNS_TARGET, bound=50.0)
+    figure = overhead_figure("each", 10, 5, [100, 300, 200], [400, 900, 500], target)
     assert (figure.call_p50, figure.call_min) == (20.0, 10.0)
     assert (figure.completed_p50, figure.completed_min) == (50.0, 40.0)
     assert figure.met
-    assert not overhead_figure("each", 10, 5, [100], [501], target_ns=50.0).met
+    assert not overhead_figure("each", 10, 5, [100], [501], target).met
 
 
 def test_a_run_of_pages_is_one_write_of_at_most_1_mib() -> None:
@@ -62,7 +66,9 @@ def test_a_page_outside_is_the_engines_error() -> None:
 def test_the_table_shows_each_case_beside_its_target() -> None:
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(overhead_table([overhead_figure("runs", 1000, 63, [2500], [3500], 25.0)]))
+        console.print(
+            overhead_table([overhead_figure("runs", 1000, 63, [2500], [3500], RUNS_TARGET)])
+        )
     for text in ("runs", "1,000", "63", "2.50", "3.50", "≤ 25"):
         assert text in capture.get()
 

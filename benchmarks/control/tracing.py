@@ -1,6 +1,6 @@
-"""What tracing costs: `python -m benchmarks.tracing` compares the control plane's busiest call,
-POST /v1/transfers without HTTP, with tracing taken out, with a request that nobody traces, and with
-one that is recorded; and a step of code that is traced where nothing is."""
+"""What tracing costs: the control plane's busiest call, POST /v1/transfers without HTTP, with
+tracing taken out, with a request that nobody traces, and with one that is recorded; and a step of
+code that is traced where nothing is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from benchmarks.control.figures import TracedCall, TracingReport
 from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
 from kvxfer.instances import InstanceState, Role
@@ -22,6 +23,8 @@ from verify.control_plane import CLUSTER_KEY, worker
 
 CALLS = 200
 ROUNDS = 9
+STEPS = 100_000
+TAKEN_OUT = "tracing taken out"
 RECORDED = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 BODY = json.dumps({"request_id": "r", "prompt_tokens": 16}).encode()
 
@@ -77,10 +80,10 @@ async def microseconds(app: FastAPI, headers: list[tuple[bytes, bytes]]) -> floa
     return (time.process_time() - begun) / CALLS * 1e6
 
 
-async def main() -> None:
+async def measure_tracing() -> TracingReport:
     without, shipped = await control_plane(traced=False), await control_plane(traced=True)
     cases: dict[str, tuple[FastAPI, list[tuple[bytes, bytes]]]] = {
-        "tracing taken out": (without, []),
+        TAKEN_OUT: (without, []),
         "nobody traces it": (shipped, []),
         "recorded": (shipped, [(b"traceparent", RECORDED)]),
     }
@@ -89,15 +92,11 @@ async def main() -> None:
         for name, case in cases.items():
             rounds[name].append(await microseconds(*case))
     least = {name: min(values) for name, values in rounds.items()}
-    print("POST /v1/transfers          CPU us   ratio")
-    for name, value in least.items():
-        print(f"{name:<24}{value:>9.1f}{value / least['tracing taken out']:>8.3f}")
     begun = time.process_time()
-    for _ in range(100_000):
+    for _ in range(STEPS):
         with span("nothing"):
             pass
-    print(f"{'a step, nobody traces it':<24}{(time.process_time() - begun) * 10:>9.2f}")
-
-
-if __name__ == "__main__":
-    asyncio.run(main())
+    step = (time.process_time() - begun) / STEPS * 1e6
+    return TracingReport(
+        [TracedCall(name, value, value / least[TAKEN_OUT]) for name, value in least.items()], step
+    )

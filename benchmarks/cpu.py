@@ -1,0 +1,26 @@
+"""Processor time of the servers that are measured."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Final
+
+from verify.processes.process import Process
+
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(process: Process) -> float:
+    """User and system time so far, of all processes of its group."""
+    total, found = 0.0, False
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == process.pid:  # the process group
+                total += (int(fields[11]) + int(fields[12])) / _TICKS
+                found = True
+    if not found:
+        raise RuntimeError(f"no process of {process.name} was found")
+    return total

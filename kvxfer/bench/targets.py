@@ -1,0 +1,184 @@
+"""Every target of every benchmark, said once. docs/performance.md has them as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from kvxfer.bench.cases import CASES, LIMIT_TITLES, Case
+
+
+class Direction(StrEnum):
+    AT_LEAST = "at least"
+    AT_MOST = "at most"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The bound of one figure. Without `unit` the figure is a ratio: what is `measured`, divided by
+    the same of what it is measured `against`."""
+
+    name: str
+    measured: str
+    against: str
+    direction: Direction
+    bound: float
+    command: str
+    unit: str = ""
+    required: bool = False
+    """The command exits with code 1 where the target is missed."""
+
+    def __str__(self) -> str:
+        sign = "≥" if self.direction is Direction.AT_LEAST else "≤"
+        return f"{sign} {self.bound:g} {self.unit}" if self.unit else f"{sign} {self.bound:.2f}"
+
+    def met(self, figure: float) -> bool:
+        if self.direction is Direction.AT_LEAST:
+            return figure >= self.bound
+        return figure <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A figure beside its target."""
+
+    figure: float
+    target: Target
+    met: bool
+
+
+def judge(figure: float, target: Target) -> Verdict:
+    return Verdict(figure, target, target.met(figure))
+
+
+def _throughput(case: Case, bounds: Mapping[int, float]) -> dict[int, Target]:
+    return {
+        kib << 10: Target(
+            name=f"throughput, {case.name}" + (f", pages from {kib} KiB" if kib else ""),
+            measured="GB/s of the engine",
+            against=LIMIT_TITLES[case.limit],
+            direction=Direction.AT_LEAST,
+            bound=bound,
+            command="kvxfer bench",
+        )
+        for kib, bound in bounds.items()
+    }
+
+
+def _overhead(pages: str, nanoseconds: float) -> Target:
+    return Target(
+        name=f"engine overhead, {pages} pages",
+        measured="time per page until complete, over a NIC that moves nothing",
+        against="",
+        direction=Direction.AT_MOST,
+        bound=nanoseconds,
+        unit="ns",
+        command="kvxfer bench --null",
+    )
+
+
+def _control(registry: str, route: str) -> Target:
+    return Target(
+        name=f"{route}, {registry} registry",
+        measured="requests per second",
+        against="an empty route on the same server",
+        direction=Direction.AT_LEAST,
+        bound=0.30,
+        command="make bench-control",
+        required=True,
+    )
+
+
+def _vllm(
+    name: str, measured: str, against: str, bound: float, *, unit: str = "", required: bool = False
+) -> Target:
+    command = "make bench-vllm"
+    return Target(
+        name, measured, against, Direction.AT_MOST, bound, command, unit=unit, required=required
+    )
+
+
+# By the KiB of the smallest pages that a bound is for.
+_THROUGHPUT: Final = {
+    name: _throughput(CASES[name], bounds)
+    for name, bounds in {
+        "tcp": {0: 0.50, 4: 0.70, 16: 0.85},
+        "local": {0: 0.80, 16: 0.85},
+        "local-cma": {0: 0.90},
+    }.items()
+}
+OVERHEAD: Final = {
+    "scattered": _overhead("scattered", 60),
+    "runs of 16": _overhead("runs of 16", 25),
+    "sequential": _overhead("sequential", 25),
+}
+IDLE: Final = Target(
+    name="idle engine",
+    measured="CPU time of either process, one connected peer, share of a core",
+    against="",
+    direction=Direction.AT_MOST,
+    bound=0.5,
+    unit="%",
+    command="kvxfer bench --idle",
+)
+OPEN_TRANSFER: Final = "open transfer"
+HEARTBEAT: Final = "heartbeat"
+CONTROL: Final = {
+    registry: {route: _control(registry, route) for route in (OPEN_TRANSFER, HEARTBEAT)}
+    for registry in ("embedded", "redis")
+}
+
+VLLM_PROMPT_TOKENS: Final = 2000
+VLLM_CROWD: Final = 64
+"""Requests in one step of prefill."""
+VISIBLE_TRANSFER: Final = _vllm(
+    f"visible transfer, {VLLM_PROMPT_TOKENS:,} tokens",
+    "time between prefill's last layer and decode's first step, by push",
+    "NixlConnector",
+    0.50,
+    required=True,
+)
+FIRST_TOKEN: Final = _vllm(
+    f"first token, {VLLM_PROMPT_TOKENS:,} tokens",
+    "time to the first token by push",
+    "pull",
+    1.00,
+    required=True,
+)
+LAYER: Final = _vllm(
+    "a layer of prefill's forward",
+    f"time of its thread that kvxfer takes, {VLLM_CROWD} requests in the step",
+    "",
+    20,
+    unit="µs",
+)
+IDLE_VLLM: Final = _vllm(
+    "idle vLLM",
+    "CPU time of a server above that of one without connector, share of a core",
+    "",
+    1,
+    unit="%",
+)
+WAITING_VLLM: Final = _vllm(
+    "vLLM while a push waits",
+    "CPU time of both servers whose queue readers sleep, share of a core",
+    "",
+    25,
+    unit="%",
+)
+
+TARGETS: Final = (
+    *(target for of_it in _THROUGHPUT.values() for target in of_it.values()),
+    *OVERHEAD.values(),
+    IDLE,
+    *(target for of_it in CONTROL.values() for target in of_it.values()),
+    *(VISIBLE_TRANSFER, FIRST_TOKEN, LAYER, IDLE_VLLM, WAITING_VLLM),
+)
+
+
+def throughput_target(case: Case, page_bytes: int) -> Target:
+    """That of pages of this size: of the largest size that is no larger."""
+    of_it = _THROUGHPUT[case.name]
+    return of_it[max(size for size in of_it if size <= page_bytes)]
