@@ -7,41 +7,19 @@ from typing_extensions import Buffer, CapsuleType
 MAX_MESSAGE_BYTES: int
 MIN_CLUSTER_KEY_BYTES: int
 BUILT_FABRICS: tuple[str, ...]
+OPTION_NAMES: tuple[str, ...]
+DEFAULT_PEER_TIMEOUT: float
 
 class Error(Exception):
     """args: (code, message); `kvxfer.errors.by_code` has the public class."""
 
 class EngineOptions:
-    """`host` and `advertise` are numeric addresses; times are in seconds; `verbs` and `ofi` are
-    "never", "if_available" or "required"."""
+    """As `kvxfer.EngineOptions` describes them, with a `cluster_key`. Instead of `fabrics` there
+    are the flags `local`, `tcp` and `null`, and `verbs` and `ofi`: "never", "if_available" or
+    "required"."""
 
-    def __init__(
-        self,
-        *,
-        cluster_key: bytes,
-        name: str,
-        host: str,
-        advertise: str,
-        port: int,
-        local: bool,
-        tcp: bool,
-        verbs: str,
-        ofi: str,
-        null: bool,
-        nics: Sequence[str],
-        traffic_class: int,
-        service_level: int,
-        ofi_provider: str,
-        ofi_endpoints: int,
-        ofi_strict: bool,
-        cpus: Sequence[int],
-        lanes: int,
-        window_bytes: int,
-        heartbeat_interval: float,
-        peer_timeout: float,
-        operation_timeout: float,
-        spin: float,
-    ) -> None: ...
+    def __init__(self, **options: object) -> None:
+        """OPTION_NAMES; those that are left out have the defaults of types.hpp."""
 
 class MemoryRegion(Buffer):
     """Registered memory; a writable buffer of bytes."""

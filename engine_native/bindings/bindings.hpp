@@ -7,6 +7,7 @@
 #include <chrono>
 #include <exception>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "kvxfer/engine.hpp"
@@ -31,10 +32,11 @@ inline void unwrap(const Result<void>& result) {
   if (!result) throw NativeError(result.error());
 }
 
-inline Duration seconds(double value) {
+// `what` begins the error text.
+inline Duration seconds(double value, std::string_view what = "a time of") {
   if (!(value >= 0 && value < 1e9)) {
-    throw NativeError({Errc::invalid_argument,
-                       "a time of " + std::to_string(value) + " s; pass 0 to 1e9 seconds"});
+    throw NativeError({Errc::invalid_argument, std::string(what) + " " + std::to_string(value) +
+                                                   " s; pass 0 to 1e9 seconds"});
   }
   return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(value));
 }

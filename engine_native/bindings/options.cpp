@@ -1,4 +1,10 @@
-// EngineOptions.
+// EngineOptions from keyword arguments: one line of kOptions is all that an option takes here.
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <string_view>
+#include <type_traits>
+
 #include "bindings.hpp"
 
 namespace py = pybind11;
@@ -6,58 +12,137 @@ namespace py = pybind11;
 namespace kvxfer::python {
 namespace {
 
-FabricUse fabric_use(const std::string& use) {
-  if (use == "required") return FabricUse::required;
-  return use == "if_available" ? FabricUse::if_available : FabricUse::never;
+// One argument, as Python gave it.
+struct Given {
+  std::string name;
+  py::handle value;
+};
+
+[[noreturn]] void refuse(const Given& given, const std::string& is, const std::string& takes) {
+  throw NativeError({Errc::invalid_argument, given.name + " is " + is + "; pass " + takes});
 }
 
-EngineOptions make_options(const py::bytes& cluster_key, const std::string& name,
-                           const std::string& host, const std::string& advertise,
-                           std::uint16_t port, bool local, bool tcp, const std::string& verbs,
-                           const std::string& ofi, bool null, const std::vector<std::string>& nics,
-                           int traffic_class, int service_level, const std::string& ofi_provider,
-                           unsigned ofi_endpoints, bool ofi_strict,
-                           const std::vector<unsigned>& cpus, unsigned lanes,
-                           std::size_t window_bytes, double heartbeat_interval, double peer_timeout,
-                           double operation_timeout, double spin) {
+// What a C++ type takes, in Python's words.
+template <class T>
+std::string takes() {
+  if constexpr (std::is_same_v<T, bool>) {
+    return "True or False";
+  } else if constexpr (std::is_integral_v<T>) {
+    using Limits = std::numeric_limits<T>;
+    return "an int from " + std::to_string(Limits::min()) + " to " + std::to_string(Limits::max());
+  } else if constexpr (std::is_same_v<T, std::string>) {
+    return "a str";
+  } else {
+    return "a list, each item " + takes<typename T::value_type>();
+  }
+}
+
+template <class T>
+T cast(const Given& given, const std::string& takes) {
+  try {
+    return given.value.cast<T>();
+  } catch (const py::cast_error&) {
+    refuse(given, py::repr(given.value), takes);
+  }
+}
+
+template <class T>
+void read(const Given& given, T& into) {
+  into = cast<T>(given, takes<T>());
+}
+
+void read(const Given& given, Duration& into) {
+  into = seconds(cast<double>(given, "a number of seconds"), given.name + " is");
+}
+
+void read(const Given& given, FabricUse& into) {
+  const std::string choices = "'never', 'if_available' or 'required'";
+  const auto use = cast<std::string>(given, choices);
+  if (use == "never") {
+    into = FabricUse::never;
+  } else if (use == "if_available") {
+    into = FabricUse::if_available;
+  } else if (use == "required") {
+    into = FabricUse::required;
+  } else {
+    refuse(given, py::repr(given.value), choices);
+  }
+}
+
+template <auto Member>
+void set(EngineOptions& options, const Given& given) {
+  read(given, options.*Member);
+}
+
+template <auto Member>
+void set_or_none(EngineOptions& options, const Given& given) {
+  if (!given.value.is_none()) read(given, options.*Member);
+}
+
+// A secret is in no error text.
+template <auto Member>
+void set_secret(EngineOptions& options, const Given& given) {
+  try {
+    options.*Member = given.value.cast<std::string>();
+  } catch (const py::cast_error&) {
+    refuse(given, "neither bytes nor text", "bytes or a str");
+  }
+}
+
+struct Option {
+  std::string_view name;
+  void (*set)(EngineOptions&, const Given&);
+};
+
+constexpr auto kOptions = std::to_array<Option>({
+    {"cluster_key", set_secret<&EngineOptions::cluster_key>},
+    {"name", set<&EngineOptions::name>},
+    {"host", set<&EngineOptions::host>},
+    {"advertise", set_or_none<&EngineOptions::advertise>},
+    {"port", set<&EngineOptions::port>},
+    {"local", set<&EngineOptions::local>},
+    {"tcp", set<&EngineOptions::tcp>},
+    {"verbs", set<&EngineOptions::verbs>},
+    {"ofi", set<&EngineOptions::ofi>},
+    {"null", set<&EngineOptions::null>},
+    {"nics", set<&EngineOptions::nics>},
+    {"traffic_class", set<&EngineOptions::traffic_class>},
+    {"service_level", set<&EngineOptions::service_level>},
+    {"ofi_provider", set<&EngineOptions::ofi_provider>},
+    {"ofi_endpoints", set<&EngineOptions::ofi_endpoints>},
+    {"ofi_strict", set<&EngineOptions::ofi_strict>},
+    {"cpus", set<&EngineOptions::cpus>},
+    {"lanes", set<&EngineOptions::lanes>},
+    {"window_bytes", set<&EngineOptions::window_bytes>},
+    {"heartbeat_interval", set<&EngineOptions::heartbeat_interval>},
+    {"peer_timeout", set<&EngineOptions::peer_timeout>},
+    {"operation_timeout", set<&EngineOptions::operation_timeout>},
+    {"spin", set<&EngineOptions::spin>},
+});
+
+EngineOptions make_options(const py::kwargs& arguments) {
   EngineOptions options;
-  options.cluster_key = cluster_key;
-  options.name = name;
-  options.host = host;
-  options.advertise = advertise;
-  options.port = port;
-  options.local = local;
-  options.tcp = tcp;
-  options.verbs = fabric_use(verbs);
-  options.ofi = fabric_use(ofi);
-  options.null = null;
-  options.nics = nics;
-  options.traffic_class = traffic_class;
-  options.service_level = service_level;
-  options.ofi_provider = ofi_provider;
-  options.ofi_endpoints = ofi_endpoints;
-  options.ofi_strict = ofi_strict;
-  options.cpus = cpus;
-  options.lanes = lanes;
-  options.window_bytes = window_bytes;
-  options.heartbeat_interval = seconds(heartbeat_interval);
-  options.peer_timeout = seconds(peer_timeout);
-  options.operation_timeout = seconds(operation_timeout);
-  options.spin = seconds(spin);
+  for (const auto& [key, value] : arguments) {
+    const Given given{.name = key.cast<std::string>(), .value = value};
+    const auto* option = std::ranges::find(kOptions, given.name, &Option::name);
+    if (option == kOptions.end()) {
+      throw py::type_error("EngineOptions() got an unexpected keyword argument '" + given.name +
+                           "'");
+    }
+    option->set(options, given);
+  }
   return options;
 }
 
 }  // namespace
 
 void bind_options(py::module_& module) {
-  py::class_<EngineOptions>(module, "EngineOptions")
-      .def(py::init(&make_options), py::kw_only(), py::arg("cluster_key"), py::arg("name"),
-           py::arg("host"), py::arg("advertise"), py::arg("port"), py::arg("local"), py::arg("tcp"),
-           py::arg("verbs"), py::arg("ofi"), py::arg("null"), py::arg("nics"),
-           py::arg("traffic_class"), py::arg("service_level"), py::arg("ofi_provider"),
-           py::arg("ofi_endpoints"), py::arg("ofi_strict"), py::arg("cpus"), py::arg("lanes"),
-           py::arg("window_bytes"), py::arg("heartbeat_interval"), py::arg("peer_timeout"),
-           py::arg("operation_timeout"), py::arg("spin"));
+  py::class_<EngineOptions>(module, "EngineOptions").def(py::init(&make_options));
+  py::tuple names(kOptions.size());
+  for (std::size_t i = 0; i < kOptions.size(); ++i) names[i] = kOptions[i].name;
+  module.attr("OPTION_NAMES") = names;
+  module.attr("DEFAULT_PEER_TIMEOUT") =
+      std::chrono::duration<double>(EngineOptions{}.peer_timeout).count();
 }
 
 }  // namespace kvxfer::python

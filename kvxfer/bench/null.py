@@ -143,31 +143,15 @@ def measure_null(
 
 
 def _engine(cluster_key: bytes) -> native.TransferEngine:
-    """With kvxfer.Engine's defaults, but for the fabric."""
-    options = native.EngineOptions(
-        cluster_key=cluster_key,
-        name="bench null",
-        host="127.0.0.1",
-        advertise="",
-        port=0,
-        local=False,
-        tcp=False,
-        verbs="never",
-        ofi="never",
-        null=True,
-        nics=[],
-        traffic_class=0,
-        service_level=0,
-        ofi_provider="efa",
-        ofi_endpoints=1,
-        ofi_strict=False,
-        cpus=[],
-        lanes=2,
-        window_bytes=16 << 20,
-        heartbeat_interval=0.1,
-        peer_timeout=_TIMEOUT_SECONDS,  # an instrumented engine is a slow one
-        operation_timeout=30.0,
-        spin=200e-6,
-    )
+    """With the engine's defaults, but for the fabric."""
     with translated():
-        return native.TransferEngine(options)
+        return native.TransferEngine(
+            native.EngineOptions(
+                cluster_key=cluster_key,
+                name="bench null",
+                local=False,
+                tcp=False,
+                null=True,
+                peer_timeout=_TIMEOUT_SECONDS,  # an instrumented engine is a slow one
+            )
+        )

@@ -17,6 +17,7 @@ from kvxfer.client import ControlPlaneClient, Registration
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.connectors.api_watch import ApiWatch
 from kvxfer.engine import Engine
+from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
 from kvxfer.instances import InstanceSpec, InstanceState, Load
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_LEASE_SECONDS: Final = 30.0
-DEFAULT_PEER_TIMEOUT: Final = 0.7
 _POLL_SECONDS: Final = 0.25
 
 MakeCache = Callable[[Engine], KvCache]

@@ -9,6 +9,7 @@ from kvxfer.engine.engine import Engine, EngineHandler
 from kvxfer.engine.memory import Memory, MemoryRegion
 from kvxfer.engine.operation import Operation
 from kvxfer.engine.operation_group import OperationGroup
+from kvxfer.engine.options import EngineOptions
 from kvxfer.engine.peer import Peer
 from kvxfer.engine.peer_group import PeerGroup
 from kvxfer.engine.receive_pool import Received, ReceivePool
@@ -19,6 +20,7 @@ __all__ = [
     "Counter",
     "Engine",
     "EngineHandler",
+    "EngineOptions",
     "Memory",
     "MemoryRegion",
     "Operation",

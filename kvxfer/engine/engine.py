@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, Unpack
 
 from kvxfer.engine.callback import logger, tell
 from kvxfer.engine.counter import Counter
 from kvxfer.engine.memory import Memory, MemoryRegion, register
 from kvxfer.engine.native import error_of, native, translated
 from kvxfer.engine.operation import Operation
+from kvxfer.engine.options import EngineOptions, native_fabrics
 from kvxfer.engine.peer import Peer
 from kvxfer.engine.watcher import Watcher
 from kvxfer.errors import EngineClosed, InvalidArgument, PeerError, PeerLost, StaleCounter
-
-FABRICS = ("local", "verbs", "ofi", "tcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,85 +46,18 @@ class Engine:
     """One transfer engine: enter it with `async with`.
 
     cluster_key: shared by all engines that may talk to each other, at least 16 bytes.
-    host: numeric address to listen on; advertise: the one to give to peers (default: host).
-    fabrics: which may be used, all by default; with each peer the first in the order of FABRICS
-        that both sides have. Those that are named must be there: FabricUnavailable otherwise.
-    nics: names of the NICs to use, such as "mlx5_0"; all by default. One that this host does not
-        have is FabricUnavailable. cpus: where the engine's thread may run.
-        `kvxfer.topology.local_group()` chooses both beside a GPU.
-    traffic_class, service_level: of the packets of verbs, 0 to 255 and 0 to 7; what to set is in
-        docs/operations.md.
-    ofi_provider: libfabric's provider; ofi_endpoints: how many NICs each of its domains stands
-        for; ofi_strict: hold it to EFA's limits and disorder, for tests.
-    lanes: TCP connections per peer. window_bytes: unacknowledged bytes per peer over tcp.
-    heartbeat_interval, peer_timeout: seconds; a peer that was silent for peer_timeout is lost.
-    operation_timeout: deadline in seconds of operations that are given none.
-    spin: seconds of busy polling after the last progress, before the thread sleeps.
+    options: see EngineOptions; one that is left out has its default.
 
     Raises InvalidArgument, AddressInUse, PermissionDenied or FabricUnavailable.
     """
 
-    def __init__(
-        self,
-        *,
-        cluster_key: bytes | str,
-        name: str = "",
-        host: str = "127.0.0.1",
-        advertise: str | None = None,
-        port: int = 0,
-        fabrics: Sequence[str] | None = None,
-        nics: Sequence[str] = (),
-        traffic_class: int = 0,
-        service_level: int = 0,
-        cpus: Sequence[int] = (),
-        ofi_provider: str = "efa",
-        ofi_endpoints: int = 1,
-        ofi_strict: bool = False,
-        lanes: int = 2,
-        window_bytes: int = 16 << 20,
-        heartbeat_interval: float = 0.1,
-        peer_timeout: float = 0.7,
-        operation_timeout: float = 30.0,
-        spin: float = 200e-6,
-    ) -> None:
-        named = FABRICS if fabrics is None else fabrics
-        if not named or any(fabric not in FABRICS for fabric in named):
-            raise InvalidArgument(
-                f"fabrics is {list(named)!r}; choose from {', '.join(FABRICS)}, at least one"
-            )
-        if not 0 <= port <= 65535 or not 0 <= lanes < 1 << 16 or window_bytes < 0:
-            raise InvalidArgument(
-                f"port={port}, lanes={lanes}, window_bytes={window_bytes}: out of range"
-            )
-        use = "if_available" if fabrics is None else "required"
-        options = native.EngineOptions(
-            cluster_key=cluster_key.encode() if isinstance(cluster_key, str) else cluster_key,
-            name=name,
-            host=host,
-            advertise=advertise or "",
-            port=port,
-            local="local" in named,
-            tcp="tcp" in named,
-            verbs=use if "verbs" in named else "never",
-            ofi=use if "ofi" in named else "never",
-            null=False,
-            nics=list(nics),
-            traffic_class=traffic_class,
-            service_level=service_level,
-            ofi_provider=ofi_provider,
-            ofi_endpoints=ofi_endpoints,
-            ofi_strict=ofi_strict,
-            cpus=list(cpus),
-            lanes=lanes,
-            window_bytes=window_bytes,
-            heartbeat_interval=heartbeat_interval,
-            peer_timeout=peer_timeout,
-            operation_timeout=operation_timeout,
-            spin=spin,
-        )
+    def __init__(self, *, cluster_key: bytes | str, **options: Unpack[EngineOptions]) -> None:
+        self.name = options.get("name", "")
+        fabrics = native_fabrics(options.pop("fabrics", None))
         with translated():
-            self.native = native.TransferEngine(options)
-        self.name = name
+            self.native = native.TransferEngine(
+                native.EngineOptions(cluster_key=cluster_key, **fabrics, **options)
+            )
         self.handler: EngineHandler | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False

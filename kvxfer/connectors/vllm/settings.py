@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from kvxfer.cluster_key import read_cluster_key
-from kvxfer.connectors.transfer_engine import (
-    DEFAULT_LEASE_SECONDS,
-    DEFAULT_PEER_TIMEOUT,
-    EngineSettings,
-)
+from kvxfer.connectors.transfer_engine import DEFAULT_LEASE_SECONDS, EngineSettings
+from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
 from kvxfer.errors import InvalidArgument
 from kvxfer.instances import Role
 from kvxfer.ticket import watch_ticket_keys

@@ -17,6 +17,7 @@ import torch
 
 from kvxfer.checkpoint_digest import digest_of_folder
 from kvxfer.client import ControlPlaneClient, Credentials, Registration
+from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
 from kvxfer.errors import InvalidArgument
 from kvxfer.instances import InstanceSpec, InstanceState, Role
 from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvLayout, ModelIdentity
@@ -63,7 +64,7 @@ class WorkerSettings:
     """None takes all that this host has."""
     threads: int | None = None
     """Of torch; None takes torch's own choice."""
-    peer_timeout: float = 0.7
+    peer_timeout: float = DEFAULT_PEER_TIMEOUT
     """Seconds without a heartbeat after which the other side counts as frozen."""
     checksums: bool = False
     """Every transfer is checked by a checksum of its blocks, whatever the other side's setting."""

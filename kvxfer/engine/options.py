@@ -1,0 +1,98 @@
+"""The options of an engine, described. engine_native/include/kvxfer/types.hpp defines them, with
+their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, TypedDict
+
+from kvxfer.engine.native import native
+from kvxfer.errors import InvalidArgument
+
+FABRICS: Final = ("local", "verbs", "ofi", "tcp")
+DEFAULT_PEER_TIMEOUT: Final = native.DEFAULT_PEER_TIMEOUT
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of `Engine`, for programs that pass them on. One that is left out has its
+    default. `Engine` raises TypeError for an unknown one, and InvalidArgument for a wrong value."""
+
+    name: str
+    """Names the engine in the errors and the `peer.name` of its peers: up to 128 bytes, which need
+    not be unique. Empty by default."""
+
+    host: str
+    """Numeric address to listen on; 127.0.0.1 by default."""
+
+    advertise: str | None
+    """Numeric address to give to peers; None, the default, gives them `host`."""
+
+    port: int
+    """TCP port to listen on; 0, the default, takes any free one."""
+
+    fabrics: Sequence[str] | None
+    """Which may be used; with each peer the first in the order of FABRICS that both sides have.
+    Those that are named must be there: FabricUnavailable otherwise. None, the default, uses all
+    that this host has."""
+
+    nics: Sequence[str]
+    """Names of the NICs to use, such as "mlx5_0"; one that this host does not have is
+    FabricUnavailable. Empty, the default, uses all. `kvxfer.topology.local_group()` chooses those
+    beside a GPU."""
+
+    cpus: Sequence[int]
+    """Where the engine's thread may run; empty, the default, is anywhere.
+    `kvxfer.topology.local_group()` chooses those beside a GPU."""
+
+    traffic_class: int
+    """Of the packets of verbs, 0 to 255, 0 by default: DSCP << 2 | ECN on RoCE. docs/operations.md
+    says what to set."""
+
+    service_level: int
+    """Of the packets of verbs, 0 to 7, 0 by default: the priority on RoCE."""
+
+    ofi_provider: str
+    """libfabric's name of the provider; "efa" by default."""
+
+    ofi_endpoints: int
+    """How many NICs each libfabric domain stands for: 1 to 64, 1 by default."""
+
+    ofi_strict: bool
+    """Holds any provider to EFA's limits and disorder, for tests; False by default."""
+
+    lanes: int
+    """TCP connections per peer: 1 to 64, 2 by default."""
+
+    window_bytes: int
+    """Unacknowledged bytes per peer over tcp: at least 1 MiB, 16 MiB by default."""
+
+    heartbeat_interval: float
+    """Seconds, 0.001 to 60; 0.1 by default."""
+
+    peer_timeout: float
+    """A peer that was silent for this many seconds is lost: at least twice `heartbeat_interval`,
+    0.7 by default."""
+
+    operation_timeout: float
+    """Deadline in seconds of operations that are given none: above 0, 30 by default."""
+
+    spin: float
+    """Seconds of busy polling after the last progress, before the thread sleeps; 200e-6 by
+    default."""
+
+
+def native_fabrics(fabrics: Sequence[str] | None) -> dict[str, bool | str]:
+    """The native options that `fabrics` stands for. Raises InvalidArgument."""
+    named = FABRICS if fabrics is None else fabrics
+    if not named or any(fabric not in FABRICS for fabric in named):
+        raise InvalidArgument(
+            f"fabrics is {list(named)!r}; choose from {', '.join(FABRICS)}, at least one"
+        )
+    use = "if_available" if fabrics is None else "required"
+    return {
+        "local": "local" in named,
+        "tcp": "tcp" in named,
+        "verbs": use if "verbs" in named else "never",
+        "ofi": use if "ofi" in named else "never",
+        "null": False,  # moves nothing: no application can choose it
+    }
