@@ -1,4 +1,4 @@
-"""Settings are dataclasses; their annotations say the bounds of each member by `msgspec.Meta`.
+"""Settings are dataclasses or structs that say the bounds of each member by `msgspec.Meta`.
 
 `check_bounds` refuses what is beyond them, and the command line makes its options of the same
 annotations (`kvxfer.cli.options`).
@@ -64,11 +64,18 @@ def check_bounds(settings: Any) -> None:
                 raise InvalidArgument(f"{name} is {value}; use {words.format(limit)}")
 
 
+def fields(cls: Any) -> tuple[Any, ...]:
+    """Of a dataclass or a struct: each has a name, a type and a default."""
+    return (
+        msgspec.structs.fields(cls) if issubclass(cls, msgspec.Struct) else dataclasses.fields(cls)
+    )
+
+
 @cache
 def members(cls: Any) -> Mapping[str, Member]:
-    """The members of a dataclass by name, without those whose type only type checkers import."""
+    """The members of settings by name, without those whose type only type checkers import."""
     found = {}
-    for field in dataclasses.fields(cls):
+    for field in fields(cls):
         one = SimpleNamespace(__annotations__={field.name: field.type})
         try:
             kinds = get_type_hints(one, vars(sys.modules[cls.__module__]), include_extras=True)

@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Annotated, Any, Final, get_args
 
+import msgspec
 import typer
 from typer.models import OptionInfo
 
 from kvxfer.docstrings import docstrings
-from kvxfer.settings import Member, members
+from kvxfer.settings import Member, fields, members
 
 # gt and lt have no word in typer: the settings themselves refuse what is beyond them.
 _BOUNDS: Final = {"ge": "min", "le": "max"}
+_MISSING: Final = (dataclasses.MISSING, msgspec.NODEFAULT)
 _KEYWORD: Final = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -35,8 +37,7 @@ class OptionsOf:
     def __init__(
         self, cls: type, *, without: tuple[str, ...] = (), panel: str | None = None, **special: Any
     ) -> None:
-        fields = dataclasses.fields(cls)
-        self.defaults = {each.name: each.default for each in fields if each.name not in without}
+        self.defaults = {e.name: e.default for e in fields(cls) if e.name not in without}
         self._cls, self._special = cls, special
         self._usual = typer.Option(rich_help_panel=panel)
 
@@ -47,7 +48,7 @@ class OptionsOf:
             yield inspect.Parameter(
                 name,
                 _KEYWORD,
-                default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
+                default=inspect.Parameter.empty if default in _MISSING else default,
                 annotation=Annotated[known[name].type, option],
             )
 
