@@ -16,6 +16,7 @@ from typing import (
     Annotated,
     Any,
     Final,
+    Literal,
     NamedTuple,
     TypeAlias,
     Union,
@@ -58,6 +59,9 @@ def check_bounds(settings: Any) -> None:
     cls: type = type(settings)
     for name, member in members(cls).items():
         value = getattr(settings, name)
+        if get_origin(member.type) is Literal and value not in get_args(member.type):
+            choices = " or ".join(map(str, get_args(member.type)))
+            raise InvalidArgument(f"{name} is {value}; use {choices}")
         for bound, limit in member.bounds():
             holds, words = _HOLDS[bound]
             if value is not None and not holds(value, limit):  # NaN is within no bounds
@@ -76,6 +80,7 @@ def members(cls: Any) -> Mapping[str, Member]:
     """The members of settings by name, without those whose type only type checkers import."""
     found = {}
     for field in fields(cls):
+        # Each by itself: a name that is not there costs its own member only.
         one = SimpleNamespace(__annotations__={field.name: field.type})
         try:
             kinds = get_type_hints(one, vars(sys.modules[cls.__module__]), include_extras=True)

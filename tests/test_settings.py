@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
 from msgspec import Meta
@@ -22,6 +22,7 @@ class Things:
     threads: Annotated[int, Meta(ge=1)] | None = None
     seconds: Seconds = 1.0
     part: Annotated[float, Meta(lt=1)] = 0.5
+    side: Literal["left", "right"] = "left"
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -29,7 +30,7 @@ class Things:
 
 def test_what_is_within_the_bounds_is_taken() -> None:
     Things()
-    Things(count=64, threads=1, seconds=1e-9)
+    Things(count=64, threads=1, seconds=1e-9, side="right")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,7 @@ def test_what_is_within_the_bounds_is_taken() -> None:
         ({"seconds": 0.0}, "seconds is 0.0; use more than 0"),
         ({"seconds": float("nan")}, "seconds is nan; use more than 0"),
         ({"part": 1.0}, "part is 1.0; use less than 1"),
+        ({"side": "both"}, "side is both; use left or right"),
     ],
 )
 def test_what_is_beyond_them_is_refused_by_name_value_and_remedy(
@@ -58,5 +60,6 @@ def test_types_come_without_notes_and_without_those_of_type_checkers() -> None:
         "threads": int | None,
         "seconds": float,
         "part": float,
+        "side": Literal["left", "right"],
     }
     assert list(found["count"].bounds()) == [("ge", 1), ("le", 64)]
