@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import base64
 import binascii
 import dataclasses
 import inspect
 import re
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from functools import cache, reduce
-from itertools import pairwise
+from functools import reduce
 from operator import or_
 from types import UnionType
 from typing import (
@@ -30,6 +27,8 @@ from typing import (
 import msgspec
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, WithJsonSchema
 from pydantic_core import CoreSchema, core_schema
+
+from kvxfer.docstrings import docstrings
 
 _BOUNDS: Final = ("ge", "gt", "le", "lt", "multiple_of", "pattern", "min_length", "max_length")
 _SAYS: Final = ("description", "examples")
@@ -95,25 +94,6 @@ def parameter(kind: Any) -> dict[str, Any]:
     """What fastapi.Path or Query has to be given for a parameter of an annotated type."""
     metas = (note for note in get_args(kind)[1:] if isinstance(note, msgspec.Meta))
     return {name: value for meta in metas for name, value in _given(meta).items()}
-
-
-@cache
-def docstrings(cls: type) -> Mapping[str, str]:
-    """The texts below the members of a class and of its bases, by the members' names."""
-    said: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if base.__module__ in ("builtins", "msgspec") or "__annotations__" not in vars(base):
-            continue
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)  # noqa: S101 (for mypy)
-        for member, below in pairwise(definition.body):
-            match member, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    said[name] = " ".join(text.split())
-    return said
 
 
 def example(kind: Any) -> Any:

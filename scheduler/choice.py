@@ -6,7 +6,8 @@ from typing import Final
 
 from kvxfer.errors import NotBuilt
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from kvxfer.scheduler.registry import LeasePolicy, Registry
+from kvxfer.scheduler.lease_policy import LeasePolicy
+from kvxfer.scheduler.registry import Registry
 from kvxfer.scheduler.scaling.leader import Leader, OnlyReplica
 from kvxfer.scheduler.scoring import Scorer
 

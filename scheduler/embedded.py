@@ -31,8 +31,9 @@ from kvxfer.scheduler import refusals
 from kvxfer.scheduler.arrivals import Arrivals
 from kvxfer.scheduler.feed import ChangeFeed
 from kvxfer.scheduler.fleet import Fleet
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.pairing import Pair
-from kvxfer.scheduler.registry import LeasePolicy, Registry, Statistics, TransferEnd
+from kvxfer.scheduler.registry import Registry, Statistics, TransferEnd
 from kvxfer.scheduler.scoring import Scorer
 from kvxfer.transfers import Party, Transfer, TransferRequest
 

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvxfer.errors import InvalidArgument
 from kvxfer.instances import (
     BlockUpdate,
     Change,
@@ -26,26 +25,6 @@ from kvxfer.instances import (
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.scheduler.pairing import Pair
 from kvxfer.transfers import Transfer, TransferRequest
-
-
-@dataclass(frozen=True, slots=True)
-class LeasePolicy:
-    """How long a registration lives without a heartbeat, in seconds.
-
-    Three heartbeats fit into a lease, so that one lost on the way costs nobody its place.
-    """
-
-    lease_seconds: float = 6.0
-
-    def __post_init__(self) -> None:
-        if not self.lease_seconds > 0:
-            raise InvalidArgument(
-                f"lease_seconds is {self.lease_seconds}; pass a number greater than 0"
-            )
-
-    @property
-    def heartbeat_interval(self) -> float:
-        return self.lease_seconds / 3
 
 
 class TransferEnd(StrEnum):

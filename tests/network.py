@@ -21,7 +21,7 @@ from kvxfer.router.app import create_app as create_router
 from kvxfer.router.exchange import CHAT, COMPLETIONS
 from kvxfer.router.settings import RouterSettings
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from kvxfer.scheduler.registry import LeasePolicy
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.web.answer import ClientLeft, while_connected
 from tests.asgi import AsgiTransport
 from tests.virtual_time import passes

@@ -11,9 +11,10 @@ import pytest
 from msgspec import Meta
 from pydantic import TypeAdapter, ValidationError
 
+from kvxfer.docstrings import docstrings
 from kvxfer.instances import Role
 from kvxfer.record import HexInt, Record, at_api
-from kvxfer.record_schema import docstrings, example, parameter
+from kvxfer.record_schema import example, parameter
 
 Name = Annotated[str, Meta(pattern="^[a-z]+$", max_length=8, examples=["ann"])]
 

@@ -53,7 +53,7 @@ class RunningControlPlane:
         from kvxfer.api.app import create_app
         from kvxfer.api.settings import Settings
         from kvxfer.scheduler.embedded import EmbeddedRegistry
-        from kvxfer.scheduler.registry import LeasePolicy
+        from kvxfer.scheduler.lease_policy import LeasePolicy
         from kvxfer.web.listener import bind, url_of
         from kvxfer.web.server import Server
 

@@ -16,7 +16,7 @@ from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
 from kvxfer.instances import InstanceState, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from kvxfer.scheduler.registry import LeasePolicy
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.tracing.asgi import TraceRequests
 from kvxfer.tracing.span import span
 from verify.control_plane import CLUSTER_KEY, worker

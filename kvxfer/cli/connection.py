@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -11,81 +12,65 @@ if TYPE_CHECKING:
     from kvxfer.client import Credentials, SyncControlPlaneClient
 
 _PANEL: Final = "Control plane"
-
-ControlPlaneOption = Annotated[
-    str | None,
-    typer.Option(
-        envvar="KVXFER_CONTROL_PLANE",
-        help="URL of `kvxfer serve`.",
-        show_default="http://127.0.0.1:8080",
-        rich_help_panel=_PANEL,
-    ),
-]
-TokenFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="KVXFER_TOKEN_FILE",
-        help="File that holds the bearer token; KVXFER_TOKEN without it.",
-        rich_help_panel=_PANEL,
-    ),
-]
-CaFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="KVXFER_CA_FILE",
-        help="CA of the control plane's certificate.",
-        show_default="those of the system",
-        rich_help_panel=_PANEL,
-    ),
-]
-CertFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="KVXFER_CERT_FILE", help="Client certificate, PEM.", rich_help_panel=_PANEL
-    ),
-]
-KeyFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="KVXFER_KEY_FILE",
-        help="Its key.",
-        show_default="in the certificate's file",
-        rich_help_panel=_PANEL,
-    ),
-]
-
 # A person waits: one that is starting up gets this long, one that is away is an error then.
 _DEADLINE_SECONDS: Final = 2.0
 
 
-def credentials(
-    token_file: Path | None, ca_file: Path | None, cert_file: Path | None, key_file: Path | None
-) -> Credentials:
-    """Those of the options, whose variables of the environment typer has read already."""
-    import os
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlPlane:
+    """The control plane of the options, and of the environment's variables."""
 
-    from kvxfer.client import Credentials
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--control-plane",
+            envvar="KVXFER_CONTROL_PLANE",
+            show_default="http://127.0.0.1:8080",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    """URL of `kvxfer serve`."""
+    token_file: Annotated[
+        Path | None, typer.Option(envvar="KVXFER_TOKEN_FILE", rich_help_panel=_PANEL)
+    ] = None
+    """File that holds the bearer token; KVXFER_TOKEN without it."""
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="KVXFER_CA_FILE", show_default="those of the system", rich_help_panel=_PANEL
+        ),
+    ] = None
+    """CA of the control plane's certificate."""
+    cert_file: Annotated[
+        Path | None, typer.Option(envvar="KVXFER_CERT_FILE", rich_help_panel=_PANEL)
+    ] = None
+    """Client certificate, PEM."""
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="KVXFER_KEY_FILE",
+            show_default="in the certificate's file",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    """Its key."""
 
-    return Credentials(
-        token=None if token_file else os.environ.get("KVXFER_TOKEN") or None,
-        token_file=token_file,
-        ca_file=ca_file,
-        cert_file=cert_file,
-        key_file=key_file,
-    )
+    def credentials(self) -> Credentials:
+        import os
 
+        from kvxfer.client import Credentials
 
-def connect(
-    control_plane: str | None,
-    token_file: Path | None,
-    ca_file: Path | None,
-    cert_file: Path | None,
-    key_file: Path | None,
-) -> SyncControlPlaneClient:
-    from kvxfer.client import SyncControlPlaneClient
+        return Credentials(
+            token=None if self.token_file else os.environ.get("KVXFER_TOKEN") or None,
+            token_file=self.token_file,
+            ca_file=self.ca_file,
+            cert_file=self.cert_file,
+            key_file=self.key_file,
+        )
 
-    return SyncControlPlaneClient(
-        control_plane,
-        credentials=credentials(token_file, ca_file, cert_file, key_file),
-        deadline=_DEADLINE_SECONDS,
-    )
+    def connect(self) -> SyncControlPlaneClient:
+        from kvxfer.client import SyncControlPlaneClient
+
+        return SyncControlPlaneClient(
+            self.url, credentials=self.credentials(), deadline=_DEADLINE_SECONDS
+        )

@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvxfer.cli.connection import (
-    CaFileOption,
-    CertFileOption,
-    ControlPlaneOption,
-    KeyFileOption,
-    TokenFileOption,
-    connect,
-)
+from kvxfer.cli.connection import ControlPlane
+from kvxfer.cli.options import with_options
 from kvxfer.cli.output import err, out, show_json
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 
@@ -38,10 +32,12 @@ def register(app: typer.Typer) -> None:
     app.command()(drain)
 
 
+@with_options
 def drain(
     instance_id: Annotated[
         str, typer.Argument(metavar="ID", envvar="KVXFER_INSTANCE_ID", show_default=False)
     ],
+    control_plane: ControlPlane,
     deadline: Annotated[
         float, typer.Option(min=0, help="Seconds it may take; then it leaves all the same.")
     ] = 60.0,
@@ -52,11 +48,6 @@ def drain(
             help="With idle, wait only until it has no transfer and no request: it may be stopped."
         ),
     ] = Until.LEFT,
-    control_plane: ControlPlaneOption = None,
-    token_file: TokenFileOption = None,
-    ca_file: CaFileOption = None,
-    cert_file: CertFileOption = None,
-    key_file: KeyFileOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the instance as it was told or last seen.")
     ] = False,
@@ -69,7 +60,7 @@ def drain(
     import msgspec
 
     left = wait
-    with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
+    with control_plane.connect() as client:
         since = _latest_change(client) if wait else 0
         told = last = client.drain(instance_id, deadline_seconds=deadline)
         if wait:

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from kvxfer.cli.connection import (
-    CaFileOption,
-    CertFileOption,
-    ControlPlaneOption,
-    KeyFileOption,
-    TokenFileOption,
-    connect,
-)
+from kvxfer.cli.connection import ControlPlane
+from kvxfer.cli.options import with_options
 from kvxfer.cli.output import out, show_json, show_staleness
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 
@@ -33,7 +27,9 @@ def register(app: typer.Typer) -> None:
     app.command()(instances)
 
 
+@with_options
 def instances(
+    control_plane: ControlPlane,
     role: Annotated[
         Literal["prefill", "decode", "both"] | None,
         typer.Option(help="Instances that take this side."),
@@ -49,11 +45,6 @@ def instances(
     deadline: Annotated[
         float, typer.Option(min=0, help="Seconds that --until-count may wait.")
     ] = 300.0,
-    control_plane: ControlPlaneOption = None,
-    token_file: TokenFileOption = None,
-    ca_file: CaFileOption = None,
-    cert_file: CertFileOption = None,
-    key_file: KeyFileOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that is known.")] = False,
 ) -> None:
     """List the workers that the control plane knows.
@@ -70,7 +61,7 @@ def instances(
         model=model,
         state=None if state is None else InstanceState(state),
     )
-    with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
+    with control_plane.connect() as client:
         if until_count is None:
             answer = client.ask(asked)
         else:

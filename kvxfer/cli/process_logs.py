@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-import typer
 
-LogLevelOption = Annotated[
-    Literal["debug", "info", "warning", "error"],
-    typer.Option(help="What to log to stderr; info has a line for each request."),
-]
-LogFormatOption = Annotated[
-    Literal["text", "json"], typer.Option(help="Lines for people, or one JSON object each.")
-]
+@dataclass(frozen=True, slots=True)
+class Logs:
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """What to log to stderr; info has a line for each request."""
+    log_format: Literal["text", "json"] = "text"
+    """Lines for people, or one JSON object each."""
+
+    def configure(self) -> None:
+        from kvxfer.logs import configure_logging
+
+        configure_logging(self.log_level, self.log_format)

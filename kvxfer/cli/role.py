@@ -6,14 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvxfer.cli.connection import (
-    CaFileOption,
-    CertFileOption,
-    ControlPlaneOption,
-    KeyFileOption,
-    TokenFileOption,
-    connect,
-)
+from kvxfer.cli.connection import ControlPlane
+from kvxfer.cli.options import with_options
 from kvxfer.cli.output import out, show_json
 
 
@@ -21,16 +15,13 @@ def register(app: typer.Typer) -> None:
     app.command()(role)
 
 
+@with_options
 def role(
     instance_id: Annotated[str, typer.Argument(metavar="ID", show_default=False)],
     to: Annotated[
         Literal["prefill", "decode", "both"], typer.Argument(metavar="ROLE", show_default=False)
     ],
-    control_plane: ControlPlaneOption = None,
-    token_file: TokenFileOption = None,
-    ca_file: CaFileOption = None,
-    cert_file: CertFileOption = None,
-    key_file: KeyFileOption = None,
+    control_plane: ControlPlane,
     as_json: Annotated[bool, typer.Option("--json", help="Print the instance.")] = False,
 ) -> None:
     """Change an instance's role without a restart: prefill, decode or both.
@@ -41,7 +32,7 @@ def role(
 
     from kvxfer.instances import Role
 
-    with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
+    with control_plane.connect() as client:
         changed = client.change_role(instance_id, Role(to))
     if as_json:
         show_json(msgspec.to_builtins(changed))

@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import msgspec
 import typer
 
-from kvxfer.cli.connection import (
-    CaFileOption,
-    CertFileOption,
-    ControlPlaneOption,
-    KeyFileOption,
-    TokenFileOption,
-    connect,
-)
+from kvxfer.cli.connection import ControlPlane
+from kvxfer.cli.options import with_options
 from kvxfer.cli.output import out, show_json
 
 if TYPE_CHECKING:
@@ -38,16 +32,13 @@ def register(app: typer.Typer) -> None:
     app.add_typer(scale, name="scale")
 
 
+@with_options
 def plan(
-    control_plane: ControlPlaneOption = None,
-    token_file: TokenFileOption = None,
-    ca_file: CaFileOption = None,
-    cert_file: CertFileOption = None,
-    key_file: KeyFileOption = None,
+    control_plane: ControlPlane,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Show what the control plane's autoscaler would do now, and why. Nothing is applied."""
-    with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
+    with control_plane.connect() as client:
         now = client.scale_plan()
     if as_json:
         show_json(msgspec.to_builtins(now))

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
-from kvxfer.cli.process_logs import LogFormatOption, LogLevelOption
+from kvxfer.api.settings import Settings
+from kvxfer.cli.options import OptionsOf, with_options
+from kvxfer.cli.process_logs import Logs
 from kvxfer.cli.serving import (
     TRUST_PANEL,
     AllowAnonymousOption,
     HostOption,
     PortOption,
-    TlsCertOption,
-    TlsKeyOption,
+    Tls,
     UrlAsJsonOption,
     announcement,
     listen,
     require_server,
 )
-from kvxfer.errors import InvalidArgument
+from kvxfer.scheduler.lease_policy import LeasePolicy
 
 # A full collection walks over the records of the whole fleet while everybody waits: rarer ones
 # halve the p99 with 10,000 instances (docs/performance.md).
@@ -32,7 +33,9 @@ def register(app: typer.Typer) -> None:
     app.command()(serve)
 
 
+@with_options
 def serve(
+    *,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8080,
     cluster_key_file: Annotated[
@@ -48,12 +51,19 @@ def serve(
             "redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB.",
         ),
     ] = "embedded",
-    lease_seconds: Annotated[
-        float, typer.Option(help="A worker without a heartbeat for this long is gone.")
-    ] = 6.0,
-    transfer_seconds: Annotated[
-        float, typer.Option(help="How long a ticket is valid and its reservation counts.")
-    ] = 60.0,
+    lease: LeasePolicy,
+    given: Annotated[
+        dict[str, Any],
+        OptionsOf(
+            Settings,
+            without=(
+                *("cluster_key", "ticket_keys", "tokens"),
+                *("keepalive_seconds", "sweep_seconds", "retry_after_seconds"),
+            ),
+            panel=TRUST_PANEL,
+            transfer_seconds=typer.Option(),
+        ),
+    ],
     scaling_policy: Annotated[
         Path | None,
         typer.Option(
@@ -88,8 +98,7 @@ def serve(
             rich_help_panel=TRUST_PANEL,
         ),
     ] = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
+    certificate: Tls,
     tls_client_ca: Annotated[
         Path | None,
         typer.Option(
@@ -97,22 +106,7 @@ def serve(
             rich_help_panel=TRUST_PANEL,
         ),
     ] = None,
-    rate_limit: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Requests per second of one token at one address; 0 is no limit.",
-            rich_help_panel=TRUST_PANEL,
-        ),
-    ] = 2000.0,
-    max_body_bytes: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Of a request; block tables may have 1.5 MiB.", rich_help_panel=TRUST_PANEL
-        ),
-    ] = 1 << 20,
-    log_level: LogLevelOption = "warning",
-    log_format: LogFormatOption = "text",
+    logs: Logs,
     as_json: UrlAsJsonOption = False,
 ) -> None:
     """Start the control plane.
@@ -122,35 +116,27 @@ def serve(
     """
     require_server("the control plane")
     from kvxfer.api.app import create_app
-    from kvxfer.api.settings import Settings
     from kvxfer.cluster_key import read_cluster_key
-    from kvxfer.logs import configure_logging
     from kvxfer.scheduler.choice import make_leader, make_registry
     from kvxfer.scheduler.pairing_file import read_pairing_file
-    from kvxfer.scheduler.registry import LeasePolicy
     from kvxfer.scheduler.scaling.autoscaler import Autoscaler
     from kvxfer.scheduler.scaling.backends import make_backend
     from kvxfer.scheduler.scaling.policy_file import read_scaling_file
     from kvxfer.ticket import watch_ticket_keys
     from kvxfer.web.listener import url_of
     from kvxfer.web.server import Server
-    from kvxfer.web.tls import ServerTls
     from kvxfer.web.tokens import watch_tokens
 
-    configure_logging(log_level, log_format)
-    if tls_cert is None and (tls_key or tls_client_ca):
-        raise InvalidArgument("--tls-key and --tls-client-ca need --tls-cert")
+    logs.configure()
+    tls = certificate.read(tls_client_ca)
     settings = Settings(
         cluster_key=read_cluster_key(cluster_key_file),
         ticket_keys=None if ticket_keys_file is None else watch_ticket_keys(ticket_keys_file),
         tokens=None if tokens_file is None else watch_tokens(tokens_file),
-        transfer_seconds=transfer_seconds,
-        rate_limit=rate_limit,
-        max_body_bytes=max_body_bytes,
+        **given,
     )
-    tls = None if tls_cert is None else ServerTls(tls_cert, tls_key, tls_client_ca)
     scorer = None if pairing_policy is None else read_pairing_file(pairing_policy)
-    fleet = make_registry(registry, LeasePolicy(lease_seconds), scorer)
+    fleet = make_registry(registry, lease, scorer)
     scaling = None if scaling_policy is None else read_scaling_file(scaling_policy)
     listener = listen(
         host,

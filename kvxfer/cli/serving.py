@@ -5,34 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from socket import socket
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from kvxfer.cli.output import err, out
 from kvxfer.errors import InvalidArgument, NotBuilt
 
+if TYPE_CHECKING:
+    from kvxfer.web.tls import ServerTls
+
 TRUST_PANEL: Final = "Trust"
 _SERVER_PACKAGES: Final = ("fastapi", "prometheus_client", "structlog", "uvicorn")
 
 HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")]
-TlsCertOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Certificate chain, PEM: HTTPS. Read again when it changes.",
-        rich_help_panel=TRUST_PANEL,
-    ),
-]
-TlsKeyOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Its key.", show_default="in the certificate's file", rich_help_panel=TRUST_PANEL
-    ),
-]
 AllowAnonymousOption = Annotated[
     bool,
     typer.Option(
@@ -42,6 +33,30 @@ AllowAnonymousOption = Annotated[
     ),
 ]
 UrlAsJsonOption = Annotated[bool, typer.Option("--json", help="Print the URL as one line of JSON.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """The certificate of a server."""
+
+    tls_cert: Annotated[Path | None, typer.Option(rich_help_panel=TRUST_PANEL)] = None
+    """Certificate chain, PEM: HTTPS. Read again when it changes."""
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(show_default="in the certificate's file", rich_help_panel=TRUST_PANEL),
+    ] = None
+    """Its key."""
+
+    def read(self, client_ca: Path | None = None) -> ServerTls | None:
+        """None is HTTP. Raises InvalidArgument."""
+        from kvxfer.web.tls import ServerTls
+
+        if self.tls_cert is not None:
+            return ServerTls(self.tls_cert, self.tls_key, client_ca)
+        for option, file in (("--tls-key", self.tls_key), ("--tls-client-ca", client_ca)):
+            if file is not None:
+                raise InvalidArgument(f"{option} needs --tls-cert")
+        return None
 
 
 def require_server(what: str) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from kvxfer.cli.options import OptionsOf, with_options
+from kvxfer.scheduler.scaling.worker_model import WorkerModel
+from kvxfer.scheduler.simulator.asked import Asked
 
 _LOAD = "Load"
 _WORKERS = "Workers"
@@ -18,10 +22,28 @@ def register(app: typer.Typer) -> None:
     app.command("simulate")(simulate)
 
 
+@with_options
 def simulate(
-    instances: Annotated[
-        int, typer.Option(help="Instances of the fleet.", min=2, max=100_000)
-    ] = 100,
+    *,
+    asked: Annotated[
+        dict[str, Any],
+        OptionsOf(
+            Asked,
+            without=("policies",),
+            ttft_target=typer.Option("--slo-ttft"),
+            itl_target=typer.Option("--slo-itl"),
+            hours=typer.Option(show_default="24", rich_help_panel=_LOAD),
+            load=typer.Option(show_default="0.5", rich_help_panel=_LOAD),
+            rate=typer.Option(rich_help_panel=_LOAD),
+            prompt_tokens=typer.Option(show_default="2000", rich_help_panel=_LOAD),
+            output_tokens=typer.Option(show_default="250", rich_help_panel=_LOAD),
+            trace=typer.Option(rich_help_panel=_LOAD),
+            heartbeat_seconds=typer.Option(rich_help_panel=_WORKERS),
+            rack_size=typer.Option(show_default="all in one place", rich_help_panel=_WORKERS),
+            gpus=typer.Option(rich_help_panel=_WORKERS),
+            cost_per_hour=typer.Option(rich_help_panel=_WORKERS),
+        ),
+    ],
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -31,101 +53,19 @@ def simulate(
             show_default="fixed",
         ),
     ] = None,
-    slo_ttft: Annotated[float, typer.Option(help="Target of the TTFT, seconds.")] = 1.0,
-    slo_itl: Annotated[float, typer.Option(help="Target of the ITL, seconds.")] = 0.05,
-    seed: Annotated[int, typer.Option(help="Draws the requests.", min=0)] = 0,
-    detail: Annotated[
-        int,
-        typer.Option(
-            help="Requests that are simulated one by one at most; of more, windows are.", min=1000
+    workers: Annotated[
+        dict[str, Any],
+        OptionsOf(
+            WorkerModel,
+            without=("prefill_overhead",),
+            panel=_WORKERS,
+            prefill_tokens_per_second=typer.Option("--prefill-speed", rich_help_panel=_WORKERS),
+            batch=typer.Option(max=65_536, rich_help_panel=_WORKERS),
         ),
-    ] = 400_000,
-    hours: Annotated[
-        float | None,
-        typer.Option(
-            help="Length of the generated day.",
-            show_default="24",
-            max=24 * 31,
-            rich_help_panel=_LOAD,
-        ),
-    ] = None,
-    load: Annotated[
-        float | None,
-        typer.Option(
-            help="Mean load, as a part of what the instances can serve.",
-            show_default="0.5",
-            rich_help_panel=_LOAD,
-        ),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(help="Mean load in requests/s, instead of --load.", rich_help_panel=_LOAD),
-    ] = None,
-    prompt_tokens: Annotated[
-        float | None,
-        typer.Option(help="Mean prompt.", show_default="2000", min=1, rich_help_panel=_LOAD),
-    ] = None,
-    output_tokens: Annotated[
-        float | None,
-        typer.Option(help="Mean answer.", show_default="250", min=1, rich_help_panel=_LOAD),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Requests of a file instead: a CSV as of Azure's LLM inference traces, or JSON "
-            "lines as of Mooncake.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = None,
-    prefill_speed: Annotated[
-        float, typer.Option(help="Tokens/s of a prefill instance.", rich_help_panel=_WORKERS)
-    ] = 20_000.0,
+    ],
     prefill_overhead: Annotated[
         float, typer.Option(help="Seconds of a prompt beside that.", rich_help_panel=_WORKERS)
     ] = 0.01,
-    itl_base: Annotated[
-        float, typer.Option(help="Seconds of a decode step.", rich_help_panel=_WORKERS)
-    ] = 0.008,
-    itl_per_request: Annotated[
-        float,
-        typer.Option(help="Seconds more per request in the batch.", rich_help_panel=_WORKERS),
-    ] = 0.0004,
-    batch: Annotated[
-        int, typer.Option(help="Requests in a batch at most.", max=65_536, rich_help_panel=_WORKERS)
-    ] = 256,
-    kv_blocks: Annotated[
-        int, typer.Option(help="KV blocks of 16 tokens.", rich_help_panel=_WORKERS)
-    ] = 20_000,
-    kv_bytes_per_token: Annotated[
-        float, typer.Option(help="Bytes of KV cache per token.", rich_help_panel=_WORKERS)
-    ] = 131_072.0,
-    nics: Annotated[int, typer.Option(help="NICs of an instance.", rich_help_panel=_WORKERS)] = 1,
-    nic_gb_per_second: Annotated[
-        float, typer.Option(help="GB/s of a NIC.", rich_help_panel=_WORKERS)
-    ] = 42.5,
-    start_seconds: Annotated[
-        float,
-        typer.Option(help="From asked for to ready, when scaling.", rich_help_panel=_WORKERS),
-    ] = 60.0,
-    heartbeat_seconds: Annotated[
-        float,
-        typer.Option(help="Between heartbeats: a third of the lease.", rich_help_panel=_WORKERS),
-    ] = 2.0,
-    rack_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Instances per rack, for the distances of pairing.",
-            show_default="all in one place",
-            min=1,
-            rich_help_panel=_WORKERS,
-        ),
-    ] = None,
-    gpus: Annotated[
-        float, typer.Option(help="GPUs of an instance.", rich_help_panel=_WORKERS)
-    ] = 1.0,
-    cost_per_hour: Annotated[
-        float, typer.Option(help="What a GPU costs in an hour.", min=0, rich_help_panel=_WORKERS)
-    ] = 0.0,
     show_actions: Annotated[
         bool,
         typer.Option(
@@ -155,41 +95,13 @@ def simulate(
     from kvxfer.cli.simulation_report import report
     from kvxfer.scheduler.simulator.plot import check_plot, plot_course
     from kvxfer.scheduler.simulator.run import simulate as run
-    from kvxfer.scheduler.simulator.setup import Asked, prepare
+    from kvxfer.scheduler.simulator.setup import prepare
 
     if plot is not None:
         check_plot(plot)
     simulation, policies = prepare(
-        Asked(
-            instances=instances,
-            policies=tuple(policy or ["fixed"]),
-            hours=hours,
-            load=load,
-            rate=rate,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            trace=trace,
-            ttft_target=slo_ttft,
-            itl_target=slo_itl,
-            detail=detail,
-            heartbeat_seconds=heartbeat_seconds,
-            rack_size=rack_size,
-            gpus=gpus,
-            cost_per_hour=cost_per_hour,
-            seed=seed,
-        ),
-        {
-            "prefill_tokens_per_second": prefill_speed,
-            "prefill_overhead": prefill_overhead,
-            "itl_base": itl_base,
-            "itl_per_request": itl_per_request,
-            "batch": batch,
-            "kv_blocks": kv_blocks,
-            "kv_bytes_per_token": kv_bytes_per_token,
-            "nics": nics,
-            "nic_gb_per_second": nic_gb_per_second,
-            "start_seconds": start_seconds,
-        },
+        Asked(policies=tuple(policy or ["fixed"]), **asked),
+        {"prefill_overhead": prefill_overhead, **workers},
     )
     with _progress_bar(len(simulation.windows()) * len(policies)) as step:
         results = [run(simulation, each, step) for each in policies]

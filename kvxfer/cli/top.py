@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvxfer.cli.connection import (
-    CaFileOption,
-    CertFileOption,
-    ControlPlaneOption,
-    KeyFileOption,
-    TokenFileOption,
-    connect,
-)
+from kvxfer.cli.connection import ControlPlane
+from kvxfer.cli.options import with_options
 from kvxfer.cli.output import out, show_json
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 
@@ -27,7 +21,9 @@ def register(app: typer.Typer) -> None:
     app.command()(top)
 
 
+@with_options
 def top(
+    control_plane: ControlPlane,
     model: Annotated[str | None, typer.Option(help="Instances of this model.")] = None,
     role: Annotated[
         Literal["prefill", "decode", "both"] | None, typer.Option(help="Of this role.")
@@ -42,11 +38,6 @@ def top(
         float, typer.Option(min=0.2, max=3600, help="Seconds between two looks.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
-    control_plane: ControlPlaneOption = None,
-    token_file: TokenFileOption = None,
-    ca_file: CaFileOption = None,
-    cert_file: CertFileOption = None,
-    key_file: KeyFileOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Look once, and print all there is as JSON.")
     ] = False,
@@ -72,7 +63,7 @@ def top(
         host=host,
         limit=200,
     )
-    with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
+    with control_plane.connect() as client:
 
         def look() -> Overview:
             return client.send(calls.overview(query))

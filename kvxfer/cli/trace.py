@@ -6,14 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvxfer.cli.connection import (
-    CaFileOption,
-    CertFileOption,
-    ControlPlaneOption,
-    KeyFileOption,
-    TokenFileOption,
-    connect,
-)
+from kvxfer.cli.connection import ControlPlane
+from kvxfer.cli.options import with_options
 from kvxfer.cli.output import err, out, show_json
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 
@@ -30,21 +24,18 @@ def register(app: typer.Typer) -> None:
     app.command()(trace)
 
 
+@with_options
 def trace(
     request_id: Annotated[
         str, typer.Argument(metavar="REQUEST_ID", help="X-Request-ID of its answer, or a trace id.")
     ],
+    control_plane: ControlPlane,
     every: Annotated[
         bool, typer.Option("--all", help="A line for every span, however many are alike.")
     ] = False,
     wait: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for spans that are on their way.")
     ] = 5.0,
-    control_plane: ControlPlaneOption = None,
-    token_file: TokenFileOption = None,
-    ca_file: CaFileOption = None,
-    cert_file: CertFileOption = None,
-    key_file: KeyFileOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that is known.")] = False,
 ) -> None:
     """Draw the timeline of a request: router, ticket, prefill, each layer's write, decode.
@@ -56,7 +47,7 @@ def trace(
 
     from kvxfer.cli.timeline import timeline
 
-    with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
+    with control_plane.connect() as client:
         found = _when_whole(client, request_id, wait)
     if as_json:
         show_json(msgspec.to_builtins(found))

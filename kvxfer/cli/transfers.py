@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvxfer.cli.connection import (
-    CaFileOption,
-    CertFileOption,
-    ControlPlaneOption,
-    KeyFileOption,
-    TokenFileOption,
-    connect,
-)
+from kvxfer.cli.connection import ControlPlane
+from kvxfer.cli.options import with_options
 from kvxfer.cli.output import out, show_json, show_staleness
 from kvxfer.clock import SYSTEM_CLOCK
 
@@ -28,16 +22,13 @@ def register(app: typer.Typer) -> None:
     app.command()(transfers)
 
 
+@with_options
 def transfers(
+    control_plane: ControlPlane,
     instance: Annotated[
         str | None, typer.Option(metavar="ID", help="Transfers that this instance is a side of.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most so many.")] = 1000,
-    control_plane: ControlPlaneOption = None,
-    token_file: TokenFileOption = None,
-    ca_file: CaFileOption = None,
-    cert_file: CertFileOption = None,
-    key_file: KeyFileOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that is known.")] = False,
 ) -> None:
     """List the open transfers, the oldest first."""
@@ -45,7 +36,7 @@ def transfers(
 
     from kvxfer.client import calls
 
-    with connect(control_plane, token_file, ca_file, cert_file, key_file) as client:
+    with control_plane.connect() as client:
         answer = client.ask(calls.transfers(instance_id=instance, limit=limit))
     found = answer.value
     if as_json:

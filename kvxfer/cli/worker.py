@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvxfer.cli.connection import (
-    CaFileOption,
-    CertFileOption,
-    ControlPlaneOption,
-    KeyFileOption,
-    TokenFileOption,
-    credentials,
-)
+from kvxfer.cli.connection import ControlPlane
+from kvxfer.cli.options import OptionsOf, with_options
 from kvxfer.cli.output import out
-from kvxfer.cli.process_logs import LogFormatOption, LogLevelOption
+from kvxfer.cli.process_logs import Logs
 from kvxfer.errors import InvalidArgument, NotBuilt
+from kvxfer.reference.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from kvxfer.reference.worker.process import Ready
@@ -28,36 +22,28 @@ if TYPE_CHECKING:
 PACKAGES = ("fastapi", "uvicorn", "structlog", "torch", "safetensors")
 
 
-class WorkerRole(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
 def register(app: typer.Typer) -> None:
     app.command()(worker)
 
 
+@with_options
 def worker(
-    role: Annotated[WorkerRole, typer.Option(help="Which side of transfers it takes.")],
-    control_plane: ControlPlaneOption = None,
-    instance_id: Annotated[
-        str | None,
-        typer.Option(
-            envvar="KVXFER_INSTANCE_ID", help="Its name in the cluster.", show_default="made up"
+    *,
+    control_plane: ControlPlane,
+    given: Annotated[
+        dict[str, Any],
+        OptionsOf(
+            WorkerSettings,
+            without=(
+                *("cluster_key", "control_plane", "credentials", "ticket_keys"),
+                *("fabrics", "labels"),
+            ),
+            instance_id=typer.Option(envvar="KVXFER_INSTANCE_ID", show_default="made up"),
+            model=typer.Option(show_default="a small model with seeded weights and byte tokens"),
+            threads=typer.Option(show_default="torch's choice"),
+            peer_timeout=typer.Option(envvar="KVXFER_PEER_TIMEOUT"),
         ),
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on, and to be reached at.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of HTTP; 0 takes any free one.")] = 0,
-    blocks: Annotated[int, typer.Option(min=1, help="KV blocks, of 16 tokens each.")] = 1024,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            help="Hugging Face checkpoint folder of a Llama model.",
-            show_default="a small model with seeded weights and byte tokens",
-        ),
-    ] = None,
+    ],
     fabrics: Annotated[
         str | None,
         typer.Option(
@@ -65,22 +51,6 @@ def worker(
             show_default="all that this host has",
         ),
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch.", show_default="torch's choice")
-    ] = None,
-    peer_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0.2,  # two heartbeats
-            max=3600,
-            envvar="KVXFER_PEER_TIMEOUT",
-            help="Seconds without a heartbeat after which the other side counts as frozen; more "
-            "where cores are overcommitted.",
-        ),
-    ] = 0.7,
-    checksums: Annotated[
-        bool, typer.Option("--checksums", help="Check every transfer by a checksum of its blocks.")
-    ] = False,
     label: Annotated[
         list[str] | None,
         typer.Option(
@@ -99,12 +69,7 @@ def worker(
             show_default="one that follows from the cluster key",
         ),
     ] = None,
-    token_file: TokenFileOption = None,
-    ca_file: CaFileOption = None,
-    cert_file: CertFileOption = None,
-    key_file: KeyFileOption = None,
-    log_level: LogLevelOption = "warning",
-    log_format: LogFormatOption = "text",
+    logs: Logs,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print its addresses as one line of JSON.")
     ] = False,
@@ -123,32 +88,22 @@ def worker(
 
     cluster_key = read_cluster_key(cluster_key_file)
 
-    from kvxfer.instances import Role
-    from kvxfer.logs import configure_logging
-    from kvxfer.reference.worker.process import WorkerSettings, serve_worker
+    from kvxfer.reference.worker.process import serve_worker
     from kvxfer.ticket import watch_ticket_keys
 
-    configure_logging(log_level, log_format)
+    logs.configure()
     settings = WorkerSettings(
-        role=Role(role),
         cluster_key=cluster_key,
-        control_plane=control_plane,
-        credentials=credentials(token_file, ca_file, cert_file, key_file),
+        control_plane=control_plane.url,
+        credentials=control_plane.credentials(),
         ticket_keys=None if ticket_keys_file is None else watch_ticket_keys(ticket_keys_file),
-        instance_id=instance_id,
-        host=host,
-        port=port,
-        blocks=blocks,
-        model=model,
         fabrics=(
             None
             if fabrics is None
             else tuple(name.strip() for name in fabrics.split(",") if name.strip())
         ),
-        threads=threads,
-        peer_timeout=peer_timeout,
-        checksums=checksums,
         labels=dict(_label(text) for text in label or ()),
+        **given,
     )
 
     def announce(ready: Ready) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias
+
+from msgspec import Meta
 
 from kvxfer.errors import InvalidArgument
+from kvxfer.settings import Seconds, check_bounds
 from kvxfer.watched_file import WatchedFile
-from kvxfer.web.tokens import Tokens
+
+if TYPE_CHECKING:
+    from kvxfer.web.tokens import Tokens
 
 Handshake: TypeAlias = Literal["direct", "brokered"]
 
@@ -46,27 +51,28 @@ class RouterSettings:
     forward_headers: tuple[str, ...] = ()
     """Of a client's request, which workers get as they are."""
     handshake: Handshake = "direct"
-    """How workers exchange block tables: decode's engine sends them to prefill's, or they go by the
-    control plane."""
-    attempts: int = 4
-    """Pairs that a request may be tried on, at most 64."""
-    first_token_seconds: float = 30.0
-    """From a request's arrival: no attempt is begun later, and none waits longer."""
-    capacity_seconds: float = 5.0
-    """How long a request waits for a pair while there is none."""
-    token_seconds: float = 30.0
-    """A decode worker that is silent for so long between two tokens is given up."""
-    client_seconds: float = 60.0
-    """A client that takes nothing for so long is given up, and its request with it."""
-    max_requests: int = 1024
-    """Under way at once; the next one is answered 503."""
-    max_body_bytes: int = 4 << 20
-    bytes_per_token: float = 4.0
-    """What a prompt of text is taken to hold where its tokens are not known in time, for the blocks
-    that are reserved."""
-    tokenize_seconds: float = 0.05
-    """How long a request of text waits for a worker to say its tokens, which tell where they are
-    cached; 0 asks no worker."""
+    """How block tables get to prefill: from decode's engine, or by the control plane."""
+    attempts: Annotated[int, Meta(ge=1, le=64)] = 4  # `avoid` of POST /v1/transfers takes 64
+    """Pairs that a request may be tried on."""
+    first_token_seconds: Seconds = 30.0
+    """From a request's arrival to its first token, with all attempts."""
+    capacity_seconds: Seconds = 5.0
+    """A request waits so long for a pair before it is a 503."""
+    token_seconds: Seconds = 30.0
+    """A decode worker that sends no token for so long is given up."""
+    client_seconds: Seconds = 60.0
+    """A client that takes no token for so long is given up, and its request with it."""
+    stop_seconds: Annotated[int, Meta(ge=0)] = 30
+    """Told to stop, it lets requests under way go on for so long."""
+    max_requests: Annotated[int, Meta(ge=1)] = 1024
+    """Under way at once; the next one is a 503."""
+    max_body_bytes: Annotated[int, Meta(ge=1)] = 4 << 20
+    """Of a request."""
+    bytes_per_token: Annotated[float, Meta(gt=0)] = 4.0
+    """Of a text prompt whose tokens are not known in time, to reserve blocks by."""
+    tokenize_seconds: Annotated[float, Meta(ge=0)] = 0.05
+    """A text prompt waits so long for a worker to say its tokens, which tell where they are cached;
+    0 asks no worker."""
 
     def headers_for_workers(self) -> dict[str, str]:
         """What workers ask for."""
@@ -75,9 +81,7 @@ class RouterSettings:
         return {"Authorization": f"Bearer {self.worker_key.current}"}
 
     def __post_init__(self) -> None:
-        for name in ("attempts", "max_requests", "max_body_bytes"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(f"{name} is {getattr(self, name)}; use 1 or more")
+        check_bounds(self)
         for header in self.forward_headers:
             if header.lower() in _OWN_HEADERS:
                 raise InvalidArgument(
@@ -86,16 +90,3 @@ class RouterSettings:
                 )
             if not _HEADER.fullmatch(header):
                 raise InvalidArgument(f"{header!r} is no name of a header; use one like X-Tenant")
-        if self.attempts > 64:  # as many as `avoid` of POST /v1/transfers takes
-            raise InvalidArgument(f"attempts is {self.attempts}; use 64 or fewer")
-        for name in (
-            "first_token_seconds",
-            "capacity_seconds",
-            "token_seconds",
-            "client_seconds",
-            "bytes_per_token",
-        ):
-            if not getattr(self, name) > 0:
-                raise InvalidArgument(f"{name} is {getattr(self, name)}; use more than 0")
-        if not self.tokenize_seconds >= 0:
-            raise InvalidArgument(f"tokenize_seconds is {self.tokenize_seconds}; use 0 or more")

@@ -9,9 +9,9 @@ import msgspec
 from kvxfer.errors import ControlPlaneError
 from kvxfer.instances import InstanceState, Lease, Reserved, Role
 from kvxfer.scheduler import refusals
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry.records import reading
 from kvxfer.scheduler.redis_registry.scripts import Step
-from kvxfer.scheduler.registry import LeasePolicy
 
 
 def accepted(step: Step, answer: object, arguments: Sequence[str | bytes]) -> list[bytes]:

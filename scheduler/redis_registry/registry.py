@@ -25,6 +25,7 @@ from kvxfer.instances import (
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
 from kvxfer.scheduler import refusals
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.pairing import Pair
 from kvxfer.scheduler.redis_registry.answers import accepted, lease
 from kvxfer.scheduler.redis_registry.follower import Follower
@@ -41,7 +42,7 @@ from kvxfer.scheduler.redis_registry.records import (
 )
 from kvxfer.scheduler.redis_registry.scripts import Step
 from kvxfer.scheduler.redis_registry.url import RedisUrl
-from kvxfer.scheduler.registry import LeasePolicy, Registry, Statistics, TransferEnd
+from kvxfer.scheduler.registry import Registry, Statistics, TransferEnd
 from kvxfer.scheduler.scoring import Scorer
 from kvxfer.transfers import Transfer, TransferRequest
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvxfer.scheduler.scaling.decision import Decision, ScalingState, decide
+from kvxfer.scheduler.scaling.paper_fleet import PaperFleet
 from kvxfer.scheduler.scaling.policy import ScalingPolicy
 from kvxfer.scheduler.scaling.trace import Trace
-from kvxfer.scheduler.scaling.worker_model import PaperFleet, WorkerModel
+from kvxfer.scheduler.scaling.worker_model import WorkerModel
 
 _STEP: Final = 1.0
 

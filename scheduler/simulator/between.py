@@ -18,9 +18,10 @@ import numpy as np
 from kvxfer.instances import Role
 from kvxfer.scaling import ScalePlan
 from kvxfer.scheduler.scaling.decision import Decision, ScalingState, decide
+from kvxfer.scheduler.scaling.paper_fleet import PaperFleet, PaperState
 from kvxfer.scheduler.scaling.policy import ScalingPolicy
 from kvxfer.scheduler.scaling.trace import Load
-from kvxfer.scheduler.scaling.worker_model import PaperFleet, PaperState, WorkerModel
+from kvxfer.scheduler.scaling.worker_model import WorkerModel
 from kvxfer.scheduler.simulator.fleet import SimulatedFleet
 from kvxfer.scheduler.simulator.policies import Policy
 from kvxfer.scheduler.simulator.tally import Action, Window

@@ -14,7 +14,7 @@ from kvxfer.instances import InstanceSpec, InstanceState, Load, Role
 from kvxfer.layout import KvLayout
 from kvxfer.load_meter import LoadMeter
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from kvxfer.scheduler.registry import LeasePolicy
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.scaling.worker_model import BLOCK_TOKENS, WorkerModel
 from kvxfer.scheduler.scoring import Scorer
 from kvxfer.scheduler.simulator.tally import Window

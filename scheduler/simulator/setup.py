@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.scheduler.scaling.trace import Load
 from kvxfer.scheduler.scaling.worker_model import WorkerModel
+from kvxfer.scheduler.simulator.asked import Asked, option
 from kvxfer.scheduler.simulator.policies import Policy, capacity, read_policy
 from kvxfer.scheduler.simulator.run import Simulation
 from kvxfer.scheduler.simulator.trace_files import read_requests
@@ -22,48 +20,6 @@ _HOURS, _LOAD, _PROMPT_TOKENS, _OUTPUT_TOKENS = 24.0, 0.5, 2000.0, 250.0
 _MOST_REQUESTS: Final = 1_000_000
 # What a policy begins with is sized by these.
 _FIRST_SECONDS: Final = 600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """None: the default, where there is one."""
-
-    instances: int
-    policies: tuple[str, ...] = ("fixed",)
-    hours: float | None = None
-    load: float | None = None
-    rate: float | None = None
-    prompt_tokens: float | None = None
-    output_tokens: float | None = None
-    trace: Path | None = None
-    ttft_target: float = 1.0
-    itl_target: float = 0.05
-    detail: int = 400_000
-    heartbeat_seconds: float = 2.0
-    rack_size: int | None = None
-    gpus: float = 1.0
-    cost_per_hour: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raises InvalidArgument that names the option."""
-        for name, option in (
-            ("ttft_target", "slo_ttft"),
-            ("itl_target", "slo_itl"),
-            *((same, same) for same in ("hours", "load", "rate", "heartbeat_seconds", "gpus")),
-        ):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InvalidArgument(f"{_option(option)} is {value}; write a number above 0")
-        if self.load is not None and self.rate is not None:
-            raise InvalidArgument("--load and --rate are two names for one thing; write one")
-        if self.trace is not None:
-            for name in ("hours", "load", "rate", "prompt_tokens", "output_tokens"):
-                if getattr(self, name) is not None:
-                    raise InvalidArgument(
-                        f"{_option(name)} is {getattr(self, name)}, but --trace says what comes "
-                        "in; leave one of them out"
-                    )
 
 
 def prepare(asked: Asked, workers: Mapping[str, Any]) -> tuple[Simulation, list[Policy]]:
@@ -130,8 +86,4 @@ def _model(workers: Mapping[str, Any]) -> WorkerModel:
         return WorkerModel(**workers)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
-        raise InvalidArgument(f"{_option(_OPTIONS.get(name, name))} {rest}") from error
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+        raise InvalidArgument(f"{option(_OPTIONS.get(name, name))} {rest}") from error

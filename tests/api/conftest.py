@@ -11,8 +11,9 @@ from msgspec import json
 from kvxfer.api.app import create_app
 from kvxfer.api.settings import Settings
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
-from kvxfer.scheduler.registry import LeasePolicy, Registry
+from kvxfer.scheduler.registry import Registry
 from tests.control_plane import calling
 from tests.virtual_time import VirtualClock
 from verify.control_plane import CLUSTER_KEY, worker

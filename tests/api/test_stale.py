@@ -13,8 +13,8 @@ import pytest
 
 from kvxfer.client import ControlPlaneClient, Registration
 from kvxfer.clock import SYSTEM_CLOCK
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
-from kvxfer.scheduler.registry import LeasePolicy
 from verify.control_plane import RunningControlPlane, worker
 from verify.polling import PATIENCE, eventually
 from verify.redis_server import RedisServer

@@ -12,8 +12,9 @@ import pytest
 
 from kvxfer.event_stream import EventParser, ServerSentEvent
 from kvxfer.instances import Change, Snapshot
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
-from kvxfer.scheduler.registry import LeasePolicy, Registry
+from kvxfer.scheduler.registry import Registry
 from tests.control_plane import pass_time
 from verify.control_plane import RunningControlPlane
 from verify.polling import PATIENCE, eventually

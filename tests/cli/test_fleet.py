@@ -19,8 +19,8 @@ import pytest
 
 from kvxfer.client import ControlPlaneClient, Registration, SyncControlPlaneClient
 from kvxfer.instances import Instance, InstanceState, Load, Role, Snapshot
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
-from kvxfer.scheduler.registry import LeasePolicy
 from kvxfer.web.tokens import watch_tokens
 from tests.virtual_time import VirtualClock
 from verify.control_plane import RunningControlPlane, worker

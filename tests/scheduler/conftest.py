@@ -7,8 +7,9 @@ import pytest
 
 from kvxfer.instances import InstanceState, Lease, Role
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
-from kvxfer.scheduler.registry import LeasePolicy, Registry
+from kvxfer.scheduler.registry import Registry
 from tests.control_plane import pass_time
 from tests.virtual_time import VirtualClock
 from verify.control_plane import worker

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvxfer.scheduler.ending import end
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
-from kvxfer.scheduler.registry import LeasePolicy
 from tests.virtual_time import VirtualClock
 from verify.polling import PATIENCE, eventually
 from verify.redis_server import RedisServer

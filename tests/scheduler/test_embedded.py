@@ -6,7 +6,7 @@ from kvxfer.errors import ControlPlaneUnavailable, UnknownBlockTable
 from kvxfer.instances import InstanceState, Role
 from kvxfer.scheduler.choice import EMBEDDED, make_registry
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from kvxfer.scheduler.registry import LeasePolicy
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
 from tests.virtual_time import passes

@@ -7,8 +7,8 @@ import pytest
 from kvxfer.errors import InvalidArgument, NotBuilt
 from kvxfer.scheduler import choice
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry.url import RedisUrl
-from kvxfer.scheduler.registry import LeasePolicy
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from kvxfer.instances import (
     Role,
     Snapshot,
 )
-from kvxfer.scheduler.registry import LeasePolicy, Registry, TransferEnd
+from kvxfer.scheduler.lease_policy import LeasePolicy
+from kvxfer.scheduler.registry import Registry, TransferEnd
 from kvxfer.transfers import Party, Transfer
 from verify.control_plane import worker
 

@@ -8,17 +8,15 @@ import json
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from kvxfer.checkpoint_digest import digest_of_folder
-from kvxfer.client import ControlPlaneClient, Credentials, Registration
-from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
-from kvxfer.errors import InvalidArgument
+from kvxfer.client import ControlPlaneClient, Registration
 from kvxfer.instances import InstanceSpec, InstanceState, Role
 from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvLayout, ModelIdentity
 from kvxfer.kv.messages import VERSIONS
@@ -30,46 +28,11 @@ from kvxfer.reference.worker.compute import ComputeThread
 from kvxfer.reference.worker.http_server import HttpServer
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.service import WorkerService
-from kvxfer.ticket import TicketKeys
+from kvxfer.reference.worker.settings import WorkerSettings
 from kvxfer.tracing.setup import tracing
-from kvxfer.watched_file import WatchedFile
 from kvxfer.web.listener import bind, url_of
 
 _CONNECT_SECONDS: Final = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """What an operator can set about a worker."""
-
-    role: Role
-    cluster_key: bytes = field(repr=False)
-    control_plane: str | None = None
-    """URL; None takes what `ControlPlaneClient` takes."""
-    credentials: Credentials | None = None
-    """What the control plane asks for; None takes those of the environment."""
-    ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
-    """Verify the tickets; None takes the key that follows from the cluster key."""
-    instance_id: str | None = None
-    """None makes one up."""
-    host: str = "127.0.0.1"
-    """Where HTTP and the engine listen, and where others find them."""
-    port: int = 0
-    """Of HTTP; 0 takes any free one."""
-    blocks: int = 1024
-    """KV blocks of 16 tokens."""
-    model: Path | None = None
-    """Checkpoint folder; None runs the demo model."""
-    fabrics: tuple[str, ...] | None = None
-    """None takes all that this host has."""
-    threads: int | None = None
-    """Of torch; None takes torch's own choice."""
-    peer_timeout: float = DEFAULT_PEER_TIMEOUT
-    """Seconds without a heartbeat after which the other side counts as frozen."""
-    checksums: bool = False
-    """Every transfer is checked by a checksum of its blocks, whatever the other side's setting."""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Where it runs; `host` is this host's name where it is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +61,10 @@ async def serve_worker(settings: WorkerSettings, announce: Callable[[Ready], Non
 
 
 async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) -> None:
-    if settings.role is Role.BOTH:
-        raise InvalidArgument("a worker of this engine is prefill or decode, not both")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    instance_id = settings.instance_id or f"{settings.role}-{secrets.token_hex(4)}"
+    role = Role(settings.role)
+    instance_id = settings.instance_id or f"{role}-{secrets.token_hex(4)}"
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(bind(settings.host, settings.port))
         model, tokenizer = load_model(settings.model)
@@ -148,14 +110,12 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
                 credentials=settings.credentials,
             )
         )
-        service = WorkerService(settings.role, runner, cache, pool, endpoint, engine, compute)
+        service = WorkerService(role, runner, cache, pool, endpoint, engine, compute)
         server = HttpServer(make_app(service, tracer))
-        ready = Ready(
-            instance_id, settings.role, model.config.name, url_of(listener), engine.address
-        )
+        ready = Ready(instance_id, role, model.config.name, url_of(listener), engine.address)
         spec = InstanceSpec(
             instance_id=instance_id,
-            role=settings.role,
+            role=role,
             model=model.config.name,
             engine_address=engine.address,
             http_address=ready.http_address,

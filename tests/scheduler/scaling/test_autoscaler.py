@@ -13,8 +13,8 @@ from kvxfer.instances import InstanceState, Load, Role
 from kvxfer.scaling import ScalePlan
 from kvxfer.scheduler.choice import make_leader
 from kvxfer.scheduler.embedded import EmbeddedRegistry
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
-from kvxfer.scheduler.registry import LeasePolicy
 from kvxfer.scheduler.scaling.autoscaler import Autoscaler
 from kvxfer.scheduler.scaling.backend import Fence, ScalingBackend
 from kvxfer.scheduler.scaling.kubernetes import KubernetesBackend

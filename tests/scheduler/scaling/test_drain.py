@@ -10,7 +10,7 @@ import pytest
 from kvxfer.errors import ControlPlaneUnavailable
 from kvxfer.instances import Instance, InstanceState, Lease, Load
 from kvxfer.scheduler.embedded import EmbeddedRegistry
-from kvxfer.scheduler.registry import LeasePolicy
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.scaling.drain import drain
 from tests.virtual_time import VirtualClock, passes
 from verify.control_plane import worker

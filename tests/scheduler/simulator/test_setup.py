@@ -7,8 +7,9 @@ import pytest
 from kvxfer.errors import InvalidArgument
 from kvxfer.scheduler.scaling.trace import Load
 from kvxfer.scheduler.scaling.worker_model import WorkerModel
+from kvxfer.scheduler.simulator.asked import Asked
 from kvxfer.scheduler.simulator.policies import capacity
-from kvxfer.scheduler.simulator.setup import Asked, prepare
+from kvxfer.scheduler.simulator.setup import prepare
 
 
 def test_a_fleet_is_split_so_that_both_sides_reach_their_limits_together():

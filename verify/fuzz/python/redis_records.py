@@ -16,11 +16,11 @@ import msgspec
 from kvxfer.errors import ControlPlaneError, ControlPlaneUnavailable, KvxferError
 from kvxfer.instances import ChangeCause, InstanceSpec, InstanceState, Role
 from kvxfer.layout import KvLayout
+from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import records
 from kvxfer.scheduler.redis_registry.answers import accepted, lease
 from kvxfer.scheduler.redis_registry.mirror import LogBroken, Mirror
 from kvxfer.scheduler.redis_registry.snapshot import load
-from kvxfer.scheduler.registry import LeasePolicy
 from kvxfer.scheduler.scaling.redis_leader import _token
 from kvxfer.transfers import Party, Transfer, TransferRequest
 from verify.fuzz.python.choices import Choices

@@ -1,0 +1,56 @@
+"""What an operator can set about a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from msgspec import Meta
+
+from kvxfer.settings import check_bounds
+
+if TYPE_CHECKING:
+    from kvxfer.client import Credentials
+    from kvxfer.ticket import TicketKeys
+    from kvxfer.watched_file import WatchedFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Raises InvalidArgument for what cannot be meant."""
+
+    role: Literal["prefill", "decode"]
+    """Which side of transfers it takes."""
+    cluster_key: bytes = field(repr=False)
+    control_plane: str | None = None
+    """URL; None takes what `ControlPlaneClient` takes."""
+    credentials: Credentials | None = None
+    """What the control plane asks for; None takes those of the environment."""
+    ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
+    """Verify the tickets; None takes the key that follows from the cluster key."""
+    instance_id: str | None = None  # made up
+    """Its name in the cluster."""
+    host: str = "127.0.0.1"
+    """Address to listen on, and to be reached at."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Of HTTP; 0 takes any free one."""
+    blocks: Annotated[int, Meta(ge=1)] = 1024
+    """KV blocks, of 16 tokens each."""
+    model: Path | None = None  # the demo model
+    """Hugging Face checkpoint folder of a Llama model."""
+    fabrics: tuple[str, ...] | None = None
+    """What the engine may use; None takes all that this host has."""
+    threads: Annotated[int, Meta(ge=1)] | None = None  # torch's choice
+    """Threads of torch."""
+    peer_timeout: Annotated[float, Meta(ge=0.2, le=3600)] = 0.7  # two heartbeats at least
+    """Seconds without a heartbeat after which the other side counts as frozen; more where cores are
+    overcommitted."""
+    checksums: bool = False
+    """Check every transfer by a checksum of its blocks, whatever the other side's setting."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Where it runs; `host` is this host's name where it is left out."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)

@@ -1,0 +1,65 @@
+"""Settings are refused beyond the bounds that their annotations say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import pytest
+from msgspec import Meta
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.settings import Seconds, check_bounds, members
+
+if TYPE_CHECKING:
+    from kvxfer.nowhere import Secret  # type: ignore[import-not-found]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Things:
+    secret: Secret | None = None
+    count: Annotated[int, Meta(ge=1, le=64)] = 4
+    threads: Annotated[int, Meta(ge=1)] | None = None
+    seconds: Seconds = 1.0
+    part: Annotated[float, Meta(lt=1)] = 0.5
+    side: Literal["left", "right"] = "left"
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+def test_what_is_within_the_bounds_is_taken() -> None:
+    Things()
+    Things(count=64, threads=1, seconds=1e-9, side="right")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"count": 0}, "count is 0; use 1 or more"),
+        ({"count": 65}, "count is 65; use 64 or less"),
+        ({"threads": 0}, "threads is 0; use 1 or more"),
+        ({"seconds": 0.0}, "seconds is 0.0; use more than 0"),
+        ({"seconds": float("nan")}, "seconds is nan; use more than 0"),
+        ({"part": 1.0}, "part is 1.0; use less than 1"),
+        ({"side": "both"}, "side is both; use left or right"),
+    ],
+)
+def test_what_is_beyond_them_is_refused_by_name_value_and_remedy(
+    given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        Things(**given)
+    assert str(refused.value) == told
+
+
+def test_types_come_without_notes_and_without_those_of_type_checkers() -> None:
+    found = members(Things)
+    assert {name: member.type for name, member in found.items()} == {
+        "count": int,
+        "threads": int | None,
+        "seconds": float,
+        "part": float,
+        "side": Literal["left", "right"],
+    }
+    assert list(found["count"].bounds()) == [("ge", 1), ("le", 64)]
