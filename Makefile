@@ -48,7 +48,7 @@ bench:
 
 bench-control:
 	@scripts/setup test
-	@scripts/bench-control
+	@PYTHONPATH=$(CURDIR) $(VENV)/python -m benchmarks.control $(BENCH)
 
 bench-vllm:
 	@scripts/setup test
@@ -66,12 +66,12 @@ fuzz:
 
 model:
 	@scripts/setup test
-	@scripts/model
+	@$(VENV)/python -m verify.model
 
 # Workers and their network, then the control plane.
 chaos:
 	@scripts/setup verbs
-	@scripts/chaos $(if $(ROUNDS),--rounds $(ROUNDS))
+	@PATH=$$PATH:/usr/sbin:/sbin $(VENV)/python -m verify.faults $(if $(ROUNDS),--rounds $(ROUNDS))
 	@scripts/chaos-control
 
 chaos-control:
@@ -84,7 +84,7 @@ chaos-vllm:
 
 soak:
 	@scripts/setup test
-	@scripts/soak --minutes $(or $(MINUTES),5)
+	@$(VENV)/python -m verify.faults.soak --minutes $(or $(MINUTES),5)
 
 attack:
 	@scripts/setup test
@@ -93,7 +93,7 @@ attack:
 # SEEDS=… of a fleet on virtual time; SIMULATE="--json" and the like for the rest.
 simulate:
 	@scripts/setup test
-	@scripts/simulate --seeds $(or $(SEEDS),100000) $(SIMULATE)
+	@$(VENV)/python -m verify.simulation --seeds $(or $(SEEDS),100000) $(SIMULATE)
 
 helm-test:
 	@scripts/setup test
