@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, Unpack
 
@@ -12,7 +12,7 @@ from kvxfer.engine.callback import logger, tell
 from kvxfer.engine.counter import Counter
 from kvxfer.engine.memory import Memory, MemoryRegion, register
 from kvxfer.engine.native import error_of, native, translated
-from kvxfer.engine.operation import Operation
+from kvxfer.engine.operation import Operation, Submitted
 from kvxfer.engine.options import EngineOptions, native_fabrics
 from kvxfer.engine.peer import Peer
 from kvxfer.engine.watcher import Watcher
@@ -215,16 +215,9 @@ class Engine:
 
     # --- operations
 
-    def submit(self, call: Callable[[native.TransferEngine], tuple[int, int, int]]) -> Operation:
-        """Runs a native submission and tracks its operation. Any thread."""
-        return self.submit_all(lambda native: [call(native)])[0]
-
-    def submit_all(
-        self, call: Callable[[native.TransferEngine], list[tuple[int, int, int]]]
-    ) -> list[Operation]:
-        """The same for one that submits several operations."""
-        with translated():
-            operations = [Operation(self.native, *each) for each in call(self.native)]
+    def track(self, submitted: Sequence[Submitted]) -> list[Operation]:
+        """The operations of what the native engine has taken. Any thread."""
+        operations = [Operation(self.native, *each) for each in submitted]
         early: list[tuple[Operation, Exception | None]] = []
         with self._lock:
             for operation in operations:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from typing import TypeAlias
 
 from kvxfer.engine.callback import tell
 from kvxfer.engine.native import native
+
+Submitted: TypeAlias = tuple[int, int, int]
+"""What the native engine says of an operation that it has taken: id, writes and bytes."""
 
 
 class Operation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvxfer.engine.callback import tell
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvxfer._native import TransferEngine
     from kvxfer.engine.counter import Counter
     from kvxfer.engine.memory import Memory, MemoryRegion
-    from kvxfer.engine.operation import Operation
+    from kvxfer.engine.operation import Operation, Submitted
     from kvxfer.engine.watcher import WatchFor
 
 
@@ -23,8 +23,8 @@ class PeerEngine(Protocol):
 
     native: TransferEngine
 
-    def submit(self, call: Callable[[TransferEngine], tuple[int, int, int]]) -> Operation:
-        """Runs a native submission and tracks its operation. Any thread."""
+    def track(self, submitted: Sequence[Submitted]) -> list[Operation]:
+        """The operations of what the native engine has taken. Any thread."""
 
     def alloc(self, nbytes: int) -> Memory: ...
 
@@ -79,8 +79,9 @@ class Peer:
         until the watcher has reached the value.
         Raises OutOfBounds, UnknownRegion, Backpressure, or the reason why the peer is lost.
         """
-        return self._submit(
-            lambda native: native.write(
+        self.require_connected()
+        with translated():
+            submitted = self.engine.native.write(
                 self.id,
                 src.handle,
                 dst,
@@ -92,7 +93,7 @@ class Peer:
                 nic=nic,
                 after=after,
             )
-        )
+        return self.engine.track([submitted])[0]
 
     def write_pages(
         self,
@@ -118,8 +119,9 @@ class Peer:
         length. One call for all pages of a layer: 100,000 pages are one native crossing. See
         write() for the rest.
         """
-        return self._submit(
-            lambda native: native.write_pages(
+        self.require_connected()
+        with translated():
+            submitted = self.engine.native.write_pages(
                 self.id,
                 src.handle,
                 dst,
@@ -135,7 +137,7 @@ class Peer:
                 nic=nic,
                 after=after,
             )
-        )
+        return self.engine.track([submitted])[0]
 
     def write_imm(
         self,
@@ -146,11 +148,12 @@ class Peer:
         after: WatchFor | None = None,
     ) -> Operation:
         """Counts one at the receiver, without any bytes."""
-        return self._submit(
-            lambda native: native.write_imm(
+        self.require_connected()
+        with translated():
+            submitted = self.engine.native.write_imm(
                 self.id, imm, timeout=timeout or 0.0, nic=nic, after=after
             )
-        )
+        return self.engine.track([submitted])[0]
 
     def send(self, data: bytes) -> None:
         """Sends a message of at most 1 MiB: ordered among messages, not among writes. That it was
@@ -211,10 +214,6 @@ class Peer:
         callbacks, self._on_lost = self._on_lost, []
         for callback in callbacks:
             tell(callback, self)
-
-    def _submit(self, call: Callable[[TransferEngine], tuple[int, int, int]]) -> Operation:
-        self.require_connected()
-        return self.engine.submit(call)
 
     def require_connected(self) -> None:
         """Raises the reason why the peer is lost, if it is."""

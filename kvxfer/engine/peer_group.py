@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kvxfer.engine.native import translated
 from kvxfer.engine.operation_group import OperationGroup
 from kvxfer.errors import InvalidArgument
 
@@ -59,21 +60,19 @@ class PeerGroup:
         for all.
         """
         ids = self._connected()
-        return OperationGroup(
-            self._engine.submit_all(
-                lambda native: native.scatter(
-                    src.handle,
-                    ids,
-                    dst,
-                    source_offsets=_integers(src_offsets),
-                    destination_offsets=_integers(dst_offsets),
-                    lengths=_integers(lengths),
-                    imm=imm,
-                    timeout=timeout or 0.0,
-                    after=after,
-                )
+        with translated():
+            submitted = self._engine.native.scatter(
+                src.handle,
+                ids,
+                dst,
+                source_offsets=_integers(src_offsets),
+                destination_offsets=_integers(dst_offsets),
+                lengths=_integers(lengths),
+                imm=imm,
+                timeout=timeout or 0.0,
+                after=after,
             )
-        )
+        return OperationGroup(self._engine.track(submitted))
 
     def barrier(
         self, imm: int, *, timeout: float | None = None, after: WatchFor | None = None
@@ -81,11 +80,9 @@ class PeerGroup:
         """Counts one at every peer, without any bytes: its part of a barrier in which each waits
         for as many as there are others."""
         ids = self._connected()
-        return OperationGroup(
-            self._engine.submit_all(
-                lambda native: native.barrier(ids, imm, timeout=timeout or 0.0, after=after)
-            )
-        )
+        with translated():
+            submitted = self._engine.native.barrier(ids, imm, timeout=timeout or 0.0, after=after)
+        return OperationGroup(self._engine.track(submitted))
 
     def _connected(self) -> list[int]:
         for peer in self.peers:

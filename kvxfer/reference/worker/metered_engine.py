@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Self
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.engine import Engine, Operation, OperationGroup
-from kvxfer.engine.native import native
+from kvxfer.engine.operation import Submitted
 from kvxfer.errors import EngineError
 
 
@@ -41,18 +41,12 @@ class MeteredEngine(Engine):
             running = self.clock.monotonic() - self._busy_since if self._under_way else 0.0
             return self._busy + running
 
-    def submit_all(
-        self, call: Callable[[native.TransferEngine], list[tuple[int, int, int]]]
-    ) -> list[Operation]:
+    def track(self, submitted: Sequence[Submitted]) -> list[Operation]:
+        operations = super().track(submitted)
         with self._meter:
             if not self._under_way:
                 self._busy_since = self.clock.monotonic()
             self._under_way += 1
-        try:
-            operations = super().submit_all(call)
-        except BaseException:
-            self._ended()
-            raise
         self._loop_of_tasks.call_soon_threadsafe(self._watch, OperationGroup(operations))
         return operations
 
