@@ -204,4 +204,4 @@ def test_serve_needs_the_certificate_to_the_key(certificates):
         check=False,
     )
     assert ended.returncode == 1
-    assert "need --tls-cert" in ended.stderr
+    assert "needs --tls-cert" in ended.stderr
