@@ -1,8 +1,9 @@
 """Runs everything that takes long, one step after the other, and says what each step proved.
 
-`make verify` calls it; two cores take about two hours. Each step's make target searches longer
-where it is given more: `make simulate SEEDS=1000000`. A step that has passed on this very tree is not run again, so a run that was
-interrupted goes on where it stopped. Logs and results are in build/verify.
+`make verify` calls it; two cores take about two hours. The make target of a step searches longer
+where it is given more, as in `make simulate SEEDS=1000000`. A step that has passed on this very
+tree is not run again, so a run that was interrupted goes on where it stopped. Logs and results are
+in build/verify.
 """
 
 from __future__ import annotations
