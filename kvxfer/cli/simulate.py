@@ -11,7 +11,7 @@ import typer
 
 from kvxfer.cli.options import OptionsOf, with_options
 from kvxfer.scheduler.scaling.worker_model import WorkerModel
-from kvxfer.scheduler.simulator.asked import Asked
+from kvxfer.scheduler.simulator.settings import SimulationSettings
 
 _LOAD = "Load"
 _WORKERS = "Workers"
@@ -28,7 +28,7 @@ def simulate(
     asked: Annotated[
         dict[str, Any],
         OptionsOf(
-            Asked,
+            SimulationSettings,
             without=("policies",),
             ttft_target=typer.Option("--slo-ttft"),
             itl_target=typer.Option("--slo-itl"),
@@ -100,7 +100,7 @@ def simulate(
     if plot is not None:
         check_plot(plot)
     simulation, policies = prepare(
-        Asked(policies=tuple(policy or ["fixed"]), **asked),
+        SimulationSettings(policies=tuple(policy or ["fixed"]), **asked),
         {"prefill_overhead": prefill_overhead, **workers},
     )
     with _progress_bar(len(simulation.windows()) * len(policies)) as step:

@@ -8,9 +8,9 @@ from typing import Any, Final
 from kvxfer.errors import InvalidArgument
 from kvxfer.scheduler.scaling.trace import Load
 from kvxfer.scheduler.scaling.worker_model import WorkerModel
-from kvxfer.scheduler.simulator.asked import Asked, option
 from kvxfer.scheduler.simulator.policies import Policy, capacity, read_policy
 from kvxfer.scheduler.simulator.run import Simulation
+from kvxfer.scheduler.simulator.settings import SimulationSettings, option
 from kvxfer.scheduler.simulator.trace_files import read_requests
 from kvxfer.scheduler.simulator.workload import GeneratedDay, Workload
 
@@ -22,7 +22,9 @@ _MOST_REQUESTS: Final = 1_000_000
 _FIRST_SECONDS: Final = 600.0
 
 
-def prepare(asked: Asked, workers: Mapping[str, Any]) -> tuple[Simulation, list[Policy]]:
+def prepare(
+    asked: SimulationSettings, workers: Mapping[str, Any]
+) -> tuple[Simulation, list[Policy]]:
     """Raises InvalidArgument."""
     model = _model(workers)
     workload: Workload

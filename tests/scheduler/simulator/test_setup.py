@@ -7,8 +7,8 @@ import pytest
 from kvxfer.errors import InvalidArgument
 from kvxfer.scheduler.scaling.trace import Load
 from kvxfer.scheduler.scaling.worker_model import WorkerModel
-from kvxfer.scheduler.simulator.asked import Asked
 from kvxfer.scheduler.simulator.policies import capacity
+from kvxfer.scheduler.simulator.settings import SimulationSettings
 from kvxfer.scheduler.simulator.setup import prepare
 
 
@@ -27,7 +27,7 @@ def test_a_fleet_is_split_so_that_both_sides_reach_their_limits_together():
 
 
 def test_the_load_is_a_part_of_what_the_fleet_can_serve():
-    simulation, (policy,) = prepare(Asked(instances=50, load=0.4, hours=24), {})
+    simulation, (policy,) = prepare(SimulationSettings(instances=50, load=0.4, hours=24), {})
     can = capacity(simulation.model, Load(0.0, 2000, 250), itl_target=0.05)
     rate = simulation.workload.expected(0, 86_400) / 86_400
     assert rate == pytest.approx(0.4 * can.of(policy.prefill, policy.decode), rel=0.05)
@@ -38,7 +38,7 @@ def test_policies_side_by_side(tmp_path):
     scaling.write_text("interval = 7.0\n[prefill]\nmax = 5\n")
     pairing.write_text("[weights]\ndistance = 3.0\n")
     texts = ("fixed=3:4", "scaling=default", f"scaling={scaling},pairing={pairing}")
-    _, (fixed, default, files) = prepare(Asked(instances=80, policies=texts), {})
+    _, (fixed, default, files) = prepare(SimulationSettings(instances=80, policies=texts), {})
     assert (fixed.prefill, fixed.decode, fixed.scaling) == (3, 4, None)
     assert default.scaling is not None
     assert default.scaling.prefill.max + default.scaling.decode.max == 80
@@ -68,14 +68,14 @@ def test_policies_side_by_side(tmp_path):
 )
 def test_what_cannot_be_meant_is_refused_by_name(asked, workers, words):
     with pytest.raises(InvalidArgument) as refused:
-        prepare(Asked(instances=10, **asked), workers)
+        prepare(SimulationSettings(instances=10, **asked), workers)
     assert words in str(refused.value)
 
 
 def test_a_trace_says_what_comes_in(tmp_path):
     trace = tmp_path / "t.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n")
-    simulation, _ = prepare(Asked(instances=2, trace=trace), {})
+    simulation, _ = prepare(SimulationSettings(instances=2, trace=trace), {})
     assert simulation.workload.expected(0, 10) == 1
     with pytest.raises(InvalidArgument, match=r"--rate is 3.0, but --trace says what comes in"):
-        Asked(instances=2, trace=trace, rate=3.0)
+        SimulationSettings(instances=2, trace=trace, rate=3.0)

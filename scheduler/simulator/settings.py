@@ -1,4 +1,4 @@
-"""What a simulation is asked for, and how the command line names it."""
+"""What a simulation may be given, and how the command line names it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvxfer.settings import check_bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SimulationSettings:
     """None: the default, where there is one."""
 
     instances: Annotated[int, Meta(ge=2, le=100_000)] = 100
