@@ -53,7 +53,8 @@ class Child:
         self._output = asyncio.gather(self._read_stdout(), self._read_stderr())
         # Cancelled on exit, and nobody waits for it then.
         self._output.add_done_callback(lambda output: output.cancelled() or output.exception())
-        self._exit = asyncio.create_task(self._exited())
+        # At once: a signal to a process that has exited reaps it, and its id is gone.
+        self._exit = asyncio.create_task(self._exited(os.pidfd_open(self._process.pid)))
         return self
 
     async def __aexit__(
@@ -134,10 +135,9 @@ class Child:
             start_new_session=True,
         )
 
-    async def _exited(self) -> int:
+    async def _exited(self, pidfd: int) -> int:
         """The exit code, once the process has exited."""
         loop, exited = asyncio.get_running_loop(), asyncio.Event()
-        pidfd = os.pidfd_open(self._process.pid)
         loop.add_reader(pidfd, exited.set)
         try:
             await exited.wait()

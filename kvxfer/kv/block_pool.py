@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 BlockIds: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
-"""Block ids, int32: [blocks], or [KV cache groups, blocks] where each group has ids of its own."""
+"""Block ids, int32: [blocks], or [KV cache groups, blocks] where the ids differ by group."""
 
 
 class BlockState(enum.IntEnum):
@@ -74,8 +74,8 @@ class BlockPool:
 
     It gives blocks out by `hold()`, to compute with them, and by `offer()`, to receive into them.
     They go back through the hold or lease that has them, at the latest when that is left as a
-    context manager; `check()` finds a block that has no owner or two. An engine with an allocator
-    of its own needs no pool: it passes its blocks to the sessions of a KvEndpoint.
+    context manager; `check()` finds a block that has no owner or two. An engine that has an
+    allocator needs no pool: it passes its blocks to the sessions of a KvEndpoint.
 
     Raises InvalidArgument for less than one block.
     """
