@@ -85,7 +85,12 @@ EngineClass bind_engine(py::module_& module) {
             return unwrap(engine.register_memory(reinterpret_cast<void*>(address), nbytes));
           },
           py::arg("address"), py::arg("nbytes"), NoGil())
-      .def("deregister", &TransferEngine::deregister, py::arg("region"), NoGil())
+      .def(
+          "deregister",
+          [](TransferEngine& engine, const RegionPtr& region) {
+            unwrap(engine.deregister(region));
+          },
+          py::arg("region"), NoGil())
       .def(
           "connect",
           [](TransferEngine& engine, const std::string& address, double timeout) {

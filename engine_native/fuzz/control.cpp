@@ -46,7 +46,7 @@ class Connection final : private PeerEvents, private NicEvents {
     session.introduction.nics = {{"their0", "simulated", 1}, {"their1", "simulated", 1}};
     PeerEvents& events = *this;
     peer_ = std::make_unique<Peer>(kPeer, std::move(*stream), session, events);
-    peer_->use_nics(nics_, initiator, kTimeout);
+    peer_->use_nics(nics_, initiator, {.peer_timeout = kTimeout});
     if (initiator) peer_->nics()->open_missing(now_);
   }
 

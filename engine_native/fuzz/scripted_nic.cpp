@@ -17,7 +17,7 @@ class ScriptedRegistration final : public NicRegistration {
     return RemoteKey{.address = 1, .rkey = 2, .valid = true};
   }
   void unshare(PeerId) override {}
-  void close() override {}
+  Result<void> close() override { return {}; }
 };
 
 }  // namespace

@@ -22,7 +22,7 @@ class ScriptedNic final : public NicDomain {
   void finish_sleep() override {}
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return up; }
-  bool has_windows() const override { return windows_; }
+  std::uint64_t max_window() const override { return windows_ ? UINT64_MAX : 0; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
   Result<std::unique_ptr<NicPath>> open_path(NicPathIdentity identity) override;
 

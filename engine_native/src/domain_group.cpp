@@ -77,6 +77,20 @@ Result<void> validate(const EngineOptions& options) {
   if (options.traffic_class < 0 || options.traffic_class > 255) {
     return bad("traffic_class is " + std::to_string(options.traffic_class) + "; use 0 to 255");
   }
+  if (options.gid_index < -1 || options.gid_index > 255) {
+    return bad("gid_index is " + std::to_string(options.gid_index) + "; use 0 to 255, or -1");
+  }
+  if (options.pkey < 0 || options.pkey > 0xffff) {
+    return bad("pkey is " + std::to_string(options.pkey) + "; use 1 to 65535, or 0");
+  }
+  if (options.path_mtu != 0 && (options.path_mtu < 256 || options.path_mtu > 4096)) {
+    return bad("path_mtu is " + std::to_string(options.path_mtu) +
+               "; use 256, 512, 1024, 2048 or 4096, or 0");
+  }
+  if (options.paths_per_nic_pair < 1 || options.paths_per_nic_pair > 8) {
+    return bad("paths_per_nic_pair is " + std::to_string(options.paths_per_nic_pair) +
+               "; use 1 to 8");
+  }
   if (options.service_level < 0 || options.service_level > 7) {
     return bad("service_level is " + std::to_string(options.service_level) + "; use 0 to 7");
   }
@@ -88,6 +102,9 @@ Result<void> validate(const EngineOptions& options) {
       options.heartbeat_interval > Duration(kMaxHeartbeatNs) ||
       options.peer_timeout < 2 * options.heartbeat_interval) {
     return bad("heartbeat_interval must be 1 ms to 60 s, and peer_timeout at least twice as long");
+  }
+  if (options.path_timeout < options.heartbeat_interval) {
+    return bad("path_timeout must be at least heartbeat_interval, which is when it is looked at");
   }
   if (options.operation_timeout <= Duration::zero() || options.spin < Duration::zero()) {
     return bad("operation_timeout must be positive and spin not negative");
@@ -320,7 +337,11 @@ void DomainGroup::shut_down() {
     peers_.at(id)->say_goodbye({});
     close_peer(id, {Errc::engine_closed, "this engine was closed"});
   }
-  for (const RegionPtr& region : regions_.all()) region->close_registrations();
+  for (const RegionPtr& region : regions_.all()) {
+    const auto closed = region->close_registrations();
+    if (closed) continue;
+    completions_->push({.kind = Completion::Kind::notice, .text = closed.error().text});
+  }
   lane_dialers_.clear();
   dialers_.clear();
   local_.reset();

@@ -69,7 +69,8 @@ class DomainGroup final : private AcceptorEvents,
   // False where peers have to be asked first, because no NIC could be told to refuse: then
   // Completion::Kind::released follows, unless `wait`.
   bool release_counter(Imm imm, bool wait);
-  void deregister(const RegionPtr& region);
+  // Fails where a NIC keeps the memory within its reach; it may be tried again.
+  Result<void> deregister(const RegionPtr& region);
   EngineStats stats();
   void close();
 

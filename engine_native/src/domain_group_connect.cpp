@@ -93,7 +93,7 @@ void DomainGroup::on_dialed(Dialer& dialer, Result<Session> session) {
   Peer& peer = add_peer(dialer.take_stream(), *session);
   peer.address = dialer.address();
   peer.waiters = std::move(dialer.waiters);
-  peer.use_nics(nics_, true, options_.peer_timeout);
+  peer.use_nics(nics_, true, options_);
   open_paths(peer);
 }
 
@@ -166,7 +166,7 @@ void DomainGroup::note_fallback(const Peer& peer, const std::string& why) {
 
 void DomainGroup::on_accepted(std::unique_ptr<Stream> stream, const Session& session) {
   limit_opening();
-  add_peer(std::move(stream), session).use_nics(nics_, false, options_.peer_timeout);
+  add_peer(std::move(stream), session).use_nics(nics_, false, options_);
 }
 
 // Who knows the cluster key may take its time, but not without end in number.

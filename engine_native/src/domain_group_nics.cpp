@@ -156,7 +156,8 @@ void DomainGroup::share_region(Peer& peer, const RegionPtr& region) {
   const MemoryRegion& registered = grant ? *grant->of : *region;
   std::vector<std::uint32_t> shared;
   for (std::uint32_t n = 0; n < nics_.size(); ++n) {
-    const bool windows = grant && nics_[n]->has_windows() && registered.registration(n);
+    const bool windows =
+        grant && region->size() <= nics_[n]->max_window() && registered.registration(n);
     if (windows) {
       remote->windowed = true;
     } else if (registered.registration(n)) {

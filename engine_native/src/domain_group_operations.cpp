@@ -156,7 +156,7 @@ void DomainGroup::expire_operations(std::uint64_t now) {
   }
 }
 
-void DomainGroup::deregister(const RegionPtr& region) {
+Result<void> DomainGroup::deregister(const RegionPtr& region) {
   auto unused = std::make_shared<std::promise<void>>();
   const bool posted = post([this, region, unused] {
     regions_.erase(region->key());
@@ -177,7 +177,7 @@ void DomainGroup::deregister(const RegionPtr& region) {
     }
   });
   posted ? unused->get_future().wait() : ended_.wait();
-  region->close_registrations();  // on the caller's thread: unpinning takes long
+  return region->close_registrations();  // on the caller's thread: unpinning takes long
 }
 
 }  // namespace kvxfer

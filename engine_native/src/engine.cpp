@@ -61,7 +61,9 @@ Result<RegionPtr> TransferEngine::register_memory(void* data, std::size_t bytes)
   return region;
 }
 
-void TransferEngine::deregister(const RegionPtr& region) { group_->deregister(region); }
+Result<void> TransferEngine::deregister(const RegionPtr& region) {
+  return group_->deregister(region);
+}
 
 // --- peers -----------------------------------------------------------------------------------
 

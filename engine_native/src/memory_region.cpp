@@ -109,10 +109,13 @@ void MemoryRegion::unshare(PeerId peer) const {
   }
 }
 
-void MemoryRegion::close_registrations() const {
+Result<void> MemoryRegion::close_registrations() const {
+  Result<void> all;
   for (const auto& registration : registrations_) {
-    if (registration) registration->close();
+    if (!registration) continue;
+    if (auto closed = registration->close(); !closed && all) all = closed;
   }
+  return all;
 }
 
 void RegionTable::insert(const RegionPtr& region) {

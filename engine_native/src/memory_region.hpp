@@ -55,7 +55,8 @@ class MemoryRegion {
   bool registered() const;
   // Nothing of the peer's lands in it by NIC any more; see NicRegistration.
   void unshare(PeerId peer) const;
-  void close_registrations() const;
+  // Tries all; the first error.
+  Result<void> close_registrations() const;
 
  private:
   MemoryRegion(EngineId engine, std::byte* data, std::size_t size, UniqueFd memfd);

@@ -54,7 +54,7 @@ std::string Peer::fabric() const {
 // --- set-up ----------------------------------------------------------------------------------
 
 void Peer::use_nics(const std::vector<std::unique_ptr<NicDomain>>& ours, bool initiator,
-                    Duration timeout) {
+                    const EngineOptions& options) {
   if (!NicLink::possible(ours, session_.introduction.nics)) return;
   NicLinkOwner& owner = *this;
   nics_ = std::make_unique<NicLink>(
@@ -62,7 +62,9 @@ void Peer::use_nics(const std::vector<std::unique_ptr<NicDomain>>& ours, bool in
                     .label = label(),
                     .theirs = session_.introduction.nics,
                     .initiator = initiator,
-                    .timeout_ns = static_cast<std::uint64_t>(timeout.count())},
+                    .timeout_ns = static_cast<std::uint64_t>(options.peer_timeout.count()),
+                    .path_timeout_ns = static_cast<std::uint64_t>(options.path_timeout.count()),
+                    .paths_per_nic_pair = options.paths_per_nic_pair},
       ours, owner);
 }
 
@@ -321,7 +323,7 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
                  "no heartbeat for " + std::to_string(patience_.silence(now) / 1'000'000) +
                      " ms; the process is frozen or starved, or its host is cut off"});
   }
-  if (nics_) nics_->tick(now);
+  if (nics_) nics_->tick(now, stalled_ns);
   if (state_ == State::lost) return;
   const auto without = now - std::min(now, last_path_ns_ + stalled_ns);
   if (state_ == State::up && choices_.empty() &&

@@ -82,7 +82,7 @@ class Peer final : public StreamOwner, private NicLinkOwner {
 
   // --- set-up. The initiator opens paths, then announces them; the acceptor confirms.
   void use_nics(const std::vector<std::unique_ptr<NicDomain>>& ours, bool initiator,
-                Duration timeout);
+                const EngineOptions& options);
   void add_path(std::unique_ptr<Path> path, std::uint32_t lane);
   bool has_lane(std::uint32_t lane) const;
   // Those with a socket of their own; the others are the link's.

@@ -13,6 +13,10 @@
 #ifdef KVXFER_HAVE_OFI
 #include "fabric/ofi/ofi_factory.hpp"
 #endif
+#ifdef KVXFER_HAVE_VERBS
+#include "fabric/verbs/verbs_factory.hpp"
+#include "simulated_verbs.hpp"
+#endif
 #include "simulated_nic.hpp"
 
 namespace kvxfer::test {
@@ -124,8 +128,11 @@ DOCTEST_REGISTER_LISTENER("conformance", 1, Listener);
 }  // namespace
 
 const std::vector<std::string>& all_fabrics() {
-  static const std::vector<std::string> fabrics{"tcp", "local",      "simulated", "verbs",
-                                                "ofi", "ofi-strict", "ofi-shared"};
+  static const std::vector<std::string> fabrics{"tcp",   "local", "simulated",
+#ifdef KVXFER_HAVE_VERBS
+                                                "mlx5",
+#endif
+                                                "verbs", "ofi",   "ofi-strict", "ofi-shared"};
   return fabrics;
 }
 
@@ -154,7 +161,7 @@ EngineOptions options_for(const std::string& fabric, const std::string& name) {
   options.cluster_key = "a key for the tests only";
   options.name = name;
   // A busy machine, or software RDMA under emulation, keeps an engine's thread off its processor.
-  options.peer_timeout = std::chrono::seconds(20);
+  options.peer_timeout = options.path_timeout = std::chrono::seconds(20);
   options.local = fabric == "local";
   options.tcp = fabric == "tcp";
   const unsigned nics = nics_per_engine();
@@ -168,6 +175,16 @@ EngineOptions options_for(const std::string& fabric, const std::string& name) {
     options.verbs = FabricUse::required;
     options.nics = rdma_devices();
     if (options.nics.size() > nics) options.nics.resize(nics);
+#ifdef KVXFER_HAVE_VERBS
+  } else if (fabric == "mlx5") {
+    static std::atomic<unsigned> engines = 0;
+    const std::string prefix = "mlx5_" + std::to_string(++engines) + "_";
+    for (unsigned n = 0; n < nics; ++n) {
+      options.nics.push_back(prefix + std::to_string(n));
+      simulated_verbs().add({.name = options.nics.back()});
+    }
+    options.more_nics = std::make_shared<verbs::VerbsFactory>(simulated_verbs().library());
+#endif
   } else if (fabric.starts_with("ofi")) {
     options.ofi = FabricUse::required;
     options.ofi_provider = "tcp";

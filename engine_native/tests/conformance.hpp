@@ -11,8 +11,8 @@
 
 namespace kvxfer::test {
 
-// All there are: tcp, local, simulated, verbs, ofi, ofi-strict (EFA's limits and disorder),
-// ofi-shared (those, and endpoints that peers share).
+// All there are: tcp, local, simulated, mlx5 (verbs over simulated devices), verbs, ofi, ofi-strict
+// (EFA's limits and disorder), ofi-shared (those, and endpoints that peers share).
 const std::vector<std::string>& all_fabrics();
 // Why this run does not cover the fabric; empty if it does.
 std::string why_not(const std::string& fabric);

@@ -27,14 +27,15 @@ class SimulatedRegistration final : public NicRegistration {
     key_ = network_.random_();
     network_.keys_[key_] = {address_, region.size(), 0};
   }
-  ~SimulatedRegistration() override { close(); }
+  ~SimulatedRegistration() override { (void)close(); }
   Result<RemoteKey> share(PeerId) override {
     return RemoteKey{.address = address_, .rkey = key_, .valid = true};
   }
   void unshare(PeerId) override {}
-  void close() override {
+  Result<void> close() override {
     const std::lock_guard lock(network_.mutex_);
     network_.keys_.erase(key_);
+    return {};
   }
 
  private:
@@ -187,7 +188,7 @@ class SimulatedDomain final : public NicDomain, private EventSink {
   std::string_view fabric() const override { return "simulated"; }
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return up_; }
-  bool has_windows() const override { return windows_; }
+  std::uint64_t max_window() const override { return windows_ ? UINT64_MAX : 0; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override {
     return std::shared_ptr<NicRegistration>(
         std::make_shared<SimulatedRegistration>(network_, region));

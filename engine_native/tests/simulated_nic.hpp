@@ -23,7 +23,7 @@ class SimulatedDomain;
 
 // What the NICs of an engine are, beyond good ones.
 struct SimulatedTraits {
-  bool windows = false;              // they open grants path by path (NicDomain::has_windows)
+  bool windows = false;              // they open grants path by path (NicDomain::max_window)
   std::vector<std::string> broken;   // names of further ones that cannot be opened
   std::vector<std::string> foreign;  // and of those that only other fabrics can use
 };

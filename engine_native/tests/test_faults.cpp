@@ -112,7 +112,7 @@ TEST_CASE("a closed engine ends what it was doing and refuses the rest") {
   CHECK((done.code == Errc::engine_closed || done.code == Errc::ok));
   const auto id = pair.writer->connect(pair.reader->address(), kDeadline);
   CHECK(pair.writer.await(Kind::connect, id).code == Errc::engine_closed);
-  pair.writer->deregister(source);
+  good(pair.writer->deregister(source));
   pair.writer->release_counter(1);
   pair.writer->close();
 }
@@ -140,7 +140,7 @@ TEST_CASE("deregister during close returns only when nothing reads the region an
         good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
                                 {.length = 16u << 20}, {.timeout = kDeadline}));
     std::thread closing([&] { pair.writer->close(); });
-    pair.writer->deregister(source);
+    good(pair.writer->deregister(source));
     // Its end was reported before deregister returned.
     bool ended = false;
     for (const Completion& completion : pair.writer->drain()) {

@@ -96,7 +96,7 @@ TEST_CASE("grants end with the region that they are of") {
     Pair pair(fabric);
     Granted granted(pair);
     CHECK(granted.write(granted.descriptor, kLength, granted.imm).code == Errc::ok);
-    pair.reader->deregister(granted.destination);
+    good(pair.reader->deregister(granted.destination));
     std::memset(granted.destination->data(), 0, kSize);
     CHECK(granted.write(granted.descriptor, kLength, granted.imm).code != Errc::ok);
     CHECK(granted.untouched(0, kSize));

@@ -143,8 +143,8 @@ TEST_CASE("offsets beyond 4 GiB arrive where they should") {
                                            {.destination_offset = kBytes - 10, .length = 11});
     REQUIRE(!beyond);
     CHECK(beyond.error().code == Errc::out_of_bounds);
-    pair.writer->deregister(source);
-    pair.reader->deregister(destination);
+    good(pair.writer->deregister(source));
+    good(pair.reader->deregister(destination));
   }
 }
 

@@ -165,7 +165,7 @@ TEST_CASE("writes to a region that is being deregistered are refused, later ones
     while (verbs.writer->stats().writes_sent < 32u * static_cast<unsigned>(round) + 2) {
       std::this_thread::yield();
     }
-    verbs.reader->deregister(target);
+    good(verbs.reader->deregister(target));
     std::fill_n(target->data(), target->size(), std::byte{0x11});
     const auto done = verbs.writer.await(Kind::write, submitted.id);
     CHECK_MESSAGE((done.code == Errc::unknown_region || done.code == Errc::ok), done.text);
@@ -383,7 +383,7 @@ TEST_CASE("regions are unregistered, also right after their grants have ended") 
       CHECK(verbs.reader.await(Kind::counter, imm).code == Errc::ok);
       verbs.reader->release_counter(imm);
     }
-    verbs.reader->deregister(region);
+    good(verbs.reader->deregister(region));
     (void)verbs.writer.await(Kind::write, submitted.id);
     verbs.reader->release_counter(imm);
   }

@@ -59,8 +59,8 @@ void check_pages(Pair& pair, Source kind, std::size_t page, std::size_t count, s
   CHECK_MESSAGE(done.code == Errc::ok, done.text);
   CHECK(pair.reader->counter_value(imm) == submitted.writes);
   CHECK(std::memcmp(destination->data(), expected.data(), kPool) == 0);
-  pair.writer->deregister(source.region);
-  pair.reader->deregister(destination);
+  good(pair.writer->deregister(source.region));
+  good(pair.reader->deregister(destination));
   pair.reader->release_counter(imm);
 }
 
@@ -188,7 +188,7 @@ TEST_CASE("a refused write changes no byte, counts nothing and names the cause")
     CHECK(stale.text.find("'reader'") != std::string::npos);
 
     const auto gone = good(pair.reader->allocate(kPool));
-    pair.reader->deregister(gone);
+    good(pair.reader->deregister(gone));
     CHECK(attempt(gone->descriptor(), 0, imm).code == Errc::unknown_region);
 
     MrDescriptor elsewhere = destination->descriptor();
@@ -238,7 +238,7 @@ TEST_CASE("deregistering a source ends the operations that read it") {
     const auto submitted =
         good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
                                 {.length = 64u << 20}, {.timeout = kDeadline}));
-    pair.writer->deregister(source);
+    good(pair.writer->deregister(source));
     const auto done = pair.writer.await(Kind::write, submitted.id);
     CHECK((done.code == Errc::cancelled || done.code == Errc::ok));
   }
@@ -283,7 +283,7 @@ TEST_CASE("memory is no source any more once it is deregistered") {
     Pair pair(fabric);
     const auto source = good(pair.writer->allocate(4096));
     const auto destination = good(pair.reader->allocate(4096));
-    pair.writer->deregister(source);
+    good(pair.writer->deregister(source));
     const auto submitted =
         good(pair.writer->write(pair.to_reader, source, destination->descriptor(), {.length = 4096},
                                 {.timeout = kDeadline}));

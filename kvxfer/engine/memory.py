@@ -66,10 +66,14 @@ class MemoryRegion:
 
     def close(self) -> None:
         """Deregisters. Operations that read the region end with `Cancelled` first; afterwards no
-        write of any peer lands in it. Blocks briefly; idempotent."""
+        write of any peer lands in it. Blocks briefly; idempotent.
+
+        Raises NicLost where a NIC does not let go of the memory: it must not be freed then, and
+        `close` may be called again."""
         if self._open:
+            with translated():
+                self._engine.deregister(self.handle)
             self._open = False
-            self._engine.deregister(self.handle)
             self._owner = None
             if self._on_close is not None:
                 self._on_close(self)

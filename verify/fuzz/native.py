@@ -74,8 +74,7 @@ def coverage(target: str, corpora: Sequence[Path], scratch: Path) -> Coverage:
     environment["LLVM_PROFILE_FILE"] = str(raw)
     subprocess.run(run, env=environment, check=True, capture_output=True)
     _llvm("profdata", "merge", "-sparse", str(raw), "-o", str(merged))
-    files = [str(SOURCES / name) for name in DECODERS[target]]
-    options = [f"-instr-profile={merged}", run[0], *files]
+    options = [f"-instr-profile={merged}", run[0]]
     counts = _lines(_llvm("cov", "export", "-format=lcov", *options))
     ranges = _functions(_llvm("cov", "export", *options))
     reached = Coverage()
@@ -103,11 +102,13 @@ def _llvm(tool: str, *arguments: str) -> str:
 
 
 def _lines(lcov: str) -> dict[str, dict[int, int]]:
+    """How often each line of each file was run. ccache makes paths relative to the build, so one
+    file may have several."""
     counts: dict[str, dict[int, int]] = {}
     for line in lcov.splitlines():
         kind, _, value = line.partition(":")
         if kind == "SF":
-            of_file = counts.setdefault(value, {})
+            of_file = counts.setdefault(os.path.normpath(value), {})
         elif kind == "DA":
             number, count = value.split(",")[:2]
             of_file[int(number)] = max(of_file.get(int(number), 0), int(count))
@@ -124,5 +125,6 @@ def _functions(exported: str) -> dict[str, list[tuple[str, int, int]]]:
     found: dict[str, list[tuple[str, int, int]]] = {}
     for name, function in zip(names, functions, strict=True):
         lines = [region[at] for region in function["regions"] for at in (0, 2)]
-        found.setdefault(function["filenames"][0], []).append((name, min(lines), max(lines)))
+        path = os.path.normpath(function["filenames"][0])
+        found.setdefault(path, []).append((name, min(lines), max(lines)))
     return found

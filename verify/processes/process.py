@@ -93,8 +93,11 @@ class Process:
 
     @property
     def output(self) -> str:
-        """What it has written since it was started."""
-        return self.log.read_bytes()[self._begun :].decode(errors="replace")
+        """What it has written since it was started; nothing once its folder is removed."""
+        try:
+            return self.log.read_bytes()[self._begun :].decode(errors="replace")
+        except FileNotFoundError:
+            return ""
 
     def tail(self, size: int = 6000) -> str:
         return self.output[-size:]

@@ -84,9 +84,11 @@ class WorkerProcess(Process):
         """Sends a command; a process that has ended ignores it."""
         stdin = self._popened.stdin
         assert stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._lock:
-            stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-            stdin.flush()
+        line = json.dumps({"do": do, **arguments}).encode() + b"\n"
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            if not stdin.closed:
+                stdin.write(line)
+                stdin.flush()
 
     def begin(self, do: str, **arguments: Any) -> Future[Event]:
         """A command whose answer is to come: EOFError where the process ends before."""
@@ -134,7 +136,7 @@ class WorkerProcess(Process):
         if self._process is not None:
             self._listener.join()
             for pipe in (self._process.stdin, self._process.stdout):
-                with contextlib.suppress(BrokenPipeError):
+                with self._lock, contextlib.suppress(BrokenPipeError):
                     assert pipe is not None
                     pipe.close()
 

@@ -54,7 +54,7 @@ class TransferEngine {
   Result<RegionPtr> register_memory(void* address, std::size_t bytes);
   // Cancels the operations that read the region and waits for them. No write of any peer lands
   // in it after this returned.
-  void deregister(const RegionPtr& region);
+  Result<void> deregister(const RegionPtr& region);
 
   // --- peers
   // Completion::Kind::connect with this id follows; peer_up too if the peer was not connected.

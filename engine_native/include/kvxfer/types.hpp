@@ -72,9 +72,14 @@ struct EngineOptions {
   bool tcp = true;                 // use the tcp fabric
   FabricUse verbs = FabricUse::never;
   FabricUse ofi = FabricUse::never;
-  std::vector<std::string> nics;          // names of the NICs to use; empty: all
+  std::vector<std::string> nics;          // of those to use: DEVICE, DEVICE:PORT; empty: all
   int traffic_class = 0;                  // of verbs packets, 0 to 255: DSCP << 2 | ECN on RoCE
   int service_level = 0;                  // of verbs packets, 0 to 7: the priority on RoCE
+  int gid_index = -1;                     // of verbs ports; -1: chosen by address
+  int pkey = 0;                           // partition of InfiniBand ports; 0: the first full one
+  unsigned path_mtu = 0;                  // bytes, 256 to 4096, at most the port's; 0: the port's
+  bool memory_windows = true;             // of verbs: NICs keep peers within what they are granted
+  unsigned paths_per_nic_pair = 1;        // queue pairs, each a flow of its own to ECMP and LAG
   std::string ofi_provider = "efa";       // libfabric's name of it
   unsigned ofi_endpoints = 1;             // per libfabric domain, each standing for a NIC
   bool ofi_strict = false;                // hold any provider to EFA's limits and disorder
@@ -85,6 +90,7 @@ struct EngineOptions {
   std::size_t window_bytes = std::size_t{16} << 20;  // unacknowledged bytes per peer over tcp
   Duration heartbeat_interval = std::chrono::milliseconds(100);
   Duration peer_timeout = std::chrono::milliseconds(700);
+  Duration path_timeout = std::chrono::seconds(1);        // of a NIC's path that delivers nothing
   Duration operation_timeout = std::chrono::seconds(30);  // deadline of operations without one
   Duration spin = std::chrono::microseconds(200);         // busy polling after the last progress
 };

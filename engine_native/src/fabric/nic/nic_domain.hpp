@@ -34,8 +34,9 @@ class NicDomain : public Domain {
   virtual bool usable() const = 0;
   // Pins and registers memory for reading from and writing into. Any thread.
   virtual Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) = 0;
-  // Whether its paths can open parts of registered memory, and close them without the peer's help.
-  virtual bool has_windows() const { return false; }
+  // The longest part of registered memory, in bytes, that its paths can open, and close without the
+  // peer's help. 0: none.
+  virtual std::uint64_t max_window() const { return 0; }
   // One end of a path; it works once both ends are connected.
   virtual Result<std::unique_ptr<NicPath>> open_path(NicPathIdentity identity) = 0;
   void forget_source(const MemoryRegion&) override {}

@@ -13,7 +13,7 @@ constexpr std::uint64_t kRetryNs = 250'000'000u;
 // they were there at the first loss.
 constexpr unsigned kMaxLosses = 5;
 constexpr std::uint64_t kTogetherNs = 250'000'000u;
-constexpr std::size_t kMaxEntries = 4 * kMaxNics;
+constexpr std::size_t kMaxEntries = 8 * kMaxNics;
 
 Error malformed(std::string_view what) {
   return {Errc::protocol_error, "the peer sent a malformed frame: " + std::string(what)};
@@ -63,11 +63,11 @@ void NicLink::open_missing(std::uint64_t now) {
   if (!ends_.initiator || now < retry_at_ns_) return;
   missing_ = false;
   for (const NicPair pair : pair_nics(our_infos(), our_usable(), ends_.theirs, their_usable_)) {
-    const bool there = std::any_of(entries_.begin(), entries_.end(), [&](const auto& entry) {
+    auto there = std::count_if(entries_.begin(), entries_.end(), [&](const auto& entry) {
       const NicPathIdentity& identity = entry.second.path->identity();
       return identity.nic == pair.ours && identity.remote_nic == pair.theirs;
     });
-    if (!there) open_path(pair, now);
+    for (; there < ends_.paths_per_nic_pair; ++there) open_path(pair, now);
   }
 }
 
@@ -264,6 +264,17 @@ Result<void> NicLink::on_path_close(ByteReader reader, std::uint64_t now) {
 // came through without our knowing are left out.
 void NicLink::settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>& received,
                      bool failed, std::uint64_t now) {
+  // What the NIC took for delivered, and the peer never saw: its counter cannot get there any more.
+  for (const auto& [imm, known] : path.delivered()) {
+    const auto told = received.find(imm);
+    const std::uint64_t came = told == received.end() ? 0 : told->second;
+    if (came >= known) continue;
+    owner_.lose_peer({Errc::nic_lost, "its NIC lost " + std::to_string(known - came) +
+                                          " writes of counter " + std::to_string(imm) +
+                                          " that had been delivered to it: the count cannot be "
+                                          "completed"});
+    return;
+  }
   std::unordered_map<Imm, std::uint64_t> unknown;
   const auto unfinished = path.take_unfinished();
   for (const auto& [operation, writes] : unfinished) {
@@ -335,8 +346,28 @@ void NicLink::settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>
   answer_revokes();
 }
 
-void NicLink::tick(std::uint64_t now) {
+// Writes are under way, and none has been finished for too long.
+bool NicLink::is_stuck(Entry& entry, std::uint64_t now, std::uint64_t stalled_ns) const {
+  const std::uint64_t finished = entry.path->finished_batches();
+  if (entry.path->batches() == 0 || finished != entry.finished) {
+    entry.finished = finished;
+    entry.progress_ns = now;
+  } else {
+    entry.progress_ns += stalled_ns;
+  }
+  return now - std::min(now, entry.progress_ns) > ends_.path_timeout_ns;
+}
+
+void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
   for (auto& [id, entry] : entries_) {
+    if (entry.state == Entry::State::open && is_stuck(entry, now, stalled_ns)) {
+      lost_.emplace_back(
+          id, Error{Errc::nic_lost,
+                    "no write was delivered for " +
+                        std::to_string((now - entry.progress_ns) / 1'000'000) +
+                        " ms: the network between the NICs is broken or congested; raise "
+                        "path_timeout where it is slow to recover"});
+    }
     if (now - std::min(now, entry.since_ns) < ends_.timeout_ns) continue;
     if (entry.state == Entry::State::closing) {
       return owner_.lose_peer({Errc::peer_timeout, "it did not close a lost path in time"});

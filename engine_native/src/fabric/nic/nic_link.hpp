@@ -72,6 +72,8 @@ class NicLink {
     std::vector<NicInfo> theirs;
     bool initiator;
     std::uint64_t timeout_ns;  // for the peer's answers
+    std::uint64_t path_timeout_ns;
+    unsigned paths_per_nic_pair;
   };
 
   NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours, NicLinkOwner& owner);
@@ -95,7 +97,8 @@ class NicLink {
   void announce_nics();
   // At the end of a step, outside of any domain's poll: closes lost paths, answers revocations.
   void step(std::uint64_t now);
-  void tick(std::uint64_t now);
+  // `stalled_ns`: for so long since the last one this thread could see nothing.
+  void tick(std::uint64_t now, std::uint64_t stalled_ns);
   // All paths are closed, which is the fence, and opened anew: for a peer that does not stop
   // writing when it is asked to. Its other writes are posted again.
   void reset(std::string_view why, std::uint64_t now);
@@ -131,6 +134,8 @@ class NicLink {
     State state = State::opening;
     std::unique_ptr<NicPath> path;
     std::uint64_t since_ns = 0;
+    std::uint64_t finished = 0;  // of its batches, when that was last looked at
+    std::uint64_t progress_ns = 0;
   };
   using Entries = std::map<PathId, Entry>;
 
@@ -138,6 +143,7 @@ class NicLink {
   std::vector<NicInfo> our_infos() const;
   void open_path(NicPair pair, std::uint64_t now);
   void enter_service(Entry& entry);
+  bool is_stuck(Entry& entry, std::uint64_t now, std::uint64_t stalled_ns) const;
   void close(Entry& entry, std::string_view why, bool failed, std::uint64_t now);
   void settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>& received, bool failed,
               std::uint64_t now);

@@ -6,32 +6,65 @@
 namespace kvxfer {
 namespace {
 
-std::vector<std::uint32_t> usable_of(std::span<const NicInfo> nics, NicMask usable,
-                                     std::string_view network) {
-  std::vector<std::uint32_t> numbers;
+using Numbers = std::vector<std::uint32_t>;
+
+Numbers of_network(std::span<const NicInfo> nics, std::string_view network) {
+  Numbers numbers;
   for (std::uint32_t n = 0; n < nics.size(); ++n) {
-    if ((usable >> n & 1) != 0 && nics[n].network == network) numbers.push_back(n);
+    if (nics[n].network == network) numbers.push_back(n);
   }
   return numbers;
+}
+
+void pair_by_position(const Numbers& here, const Numbers& there, std::vector<NicPair>& pairs) {
+  if (here.empty() || there.empty()) return;
+  for (std::size_t k = 0; k < std::max(here.size(), there.size()); ++k) {
+    pairs.push_back({here[k % here.size()], there[k % there.size()]});
+  }
 }
 
 }  // namespace
 
 std::vector<NicPair> pair_nics(std::span<const NicInfo> ours, NicMask our_usable,
                                std::span<const NicInfo> theirs, NicMask their_usable) {
-  std::vector<NicPair> pairs;
+  const auto is_up = [&](const NicPair& pair) {
+    return (our_usable >> pair.ours & 1) != 0 && (their_usable >> pair.theirs & 1) != 0;
+  };
+  std::vector<NicPair> all;
   std::vector<std::string_view> done;
   for (const NicInfo& nic : ours) {
-    if (std::find(done.begin(), done.end(), nic.network) != done.end()) continue;
+    if (std::ranges::find(done, nic.network) != done.end()) continue;
     done.push_back(nic.network);
-    const auto here = usable_of(ours, our_usable, nic.network);
-    const auto there = usable_of(theirs, their_usable, nic.network);
-    if (here.empty() || there.empty()) continue;
-    for (std::size_t k = 0; k < std::max(here.size(), there.size()); ++k) {
-      pairs.push_back({here[k % here.size()], there[k % there.size()]});
+    const Numbers here = of_network(ours, nic.network);
+    const Numbers there = of_network(theirs, nic.network);
+    std::vector<NicPair> pairs;
+    Numbers here_left = here;
+    Numbers there_left = there;
+    for (const std::uint32_t our : here) {
+      const auto same = std::ranges::find_if(
+          there_left, [&](std::uint32_t their) { return theirs[their].name == ours[our].name; });
+      if (same == there_left.end()) continue;
+      pairs.push_back({our, *same});
+      there_left.erase(same);
+      std::erase(here_left, our);
     }
+    if (here_left.empty() != there_left.empty()) {
+      pair_by_position(here_left.empty() ? here : here_left,
+                       there_left.empty() ? there : there_left, pairs);
+    } else {
+      pair_by_position(here_left, there_left, pairs);
+    }
+    std::erase_if(pairs, [&](const NicPair& pair) { return !is_up(pair); });
+    if (pairs.empty()) {
+      Numbers here_up = here;
+      Numbers there_up = there;
+      std::erase_if(here_up, [&](std::uint32_t n) { return (our_usable >> n & 1) == 0; });
+      std::erase_if(there_up, [&](std::uint32_t n) { return (their_usable >> n & 1) == 0; });
+      pair_by_position(here_up, there_up, pairs);
+    }
+    all.insert(all.end(), pairs.begin(), pairs.end());
   }
-  return pairs;
+  return all;
 }
 
 }  // namespace kvxfer

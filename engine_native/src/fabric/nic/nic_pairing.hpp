@@ -18,8 +18,10 @@ struct NicPair {
 // Bit n: NIC n is usable.
 using NicMask = std::uint64_t;
 
-// Within each network that both sides have usable NICs of, the k-th path joins the k-th of both,
-// and the side with fewer NICs serves several of the other's with one.
+// Within each network that both sides have NICs of: those of the same name, then of the others the
+// k-th with the k-th, where the side with fewer serves several of the other's with one. This is by
+// all of a side's NICs, not by those that are usable, so that one that is down moves no other to
+// another rail; its partner rests. Only where no such pair is usable is any that is.
 std::vector<NicPair> pair_nics(std::span<const NicInfo> ours, NicMask our_usable,
                                std::span<const NicInfo> theirs, NicMask their_usable);
 

@@ -77,6 +77,7 @@ void NicPath::report(Batch& batch) {
   receive_context_.stats.bytes_sent += batch.bytes;
   receive_context_.stats.writes_sent += batch.writes.count;
   ++receive_context_.activity;
+  ++finished_batches_;
   const OperationPtr operation = std::move(batch.operation);
   // The peer that revoked it has forgotten its count.
   const bool revoked = operation->arrived || operation->code == Errc::stale_counter;

@@ -66,10 +66,15 @@ class NicPath : public Path {
   const std::unordered_map<Imm, std::uint64_t>& received() const { return received_; }
   // How many of ours are known to be delivered, of each that the peer did not revoke.
   std::uint64_t delivered(Imm imm) const;
+  const std::unordered_map<Imm, std::uint64_t>& delivered() const { return delivered_; }
   void forget(Imm revoked_by_peer) { delivered_.erase(revoked_by_peer); }
   std::vector<Unfinished> take_unfinished();
 
-  // --- grants, by their region keys, where NicDomain::has_windows()
+  // --- progress
+  std::size_t batches() const { return batches_.size(); }  // under way
+  std::uint64_t finished_batches() const { return finished_batches_; }
+
+  // --- grants, by their region keys, up to NicDomain::max_window()
   // NicEvents::on_window() follows, unless the path is lost. False if the NIC has none left.
   virtual bool open_window(const MemoryRegion&) { return false; }
   // Soon. The peer has said that it writes there no more; else shut() is the way.
@@ -117,7 +122,6 @@ class NicPath : public Path {
   void count_immediates(Imm imm, std::uint64_t writes, std::uint64_t bytes);
   void lose(Error error);
   bool lost() const { return lost_; }
-  std::size_t batches() const { return batches_.size(); }
 
   NicPathIdentity identity_;
   ReceiveContext receive_context_;
@@ -132,6 +136,7 @@ class NicPath : public Path {
   bool lost_ = false;
   std::deque<Batch> batches_;  // in order of sequence; finished ones keep their place, empty
   std::uint64_t last_sequence_ = 0;
+  std::uint64_t finished_batches_ = 0;
   std::uint64_t outstanding_bytes_ = 0;
   std::uint64_t peer_imm_window_ = 0;
   std::uint64_t imms_sent_ = 0;

@@ -15,8 +15,9 @@ class NicRegistration {
   // Nothing the peer writes lands by its key any more, where keys differ by peer. Where they do
   // not, its paths are the fence.
   virtual void unshare(PeerId peer) = 0;
-  // After this nothing lands in the region, and it is no source. Idempotent.
-  virtual void close() = 0;
+  // After this nothing lands in the region, and it is no source. Idempotent. Where the NIC refuses,
+  // the memory is within its reach still, and this may be tried again.
+  virtual Result<void> close() = 0;
 };
 
 }  // namespace kvxfer

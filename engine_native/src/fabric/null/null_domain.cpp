@@ -7,7 +7,7 @@ class NullRegistration final : public NicRegistration {
  public:
   Result<RemoteKey> share(PeerId) override { return RemoteKey{.valid = true}; }
   void unshare(PeerId) override {}
-  void close() override {}
+  Result<void> close() override { return {}; }
 };
 
 class NullPath final : public NicPath {

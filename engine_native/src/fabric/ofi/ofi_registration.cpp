@@ -42,7 +42,7 @@ void OfiRegistration::unshare(PeerId peer) {
   writable_.erase(peer);
 }
 
-void OfiRegistration::close() {
+Result<void> OfiRegistration::close() {
   std::vector<PeerId> writers;
   {
     const std::lock_guard lock(mutex_);
@@ -52,6 +52,7 @@ void OfiRegistration::close() {
     readable_.reset();
   }
   if (flushes_) flushes_->wait_for(writers);
+  return {};
 }
 
 }  // namespace kvxfer::ofi

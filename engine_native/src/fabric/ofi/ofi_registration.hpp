@@ -18,11 +18,11 @@ class OfiRegistration final : public NicRegistration {
   static Result<std::shared_ptr<OfiRegistration>> create(std::shared_ptr<const OpenDomain> domain,
                                                          std::shared_ptr<Flushes> flushes,
                                                          const MemoryRegion& region);
-  ~OfiRegistration() override { close(); }
+  ~OfiRegistration() override { (void)close(); }
 
   Result<RemoteKey> share(PeerId peer) override;
   void unshare(PeerId peer) override;
-  void close() override;
+  Result<void> close() override;
 
   // For writing from it; null where the provider needs none.
   void* descriptor() const { return descriptor_; }

@@ -21,9 +21,14 @@ bool is_link_local(const ibv_gid& gid) { return gid.raw[0] == 0xfe && (gid.raw[1
 }  // namespace
 
 std::optional<ibv_gid_entry> choose_gid(std::span<const ibv_gid_entry> entries,
-                                        std::uint8_t link_layer,
+                                        std::uint8_t link_layer, int index,
                                         const std::function<bool(const ibv_gid_entry&)>& is_ours) {
   if (entries.empty()) return std::nullopt;
+  if (index >= 0) {
+    const auto found =
+        std::ranges::find(entries, static_cast<std::uint32_t>(index), &ibv_gid_entry::gid_index);
+    return found == entries.end() ? std::nullopt : std::optional(*found);
+  }
   if (link_layer != IBV_LINK_LAYER_ETHERNET) return entries.front();
   const auto weight = [&](const ibv_gid_entry& entry) {
     return 8 * is_ours(entry) + 4 * (entry.gid_type == IBV_GID_TYPE_ROCE_V2) +
@@ -31,6 +36,21 @@ std::optional<ibv_gid_entry> choose_gid(std::span<const ibv_gid_entry> entries,
   };
   return *std::max_element(entries.begin(), entries.end(),
                            [&](const auto& a, const auto& b) { return weight(a) < weight(b); });
+}
+
+std::optional<std::uint16_t> choose_pkey(std::span<const std::uint16_t> keys,
+                                         std::uint16_t partition) {
+  const auto first = [&](auto wanted) -> std::optional<std::uint16_t> {
+    const auto found = std::ranges::find_if(keys, wanted);
+    if (found == keys.end()) return std::nullopt;
+    return static_cast<std::uint16_t>(found - keys.begin());
+  };
+  const auto is_partition = [&](std::uint16_t key) {
+    return (key & ~kFullMember) == (partition & ~kFullMember);
+  };
+  if (partition != 0) return first(is_partition);
+  const auto full = first([](std::uint16_t key) { return (key & kFullMember) != 0; });
+  return full ? full : first([](std::uint16_t key) { return key != 0; });
 }
 
 bool is_of_this_namespace(const std::string& device, const ibv_gid_entry& entry) {

@@ -17,6 +17,8 @@ constexpr std::uint32_t kMaxCompletions = 1u << 16;
 constexpr std::uint32_t kMaxReceivesOfNic = 32767;
 // Acknowledging takes a lock.
 constexpr unsigned kAcknowledgeAt = 256;
+// Of one NIC: some 6,000 paths on ConnectX.
+constexpr std::size_t kMaxQueues = 64;
 
 }  // namespace
 
@@ -58,19 +60,31 @@ NicQueues::~NicQueues() {
   if (channel_) device_->library().destroy_comp_channel(channel_);
 }
 
-Result<PathShare> NicQueues::take_share() {
-  const auto full = [this](const char* what) {
-    return Error{Errc::out_of_memory, "NIC " + device_->name() + ": its " + what + " full (" +
-                                          std::to_string(budget_.paths()) +
-                                          " paths); connect to fewer peers, or use more NICs"};
-  };
-  const auto share = budget_.take();
-  if (!share) return full("completion queue is");
-  if (!receives_->reserve(share->receives)) {
-    budget_.give_back(*share);
-    return full("receives are");
+Result<NicQueues::Share> NicQueues::take_share(std::vector<std::unique_ptr<NicQueues>>& queues,
+                                               const std::shared_ptr<const VerbsDevice>& device,
+                                               Poller& poller) {
+  std::size_t paths = 0;
+  for (const auto& each : queues) {
+    if (const auto share = each->take_share()) return Share{each.get(), *share};
+    paths += each->paths_.size();
   }
-  return *share;
+  const Error full{Errc::out_of_memory, "NIC " + device->name() + ": its queues are full (" +
+                                            std::to_string(paths) +
+                                            " paths); connect to fewer peers, or use more NICs"};
+  if (queues.size() >= kMaxQueues) return full;
+  auto made = create(device, poller);
+  if (!made) return made.error();
+  queues.push_back(std::move(*made));
+  const auto share = queues.back()->take_share();
+  if (!share) return full;
+  return Share{queues.back().get(), *share};
+}
+
+std::optional<PathShare> NicQueues::take_share() {
+  const auto share = budget_.take();
+  if (!share || receives_->reserve(share->receives)) return share;
+  budget_.give_back(*share);
+  return std::nullopt;
 }
 
 void NicQueues::give_back(const PathShare& share) {

@@ -1,9 +1,10 @@
-// One NIC's completion queue and receives, and the paths that share them. Engine thread only.
+// A completion queue and receives of a NIC, and the paths that share them. Engine thread only.
 #pragma once
 
 #include <array>
 #include <memory>
 #include <unordered_map>
+#include <vector>
 
 #include "fabric/verbs/path_budget.hpp"
 #include "fabric/verbs/receive_queue.hpp"
@@ -27,7 +28,13 @@ class NicQueues final : private EventSink {
   void on_receives_low() { receives_->on_limit_reached(); }
 
   // --- what paths hold of the queues
-  Result<PathShare> take_share();
+  struct Share {
+    NicQueues* of;
+    PathShare share;
+  };
+  // Of the first that has room; of a new one where none has.
+  static Result<Share> take_share(std::vector<std::unique_ptr<NicQueues>>& queues,
+                                  const std::shared_ptr<const VerbsDevice>& device, Poller& poller);
   void give_back(const PathShare& share);
 
   // --- paths by their queue pairs' numbers
@@ -52,6 +59,7 @@ class NicQueues final : private EventSink {
  private:
   NicQueues(std::shared_ptr<const VerbsDevice> device, Poller& poller)
       : device_(std::move(device)), poller_(poller) {}
+  std::optional<PathShare> take_share();
   void on_events(std::uint32_t events) override;
   void acknowledge();
 

@@ -13,11 +13,12 @@ namespace {
 
 // What is written from within the request; fewer where the device offers less.
 constexpr std::array<std::uint32_t, 3> kInlineBytes{256, 64, 0};
-// A write that nobody answers fails after (3 + 1) x 4.096 us x 2^14, 0.27 s: in rxe and mlx5 a
-// retry count of 7 would mean for ever.
-constexpr std::uint8_t kTimeout = 14;
-constexpr std::uint8_t kRetries = 3;
-// Credits keep a receive ready for every immediate; should one be missing, 7 tries of 5 ms.
+// A write that is not answered fails after (7 + 1) x 4.096 us x 2^17, 4.3 s at least: an incast or
+// a link that moves to another switch costs no queue pair. rxe tries for ever. A path that makes no
+// progress is taken out earlier, after EngineOptions::path_timeout.
+constexpr std::uint8_t kTimeout = 17;
+constexpr std::uint8_t kRetries = 7;
+// Credits keep a receive ready for every immediate; should one be missing, 7 tries of 4 ms.
 constexpr std::uint8_t kReceiverWaits = 18;
 constexpr std::uint8_t kReceiverRetries = 6;
 constexpr std::uint8_t kHopLimit = 64;
@@ -28,9 +29,9 @@ constexpr ibv_mtu kNoMtu = IBV_MTU_256;
 
 ibv_ah_attr address_vector(const Port& port, const PathEndpoint& theirs,
                            const TrafficMarks& marks) {
-  ibv_ah_attr way{.dlid = theirs.lid, .sl = marks.service_level, .port_num = kPort};
-  // Within one InfiniBand subnet the LID is enough.
-  way.is_global = port.link_layer == IBV_LINK_LAYER_ETHERNET ||
+  ibv_ah_attr way{.dlid = theirs.lid, .sl = marks.service_level, .port_num = port.number};
+  // Within one InfiniBand subnet the LID is enough, where the port does not ask for more.
+  way.is_global = port.needs_grh || port.link_layer == IBV_LINK_LAYER_ETHERNET ||
                   port.gid.global.subnet_prefix != theirs.gid.global.subnet_prefix;
   way.grh = {.dgid = theirs.gid,
              .sgid_index = static_cast<std::uint8_t>(port.gid_index),
@@ -40,8 +41,8 @@ ibv_ah_attr address_vector(const Port& port, const PathEndpoint& theirs,
 }
 
 Result<std::shared_ptr<QueuePair>> QueuePair::create(std::shared_ptr<const VerbsDevice> device,
-                                                     ibv_cq* completions, ibv_srq* receives,
-                                                     std::uint32_t sends) {
+                                                     const Port& port, ibv_cq* completions,
+                                                     ibv_srq* receives, std::uint32_t sends) {
   for (const std::uint32_t inline_bytes : kInlineBytes) {
     ibv_qp_init_attr wanted{.send_cq = completions,
                             .recv_cq = completions,
@@ -59,8 +60,8 @@ Result<std::shared_ptr<QueuePair>> QueuePair::create(std::shared_ptr<const Verbs
         pair->modify({.qp_state = IBV_QPS_INIT,
                       .path_mtu = kNoMtu,
                       .qp_access_flags = 0,
-                      .pkey_index = 0,
-                      .port_num = kPort},
+                      .pkey_index = port.pkey_index,
+                      .port_num = port.number},
                      IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
     if (error == 0) return pair;
     return Error{Errc::nic_lost, "NIC " + pair->device_->name() +

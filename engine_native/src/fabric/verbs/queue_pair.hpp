@@ -22,8 +22,8 @@ class QueuePair {
  public:
   // For `sends` writes at a time, requests for windows, and one more to mark the end.
   static Result<std::shared_ptr<QueuePair>> create(std::shared_ptr<const VerbsDevice> device,
-                                                   ibv_cq* completions, ibv_srq* receives,
-                                                   std::uint32_t sends);
+                                                   const Port& port, ibv_cq* completions,
+                                                   ibv_srq* receives, std::uint32_t sends);
   ~QueuePair() { destroy(); }
   QueuePair(const QueuePair&) = delete;
   QueuePair& operator=(const QueuePair&) = delete;

@@ -3,9 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdio>
 
 #include "errno_text.hpp"
 #include "fabric/verbs/gid_choice.hpp"
+#include "joined.hpp"
 
 namespace kvxfer::verbs {
 namespace {
@@ -53,11 +57,30 @@ std::uint64_t lane_count(std::uint8_t active_width) {
   }
 }
 
+// The largest enum ibv_mtu that is no more.
+std::uint8_t mtu_of_bytes(unsigned bytes) {
+  return static_cast<std::uint8_t>(std::bit_width(std::clamp(bytes, 256u, 4096u)) - 8);
+}
+
+std::string hex(std::uint16_t key) {
+  std::array<char, 8> text{};
+  std::snprintf(text.data(), text.size(), "0x%04x", key);
+  return text.data();
+}
+
+std::string listed(const std::vector<std::uint16_t>& keys) {
+  std::vector<std::string> texts;
+  for (const std::uint16_t key : keys) {
+    if (key != 0) texts.push_back(hex(key));
+  }
+  return joined(texts);
+}
+
 }  // namespace
 
 Result<std::shared_ptr<const VerbsDevice>> VerbsDevice::open(
-    std::shared_ptr<const VerbsLibrary> library, ibv_device* device) {
-  const std::string name = device->name;
+    std::shared_ptr<const VerbsLibrary> library, ibv_device* device, PortChoice choice) {
+  const std::string name = choice.name;
   const auto failed = [&](const std::string& what, const std::string& remedy) {
     return Error{Errc::fabric_unavailable,
                  "NIC " + name + ": " + what + ": " + errno_text() + "; " + remedy};
@@ -71,9 +94,15 @@ Result<std::shared_ptr<const VerbsDevice>> VerbsDevice::open(
     return failed(path + " cannot be opened",
                   "give this user (group rdma) or container access to /dev/infiniband");
   }
-  std::shared_ptr<VerbsDevice> opened(new VerbsDevice(std::move(library), context, name));
+  std::shared_ptr<VerbsDevice> opened(
+      new VerbsDevice(std::move(library), context, std::move(choice)));
   errno = opened->library_->query_device(context, &opened->limits_);
   if (errno != 0) return failed("its limits cannot be read", "look into the kernel's log");
+  if (opened->port() > opened->limits_.phys_port_cnt) {
+    return Error{Errc::fabric_unavailable, "nics names " + name + ", but the device has " +
+                                               std::to_string(opened->limits_.phys_port_cnt) +
+                                               " port(s)"};
+  }
   opened->pd_ = opened->library_->alloc_pd(context);
   if (!opened->pd_) return failed("no protection domain", "look into the kernel's log");
   return std::shared_ptr<const VerbsDevice>(std::move(opened));
@@ -86,22 +115,44 @@ VerbsDevice::~VerbsDevice() {
 
 Result<Port> VerbsDevice::query_port() const {
   ibv_port_attr attributes;
-  if (const int error = library_->query_port(context_, kPort, attributes); error != 0) {
+  if (const int error = library_->query_port(context_, choice_.number, attributes); error != 0) {
     return Error{Errc::nic_lost,
-                 "NIC " + name_ + ": its port cannot be queried: " + errno_text(error)};
+                 "NIC " + name() + ": its port cannot be queried: " + errno_text(error)};
   }
-  Port port{.link_layer = attributes.link_layer,
+  Port port{.number = choice_.number,
+            .needs_grh = (attributes.flags & IBV_QPF_GRH_REQUIRED) != 0,
+            .link_layer = attributes.link_layer,
             .mtu = static_cast<std::uint8_t>(attributes.active_mtu),
             .lid = attributes.lid};
+  if (choice_.mtu_bytes > 0) port.mtu = std::min(port.mtu, mtu_of_bytes(choice_.mtu_bytes));
   const std::uint64_t speed =
       lane_speed(attributes.active_speed) * lane_count(attributes.active_width) * 1'000'000u;
   port.bits_per_second = speed > 0 ? speed : kUnknownSpeed;
-  const auto gid =
-      choose_gid(query_gids(attributes), attributes.link_layer,
-                 [this](const ibv_gid_entry& entry) { return is_of_this_namespace(name_, entry); });
+  const auto gids = query_gids(attributes);
+  const auto gid = choose_gid(gids, attributes.link_layer, choice_.gid_index,
+                              [this](const ibv_gid_entry& entry) {
+                                return is_of_this_namespace(context_->device->name, entry);
+                              });
+  if (!gid && !gids.empty()) {
+    return Error{Errc::invalid_argument,
+                 "gid_index is " + std::to_string(choice_.gid_index) + ", but port " +
+                     std::to_string(choice_.number) + " of NIC " + name() +
+                     " has no GID there; leave gid_index out, or see kvxfer doctor --probe"};
+  }
   if (gid) {
     port.gid_index = gid->gid_index;
     port.gid = gid->gid;
+  }
+  const auto pkeys = query_pkeys(attributes);
+  const auto pkey_index = choose_pkey(pkeys, choice_.pkey);
+  if (!pkey_index && !pkeys.empty()) {
+    return Error{Errc::invalid_argument, "pkey is " + hex(choice_.pkey) + ", but NIC " + name() +
+                                             " is no member of that partition, only of " +
+                                             listed(pkeys) + "; choose one, or leave pkey out"};
+  }
+  if (pkey_index) {
+    port.pkey_index = *pkey_index;
+    port.pkey = pkeys[*pkey_index];
   }
   port.active = attributes.state == IBV_PORT_ACTIVE && gid;
   return port;
@@ -114,10 +165,21 @@ std::vector<ibv_gid_entry> VerbsDevice::query_gids(const ibv_port_attr& attribut
   const ssize_t count =
       library_->query_gid_table(context_, entries.data(), entries.size(), 0, sizeof(ibv_gid_entry));
   entries.resize(count < 0 ? 0 : static_cast<std::size_t>(count));
-  std::erase_if(entries, [](const ibv_gid_entry& entry) {
-    return entry.port_num != kPort || entry.gid_index > UINT8_MAX;  // all that a path can name
+  std::erase_if(entries, [this](const ibv_gid_entry& entry) {
+    // All that a path can name.
+    return entry.port_num != choice_.number || entry.gid_index > UINT8_MAX;
   });
   return entries;
+}
+
+std::vector<std::uint16_t> VerbsDevice::query_pkeys(const ibv_port_attr& attributes) const {
+  std::vector<std::uint16_t> keys;
+  for (int index = 0; index < attributes.pkey_tbl_len; ++index) {
+    __be16 key = 0;
+    if (library_->query_pkey(context_, choice_.number, index, &key) != 0) break;
+    keys.push_back(be16toh(key));
+  }
+  return keys;
 }
 
 }  // namespace kvxfer::verbs

@@ -10,11 +10,22 @@
 
 namespace kvxfer::verbs {
 
-inline constexpr std::uint8_t kPort = 1;  // of every device
+// Which port of a device is used, and what of it where the device should not choose.
+struct PortChoice {
+  std::string name;  // of the NIC, for its users: DEVICE or DEVICE:PORT
+  std::uint8_t number = 1;
+  int gid_index = -1;      // -1: see choose_gid
+  std::uint16_t pkey = 0;  // 0: see choose_pkey
+  unsigned mtu_bytes = 0;  // 0: the port's
+};
 
 // What our own end of a path is, as its port is now.
 struct Port {
   bool active = false;  // the link is up and has an address
+  std::uint8_t number = 1;
+  std::uint16_t pkey = 0;  // of InfiniBand: with its membership bit
+  std::uint16_t pkey_index = 0;
+  bool needs_grh = false;
   std::uint64_t bits_per_second = 0;
   std::uint8_t link_layer = 0;  // IBV_LINK_LAYER_...
   std::uint8_t mtu = 0;         // enum ibv_mtu
@@ -26,7 +37,7 @@ struct Port {
 class VerbsDevice {
  public:
   static Result<std::shared_ptr<const VerbsDevice>> open(
-      std::shared_ptr<const VerbsLibrary> library, ibv_device* device);
+      std::shared_ptr<const VerbsLibrary> library, ibv_device* device, PortChoice choice);
   ~VerbsDevice();
   VerbsDevice(const VerbsDevice&) = delete;
   VerbsDevice& operator=(const VerbsDevice&) = delete;
@@ -34,7 +45,8 @@ class VerbsDevice {
   const VerbsLibrary& library() const { return *library_; }
   ibv_context* context() const { return context_; }
   ibv_pd* pd() const { return pd_; }
-  const std::string& name() const { return name_; }
+  const std::string& name() const { return choice_.name; }
+  std::uint8_t port() const { return choice_.number; }
   const ibv_device_attr& limits() const { return limits_; }
   // Memory windows that are opened by requests of a queue pair, and good for it alone.
   bool has_windows() const {
@@ -45,14 +57,15 @@ class VerbsDevice {
   Result<Port> query_port() const;
 
  private:
-  VerbsDevice(std::shared_ptr<const VerbsLibrary> library, ibv_context* context, std::string name)
-      : library_(std::move(library)), context_(context), name_(std::move(name)) {}
+  VerbsDevice(std::shared_ptr<const VerbsLibrary> library, ibv_context* context, PortChoice choice)
+      : library_(std::move(library)), context_(context), choice_(std::move(choice)) {}
   std::vector<ibv_gid_entry> query_gids(const ibv_port_attr& attributes) const;
+  std::vector<std::uint16_t> query_pkeys(const ibv_port_attr& attributes) const;
 
   std::shared_ptr<const VerbsLibrary> library_;
   ibv_context* context_;
   ibv_pd* pd_ = nullptr;
-  std::string name_;
+  PortChoice choice_;
   ibv_device_attr limits_{};
 };
 

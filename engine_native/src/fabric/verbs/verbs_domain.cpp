@@ -1,5 +1,9 @@
 #include "fabric/verbs/verbs_domain.hpp"
 
+#include <algorithm>
+#include <string>
+
+#include "fabric/verbs/gid_choice.hpp"
 #include "fabric/verbs/verbs_registration.hpp"
 
 namespace kvxfer::verbs {
@@ -7,6 +11,16 @@ namespace {
 
 // Completions handed over in one call, so that no NIC keeps the engine thread to itself.
 constexpr std::size_t kMaxPolled = 256;
+// mlx5 binds no more (rdma-core, providers/mlx5/qp.c, set_bind_wr).
+constexpr std::uint64_t kMaxWindow = std::uint64_t{1} << 31;
+
+// NICs of other partitions do not hear each other.
+std::string network_of(const Port& port) {
+  if (port.link_layer == IBV_LINK_LAYER_ETHERNET) return "roce";
+  const unsigned partition = port.pkey & ~kFullMember;
+  if (partition == kDefaultPartition) return "infiniband";
+  return "infiniband-" + std::to_string(partition);
+}
 
 }  // namespace
 
@@ -18,7 +32,7 @@ Result<std::unique_ptr<NicDomain>> VerbsDomain::open(
   std::unique_ptr<VerbsDomain> domain(new VerbsDomain(device, context, *port, lookups));
   auto queues = NicQueues::create(device, context.poller);
   if (!queues) return queues.error();
-  domain->nic_.queues = std::move(*queues);
+  domain->nic_.queues.push_back(std::move(*queues));
   auto events = AsyncEvents::watch(device, context.poller, *domain);
   if (!events) return events.error();
   domain->nic_.events = std::move(*events);
@@ -28,7 +42,7 @@ Result<std::unique_ptr<NicDomain>> VerbsDomain::open(
 VerbsDomain::VerbsDomain(std::shared_ptr<const VerbsDevice> device, const NicContext& context,
                          const Port& port, std::shared_ptr<AddressLookups::Running> lookups)
     : info_{.name = device->name(),
-            .network = port.link_layer == IBV_LINK_LAYER_ETHERNET ? "roce" : "infiniband",
+            .network = network_of(port),
             .bits_per_second = port.bits_per_second},
       nic_{.device = std::move(device),
            .context = context,
@@ -45,13 +59,23 @@ Result<std::unique_ptr<NicPath>> VerbsDomain::open_path(NicPathIdentity identity
   return VerbsPath::open(std::move(identity), nic_);
 }
 
+std::uint64_t VerbsDomain::max_window() const {
+  return nic_.context.options.memory_windows && nic_.device->has_windows() ? kMaxWindow : 0;
+}
+
 void VerbsDomain::poll() {
-  std::size_t polled = 0;
-  while (polled < kMaxPolled) {
-    const std::size_t more = nic_.queues->poll();
-    if (more == 0) return;
-    polled += more;
+  for (const auto& queues : nic_.queues) {
+    std::size_t polled = 0;
+    while (polled < kMaxPolled) {
+      const std::size_t more = queues->poll();
+      if (more == 0) break;
+      polled += more;
+    }
   }
+}
+
+bool VerbsDomain::prepare_sleep() {
+  return std::ranges::all_of(nic_.queues, [](const auto& queues) { return queues->arm(); });
 }
 
 // --- the device's own events -----------------------------------------------------------------
@@ -63,7 +87,8 @@ void VerbsDomain::on_async_event(const ibv_async_event& event) {
     case IBV_EVENT_LID_CHANGE:
     case IBV_EVENT_GID_CHANGE:
     case IBV_EVENT_CLIENT_REREGISTER:
-      if (event.element.port_num == kPort) refresh_port();
+    case IBV_EVENT_PKEY_CHANGE:
+      if (event.element.port_num == nic_.device->port()) refresh_port();
       return;
     case IBV_EVENT_DEVICE_FATAL:
       return break_down("the device failed; its driver has to be reset");
@@ -72,11 +97,16 @@ void VerbsDomain::on_async_event(const ibv_async_event& event) {
     case IBV_EVENT_SRQ_ERR:
       return break_down("its receive queue failed");
     case IBV_EVENT_SRQ_LIMIT_REACHED:
-      return nic_.queues->on_receives_low();
+      for (const auto& queues : nic_.queues) {
+        if (queues->receives() == event.element.srq) queues->on_receives_low();
+      }
+      return;
     case IBV_EVENT_QP_FATAL:
     case IBV_EVENT_QP_REQ_ERR:
     case IBV_EVENT_QP_ACCESS_ERR:
-      if (VerbsPath* const path = nic_.queues->find(event.element.qp->qp_num)) {
+      for (const auto& queues : nic_.queues) {
+        VerbsPath* const path = queues->find(event.element.qp->qp_num);
+        if (!path) continue;
         path->on_failed(event.event_type == IBV_EVENT_QP_ACCESS_ERR
                             ? "it wrote where it may not (local access violation)"
                             : "the queue pair failed");
@@ -109,7 +139,9 @@ void VerbsDomain::break_down(const std::string& why) {
 }
 
 void VerbsDomain::end_paths(const std::string& why) {
-  for (const auto& [number, path] : nic_.queues->paths()) path->on_nic_down(why);
+  for (const auto& queues : nic_.queues) {
+    for (const auto& [number, path] : queues->paths()) path->on_nic_down(why);
+  }
 }
 
 }  // namespace kvxfer::verbs

@@ -20,10 +20,10 @@ class VerbsDomain final : public NicDomain, private AsyncEventHandler {
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return nic_.port.active && !nic_.broken; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
-  bool has_windows() const override { return nic_.device->has_windows(); }
+  std::uint64_t max_window() const override;
   Result<std::unique_ptr<NicPath>> open_path(NicPathIdentity identity) override;
   void poll() override;
-  bool prepare_sleep() override { return nic_.queues->arm(); }
+  bool prepare_sleep() override;
   void finish_sleep() override {}
 
  private:

@@ -1,7 +1,9 @@
 #include "fabric/verbs/verbs_factory.hpp"
 
 #include <algorithm>
+#include <charconv>
 #include <filesystem>
+#include <optional>
 #include <string>
 
 #include "fabric/verbs/verbs_domain.hpp"
@@ -21,15 +23,32 @@ std::vector<std::string> kernel_devices() {
   return names;
 }
 
+// Which port a name is of, where it is one of the device's: DEVICE is its first, or DEVICE:PORT.
+std::optional<std::uint8_t> port_of(const std::string& device, const std::string& name) {
+  if (name == device) return 1;
+  if (!name.starts_with(device + ":")) return std::nullopt;
+  std::uint8_t port = 0;
+  const char* const end = name.data() + name.size();
+  const auto read = std::from_chars(name.data() + device.size() + 1, end, port);
+  if (read.ec != std::errc() || read.ptr != end || port == 0) return std::nullopt;
+  return port;
+}
+
 // iWARP has no immediates, EFA and usNIC have no reliable connections.
 bool speaks_infiniband(const ibv_device& device) {
   return device.node_type == IBV_NODE_CA && device.transport_type == IBV_TRANSPORT_IB;
 }
 
 Result<std::unique_ptr<NicDomain>> open_nic(
-    const std::shared_ptr<const VerbsLibrary>& library, ibv_device* device,
+    const std::shared_ptr<const VerbsLibrary>& library, ibv_device* device, const std::string& name,
     const NicContext& context, const std::shared_ptr<AddressLookups::Running>& lookups) {
-  auto opened = VerbsDevice::open(library, device);
+  const EngineOptions& options = context.options;
+  auto opened = VerbsDevice::open(library, device,
+                                  {.name = name,
+                                   .number = *port_of(device->name, name),
+                                   .gid_index = options.gid_index,
+                                   .pkey = static_cast<std::uint16_t>(options.pkey),
+                                   .mtu_bytes = options.path_mtu});
   if (!opened) return opened.error();
   return VerbsDomain::open(*opened, context, lookups);
 }
@@ -59,32 +78,42 @@ Error unusable(const std::string& why) {
 Result<OpenedNics> VerbsFactory::open(const NicContext& context) {
   const bool required = context.options.verbs == FabricUse::required;
   OpenedNics opened{.names = kernel_devices()};
-  const auto library = VerbsLibrary::load();
-  if (!library) {
-    if (required) return unusable(library.error().text);
+  if (!library_) {
+    if (required) return unusable(library_.error().text);
     // Without the library nobody meant to use them.
     if (!opened.names.empty() && VerbsLibrary::installed()) {
-      opened.notices.push_back(unusable(library.error().text).text);
+      opened.notices.push_back(unusable(library_.error().text).text);
     }
     return opened;
   }
   const std::vector<std::string>& asked = context.options.nics;
-  const auto wanted = [&](const ibv_device& device) {
-    return asked.empty() || std::find(asked.begin(), asked.end(), device.name) != asked.end();
-  };
   const auto lookups = std::make_shared<AddressLookups::Running>(0);
   int count = 0;
-  ibv_device** const devices = (*library)->get_device_list(&count);
+  ibv_device** const devices = (*library_)->get_device_list(&count);
   for (int i = 0; i < count; ++i) {
-    if (!speaks_infiniband(*devices[i]) || !wanted(*devices[i])) continue;
-    auto domain = open_nic(*library, devices[i], context, lookups);
-    if (domain) {
-      opened.nics.push_back(std::move(*domain));
-    } else {
-      opened.notices.push_back(domain.error().text);
+    const std::string device = devices[i]->name;
+    if (std::ranges::find(opened.names, device) == opened.names.end()) {
+      opened.names.push_back(device);
+    }
+    if (!speaks_infiniband(*devices[i])) continue;
+    for (const std::string& name : asked.empty() ? std::vector{device} : asked) {
+      if (!port_of(device, name)) continue;
+      if (name != device) opened.names.push_back(name);
+      auto domain = open_nic(*library_, devices[i], name, context, lookups);
+      if (domain) {
+        opened.nics.push_back(std::move(*domain));
+      } else {
+        opened.notices.push_back(domain.error().text);
+      }
     }
   }
-  if (devices) (*library)->free_device_list(devices);
+  if (devices) (*library_)->free_device_list(devices);
+  // In the order in which they are asked for, which pairs them (pair_nics).
+  if (!asked.empty()) {
+    std::ranges::sort(opened.nics, {}, [&](const auto& nic) {
+      return std::ranges::find(asked, nic->info().name) - asked.begin();
+    });
+  }
   if (opened.nics.empty() && required) return unusable(why_none(opened.notices, asked));
   return opened;
 }

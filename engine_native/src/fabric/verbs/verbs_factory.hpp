@@ -1,14 +1,25 @@
 // Opens the host's RDMA NICs.
 #pragma once
 
+#include <memory>
+
 #include "fabric/nic/nic_domain.hpp"
+#include "fabric/verbs/verbs_library.hpp"
 
 namespace kvxfer::verbs {
 
 class VerbsFactory final : public NicFactory {
  public:
-  // Those in options.nics; if that is empty, all that have an InfiniBand or Ethernet port.
+  VerbsFactory() : VerbsFactory(VerbsLibrary::load()) {}
+  explicit VerbsFactory(Result<std::shared_ptr<const VerbsLibrary>> library)
+      : library_(std::move(library)) {}
+
+  // Those in options.nics, as DEVICE or DEVICE:PORT; if that is empty, the first port of all that
+  // have an InfiniBand or Ethernet port.
   Result<OpenedNics> open(const NicContext& context) override;
+
+ private:
+  Result<std::shared_ptr<const VerbsLibrary>> library_;
 };
 
 }  // namespace kvxfer::verbs

@@ -37,6 +37,7 @@ Result<std::shared_ptr<const VerbsLibrary>> VerbsLibrary::load() {
                         find(library, "ibv_close_device", verbs->close_device) &&
                         find(library, "ibv_query_device", verbs->query_device) &&
                         find(library, "ibv_query_port", verbs->old_query_port_) &&
+                        find(library, "ibv_query_pkey", verbs->query_pkey) &&
                         find(library, "_ibv_query_gid_table", verbs->query_gid_table) &&
                         find(library, "ibv_get_async_event", verbs->get_async_event) &&
                         find(library, "ibv_ack_async_event", verbs->ack_async_event) &&

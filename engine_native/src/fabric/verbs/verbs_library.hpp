@@ -25,6 +25,7 @@ struct VerbsLibrary {
   decltype(&::ibv_open_device) open_device = nullptr;
   decltype(&::ibv_close_device) close_device = nullptr;
   decltype(&::ibv_query_device) query_device = nullptr;
+  decltype(&::ibv_query_pkey) query_pkey = nullptr;
   decltype(&::_ibv_query_gid_table) query_gid_table = nullptr;
   decltype(&::ibv_get_async_event) get_async_event = nullptr;
   decltype(&::ibv_ack_async_event) ack_async_event = nullptr;

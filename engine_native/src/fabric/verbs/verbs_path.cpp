@@ -38,36 +38,37 @@ std::uint32_t random_packet_sequence() {
 }  // namespace
 
 Result<std::unique_ptr<NicPath>> VerbsPath::open(NicPathIdentity identity, VerbsNic& nic) {
-  const auto share = nic.queues->take_share();
+  const auto share = NicQueues::take_share(nic.queues, nic.device, nic.context.poller);
   if (!share) return share.error();
-  auto pair = QueuePair::create(nic.device, nic.queues->completions(), nic.queues->receives(),
-                                share->sends);
+  auto pair = QueuePair::create(nic.device, nic.port, share->of->completions(),
+                                share->of->receives(), share->share.sends);
   if (!pair) {
-    nic.queues->give_back(*share);
+    share->of->give_back(share->share);
     return pair.error();
   }
   return std::unique_ptr<NicPath>(
       new VerbsPath(std::move(identity), *share, std::move(*pair), nic));
 }
 
-VerbsPath::VerbsPath(NicPathIdentity identity, const PathShare& share,
+VerbsPath::VerbsPath(NicPathIdentity identity, NicQueues::Share share,
                      std::shared_ptr<QueuePair> pair, VerbsNic& nic)
-    : NicPath(std::move(identity), share.receives, nic.load, nic.context.receive_context,
+    : NicPath(std::move(identity), share.share.receives, nic.load, nic.context.receive_context,
               nic.context.events),
       nic_(nic),
-      share_(share),
+      queues_(*share.of),
+      share_(share.share),
       pair_(std::move(pair)),
       port_(nic.port),
       ours_{.queue_pair = pair_->number(),
             .packet_sequence = random_packet_sequence(),
-            .imm_window = share.receives,
+            .imm_window = share_.receives,
             .lid = port_.lid,
             .mtu = port_.mtu,
             .link_layer = port_.link_layer,
             .gid = port_.gid},
       windows_(nic.device, pair_->get()),
-      sends_left_(share.sends) {
-  nic_.queues->add(pair_->number(), *this);
+      sends_left_(share_.sends) {
+  queues_.add(pair_->number(), *this);
 }
 
 VerbsPath::~VerbsPath() { shut(); }
@@ -118,14 +119,14 @@ std::size_t VerbsPath::post(const OperationPtr& operation, const WriteRange& wri
     bytes += write.length;
   }
   const Batch& batch = add_batch(operation, {writes.first, count, writes.counted}, bytes);
-  ibv_send_wr& last = nic_.queues->chain[count - 1];
+  ibv_send_wr& last = queues_.chain[count - 1];
   last.next = nullptr;
   last.send_flags |= IBV_SEND_SIGNALED;
   last.wr_id = batch.sequence << kCountBits | count;
   sends_left_ -= static_cast<std::uint32_t>(count);
   ibv_send_wr* refused = nullptr;
   // Those before the refused one are under way: closing the path tells which of them arrived.
-  if (const int error = ibv_post_send(pair_->get(), nic_.queues->chain.data(), &refused)) {
+  if (const int error = ibv_post_send(pair_->get(), queues_.chain.data(), &refused)) {
     on_failed("this NIC refused a write: " + errno_text(error));
   }
   return count;
@@ -133,8 +134,8 @@ std::size_t VerbsPath::post(const OperationPtr& operation, const WriteRange& wri
 
 void VerbsPath::write_request(std::size_t at, const Operation& operation, const WireWrite& write,
                               const RemoteKey& key, bool counted) {
-  ibv_send_wr& request = nic_.queues->chain[at];
-  ibv_sge& piece = nic_.queues->pieces[at];
+  ibv_send_wr& request = queues_.chain[at];
+  ibv_sge& piece = queues_.pieces[at];
   request.wr_id = 0;
   request.next = &request + 1;
   request.opcode = counted ? IBV_WR_RDMA_WRITE_WITH_IMM : IBV_WR_RDMA_WRITE;
@@ -222,9 +223,9 @@ void VerbsPath::shut() {
   // Some drivers drop what a destroyed queue pair left in the completion queue, which is why stop()
   // takes it first. Others leave it there: it is taken here, while the number is still ours, so
   // that it is never taken for that of a later queue pair with the same number.
-  nic_.queues->drain();
-  nic_.queues->remove(pair_->number());
-  nic_.queues->give_back(share_);
+  queues_.drain();
+  queues_.remove(pair_->number());
+  queues_.give_back(share_);
   pair_.reset();
 }
 
@@ -237,7 +238,7 @@ void VerbsPath::stop() {
   if (ibv_post_send(pair_->get(), &end, &refused) != 0) return;
   const std::uint64_t deadline = now_ns() + kStopNs;
   while (!stopped_ && now_ns() < deadline) {
-    if (nic_.queues->poll() == 0) ::sched_yield();
+    if (queues_.poll() == 0) ::sched_yield();
   }
 }
 

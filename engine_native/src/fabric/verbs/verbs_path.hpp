@@ -17,7 +17,8 @@ namespace kvxfer::verbs {
 struct VerbsNic {
   std::shared_ptr<const VerbsDevice> device;
   NicContext context;
-  std::unique_ptr<NicQueues> queues;
+  // More are made when the others are full of paths.
+  std::vector<std::unique_ptr<NicQueues>> queues;
   std::unique_ptr<AsyncEvents> events;
   Port port;  // as it is now
   NicLoad load;
@@ -58,7 +59,7 @@ class VerbsPath final : public NicPath {
   void on_nic_down(const std::string& why) { lose({Errc::nic_lost, why}); }
 
  private:
-  VerbsPath(NicPathIdentity identity, const PathShare& share, std::shared_ptr<QueuePair> pair,
+  VerbsPath(NicPathIdentity identity, NicQueues::Share share, std::shared_ptr<QueuePair> pair,
             VerbsNic& nic);
   void write_request(std::size_t at, const Operation& operation, const WireWrite& write,
                      const RemoteKey& key, bool counted);
@@ -66,6 +67,7 @@ class VerbsPath final : public NicPath {
   void stop();
 
   VerbsNic& nic_;
+  NicQueues& queues_;
   PathShare share_;
   std::shared_ptr<QueuePair> pair_;  // null once shut
   Port port_;                        // as the peer was told

@@ -2,9 +2,12 @@
 
 #include <sys/resource.h>
 
+#include <cerrno>
+#include <chrono>
 #include <string>
-#include <utility>
+#include <thread>
 
+#include "clock.hpp"
 #include "errno_text.hpp"
 #include "memory_region.hpp"
 
@@ -16,6 +19,9 @@ namespace {
 // write, which overtakes no earlier one, and nobody here looks at bytes before that completion.
 constexpr unsigned kAccess =
     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
+
+constexpr std::uint64_t kBusyNs = 500'000'000;
+constexpr auto kBusyPause = std::chrono::milliseconds(1);
 
 Error cannot_register(const std::string& nic, std::size_t bytes, int error) {
   const std::string what =
@@ -65,9 +71,24 @@ ibv_mr* VerbsRegistration::get() {
   return region_;
 }
 
-void VerbsRegistration::close() {
+// A window that its queue pair is closing keeps it for a moment (EBUSY).
+Result<void> VerbsRegistration::close() {
   const std::lock_guard lock(mutex_);
-  if (region_) device_->library().dereg_mr(std::exchange(region_, nullptr));
+  if (!region_) return {};
+  const std::uint64_t deadline = now_ns() + kBusyNs;
+  int error = device_->library().dereg_mr(region_);
+  while (error == EBUSY && now_ns() < deadline) {
+    std::this_thread::sleep_for(kBusyPause);
+    error = device_->library().dereg_mr(region_);
+  }
+  if (error != 0) {
+    return Error{Errc::nic_lost, "NIC " + device_->name() +
+                                     " does not deregister memory: " + errno_text(error) +
+                                     "; the memory is within its reach until the engine is closed: "
+                                     "keep it until then"};
+  }
+  region_ = nullptr;
+  return {};
 }
 
 }  // namespace kvxfer::verbs

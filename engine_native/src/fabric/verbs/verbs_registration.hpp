@@ -17,11 +17,11 @@ class VerbsRegistration final : public NicRegistration {
  public:
   static Result<std::shared_ptr<NicRegistration>> create(std::shared_ptr<const VerbsDevice> device,
                                                          const MemoryRegion& region);
-  ~VerbsRegistration() override { close(); }
+  ~VerbsRegistration() override { (void)close(); }
 
   Result<RemoteKey> share(PeerId peer) override;
   void unshare(PeerId) override {}
-  void close() override;
+  Result<void> close() override;
 
   // Null once closed, which is after the engine thread has closed all windows of the region.
   ibv_mr* get();

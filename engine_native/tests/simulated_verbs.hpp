@@ -1,0 +1,73 @@
+// NICs of the mlx5 driver below libibverbs' interface, so that the verbs fabric itself can be
+// tried without hardware. They hold it to the rules of the driver and of the specification:
+//
+//   a window opens at most 2^31 bytes (EOPNOTSUPP)              mlx5/qp.c, set_bind_wr
+//   a region with an open window stays registered (EBUSY)       man ibv_reg_mr
+//   a full send queue refuses (ENOMEM); room comes back when    mlx5/qp.c, mlx5_wq_overflow
+//     a completion of its is polled
+//   a full SRQ refuses (ENOMEM)                                 mlx5/srq.c, mlx5_post_srq_recv
+//   inline data beyond the queue pair's limit is refused        mlx5/qp.c, set_data_inl_seg
+//   a port that requires a GRH sends no packet without one      man ibv_query_port
+//   each state of a queue pair asks for its attributes          man ibv_modify_qp
+//   destroying a queue pair removes its completions             mlx5/cq.c, __mlx5_cq_clean
+//   two limited members of a partition do not hear each other   IBTA 1.4, 10.9
+//   without a receive an immediate is tried again, then fails   IBTA 1.4, 9.7.5.2.8
+//   an overrun completion queue is lost                         man ibv_get_async_event
+//
+// Paths are those of rdma-core at 691953d. Bytes land late and in any order: at the latest when a
+// completion tells of them, at either end, or when their queue pair has stopped.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fabric/verbs/verbs_library.hpp"
+
+namespace kvxfer::test {
+namespace mlx5 {
+struct Network;
+}
+
+struct SimulatedDevice {
+  std::string name;
+  bool infiniband = false;  // otherwise RoCE
+  bool grh_required = false;
+  std::vector<std::uint16_t> pkeys{0xffff};
+  std::uint8_t rail = 0;  // its subnet
+  bool windows = true;
+  int max_srq_wr = 32767;
+  // Of a command that goes through the firmware: a queue pair is made, changed or destroyed, a
+  // region deregistered.
+  std::chrono::microseconds command{200};
+};
+
+// The network of all devices of this process. Any thread.
+class SimulatedVerbs {
+ public:
+  SimulatedVerbs();
+  ~SimulatedVerbs();
+  SimulatedVerbs(const SimulatedVerbs&) = delete;
+  SimulatedVerbs& operator=(const SimulatedVerbs&) = delete;
+
+  // All devices that were added; names are unique.
+  std::shared_ptr<const verbs::VerbsLibrary> library() const;
+  void add(const SimulatedDevice& device);
+  // The port tells of it, and nothing comes or goes while it is down.
+  void set_link(const std::string& device, bool up);
+  // Nothing comes or goes, and nobody is told.
+  void cut(const std::string& device, bool off);
+  // The next `times` times that memory is deregistered at the device are refused with EBUSY.
+  void refuse_deregistrations(const std::string& device, unsigned times);
+  // Queue pairs that there are, of all devices.
+  std::size_t queue_pairs() const;
+
+ private:
+  std::unique_ptr<mlx5::Network> network_;
+};
+
+SimulatedVerbs& simulated_verbs();
+
+}  // namespace kvxfer::test

@@ -1,0 +1,248 @@
+// What ConnectX hosts do that Soft-RoCE does not, on simulated devices of the mlx5 driver:
+// docs/nics.md has the table.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <thread>
+
+#include "fabric/verbs/verbs_factory.hpp"
+#include "simulated_verbs.hpp"
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+using Kind = Completion::Kind;
+
+namespace {
+
+// A host's devices, made after `like`, and an engine on all of them.
+EngineOptions options_on(std::size_t devices, SimulatedDevice like) {
+  static std::atomic<unsigned> hosts = 0;
+  EngineOptions options = options_for("tcp", "host");
+  options.tcp = false;
+  options.peer_timeout = std::chrono::seconds(5);
+  const std::string prefix = "host" + std::to_string(++hosts) + "_mlx5_";
+  for (std::size_t n = 0; n < devices; ++n) {
+    like.name = prefix + std::to_string(n);
+    options.nics.push_back(like.name);
+    simulated_verbs().add(like);
+  }
+  options.more_nics = std::make_shared<verbs::VerbsFactory>(simulated_verbs().library());
+  return options;
+}
+
+struct Hosts {
+  Hosts(const EngineOptions& ours, const EngineOptions& theirs)
+      : writer(ours), reader(theirs), to_reader(writer.connect_to(reader)) {
+    to_writer = reader.await(Kind::peer_up).peer;
+  }
+  // Both with so many devices like this.
+  explicit Hosts(std::size_t devices, const SimulatedDevice& like = {})
+      : Hosts(options_on(devices, like), options_on(devices, like)) {}
+
+  // Writes pages with a counter, `meanwhile` while they are under way, and looks at every byte.
+  void transfer(const std::function<void()>& meanwhile = [] {}) {
+    if (!source) {
+      source = good(writer->allocate(kPage * kPages));
+      destination = good(reader->allocate(kPage * kPages));
+    }
+    Random random;
+    random.fill(source->data(), source->size());
+    std::memset(destination->data(), 0, destination->size());
+    std::vector<std::int64_t> pages(kPages);
+    std::iota(pages.begin(), pages.end(), 0);
+    std::shuffle(pages.begin(), pages.end(), random.engine);
+    const Imm imm = good(reader->allocate_counter(to_writer));
+    const RegionRange all{destination, 0, destination->size()};
+    const auto grant = good(reader->grant(imm, {&all, 1})).front();
+    const auto submitted = good(writer->write_pages(to_reader, source, grant,
+                                                    {.page_length = kPage,
+                                                     .source_pages = pages,
+                                                     .destination_pages = pages,
+                                                     .source_stride = kPage,
+                                                     .destination_stride = kPage},
+                                                    {.imm = imm, .timeout = kDeadline}));
+    meanwhile();
+    const auto done = writer.await(Kind::write, submitted.id);
+    REQUIRE_MESSAGE(done.code == Errc::ok, done.text);
+    good(reader->expect(imm, submitted.writes));
+    REQUIRE(reader.await(Kind::counter, imm).code == Errc::ok);
+    CHECK(std::memcmp(source->data(), destination->data(), source->size()) == 0);
+    reader->release_counter(imm);
+  }
+
+  TestEngine writer;
+  TestEngine reader;
+  PeerId to_reader;
+  PeerId to_writer = 0;
+  RegionPtr source;
+  RegionPtr destination;
+};
+
+// Address space that nothing is behind until it is touched.
+class Reserved {
+ public:
+  explicit Reserved(std::size_t size)
+      : size_(size),
+        data_(::mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {
+    REQUIRE(data_ != MAP_FAILED);
+  }
+  ~Reserved() { ::munmap(data_, size_); }
+  Reserved(const Reserved&) = delete;
+  Reserved& operator=(const Reserved&) = delete;
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+
+ private:
+  std::size_t size_;
+  void* data_;
+};
+
+}  // namespace
+
+TEST_SUITE_BEGIN("mlx5");
+
+TEST_CASE("a grant of more than a window opens is served by its region's key, on the same paths") {
+  Hosts hosts(2);
+  const std::size_t size = (std::size_t{1} << 31) + kPage;
+  const Reserved memory(size);
+  const auto large = good(hosts.reader->register_memory(memory.data(), size));
+  const auto source = good(hosts.writer->allocate(kPage));
+  std::memset(source->data(), 0x5a, kPage);
+  const std::size_t pairs = simulated_verbs().queue_pairs();
+  const Imm imm = good(hosts.reader->allocate_counter(hosts.to_writer));
+  const RegionRange all{large, 0, size};
+  const auto grant = good(hosts.reader->grant(imm, {&all, 1})).front();
+  const auto submitted = good(
+      hosts.writer->write(hosts.to_reader, source, grant,
+                          {.destination_offset = size - kPage, .length = kPage}, {.imm = imm}));
+  const auto done = hosts.writer.await(Kind::write, submitted.id);
+  CHECK_MESSAGE(done.code == Errc::ok, done.text);
+  good(hosts.reader->expect(imm, submitted.writes));
+  CHECK(hosts.reader.await(Kind::counter, imm).code == Errc::ok);
+  CHECK(std::memcmp(source->data(), memory.data() + size - kPage, kPage) == 0);
+  CHECK(simulated_verbs().queue_pairs() == pairs);
+  good(hosts.reader->deregister(large));
+}
+
+TEST_CASE("a port is used in the partition in which it is a full member, wherever that is listed") {
+  Hosts(1, {.infiniband = true, .pkeys = {0x7fff, 0x0000, 0x8012}}).transfer();
+  Hosts(1, {.infiniband = true, .pkeys = {0xffff}}).transfer();
+}
+
+TEST_CASE("pkey chooses a partition, and names those there are where it is none of them") {
+  const SimulatedDevice port{.infiniband = true, .pkeys = {0xffff, 0x8012}};
+  EngineOptions ours = options_on(1, port);
+  EngineOptions theirs = options_on(1, port);
+  ours.pkey = theirs.pkey = 0x12;
+  Hosts(ours, theirs).transfer();
+
+  EngineOptions wrong = options_on(1, port);
+  wrong.pkey = 0x13;
+  TestEngine without(wrong);
+  const auto notice = without.await(Kind::notice);
+  for (const char* part : {"0x0013", "0xffff", "0x8012"}) {
+    CHECK_MESSAGE(notice.text.find(part) != std::string::npos, notice.text);
+  }
+}
+
+TEST_CASE("engines of two partitions have no network in common") {
+  TestEngine writer(options_on(1, {.infiniband = true, .pkeys = {0x8012}}));
+  TestEngine reader(options_on(1, {.infiniband = true, .pkeys = {0x8013}}));
+  const OperationId id = writer->connect(reader->address(), kDeadline);
+  CHECK(writer.await(Kind::connect, id).code != Errc::ok);
+}
+
+TEST_CASE("a port that requires a GRH gets one, within its subnet too") {
+  Hosts(1, {.infiniband = true, .grh_required = true}).transfer();
+}
+
+TEST_CASE("gid_index chooses the address, and is refused where the port has none there") {
+  EngineOptions ours = options_on(1, {});
+  EngineOptions theirs = options_on(1, {});
+  ours.gid_index = theirs.gid_index = 1;
+  Hosts(ours, theirs).transfer();
+
+  EngineOptions wrong = options_on(1, {});
+  wrong.gid_index = 9;
+  TestEngine without(wrong);
+  const auto notice = without.await(Kind::notice);
+  CHECK_MESSAGE(notice.text.find("gid_index is 9") != std::string::npos, notice.text);
+}
+
+TEST_CASE("a network that stops for less than path_timeout costs no path") {
+  EngineOptions ours = options_on(1, {});
+  EngineOptions theirs = options_on(1, {});
+  ours.path_timeout = theirs.path_timeout = std::chrono::seconds(20);
+  Hosts hosts(ours, theirs);
+  hosts.transfer();
+  const std::size_t pairs = simulated_verbs().queue_pairs();
+  hosts.transfer([&] {
+    simulated_verbs().cut(ours.nics[0], true);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+    simulated_verbs().cut(ours.nics[0], false);
+  });
+  CHECK(simulated_verbs().queue_pairs() == pairs);
+}
+
+TEST_CASE("a path that delivers nothing is fenced and its writes go over the others") {
+  EngineOptions ours = options_on(2, {});
+  EngineOptions theirs = options_on(2, {});
+  ours.path_timeout = theirs.path_timeout = std::chrono::milliseconds(300);
+  Hosts hosts(ours, theirs);
+  hosts.transfer();
+  hosts.transfer([&] { simulated_verbs().cut(ours.nics[1], true); });
+  simulated_verbs().cut(ours.nics[1], false);
+}
+
+TEST_CASE("a NIC that is down leaves the others on their rails") {
+  const auto rails = [] {
+    EngineOptions options = options_on(0, {});
+    static unsigned host = 0;
+    ++host;
+    for (std::uint8_t rail = 0; rail < 3; ++rail) {
+      options.nics.push_back("rails" + std::to_string(host) + "_" + std::to_string(rail));
+      simulated_verbs().add({.name = options.nics.back(), .rail = rail});
+    }
+    return options;
+  };
+  const EngineOptions ours = rails();
+  Hosts hosts(ours, rails());
+  hosts.transfer();
+  simulated_verbs().set_link(ours.nics[0], false);
+  hosts.transfer();
+  simulated_verbs().set_link(ours.nics[0], true);
+  hosts.transfer();
+}
+
+TEST_CASE("memory that a NIC does not let go of is not given back") {
+  Hosts hosts(1);
+  const std::string nic = hosts.reader->nics()[0].name;
+  const auto kept = good(hosts.reader->allocate(kPage));
+  simulated_verbs().refuse_deregistrations(nic, 3);  // a window that is being closed
+  good(hosts.reader->deregister(kept));
+  const auto stuck = good(hosts.reader->allocate(kPage));
+  simulated_verbs().refuse_deregistrations(nic, 1u << 20);
+  const auto refused = hosts.reader->deregister(stuck);
+  simulated_verbs().refuse_deregistrations(nic, 0);
+  REQUIRE(!refused);
+  CHECK(refused.error().code == Errc::nic_lost);
+  CHECK_MESSAGE(refused.error().text.find(nic) != std::string::npos, refused.error().text);
+  good(hosts.reader->deregister(stuck));
+}
+
+TEST_CASE("several queue pairs join two NICs where paths_per_nic_pair says so") {
+  EngineOptions ours = options_on(1, {});
+  EngineOptions theirs = options_on(1, {});
+  ours.paths_per_nic_pair = 4;
+  const std::size_t before = simulated_verbs().queue_pairs();
+  Hosts hosts(ours, theirs);
+  hosts.transfer();
+  CHECK(simulated_verbs().queue_pairs() == before + 2 * 4);
+}
+
+TEST_SUITE_END();
