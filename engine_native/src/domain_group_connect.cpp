@@ -42,7 +42,8 @@ void DomainGroup::begin_connect(OperationId id, const EngineAddress& address, Du
     return peer->waiters.add(id, deadline);
   }
   for (const auto& dialer : dialers_) {
-    if (!dialer->ended() && dialer->address().engine == address.engine) {
+    const bool same = dialer->address().engine == address.engine && !address.engine.any();
+    if (!dialer->ended() && same) {
       return dialer->waiters.add(id, deadline);
     }
   }
@@ -92,6 +93,7 @@ void DomainGroup::on_dialed(Dialer& dialer, Result<Session> session) {
   }
   Peer& peer = add_peer(dialer.take_stream(), *session);
   peer.address = dialer.address();
+  peer.address.engine = session->peer;
   peer.waiters = std::move(dialer.waiters);
   peer.use_nics(nics_, true, options_);
   open_paths(peer);

@@ -39,6 +39,24 @@ TEST_CASE("a restarted engine is not taken for the old one") {
   CHECK(try_connect(client, after->address()).code == Errc::ok);
 }
 
+TEST_CASE("an id of zeros is whichever engine listens there, if it knows the cluster key") {
+  TestEngine client(options_for("tcp", "client"));
+  TestEngine server(options_for("tcp", "server"));
+  EngineAddress anyone = server->address();
+  anyone.engine = {};
+  CHECK(try_connect(client, anyone).code == Errc::ok);
+  anyone.port = client->address().port;
+  const auto itself = try_connect(client, anyone);
+  CHECK(itself.code == Errc::invalid_argument);
+  CHECK(itself.text.find("cannot connect to itself") != std::string::npos);
+
+  auto options = options_for("tcp", "stranger");
+  options.cluster_key = "another key, not the cluster's";
+  TestEngine stranger(std::move(options));
+  anyone.port = server->address().port;
+  CHECK(try_connect(stranger, anyone).code == Errc::authentication_failed);
+}
+
 TEST_CASE("connecting to nobody fails by name") {
   TestEngine client(options_for("tcp", "client"));
   EngineAddress address = client->address();

@@ -1,1 +1,1 @@
-"""`kvxfer bench`: what the engine moves between two processes, beside what the host allows."""
+"""`kvxfer bench`: what the engine moves between two processes, beside what their hosts allow."""

@@ -17,7 +17,7 @@ _ARRIVAL_TIMEOUT = 10.0
 
 
 class Destination:
-    """One pool for the life of the process, one engine at a time. Used on the event loop."""
+    """One pool, one engine at a time. Used on the event loop."""
 
     def __init__(self, pool_bytes: int) -> None:
         self.pool = anonymous_pool(pool_bytes)
@@ -34,12 +34,20 @@ class Destination:
             peer_timeout=PEER_TIMEOUT_SECONDS,
         )
         await self._open.enter_async_context(engine)
+        return engine.address, self.use_engine(engine)
+
+    def use_engine(self, engine: Engine) -> bytes:
+        """Registers the pool with an engine that is open; returns the region's descriptor."""
         region = engine.register(self.pool)
         self._open.callback(region.close)
         self._engine = engine
-        return engine.address, region.descriptor
+        return region.descriptor
 
     async def close_engine(self) -> None:
+        """Takes the pool from its engine, and closes the engine where open_engine() started it."""
+        for counter in self._counters:
+            counter.release()
+        self._counters = []
         self._engine = None
         await self._open.aclose()
 

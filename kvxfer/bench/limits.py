@@ -12,35 +12,38 @@ import numpy as np
 from kvxfer import _probes
 from kvxfer.bench import messages as m
 from kvxfer.bench.cases import Limit
+from kvxfer.bench.channel import Channel
 from kvxfer.bench.errors import BenchError
 from kvxfer.bench.pages import PageDraw
-from kvxfer.bench.probe_end import TCP_BUFFER_BYTES
+from kvxfer.bench.probe_end import TCP_BUFFER_BYTES, TCP_SECONDS, configure_tcp
 from kvxfer.bench.receiver_process import ReceiverProcess
 
 MESSAGE_BYTES = 4096
 
 
-class Limits:
-    """Measures limits together with one receiver process. Used on the event loop, one
-    measurement at a time."""
+class RawTcp:
+    """One connection to the receiver, as a plain program would have it. Used on the event loop."""
 
-    def __init__(self, receiver: ReceiverProcess, port: int) -> None:
-        self._channel, self._mailbox = receiver.channel, receiver.mailbox
-        self._port = port
-        self._tcp_buffer = np.ones(TCP_BUFFER_BYTES, np.uint8)
+    def __init__(self, channel: Channel, host: str, port: int) -> None:
+        self._channel, self._host, self._port = channel, host, port
+        self._buffer = np.ones(TCP_BUFFER_BYTES, np.uint8)
         self._connection: socket.socket | None = None
-        _probes.allow_reader(receiver.pid)
 
     @classmethod
-    async def open(cls, receiver: ReceiverProcess) -> Limits:
-        port = (await receiver.channel.call(m.TcpListen(), m.TcpPort)).port
-        limits = cls(receiver, port)
-        await limits.connect()
-        return limits
+    async def open(cls, channel: Channel, host: str) -> RawTcp:
+        """Raises OSError where the receiver's port cannot be reached."""
+        tcp = cls(channel, host, (await channel.call(m.TcpListen(), m.TcpPort)).port)
+        await tcp.connect()
+        return tcp
 
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
+
+    def fileno(self) -> int:
+        if self._connection is None:
+            raise BenchError("no raw connection is open")
+        return self._connection.fileno()
 
     async def connect(self) -> int:
         """Opens a new raw connection and closes a former one. Returns the nanoseconds until its
@@ -48,12 +51,45 @@ class Limits:
         self.close()
         accepted = asyncio.create_task(self._channel.call(m.TcpAccept(), m.Done))
         start = time.monotonic_ns()
-        self._connection = socket.create_connection(("127.0.0.1", self._port))
-        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._connection = socket.create_connection((self._host, self._port), TCP_SECONDS)
+        except OSError:
+            await asyncio.wait([accepted])  # the receiver gives up as well, and says so
+            raise
+        configure_tcp(self._connection)
         connected = time.monotonic_ns() - start
         await accepted
-        (first_byte,) = await self._tcp_send(1, times=1)
+        (first_byte,) = await self.send(1, times=1)
         return connected + first_byte
+
+    async def send(self, nbytes: int, times: int) -> list[int]:
+        """Sends as many bytes so many times. Returns nanoseconds of each."""
+        elapsed, _ = await asyncio.gather(
+            asyncio.to_thread(_probes.tcp_send, self.fileno(), nbytes, times, self._buffer),
+            self._channel.call(m.TcpReceive(nbytes, times), m.Done),
+        )
+        return elapsed
+
+
+class Limits:
+    """Measures limits together with one receiver process. Used on the event loop, one
+    measurement at a time."""
+
+    def __init__(self, receiver: ReceiverProcess, tcp: RawTcp) -> None:
+        self._channel, self._mailbox = receiver.channel, receiver.mailbox
+        self._tcp = tcp
+        _probes.allow_reader(receiver.pid)
+
+    @classmethod
+    async def open(cls, receiver: ReceiverProcess) -> Limits:
+        return cls(receiver, await RawTcp.open(receiver.channel, "127.0.0.1"))
+
+    def close(self) -> None:
+        self._tcp.close()
+
+    async def connect(self) -> int:
+        """As RawTcp does."""
+        return await self._tcp.connect()
 
     async def transfer(self, limit: Limit, draw: PageDraw, source_address: int) -> list[int]:
         """Moves requests of the draw's size past the engine, checked byte for byte where it moves
@@ -61,7 +97,7 @@ class Limits:
         request: m.CopyPages | m.ReadPages
         match limit:
             case Limit.RAW_TCP:
-                return await self._tcp_send(draw.request_bytes, draw.requests)
+                return await self._tcp.send(draw.request_bytes, draw.requests)
             case Limit.MEMCPY:
                 request = m.CopyPages(draw)
             case Limit.READV:
@@ -74,7 +110,7 @@ class Limits:
         one, as an engine does."""
         spin = gap_ns == 0
         if limit is Limit.RAW_TCP:
-            fd = self._socket.fileno()
+            fd = self._tcp.fileno()
             sent, arrived = await asyncio.gather(
                 asyncio.to_thread(_probes.tcp_ping, fd, MESSAGE_BYTES, count, gap_ns, spin),
                 self._channel.call(m.TcpPong(MESSAGE_BYTES, count, spin), m.Times),
@@ -89,17 +125,3 @@ class Limits:
                 self._channel.call(m.MailboxTake(count, spin, remote), m.Times),
             )
         return [there - here for here, there in zip(sent, arrived.at_ns, strict=True)]
-
-    @property
-    def _socket(self) -> socket.socket:
-        if self._connection is None:
-            raise BenchError("no raw connection is open")
-        return self._connection
-
-    async def _tcp_send(self, nbytes: int, times: int) -> list[int]:
-        fd = self._socket.fileno()
-        elapsed, _ = await asyncio.gather(
-            asyncio.to_thread(_probes.tcp_send, fd, nbytes, times, self._tcp_buffer),
-            self._channel.call(m.TcpReceive(nbytes, times), m.Done),
-        )
-        return elapsed

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+from kvxfer.engine import Engine
+from kvxfer.engine.engine import Nic
+from kvxfer.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +37,19 @@ def this_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
         kernel=platform.release(),
         load_average=os.getloadavg()[0],
     )
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One of the two hosts of a run: its name, kvxfer's version there, and what its engine has."""
+
+    host: str
+    version: str
+    machine: Machine
+    fabrics: tuple[str, ...]
+    nics: list[Nic]
+
+
+def this_end(engine: Engine) -> End:
+    """Called before anything is measured."""
+    return End(socket.gethostname(), __version__, this_machine(), engine.fabrics, engine.nics)

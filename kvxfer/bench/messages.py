@@ -1,4 +1,4 @@
-"""What the sender asks of the receiver process, and what it answers.
+"""What the sender asks of the receiver, and what it answers.
 
 Every request is answered by one message: the one its comment names, or `Failed`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvxfer.bench.machine import End
 from kvxfer.bench.pages import PageDraw
 
 
@@ -112,6 +113,60 @@ Request = (
     | MailboxTake
 )
 
+# --- requests of another host ------------------------------------------------------------------
+
+
+class Greet(Message, frozen=True):
+    """The first one. Refused where the versions differ. -> Welcome"""
+
+    end: End
+
+
+class OpenPool(Message, frozen=True):
+    """Makes a destination pool and registers it; a former one is closed. -> PoolOpened"""
+
+    pool_bytes: int
+
+
+class StartEcho(Message, frozen=True):
+    """Takes a counter, and answers each of `count` writes that it counts by a write without bytes
+    to `engine_id`, with the immediate `imm`. -> Counters"""
+
+    engine_id: str
+    imm: int
+    count: int
+
+
+class EndEcho(Message, frozen=True):
+    """Waits until all writes are answered, and checks that the first `nbytes` of the pool are those
+    of the source pool. -> Done"""
+
+    nbytes: int
+
+
+class ReadNotices(Message, frozen=True):
+    """-> Notices"""
+
+
+class Leave(Message, frozen=True):
+    """The last one. -> Done"""
+
+
+# Of the requests above only those that reach no other process's memory.
+HostRequest = (
+    Greet
+    | OpenPool
+    | NewCounters
+    | CheckWrites
+    | StartEcho
+    | EndEcho
+    | ReadNotices
+    | TcpListen
+    | TcpAccept
+    | TcpReceive
+    | Leave
+)
+
 # --- answers ---------------------------------------------------------------------------------
 
 
@@ -157,4 +212,30 @@ class TcpPort(Message, frozen=True):
     port: int
 
 
-Answer = Done | Failed | EngineOpened | Counters | Times | CpuSeconds | Durations | TcpPort
+class Welcome(Message, frozen=True):
+    end: End
+
+
+class PoolOpened(Message, frozen=True):
+    descriptor: bytes
+
+
+class Notices(Message, frozen=True):
+    """What the receiver's engine has told since the greeting, such as "NIC mlx5_0 is down"."""
+
+    texts: list[str]
+
+
+Answer = (
+    Done
+    | Failed
+    | EngineOpened
+    | Counters
+    | Times
+    | CpuSeconds
+    | Durations
+    | TcpPort
+    | Welcome
+    | PoolOpened
+    | Notices
+)

@@ -20,6 +20,9 @@ from kvxfer.bench.pool import anonymous_pool
 from kvxfer.bench.settings import PEER_TIMEOUT_SECONDS
 from kvxfer.engine import Engine, MemoryRegion, Peer
 
+# Where many NICs, or a slow network, take their time to open paths.
+_CONNECT_SECONDS = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class ReceiverEngine:
@@ -46,19 +49,20 @@ class Pair:
 
     channel: Channel
     receiver: ReceiverEngine
+    engine: Engine
     peer: Peer
     region: MemoryRegion
     pool_bytes: int
 
-    async def prepare(self, draw: PageDraw) -> Transfer:
-        """Draws the pages and takes the receiver's counter for them."""
+    async def prepare(self, draw: PageDraw, nic: int | None = None) -> Transfer:
+        """Draws the pages and takes the receiver's counter for them. `nic`: only over this one."""
         requests = draw.draw()
         imm = (await self.channel.call(m.NewCounters(1), m.Counters)).imms[0]
-        return Transfer(self, draw, requests, imm)
+        return Transfer(self, draw, requests, imm, nic)
 
-    async def transfer(self, draw: PageDraw) -> list[int]:
+    async def transfer(self, draw: PageDraw, nic: int | None = None) -> list[int]:
         """Moves the draw's requests and checks them. Returns the nanoseconds of each."""
-        transfer = await self.prepare(draw)
+        transfer = await self.prepare(draw, nic)
         durations = await transfer.run()
         await transfer.check()
         return durations
@@ -67,13 +71,16 @@ class Pair:
 class Transfer:
     """The requests of one draw, all counted by one counter."""
 
-    def __init__(self, pair: Pair, draw: PageDraw, requests: list[PageLists], imm: int) -> None:
-        self._pair, self._draw, self._requests, self._imm = pair, draw, requests, imm
+    def __init__(
+        self, pair: Pair, draw: PageDraw, requests: list[PageLists], imm: int, nic: int | None
+    ) -> None:
+        self._pair, self._draw, self._requests = pair, draw, requests
+        self._imm, self._nic = imm, nic
         self._writes = 0
 
     async def run(self) -> list[int]:
-        """Moves the requests one after the other. Returns the nanoseconds of each, from its
-        submission until it is known to be delivered."""
+        """Moves the requests one after the other; again, if called again. Returns the nanoseconds
+        of each, from its submission until it is known to be delivered."""
         durations = []
         for pages in self._requests:
             start = time.monotonic_ns()
@@ -86,6 +93,7 @@ class Transfer:
                 src_stride=pages.page_bytes,
                 dst_stride=pages.page_bytes,
                 imm=self._imm,
+                nic=self._nic,
             )
             await operation
             durations.append(time.monotonic_ns() - start)
@@ -136,13 +144,24 @@ async def open_pair(channel: Channel, case: Case, pool_bytes: int) -> AsyncItera
     """Both engines of a case. Raises NotAvailableHere where they talk another fabric."""
     async with (
         receiver_engine(channel, (case.fabric,)) as receiver,
-        receiver.sender() as engine,
+        connected_pair(channel, receiver, case.memory, pool_bytes) as pair,
     ):
-        with source_memory(engine, case.memory, pool_bytes) as region:
-            peer = await engine.connect(receiver.address)
-            if peer.fabric != case.fabric:
+        yield pair
+
+
+@asynccontextmanager
+async def connected_pair(
+    channel: Channel, receiver: ReceiverEngine, memory: SourceMemory, pool_bytes: int
+) -> AsyncIterator[Pair]:
+    """A new sender of the receiver's one fabric. Raises NotAvailableHere where they talk
+    another."""
+    (fabric,) = receiver.fabrics
+    async with receiver.sender() as engine:
+        with source_memory(engine, memory, pool_bytes) as region:
+            peer = await engine.connect(receiver.address, _CONNECT_SECONDS)
+            if peer.fabric != fabric:
                 raise NotAvailableHere(
-                    f"the engines talk {peer.fabric}, not {case.fabric}: `kvxfer doctor` says what "
+                    f"the engines talk {peer.fabric}, not {fabric}: `kvxfer doctor` says what "
                     "is missing on this host"
                 )
-            yield Pair(channel, receiver, peer, region, pool_bytes)
+            yield Pair(channel, receiver, engine, peer, region, pool_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import socket
+import struct
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,27 @@ from kvxfer.bench.pages import PageLists
 from kvxfer.bench.pool import anonymous_pool
 
 TCP_BUFFER_BYTES = 1 << 20
+# A raw connection that nobody opens, or on which nothing moves for so long, is given up.
+TCP_SECONDS = 10.0
+
+
+def configure_tcp(connection: socket.socket) -> None:
+    """No delay, and blocking calls that end."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    patience = struct.pack("@ll", int(TCP_SECONDS), 0)
+    for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, direction, patience)
 
 
 class ProbeEnd:
-    """Raw TCP connection, shared mailbox, and a source pool of this process's own."""
+    """Raw TCP connection to `host`, shared mailbox, and a source pool of this process's own."""
 
-    def __init__(self, pool: NDArray[np.uint8], mailbox: mmap.mmap) -> None:
+    def __init__(
+        self, pool: NDArray[np.uint8], mailbox: mmap.mmap, host: str = "127.0.0.1"
+    ) -> None:
         self._pool = pool
+        self._host = host
         self._mailbox = mailbox
         self._tcp_buffer = np.ones(TCP_BUFFER_BYTES, np.uint8)
         self._source: NDArray[np.uint8] | None = None
@@ -62,7 +77,9 @@ class ProbeEnd:
 
     def listen(self) -> int:
         """Listens for the sender's raw connections; returns the port."""
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._listener = socket.create_server((self._host, 0), family=family)
+        self._listener.settimeout(TCP_SECONDS)
         return int(self._listener.getsockname()[1])
 
     async def accept(self) -> None:
@@ -72,7 +89,7 @@ class ProbeEnd:
         if self._connection is not None:
             self._connection.close()
         connection, _ = await asyncio.to_thread(self._listener.accept)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        configure_tcp(connection)
         self._connection = connection
 
     async def tcp_receive(self, nbytes: int, times: int) -> None:

@@ -8,10 +8,11 @@ import contextlib
 import mmap
 import socket
 import time
+from collections.abc import Awaitable
 
 from kvxfer import _probes
 from kvxfer.bench import messages as m
-from kvxfer.bench.channel import Channel
+from kvxfer.bench.channel import SocketChannel
 from kvxfer.bench.destination import Destination
 from kvxfer.bench.errors import BenchError, NotAvailableHere
 from kvxfer.bench.probe_end import ProbeEnd
@@ -54,23 +55,30 @@ async def respond(request: m.Request, destination: Destination, probes: ProbeEnd
     return m.Done()
 
 
-async def serve(channel: Channel, destination: Destination, probes: ProbeEnd) -> None:
+async def serve(channel: SocketChannel, destination: Destination, probes: ProbeEnd) -> None:
     """Answers requests until the sender is gone."""
     while (request := await channel.next_request()) is not None:
-        answer: m.Answer
-        try:
-            answer = await respond(request, destination, probes)
-        except KvxferError as error:
-            answer = m.Failed(error.code, str(error))
-        except PermissionError as error:
-            answer = m.Failed(NotAvailableHere.code, f"{type(request).__name__}: {error}")
-        except OSError as error:
-            answer = m.Failed(BenchError.code, f"{type(request).__name__}: {error}")
-        await channel.answer(answer)
+        await channel.answer(
+            await answer_or_failure(request, respond(request, destination, probes))
+        )
+
+
+async def answer_or_failure(
+    request: m.Request | m.HostRequest, answering: Awaitable[m.Answer]
+) -> m.Answer:
+    """The answer, or why there is none."""
+    try:
+        return await answering
+    except KvxferError as error:
+        return m.Failed(error.code, str(error))
+    except PermissionError as error:
+        return m.Failed(NotAvailableHere.code, f"{type(request).__name__}: {error}")
+    except OSError as error:
+        return m.Failed(BenchError.code, f"{type(request).__name__}: {error}")
 
 
 async def main(channel_fd: int, mailbox_fd: int, pool_bytes: int) -> None:
-    channel = await Channel.over(socket.socket(fileno=channel_fd))
+    channel = await SocketChannel.over(socket.socket(fileno=channel_fd))
     destination = Destination(pool_bytes)
     probes = ProbeEnd(destination.pool, mmap.mmap(mailbox_fd, _probes.MAILBOX_BYTES))
     try:

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvxfer import _probes
-from kvxfer.bench.channel import Channel
+from kvxfer.bench.channel import SocketChannel
 
 _EXIT_TIMEOUT = 10.0
 
@@ -22,7 +22,7 @@ class ReceiverProcess:
     """The sender's view of it. `mailbox` is mapped by both."""
 
     pid: int
-    channel: Channel
+    channel: SocketChannel
     mailbox: mmap.mmap
 
 
@@ -44,7 +44,7 @@ async def receiver_process(pool_bytes: int) -> AsyncIterator[ReceiverProcess]:
     finally:
         theirs.close()
         os.close(mailbox_fd)
-    channel = await Channel.over(ours)
+    channel = await SocketChannel.over(ours)
     try:
         yield ReceiverProcess(process.pid, channel, mailbox)
     finally:

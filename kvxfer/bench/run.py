@@ -8,17 +8,15 @@ from functools import partial
 
 from kvxfer.bench.cases import Case
 from kvxfer.bench.checksum import measure_checksum
-from kvxfer.bench.connect import measure_connect
-from kvxfer.bench.cpu import measure_cpu
+from kvxfer.bench.cpu import measure_cpu, measure_idle
 from kvxfer.bench.errors import NotAvailableHere
 from kvxfer.bench.figures import CaseFigures, IdleFigure, Report
-from kvxfer.bench.idle import measure_idle
 from kvxfer.bench.latency import measure_latency
 from kvxfer.bench.limits import Limits
 from kvxfer.bench.machine import this_machine
 from kvxfer.bench.pair import open_pair
 from kvxfer.bench.receiver_process import ReceiverProcess, receiver_process
-from kvxfer.bench.registration import measure_registration
+from kvxfer.bench.set_up import measure_connect, measure_registration
 from kvxfer.bench.settings import CPU_PAGE_BYTES, Settings
 from kvxfer.bench.throughput import measure_throughput
 from kvxfer.errors import PermissionDenied

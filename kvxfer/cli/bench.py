@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from kvxfer.errors import InvalidArgument
 
+if TYPE_CHECKING:
+    from kvxfer.bench.settings import Settings
+
 IDLE_SECONDS = 10.0
 NULL_ROUNDS, NULL_QUICK_ROUNDS = 500, 20
+CASES = "tcp,local,local-cma"
+PORT: Final = 7480
+
+_PANEL: Final = "Two hosts"
+_OF_SERVE: Final = {"host", "port", "once", "cluster_key_file"}
+_OF_TO: Final = {
+    *("sizes", "fabrics", "rounds", "total", "pool", "seed", "quick", "as_json"),
+    *("pull", "cluster_key_file"),
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -20,14 +32,19 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
+    *,
+    context: typer.Context,
     sizes: Annotated[
         str | None,
         typer.Option(help="Page sizes in KiB.", show_default="1,4,16,64,256; 1,64 if quick"),
     ] = None,
     fabrics: Annotated[
-        str,
-        typer.Option(help="What to measure; local-cma is local from memory it did not allocate."),
-    ] = "tcp,local,local-cma",
+        str | None,
+        typer.Option(
+            help="What to measure; local-cma is local from memory it did not allocate.",
+            show_default=f"{CASES}; with --to what both hosts have of verbs,ofi,tcp",
+        ),
+    ] = None,
     rounds: Annotated[
         int | None,
         typer.Option(
@@ -61,17 +78,74 @@ def bench(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print every figure and sample as JSON.")
     ] = False,
+    serve: Annotated[
+        bool,
+        typer.Option(
+            "--serve",
+            help="Receive what --to of another host sends, from one client after the other, "
+            "until Ctrl-C.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = False,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="With --serve: address to listen on, and to be reached at.", rich_help_panel=_PANEL
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(
+            help="With --serve: TCP port to listen on; 0 takes any free one.",
+            min=0,
+            max=65535,
+            rich_help_panel=_PANEL,
+        ),
+    ] = PORT,
+    once: Annotated[
+        bool,
+        typer.Option("--once", help="With --serve: end after one client.", rich_help_panel=_PANEL),
+    ] = False,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="Measure from here to the host that serves.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    pull: Annotated[
+        bool,
+        typer.Option(
+            "--pull",
+            help="With --to: ask for one NIC's cable to be pulled, too, and show what follows.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = False,
+    cluster_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that holds the cluster key of both hosts; KVXFER_CLUSTER_KEY without it.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
 ) -> None:
     """Measure the engine between two processes, beside what this host allows.
 
     Every figure stands beside its limit, measured in the same run: raw TCP, memcpy of the same
-    pages, or process_vm_readv. Every byte moved is verified.
+    pages, or process_vm_readv. Every byte moved is verified. With --serve on one host and --to
+    on another it is measured between the two.
     """
     import asyncio
     import secrets
     from functools import partial
 
     import msgspec
+
+    _check_options(context)
+    if serve:
+        _serve(host, port, once, cluster_key_file)
+        return
 
     from kvxfer.bench.cases import cases_by_name
     from kvxfer.bench.null import measure_null
@@ -81,7 +155,8 @@ def bench(
     from kvxfer.bench.table import idle_table, overhead_table, report_tables
     from kvxfer.cli.output import out, show_json
 
-    cases = cases_by_name(_split(fabrics))
+    # Between two hosts fabrics are measured, not cases.
+    cases = () if to is not None else cases_by_name(_split(CASES if fabrics is None else fabrics))
     settings = (quick_settings if quick else full_settings)(
         cases=cases,
         seed=secrets.randbits(32) if seed is None else seed,
@@ -90,6 +165,9 @@ def bench(
         pool_bytes=None if pool is None else pool << 20,
         rounds=rounds,
     )
+    if to is not None:
+        _measure_to(to, settings, fabrics, pull, cluster_key_file, as_json=as_json)
+        return
     if plot is not None:
         check_plot_path(plot)
 
@@ -123,6 +201,89 @@ def bench(
             out.print(table)
 
 
+def _check_options(context: typer.Context) -> None:
+    """Raises InvalidArgument for options that do not go together."""
+    given = {
+        name
+        for name in context.params
+        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+    }
+    if "serve" in given:
+        wrong, fault = given - _OF_SERVE - {"serve"}, "has no meaning with --serve"
+    elif "to" in given:
+        wrong, fault = given - _OF_TO - {"to"}, "has no meaning with --to"
+    else:
+        wrong, fault = given & (_OF_SERVE | {"pull"}), "has no meaning without --serve or --to"
+    for name in sorted(wrong):
+        option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
+        raise InvalidArgument(f"{option} {fault}; leave it out")
+
+
+def _serve(host: str, port: int, once: bool, cluster_key_file: Path | None) -> None:
+    import asyncio
+    import contextlib
+    import socket
+
+    from kvxfer.bench.host_server import serve_hosts
+    from kvxfer.cli.output import out
+    from kvxfer.cluster_key import read_cluster_key
+
+    def tell(line: str) -> None:
+        out.print(line, soft_wrap=True, highlight=False, markup=False)
+        out.file.flush()
+
+    def announce(port: int) -> None:
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104
+        where = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+        tell(f"on the other host, with the same cluster key: kvxfer bench --to {where}")
+
+    with contextlib.suppress(KeyboardInterrupt):  # the way to end it
+        asyncio.run(
+            serve_hosts(
+                read_cluster_key(cluster_key_file),
+                host,
+                port,
+                once=once,
+                announce=announce,
+                tell=tell,
+            )
+        )
+
+
+def _measure_to(
+    to: str,
+    settings: Settings,
+    fabrics: str | None,
+    pull: bool,
+    cluster_key_file: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    import asyncio
+
+    import msgspec
+
+    from kvxfer.bench.host_client import Ask, Server, measure_host, named_fabrics
+    from kvxfer.bench.host_report import host_tables
+    from kvxfer.cli.output import err, out, show_json
+    from kvxfer.cluster_key import read_cluster_key
+
+    named = None if fabrics is None else named_fabrics(_split(fabrics))
+    key, server = read_cluster_key(cluster_key_file), Server.parse(to, PORT)
+
+    def ask_pull(text: str) -> None:
+        err.print(text, soft_wrap=True, highlight=False, style="bold")
+
+    with _progress_bar(None) as step:
+        ask = Ask(progress=step, pull=ask_pull if pull else None)
+        report = asyncio.run(measure_host(server, key, settings, named, ask))
+    if as_json:
+        show_json(msgspec.to_builtins(report))
+    else:
+        for table in host_tables(report):
+            out.print(table)
+
+
 def _split(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
@@ -135,8 +296,9 @@ def _page_bytes(sizes: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def _progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr that draws itself between measurements only: no thread of its own."""
+def _progress_bar(steps: int | None) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr that draws itself between measurements only: no thread of its own. None: how
+    many steps there are is not known."""
     from rich.progress import Progress
 
     from kvxfer.cli.output import err

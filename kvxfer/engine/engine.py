@@ -193,7 +193,8 @@ class Engine:
     # --- peers
 
     async def connect(self, address: str, timeout: float = 2.0) -> Peer:
-        """Connects and authenticates; the existing Peer if that engine is connected.
+        """Connects and authenticates; the existing Peer if that engine is connected. An address
+        with an id of zeros means whichever engine listens there.
 
         Raises ConnectFailed, AuthenticationFailed or PeerRestarted.
         """

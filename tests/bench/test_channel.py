@@ -4,7 +4,7 @@ import socket
 import pytest
 
 from kvxfer.bench import messages as m
-from kvxfer.bench.channel import Channel
+from kvxfer.bench.channel import SocketChannel
 from kvxfer.bench.errors import BenchError, WrongBytes
 from kvxfer.bench.pages import PageDraw
 
@@ -12,19 +12,19 @@ pytestmark = pytest.mark.native
 
 
 @pytest.fixture
-async def ends() -> tuple[Channel, Channel]:
+async def ends() -> tuple[SocketChannel, SocketChannel]:
     ours, theirs = socket.socketpair()
-    return await Channel.over(ours), await Channel.over(theirs)
+    return await SocketChannel.over(ours), await SocketChannel.over(theirs)
 
 
-async def answer_once(end: Channel, answer: m.Answer) -> m.Request | None:
+async def answer_once(end: SocketChannel, answer: m.Answer) -> m.Request | None:
     request = await end.next_request()
     await end.answer(answer)
     return request
 
 
 async def test_a_request_arrives_as_it_was_sent_and_so_does_its_answer(
-    ends: tuple[Channel, Channel],
+    ends: tuple[SocketChannel, SocketChannel],
 ) -> None:
     sender, receiver = ends
     request = m.CheckWrites(PageDraw(1, 4096, 8192, 1 << 20), writes=2)
@@ -34,7 +34,9 @@ async def test_a_request_arrives_as_it_was_sent_and_so_does_its_answer(
     assert (answer, received) == (m.Durations([5, 6]), request)
 
 
-async def test_a_failure_is_raised_as_the_error_of_its_code(ends: tuple[Channel, Channel]) -> None:
+async def test_a_failure_is_raised_as_the_error_of_its_code(
+    ends: tuple[SocketChannel, SocketChannel],
+) -> None:
     sender, receiver = ends
     served = asyncio.create_task(answer_once(receiver, m.Failed("wrong-bytes", "byte 3")))
     with pytest.raises(WrongBytes, match="byte 3"):
@@ -43,7 +45,7 @@ async def test_a_failure_is_raised_as_the_error_of_its_code(ends: tuple[Channel,
 
 
 async def test_a_receiver_that_ends_is_reported_with_what_it_was_doing(
-    ends: tuple[Channel, Channel],
+    ends: tuple[SocketChannel, SocketChannel],
 ) -> None:
     sender, receiver = ends
     receiver.close()
@@ -51,7 +53,9 @@ async def test_a_receiver_that_ends_is_reported_with_what_it_was_doing(
         await sender.call(m.TcpListen(), m.TcpPort)
 
 
-async def test_a_sender_that_ends_is_the_end_of_requests(ends: tuple[Channel, Channel]) -> None:
+async def test_a_sender_that_ends_is_the_end_of_requests(
+    ends: tuple[SocketChannel, SocketChannel],
+) -> None:
     sender, receiver = ends
     sender.close()
     assert await receiver.next_request() is None

@@ -10,7 +10,7 @@ import pytest
 from kvxfer import _probes
 from kvxfer.bench import messages as m
 from kvxfer.bench.cases import CASES
-from kvxfer.bench.channel import Channel
+from kvxfer.bench.channel import SocketChannel
 from kvxfer.bench.destination import Destination
 from kvxfer.bench.errors import BenchError, WrongBytes
 from kvxfer.bench.pages import PageDraw
@@ -28,7 +28,7 @@ DRAW = PageDraw(9, 4096, 1 << 20, POOL_BYTES, requests=2)
 async def spoilable() -> AsyncIterator[tuple[Pair, Destination]]:
     """A connected pair, and the pool that its receiver checks."""
     ours, theirs = socket.socketpair()
-    channel, receiver = await Channel.over(ours), await Channel.over(theirs)
+    channel, receiver = await SocketChannel.over(ours), await SocketChannel.over(theirs)
     destination = Destination(POOL_BYTES)
     mailbox = mmap.mmap(-1, _probes.MAILBOX_BYTES)
     served = asyncio.create_task(serve(receiver, destination, ProbeEnd(destination.pool, mailbox)))

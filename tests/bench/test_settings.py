@@ -1,6 +1,6 @@
 import pytest
 
-from kvxfer.bench.cases import CASES
+from kvxfer.bench.cases import CASES, cases_by_name
 from kvxfer.bench.settings import full_settings, quick_settings
 from kvxfer.errors import InvalidArgument
 
@@ -35,3 +35,13 @@ def test_quick_measures_the_same_things_less_often() -> None:
     quick = quick_settings(cases=CASE, seed=1, request_bytes=64 * MIB)
     assert [each.gap_ns for each in quick.latency] == [each.gap_ns for each in full.latency]
     assert quick.steps < full.steps / 2
+
+
+def test_cases_come_in_the_order_they_were_named_each_once() -> None:
+    assert [case.name for case in cases_by_name(["local", "tcp", "local"])] == ["local", "tcp"]
+
+
+@pytest.mark.parametrize("names", [["tpc"], [], ["tcp", "verbs"]])
+def test_a_fabric_that_is_none_is_refused_with_the_choice(names: list[str]) -> None:
+    with pytest.raises(InvalidArgument, match="choose from tcp, local, local-cma"):
+        cases_by_name(names)

@@ -1,8 +1,10 @@
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from kvxfer.bench.cases import CASES
+from kvxfer.bench.render import judged, verdict_table
 from kvxfer.bench.targets import (
     CONTROL,
     IDLE,
@@ -60,3 +62,18 @@ def test_every_call_of_the_control_plane_keeps_a_required_part_of_an_empty_route
     targets = [target for routes in CONTROL.values() for target in routes.values()]
     assert all(each.required and each.direction is Direction.AT_LEAST for each in targets)
     assert min(each.bound for each in targets) >= 0.30
+
+
+def test_a_missed_target_is_red() -> None:
+    bound = VISIBLE_TRANSFER.bound
+    assert judged(bound, VISIBLE_TRANSFER, "as it is shown").style == "green"
+    missed = judged(bound + 0.01, VISIBLE_TRANSFER, "as it is shown")
+    assert (missed.plain, missed.style) == ("as it is shown", "bold red")
+
+
+def test_a_figure_stands_beside_its_target_in_the_same_unit() -> None:
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(verdict_table([judge(0.25, VISIBLE_TRANSFER), judge(0.4, IDLE)]))
+    for text in (VISIBLE_TRANSFER.against, "0.25", str(VISIBLE_TRANSFER), "0.4 %", str(IDLE)):
+        assert text in capture.get()

@@ -45,6 +45,16 @@ def test_json_holds_every_case() -> None:
         (("--fabrics", "verbs"), "choose from tcp, local, local-cma"),
         (("--total", "64", "--pool", "32"), "use a larger pool"),
         (("--plot", "/no/such/folder/figure.png"), "is not a directory"),
+        (("--serve", "--plot", "figure.png"), "--plot has no meaning with --serve"),
+        (("--serve", "--to", "host"), "--to has no meaning with --serve"),
+        (("--serve", "--json"), "--json has no meaning with --serve"),
+        (("--to", "host", "--null"), "--null has no meaning with --to"),
+        (("--to", "host", "--idle"), "--idle has no meaning with --to"),
+        (("--to", "host", "--port", "1"), "--port has no meaning with --to"),
+        (("--to", "127.0.0.1", "--fabrics", "local"), "choose from verbs, ofi, tcp"),
+        (("--to", "127.0.0.1", "--sizes", "3"), "do not divide"),
+        (("--once",), "--once has no meaning without --serve or --to"),
+        (("--pull",), "--pull has no meaning without --serve or --to"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_measured(

@@ -29,6 +29,8 @@ inline constexpr std::size_t kMaxNics = 64;  // of one engine
 struct EngineId {
   std::array<std::uint8_t, 16> bytes{};
   bool operator==(const EngineId&) const = default;
+  // All zero: as a target, whichever engine listens at the address and knows the cluster key.
+  bool any() const { return *this == EngineId{}; }
   std::string hex() const;
   static Result<EngineId> from_hex(std::string_view text);
 };

@@ -173,7 +173,11 @@ Result<bool> ClientHandshake::advance(std::string& in, std::string& out) {
     if (reply->status == static_cast<std::uint16_t>(Errc::peer_restarted))
       return restarted(target_);
     if (reply->status != 0 || reply->version != kProtocolVersion) return not_kvxfer();
-    if (reply->engine != target_) return restarted(target_);
+    if (!target_.any() && reply->engine != target_) return restarted(target_);
+    if (reply->engine.any()) return not_kvxfer();
+    if (reply->engine == self_.engine) {
+      return Error{Errc::invalid_argument, "an engine cannot connect to itself"};
+    }
     Reply unsigned_reply = *reply;
     unsigned_reply.mac = {};
     transcript_ += bytes_of(unsigned_reply);
@@ -181,7 +185,7 @@ Result<bool> ClientHandshake::advance(std::string& in, std::string& out) {
       return wrong_key();
     }
     session_ = derive(self_.cluster_key, transcript_);
-    session_.peer = target_;
+    session_.peer = reply->engine;
     out += write_proof(self_.introduction, transcript_, session_.key, "kvxfer proof");
     proved_ = true;
   }
@@ -197,7 +201,7 @@ Result<bool> ServerHandshake::advance(std::string& in, std::string& out) {
     const auto hello = take<Hello>(in);
     if (!hello) return false;
     Reply reply{.status = 0, .version = kProtocolVersion, .engine = self_.engine};
-    if (hello->target != self_.engine) {
+    if (!hello->target.any() && hello->target != self_.engine) {
       reply.status = static_cast<std::uint16_t>(Errc::peer_restarted);
       out += bytes_of(reply);
       return Error{Errc::peer_restarted, "it asked for an engine that no longer runs here"};

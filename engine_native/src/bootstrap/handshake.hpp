@@ -56,7 +56,8 @@ struct Identity {
 
 class ClientHandshake {
  public:
-  // `target` is the engine that is meant: another one at its address is refused.
+  // `target` is the engine that is meant: another one at its address is refused. any() means none
+  // in particular.
   ClientHandshake(const Identity& self, EngineId target);
 
   std::string hello() const { return transcript_.substr(0, kHelloBytes); }
