@@ -110,7 +110,7 @@ def choose_nics(
     within = replace(topology, nics=tuple(nic for nic in kept if nic.name not in closed))
     serving = serving_nics(within)
     if not serving:  # the engine says what is wrong with each
-        excluded = any(_named(nic.name, exclude) for nic in topology.nics)
+        excluded = any(_named(n.name, exclude) and n.fabric in fabrics for n in topology.nics)
         names = tuple(nic.name for nic in kept) if excluded else None
         return NicChoice(names, out, "all memory")
     out |= {nic.name: "this process cannot open it" for nic in kept if nic.name in closed}
