@@ -12,6 +12,11 @@ SWITCH = "pci0000:15/0000:15:01.0/0000:16:00.0"
 UP = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
 
 
+@pytest.fixture
+def sysfs(tmp_path: Path) -> SysfsBuilder:
+    return SysfsBuilder(tmp_path / "sys")
+
+
 def test_everything_about_a_connectx_is_read() -> None:
     cpus = parse_cpu_list("0-55,112-167")
     path = ("pci0000:15", "0000:15:01.0", "0000:16:00.0", "0000:17:00.0", "0000:18:00.0")
