@@ -11,6 +11,7 @@ from kvxfer.doctor import devices, engine, fabrics, limits, nic_fabrics, python_
 from kvxfer.doctor.examination import core_works, examine
 from kvxfer.doctor.finding import Area, Finding, Status
 from kvxfer.doctor.host import Host
+from tests.topology import machines
 
 THP = "sys/kernel/mm/transparent_hugepage"
 
@@ -271,6 +272,14 @@ def test_rdma_devices_are_listed_with_their_ports_and_fabric(tmp_path: Path) -> 
         ("efa_0", Status.INFO, "port 1: InfiniBand, DOWN, 400 Gbit/s; for ofi"),
         ("mlx5_0", Status.INFO, "port 1: InfiniBand, ACTIVE, 400 Gbit/s; for verbs"),
     ]
+
+
+def test_rdma_devices_that_no_rank_uses_by_itself_say_why(tmp_path: Path) -> None:
+    found = devices.rdma_nics(Host(machines.write("server", tmp_path), {}))
+    said = [finding.detail.partition("; only where nics names it: ")[2] for finding in found]
+    assert said[0] == said[3] == ""
+    assert said[1] == "ens2np0 has the host's default route"
+    assert said[2].startswith("its 25 Gbit/s are less than a quarter")
 
 
 def test_a_host_without_rdma_devices_is_told_so(tmp_path: Path) -> None:

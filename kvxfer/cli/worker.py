@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -19,6 +19,8 @@ from kvxfer.reference.worker.settings import WorkerSettings
 if TYPE_CHECKING:
     from kvxfer.reference.worker.process import Ready
 
+# Options of the engine that have one of their own here.
+_OPTIONS: Final = {"fabrics": "--fabrics", "host": "--host", "peer_timeout": "--peer-timeout"}
 PACKAGES = ("fastapi", "uvicorn", "structlog", "torch", "safetensors")
 
 
@@ -36,12 +38,11 @@ def worker(
             WorkerSettings,
             without=(
                 *("cluster_key", "control_plane", "credentials", "ticket_keys"),
-                *("fabrics", "labels"),
+                *("options", "labels"),
             ),
             instance_id=typer.Option(envvar="KVXFER_INSTANCE_ID", show_default="made up"),
             model=typer.Option(show_default="a small model with seeded weights and byte tokens"),
             threads=typer.Option(show_default="torch's choice"),
-            peer_timeout=typer.Option(envvar="KVXFER_PEER_TIMEOUT"),
         ),
     ],
     fabrics: Annotated[
@@ -49,6 +50,24 @@ def worker(
         typer.Option(
             help="What the engine may use: local, verbs, ofi, tcp.",
             show_default="all that this host has",
+        ),
+    ] = None,
+    peer_timeout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS",
+            envvar="KVXFER_PEER_TIMEOUT",
+            help="Time without a heartbeat after which the other side counts as frozen; more where "
+            "cores are overcommitted.",
+            show_default="0.7",
+        ),
+    ] = None,
+    engine_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Any other option of the transfer engine, lists with commas: exclude_nics=mlx5_8, "
+            "traffic_class=106. May be repeated.",
         ),
     ] = None,
     label: Annotated[
@@ -88,6 +107,7 @@ def worker(
 
     cluster_key = read_cluster_key(cluster_key_file)
 
+    from kvxfer.engine.operator_options import parse_options
     from kvxfer.reference.worker.process import serve_worker
     from kvxfer.ticket import watch_ticket_keys
 
@@ -97,10 +117,9 @@ def worker(
         control_plane=control_plane.url,
         credentials=control_plane.credentials(),
         ticket_keys=None if ticket_keys_file is None else watch_ticket_keys(ticket_keys_file),
-        fabrics=(
-            None
-            if fabrics is None
-            else tuple(name.strip() for name in fabrics.split(",") if name.strip())
+        options=parse_options(
+            {"fabrics": fabrics, "peer_timeout": peer_timeout, **_engine_options(engine_option)},
+            lambda name: _OPTIONS.get(name, f"--engine-option {name}"),
         ),
         labels=dict(_label(text) for text in label or ()),
         **given,
@@ -119,6 +138,22 @@ def worker(
             )
 
     asyncio.run(serve_worker(settings, announce))
+
+
+def _engine_options(given: list[str] | None) -> dict[str, str]:
+    from kvxfer.engine.operator_options import OPERATOR_OPTIONS
+
+    there = sorted({*OPERATOR_OPTIONS} - {*_OPTIONS})
+    found: dict[str, str] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not equals or name not in there or name in found:
+            raise InvalidArgument(
+                f"--engine-option is {text!r}; write it as NAME=VALUE, once for each of "
+                f"{', '.join(there)}"
+            )
+        found[name] = value
+    return found
 
 
 def _label(text: str) -> tuple[str, str]:

@@ -8,7 +8,8 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx2
 
@@ -17,6 +18,7 @@ from kvxfer.client import ControlPlaneClient, Registration
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.connectors.api_watch import ApiWatch
 from kvxfer.engine import Engine
+from kvxfer.engine.operator_options import OperatorOptions, engine_options
 from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
 from kvxfer.instances import InstanceSpec, InstanceState, Load
 from kvxfer.kv.cache import KvCache
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_LEASE_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.25
 
@@ -41,19 +44,24 @@ MakeCache = Callable[[Engine], KvCache]
 class EngineSettings:
     """What an operator sets in every connector."""
 
-    host: str = "127.0.0.1"
-    """Where the transfer engine listens, and the other side finds it."""
     cluster_key: bytes = field(repr=False)
     ticket_keys: WatchedFile[TicketKeys] | None = field(default=None, repr=False)
-    fabrics: tuple[str, ...] | None = None
-    cpus: tuple[int, ...] = ()
-    """Where the transfer engine's thread may run; empty lets it run where its process may."""
+    options: OperatorOptions = field(default_factory=OperatorOptions)
+    """Of the transfer engine of each rank."""
     lease_seconds: float = DEFAULT_LEASE_SECONDS
     """How long a side waits for the other."""
-    peer_timeout: float = DEFAULT_PEER_TIMEOUT
-    """Seconds without a heartbeat after which the other side counts as frozen."""
     checksums: bool = False
     """Every transfer is checked by a checksum of its blocks, whatever the other side's setting."""
+
+    @property
+    def host(self) -> str:
+        """Where the transfer engine listens, and the other side finds it."""
+        return self.options.get("host", DEFAULT_HOST)
+
+    @property
+    def peer_timeout(self) -> float:
+        """Seconds without a heartbeat after which the other side counts as frozen."""
+        return self.options.get("peer_timeout", DEFAULT_PEER_TIMEOUT)
 
     @property
     def keys(self) -> TicketKeys:
@@ -63,6 +71,20 @@ class EngineSettings:
         return self.ticket_keys.current
 
 
+def pci_address(kind: str, index: int | None) -> str | None:
+    """Where the GPU of a `torch.device` sits, as sysfs writes it and whatever CUDA_VISIBLE_DEVICES
+    hides; None for other devices, and where torch does not say."""
+    if kind != "cuda":
+        return None
+    import torch
+
+    gpu: Any = torch.cuda.get_device_properties(index)  # its type stubs lack these
+    try:
+        return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    except AttributeError:  # an older torch
+        return None
+
+
 @contextlib.asynccontextmanager
 async def transfer_engine(
     settings: EngineSettings,
@@ -70,21 +92,22 @@ async def transfer_engine(
     *,
     instance_id: str,
     epoch: int = 0,
+    gpu: str | None = None,
+    root: Path = Path("/"),
+    log: logging.Logger = logger,
     model: ModelIdentity | None = None,
     on_offer: OnOffer | None = None,
     tracer: Tracer | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> AsyncIterator[tuple[Engine, KvCache, KvEndpoint]]:
-    """They belong to the loop that enters this, and end when it is left."""
-    engine = Engine(
-        cluster_key=settings.cluster_key,
-        name=instance_id,
-        host=settings.host,
-        fabrics=settings.fabrics,
-        cpus=settings.cpus,
-        peer_timeout=settings.peer_timeout,
-    )
-    async with engine:
+    """They belong to the loop that enters this, and end when it is left.
+
+    gpu: the PCI address of the one whose memory is moved; None for host memory.
+    root: where sys/, proc/ and dev/ are, for the NICs beside it; `log` is told of them.
+    """
+    options = engine_options(settings.options, gpu, log, root=root)
+    options["name"] = instance_id
+    async with Engine(cluster_key=settings.cluster_key, **options) as engine:
         with make_cache(engine) as cache:
             endpoint = KvEndpoint(
                 engine,

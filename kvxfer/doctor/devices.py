@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvxfer.doctor.finding import Area, Finding, Status
 from kvxfer.doctor.host import Host
-from kvxfer.topology import Sysfs, read_topology
+from kvxfer.topology import Sysfs, left_out, read_topology
 
 _NVIDIA_SMI = (
     "nvidia-smi",
@@ -47,15 +47,19 @@ def nics(host: Host) -> list[Finding]:
 
 
 def rdma_nics(host: Host) -> list[Finding]:
-    """RDMA devices, and the fabric that each is for."""
+    """RDMA devices, the fabric that each is for, and why no rank uses it by itself."""
     found = []
-    for nic in read_topology(Sysfs.below(host.root)).nics:
+    topology = read_topology(Sysfs.below(host.root))
+    out = left_out(topology)
+    for nic in topology.nics:
         ports = [
             f"port {port.number}: {port.link_layer}, {port.state}, "
             f"{port.bits_per_second / 1e9:g} Gbit/s"
             for port in nic.ports
         ]
         facts = [*(ports or ["no ports"]), nic.driver, nic.netdev, f"for {nic.fabric}"]
+        if nic.active and nic.name in out:
+            facts.append(f"only where nics names it: {out[nic.name]}")
         found.append(Finding(Area.NICS, nic.name, Status.INFO, "; ".join(filter(None, facts))))
     return found or [Finding(Area.NICS, "RDMA", Status.ABSENT, "no RDMA NIC")]
 

@@ -85,6 +85,8 @@ class Topology:
     numa_nodes: tuple[NumaNode, ...]
     gpus: tuple[Gpu, ...]
     nics: tuple[Nic, ...]
+    default_route: str | None = None
+    """The network interface of the host's preferred IPv4 default route."""
 
     @property
     def cpus(self) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ _GPU_VENDORS = {
 
 def read_topology(sysfs: Sysfs) -> Topology:
     nodes = _numa_nodes(sysfs)
-    return Topology(nodes, _gpus(sysfs, nodes), _nics(sysfs, nodes))
+    return Topology(nodes, _gpus(sysfs, nodes), _nics(sysfs, nodes), _default_route(sysfs))
 
 
 def _numa_nodes(sysfs: Sysfs) -> tuple[NumaNode, ...]:
@@ -92,6 +92,15 @@ def _netdev(sysfs: Sysfs, nic: str) -> str | None:
             return name
     names = sysfs.names(f"{nic}/device/net")
     return names[0] if names else sysfs.text(f"{nic}/parent")  # soft RoCE
+
+
+def _default_route(sysfs: Sysfs) -> str | None:
+    found = []
+    for line in sysfs.routes.splitlines():
+        match line.split():  # interface, destination, gateway, flags, counts, metric, mask, ...
+            case [interface, "00000000", _, _, _, _, metric, "00000000", *_] if metric.isdecimal():
+                found.append((int(metric), interface))
+    return min(found)[1] if found else None
 
 
 def _location(sysfs: Sysfs, device: str, nodes: tuple[NumaNode, ...]) -> Location:

@@ -7,11 +7,12 @@ from typing import Any
 
 from kvxfer.topology.cpu_list import format_cpu_list
 from kvxfer.topology.devices import Location, Topology
-from kvxfer.topology.groups import DomainGroup
+from kvxfer.topology.groups import DomainGroup, left_out
 
 
 def as_document(topology: Topology, groups: Sequence[DomainGroup]) -> dict[str, Any]:
     """`topology` and `groups`. CPUs are lists as the kernel writes them: "0-47,96-143"."""
+    out = left_out(topology)
     return {
         "topology": {
             "numa_nodes": [
@@ -29,6 +30,7 @@ def as_document(topology: Topology, groups: Sequence[DomainGroup]) -> dict[str, 
                     "netdev": nic.netdev,
                     "fabric": nic.fabric,
                     "active": nic.active,
+                    "left_out": out.get(nic.name),
                     "ports": [
                         {
                             "number": port.number,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -10,7 +10,7 @@ from rich.tree import Tree
 
 from kvxfer.topology.cpu_list import format_cpu_list
 from kvxfer.topology.devices import Gpu, Nic, Topology
-from kvxfer.topology.groups import DomainGroup, spare_nics
+from kvxfer.topology.groups import DomainGroup, left_out, spare_nics
 from kvxfer.topology.pcie_tree import Device, PcieBranch, pcie_tree
 
 
@@ -18,14 +18,15 @@ def topology_tree(topology: Topology) -> Tree:
     """NUMA nodes, the bridges where PCIe parts, and the devices below them."""
     tree = Tree(Text("topology", "bold"))
     devices: list[Device] = [*topology.gpus, *topology.nics]
+    out = left_out(topology)
     for node in topology.numa_nodes:
         cpus = f"CPUs {format_cpu_list(node.cpus)}" if node.cpus else "no CPUs"
         label = Text.assemble(f"NUMA node {node.number}", (f"  {cpus}", "dim"))
         beside = [device for device in devices if device.location.numa_node == node.number]
-        _grow(tree.add(label), pcie_tree(beside))
+        _grow(tree.add(label), pcie_tree(beside), out)
     lost = [device for device in devices if device.location.numa_node is None]
     if lost:
-        _grow(tree.add(Text("NUMA node unknown", "yellow")), pcie_tree(lost))
+        _grow(tree.add(Text("NUMA node unknown", "yellow")), pcie_tree(lost), out)
     if not devices:
         tree.add(Text("no GPU, no RDMA NIC", "dim"))
     return tree
@@ -61,20 +62,20 @@ def _served(group: DomainGroup) -> str:
     return "host" if group.numa_node is None else f"NUMA node {group.numa_node}"
 
 
-def _grow(tree: Tree, below: Sequence[PcieBranch | Device]) -> None:
+def _grow(tree: Tree, below: Sequence[PcieBranch | Device], out: Mapping[str, str]) -> None:
     for each in below:
         if isinstance(each, PcieBranch):
-            _grow(tree.add(Text(f"{each.kind} {each.address}")), each.below)
+            _grow(tree.add(Text(f"{each.kind} {each.address}")), each.below, out)
         elif isinstance(each, Gpu):
             address = each.location.pci_address or ""
             tree.add(
                 Text.assemble((f"GPU {each.index}", "green"), (f"  {each.vendor} {address}", "dim"))
             )
         else:
-            tree.add(_nic(each))
+            tree.add(_nic(each, out.get(each.name)))
 
 
-def _nic(nic: Nic) -> Text:
+def _nic(nic: Nic, left_out: str | None) -> Text:
     facts = [nic.driver, nic.location.pci_address, nic.netdev]
     text = Text.assemble((nic.name, "cyan"), "  ", (" ".join(filter(None, facts)), "dim"))
     for port in nic.ports:
@@ -84,8 +85,8 @@ def _nic(nic: Nic) -> Text:
         text.append("  " + " ".join(filter(None, (name, speed, layer))), "dim")
         if not port.active:
             text.append(f" {port.state}", "yellow")
-    if not nic.active:
-        text.append("  in no group", "yellow")
+    if left_out is not None:
+        text.append(f"  in no group: {left_out}", "yellow")
     return text
 
 

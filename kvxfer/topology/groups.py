@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvxfer.topology.devices import Gpu, Nic, Topology
 from kvxfer.topology.distance import Distance, pcie_distance
+
+# Of the fastest NIC's link: NICs of one network are nearly equal.
+_SLOW: Final = 1 / 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class DomainGroup:
 def domain_groups(topology: Topology) -> tuple[DomainGroup, ...]:
     """One group per GPU; without GPUs, one per NUMA node that has NICs. There is always one.
 
-    NICs without an active port are in none. Every GPU gets the same number of NICs, the nearest;
+    NICs that `left_out` names are in none. Every GPU gets the same number of NICs, the nearest;
     where there are fewer NICs than GPUs, each GPU gets the nearest one and NICs are shared. What
     does not divide joins a group only if it is as near as that group's own: a NIC further away is
     there for something else, such as storage.
@@ -44,7 +48,7 @@ def domain_groups(topology: Topology) -> tuple[DomainGroup, ...]:
     gpus = topology.gpus
     if not gpus:
         return host_groups(topology)
-    nics = [nic for nic in topology.nics if nic.active]
+    nics = serving_nics(topology)
     hands = _shared(gpus, nics) if len(nics) < len(gpus) else _dealt(gpus, nics)
     return tuple(_group(topology, gpu, hand) for gpu, hand in zip(gpus, hands, strict=True))
 
@@ -52,7 +56,7 @@ def domain_groups(topology: Topology) -> tuple[DomainGroup, ...]:
 def host_groups(topology: Topology) -> tuple[DomainGroup, ...]:
     """One group per NUMA node that has NICs, whatever the GPUs: for host memory. One group without
     NICs where there are none."""
-    nics = [nic for nic in topology.nics if nic.active]
+    nics = serving_nics(topology)
     if not nics:
         return (_group(topology, None, ()),)
     nodes = {nic.location.numa_node for nic in nics}
@@ -60,6 +64,39 @@ def host_groups(topology: Topology) -> tuple[DomainGroup, ...]:
         _group(topology, None, [nic for nic in nics if nic.location.numa_node == node])
         for node in sorted(nodes, key=lambda node: (node is None, node))
     )
+
+
+def serving_nics(topology: Topology) -> tuple[Nic, ...]:
+    """Those that groups are made of."""
+    out = left_out(topology)
+    return tuple(nic for nic in topology.nics if nic.name not in out)
+
+
+def left_out(topology: Topology) -> dict[str, str]:
+    """The NICs that are in no group whatever the GPUs, by name, each with the reason: it has no
+    active port; it is much slower than the fastest, as those for management are; it carries the
+    host's default route, and others that do not are as fast."""
+    out = {nic.name: "no active port" for nic in topology.nics if not nic.active}
+    active = [nic for nic in topology.nics if nic.active]
+    fastest = max((nic.bits_per_second for nic in active), default=0)
+    fast = []
+    for nic in active:
+        if 0 < nic.bits_per_second < fastest * _SLOW:  # 0 is unknown
+            out[nic.name] = (
+                f"its {nic.bits_per_second / 1e9:g} Gbit/s are less than a quarter of the fastest "
+                f"NIC's {fastest / 1e9:g}"
+            )
+        else:
+            fast.append(nic)
+    for nic in fast:
+        others = (each.bits_per_second for each in fast if each.netdev != nic.netdev)
+        if (
+            nic.netdev is not None
+            and nic.netdev == topology.default_route
+            and max(others, default=-1) >= nic.bits_per_second
+        ):
+            out[nic.name] = f"{nic.netdev} has the host's default route"
+    return out
 
 
 def spare_nics(topology: Topology, groups: Sequence[DomainGroup]) -> tuple[Nic, ...]:

@@ -42,6 +42,16 @@ class Sysfs:
         except (OSError, UnicodeDecodeError):
             return None
 
+    @property
+    def routes(self) -> str:
+        """The kernel's IPv4 routes, from the proc/ beside a folder that is called sys; empty where
+        there is none."""
+        try:
+            file = self.folder.parent / "proc/net/route"
+            return file.read_text() if self.folder.name == "sys" else ""
+        except (OSError, UnicodeDecodeError):
+            return ""
+
     def names(self, path: str) -> list[str]:
         """What a folder holds, in order; nothing where it is missing."""
         try:

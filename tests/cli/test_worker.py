@@ -89,6 +89,7 @@ def test_a_worker_is_in_the_fleet_until_it_is_stopped(
         *("worker", "--role", "decode", "--control-plane", control_plane, "--model", model),
         *("--instance-id", f"decode-{number.name}", "--blocks", "40", "--fabrics", "tcp"),
         *("--label", "zone=eu-1a", "--label", "rack=a=7"),
+        *("--engine-option", "lanes=3", "--engine-option", "exclude_nics=mlx5_8,mlx5_bond*"),
     ) as worker:
         said = worker.ready()
         assert said["instance_id"] == f"decode-{number.name}"
@@ -162,6 +163,25 @@ def test_an_unknown_fabric_is_refused(model: Path) -> None:
     error = refused("--role", "prefill", "--model", model, "--fabrics", "pigeon")
     assert error.startswith("error [invalid-argument]")
     assert "pigeon" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--peer-timeout", "soon"], "--peer-timeout is 'soon'; pass a number"),
+        (["--engine-option", "lanes=x"], "--engine-option lanes is 'x'; pass a whole number"),
+        (["--engine-option", "lanes=65"], "lanes is 65; use 1 to 64"),
+        (["--engine-option", "lanes"], "--engine-option is 'lanes'; write it as NAME=VALUE"),
+        (["--engine-option", "port=1"], "once for each of advertise, cpus, exclude_nics, "),
+        (["--engine-option", "nics=a", "--engine-option", "nics=b"], "is 'nics=b'; write it as"),
+    ],
+)
+def test_an_option_of_the_engine_that_cannot_be_meant_is_refused(
+    options: list[str], says: str, model: Path
+) -> None:
+    error = refused("--role", "prefill", "--model", model, *options)
+    assert error.startswith("error [invalid-argument] ")
+    assert says in error
 
 
 @pytest.mark.parametrize("label", ["zone", "=a"])

@@ -6,13 +6,18 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx2
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from kvxfer.clock import SYSTEM_CLOCK
+from kvxfer.connectors.transfer_engine import pci_address
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.kv_events import CacheChanges
 from kvxfer.connectors.vllm.plan import Counted
@@ -24,6 +29,7 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.ticket import Ticket, sign_ticket
+from tests.topology import machines
 from verify.control_plane import CLUSTER_KEY, RunningControlPlane
 from verify.polling import PATIENCE, wait_until
 
@@ -52,7 +58,7 @@ def test_two_ranks_are_one_instance_of_one_epoch() -> None:
             http_address="http://127.0.0.1:9",  # nobody: it stays joining
             control_plane=control_plane.url,
             cluster_key=CLUSTER_KEY,
-            peer_timeout=PATIENCE,
+            options={"peer_timeout": PATIENCE},
         )
         agents, addresses = [], []
         for rank in range(2):
@@ -85,7 +91,7 @@ def settings_of(control_plane: RunningControlPlane) -> ConnectorSettings:
         http_address="http://127.0.0.1:9",
         control_plane=control_plane.url,
         cluster_key=CLUSTER_KEY,
-        peer_timeout=PATIENCE,
+        options={"peer_timeout": PATIENCE},
     )
 
 
@@ -186,3 +192,48 @@ def test_the_load_is_what_the_scheduler_has_told() -> None:
             wait_until(told)
         finally:
             agent.close()
+
+
+# --- the NICs of a rank ----------------------------------------------------------------------
+
+
+def test_each_rank_opens_the_nics_of_its_gpu(
+    tmp_path: Path, engines: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = ConnectorSettings(
+        role=Role.PREFILL,
+        instance_id="prefill",
+        model="tiny",
+        http_address="http://127.0.0.1:9",
+        cluster_key=CLUSTER_KEY,
+        options={"exclude_nics": ["mlx5_7"], "traffic_class": 106},
+    )
+    caplog.set_level(logging.INFO, "vllm.kvxfer")
+    dgx = machines.write("dgx", tmp_path)
+    for gpu in ("0000:1b:00.0", "0000:9d:00.0", None):
+        agent = Agent(settings, gpu, root=dgx)
+        agent.start(cache_of, MODEL)
+        agent.close()
+    own = {"cluster_key": CLUSTER_KEY, "name": "prefill", "traffic_class": 106}
+    assert engines[:2] == [own | {"nics": ["mlx5_0"]}, own | {"nics": ["mlx5_4"]}]
+    assert {"mlx5_7"}.isdisjoint(engines[2]["nics"])
+    first, second, _ = (each.message for each in caplog.records if each.name == "vllm.kvxfer")
+    assert first.startswith(
+        "NICs for GPU 0 (0000:1b:00.0): mlx5_0; not mlx5_7 (exclude_nics names it); not mlx5_1, "
+    )
+    assert second.startswith("NICs for GPU 4 (0000:9d:00.0): mlx5_4; ")
+
+
+def test_a_gpu_is_known_by_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [
+        SimpleNamespace(pci_domain_id=0, pci_bus_id=0x9D, pci_device_id=0),
+        SimpleNamespace(pci_domain_id=0x10000, pci_bus_id=0x1B, pci_device_id=4),
+        SimpleNamespace(),  # an older torch
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", places.__getitem__)
+    assert [pci_address("cuda", index) for index in range(3)] == [
+        "0000:9d:00.0",
+        "10000:1b:04.0",
+        None,
+    ]
+    assert pci_address("cpu", None) is None

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from kvxfer.connectors.vllm.settings import ConnectorSettings
+from kvxfer.engine.operator_options import OPERATOR_OPTIONS
 from kvxfer.errors import InvalidArgument
 from kvxfer.instances import Role
 
@@ -31,6 +33,25 @@ def test_what_is_not_set_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read({"checksums": True}).checksums
 
 
+def test_every_option_of_the_engine_can_be_set() -> None:
+    values: dict[str, Any] = {
+        "fabrics": ["verbs", "tcp"],
+        "nics": ["mlx5_0"],
+        "exclude_nics": ["mlx5_bond*"],
+        "cpus": [2, 3],
+        "traffic_class": 106,
+        "service_level": 3,
+        "lanes": 4,
+        "peer_timeout": 5,
+        "ofi_strict": True,
+    }
+    settings = read({"http_address": HTTP, "host": "10.0.0.7", **values})
+    assert settings.options == {"host": "10.0.0.7", **values}
+    assert (settings.host, settings.peer_timeout) == ("10.0.0.7", 5.0)
+    others = dict.fromkeys(OPERATOR_OPTIONS)  # null is as if it were left out
+    assert read({"http_address": HTTP, **others}).options == {"host": "127.0.0.1"}
+
+
 def test_each_role_of_vllm_has_its_own() -> None:
     roles = ("kv_producer", "kv_consumer", "kv_both")
     assert [read({"http_address": HTTP}, role).role for role in roles] == [
@@ -47,10 +68,14 @@ def test_each_role_of_vllm_has_its_own() -> None:
         ({"http_address": HTTP, "leaseseconds": 5}, "leaseseconds is no setting"),
         ({"http_address": HTTP, "lease_seconds": 0}, "lease_seconds is 0"),
         ({"http_address": HTTP, "peer_timeout": True}, "peer_timeout is True"),
+        ({"http_address": HTTP, "nics": "mlx5_0"}, "nics is 'mlx5_0'; pass a list, each item text"),
+        ({"http_address": HTTP, "lanes": -1}, "extra_config.lanes is refused: lanes is -1; pass"),
+        ({"http_address": HTTP, "fabrics": ["rdma"]}, "fabrics is ['rdma']; choose from local"),
+        ({"http_address": HTTP, "port": 5}, "port is no setting"),  # each rank's is its own
         ({"http_address": HTTP, "checksums": "yes"}, "checksums is 'yes'; pass true or false"),
         ({"http_address": HTTP, "cluster_key_file": "/nowhere"}, "/nowhere cannot be read"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(extra: dict[str, Any], named: str) -> None:
-    with pytest.raises(InvalidArgument, match=named):
+    with pytest.raises(InvalidArgument, match=re.escape(named)):
         read(extra)

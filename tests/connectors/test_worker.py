@@ -84,7 +84,7 @@ def serving(
         control_plane=url,
         cluster_key=CLUSTER_KEY,
         lease_seconds=lease_seconds,
-        peer_timeout=PATIENCE,
+        options={"peer_timeout": PATIENCE},
     )
     memory = [np.zeros((BLOCKS, LAYOUT.part_bytes), np.uint8) for _ in LAYERS]
     agent = Agent(settings)

@@ -106,6 +106,29 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"workers": {"engine": "vllm", "model": "m", "connector": {"instance_id": "x"}}},
         "workers.prefill: connector.instance_id is the chart's to set",
     ),
+    "an option of the transfer engine that is none": (
+        {"workers": {"transferEngine": {"exclude-nics": ["mlx5_8"]}}},
+        "at '/workers/transferEngine': additional properties 'exclude-nics' not allowed",
+    ),
+    "a list of options within another": (
+        {"workers": {"decode": {"transferEngine": {"nics": [["mlx5_0"]]}}}},
+        "at '/workers/decode/transferEngine/nics/0': got array, want integer or string",
+    ),
+    "an option of the transfer engine that is the chart's": (
+        {"workers": {"transferEngine": {"port": 9000}}},
+        "workers.prefill: transferEngine.port is the chart's to set",
+    ),
+    "an option of the transfer engine that is set twice": (
+        {
+            "workers": {
+                "engine": "vllm",
+                "model": "m",
+                "transferEngine": {"lanes": 4},
+                "connector": {"lanes": 2},
+            }
+        },
+        "workers.prefill: both transferEngine.lanes and connector.lanes are set",
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,16 @@ import pytest
 
 from kvxfer import Engine, EngineOptions
 from kvxfer.engine.native import native
+from kvxfer.engine.operator_options import (
+    OPERATOR_OPTIONS,
+    OperatorOptions,
+    engine_options,
+    parse_options,
+    read_options,
+)
 from kvxfer.engine.options import native_fabrics
 from kvxfer.errors import InvalidArgument
+from tests.topology import machines
 
 pytestmark = pytest.mark.native
 
@@ -96,3 +105,113 @@ def test_every_time_is_in_seconds() -> None:
     with pytest.raises(InvalidArgument, match="peer_timeout at least twice"):
         Engine(cluster_key=KEY, heartbeat_interval=0.5, peer_timeout=0.9)
     assert native.DEFAULT_PEER_TIMEOUT == 0.7
+
+
+# --- what an operator sets -------------------------------------------------------------------
+
+LOG = logging.getLogger("tests.options")
+
+
+def test_an_operator_may_set_every_option_but_those_of_each_engine() -> None:
+    declared = EngineOptions.__optional_keys__ | {"exclude_nics"}
+    assert set(OPERATOR_OPTIONS) == declared - {"name", "port"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ({"lanes": "3"}, {"lanes": 3}),
+        ({"nics": "mlx5_0, mlx5_1,"}, {"nics": ["mlx5_0", "mlx5_1"]}),
+        ({"cpus": "0,1"}, {"cpus": [0, 1]}),
+        ({"peer_timeout": "2"}, {"peer_timeout": 2.0}),
+        ({"ofi_strict": "1"}, {"ofi_strict": True}),
+        ({"ofi_strict": "false"}, {"ofi_strict": False}),
+        ({"advertise": "10.0.0.7"}, {"advertise": "10.0.0.7"}),
+        ({"lanes": "", "fabrics": None}, {}),
+    ],
+)
+def test_text_means_what_json_does(text: dict[str, str | None], value: dict[str, Any]) -> None:
+    assert parse_options(text, str) == read_options(value, str) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        ({"lanes": "3"}, "--lanes is '3'; pass a whole number"),
+        ({"peer_timeout": True}, "--peer_timeout is True; pass a number"),
+        ({"nics": "mlx5_0"}, "--nics is 'mlx5_0'; pass a list, each item text"),
+        ({"cpus": ["a"]}, "--cpus is ['a']; pass a list, each item a whole number"),
+        ({"ofi_strict": 1}, "--ofi_strict is 1; pass true or false"),
+        ({"lanes": -1}, "--lanes is refused: lanes is -1; pass an int from 0 to"),
+        ({"fabrics": ["rdma"]}, "--fabrics is refused: fabrics is ['rdma']; choose from"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_its_name(given: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(refusal)):
+        read_options(given, "--{}".format)
+
+
+GPU = "0000:98:00.0"
+EVERY = {"nics": ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"]}
+
+
+@pytest.mark.parametrize(
+    ("machine", "given", "options"),
+    [
+        ("server", {}, {"nics": ["mlx5_3"]}),
+        ("server", {"lanes": 4, "cpus": [1]}, {"lanes": 4, "cpus": [1], "nics": ["mlx5_3"]}),
+        ("server", {"nics": ["*"]}, EVERY),
+        ("server", {"nics": ["mlx5_9"]}, {"nics": ["mlx5_9"]}),
+        ("server", {"exclude_nics": ["mlx5_3"]}, {"nics": ["mlx5_0"]}),
+        ("server", {"exclude_nics": ["*"]}, {"fabrics": ["local", "tcp"]}),
+        ("server", {"exclude_nics": ["*"], "fabrics": ["tcp"]}, {"fabrics": ["tcp"]}),
+        ("server", {"fabrics": ["tcp"]}, {"fabrics": ["tcp"]}),
+        ("server", {"fabrics": ["ofi"]}, {"fabrics": ["ofi"]}),  # its NICs are for verbs
+        ("server", {"fabrics": ["ofi"], "exclude_nics": ["*"]}, {"fabrics": ["ofi"]}),
+        ("server", {"ofi_provider": "tcp"}, {"ofi_provider": "tcp"}),
+        ("laptop", {}, {}),
+        ("laptop", {"nics": ["*"], "exclude_nics": ["mlx5_*"]}, {}),
+        ("nothing", {}, {}),
+    ],
+)
+def test_an_engine_gets_the_nics_nearest_to_its_gpu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    given: OperatorOptions,
+    options: EngineOptions,
+) -> None:
+    monkeypatch.setattr(native, "BUILT_FABRICS", ("local", "tcp", "verbs", "ofi"))
+    root = tmp_path if machine == "nothing" else machines.write(machine, tmp_path)
+    assert engine_options(given, GPU, LOG, root=root) == options
+
+
+def test_nics_of_a_fabric_that_is_not_built_are_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "BUILT_FABRICS", ("local", "tcp"))
+    caplog.set_level(logging.INFO, LOG.name)
+    assert engine_options({}, None, LOG, root=machines.write("server", tmp_path)) == {}
+    [said] = caplog.messages
+    assert said.startswith("no NIC is chosen: /sys shows none that can be used; ")
+    assert said.endswith("; not mlx5_0, mlx5_1, mlx5_2, mlx5_3 (fabric verbs is not used)")
+
+
+def test_a_fabric_that_is_named_needs_a_nic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "BUILT_FABRICS", ("local", "tcp", "verbs", "ofi"))
+    given: OperatorOptions = {"exclude_nics": ["*"], "fabrics": ["verbs", "tcp"]}
+    with pytest.raises(
+        InvalidArgument, match="leaves no NIC of this host, and fabrics names verbs"
+    ):
+        engine_options(given, None, LOG, root=machines.write("server", tmp_path))
+
+
+def test_host_memory_gets_the_nics_where_the_process_may_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "BUILT_FABRICS", ("local", "tcp", "verbs", "ofi"))
+    root = machines.write("server", tmp_path)
+    for cpu, name in ((3, "mlx5_0"), (40, "mlx5_3")):
+        assert engine_options({}, None, LOG, root=root, running_on={cpu}) == {"nics": [name]}

@@ -42,6 +42,18 @@ _KINDS: Final = {
         "mlx5_core",
         {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"},
     ),
+    "roce": _Kind(
+        "0x020000",
+        "0x15b3",
+        "mlx5_core",
+        {"state": "4: ACTIVE", "rate": "200 Gb/sec (4X HDR)", "link_layer": "Ethernet"},
+    ),
+    "lom": _Kind(
+        "0x020000",
+        "0x15b3",
+        "mlx5_core",
+        {"state": "4: ACTIVE", "rate": "25 Gb/sec (1X EDR)", "link_layer": "Ethernet"},
+    ),
     "i915": _Kind("0x030000", "0x8086", "i915"),
     "iwlwifi": _Kind("0x028000", "0x8086", "iwlwifi"),
 }
@@ -54,6 +66,8 @@ class _Machine:
     devices: str
     """A line for each PCI device: its NUMA node, its path, its kind, and the names of its RDMA NIC
     and of its network interface where it has them."""
+    default_routes: dict[str, int] = field(default_factory=dict)
+    """The metric of each, by the interface."""
 
 
 MACHINES: Final = {
@@ -111,6 +125,20 @@ MACHINES: Final = {
  1  pci0000:d9/0000:d9:01.0/0000:da:00.0/0000:db:02.0/0000:df:00.0  gpu
 """,
     ),
+    # A server: an H100 and a RoCE NIC of 200 Gbit/s on each socket; one more of these that the host
+    # is reached by, and a port of 25 Gbit/s on the board.
+    "server": _Machine(
+        ("0-31", "32-63"),
+        """
+ 0  pci0000:15/0000:15:01.0/0000:16:00.0  gpu
+ 0  pci0000:15/0000:15:02.0/0000:17:00.0  roce       mlx5_0      ens1np0
+ 0  pci0000:30/0000:30:01.0/0000:31:00.0  roce       mlx5_1      ens2np0
+ 0  pci0000:00/0000:00:1c.0/0000:01:00.0  lom        mlx5_2      eno1np0
+ 1  pci0000:97/0000:97:01.0/0000:98:00.0  gpu
+ 1  pci0000:97/0000:97:02.0/0000:99:00.0  roce       mlx5_3      ens3np0
+""",
+        {"eno1np0": 200, "ens2np0": 100},
+    ),
     # A laptop with an integrated Intel GPU and a wifi card: no NVIDIA or AMD GPU, no RDMA NIC.
     "laptop": _Machine(
         ("0-15",),
@@ -128,6 +156,7 @@ def write(name: str, folder: Path) -> Path:
     sysfs = SysfsBuilder(folder / name / "sys")
     for node, cpus in enumerate(machine.cpus):
         sysfs.write({f"devices/system/node/node{node}/cpulist": cpus})
+    sysfs.routes(machine.default_routes)
     for line in machine.devices.strip().splitlines():
         _write_device(sysfs, machine, *line.split())
     return folder / name

@@ -38,5 +38,13 @@ class SysfsBuilder:
         self.link(f"class/infiniband/{name}", f"../../{nic}")
         return nic
 
+    def routes(self, defaults: dict[str, int]) -> None:
+        """/proc/net/route beside it: default routes with their metrics, and one that is none."""
+        head = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT"
+        rows = [head, "lan0 0000000A 00000000 0001 0 0 0 000000FF 0 0 0"]
+        for name, metric in defaults.items():
+            rows.append(f"{name} 00000000 0100000A 0003 0 0 {metric} 00000000 0 0 0")
+        self.write({"../proc/net/route": "\n".join(row.replace(" ", "\t") for row in rows)})
+
     def read(self) -> Topology:
         return read_topology(Sysfs(self.folder))

@@ -12,6 +12,11 @@ SWITCH = "pci0000:15/0000:15:01.0/0000:16:00.0"
 UP = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
 
 
+@pytest.fixture
+def sysfs(tmp_path: Path) -> SysfsBuilder:
+    return SysfsBuilder(tmp_path / "sys")
+
+
 def test_everything_about_a_connectx_is_read() -> None:
     cpus = parse_cpu_list("0-55,112-167")
     path = ("pci0000:15", "0000:15:01.0", "0000:16:00.0", "0000:17:00.0", "0000:18:00.0")
@@ -214,3 +219,29 @@ def test_numa_nodes_may_have_gaps_and_no_cpus(sysfs: SysfsBuilder) -> None:
 
 def test_an_empty_tree_is_one_node_without_anything(tmp_path: Path) -> None:
     assert read_topology(Sysfs(tmp_path)) == Topology((NumaNode(0, ()),), (), ())
+
+
+# --- routes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("defaults", "interface"),
+    [({}, None), ({"eth0": 0}, "eth0"), ({"eth0": 200, "eth1": 100, "eth2": 300}, "eth1")],
+)
+def test_the_default_route_is_that_of_the_least_metric(
+    sysfs: SysfsBuilder, defaults: dict[str, int], interface: str | None
+) -> None:
+    sysfs.routes(defaults)
+    assert sysfs.read().default_route == interface
+
+
+def test_routes_beside_a_folder_that_is_no_sys_are_another_hosts(tmp_path: Path) -> None:
+    builder = SysfsBuilder(tmp_path / "copy")
+    builder.routes({"eth0": 0})
+    assert builder.read().default_route is None
+
+
+@pytest.mark.parametrize("text", ["", "Iface", "eth0 00000000 x", "e 00000000 0 3 0 0 no 00000000"])
+def test_routes_that_cannot_be_read_are_none(sysfs: SysfsBuilder, text: str) -> None:
+    sysfs.write({"../proc/net/route": text})
+    assert sysfs.read().default_route is None

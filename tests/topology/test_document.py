@@ -23,6 +23,7 @@ def test_json_holds_devices_and_groups() -> None:
         "netdev": "ibp24s0",
         "fabric": "verbs",
         "active": True,
+        "left_out": None,
         "ports": [
             {
                 "number": 1,

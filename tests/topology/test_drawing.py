@@ -38,10 +38,16 @@ def test_groups_show_what_serves_each_gpu() -> None:
 def test_nics_that_are_down_or_shared_are_marked() -> None:
     down = nic("mlx5_1", state="DOWN")
     shared = topology([place()] * 2, [nic("mlx5_0"), down])
-    assert "mlx5_1  mlx5_core  InfiniBand DOWN  in no group" in "\n".join(
+    assert "mlx5_1  mlx5_core  InfiniBand DOWN  in no group: no active port" in "\n".join(
         text(topology_tree(shared))
     )
     assert [line.count("mlx5_0 (shared)") for line in groups(shared)] == [0, 0, 1, 1]
+
+
+def test_nics_that_groups_leave_out_say_why() -> None:
+    lines = "\n".join(text(topology_tree(recorded("server"))))
+    assert "200 Gbit/s Ethernet  in no group:" in lines
+    assert "25 Gbit/s Ethernet  in no group:" in lines
 
 
 def test_a_spare_nic_is_named_below_the_groups() -> None:

@@ -2,7 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvxfer.topology import Distance, DomainGroup, domain_groups, host_groups
+from kvxfer.topology import (
+    Distance,
+    DomainGroup,
+    Nic,
+    domain_groups,
+    host_groups,
+    left_out,
+)
 from kvxfer.topology.cpu_list import format_cpu_list
 from kvxfer.topology.groups import spare_nics
 from tests.topology.hosts import nic, place, recorded, topology
@@ -178,3 +185,49 @@ def test_host_memory_is_served_by_all_nics_of_a_numa_node() -> None:
 
 def test_a_host_of_two_numa_nodes_without_nics_is_one_group() -> None:
     assert domain_groups(topology([], [])) == (DomainGroup(None, (), None, (0, 1, 2, 3), 0),)
+
+
+# --- NICs that are there for something else --------------------------------------------------
+
+
+def linked(name: str, gbit: int, netdev: str | None = None) -> Nic:
+    one = nic(name)
+    return replace(one, netdev=netdev, ports=(replace(one.ports[0], bits_per_second=gbit * GBIT),))
+
+
+SLOW = "its 25 Gbit/s are less than a quarter of the fastest NIC's 200"
+ROUTE = "eth0 has the host's default route"
+
+
+@pytest.mark.parametrize(
+    ("nics", "route", "out"),
+    [
+        ([linked("a", 25)], None, {}),  # alone
+        ([linked("a", 25), linked("b", 100)], None, {}),  # a quarter is no less
+        ([linked("a", 25), linked("b", 200)], None, {"a": SLOW}),
+        ([linked("a", 0), linked("b", 200)], None, {}),  # its speed is not known
+        ([nic("a", state="DOWN"), linked("b", 25)], None, {"a": "no active port"}),
+        ([linked("a", 200, "eth0"), linked("b", 200, "eth1")], "eth0", {"a": ROUTE}),
+        ([linked("a", 100, "eth0"), linked("b", 200)], "eth0", {"a": ROUTE}),
+        ([linked("a", 200, "eth0"), linked("b", 100, "eth1")], "eth0", {}),  # the fastest
+        ([linked("a", 200, "eth0"), linked("b", 200, "eth0")], "eth0", {}),  # nothing else
+        ([linked("a", 200, "eth0")], "eth0", {}),
+        ([linked("a", 200, "eth0"), linked("b", 200)], "eth1", {}),
+        ([linked("a", 200), linked("b", 200)], None, {}),
+        ([linked("a", 25, "eth0"), linked("b", 200)], "eth0", {"a": SLOW}),  # one reason
+    ],
+)
+def test_slow_nics_and_those_of_management_are_in_no_group(
+    nics: list[Nic], route: str | None, out: dict[str, str]
+) -> None:
+    host = replace(topology([place()], nics), default_route=route)
+    assert left_out(host) == out
+    for groups in (domain_groups(host), host_groups(host)):
+        grouped = {name for group in names(groups) for name in group}
+        assert grouped == {each.name for each in nics} - out.keys()
+
+
+def test_a_server_keeps_its_compute_nics() -> None:
+    host = recorded("server")
+    assert left_out(host) == {"mlx5_1": "ens2np0 has the host's default route", "mlx5_2": SLOW}
+    assert names(domain_groups(host)) == [["mlx5_0"], ["mlx5_3"]]

@@ -35,7 +35,8 @@ def test_what_holds_no_sysfs_is_refused_by_name(tmp_path: Path, folder: str) -> 
         Sysfs.recorded(tmp_path / folder)
 
 
-def test_missing_files_and_loops_of_links_read_as_nothing(sysfs: SysfsBuilder) -> None:
+def test_missing_files_and_loops_of_links_read_as_nothing(tmp_path: Path) -> None:
+    sysfs = SysfsBuilder(tmp_path / "sys")
     sysfs.link("bus/pci/devices/0000:00:01.0", "0000:00:01.0")
     tree = Sysfs(sysfs.folder)
     assert tree.text("class/infiniband/mlx5_0/ports/1/state") is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, TypeAlias
 
 import httpx2
@@ -72,14 +73,18 @@ class Agent(LoopThread):
         model: ModelIdentity,
         make_spec: MakeSpec | None = None,
         *,
+        gpu: str | None = None,
+        root: Path = Path("/"),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`make_spec` is asked for what to register where the settings name a control plane."""
+        """`make_spec` is asked for what to register where the settings name a control plane; `gpu`
+        and `root` are those of `transfer_engine`."""
         super().__init__()
         self.settings = settings
         self.instance_id = instance_id
         self.epoch = epoch
         self.clock = clock
+        self._gpu, self._root = gpu, root
         self._make_cache = make_cache
         self._model = model
         self._make_spec = make_spec
@@ -93,6 +98,8 @@ class Agent(LoopThread):
             self._make_cache,
             instance_id=self.instance_id,
             epoch=self.epoch,
+            gpu=self._gpu,
+            root=self._root,
             model=self._model,
             on_offer=self.rooms.offered,
             clock=self.clock,

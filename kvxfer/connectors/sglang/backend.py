@@ -30,6 +30,7 @@ from kvxfer.connectors.sglang.pools import Metadata, layout_of, register_pool
 from kvxfer.connectors.sglang.prompts import hand_prompts_over
 from kvxfer.connectors.sglang.rooms import Room
 from kvxfer.connectors.sglang.settings import BackendSettings
+from kvxfer.connectors.transfer_engine import pci_address
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.instances import InstanceSpec, Role
 from kvxfer.kv.messages import VERSIONS
@@ -85,6 +86,7 @@ class KVManager(BaseKVManager):
             lambda engine: register_pool(engine, args, layout),
             model,
             lambda engine, cache: self._spec(name, engine, cache, model, is_prefill=is_prefill),
+            gpu=pci_address(server_args.device, args.gpu_id),
         )
         self.agent.begin()
         hand_prompts_over(disaggregation_mode)

@@ -10,7 +10,7 @@ from typing import Self
 
 from kvxfer.cluster_key import read_cluster_key
 from kvxfer.connectors.transfer_engine import DEFAULT_LEASE_SECONDS, EngineSettings
-from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
+from kvxfer.engine.operator_options import OPERATOR_OPTIONS, parse_options
 from kvxfer.errors import InvalidArgument
 from kvxfer.ticket import watch_ticket_keys
 
@@ -29,28 +29,22 @@ class BackendSettings(EngineSettings):
         """Raises InvalidArgument, which names the variable."""
         key_file = environment.get("KVXFER_CLUSTER_KEY_FILE")
         ticket_keys_file = environment.get("KVXFER_TICKET_KEYS_FILE")
-        fabrics = environment.get("KVXFER_FABRICS", "")
+        options = parse_options(
+            {name: environment.get(_variable(name)) for name in OPERATOR_OPTIONS}, _variable
+        )
         return cls(
-            host=environment.get("KVXFER_HOST") or "127.0.0.1",
             cluster_key=read_cluster_key(Path(key_file) if key_file else None),
             ticket_keys=watch_ticket_keys(Path(ticket_keys_file)) if ticket_keys_file else None,
-            fabrics=tuple(fabrics.split(",")) if fabrics else None,
-            cpus=_cpus(environment.get("KVXFER_CPUS", "")),
+            options=options,
             lease_seconds=_seconds(environment, "KVXFER_LEASE_SECONDS", DEFAULT_LEASE_SECONDS),
-            peer_timeout=_seconds(environment, "KVXFER_PEER_TIMEOUT", DEFAULT_PEER_TIMEOUT),
             checksums=_flag(environment, "KVXFER_CHECKSUMS"),
             checkpoint=environment.get("KVXFER_CHECKPOINT") or None,
             control_plane=environment.get("KVXFER_CONTROL_PLANE") or None,
         )
 
 
-def _cpus(value: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(cpu) for cpu in value.split(",") if cpu)
-    except ValueError:
-        raise InvalidArgument(
-            f"KVXFER_CPUS is {value!r}; pass numbers with commas between them, such as 0,1"
-        ) from None
+def _variable(option: str) -> str:
+    return f"KVXFER_{option.upper()}"
 
 
 def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:

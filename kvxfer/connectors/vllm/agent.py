@@ -8,6 +8,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from msgspec.structs import replace
@@ -34,6 +35,8 @@ from kvxfer.tracing.setup import tracing
 
 logger = logging.getLogger(__name__)
 
+# vLLM shows what its own loggers tell; of others only warnings.
+_NICS_LOG: Final = logging.getLogger("vllm.kvxfer")
 _POLL_SECONDS: Final = 0.25
 
 
@@ -51,10 +54,19 @@ class Agent(LoopThread):
     counted: Counted = Counted()
     """What the engine's scheduler has told last."""
 
-    def __init__(self, settings: ConnectorSettings, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        gpu: str | None = None,
+        *,
+        root: Path = Path("/"),
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        """`gpu` and `root` are those of `transfer_engine`."""
         super().__init__()
         self.clock = clock
         self._settings = settings
+        self._gpu, self._root = gpu, root
         self._ranks: asyncio.Future[tuple[str, ...]] = self._loop.create_future()
         self._joined: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._awaited.append(self._joined)
@@ -144,6 +156,9 @@ class Agent(LoopThread):
                 self._settings,
                 self._make_cache,
                 instance_id=self._settings.instance_id,
+                gpu=self._gpu,
+                root=self._root,
+                log=_NICS_LOG,
                 model=self._model,
                 tracer=tracer,
                 clock=self.clock,

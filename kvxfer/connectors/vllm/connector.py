@@ -20,6 +20,7 @@ from vllm.v1.request import RequestStatus
 
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.checkpoints import adapter_of
+from kvxfer.connectors.transfer_engine import pci_address
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.caches import in_model_order, layout_of, packing_name, register_caches
 from kvxfer.connectors.vllm.groups import HeldWindows, windows_of
@@ -296,7 +297,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             tp_rank=rank.rank,
             groups=self._groups if len(self._groups) > 1 or any(self._windows) else (),
         )
-        self._agent = Agent(self._settings)
+        device = next(iter(kv_caches.values())).device
+        self._agent = Agent(self._settings, pci_address(device.type, device.index))
         settings = self._settings
         identity = from_first_rank(
             lambda: identity_of(config, settings.checkpoint, settings.instance_id)

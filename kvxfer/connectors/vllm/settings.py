@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from kvxfer.cluster_key import read_cluster_key
-from kvxfer.connectors.transfer_engine import DEFAULT_LEASE_SECONDS, EngineSettings
-from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
+from kvxfer.connectors.transfer_engine import (
+    DEFAULT_HOST,
+    DEFAULT_LEASE_SECONDS,
+    EngineSettings,
+)
+from kvxfer.engine.operator_options import OPERATOR_OPTIONS, read_options
 from kvxfer.errors import InvalidArgument
 from kvxfer.instances import Role
 from kvxfer.ticket import watch_ticket_keys
@@ -26,16 +30,13 @@ _KNOWN: Final = frozenset(
         "instance_id",
         "http_address",
         "checkpoint",
-        "host",
         "control_plane",
         "cluster_key_file",
         "ticket_keys_file",
-        "fabrics",
-        "cpus",
         "lease_seconds",
-        "peer_timeout",
         "checksums",
         "labels",
+        *OPERATOR_OPTIONS,
     }
 )
 
@@ -71,21 +72,19 @@ class ConnectorSettings(EngineSettings):
                 "http://10.0.0.7:8000"
             )
         key_file, tickets = extra.get("cluster_key_file"), extra.get("ticket_keys_file")
-        fabrics = extra.get("fabrics")
+        options = read_options(extra, "kv_connector_extra_config.{}".format)
+        options.setdefault("host", os.environ.get("KVXFER_HOST") or DEFAULT_HOST)
         return cls(
             role=_ROLES[role],
             instance_id=extra.get("instance_id") or engine_id,
             model=model,
             http_address=str(http_address).rstrip("/"),
-            host=extra.get("host") or os.environ.get("KVXFER_HOST") or "127.0.0.1",
             control_plane=extra.get("control_plane"),
             checkpoint=_name(extra, "checkpoint"),
             cluster_key=read_cluster_key(Path(key_file) if key_file else None),
             ticket_keys=watch_ticket_keys(Path(tickets)) if tickets else None,
-            fabrics=tuple(fabrics) if fabrics else None,
-            cpus=tuple(extra.get("cpus") or ()),
+            options=options,
             lease_seconds=_seconds(extra, "lease_seconds", DEFAULT_LEASE_SECONDS),
-            peer_timeout=_seconds(extra, "peer_timeout", DEFAULT_PEER_TIMEOUT),
             checksums=_flag(extra, "checksums"),
             labels=dict(extra.get("labels") or {}),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import secrets
 import signal
 import socket
@@ -17,6 +18,8 @@ import torch
 
 from kvxfer.checkpoint_digest import digest_of_folder
 from kvxfer.client import ControlPlaneClient, Registration
+from kvxfer.engine.operator_options import engine_options
+from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
 from kvxfer.instances import InstanceSpec, InstanceState, Role
 from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvLayout, ModelIdentity
 from kvxfer.kv.messages import VERSIONS
@@ -33,6 +36,8 @@ from kvxfer.tracing.setup import tracing
 from kvxfer.web.listener import bind, url_of
 
 _CONNECT_SECONDS: Final = 2.0
+
+_log = logging.getLogger("kvxfer.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +74,12 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
         listener = stack.enter_context(bind(settings.host, settings.port))
         model, tokenizer = load_model(settings.model)
         layout, identity = kv_layout(model.config), model_identity(settings.model, model.config)
+        options = engine_options({**settings.options, "host": settings.host}, None, _log)
+        options["name"] = instance_id
         engine = await stack.enter_async_context(
             MeteredEngine(
                 cluster_key=settings.cluster_key,
-                name=instance_id,
-                host=settings.host,
-                fabrics=settings.fabrics,
-                peer_timeout=settings.peer_timeout,
+                **options,
             )
         )
         cache = stack.enter_context(KvCache.allocate(engine, layout, settings.blocks))
@@ -96,7 +100,9 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
                 epoch=0,
                 ticket_key=settings.ticket_keys or settings.cluster_key,
                 control_plane=client,
-                connect_timeout=max(_CONNECT_SECONDS, settings.peer_timeout),
+                connect_timeout=max(
+                    _CONNECT_SECONDS, options.get("peer_timeout", DEFAULT_PEER_TIMEOUT)
+                ),
                 checksums=settings.checksums,
                 model=identity,
             )

@@ -13,6 +13,7 @@ from kvxfer.settings import check_bounds
 
 if TYPE_CHECKING:
     from kvxfer.client import Credentials
+    from kvxfer.engine.operator_options import OperatorOptions
     from kvxfer.ticket import TicketKeys
     from kvxfer.watched_file import WatchedFile
 
@@ -24,6 +25,8 @@ class WorkerSettings:
     role: Literal["prefill", "decode"]
     """Which side of transfers it takes."""
     cluster_key: bytes = field(repr=False)
+    options: OperatorOptions
+    """Of the transfer engine, but for `host`."""
     control_plane: str | None = None
     """URL; None takes what `ControlPlaneClient` takes."""
     credentials: Credentials | None = None
@@ -40,13 +43,8 @@ class WorkerSettings:
     """KV blocks, of 16 tokens each."""
     model: Path | None = None  # the demo model
     """Hugging Face checkpoint folder of a Llama model."""
-    fabrics: tuple[str, ...] | None = None
-    """What the engine may use; None takes all that this host has."""
     threads: Annotated[int, Meta(ge=1)] | None = None  # torch's choice
     """Threads of torch."""
-    peer_timeout: Annotated[float, Meta(ge=0.2, le=3600)] = 0.7  # two heartbeats at least
-    """Seconds without a heartbeat after which the other side counts as frozen; more where cores are
-    overcommitted."""
     checksums: bool = False
     """Check every transfer by a checksum of its blocks, whatever the other side's setting."""
     labels: Mapping[str, str] = field(default_factory=dict)

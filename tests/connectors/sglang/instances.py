@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,11 +66,13 @@ def instance(
     lease_seconds: float = 10 * PATIENCE,
     control_plane: str | None = None,
     make_spec: MakeSpec | None = None,
+    gpu: str | None = None,
+    root: Path = Path("/"),
 ) -> Iterator[Instance]:
     settings = BackendSettings(
         cluster_key=KEY,
         lease_seconds=lease_seconds,
-        peer_timeout=PATIENCE,
+        options={"peer_timeout": PATIENCE},
         control_plane=control_plane,
     )
     pool = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(2 * LAYERS)]
@@ -90,6 +93,8 @@ def instance(
         lambda engine: register_pool(engine, args, layout),
         ModelIdentity(),
         make_spec,
+        gpu=gpu,
+        root=root,
     )
     agent.begin()
     agent.endpoint._connections.connect_timeout = PATIENCE

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -29,6 +30,7 @@ from kvxfer.instances import InstanceSpec, Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.prompt_digest import prompt_digest
 from tests.connectors.sglang.instances import PAGES, Instance, Two, ended, instance, two, until
+from tests.topology import machines
 from verify.control_plane import RunningControlPlane
 
 pytestmark = pytest.mark.native
@@ -313,3 +315,8 @@ def test_the_fleet_has_the_load_that_sglang_tells(
             if role is Role.PREFILL:
                 until(lambda: there()["load"]["tokens_per_second"] > 0)
         assert there() == {}
+
+
+def test_a_rank_opens_the_nics_of_its_gpu(tmp_path: Path, engines: list[dict[str, Any]]) -> None:
+    with instance("decode", gpu="0000:59:00.0", root=machines.write("p5en", tmp_path)):
+        assert [engine["nics"] for engine in engines] == [["rdmap85s0", "rdmap86s0"]]

@@ -18,7 +18,7 @@ KEY = b"0123456789abcdef0123456789abcdef"
 
 @functools.cache
 def _server() -> bootstrap.BootstrapServer:
-    settings = BackendSettings(host="127.0.0.1", cluster_key=KEY, ticket_keys=None)
+    settings = BackendSettings(cluster_key=KEY, ticket_keys=None)
     return bootstrap.BootstrapServer("127.0.0.1", 0, settings)
 
 

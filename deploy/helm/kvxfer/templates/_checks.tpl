@@ -44,6 +44,16 @@
 {{- if not (or $pool.rollout.maxSurge $pool.rollout.maxUnavailable) -}}
 {{- fail (printf "workers.%s: rollout.maxSurge and maxUnavailable are both 0, so no pod could ever be replaced; make one of them 1" $role) -}}
 {{- end -}}
+{{- range $name := list "name" "host" "port" "fabrics" -}}
+{{- if hasKey $pool.transferEngine $name -}}
+{{- fail (printf "workers.%s: transferEngine.%s is the chart's to set; use the value of that name, if there is one" $role $name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $_ := $pool.transferEngine -}}
+{{- if hasKey $pool.connector $name -}}
+{{- fail (printf "workers.%s: both transferEngine.%s and connector.%s are set; keep one of them" $role $name $name) -}}
+{{- end -}}
+{{- end -}}
 {{- range $name := list "instance_id" "cluster_key_file" "fabrics" "checksums" "labels" -}}
 {{- if hasKey $pool.connector $name -}}
 {{- fail (printf "workers.%s: connector.%s is the chart's to set; use the value of that name, if there is one" $role $name) -}}

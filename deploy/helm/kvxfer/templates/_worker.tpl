@@ -189,6 +189,10 @@ spec:
 {{- $args = append $args "--cluster-key-file=/etc/kvxfer/secret/cluster-key" -}}
 {{- with $pool.model -}}{{- $args = append $args (printf "--model=%s" .) -}}{{- end -}}
 {{- with $pool.fabrics -}}{{- $args = append $args (printf "--fabrics=%s" (join "," .)) -}}{{- end -}}
+{{- range $name, $value := $pool.transferEngine -}}
+{{- $text := kindIs "slice" $value | ternary (join "," $value) (kindIs "string" $value | ternary $value (toRawJson $value)) -}}
+{{- $args = append $args (printf (ternary "--%s=%s" "--engine-option=%s=%s" (eq $name "peer_timeout")) (replace "peer_timeout" "peer-timeout" $name) $text) -}}
+{{- end -}}
 {{- if $pool.checksums -}}{{- $args = append $args "--checksums" -}}{{- end -}}
 {{- range $name, $value := include "kvxfer.where" $pool | fromJson -}}
 {{- $args = append $args (printf "--label=%s=%s" $name $value) -}}
@@ -205,7 +209,7 @@ spec:
 {{- if $pool.checksums -}}{{- $_ := set $extra "checksums" true -}}{{- end -}}
 {{- $transfer := dict "kv_connector" "KvxferConnector" "kv_connector_module_path" "kvxfer.connectors.vllm.connector" -}}
 {{- $_ := set $transfer "kv_role" (ternary "kv_producer" "kv_consumer" (eq $role "prefill")) -}}
-{{- $_ := set $transfer "kv_connector_extra_config" (merge $extra $pool.connector) -}}
+{{- $_ := set $transfer "kv_connector_extra_config" (merge $extra $pool.transferEngine $pool.connector) -}}
 {{- $args := list (printf "--model=%s" $pool.model) "--host=0.0.0.0" (printf "--port=%v" $pool.port) -}}
 {{- $args = append $args (printf "--shutdown-timeout=%d" (int64 $pool.drainSeconds)) -}}
 {{- $args = append $args (printf "--kv-transfer-config=%s" (toRawJson $transfer)) -}}
