@@ -75,6 +75,7 @@ class _Attempt:
     clock: Clock
     stage: str = "loading the engine"
     sent: list[Sent] = field(default_factory=list)
+    failed: KvxferError | None = None  # known while the engines are closed
 
     def ended(self, error: KvxferError | None) -> Loopback:
         if error is None:
@@ -105,12 +106,12 @@ def loopback(
     try:
         return outcome.result(2 * deadline_seconds)
     except TimeoutError:
-        return attempt.ended(
-            DeadlineExceeded(
-                f"no end after {2 * deadline_seconds:g} s: a call into the driver or its library "
-                "does not return"
-            )
+        hung = (
+            f"no end after {2 * deadline_seconds:g} s: a call into the driver or its library does "
+            "not return"
         )
+        before = "" if attempt.failed is None else f"; before that: {attempt.failed}"
+        return attempt.ended(DeadlineExceeded(hung + before))
 
 
 def finding(found: Loopback) -> Finding:
@@ -171,9 +172,10 @@ async def _exchange(attempt: _Attempt) -> None:
         try:
             async with asyncio.timeout(attempt.deadline_seconds):
                 await _send(attempt, sender, receiver)
-        except TimeoutError as error:
-            if isinstance(error, KvxferError):
-                raise
+        except KvxferError as error:
+            attempt.failed = error
+            raise
+        except TimeoutError:
             raise DeadlineExceeded(f"no end after {attempt.deadline_seconds:g} s") from None
         attempt.stage = "closing the engines"
 

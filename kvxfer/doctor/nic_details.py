@@ -139,7 +139,8 @@ def _port_finding(nic: NicDetails, port: PortDetails) -> Finding:
     if port.netdev is not None:
         facts.append(f"{port.netdev} MTU {port.netdev_mtu or 'not readable'}")
     if port.roce_mtu is not None:
-        facts.append(f"RDMA MTU up to {port.roce_mtu} (the active one is not in /sys)")
+        most = f"{port.roce_mtu} of {_RDMA_MTUS[0]}"
+        facts.append(f"RDMA MTU up to {most} (the active one is not in /sys)")
     facts.append(f"P_Keys {_pkeys_text(port.pkeys)}")
     facts.append(_qos_text(port))
     remedies = []
@@ -149,7 +150,6 @@ def _port_finding(nic: NicDetails, port: PortDetails) -> Finding:
         )
     if nic.fabric == "verbs":
         if port.roce_mtu is not None and port.roce_mtu < _RDMA_MTUS[0]:
-            facts.append("small packets")
             remedies.append(
                 f"ip link set {port.netdev} mtu {_ENOUGH_NETDEV_MTU} or more, on every host and "
                 "switch of the way"
