@@ -17,6 +17,7 @@ from kvxfer.doctor.pcie import Acs, PcieDevice
 from kvxfer.errors import EngineError, FabricUnavailable
 from tests.topology import machines
 from tests.topology.sysfs_builder import SysfsBuilder
+from verify.polling import PATIENCE
 
 SWITCH = "pci0000:15/0000:15:01.0/0000:16:00.0"
 MLX5 = f"{SWITCH}/0000:18:00.0"
@@ -373,7 +374,7 @@ def test_libraries_are_told_by_version(tmp_path: Path) -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("fabric", ["tcp", "local"])
 def test_bytes_are_sent_over_a_fabric_and_compared(fabric: str) -> None:
-    found = loopback(fabric)
+    found = loopback(fabric, deadline_seconds=PATIENCE)
     assert (found.verdict, found.error) == (Verdict.OK, None)
     assert [each.nbytes for each in found.sent] == [16 << 10, 4 << 20]
     assert found.sent[1].writes > 1
@@ -385,7 +386,7 @@ def test_bytes_are_sent_through_each_nic_of_this_host_alone() -> None:
     nics = read_nics(Host())
     if not nics:
         pytest.skip("no RDMA NIC")
-    found = send_loopbacks(nics)[: len(nics)]
+    found = [loopback(nic.fabric, nic.name, deadline_seconds=PATIENCE) for nic in nics]
     assert [(each.nic, each.error) for each in found] == [(nic.name, None) for nic in nics]
     assert {sum(sent.nbytes for sent in each.sent) for each in found} == {(16 << 10) + (4 << 20)}
 

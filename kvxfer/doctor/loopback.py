@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 DEADLINE_SECONDS = 15.0
 _WRITE_BYTES = (16 << 10, 4 << 20)
-# Software RDMA, or a busy host, may keep an engine's thread off its processor for this long.
-_PEER_TIMEOUT_SECONDS = 5.0
 _REFUSALS = (FabricUnavailable, PermissionDenied, OutOfMemory, NotBuilt)
 
 
@@ -76,6 +74,11 @@ class _Attempt:
     stage: str = "loading the engine"
     sent: list[Sent] = field(default_factory=list)
     failed: KvxferError | None = None  # known while the engines are closed
+
+    @property
+    def step_seconds(self) -> float:
+        """For connecting and for each write: their errors say more than that there was no end."""
+        return self.deadline_seconds / (len(_WRITE_BYTES) + 1)
 
     def ended(self, error: KvxferError | None) -> Loopback:
         if error is None:
@@ -164,7 +167,8 @@ async def _exchange(attempt: _Attempt) -> None:
             name="doctor",
             fabrics=(attempt.fabric,),
             nics=() if attempt.nic is None else (attempt.nic,),
-            peer_timeout=_PEER_TIMEOUT_SECONDS,
+            # Before the step's own end: a lost NIC is told by name.
+            peer_timeout=attempt.step_seconds / 2,
         )
 
     attempt.stage = "opening two engines"
@@ -182,8 +186,7 @@ async def _exchange(attempt: _Attempt) -> None:
 
 async def _send(attempt: _Attempt, sender: Engine, receiver: Engine) -> None:
     attempt.stage = "connecting"
-    # Less than the whole: the error of a step says more than that there was no end.
-    limit = attempt.deadline_seconds / (len(_WRITE_BYTES) + 1)
+    limit = attempt.step_seconds
     peer = await sender.connect(receiver.address, limit)
     for nbytes in _WRITE_BYTES:
         attempt.stage = f"writing {_amount(nbytes)}"
