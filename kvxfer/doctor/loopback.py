@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import secrets
 import threading
 from concurrent.futures import Future
@@ -103,6 +104,12 @@ def loopback(
     twice `deadline_seconds` it is reported and left behind.
     """
     attempt = _Attempt(fabric, nic, deadline_seconds, clock)
+    try:
+        # Before the deadline runs: on a busy host loading takes longer than any write.
+        for module in ("kvxfer.engine", "numpy"):
+            importlib.import_module(module)
+    except KvxferError as error:
+        return attempt.ended(error)
     outcome: Future[Loopback] = Future()
     # A daemon: the process can end while a driver has the thread.
     threading.Thread(target=_run, args=(attempt, outcome), daemon=True, name="loopback").start()
@@ -157,7 +164,7 @@ def _run(attempt: _Attempt, outcome: Future[Loopback]) -> None:
 
 
 async def _exchange(attempt: _Attempt) -> None:
-    from kvxfer.engine import Engine  # raises NotBuilt without the native module
+    from kvxfer.engine import Engine
 
     key = secrets.token_bytes(32)
 
