@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvxfer.doctor.finding import Finding
+    from kvxfer.doctor.host import Host
     from kvxfer.topology import Sysfs, Topology
 
 
@@ -30,6 +31,20 @@ def doctor(
             "/sys. Nothing else is checked.",
         ),
     ] = None,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="Look at each RDMA NIC more closely, and send bytes through each of them, and "
+            "over tcp and local, from this process to itself. Run it as root to read all.",
+        ),
+    ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write what --probe finds to this file, as JSON, for a bug report."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Show what fabrics, NICs, GPUs and limits this host has, and what is missing for each.
@@ -44,6 +59,11 @@ def doctor(
     from kvxfer.topology import Sysfs, domain_groups, read_topology
     from kvxfer.topology.document import as_document
 
+    probe = probe or report is not None
+    if probe and sysfs is not None:
+        raise typer.BadParameter("a recorded tree cannot be probed", param_hint="--sysfs")
+    if report is not None:
+        _check_report(report)
     topology = read_topology(Sysfs() if sysfs is None else _recorded(sysfs))
     document = as_document(topology, domain_groups(topology))
     if sysfs is not None:
@@ -54,17 +74,67 @@ def doctor(
         return
 
     findings = examine(Host())
+    probed: dict[str, Any] = {}
+    if probe:
+        more, probed = _probed(Host())
+        findings += more
     works = core_works(findings)
+    document = {
+        **probed,
+        "core_works": works,
+        "findings": [asdict(finding) for finding in findings],
+        **document,
+    }
     if as_json:
-        show_json(
-            {"core_works": works, "findings": [asdict(finding) for finding in findings], **document}
-        )
+        show_json(document)
     else:
         out.print(_findings_table(findings))
         out.print()
         _draw(topology)
+    if report is not None:
+        _write_report(report, document)
     if not works:
         raise typer.Exit(1)
+
+
+def _probed(host: Host) -> tuple[list[Finding], dict[str, Any]]:
+    """The findings of a closer look, and what a report says besides."""
+    from dataclasses import asdict
+
+    from kvxfer.cli.output import err
+    from kvxfer.doctor.examination import Hardware, loopback_findings, send_loopbacks, software
+
+    hardware = Hardware.read(host)
+    err.print("sending bytes through each NIC, and over tcp and local …", style="dim")
+    loopbacks = send_loopbacks(hardware.nics)
+    findings = [*hardware.findings(), *loopback_findings(loopbacks)]
+    return findings, {
+        "software": software(),
+        "hardware": asdict(hardware),
+        "loopbacks": [asdict(each) for each in loopbacks],
+    }
+
+
+def _check_report(file: Path) -> None:
+    """Asked before the probe, so that its findings are not lost."""
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise InvalidArgument(
+            f"--report {file}: not a file in a directory that exists; name another"
+        )
+
+
+def _write_report(file: Path, document: dict[str, Any]) -> None:
+    import json
+
+    from kvxfer.cli.output import err
+
+    try:
+        file.write_text(json.dumps(document, indent=2) + "\n")
+    except OSError as error:
+        raise InvalidArgument(
+            f"--report {file} cannot be written: {error.strerror}; name another file"
+        ) from error
+    err.print(f"written: {file}", soft_wrap=True, highlight=False)
 
 
 def _recorded(folder: Path) -> Sysfs:

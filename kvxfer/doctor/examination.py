@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 from kvxfer.doctor import (
     devices,
-    engine,
     fabrics,
     limits,
+    loopback,
+    nic_details,
     nic_fabrics,
+    pcie,
     python_packages,
     settings,
 )
-from kvxfer.doctor.finding import Finding, Status
+from kvxfer.doctor.finding import Area, Finding, Status
 from kvxfer.doctor.host import Host
+from kvxfer.doctor.loopback import Loopback
+from kvxfer.doctor.nic_details import NicDetails
+from kvxfer.doctor.nic_fabrics import Library
+from kvxfer.doctor.pcie import Iommu
+from kvxfer.topology import Sysfs, read_topology
+from kvxfer.version import __version__
 
 
 def examine(host: Host) -> list[Finding]:
     """Every finding about this process and `host`."""
     return [
-        engine.native_module(),
+        python_packages.native_module(),
         fabrics.tcp(),
         fabrics.local_shared(),
         fabrics.local_cma(host),
@@ -41,6 +53,58 @@ def examine(host: Host) -> list[Finding]:
         *python_packages.extras(),
         *settings.variables(host),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a report of a problem with NICs has to hold. `gpus` are only counted."""
+
+    nics: tuple[NicDetails, ...]
+    iommu: Iommu
+    libraries: tuple[Library, ...]
+    gpus: int
+
+    @classmethod
+    def read(cls, host: Host) -> Hardware:
+        return cls(
+            nic_details.read_nics(host),
+            pcie.read_iommu(host),
+            nic_fabrics.libraries(host),
+            len(read_topology(Sysfs.below(host.root)).gpus),
+        )
+
+    def findings(self) -> list[Finding]:
+        rows = [row for nic in self.nics for row in nic_details.findings(nic)]
+        on_pcie = [nic.pcie for nic in self.nics if nic.pcie is not None]
+        if on_pcie:
+            rows.append(pcie.acs(on_pcie, self.gpus))
+        return [*rows, pcie.iommu(self.iommu), nic_fabrics.libraries_finding(self.libraries)]
+
+
+def send_loopbacks(
+    nics: Sequence[NicDetails], send: Callable[[str, str | None], Loopback] = loopback.loopback
+) -> list[Loopback]:
+    """Through each NIC alone, and over the fabrics that need none, one after the other."""
+    ways = [(nic.fabric, nic.name) for nic in nics]
+    return [send(fabric, nic) for fabric, nic in [*ways, ("tcp", None), ("local", None)]]
+
+
+def loopback_findings(found: Sequence[Loopback]) -> list[Finding]:
+    rows = [loopback.finding(each) for each in found]
+    if all(each.nic is None for each in found):
+        nobody = "no RDMA NIC on this host: tcp and local alone are tried"
+        rows.insert(0, Finding(Area.LOOPBACK, "RDMA", Status.ABSENT, nobody))
+    return rows
+
+
+def software() -> dict[str, str]:
+    """The versions that a report begins with."""
+    return {
+        "kvxfer": __version__,
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+    }
 
 
 def core_works(findings: list[Finding]) -> bool:

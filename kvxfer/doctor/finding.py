@@ -22,6 +22,8 @@ class Area(StrEnum):
     LIMITS = "limits"
     PYTHON = "Python"
     SETTINGS = "settings"
+    HARDWARE = "hardware"  # only where asked for
+    LOOPBACK = "loopback"  # likewise
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 from collections.abc import Callable, Sequence
@@ -68,6 +69,49 @@ def built_fabrics(name: str = "kvxfer._native") -> tuple[str, ...]:
     except ImportError:
         return ()
     return tuple(getattr(module, "BUILT_FABRICS", ("local", "tcp")))
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """An installed library. `version` is None where it cannot be found out."""
+
+    soname: str
+    path: str
+    version: str | None
+
+
+def libraries(
+    host: Host, libfabric_version: Callable[[Path], str | None] | None = None
+) -> tuple[Library, ...]:
+    """Those that the fabrics use. `libfabric_version` asks a libfabric for its version."""
+    found = []
+    if (path := host.library(_VERBS.soname)) is not None:
+        # rdma-core names its files so: libibverbs.so.1.14.50.0 is of version 50.0.
+        numbers = path.resolve().name.partition(".so.")[2].split(".")
+        version = f"rdma-core {'.'.join(numbers[2:])}" if len(numbers) > 2 else None
+        found.append(Library(_VERBS.soname, str(path), version))
+    named = host.environment.get("KVXFER_LIBFABRIC")
+    if (path := Path(named) if named else host.library(_OFI.soname)) is not None:
+        version = (libfabric_version or _libfabric_version)(path)
+        found.append(Library(_OFI.soname, str(path), version))
+    return tuple(found)
+
+
+def libraries_finding(found: Sequence[Library]) -> Finding:
+    facts = [f"{each.soname} {each.version or '(version not readable)'}" for each in found]
+    text = ", ".join(facts) or f"neither {_VERBS.soname} nor {_OFI.soname}"
+    return Finding(Area.HARDWARE, "libraries", Status.INFO, text)
+
+
+def _libfabric_version(path: Path) -> str | None:
+    # As the engine does it: Omni-Path's library would take over the signals of a crash.
+    os.environ.setdefault("IPATH_NO_BACKTRACE", "1")
+    os.environ.setdefault("HFI_NO_BACKTRACE", "1")
+    try:
+        both = int(ctypes.CDLL(str(path)).fi_version())
+    except (OSError, AttributeError):
+        return None
+    return f"{both >> 16}.{both & 0xFFFF}"
 
 
 def _examine(

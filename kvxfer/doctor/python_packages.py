@@ -1,7 +1,8 @@
-"""Which extras are installed."""
+"""What of kvxfer is installed: the native engine, and which extras."""
 
 from __future__ import annotations
 
+import importlib
 import platform
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +15,22 @@ EXTRAS = (
     ("torch", ("safetensors", "torch"), "kvxfer demo and torch tensors"),
     ("plot", ("matplotlib",), "kvxfer bench --plot"),
 )
+
+
+def native_module(name: str = "kvxfer._native") -> Finding:
+    """The compiled engine: without it nothing moves."""
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        return Finding(
+            Area.ENGINE,
+            "native engine",
+            Status.BROKEN,
+            f"{name} cannot be imported: {error}",
+            "reinstall with a C++20 compiler, libssl-dev and libxxhash-dev present: "
+            "pip install --force-reinstall --no-deps kvxfer (in a checkout: scripts/setup demo)",
+        )
+    return Finding(Area.ENGINE, "native engine", Status.OK, str(module.__file__))
 
 
 def interpreter() -> Finding:

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import kvxfer
 from kvxfer.cli import app
+from kvxfer.errors import InvalidArgument
 from tests.topology import machines
 
 pytestmark = pytest.mark.native
@@ -30,6 +31,62 @@ def test_the_table_shows_extras_literally_and_remedies() -> None:
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
     assert "kvxfer[server]" in result.output
     assert "verbs" in result.output
+
+
+# --- probe -----------------------------------------------------------------------------------
+
+
+def test_a_probe_writes_a_report_that_holds_no_secret(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    secret = "hush" * 8
+    result = CliRunner().invoke(
+        app,
+        ["doctor", "--probe", "--report", str(file)],
+        env={"COLUMNS": "200", "KVXFER_CLUSTER_KEY": secret, "SOME_VARIABLE": secret},
+    )
+    assert (result.exit_code, f"written: {file}" in result.stderr) == (0, True)
+    assert "every byte compared" in result.stdout
+    text = file.read_text()
+    assert secret not in text
+    report = json.loads(text)
+    assert set(report) == {
+        "software",
+        "hardware",
+        "loopbacks",
+        "core_works",
+        "findings",
+        "topology",
+        "groups",
+    }
+    assert report["software"]["kvxfer"] == kvxfer.__version__
+    assert set(report["hardware"]) == {"nics", "iommu", "libraries", "gpus"}
+    verdicts = {each["fabric"]: each["verdict"] for each in report["loopbacks"]}
+    assert (verdicts["tcp"], verdicts["local"]) == ("ok", "ok")
+    assert {finding["area"] for finding in report["findings"]} >= {"hardware", "loopback"}
+
+
+def test_json_of_a_probe_is_the_report(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    result = CliRunner().invoke(app, ["doctor", "--json", "--report", str(file)])
+    assert json.loads(result.stdout) == json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("file", ["missing/report.json", "."])
+def test_a_report_that_cannot_be_written_is_refused_before_the_probe(
+    tmp_path: Path, file: str
+) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--report", str(tmp_path / file)])
+    assert isinstance(result.exception, InvalidArgument)
+    assert str(result.exception).startswith(f"--report {tmp_path / file}: not a file in a ")
+    assert result.stdout == ""
+
+
+def test_a_recorded_tree_cannot_be_probed(tmp_path: Path) -> None:
+    dgx = machines.write("dgx", tmp_path)
+    result = CliRunner().invoke(
+        app, ["doctor", "--probe", "--sysfs", str(dgx)], env={"COLUMNS": "200"}
+    )
+    assert (result.exit_code, "cannot be probed" in result.stderr) == (2, True)
 
 
 # --- topology --------------------------------------------------------------------------------

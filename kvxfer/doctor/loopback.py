@@ -1,0 +1,223 @@
+"""Bytes sent through one NIC, or one fabric, from this process to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import secrets
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from kvxfer.clock import SYSTEM_CLOCK, Clock
+from kvxfer.doctor.finding import Area, Finding, Status
+from kvxfer.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    EngineError,
+    FabricUnavailable,
+    KvxferError,
+    NotBuilt,
+    OutOfMemory,
+    PermissionDenied,
+)
+
+if TYPE_CHECKING:
+    from kvxfer.engine import Engine
+
+DEADLINE_SECONDS = 15.0
+_WRITE_BYTES = (16 << 10, 4 << 20)
+_REFUSALS = (FabricUnavailable, PermissionDenied, OutOfMemory, NotBuilt)
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    FAILED = "failed"
+    REFUSED = "refused"  # this process may not, or the host lacks what it needs
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A write whose bytes have arrived. `seconds` run from its submission until it is counted."""
+
+    nbytes: int
+    writes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loopback:
+    """How it went. `nic` is None for a fabric without NICs; `code` and `error` are those of a
+    KvxferError, None where all is well."""
+
+    fabric: str
+    nic: str | None
+    verdict: Verdict
+    sent: tuple[Sent, ...]
+    code: str | None = None
+    error: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.fabric if self.nic is None else f"{self.fabric} {self.nic}"
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One loopback while it runs: its thread writes, whoever waits for it reads."""
+
+    fabric: str
+    nic: str | None
+    deadline_seconds: float
+    clock: Clock
+    stage: str = "loading the engine"
+    sent: list[Sent] = field(default_factory=list)
+    failed: KvxferError | None = None  # known while the engines are closed
+
+    @property
+    def step_seconds(self) -> float:
+        """For connecting and for each write: their errors say more than that there was no end."""
+        return self.deadline_seconds / (len(_WRITE_BYTES) + 1)
+
+    def ended(self, error: KvxferError | None) -> Loopback:
+        if error is None:
+            return Loopback(self.fabric, self.nic, Verdict.OK, tuple(self.sent))
+        verdict = Verdict.REFUSED if isinstance(error, _REFUSALS) else Verdict.FAILED
+        return Loopback(
+            self.fabric, self.nic, verdict, tuple(self.sent), error.code, f"{self.stage}: {error}"
+        )
+
+
+def loopback(
+    fabric: str,
+    nic: str | None = None,
+    *,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Loopback:
+    """Two engines of this process send each other some KiB and some MiB over `fabric`, through
+    `nic` alone if that is given, and compare every byte. Never raises a KvxferError.
+
+    A call into a driver that does not return costs a thread of this process and no more: after
+    twice `deadline_seconds` it is reported and left behind.
+    """
+    attempt = _Attempt(fabric, nic, deadline_seconds, clock)
+    try:
+        # Before the deadline runs: on a busy host loading takes longer than any write.
+        for module in ("kvxfer.engine", "numpy"):
+            importlib.import_module(module)
+    except KvxferError as error:
+        return attempt.ended(error)
+    outcome: Future[Loopback] = Future()
+    # A daemon: the process can end while a driver has the thread.
+    threading.Thread(target=_run, args=(attempt, outcome), daemon=True, name="loopback").start()
+    try:
+        return outcome.result(2 * deadline_seconds)
+    except TimeoutError:
+        hung = (
+            f"no end after {2 * deadline_seconds:g} s: a call into the driver or its library does "
+            "not return"
+        )
+        before = "" if attempt.failed is None else f"; before that: {attempt.failed}"
+        return attempt.ended(DeadlineExceeded(hung + before))
+
+
+def finding(found: Loopback) -> Finding:
+    """tcp is what every other fabric falls back to: without it the core does not work."""
+    name = found.name
+    if found.verdict is Verdict.OK:
+        sent = ", ".join(
+            f"{_amount(each.nbytes)} in {1e3 * each.seconds:.3g} ms" for each in found.sent
+        )
+        return Finding(Area.LOOPBACK, name, Status.OK, f"{sent}; every byte compared")
+    return Finding(
+        Area.LOOPBACK,
+        name,
+        Status.BROKEN if found.fabric == "tcp" else Status.LIMITED,
+        f"{found.verdict} [{found.code}] {found.error}",
+        _remedy(found),
+    )
+
+
+def _remedy(found: Loopback) -> str:
+    if found.verdict is Verdict.REFUSED:
+        return f"the line of {found.fabric} above, among the fabrics, has the remedy"
+    if found.nic is not None:
+        return (
+            f"look at the lines of {found.nic} above, at its cable and switch, and into the "
+            "kernel's log: dmesg"
+        )
+    return "look at the limits above, and at what the sandbox or firewall of this process forbids"
+
+
+def _run(attempt: _Attempt, outcome: Future[Loopback]) -> None:
+    try:
+        asyncio.run(_exchange(attempt))
+        outcome.set_result(attempt.ended(None))
+    except KvxferError as error:
+        outcome.set_result(attempt.ended(error))
+    except Exception as error:
+        # A defect, which must not cost the rest of the report.
+        outcome.set_result(attempt.ended(EngineError(f"{type(error).__name__}: {error}")))
+
+
+async def _exchange(attempt: _Attempt) -> None:
+    from kvxfer.engine import Engine
+
+    key = secrets.token_bytes(32)
+
+    def engine() -> Engine:
+        return Engine(
+            cluster_key=key,
+            name="doctor",
+            fabrics=(attempt.fabric,),
+            nics=() if attempt.nic is None else (attempt.nic,),
+            # Before the step's own end: a lost NIC is told by name.
+            peer_timeout=attempt.step_seconds / 2,
+        )
+
+    attempt.stage = "opening two engines"
+    async with engine() as receiver, engine() as sender:
+        try:
+            async with asyncio.timeout(attempt.deadline_seconds):
+                await _send(attempt, sender, receiver)
+        except KvxferError as error:
+            attempt.failed = error
+            raise
+        except TimeoutError:
+            raise DeadlineExceeded(f"no end after {attempt.deadline_seconds:g} s") from None
+        attempt.stage = "closing the engines"
+
+
+async def _send(attempt: _Attempt, sender: Engine, receiver: Engine) -> None:
+    attempt.stage = "connecting"
+    limit = attempt.step_seconds
+    peer = await sender.connect(receiver.address, limit)
+    for nbytes in _WRITE_BYTES:
+        attempt.stage = f"writing {_amount(nbytes)}"
+        sent, arrived = secrets.token_bytes(nbytes), bytearray(nbytes)
+        # Both kinds of memory: that of the engine, and such as others have allocated.
+        source, destination = sender.alloc(nbytes), receiver.register(arrived)
+        with memoryview(source) as view:
+            view[:] = sent
+        counter = receiver.counter()
+        start = attempt.clock.monotonic()
+        operation = peer.write(
+            source.region, destination.descriptor, length=nbytes, imm=counter.imm, timeout=limit
+        )
+        await operation
+        await counter.wait(operation.writes, limit)
+        seconds = attempt.clock.monotonic() - start
+        counter.release()
+        destination.close()
+        source.close()
+        if arrived != sent:
+            wrong = sum(one != other for one, other in zip(arrived, sent, strict=True))
+            raise ChecksumMismatch(f"{wrong} of {nbytes} bytes are not those that were sent")
+        attempt.sent.append(Sent(nbytes, operation.writes, seconds))
+
+
+def _amount(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
