@@ -80,7 +80,7 @@ chaos-control:
 
 chaos-vllm:
 	@scripts/setup test
-	@scripts/chaos-vllm
+	@KVXFER_VLLM_PYTHON=$$(scripts/vllm-python) $(VENV)/python -m verify.faults.vllm
 
 soak:
 	@scripts/setup test

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "clock.hpp"
-#include "errno_text.hpp"
+#include "error_text.hpp"
 
 namespace kvxfer {
 namespace {

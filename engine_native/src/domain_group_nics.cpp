@@ -13,7 +13,7 @@
 #ifdef KVXFER_HAVE_VERBS
 #include "fabric/verbs/verbs_factory.hpp"
 #endif
-#include "joined.hpp"
+#include "error_text.hpp"
 #include "kvxfer/engine.hpp"
 
 namespace kvxfer {

@@ -1,6 +1,7 @@
 // One owner per file descriptor.
 #pragma once
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <utility>
@@ -28,5 +29,11 @@ class UniqueFd {
  private:
   int fd_ = -1;
 };
+
+// For descriptors that a library opened as blocking ones.
+inline bool set_nonblocking(int fd) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  return flags >= 0 && ::fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0;
+}
 
 }  // namespace kvxfer

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "aligned_mapping.hpp"
-#include "errno_text.hpp"
+#include "error_text.hpp"
 #include "random.hpp"
 
 namespace kvxfer {

@@ -5,7 +5,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "errno_text.hpp"
+#include "error_text.hpp"
 
 namespace kvxfer {
 

@@ -291,6 +291,11 @@ void SimulatedNetwork::set_link(const std::string& nic, bool up) {
   if (changed.domain) changed.domain->wake();
 }
 
+void SimulatedNetwork::lose_arrivals(const std::string& nic, bool lose) {
+  const std::lock_guard lock(mutex_);
+  nics_[nic].loses_arrivals = lose;
+}
+
 void SimulatedNetwork::lose_completions(const std::string& nic, bool lose) {
   const std::lock_guard lock(mutex_);
   nics_[nic].loses_completions = lose;
@@ -377,7 +382,7 @@ void SimulatedNetwork::deliver(const Packet& packet) {
     std::memcpy(reinterpret_cast<void*>(packet.address), packet.source, packet.length);
   }
   ++nics_.at(sender.nic()).delivered;
-  if (packet.imm) {
+  if (packet.imm && !nics_.at(to->second->nic()).loses_arrivals) {
     complete(*to->second, {.path = to->second, .imm = packet.imm, .length = packet.length});
   }
   if (!nics_.at(sender.nic()).loses_completions) {

@@ -41,6 +41,8 @@ class SimulatedNetwork {
   void set_link(const std::string& nic, bool up);
   // From now on writes arrive and are counted, but their senders never hear of it.
   void lose_completions(const std::string& nic, bool lose);
+  // From now on writes to this NIC arrive and their senders hear of it, but its host never does.
+  void lose_arrivals(const std::string& nic, bool lose);
   // The next `times` writes of this NIC are refused by the peer's, which breaks their paths.
   void refuse_writes(const std::string& nic, unsigned times);
   // The next `times` attempts to join a path of this NIC to its peer fail.
@@ -83,6 +85,7 @@ class SimulatedNetwork {
     bool up = true;
     std::uint64_t downs = 0;  // how often its link went down: also of a flap that nobody saw
     bool loses_completions = false;
+    bool loses_arrivals = false;
     unsigned refuses = 0;         // attempts to join
     unsigned refuses_writes = 0;  // of its own
     std::uint64_t delivered = 0;

@@ -184,3 +184,21 @@ TEST_CASE("tcp takes over where the NICs are down") {
   Load::set_link(writer, 1, false);
   for (int i = 0; i < 20; ++i) CHECK(write() == Errc::ok);
 }
+
+TEST_CASE("a count that cannot be completed loses the peer by name") {
+  Pair pair("simulated");
+  const std::string there = pair.reader->nics()[0].name;
+  const auto source = good(pair.writer->allocate(kPage));
+  const auto destination = good(pair.reader->allocate(kPage));
+  const Imm imm = good(pair.reader->allocate_counter(pair.to_writer));
+  simulated_network().lose_arrivals(there, true);
+  const auto submitted =
+      good(pair.writer->write(pair.to_reader, source, destination->descriptor(), {.length = kPage},
+                              {.imm = imm, .timeout = kDeadline, .nic = 0}));
+  CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+  simulated_network().set_link(there, false);
+  const auto down = pair.writer.await(Kind::peer_down);
+  simulated_network().lose_arrivals(there, false);
+  CHECK(down.code == Errc::nic_lost);
+  CHECK_MESSAGE(down.text.find("cannot be completed") != std::string::npos, down.text);
+}

@@ -44,6 +44,19 @@ TEST_CASE("NICs that are down are paired around") {
   CHECK(pair_nics(nics(2), 0, nics(2), 0b11).empty());
 }
 
+TEST_CASE("NICs of the same name are paired, whatever is down beside them") {
+  const std::vector<NicInfo> ours{{.name = "mlx5_0", .network = "roce"},
+                                  {.name = "mlx5_1", .network = "roce"},
+                                  {.name = "mlx5_2", .network = "roce"}};
+  const std::vector<NicInfo> theirs{{.name = "mlx5_2", .network = "roce"},
+                                    {.name = "mlx5_5", .network = "roce"},
+                                    {.name = "mlx5_1", .network = "roce"}};
+  using Pairs = std::vector<NicPair>;
+  CHECK(pair_nics(ours, 0b111, theirs, 0b111) == Pairs{{1, 2}, {2, 0}, {0, 1}});
+  CHECK(pair_nics(ours, 0b011, theirs, 0b111) == Pairs{{1, 2}, {0, 1}});
+  CHECK(pair_nics(ours, 0b110, theirs, 0b010) == Pairs{{1, 1}, {2, 1}});
+}
+
 TEST_CASE("NICs are paired within their network only") {
   const auto ours = nics({"roce", "infiniband", "roce"});
   const auto theirs = nics({"infiniband", "ofi-efa"});

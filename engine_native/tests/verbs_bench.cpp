@@ -12,19 +12,26 @@ bool skipped_without_verbs() {
   return !why.empty();
 }
 
-VerbsBench::VerbsBench()
+std::vector<std::string> verbs_fabrics() {
+  std::vector<std::string> fabrics{"mlx5", "verbs"};
+  std::erase_if(fabrics, [](const std::string& fabric) { return !why_not(fabric).empty(); });
+  return fabrics;
+}
+
+VerbsBench::VerbsBench(const std::string& fabric)
     : completions(good(CompletionQueue::create())),
       counters(*completions),
       poller(good(Poller::create())),
-      options_(options_for("verbs", "bench")) {
+      options_(options_for(fabric, "bench")) {
   NicEvents& events = *this;
-  nics_ =
-      good(verbs::VerbsFactory().open({.options = options_,
-                                       .poller = poller,
-                                       .receive_context = {regions_, counters, stats, activity_},
-                                       .events = events,
-                                       .first_number = 0}))
-          .nics;
+  verbs::VerbsFactory real;
+  NicFactory& factory = options_.more_nics ? *options_.more_nics : real;
+  nics_ = good(factory.open({.options = options_,
+                             .poller = poller,
+                             .receive_context = {regions_, counters, stats, activity_},
+                             .events = events,
+                             .first_number = 0}))
+              .nics;
 }
 
 Result<std::unique_ptr<NicPath>> VerbsBench::open(std::size_t number) {

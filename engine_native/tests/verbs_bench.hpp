@@ -16,11 +16,13 @@ namespace kvxfer::test {
 
 // Says why, if this run does not cover verbs.
 bool skipped_without_verbs();
+// The fabrics of VerbsBench that this run covers: mlx5, verbs.
+std::vector<std::string> verbs_fabrics();
 
 class VerbsBench final : private NicEvents {
  public:
   // With all the devices that KVXFER_TEST_NICS allows.
-  VerbsBench();
+  explicit VerbsBench(const std::string& fabric = "verbs");
 
   NicDomain& nic(std::size_t number) { return *nics_[number % nics_.size()]; }
   Result<std::unique_ptr<NicPath>> open(std::size_t nic);

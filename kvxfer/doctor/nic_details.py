@@ -165,24 +165,19 @@ def _port_finding(nic: NicDetails, port: PortDetails) -> Finding:
 
 
 def _judge_pkey(pkeys: Sequence[PKey], facts: list[str | None], remedies: list[str]) -> None:
-    """The engine's queue pairs take the P_Key at index 0."""
+    """The engine takes the first partition in which the port is a full member, else the first."""
     if not pkeys:
         return
-    first = next((int(pkey.value, 16) for pkey in pkeys if pkey.index == 0), None)
-    if first is None:
-        facts.append("no P_Key at index 0, which the engine takes")
-        remedies.append("have the subnet manager put the partition's P_Key at index 0")
-    elif not first & _FULL_MEMBER:
-        facts.append(
-            f"P_Key index 0, which the engine takes, is {first:#06x}: a limited member, which no "
-            "other limited member can reach"
-        )
-        full = first | _FULL_MEMBER
+    keys = [int(pkey.value, 16) for pkey in pkeys]
+    taken = next((key for key in keys if key & _FULL_MEMBER), keys[0])
+    if not taken & _FULL_MEMBER:
+        full = taken | _FULL_MEMBER
+        facts.append(f"the engine takes {taken:#06x}: no limited member can reach another one")
         remedies.append(f"have the subnet manager make the port a full member: {full:#06x}")
-    elif first != _DEFAULT_PKEY:
+    elif taken != _DEFAULT_PKEY:
         facts.append(
-            f"P_Key index 0, which the engine takes, is {first:#06x} and not the default "
-            f"{_DEFAULT_PKEY:#06x}: peers need the same"
+            f"the engine takes {taken:#06x} and not the default {_DEFAULT_PKEY:#06x}: peers need "
+            "the same partition"
         )
 
 

@@ -36,9 +36,10 @@ class EngineOptions(TypedDict, total=False):
     that this host has."""
 
     nics: Sequence[str]
-    """Names of the NICs to use, such as "mlx5_0"; one that this host does not have is
-    FabricUnavailable. Empty, the default, uses all. `kvxfer.topology.local_group()` chooses those
-    beside a GPU."""
+    """Names of the NICs to use, such as "mlx5_0", or "mlx5_0:2" for a device's second port; one
+    that this host does not have is FabricUnavailable. Empty, the default, uses all, by their first
+    ports. Their order joins them with a peer's where names differ.
+    `kvxfer.topology.local_group()` chooses those beside a GPU."""
 
     cpus: Sequence[int]
     """Where the engine's thread may run; empty, the default, is anywhere.
@@ -50,6 +51,28 @@ class EngineOptions(TypedDict, total=False):
 
     service_level: int
     """Of the packets of verbs, 0 to 7, 0 by default: the priority on RoCE."""
+
+    gid_index: int
+    """Which GID of a verbs port is used: 0 to 255; -1, the default, chooses by address: of this
+    network namespace, RoCE v2, IPv4."""
+
+    pkey: int
+    """Which partition of an InfiniBand port is used, with or without its membership bit, such as
+    0x8012; 0, the default, takes the first in which the port is a full member. NICs of other
+    partitions are not reached."""
+
+    path_mtu: int
+    """Bytes of a verbs packet: 256, 512, 1024, 2048 or 4096, at most the port's; 0, the default,
+    takes the port's."""
+
+    memory_windows: bool
+    """Whether verbs NICs hold a peer to the ranges that it was granted, by a memory window for each
+    range of up to 2 GiB and path. True by default; without, the peer is told the region's key and
+    the first write waits for nothing. docs/security.md has the difference."""
+
+    paths_per_nic_pair: int
+    """Queue pairs between two NICs: 1 to 8, 1 by default. Each is a flow of its own, which ECMP and
+    LAG send another way."""
 
     ofi_provider: str
     """libfabric's name of the provider; "efa" by default."""
@@ -72,6 +95,10 @@ class EngineOptions(TypedDict, total=False):
     peer_timeout: float
     """A peer that was silent for this many seconds is lost: at least twice `heartbeat_interval`,
     0.7 by default."""
+
+    path_timeout: float
+    """A NIC's path that delivered nothing for this many seconds, while writes were under way, is
+    closed, and they go another way: at least `heartbeat_interval`, 1 by default."""
 
     operation_timeout: float
     """Deadline in seconds of operations that are given none: above 0, 30 by default."""

@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "errno_text.hpp"
+#include "error_text.hpp"
 #include "net/socket.hpp"
 
 namespace kvxfer {

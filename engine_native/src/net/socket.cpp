@@ -10,7 +10,7 @@
 #include <cstring>
 #include <memory>
 
-#include "errno_text.hpp"
+#include "error_text.hpp"
 
 namespace kvxfer::net {
 namespace {

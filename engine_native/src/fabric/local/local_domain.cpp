@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "errno_text.hpp"
+#include "error_text.hpp"
 #include "fabric/local/unix_socket.hpp"
 #include "random.hpp"
 

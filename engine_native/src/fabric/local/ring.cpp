@@ -8,7 +8,7 @@
 #include <cstring>
 #include <string>
 
-#include "errno_text.hpp"
+#include "error_text.hpp"
 
 namespace kvxfer::local {
 namespace {

@@ -11,7 +11,7 @@
 #include <string>
 
 #include "aligned_mapping.hpp"
-#include "errno_text.hpp"
+#include "error_text.hpp"
 
 namespace kvxfer::local {
 namespace {

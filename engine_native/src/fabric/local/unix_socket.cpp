@@ -10,7 +10,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include "errno_text.hpp"
+#include "error_text.hpp"
 
 namespace kvxfer::local {
 namespace {

@@ -16,9 +16,11 @@ Numbers of_network(std::span<const NicInfo> nics, std::string_view network) {
   return numbers;
 }
 
-void pair_by_position(const Numbers& here, const Numbers& there, std::vector<NicPair>& pairs) {
+// So many, round about on the side that has fewer.
+void pair_by_position(const Numbers& here, const Numbers& there, std::size_t count,
+                      std::vector<NicPair>& pairs) {
   if (here.empty() || there.empty()) return;
-  for (std::size_t k = 0; k < std::max(here.size(), there.size()); ++k) {
+  for (std::size_t k = 0; k < count; ++k) {
     pairs.push_back({here[k % here.size()], there[k % there.size()]});
   }
 }
@@ -48,19 +50,16 @@ std::vector<NicPair> pair_nics(std::span<const NicInfo> ours, NicMask our_usable
       there_left.erase(same);
       std::erase(here_left, our);
     }
-    if (here_left.empty() != there_left.empty()) {
-      pair_by_position(here_left.empty() ? here : here_left,
-                       there_left.empty() ? there : there_left, pairs);
-    } else {
-      pair_by_position(here_left, there_left, pairs);
-    }
+    const std::size_t left = std::max(here_left.size(), there_left.size());
+    pair_by_position(here_left.empty() ? here : here_left, there_left.empty() ? there : there_left,
+                     left, pairs);
     std::erase_if(pairs, [&](const NicPair& pair) { return !is_up(pair); });
     if (pairs.empty()) {
       Numbers here_up = here;
       Numbers there_up = there;
       std::erase_if(here_up, [&](std::uint32_t n) { return (our_usable >> n & 1) == 0; });
       std::erase_if(there_up, [&](std::uint32_t n) { return (their_usable >> n & 1) == 0; });
-      pair_by_position(here_up, there_up, pairs);
+      pair_by_position(here_up, there_up, std::max(here_up.size(), there_up.size()), pairs);
     }
     all.insert(all.end(), pairs.begin(), pairs.end());
   }

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "clock.hpp"
-#include "errno_text.hpp"
+#include "error_text.hpp"
 #include "fabric/ofi/ofi_path.hpp"
 #include "random.hpp"
 

@@ -5,8 +5,8 @@
 #include <filesystem>
 #include <system_error>
 
+#include "error_text.hpp"
 #include "fabric/ofi/ofi_domain.hpp"
-#include "joined.hpp"
 
 namespace kvxfer::ofi {
 namespace {

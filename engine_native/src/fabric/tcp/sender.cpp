@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "errno_text.hpp"
+#include "error_text.hpp"
 #include "fabric/tcp/prefetch.hpp"
 
 namespace kvxfer::tcp {

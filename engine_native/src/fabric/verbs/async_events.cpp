@@ -1,7 +1,7 @@
 #include "fabric/verbs/async_events.hpp"
 
-#include "errno_text.hpp"
-#include "fabric/verbs/nonblocking.hpp"
+#include "error_text.hpp"
+#include "fd.hpp"
 
 namespace kvxfer::verbs {
 

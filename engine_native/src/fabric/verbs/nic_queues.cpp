@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <string>
 
-#include "errno_text.hpp"
-#include "fabric/verbs/nonblocking.hpp"
+#include "error_text.hpp"
 #include "fabric/verbs/verbs_path.hpp"
+#include "fd.hpp"
 
 namespace kvxfer::verbs {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#include "errno_text.hpp"
+#include "error_text.hpp"
 #include "fabric/verbs/path_windows.hpp"
 
 namespace kvxfer::verbs {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "errno_text.hpp"
+#include "error_text.hpp"
 
 namespace kvxfer::verbs {
 

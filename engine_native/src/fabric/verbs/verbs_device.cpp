@@ -7,9 +7,8 @@
 #include <bit>
 #include <cstdio>
 
-#include "errno_text.hpp"
+#include "error_text.hpp"
 #include "fabric/verbs/gid_choice.hpp"
-#include "joined.hpp"
 
 namespace kvxfer::verbs {
 namespace {

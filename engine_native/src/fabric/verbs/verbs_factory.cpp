@@ -6,8 +6,8 @@
 #include <optional>
 #include <string>
 
+#include "error_text.hpp"
 #include "fabric/verbs/verbs_domain.hpp"
-#include "joined.hpp"
 
 namespace kvxfer::verbs {
 namespace {

@@ -8,7 +8,7 @@
 #include <future>
 
 #include "clock.hpp"
-#include "errno_text.hpp"
+#include "error_text.hpp"
 #include "fabric/verbs/completion_error.hpp"
 #include "fabric/verbs/gid_choice.hpp"
 #include "fabric/verbs/verbs_registration.hpp"

@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "clock.hpp"
-#include "errno_text.hpp"
+#include "error_text.hpp"
 #include "memory_region.hpp"
 
 namespace kvxfer::verbs {

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "check-waits"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "check-waits"
 
 
 @pytest.fixture(scope="module")

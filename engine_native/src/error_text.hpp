@@ -1,11 +1,16 @@
-// A list as a reader wants it in an error text: "a, b, c".
+// Parts of error texts. Any thread.
 #pragma once
 
+#include <cerrno>
 #include <string>
+#include <system_error>
 #include <vector>
 
 namespace kvxfer {
 
+inline std::string errno_text(int error = errno) { return std::generic_category().message(error); }
+
+// A list as a reader wants it: "a, b, c".
 inline std::string joined(const std::vector<std::string>& names) {
   std::string text;
   for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;

@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
     use_after_free,
 )
 
-from tests.contract.test_openapi_contract import TOKEN, control_plane
+from tests.test_openapi_contract import TOKEN, control_plane
 
 _LAYOUT = {
     "num_layers": 2,
