@@ -211,9 +211,8 @@ TEST_CASE("a NIC that is down leaves the others on their rails") {
     return options;
   };
   const EngineOptions ours = rails();
-  Hosts hosts(ours, rails());
-  hosts.transfer();
   simulated_verbs().set_link(ours.nics[0], false);
+  Hosts hosts(ours, rails());
   hosts.transfer();
   simulated_verbs().set_link(ours.nics[0], true);
   hosts.transfer();
