@@ -219,7 +219,15 @@ async def _measure_fabric(run: _Run, fabric: str, *, named: bool) -> FabricFigur
             pull = None
             if run.ask.pull is not None:
                 pull = await _measure_pull(run, pair, fabric, run.ask.pull)
-    except (ConnectFailed, NotAvailableHere) as error:
+    except ConnectFailed as error:
+        text = (
+            f"the server at {run.server} takes no connection over {fabric}: {error}; see what it "
+            "printed, and whether its firewall passes all ports from this host"
+        )
+        if named:
+            raise ConnectFailed(text) from error
+        return FabricFigures(fabric, skipped=text)
+    except NotAvailableHere as error:
         if named:
             raise
         return FabricFigures(fabric, skipped=str(error))
