@@ -568,7 +568,7 @@ int dereg_mr(ibv_mr* given) {
     return refused(EBUSY);
   }
   if (region->windows > 0) return refused(EBUSY);
-  // What has come for it is in memory before it is nobody's.
+  // What has come for it is in memory before it is free.
   for (const auto& [number, pair] : network->pairs) network->land_all(*pair);
   network->regions.erase(region->rkey);
   delete region;

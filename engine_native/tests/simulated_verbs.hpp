@@ -57,7 +57,7 @@ class SimulatedVerbs {
   void add(const SimulatedDevice& device);
   // The port tells of it, and nothing comes or goes while it is down.
   void set_link(const std::string& device, bool up);
-  // Nothing comes or goes, and nobody is told.
+  // Nothing comes or goes, and no event tells of it.
   void cut(const std::string& device, bool off);
   // The next `times` times that memory is deregistered at the device are refused with EBUSY.
   void refuse_deregistrations(const std::string& device, unsigned times);

@@ -66,7 +66,7 @@ class Loopback:
 
 @dataclass(slots=True)
 class _Attempt:
-    """One loopback while it runs: its thread writes, whoever waits for it reads."""
+    """One loopback while it runs: its thread writes, the thread that waits for it reads."""
 
     fabric: str
     nic: str | None

@@ -71,7 +71,7 @@ class EngineOptions(TypedDict, total=False):
     the first write waits for nothing. docs/security.md has the difference."""
 
     paths_per_nic_pair: int
-    """Queue pairs between two NICs: 1 to 8, 1 by default. Each is a flow of its own, which ECMP and
+    """Queue pairs between two NICs: 1 to 8, 1 by default. Each is a separate flow, which ECMP and
     LAG send another way."""
 
     ofi_provider: str

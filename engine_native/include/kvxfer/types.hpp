@@ -81,7 +81,7 @@ struct EngineOptions {
   int pkey = 0;                           // partition of InfiniBand ports; 0: the first full one
   unsigned path_mtu = 0;                  // bytes, 256 to 4096, at most the port's; 0: the port's
   bool memory_windows = true;             // of verbs: NICs keep peers within what they are granted
-  unsigned paths_per_nic_pair = 1;        // queue pairs, each a flow of its own to ECMP and LAG
+  unsigned paths_per_nic_pair = 1;        // queue pairs, each a separate flow to ECMP and LAG
   std::string ofi_provider = "efa";       // libfabric's name of it
   unsigned ofi_endpoints = 1;             // per libfabric domain, each standing for a NIC
   bool ofi_strict = false;                // hold any provider to EFA's limits and disorder
