@@ -1,32 +1,32 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
-from verify.faults.soak.flatness import Held, slopes
-
-SECONDS = 600
+from verify.faults.soak.flatness import Held, Slope, memory_slope
 
 
-def flat(samples: list[tuple[float, Held]]) -> dict[str, bool]:
-    return {slope.what: slope.flat for slope in slopes(samples)}
+def judged(memory: Callable[[int], float], seconds: int = 600) -> Slope | None:
+    return memory_slope([(float(at), Held(memory(at), 20, 9)) for at in range(seconds)])
 
 
 def test_what_grows_with_time_is_told_from_what_fills_at_the_beginning() -> None:
-    samples = [
-        (float(at), Held(memory=40 + at * 10 / SECONDS, fds=20 + at // 60, threads=min(at, 9)))
-        for at in range(SECONDS)
-    ]
-    [memory, *_] = slopes(samples)
-    assert round(memory.per_hour) == 60
-    assert round(memory.growth) == 7
-    assert flat(samples) == {"memory": False, "fds": False, "threads": True}
+    slope = judged(lambda at: 40 + at / 60)
+    assert slope is not None
+    assert round(slope.per_hour) == 60
+    assert round(slope.growth) == 7
+    assert not slope.flat
+    filling = judged(lambda at: 40 + min(at, 170) / 10)
+    assert filling is not None
+    assert filling.flat
 
 
-def test_descriptors_of_workers_that_come_and_go_are_noise() -> None:
+def test_noise_is_no_growth() -> None:
     rng = random.Random(3)
-    fds, samples = 20, []
-    for at in range(SECONDS):
-        if rng.random() < 0.05:
-            fds = 20 + rng.choice((0, 3, 6, 9, 12))
-        samples.append((float(at), Held(memory=40.0, fds=fds, threads=9)))
-    assert flat(samples) == {"memory": True, "fds": True, "threads": True}
+    slope = judged(lambda _: 40 + rng.gauss(0, 9))
+    assert slope is not None
+    assert slope.flat
+
+
+def test_a_run_that_is_too_short_tells_nothing() -> None:
+    assert judged(lambda at: 40 + at, seconds=240) is None

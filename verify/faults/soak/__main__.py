@@ -1,8 +1,9 @@
 """Transfers at random between workers that join, leave and are killed, for as long as you say.
 
-Exit code 1 where memory, file descriptors or threads of a worker that lives throughout grow, where
-bytes sent, received, checked by their checksum and counted by the engines differ, or where a block
-is not given back.
+Exit code 1 where memory of a worker that lives throughout grows (judged in runs of 5 minutes and
+longer, as its pools fill for 3), where it ends with more file descriptors than it began with, or
+more threads and those of a pool, where bytes sent, received, checked by their checksum and
+counted by the engines differ, or where a block is not given back.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import random
 import sys
 import time
@@ -22,14 +24,19 @@ from rich.table import Table
 
 from kvxfer.cli.output import err, out, show_json
 from verify.arguments import minutes_to_run
+from verify.polling import eventually
 
-from .flatness import Held, Slope, held_by, slopes
+from .flatness import Held, Slope, held_by, memory_slope
 from .members import Audit, Counted, Members
 from .worker import NUM_BLOCKS
 
 _AT_ONCE: Final = 6
 _CHURN_SECONDS: Final = (2.0, 8.0)
 _SAMPLE_SECONDS: Final = 1.0
+# For the last connections to end.
+_REST_SECONDS: Final = 10.0
+# asyncio.to_thread() starts them one by one, as many as concurrent.futures has by default.
+_POOL_THREADS: Final = min(32, (os.cpu_count() or 1) + 4)
 # Transfers of the calm while at the end.
 _AUDITED: Final = 100
 
@@ -41,7 +48,12 @@ class Outcome(msgspec.Struct):
     joined: int
     left: int
     killed: int
-    slopes: dict[str, list[Slope]]
+    memory: dict[str, Slope | None]
+    """None: the run was too short to tell."""
+    began: dict[str, Held]
+    """When all workers that live throughout were connected, and no other."""
+    ended: dict[str, Held]
+    """When that was so again."""
     engines: dict[str, dict[str, int]]
 
     def broken(self) -> Iterator[str]:
@@ -53,10 +65,14 @@ class Outcome(msgspec.Struct):
                 f"{counted.sent:,} bytes sent, {counted.received:,} received, "
                 f"{counted.checked:,} checked"
             )
-        for name, of_worker in self.slopes.items():
-            for slope in of_worker:
-                if not slope.flat:
-                    yield f"{name}: {slope.what} grew by {slope.growth:.1f}"
+        for name, slope in self.memory.items():
+            if slope and not slope.flat:
+                yield f"{name}: memory grew by {slope.growth:.1f} MiB"
+            began, ended = self.began[name], self.ended[name]
+            if ended.fds > began.fds:
+                yield f"{name}: {began.fds} file descriptors became {ended.fds}"
+            if ended.threads > began.threads + _POOL_THREADS:
+                yield f"{name}: {began.threads} threads became {ended.threads}"
         if not self.audit.reconciled:
             yield f"the books of a calm while and the engines' counters differ: {self.audit}"
         for name, stats in self.engines.items():
@@ -69,9 +85,14 @@ async def soak(minutes: float, rng: random.Random) -> Outcome:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     try:
         await members.start()
+        await members.meet()
+        began = _held(members)
         with Progress(*columns, console=err) as progress:
             bar = progress.add_task("soak", total=minutes * 60)
             samples = await _load(members, minutes * 60, rng, progress, bar)
+        await members.part()
+        await members.meet()
+        ended = await _held_at_rest(members, began)
         audit = await members.audit(_AUDITED)
         engines = {name: dict(await member.stats()) for name, member in members.keepers.items()}
     finally:
@@ -83,9 +104,30 @@ async def soak(minutes: float, rng: random.Random) -> Outcome:
         joined=members.joined,
         left=members.left,
         killed=members.killed,
-        slopes={name: slopes(of_worker) for name, of_worker in samples.items()},
+        memory={name: memory_slope(of_worker) for name, of_worker in samples.items()},
+        began=began,
+        ended=ended,
         engines=engines,
     )
+
+
+def _held(members: Members) -> dict[str, Held]:
+    return {name: held_by(member.process.pid) for name, member in members.keepers.items()}
+
+
+async def _held_at_rest(members: Members, began: dict[str, Held]) -> dict[str, Held]:
+    """Once what is left of the others' connections is gone, or stays."""
+
+    def gone() -> bool:
+        held = _held(members)
+        return all(
+            held[name].fds <= before.fds and held[name].threads <= before.threads + _POOL_THREADS
+            for name, before in began.items()
+        )
+
+    with contextlib.suppress(TimeoutError):
+        await eventually(gone, _REST_SECONDS)
+    return _held(members)
 
 
 async def _load(
@@ -126,20 +168,22 @@ async def _load(
 def tables(outcome: Outcome) -> Iterator[Table]:
     held = Table(title=f"Held over {outcome.minutes:g} minutes", title_justify="left")
     held.add_column("worker")
-    for column in ("what", "at the end", "per hour", "± ", "growth"):
+    for column in ("memory, MiB", "per hour", "±", "growth", "fds", "threads"):
         held.add_column(column, justify="right")
-    for name, of_worker in outcome.slopes.items():
-        for index, slope in enumerate(of_worker):
-            held.add_row(
-                name if index == 0 else None,
-                "memory, MiB" if slope.what == "memory" else slope.what,
-                f"{slope.last:,.1f}",
-                f"{slope.per_hour:+.2f}",
-                f"{slope.error_per_hour:.2f}",
-                f"{slope.growth:+.2f}",
-                style=None if slope.flat else "bold red",
-                end_section=index == len(of_worker) - 1,
-            )
+    for name, slope in outcome.memory.items():
+        began, ended = outcome.began[name], outcome.ended[name]
+        held.add_row(
+            name,
+            f"{ended.memory:,.1f}",
+            *(
+                (f"{slope.per_hour:+.2f}", f"{slope.error_per_hour:.2f}", f"{slope.growth:+.2f}")
+                if slope
+                else ("not judged", "", "")
+            ),
+            f"{began.fds} → {ended.fds}",
+            f"{began.threads} → {ended.threads}",
+            style="bold red" if slope and not slope.flat else None,
+        )
     yield held
     counted = outcome.counted
     books = Table(title="Books", title_justify="left", show_header=False)
@@ -182,9 +226,10 @@ def main() -> int:
             err.print(f"[red]not held[/] {problem}", highlight=False)
         if not problems:
             counted = outcome.counted
+            flat = "memory flat" if all(outcome.memory.values()) else "memory not judged"
             err.print(
                 f"proved: {counted.transfers:,} transfers in {options.minutes:g} minutes, "
-                f"{counted.checked:,} bytes sent = received = checked, memory flat",
+                f"{counted.checked:,} bytes sent = received = checked, {flat}",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -8,13 +8,15 @@ from typing import Any, Final
 
 import numpy as np
 
-# The beginning does not count: caches, pools and connections fill.
+# Caches, pools and the heap fill: this part of a run, and at least so many seconds, do not count.
 _WARM_UP: Final = 0.3
-# Workers that come and go take a few file descriptors for a while: samples that follow one another
-# say the same. Means over so many parts of the time do not.
+_WARM_UP_SECONDS: Final = 180.0
+# Fewer say nothing.
+_LEAST_SECONDS: Final = 90.0
+# Samples that follow one another say the same. Means over so many parts of the time do not.
 _PARTS: Final = 10
-# More than this over a run, and more than noise: it grows.
-_ALLOWED: Final = {"memory": 2.0, "fds": 4.0, "threads": 2.0}
+# More than this many MiB over a run, and more than noise: it grows.
+_ALLOWED: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,8 @@ def held_by(pid: int) -> Held:
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """Of one quantity of one process: a line through its samples after the warm-up."""
+    """Of the memory of one process, in MiB: a line through its samples after the warm-up."""
 
-    what: str
     last: float
     per_hour: float
     error_per_hour: float
@@ -52,13 +53,16 @@ class Slope:
 
     @property
     def flat(self) -> bool:
-        noise = 3 * self.error_per_hour
-        return self.growth <= _ALLOWED[self.what] or self.per_hour <= noise
+        return self.growth <= _ALLOWED or self.per_hour <= 3 * self.error_per_hour
 
 
-def slopes(samples: list[tuple[float, Held]]) -> list[Slope]:
-    """`samples`: seconds and what was held then, in order."""
-    counted = samples[int(len(samples) * _WARM_UP) :]
+def memory_slope(samples: list[tuple[float, Held]]) -> Slope | None:
+    """`samples`: seconds and what was held then, in order. None where the run was too short."""
+    begun, ended = samples[0][0], samples[-1][0]
+    warm = begun + max(_WARM_UP * (ended - begun), _WARM_UP_SECONDS)
+    if ended - warm < _LEAST_SECONDS:
+        return None
+    counted = [(at, held) for at, held in samples if at >= warm]
     parts = np.array_split(np.arange(len(counted)), min(_PARTS, len(counted)))
 
     def means(values: list[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -67,13 +71,12 @@ def slopes(samples: list[tuple[float, Held]]) -> list[Slope]:
     hours = means([at / 3600 for at, _ in counted])
     centred = hours - hours.mean()
     spread = float((centred**2).sum())
-    found = []
-    for what in _ALLOWED:
-        values = means([float(getattr(held, what)) for _, held in counted])
-        slope = float((centred * values).sum()) / spread
-        rest = values - values.mean() - slope * centred
-        error = float(np.sqrt((rest**2).sum() / max(len(values) - 2, 1) / spread))
-        growth = slope * (counted[-1][0] - counted[0][0]) / 3600
-        last = float(getattr(counted[-1][1], what))
-        found.append(Slope(what, last, slope, error, growth))
-    return found
+    values = means([held.memory for _, held in counted])
+    slope = float((centred * values).sum()) / spread
+    rest = values - values.mean() - slope * centred
+    return Slope(
+        last=counted[-1][1].memory,
+        per_hour=slope,
+        error_per_hour=float(np.sqrt((rest**2).sum() / max(len(values) - 2, 1) / spread)),
+        growth=slope * (counted[-1][0] - counted[0][0]) / 3600,
+    )

@@ -107,6 +107,21 @@ class Members:
     async def end(self) -> None:
         await asyncio.gather(*(member.end() for member in self.members))
 
+    async def meet(self) -> None:
+        """Connects those that live throughout with each other."""
+        prefills, decodes = (
+            [member for member in self.keepers.values() if member.role == role]
+            for role in ("prefill", "decode")
+        )
+        for prefill, decode in itertools.product(prefills, decodes):
+            await self.transfer([prefill, decode])
+
+    async def part(self) -> None:
+        """Ends the others."""
+        passing = [member for member in self.members if member not in self.keepers.values()]
+        self.members = list(self.keepers.values())
+        await asyncio.gather(*(member.end() for member in passing))
+
     async def churn(self) -> None:
         """One worker joins, leaves in good order, or is killed."""
         role = self._rng.choice(["prefill", "decode"])
