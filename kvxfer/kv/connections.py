@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvxfer.clock import Clock
-from kvxfer.errors import DeadlineExceeded, EngineError, InvalidArgument, KvxferError, PeerLost
+from kvxfer.errors import (
+    ConnectFailed,
+    DeadlineExceeded,
+    EngineError,
+    InvalidArgument,
+    KvxferError,
+    PeerLost,
+)
 from kvxfer.instances import Role
 from kvxfer.kv.admission import named, require_peer
 from kvxfer.kv.connection import Connection, hello_from
@@ -22,6 +29,9 @@ if TYPE_CHECKING:
     from kvxfer.kv.admission import Identity
     from kvxfer.kv.cache import KvCache
     from kvxfer.ticket import Ticket
+
+# For an engine, whichever answers there: KV is taken from one alone.
+_ANY_ENGINE: Final = "/" + "0" * 32
 
 
 class Connections:
@@ -102,6 +112,10 @@ class Connections:
         Raises ConnectFailed, PeerRestarted and other EngineErrors of the connection, or
         DeadlineExceeded where no KV endpoint answers there.
         """
+        if address.endswith(_ANY_ENGINE):
+            raise ConnectFailed(
+                f"{address} names no engine: its id is zero; pass the address that the engine gives"
+            )
         give_up = self._clock.monotonic() + self.connect_timeout
         peer = await self._engine.connect(address, timeout=self.connect_timeout)
         if not peer.alive:

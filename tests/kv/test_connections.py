@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvxfer.errors import DeadlineExceeded
+from kvxfer.errors import ConnectFailed, DeadlineExceeded
 from kvxfer.layout import KvLayout
 
 from .steered import Engine, Network
@@ -38,3 +38,11 @@ async def test_an_engine_without_a_kv_endpoint_is_named() -> None:
     async with decode.endpoint:
         with pytest.raises(DeadlineExceeded, match=r"did not introduce a KV cache within 2 s"):
             await decode.endpoint._connections.meet("kvx://bare")
+
+
+async def test_an_address_that_names_no_engine_is_refused() -> None:
+    decode = Side("decode", LAYOUT)
+    Network(decode.engine, Engine("other"))
+    async with decode.endpoint:
+        with pytest.raises(ConnectFailed, match="names no engine"):
+            await decode.endpoint._connections.meet("kvx://127.0.0.1:9/" + "0" * 32)

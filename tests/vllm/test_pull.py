@@ -83,7 +83,7 @@ def test_a_reply_sent_to_another_engine_gives_an_error(
     prompt = random_prompt(rng, 300)
     params = cluster.keep(prompt)
     address = params["prefill_engine_address"].rpartition("/")[0]
-    wrong = params | {"prefill_engine_address": address + "/" + 32 * "0"}
+    wrong = params | {"prefill_engine_address": address + "/" + 32 * "1"}
     del wrong["prefill_rank_addresses"]
     assert cluster.ask(cluster.decode, prompt, kv_transfer_params=wrong).status_code == 500
     cluster.wait_until_idle(cluster.prefill)  # when its lease ends: nobody could tell it
