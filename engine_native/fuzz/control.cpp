@@ -51,7 +51,10 @@ class Connection final : private PeerEvents, private NicEvents {
   }
 
   ~Connection() {
-    peer_->close_paths();
+    bool closed = false;
+    peer_->close_paths([&] { closed = true; });
+    for (ScriptedNic* const nic : scripted_) nic->catch_up();
+    require(closed, "a peer can be closed");
     for (const auto& [id, operation] : std::exchange(operations_, {})) {
       require(operation->outstanding <= operation->writes.size(), "no write is finished twice");
     }
@@ -106,7 +109,7 @@ class Connection final : private PeerEvents, private NicEvents {
         drain();
         break;
       default:
-        peer_->nics()->reset("the fuzzer wants it", now_);
+        peer_->nics()->reset("the fuzzer wants it");
     }
     step();
   }
@@ -227,6 +230,8 @@ class Connection final : private PeerEvents, private NicEvents {
     ScriptedNic& nic = *scripted_[input.below(2)];
     nic.refuses = input.flag();
     nic.up = input.flag();
+    nic.slow = input.flag();
+    if (!nic.slow) nic.catch_up();
     if (!nic.up) {
       for (ScriptedPath* path : std::vector(nic.paths)) path->break_down();
     }

@@ -33,9 +33,22 @@ Result<std::shared_ptr<NicRegistration>> ScriptedNic::register_memory(const Memo
   return std::shared_ptr<NicRegistration>(std::make_shared<ScriptedRegistration>());
 }
 
-Result<std::unique_ptr<NicPath>> ScriptedNic::open_path(NicPathIdentity identity) {
-  if (refuses) return Error{Errc::out_of_memory, "no queue pair is left"};
-  return std::unique_ptr<NicPath>(std::make_unique<ScriptedPath>(std::move(identity), *this));
+void ScriptedNic::open_path(NicPathIdentity identity, Opened then) {
+  if (refuses) return then(Error{Errc::out_of_memory, "no queue pair is left"});
+  soon([this, identity = std::move(identity), then = std::move(then)] {
+    then(std::unique_ptr<NicPath>(std::make_unique<ScriptedPath>(identity, *this)));
+  });
+}
+
+void ScriptedNic::soon(std::function<void()> then) {
+  if (!slow) return then();
+  later_.push_back(std::move(then));
+}
+
+void ScriptedNic::catch_up() {
+  while (!later_.empty()) {
+    for (const auto& then : std::exchange(later_, {})) then();
+  }
 }
 
 ScriptedPath::ScriptedPath(NicPathIdentity identity, ScriptedNic& nic)
@@ -53,15 +66,25 @@ std::string ScriptedPath::endpoint() const {
 #endif
 }
 
-Result<void> ScriptedPath::connect(std::string_view endpoint) {
+void ScriptedPath::connect(std::string_view endpoint, Connected then) {
 #ifdef KVXFER_HAVE_VERBS
   const auto theirs = verbs::PathEndpoint::decode(endpoint);
-  if (!theirs) return Error{Errc::protocol_error, "no endpoint"};
+  if (!theirs) return then(Error{Errc::protocol_error, "no endpoint"});
   set_peer_imm_window(theirs->imm_window);
 #else
   set_peer_imm_window(ByteReader(endpoint).get<std::uint32_t>());
 #endif
-  return {};
+  then_connected_ = std::move(then);
+  nic_.soon([this, alive = std::weak_ptr(alive_)] {
+    if (!alive.expired() && then_connected_) std::exchange(then_connected_, nullptr)({});
+  });
+}
+
+void ScriptedPath::shut(std::function<void()> then) {
+  require(!shut_, "a path is shut once");
+  shut_ = true;
+  then_connected_ = nullptr;
+  nic_.soon(std::move(then));
 }
 
 std::size_t ScriptedPath::post(const OperationPtr& operation, const WriteRange& writes) {

@@ -1,6 +1,7 @@
 // A NIC that does what a fuzzer says: its paths finish, lose and count when they are told to.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -24,15 +25,19 @@ class ScriptedNic final : public NicDomain {
   bool usable() const override { return up; }
   std::uint64_t max_window() const override { return windows_ ? UINT64_MAX : 0; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
-  Result<std::unique_ptr<NicPath>> open_path(NicPathIdentity identity) override;
+  void open_path(NicPathIdentity identity, Opened then) override;
 
   bool up = true;
   bool refuses = false;  // to open paths
+  bool slow = false;     // to open, connect and shut them: that waits for catch_up()
+  void catch_up();
   std::vector<ScriptedPath*> paths;
 
  private:
   friend class ScriptedPath;
+  void soon(std::function<void()> then);
 
+  std::vector<std::function<void()>> later_;
   NicInfo info_;
   bool windows_;
   ReceiveContext receive_context_;
@@ -48,9 +53,9 @@ class ScriptedPath final : public NicPath {
   std::string_view fabric() const override { return "scripted"; }
   std::string endpoint() const override;
   // An endpoint of the verbs fabric, where it is built: its decoder reads what the peer sent.
-  Result<void> connect(std::string_view endpoint) override;
+  void connect(std::string_view endpoint, Connected then) override;
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
-  void shut() override { shut_ = true; }
+  void shut(std::function<void()> then) override;
   bool open_window(const MemoryRegion& grant) override;
   void close_window(std::uint64_t grant) override { windows_.erase(grant); }
   bool has_windows_of(const MemoryRegion&) const override { return !windows_.empty(); }
@@ -66,6 +71,8 @@ class ScriptedPath final : public NicPath {
   ScriptedNic& nic_;
   std::uint64_t completed_ = 0;
   bool shut_ = false;
+  Connected then_connected_;
+  std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
   std::map<std::uint64_t, RemoteKey> windows_;  // by grant; valid once open
 };
 

@@ -27,6 +27,8 @@ constexpr std::uint64_t kIdleTickNs = 10'000'000'000u;
 constexpr std::uint64_t kWatchNs = 100'000u;
 constexpr std::uint64_t kWatchMostNs = 1'000'000u;
 constexpr std::uint64_t kWatchParts = 16;
+// How often NICs are looked at whose paths are being closed.
+constexpr std::uint64_t kClosingNs = 100'000u;
 // For a stranger to prove that it knows the cluster key.
 constexpr std::uint64_t kHandshakeNs = 5'000'000'000u;
 // For two engines of one host to share memory; well within a connect, so that tcp can follow.
@@ -135,7 +137,8 @@ DomainGroup::DomainGroup(EngineOptions options, Poller poller,
       completions_(std::move(completions)),
       counters_(*completions_),
       poller_(std::move(poller)),
-      acceptor_(std::move(acceptor)) {
+      acceptor_(std::move(acceptor)),
+      background_(poller_) {
   address_.host = options_.advertise.empty() ? options_.host : options_.advertise;
   address_.port = acceptor_->port();
   random_bytes(address_.engine.bytes.data(), address_.engine.bytes.size());
@@ -275,6 +278,7 @@ bool DomainGroup::may_sleep() {
     const std::lock_guard lock(commands_mutex_);
     if (!commands_.empty()) return false;
   }
+  if (background_.ready()) return false;
   const auto ready = [](const OperationPtr& operation) { return !operation->held(); };
   if (std::any_of(held_.begin(), held_.end(), ready)) return false;
   if (local_ && !local_->prepare_sleep()) return false;
@@ -285,6 +289,7 @@ bool DomainGroup::may_sleep() {
 void DomainGroup::step() {
   poller_.poll(0);
   run_commands();
+  activity_ += background_.finish();
   if (!held_.empty()) release_held();
   if (local_) local_->poll();
   for (const auto& nic : nics_) nic->poll();
@@ -299,6 +304,7 @@ void DomainGroup::step() {
     tick(now);
     bury_lost_peers();
   }
+  if (!deregistering_.empty()) end_deregistrations();
 }
 
 void DomainGroup::tick(std::uint64_t now) {
@@ -337,15 +343,21 @@ void DomainGroup::shut_down() {
     peers_.at(id)->say_goodbye({});
     close_peer(id, {Errc::engine_closed, "this engine was closed"});
   }
+  lane_dialers_.clear();
+  dialers_.clear();
+  acceptor_.reset();
+  local_.reset();
+  while (!closing_.empty() || !background_.idle()) {
+    if (!background_.ready()) poller_.poll(kClosingNs);
+    background_.finish();
+    for (const auto& nic : nics_) nic->poll();
+  }
+  end_deregistrations();
   for (const RegionPtr& region : regions_.all()) {
     const auto closed = region->close_registrations();
     if (closed) continue;
     completions_->push({.kind = Completion::Kind::notice, .text = closed.error().text});
   }
-  lane_dialers_.clear();
-  dialers_.clear();
-  local_.reset();
-  acceptor_.reset();
   ending_.set_value();
 }
 

@@ -15,6 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "background.hpp"
 #include "bootstrap/acceptor.hpp"
 #include "bootstrap/dialer.hpp"
 #include "completion_queue.hpp"
@@ -27,7 +28,6 @@
 #include "peer.hpp"
 #include "poller.hpp"
 #include "spare_writes.hpp"
-#include "worker_thread.hpp"
 
 namespace kvxfer {
 
@@ -81,9 +81,17 @@ class DomainGroup final : private AcceptorEvents,
   struct Revocation {
     Imm imm;
     std::vector<PeerId> asked;
-    std::vector<RegionPtr> grants;             // made with its counter
-    std::uint64_t deadline_ns;                 // then their paths are reset
+    std::vector<RegionPtr> grants;  // made with its counter
+    std::uint64_t deadline_ns;      // then their paths are reset
+    bool reset = false;
     std::shared_ptr<std::promise<void>> done;  // null: a completion tells
+  };
+
+  // A peer that is lost, until nothing of it lands any more.
+  struct Closing {
+    std::unique_ptr<Peer> peer;
+    Error why;
+    std::vector<std::shared_ptr<std::promise<void>>> waiting;
   };
 
   DomainGroup(EngineOptions options, Poller poller, std::unique_ptr<CompletionQueue> completions,
@@ -115,7 +123,11 @@ class DomainGroup final : private AcceptorEvents,
   Peer& add_peer(std::unique_ptr<Stream> stream, const Session& session);
   Peer* find_session_peer(const SessionId& session);
   void limit_opening();
+  // First the fence; then whoever waits may take memory back.
   void close_peer(PeerId id, const Error& error);
+  void finish_closing(PeerId id);
+  // False if it is not there any more.
+  bool close_and_wait(PeerId peer, const Error& why, bool say_goodbye);
   void bury_lost_peers();
 
   void on_accepted(std::unique_ptr<Stream> stream, const Session& session) override;
@@ -161,6 +173,7 @@ class DomainGroup final : private AcceptorEvents,
   std::vector<OperationPtr> operations_with(const Peer& peer, Imm imm) override;
   void end_operation(const OperationPtr& operation);
   void expire_operations(std::uint64_t now);
+  void end_deregistrations();
 
   EngineOptions options_;
   EngineAddress address_;
@@ -193,6 +206,7 @@ class DomainGroup final : private AcceptorEvents,
   std::vector<std::unique_ptr<Dialer>> dialers_;
   std::vector<std::unique_ptr<LaneDialer>> lane_dialers_;
   std::unordered_map<PeerId, std::unique_ptr<Peer>> peers_;
+  std::unordered_map<PeerId, Closing> closing_;
   std::vector<std::pair<PeerId, Error>> lost_;  // to be closed at the end of the step
   std::unordered_map<OperationId, OperationPtr> operations_;
   std::vector<std::pair<RegionPtr, std::shared_ptr<std::promise<void>>>> deregistering_;
@@ -203,8 +217,8 @@ class DomainGroup final : private AcceptorEvents,
   std::uint64_t last_tick_ns_ = 0;
   bool told_fallback_ = false;
   bool stopping_ = false;
-  WorkerThread registrar_;  // registering memory takes long: never on the engine thread
-  std::jthread thread_;     // last: joined before anything it uses is destroyed
+  Background background_;
+  std::jthread thread_;  // last: joined before anything it uses is destroyed
 };
 
 }  // namespace kvxfer

@@ -119,7 +119,6 @@ void DomainGroup::open_paths(Peer& peer) {
 
 void DomainGroup::open_remote_paths(Peer& peer, const std::string& local_trouble) {
   const Introduction& theirs = peer.session().introduction;
-  if (peer.nics()) peer.nics()->open_missing(now_ns());
   if (lanes_.empty() || !theirs.tcp) {
     if (peer.paths().empty() && !peer.nics()) {
       std::string text =
@@ -128,6 +127,7 @@ void DomainGroup::open_remote_paths(Peer& peer, const std::string& local_trouble
       if (!local_trouble.empty()) text += "; local failed: " + local_trouble;
       return peer.lose({Errc::connect_failed, std::move(text)});
     }
+    if (peer.nics()) peer.nics()->open_missing(now_ns());
     return peer.announce_paths();
   }
   // Unequal numbers: the side with fewer lanes serves several connections with one.
@@ -139,6 +139,7 @@ void DomainGroup::open_remote_paths(Peer& peer, const std::string& local_trouble
     (*dialer)->peer = peer.id();
     lane_dialers_.push_back(std::move(*dialer));
   }
+  if (peer.nics()) peer.nics()->open_missing(now_ns());
 }
 
 void DomainGroup::on_lane_dialed(LaneDialer& dialer, Result<UniqueFd> socket) {
@@ -275,21 +276,30 @@ void DomainGroup::on_message(Peer& peer, std::string data) {
 }
 
 void DomainGroup::disconnect(PeerId peer) {
-  run_on_engine_thread([this, peer] {
-    const auto found = peers_.find(peer);
-    if (found == peers_.end()) return;
-    found->second->say_goodbye({});
-    close_peer(peer, {Errc::peer_lost, "this engine disconnected"});
-  });
+  close_and_wait(peer, {Errc::peer_lost, "this engine disconnected"}, true);
 }
 
 bool DomainGroup::fence(PeerId peer) {
-  bool found = false;
-  run_on_engine_thread([&] {
-    found = peers_.contains(peer);
-    if (found) close_peer(peer, {Errc::peer_lost, "this engine fenced the peer off"});
+  return close_and_wait(peer, {Errc::peer_lost, "this engine fenced the peer off"}, false);
+}
+
+bool DomainGroup::close_and_wait(PeerId id, const Error& why, bool say_goodbye) {
+  auto closed = std::make_shared<std::promise<void>>();
+  bool waits = false;
+  const bool running = run_on_engine_thread([&] {
+    const auto found = peers_.find(id);
+    if (found != peers_.end()) {
+      if (say_goodbye) found->second->say_goodbye({});
+      close_peer(id, why);
+      waits = true;
+    }
+    const auto closing = closing_.find(id);
+    if (closing == closing_.end()) return closed->set_value();
+    closing->second.waiting.push_back(closed);
+    waits = true;
   });
-  return found;
+  if (running) closed->get_future().wait();
+  return waits;
 }
 
 void DomainGroup::on_peer_lost(Peer& peer, Error error) {
@@ -306,37 +316,52 @@ void DomainGroup::bury_lost_peers() {
 void DomainGroup::close_peer(PeerId id, const Error& error) {
   const auto found = peers_.find(id);
   if (found == peers_.end()) return;
-  const std::unique_ptr<Peer> peer = std::move(found->second);
-  peers_.erase(found);
+  Peer& peer = *found->second;
   if (error.code == Errc::protocol_error || error.code == Errc::backpressure) {
     stats_.peers_refused.count(error.code);
   }
-  const Error told{error.code, "peer " + peer->label() + ": " + error.text};
-
-  if (error.code == Errc::nic_lost) peer->say_goodbye(error);
-  // First the fence, then whoever waits may take memory back.
+  if (error.code == Errc::nic_lost) peer.say_goodbye(error);
+  closing_[id] = {.peer = std::move(found->second),
+                  .why = {error.code, "peer " + peer.label() + ": " + error.text}};
+  peers_.erase(found);
   if (local_) {
-    for (const auto& path : peer->paths()) local_->close_path(*path);
+    for (const auto& path : peer.paths()) local_->close_path(*path);
   }
-  peer->close_paths();
-  for (const RegionPtr& region : regions_.all()) region->unshare(id);
+  peer.close_paths([this, id] { finish_closing(id); });
+}
+
+void DomainGroup::finish_closing(PeerId id) {
+  const auto found = closing_.find(id);
+  const Closing closed = std::move(found->second);
+  closing_.erase(found);
+  if (!nics_.empty()) {
+    background_.run(
+        [regions = regions_.all(), id] {
+          for (const RegionPtr& region : regions) region->unshare(id);
+        },
+        [] {});
+  }
   forget_revocations(id);
   std::vector<OperationPtr> orphans;
   for (const auto& [operation_id, operation] : operations_) {
     if (operation->peer == id) orphans.push_back(operation);
   }
   for (const OperationPtr& operation : orphans) {
-    operation->fail(told.code, told.text);
+    operation->fail(closed.why.code, closed.why.text);
     end_operation(operation);
   }
-  for (const OperationId waiter : peer->waiters.take()) complete_connect(waiter, told);
-  if (!peer->was_up()) return;
-  {
-    const std::lock_guard lock(handles_mutex_);
-    handles_.erase(id);
+  for (const OperationId waiter : closed.peer->waiters.take()) complete_connect(waiter, closed.why);
+  if (closed.peer->was_up()) {
+    {
+      const std::lock_guard lock(handles_mutex_);
+      handles_.erase(id);
+    }
+    completions_->push({.kind = Completion::Kind::peer_down,
+                        .peer = id,
+                        .code = closed.why.code,
+                        .text = closed.why.text});
   }
-  completions_->push(
-      {.kind = Completion::Kind::peer_down, .peer = id, .code = told.code, .text = told.text});
+  for (const auto& waiting : closed.waiting) waiting->set_value();
 }
 
 }  // namespace kvxfer

@@ -96,7 +96,7 @@ void DomainGroup::close_grants_of(const RegionPtr& region) {
     NicLink* const link = peer->nics();
     if (!link) continue;
     if (link->has_windows_of(*region)) {
-      link->reset("a region is deregistered whose grants are open still", now_ns());
+      link->reset("a region is deregistered whose grants are open still");
     }
     link->close_grants(grants);
     for (const RegionPtr& grant : grants) {
@@ -142,6 +142,11 @@ std::vector<PeerId> DomainGroup::revoke(Imm imm) {
     if (!complete) asked.push_back(id);
     if (complete && granted != grants_.end()) peer->nics()->close_grants(granted->second);
   }
+  // Of those that are being closed something may land still.
+  for (const auto& [id, closing] : closing_) {
+    const bool may_write = closing.peer->nics() && (!writer || *writer == id);
+    if (may_write && released == ImmCounters::Released::pending) asked.push_back(id);
+  }
   if (asked.empty() && granted != grants_.end()) grants_.erase(granted);
   return asked;
 }
@@ -177,13 +182,15 @@ void DomainGroup::reset_late_writers(std::uint64_t now) {
   bool ended = false;
   for (Revocation& revocation : revocations_) {
     if (now < revocation.deadline_ns) continue;
-    for (const PeerId id : std::exchange(revocation.asked, {})) {
-      const auto found = peers_.find(id);
-      if (found == peers_.end()) continue;
-      found->second->nics()->reset("the peer did not stop writing to a released counter in time",
-                                   now);
-    }
-    ended = true;
+    const bool first = !std::exchange(revocation.reset, true);
+    // Those that are closed meanwhile are forgotten once nothing of them lands.
+    ended |= std::erase_if(revocation.asked, [&](PeerId id) {
+               const auto found = peers_.find(id);
+               if (found == peers_.end()) return false;
+               NicLink& link = *found->second->nics();
+               if (first) link.reset("the peer did not stop writing to a released counter in time");
+               return !link.fencing();
+             }) > 0;
   }
   if (ended) end_revocations();
 }

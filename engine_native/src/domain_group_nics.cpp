@@ -52,6 +52,7 @@ Result<void> DomainGroup::open_nics(ReceiveContext receive_context) {
     NicEvents& events = *this;
     auto opened = factory.open({.options = options_,
                                 .poller = poller_,
+                                .background = background_,
                                 .receive_context = receive_context,
                                 .events = events,
                                 .first_number = static_cast<std::uint32_t>(nics_.size())});
@@ -171,21 +172,24 @@ void DomainGroup::share_region(Peer& peer, const RegionPtr& region) {
     to.nics()->send_region(region->key(), there ? Errc::ok : Errc::unknown_region, *remote);
   };
   if (shared.empty()) return tell(peer);
-  registrar_.post([this, id = peer.id(), region, remote, shared, tell] {
-    const MemoryRegion& of = region->granted() ? *region->granted()->of : *region;
-    const auto offset = static_cast<std::uint64_t>(region->data() - of.data());
-    for (const std::uint32_t n : shared) {
-      auto key = of.registration(n)->share(id);
-      if (!key) continue;
-      key->address += offset;
-      remote->keys[n] = *key;
-    }
-    const bool posted = post([this, id, &of, region, tell] {
-      const auto found = peers_.find(id);
-      found == peers_.end() ? of.unshare(id) : tell(*found->second);
-    });
-    if (!posted) of.unshare(id);
-  });
+  background_.run(
+      [id = peer.id(), region, remote, shared] {
+        const MemoryRegion& of = region->granted() ? *region->granted()->of : *region;
+        const auto offset = static_cast<std::uint64_t>(region->data() - of.data());
+        for (const std::uint32_t n : shared) {
+          auto key = of.registration(n)->share(id);
+          if (!key) continue;
+          key->address += offset;
+          remote->keys[n] = *key;
+        }
+      },
+      [this, id = peer.id(), region, tell] {
+        const auto found = peers_.find(id);
+        if (found != peers_.end()) return tell(*found->second);
+        // It was lost meanwhile.
+        const RegionPtr& of = region->granted() ? region->granted()->of : region;
+        background_.run([of, id] { of->unshare(id); }, [] {});
+      });
 }
 
 // --- paths -----------------------------------------------------------------------------------

@@ -122,10 +122,22 @@ void DomainGroup::end_operation(const OperationPtr& operation) {
                       .peer = operation->peer,
                       .code = operation->code,
                       .text = operation->text});
+}
+
+// Once no write reads the region, and no path's window of it is open.
+void DomainGroup::end_deregistrations() {
+  const auto writable = [](const Peer& peer, const MemoryRegion& region) {
+    return peer.nics() && peer.nics()->has_windows_of(region);
+  };
   std::erase_if(deregistering_, [&](auto& waiting) {
-    const bool used = std::any_of(operations_.begin(), operations_.end(), [&](const auto& entry) {
-      return entry.second->source == waiting.first;
-    });
+    const RegionPtr& region = waiting.first;
+    const bool used =
+        std::any_of(operations_.begin(), operations_.end(),
+                    [&](const auto& entry) { return entry.second->source == region; }) ||
+        std::any_of(peers_.begin(), peers_.end(),
+                    [&](const auto& entry) { return writable(*entry.second, *region); }) ||
+        std::any_of(closing_.begin(), closing_.end(),
+                    [&](const auto& entry) { return writable(*entry.second.peer, *region); });
     if (!used) waiting.second->set_value();
     return !used;
   });
@@ -170,11 +182,11 @@ Result<void> DomainGroup::deregister(const RegionPtr& region) {
     for (const auto& [id, operation] : operations_) {
       if (operation->source == region) readers.push_back(operation);
     }
-    if (readers.empty()) return unused->set_value();
     deregistering_.emplace_back(region, unused);
     for (const OperationPtr& operation : readers) {
       fail(operation, Errc::cancelled, "its source region was deregistered");
     }
+    end_deregistrations();
   });
   posted ? unused->get_future().wait() : ended_.wait();
   return region->close_registrations();  // on the caller's thread: unpinning takes long

@@ -86,6 +86,11 @@ void Peer::list_choices() {
   handle_->shards = static_cast<unsigned>(std::max<std::size_t>(open.size(), 1));
 }
 
+void Peer::on_paths_changed() {
+  list_choices();
+  if (initiator()) announce_paths();
+}
+
 // The announcement and the last path come over different sockets, in either order.
 void Peer::confirm_paths() {
   if (state_ != State::opening || announced_ != paths_.size()) return;
@@ -118,7 +123,6 @@ void Peer::handle_frame(ControlFrame type, std::string payload) {
   if (nics_ && is_nic_frame(static_cast<std::uint8_t>(type))) {
     const auto frame = static_cast<NicFrame>(type);
     if (auto good = nics_->on_frame(frame, payload, now_ns()); !good) return lose(good.error());
-    if (frame == NicFrame::path_opened) announce_paths();
     return;
   }
   switch (type) {
@@ -270,10 +274,11 @@ void Peer::pump() {
   }
 }
 
-void Peer::close_paths() {
+void Peer::close_paths(std::function<void()> then) {
+  state_ = State::lost;
   choices_.clear();
-  nics_.reset();
   paths_.clear();
+  nics_ ? nics_->shut(std::move(then)) : then();
 }
 
 void Peer::send_nic_frame(NicFrame type, std::string payload) {

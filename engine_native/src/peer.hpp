@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -115,8 +116,9 @@ class Peer final : public StreamOwner, private NicLinkOwner {
     return patience_.silence(now) > 3 * session_.introduction.heartbeat_ns;
   }
 
-  // The fence. Afterwards nothing of the peer lands here.
-  void close_paths();
+  // The fence, and its end: nothing is read from it any more. `then`, now or later: nothing of the
+  // peer lands here any more; it may destroy this.
+  void close_paths(std::function<void()> then);
   // Tells the peer why this end gives up, where it still hears it.
   void say_goodbye(const Error& why);
   void lose(Error error);
@@ -147,7 +149,7 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   }
   void share_region(std::uint64_t key) override { events_.share_region(*this, key); }
   void on_revoked(Imm imm) override { events_.on_revoked(*this, imm); }
-  void on_paths_changed() override { list_choices(); }
+  void on_paths_changed() override;
 
   std::shared_ptr<PeerHandle> handle_;
   std::unique_ptr<Stream> stream_;

@@ -43,6 +43,7 @@ OfiBench::OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides)
     auto opened = good(
         ofi::OfiFactory(overrides).open({.options = options_,
                                          .poller = poller_,
+                                         .background = background_,
                                          .receive_context = {regions_, counters, stats, activity_},
                                          .events = events,
                                          .first_number = reader() + 1}));
@@ -52,16 +53,18 @@ OfiBench::OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides)
 
 OfiBench::Joined OfiBench::join(std::uint32_t nic) {
   const auto end = [&](std::uint32_t ours, std::uint32_t theirs) {
-    return good(nics_[ours]->open_path({.id = ++last_path_,
-                                        .peer = nic,
-                                        .nic = ours,
-                                        .remote_nic = theirs,
-                                        .label = "'peer " + std::to_string(nic) + "'"}));
+    return good(BarePath::open(*nics_[ours],
+                               {.id = ++last_path_,
+                                .peer = nic,
+                                .nic = ours,
+                                .remote_nic = theirs,
+                                .label = "'peer " + std::to_string(nic) + "'"},
+                               [this](const auto& so) { until(so); }));
   };
   Joined ends{.writer = end(nic, reader()), .reader = end(reader(), nic)};
   const std::string endpoint = ends.writer->endpoint();
-  good(ends.reader->connect(endpoint));
-  good(ends.writer->connect(ends.reader->endpoint()));
+  good(ends.reader.connect(endpoint));
+  good(ends.writer.connect(ends.reader->endpoint()));
   ends.writer->open();
   ends.reader->open();
   return ends;
@@ -112,6 +115,7 @@ void OfiBench::poll_until(const std::function<bool()>& so, std::uint32_t first, 
   while (!so()) {
     REQUIRE_MESSAGE(now_ns() < deadline, "it did not come to pass before the deadline");
     poller_.poll(0);
+    background_.finish();
     for (std::uint32_t nic = first; nic < end; ++nic) nics_[nic]->poll();
   }
 }

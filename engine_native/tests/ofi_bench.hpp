@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "bare_path.hpp"
 #include "completion_queue.hpp"
 #include "fabric/nic/nic_domain.hpp"
 #include "fabric/ofi/ofi_factory.hpp"
@@ -30,8 +31,8 @@ class OfiBench final : private NicEvents {
   // Its last NIC is the reader's, all others are writers'.
   std::uint32_t reader() const { return static_cast<std::uint32_t>(nics_.size()) - 1; }
   struct Joined {
-    std::unique_ptr<NicPath> writer;
-    std::unique_ptr<NicPath> reader;  // destroyed first: a fence, with the writer still there
+    BarePath writer;
+    BarePath reader;  // destroyed first: a fence, with the writer still there
   };
   // From writer `nic`, who is peer `nic` of the reader.
   Joined join(std::uint32_t nic);
@@ -66,6 +67,7 @@ class OfiBench final : private NicEvents {
   RegionTable regions_;
   std::uint64_t activity_ = 0;
   std::vector<std::unique_ptr<NicDomain>> nics_;
+  Background background_{poller_};
   PathId last_path_ = 0;
 };
 

@@ -50,27 +50,32 @@ class SimulatedPath final : public NicPath {
                 const NicContext& context)
       : NicPath(std::move(identity), kImmWindow, load, context.receive_context, context.events),
         nic_(std::move(nic)),
-        network_(network) {
+        network_(network),
+        background_(context.background) {
     const std::lock_guard lock(network_.mutex_);
     end_ = ++network_.last_end_;
     network_.ends_[end_] = this;
   }
-  ~SimulatedPath() override { shut(); }
-
   std::string_view fabric() const override { return "simulated"; }
   std::string endpoint() const override { return ByteWriter().put(end_).take(); }
-  Result<void> connect(std::string_view endpoint) override {
+  void connect(std::string_view endpoint, Connected then) override {
     {
       const std::lock_guard lock(network_.mutex_);
       unsigned& refuses = network_.nics_.at(nic_).refuses;
       if (refuses > 0) {
         --refuses;
-        return Error{Errc::nic_lost, "NIC " + nic_ + " has no way to peer " + identity_.label};
+        return then(
+            Error{Errc::nic_lost, "NIC " + nic_ + " has no way to peer " + identity_.label});
       }
     }
     peer_end_ = ByteReader(endpoint).get<std::uint64_t>();
     set_peer_imm_window(kImmWindow);
-    return {};
+    then_connected_ = std::move(then);
+    background_.run([] { take_a_while(); },
+                    [this, alive = std::weak_ptr(alive_)] {
+                      if (alive.expired() || !then_connected_) return;
+                      std::exchange(then_connected_, nullptr)({});
+                    });
   }
   const std::string& nic() const { return nic_; }
 
@@ -96,20 +101,32 @@ class SimulatedPath final : public NicPath {
     return count;
   }
 
-  void shut() override {
-    std::vector<SimulatedNetwork::Completion> mine;
-    {
-      const std::lock_guard lock(network_.mutex_);
-      if (network_.ends_.erase(end_) == 0) return;
-      std::erase_if(network_.wire_, [&](const auto& packet) { return packet.from == end_; });
-      auto& completions = network_.nics_.at(nic_).completions;
-      const auto others = std::stable_partition(completions.begin(), completions.end(),
-                                                [&](const auto& c) { return c.path != this; });
-      mine.assign(others, completions.end());
-      completions.erase(others, completions.end());
-      std::erase_if(network_.keys_, [&](const auto& entry) { return entry.second.end == end_; });
-    }
-    for (const auto& completion : mine) take(completion);
+  // Until the end writes of the peer's land.
+  void shut(std::function<void()> then) override {
+    then_connected_ = nullptr;
+    background_.run(
+        [this] {
+          take_a_while();
+          const std::lock_guard lock(network_.mutex_);
+          network_.ends_.erase(end_);
+          std::erase_if(network_.wire_, [&](const auto& packet) { return packet.from == end_; });
+          std::erase_if(network_.keys_,
+                        [&](const auto& entry) { return entry.second.end == end_; });
+        },
+        [this, then = std::move(then)] {
+          std::vector<SimulatedNetwork::Completion> mine;
+          {
+            const std::lock_guard lock(network_.mutex_);
+            auto& completions = network_.nics_.at(nic_).completions;
+            const auto others =
+                std::stable_partition(completions.begin(), completions.end(),
+                                      [&](const auto& c) { return c.path != this; });
+            mine.assign(others, completions.end());
+            completions.erase(others, completions.end());
+          }
+          for (const auto& completion : mine) take(completion);
+          then();
+        });
   }
 
   bool open_window(const MemoryRegion& grant) override {
@@ -158,8 +175,17 @@ class SimulatedPath final : public NicPath {
   void link_down() { lose({Errc::nic_lost, "the link of NIC " + nic_ + " is down"}); }
 
  private:
+  // As drivers do.
+  static void take_a_while() {
+    thread_local std::minstd_rand random(std::random_device{}());
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
+  }
+
   std::string nic_;
   SimulatedNetwork& network_;
+  Background& background_;
+  Connected then_connected_;
+  std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
   std::uint64_t end_ = 0;
   std::uint64_t peer_end_ = 0;
   std::map<std::uint64_t, RemoteKey> windows_;  // by grant; valid once they are open
@@ -193,9 +219,12 @@ class SimulatedDomain final : public NicDomain, private EventSink {
     return std::shared_ptr<NicRegistration>(
         std::make_shared<SimulatedRegistration>(network_, region));
   }
-  Result<std::unique_ptr<NicPath>> open_path(NicPathIdentity identity) override {
-    return std::unique_ptr<NicPath>(std::make_unique<SimulatedPath>(std::move(identity), info_.name,
-                                                                    network_, load_, context_));
+  void open_path(NicPathIdentity identity, Opened then) override {
+    context_.background.run([] {},
+                            [this, identity = std::move(identity), then = std::move(then)] {
+                              then(std::unique_ptr<NicPath>(std::make_unique<SimulatedPath>(
+                                  identity, info_.name, network_, load_, context_)));
+                            });
   }
   void poll() override {
     std::vector<SimulatedNetwork::Completion> completions;
@@ -288,6 +317,15 @@ void SimulatedNetwork::set_link(const std::string& nic, bool up) {
   Nic& changed = nics_[nic];
   if (!up && changed.up) ++changed.downs;
   changed.up = up;
+  // What is on the wire is lost.
+  if (!up) {
+    const auto crosses = [&](std::uint64_t end) {
+      const auto found = ends_.find(end);
+      return found != ends_.end() && found->second->nic() == nic;
+    };
+    std::erase_if(wire_,
+                  [&](const Packet& packet) { return crosses(packet.from) || crosses(packet.to); });
+  }
   if (changed.domain) changed.domain->wake();
 }
 

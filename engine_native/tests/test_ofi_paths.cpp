@@ -39,7 +39,7 @@ TEST_CASE("ofi: a half-received write places nothing once its path or region was
       return half_way || operation->done();
     });
     if (closed == Closed::path) {
-      ends.reader->shut();
+      ends.reader.shut();
     } else {
       std::atomic<bool> returned = false;
       std::jthread deregistering([&] {
@@ -56,7 +56,7 @@ TEST_CASE("ofi: a half-received write places nothing once its path or region was
     bench.settle();
     CHECK(count_other_than(destination, std::byte{0x11}) == 0);
     // What was counted before is all that ever is, and the writer hears of the rest.
-    ends.reader->shut();
+    ends.reader.shut();
     const std::uint64_t counted = bench.counters.value(imm);
     const auto received = ends.reader->received().find(imm);
     CHECK((received == ends.reader->received().end() ? 0 : received->second) == counted);
@@ -116,9 +116,9 @@ TEST_CASE("ofi: a shared endpoint tells whose immediate it is, and counts none o
 
   // The first path is lost with immediates under way, and the same NICs are joined again.
   (void)write(*first.writer, 0, 30);
-  first.reader->shut();
+  first.reader.shut();
   const std::uint64_t landed = bench.counters.value(imm) - 150;
-  first.writer->shut();
+  first.writer.shut();
   auto again = bench.join(0);
   const auto c = write(*again.writer, 0, 20);
   bench.until([&] { return c->done(); });
@@ -135,12 +135,12 @@ TEST_CASE("ofi: NICs that share endpoints are joined again however often their p
   const auto other = bench.join(1);  // its endpoint stays
   for (int round = 0; round < 40; ++round) {
     CAPTURE(round);
-    const auto ends = bench.join(0);
+    auto ends = bench.join(0);
     const auto key = bench.key_for(0, destination);
     const auto operation = bench.post(*ends.writer, source, key, 1, kPage, std::nullopt);
     bench.until([&] { return operation->done(); });
-    ends.reader->shut();
-    ends.writer->shut();
+    ends.reader.shut();
+    ends.writer.shut();
   }
 }
 
@@ -159,15 +159,15 @@ TEST_CASE(
   const auto operation =
       bench.post(*ends.reader, source, key, kPieces, kPiece, good(bench.counters.allocate()));
   REQUIRE(!operation->done());
-  ends.reader->shut();
+  ends.reader.shut();
   std::fill_n(source->data(), source->size(), std::byte{0x11});
   bench.settle();
   CHECK(std::count(destination->data(), destination->data() + destination->size(),
                    std::byte{0x11}) == 0);
   // Whoever shared the endpoint is told, and joined again.
   bench.until([&] { return bench.lost.contains(other.reader.get()); });
-  other.reader->shut();
-  other.writer->shut();
+  other.reader.shut();
+  other.writer.shut();
   const auto again = bench.join(1);
   const auto fine =
       bench.post(*again.writer, source, bench.key_for(1, destination), 1, kPage, std::nullopt);

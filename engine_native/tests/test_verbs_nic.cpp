@@ -39,8 +39,8 @@ TEST_CASE("a wrong key ends the path with its cause, and no other path") {
     const auto good_one = bench.operation(source, bench.key(target), 4, 4096, imm);
     bench.post(*fine.writer, good_one);
     bench.until([&] { return good_one->finished == 4 && bench.counters.value(imm) == 4; });
-    bad.writer->shut();
-    bad.reader->shut();
+    bad.writer.shut();
+    bad.reader.shut();
     CHECK(bad.reader->received().empty());
     CHECK(bad.writer->take_unfinished().size() == 1);
     CHECK(!bench.lost.contains(fine.writer.get()));
@@ -69,9 +69,9 @@ TEST_CASE("what a path received and did not finish is final once it is shut") {
       const std::uint64_t some = random.below(100);
       bench.until([&] { return operation->finished + aside->finished >= some; });
       // Either end may be first.
-      (round % 2 == 0 ? ends.reader : ends.writer)->shut();
+      (round % 2 == 0 ? ends.reader : ends.writer).shut();
       std::fill_n(target->data() + 100 * 64, target->size() - 100 * 64, std::byte{0x11});
-      (round % 2 == 0 ? ends.writer : ends.reader)->shut();
+      (round % 2 == 0 ? ends.writer : ends.reader).shut();
       const auto received = ends.reader->received();
       const std::uint64_t came = received.empty() ? 0 : received.at(imm);
       std::size_t unfinished = 0;
@@ -97,7 +97,7 @@ TEST_CASE("a NIC takes 200 paths, and one of mlx5 thousands, until it refuses by
   for (const std::string& fabric : verbs_fabrics()) {
     CAPTURE(fabric);
     VerbsBench bench(fabric);
-    std::vector<std::unique_ptr<NicPath>> paths;
+    std::vector<BarePath> paths;
     while (fabric == "mlx5" || paths.size() < 200) {
       auto path = bench.open(0);
       if (!path) {
@@ -126,14 +126,14 @@ TEST_CASE("a peer whose address nobody answers for is refused, and others are se
     auto lonely = good(bench.open(0));
     auto nowhere = *verbs::PathEndpoint::decode(ends.reader->endpoint());
     nowhere.gid.raw[15] = static_cast<std::uint8_t>(200 + round);  // 10.77.0.200
-    const auto refused = lonely->connect(nowhere.encode());
+    const auto refused = lonely.connect(nowhere.encode());
     REQUIRE(!refused);
     CHECK(refused.error().code == Errc::nic_lost);
     for (const char* part : {"10.77.0.20", "'bench'", "check the network"}) {
       CHECK_MESSAGE(refused.error().text.find(part) != std::string::npos, refused.error().text);
     }
-    if (round == 1) lonely->shut();
-    if (round == 2) lonely.reset();
+    if (round == 1) lonely.shut();
+    if (round == 2) lonely = {};
     auto others = bench.join();
     const auto operation = bench.operation(source, bench.key(target), 1, 64, imm);
     bench.post(*others.writer, operation);

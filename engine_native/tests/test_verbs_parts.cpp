@@ -7,7 +7,6 @@
 #include <memory>
 #include <vector>
 
-#include "fabric/verbs/address_lookups.hpp"
 #include "fabric/verbs/gid_choice.hpp"
 #include "fabric/verbs/path_budget.hpp"
 #include "fabric/verbs/path_endpoint.hpp"
@@ -89,20 +88,6 @@ TEST_CASE("a NIC's queues are shared out so that they never overrun") {
     CHECK(again->receives == shares.back().receives);
     CHECK(!budget.take());
   }
-}
-
-TEST_CASE("the lookups of one NIC are known to the others until they have ended") {
-  const auto running = std::make_shared<AddressLookups::Running>(0);
-  AddressLookups one(running);
-  AddressLookups other(running);
-  std::promise<int> answer;
-  auto result = one.run([&answer] { return answer.get_future().get(); });
-  CHECK(other.pending());
-  answer.set_value(7);
-  CHECK(result.get() == 7);
-  CHECK(!one.pending());
-  CHECK(!other.pending());
-  CHECK(one.run([] { return 8; }).get() == 8);
 }
 
 TEST_CASE("an endpoint survives its way to the peer, and anything else is none") {

@@ -28,18 +28,25 @@ VerbsBench::VerbsBench(const std::string& fabric)
   NicFactory& factory = options_.more_nics ? *options_.more_nics : real;
   nics_ = good(factory.open({.options = options_,
                              .poller = poller,
+                             .background = background_,
                              .receive_context = {regions_, counters, stats, activity_},
                              .events = events,
                              .first_number = 0}))
               .nics;
 }
 
-Result<std::unique_ptr<NicPath>> VerbsBench::open(std::size_t number) {
-  return nic(number).open_path({.id = ++last_path_,
-                                .peer = 1,
-                                .nic = static_cast<std::uint32_t>(number % nics_.size()),
-                                .remote_nic = static_cast<std::uint32_t>(nics_.size() - 1),
-                                .label = "'bench'"});
+VerbsBench::~VerbsBench() {
+  until([&] { return background_.idle(); });
+}
+
+Result<BarePath> VerbsBench::open(std::size_t number) {
+  return BarePath::open(nic(number),
+                        {.id = ++last_path_,
+                         .peer = 1,
+                         .nic = static_cast<std::uint32_t>(number % nics_.size()),
+                         .remote_nic = static_cast<std::uint32_t>(nics_.size() - 1),
+                         .label = "'bench'"},
+                        [this](const auto& so) { until(so); });
 }
 
 VerbsBench::Joined VerbsBench::join() {
@@ -47,8 +54,8 @@ VerbsBench::Joined VerbsBench::join() {
   // Addresses may have to be looked up first; a link tries again, too.
   until([&] {
     ends = {.writer = good(open(0)), .reader = good(open(nics_.size() - 1))};
-    return ends.reader->connect(ends.writer->endpoint()) &&
-           ends.writer->connect(ends.reader->endpoint());
+    return ends.reader.connect(ends.writer->endpoint()) &&
+           ends.writer.connect(ends.reader->endpoint());
   });
   ends.writer->open();
   ends.reader->open();
@@ -93,6 +100,7 @@ void VerbsBench::post(NicPath& path, const OperationPtr& operation) {
 
 void VerbsBench::poll() {
   poller.poll(0);
+  background_.finish();
   for (const auto& each : nics_) each->poll();
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "bare_path.hpp"
 #include "completion_queue.hpp"
 #include "fabric/nic/nic_domain.hpp"
 #include "memory_region.hpp"
@@ -23,12 +24,13 @@ class VerbsBench final : private NicEvents {
  public:
   // With all the devices that KVXFER_TEST_NICS allows.
   explicit VerbsBench(const std::string& fabric = "verbs");
+  ~VerbsBench();
 
   NicDomain& nic(std::size_t number) { return *nics_[number % nics_.size()]; }
-  Result<std::unique_ptr<NicPath>> open(std::size_t nic);
+  Result<BarePath> open(std::size_t nic);
   struct Joined {
-    std::unique_ptr<NicPath> writer;
-    std::unique_ptr<NicPath> reader;
+    BarePath writer;
+    BarePath reader;
   };
   // From the first NIC to the last.
   Joined join();
@@ -61,6 +63,7 @@ class VerbsBench final : private NicEvents {
   RegionTable regions_;
   std::uint64_t activity_ = 0;
   std::vector<std::unique_ptr<NicDomain>> nics_;
+  Background background_{poller};
   PathId last_path_ = 0;
 };
 

@@ -1,10 +1,12 @@
 // A domain whose NIC places the bytes: verbs, libfabric. One per NIC.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "background.hpp"
 #include "domain.hpp"
 #include "fabric/nic/nic_path.hpp"
 #include "fabric/nic/nic_registration.hpp"
@@ -20,7 +22,7 @@ class NicEvents : public PathEvents {
   virtual void on_nic_state(NicDomain& domain) = 0;
   // The peer may be told that path.consumed() has grown.
   virtual void on_credit_due(NicPath& path) = 0;
-  // path.window(grant) is open.
+  // path.window(grant) is open; without a value the NIC has none left.
   virtual void on_window(NicPath& path, std::uint64_t grant) = 0;
 
  protected:
@@ -37,8 +39,9 @@ class NicDomain : public Domain {
   // The longest part of registered memory, in bytes, that its paths can open, and close without the
   // peer's help. 0: none.
   virtual std::uint64_t max_window() const { return 0; }
-  // One end of a path; it works once both ends are connected.
-  virtual Result<std::unique_ptr<NicPath>> open_path(NicPathIdentity identity) = 0;
+  // One end of a path; it works once both ends are connected. `then`: now or later.
+  using Opened = std::function<void(Result<std::unique_ptr<NicPath>>)>;
+  virtual void open_path(NicPathIdentity identity, Opened then) = 0;
   void forget_source(const MemoryRegion&) override {}
 };
 
@@ -46,6 +49,7 @@ class NicDomain : public Domain {
 struct NicContext {
   const EngineOptions& options;
   Poller& poller;
+  Background& background;
   ReceiveContext receive_context;
   NicEvents& events;
   std::uint32_t first_number;  // of the NICs that the factory makes

@@ -33,15 +33,21 @@ void NicGrants::add(const RegionPtr& grant, RemoteRegion keys, std::span<NicPath
 
 void NicGrants::open_on(NicPath& path) {
   for (auto& [key, open] : open_) {
-    if (!open.keys.windowed || path.open_window(*open.grant) || open.keys.opening == 0) continue;
-    // So that nobody waits for it.
-    --open.keys.opening;
-    send_region(owner_, key, Errc::ok, open.keys);
+    if (open.keys.windowed && !path.open_window(*open.grant)) expect_no_window(key, open);
   }
 }
 
 void NicGrants::on_window(const NicPath& path, std::uint64_t key) {
-  if (open_.contains(key)) send_window(path, key);
+  const auto found = open_.find(key);
+  if (found == open_.end()) return;
+  path.window(key) ? send_window(path, key) : expect_no_window(key, found->second);
+}
+
+// So that the peer does not wait for it.
+void NicGrants::expect_no_window(std::uint64_t key, Open& open) {
+  if (open.keys.opening == 0) return;
+  --open.keys.opening;
+  send_region(owner_, key, open.keys.opening == 0 ? Errc::out_of_memory : Errc::ok, open.keys);
 }
 
 void NicGrants::send_window(const NicPath& path, std::uint64_t key) {

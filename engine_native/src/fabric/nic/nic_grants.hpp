@@ -32,6 +32,7 @@ class NicGrants {
     RemoteRegion keys;  // as the peer was told
   };
 
+  void expect_no_window(std::uint64_t key, Open& open);
   void send_window(const NicPath& path, std::uint64_t key);
 
   NicLinkOwner& owner_;

@@ -19,6 +19,12 @@ Error malformed(std::string_view what) {
   return {Errc::protocol_error, "the peer sent a malformed frame: " + std::string(what)};
 }
 
+// One that its link does not want any more; it never was connected.
+void discard(std::unique_ptr<NicPath> path) {
+  NicPath& unwanted = *path;
+  unwanted.shut([kept = std::shared_ptr<NicPath>(std::move(path))] {});
+}
+
 NicMask all_of(std::size_t count) { return count >= 64 ? ~NicMask{0} : (NicMask{1} << count) - 1; }
 
 }  // namespace
@@ -31,8 +37,6 @@ NicLink::NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours,
       their_usable_(all_of(ends_.theirs.size())),
       regions_(ends_.label, owner),
       grants_(owner) {}
-
-NicLink::~NicLink() { shut(); }
 
 bool NicLink::possible(const std::vector<std::unique_ptr<NicDomain>>& ours,
                        const std::vector<NicInfo>& theirs) {
@@ -60,94 +64,153 @@ std::vector<NicInfo> NicLink::our_infos() const {
 // --- opening paths ---------------------------------------------------------------------------
 
 void NicLink::open_missing(std::uint64_t now) {
-  if (!ends_.initiator || now < retry_at_ns_) return;
+  if (!ends_.initiator || shutting_ || now < retry_at_ns_) return;
+  now_ = now;
   missing_ = false;
   for (const NicPair pair : pair_nics(our_infos(), our_usable(), ends_.theirs, their_usable_)) {
-    auto there = std::count_if(entries_.begin(), entries_.end(), [&](const auto& entry) {
-      const NicPathIdentity& identity = entry.second.path->identity();
-      return identity.nic == pair.ours && identity.remote_nic == pair.theirs;
-    });
-    for (; there < ends_.paths_per_nic_pair; ++there) open_path(pair, now);
+    auto there = std::count_if(entries_.begin(), entries_.end(),
+                               [&](const auto& entry) { return entry.second.nics == pair; });
+    for (; there < ends_.paths_per_nic_pair; ++there) open_path(pair);
   }
 }
 
-void NicLink::open_path(NicPair pair, std::uint64_t now) {
-  const PathId id = ++last_path_;
-  last_open_ns_ = now;
-  auto path = ours_[pair.ours]->open_path({.id = id,
-                                           .peer = ends_.peer,
-                                           .nic = pair.ours,
-                                           .remote_nic = pair.theirs,
-                                           .label = ends_.label});
-  if (!path) return retry(path.error().text);
-  owner_.send_nic_frame(
-      NicFrame::path_open,
-      ByteWriter().put(id).put(pair.ours).put(pair.theirs).text((*path)->endpoint()).take());
-  entries_[id] = {.path = std::move(*path), .since_ns = now};
+void NicLink::open_path(NicPair pair) {
+  last_open_ns_ = now_;
+  make(++last_path_, pair, {});
 }
 
-Result<void> NicLink::on_path_open(ByteReader reader, std::uint64_t now) {
+void NicLink::make(PathId id, NicPair nics, std::string endpoint) {
+  entries_[id] = {
+      .nics = nics, .known = !ends_.initiator, .endpoint = std::move(endpoint), .since_ns = now_};
+  ours_[nics.ours]->open_path(
+      {.id = id,
+       .peer = ends_.peer,
+       .nic = nics.ours,
+       .remote_nic = nics.theirs,
+       .label = ends_.label},
+      [this, alive = std::weak_ptr(alive_), id](Result<std::unique_ptr<NicPath>> path) {
+        if (!alive.expired()) return on_made(id, std::move(path));
+        if (path) discard(std::move(*path));
+      });
+}
+
+void NicLink::on_made(PathId id, Result<std::unique_ptr<NicPath>> path) {
+  const auto found = entries_.find(id);
+  if (found == entries_.end()) {
+    if (path) discard(std::move(*path));
+    return;
+  }
+  if (!path) {
+    entries_.erase(found);
+    retry(path.error().text);
+    ends_.initiator ? offer_made() : answer(id, path.error().code, trouble_);
+    return refresh_usable();
+  }
+  Entry& entry = found->second;
+  entry.path = std::move(*path);
+  if (entry.state == Entry::State::closing) return begin_shut(entry);
+  ends_.initiator ? offer_made() : connect(id);
+}
+
+// In the order of their numbers, which the peer expects to grow.
+void NicLink::offer_made() {
+  for (auto& [id, entry] : entries_) {
+    if (entry.state != Entry::State::making) continue;
+    if (!entry.path) return;
+    entry.state = Entry::State::opening;
+    entry.since_ns = now_;
+    entry.known = true;
+    owner_.send_nic_frame(NicFrame::path_open, ByteWriter()
+                                                   .put(id)
+                                                   .put(entry.nics.ours)
+                                                   .put(entry.nics.theirs)
+                                                   .text(entry.path->endpoint())
+                                                   .take());
+  }
+}
+
+Result<void> NicLink::on_path_open(ByteReader reader) {
   const auto id = reader.get<PathId>();
   const auto theirs = reader.get<std::uint32_t>();
   const auto ours = reader.get<std::uint32_t>();
-  const std::string endpoint = reader.text();
+  std::string endpoint = reader.text();
   if (!reader.finished() || ends_.initiator || id <= last_path_ || ours >= ours_.size() ||
       theirs >= ends_.theirs.size() || entries_.size() >= kMaxEntries) {
     return malformed("path_open");
   }
   last_path_ = id;
-  const auto answer = [&](Errc status, std::string_view text) {
-    owner_.send_nic_frame(
-        NicFrame::path_opened,
-        ByteWriter().put(id).put(static_cast<std::uint16_t>(status)).text(text).take());
-  };
-  NicDomain& domain = *ours_[ours];
+  const NicDomain& domain = *ours_[ours];
   const std::string nic = "NIC " + domain.info().name + " there";
   if (!domain.usable()) {
-    answer(Errc::nic_lost, nic + " is down");
-    return {};
+    answer(id, Errc::nic_lost, nic + " is down");
+  } else if (domain.info().network != ends_.theirs[theirs].network) {
+    answer(id, Errc::nic_lost, nic + " is of another network, " + domain.info().network);
+  } else {
+    make(id, {.ours = ours, .theirs = theirs}, std::move(endpoint));
   }
-  if (domain.info().network != ends_.theirs[theirs].network) {
-    answer(Errc::nic_lost, nic + " is of another network, " + domain.info().network);
-    return {};
-  }
-  auto path = domain.open_path(
-      {.id = id, .peer = ends_.peer, .nic = ours, .remote_nic = theirs, .label = ends_.label});
-  Result<void> connected = path ? (*path)->connect(endpoint) : Result<void>(path.error());
-  if (!connected) {
-    trouble_ = connected.error().text;
-    answer(connected.error().code, trouble_);
-    return {};
-  }
-  answer(Errc::ok, (*path)->endpoint());
-  entries_[id] = {.path = std::move(*path), .since_ns = now};
   return {};
 }
 
-Result<void> NicLink::on_path_opened(ByteReader reader, std::uint64_t now) {
+void NicLink::answer(PathId id, Errc status, std::string_view text) {
+  owner_.send_nic_frame(
+      NicFrame::path_opened,
+      ByteWriter().put(id).put(static_cast<std::uint16_t>(status)).text(text).take());
+}
+
+Result<void> NicLink::on_path_opened(ByteReader reader) {
   const auto id = reader.get<PathId>();
   const auto status = static_cast<Errc>(reader.get<std::uint16_t>());
-  const std::string text = reader.text();
+  std::string text = reader.text();
   if (!reader.finished() || !ends_.initiator) return malformed("path_opened");
   const auto found = entries_.find(id);
   if (found == entries_.end()) return {};
   Entry& entry = found->second;
-  // A second one, while writes are under way.
-  if (entry.path->is_open()) return malformed("path_opened");
+  const bool closing = entry.state == Entry::State::closing;
+  // One that was not asked for, or a second one.
+  if (!entry.known || (entry.state != Entry::State::opening && !closing)) {
+    return malformed("path_opened");
+  }
   if (status != Errc::ok) {
+    // There is no end of it there, and nobody to say so.
+    entry.there.emplace();
+    entry.known = false;
+    if (closing) {
+      finish_closing(id);
+      return {};
+    }
     retry(text);
-    entries_.erase(found);
-    return {};
+    close(entry, text, true);
+  } else if (!closing) {
+    entry.endpoint = std::move(text);
+    connect(id);
   }
-  if (entry.state != Entry::State::opening) return {};
-  if (auto good = entry.path->connect(text); !good) {
-    retry(good.error().text);
-    close(entry, trouble_, true, now);
-    return {};
-  }
-  owner_.send_nic_frame(NicFrame::path_ready, ByteWriter().put(id).take());
-  enter_service(entry);
   return {};
+}
+
+void NicLink::connect(PathId id) {
+  Entry& entry = entries_.at(id);
+  entry.state = Entry::State::connecting;
+  const std::string endpoint = std::exchange(entry.endpoint, {});
+  entry.path->connect(endpoint, [this, id](const Result<void>& good) { on_connected(id, good); });
+}
+
+void NicLink::on_connected(PathId id, const Result<void>& good) {
+  Entry& entry = entries_.at(id);
+  if (!good) {
+    retry(good.error().text);
+    if (!ends_.initiator) {
+      answer(id, good.error().code, trouble_);
+      entry.known = false;
+    }
+    return close(entry, trouble_, true);
+  }
+  if (ends_.initiator) {
+    owner_.send_nic_frame(NicFrame::path_ready, ByteWriter().put(id).take());
+    return enter_service(entry);
+  }
+  entry.state = Entry::State::opening;
+  entry.since_ns = now_;
+  answer(id, Errc::ok, entry.path->endpoint());
 }
 
 void NicLink::enter_service(Entry& entry) {
@@ -166,7 +229,8 @@ void NicLink::retry(std::string_view trouble) {
 
 bool NicLink::settled() const {
   return std::none_of(entries_.begin(), entries_.end(), [](const auto& entry) {
-    return entry.second.state == Entry::State::opening;
+    const auto state = entry.second.state;
+    return state != Entry::State::open && state != Entry::State::closing;
   });
 }
 
@@ -200,6 +264,7 @@ void NicLink::on_path_lost(const Path& path, Error error) {
 }
 
 void NicLink::step(std::uint64_t now) {
+  now_ = now;
   answer_revokes();
   if (missing_) open_missing(now);
   while (!lost_.empty()) {
@@ -208,62 +273,106 @@ void NicLink::step(std::uint64_t now) {
       const auto found = entries_.find(id);
       if (found == entries_.end() || found->second.state == Entry::State::closing) continue;
       retry(error.text);
-      close(found->second, error.text, true, now);
+      close(found->second, error.text, true);
     }
   }
 }
 
-void NicLink::reset(std::string_view why, std::uint64_t now) {
-  for (auto& [id, entry] : entries_) {
-    if (entry.state == Entry::State::closing) continue;
+void NicLink::reset(std::string_view why) {
+  std::vector<PathId> written;
+  for (const auto& [id, entry] : entries_) {
+    // Through others the peer cannot write yet.
+    const bool answered = entry.state == Entry::State::opening && !ends_.initiator;
+    if (entry.state == Entry::State::open || answered) written.push_back(id);
+  }
+  for (const PathId id : written) {
     retry(why);
-    close(entry, why, false, now);
+    close(entries_.at(id), why, false);
   }
 }
 
-void NicLink::close(Entry& entry, std::string_view why, bool failed, std::uint64_t now) {
-  entry.state = Entry::State::closing;
-  entry.since_ns = now;
-  refresh_usable();
-  entry.path->shut();
-  const auto& received = entry.path->received();
-  ByteWriter writer;
-  writer.put(entry.path->identity().id).text(why.substr(0, 512));
-  writer.put(static_cast<std::uint8_t>(failed));
-  writer.put(static_cast<std::uint32_t>(received.size()));
-  for (const auto& [imm, count] : received) writer.put(imm).put(count);
-  owner_.send_nic_frame(NicFrame::path_close, writer.take());
+bool NicLink::fencing() const {
+  return std::any_of(entries_.begin(), entries_.end(), [](const auto& entry) {
+    return entry.second.state == Entry::State::closing && !entry.second.shut;
+  });
 }
 
-Result<void> NicLink::on_path_close(ByteReader reader, std::uint64_t now) {
+void NicLink::close(Entry& entry, std::string_view why, bool failed) {
+  entry.state = Entry::State::closing;
+  entry.why = why.substr(0, 512);
+  entry.failed = failed;
+  refresh_usable();
+  if (entry.path) begin_shut(entry);
+}
+
+void NicLink::begin_shut(Entry& entry) {
+  NicPath& path = *entry.path;
+  path.shut([this, id = path.identity().id] { on_shut(id); });
+}
+
+void NicLink::on_shut(PathId id) {
+  Entry& entry = entries_.at(id);
+  if (shutting_) {
+    entries_.erase(id);
+    return end_if_shut();
+  }
+  entry.shut = true;
+  entry.since_ns = now_;
+  if (entry.known) {
+    const auto& received = entry.path->received();
+    ByteWriter writer;
+    writer.put(id).text(entry.why).put(static_cast<std::uint8_t>(entry.failed));
+    writer.put(static_cast<std::uint32_t>(received.size()));
+    for (const auto& [imm, count] : received) writer.put(imm).put(count);
+    owner_.send_nic_frame(NicFrame::path_close, writer.take());
+  } else {
+    entry.there.emplace();
+  }
+  finish_closing(id);
+}
+
+void NicLink::finish_closing(PathId id) {
+  Entry& entry = entries_.at(id);
+  if (!entry.shut || !entry.there) return;
+  const std::unique_ptr<NicPath> path = std::move(entry.path);
+  const Closed there = std::move(*entry.there);
+  entries_.erase(id);
+  missing_ = true;
+  refresh_usable();
+  settle(*path, there);
+}
+
+Result<void> NicLink::on_path_close(ByteReader reader) {
   const auto id = reader.get<PathId>();
   const std::string why = reader.text();
-  const bool failed = reader.get<std::uint8_t>() != 0;
+  Closed there{.failed = reader.get<std::uint8_t>() != 0};
   const auto count = reader.get<std::uint32_t>();
-  std::unordered_map<Imm, std::uint64_t> received;
   for (std::uint32_t i = 0; i < count && reader.good(); ++i) {
     const auto imm = reader.get<Imm>();
-    received[imm] = reader.get<std::uint64_t>();
+    there.received[imm] = reader.get<std::uint64_t>();
   }
   if (!reader.finished()) return malformed("path_close");
   const auto found = entries_.find(id);
   if (found == entries_.end()) return {};
   Entry& entry = found->second;
-  if (entry.state != Entry::State::closing) {
+  const bool closing = entry.state == Entry::State::closing;
+  if (closing && !entry.known) return {};  // we have refused it
+  if (!entry.known || entry.there) return malformed("path_close");
+  const bool failed = there.failed;
+  entry.there = std::move(there);
+  if (closing) {
+    finish_closing(id);
+  } else {
     retry(why);
-    close(entry, why, failed, now);
+    close(entry, why, failed);
   }
-  const std::unique_ptr<NicPath> path = std::move(entry.path);
-  entries_.erase(id);
-  missing_ = true;
-  settle(*path, received, failed, now);
   return {};
 }
 
 // Both ends are closed. What was not known to be delivered is posted again; as many immediates as
 // came through without our knowing are left out.
-void NicLink::settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>& received,
-                     bool failed, std::uint64_t now) {
+void NicLink::settle(NicPath& path, const Closed& there) {
+  const auto& received = there.received;
   // What the NIC took for delivered, and the peer never saw: its counter cannot get there any more.
   for (const auto& [imm, known] : path.delivered()) {
     const auto told = received.find(imm);
@@ -328,10 +437,10 @@ void NicLink::settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>
   }
   for (const OperationPtr& operation : touched) {
     operation->destination.reset();
-    if (failed && path.identity().id > operation->newest_at_loss &&
-        now - operation->lost_at_ns >= kTogetherNs) {
+    if (there.failed && path.identity().id > operation->newest_at_loss &&
+        now_ - operation->lost_at_ns >= kTogetherNs) {
       ++operation->losses;
-      operation->lost_at_ns = now;
+      operation->lost_at_ns = now_;
       operation->newest_at_loss = last_path_;
     }
     if (operation->losses >= kMaxLosses && operation->wants_post()) {
@@ -359,6 +468,7 @@ bool NicLink::is_stuck(Entry& entry, std::uint64_t now, std::uint64_t stalled_ns
 }
 
 void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
+  now_ = now;
   for (auto& [id, entry] : entries_) {
     if (entry.state == Entry::State::open && is_stuck(entry, now, stalled_ns)) {
       lost_.emplace_back(
@@ -369,7 +479,7 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
                         "path_timeout where it is slow to recover"});
     }
     if (now - std::min(now, entry.since_ns) < ends_.timeout_ns) continue;
-    if (entry.state == Entry::State::closing) {
+    if (entry.state == Entry::State::closing && entry.shut) {
       return owner_.lose_peer({Errc::peer_timeout, "it did not close a lost path in time"});
     }
     if (entry.state == Entry::State::opening) {
@@ -380,10 +490,26 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
   open_missing(now);
 }
 
-void NicLink::shut() {
+void NicLink::shut(std::function<void()> then) {
+  shutting_ = true;
   usable_.clear();
-  for (auto& [id, entry] : entries_) entry.path->shut();
-  entries_.clear();
+  std::vector<PathId> ids;
+  for (auto& [id, entry] : entries_) ids.push_back(id);
+  for (const PathId id : ids) {
+    Entry& entry = entries_.at(id);
+    const bool fenced = std::exchange(entry.state, Entry::State::closing) == Entry::State::closing;
+    if (!entry.path || entry.shut) {
+      entries_.erase(id);  // one that is made still is dropped then
+    } else if (!fenced) {
+      begin_shut(entry);
+    }
+  }
+  then_ = std::move(then);
+  end_if_shut();
+}
+
+void NicLink::end_if_shut() {
+  if (entries_.empty() && then_) std::exchange(then_, nullptr)();
 }
 
 // --- memory regions --------------------------------------------------------------------------
@@ -395,8 +521,9 @@ void NicLink::send_region(std::uint64_t key, Errc status, const RemoteRegion& re
 }
 
 bool NicLink::has_windows_of(const MemoryRegion& region) const {
-  return std::any_of(usable_.begin(), usable_.end(),
-                     [&](const NicPath* path) { return path->has_windows_of(region); });
+  return std::any_of(entries_.begin(), entries_.end(), [&](const auto& entry) {
+    return entry.second.path && !entry.second.shut && entry.second.path->has_windows_of(region);
+  });
 }
 
 void NicLink::forget_region(std::uint64_t key) {
@@ -412,12 +539,16 @@ void NicLink::revoke(Imm imm, bool complete) {
 }
 
 void NicLink::revoke_here(Imm imm) {
-  for (auto& [id, entry] : entries_) entry.path->revoke_counter(imm);
+  for (auto& [id, entry] : entries_) {
+    if (entry.path) entry.path->revoke_counter(imm);
+  }
 }
 
 void NicLink::on_revoke(Imm imm, bool complete) {
   revoked_[static_cast<std::uint16_t>(imm)] = static_cast<std::uint16_t>(imm >> 16);
-  for (auto& [id, entry] : entries_) entry.path->forget(imm);
+  for (auto& [id, entry] : entries_) {
+    if (entry.path) entry.path->forget(imm);
+  }
   for (const OperationPtr& operation : owner_.operations_with(imm)) {
     if (complete) {
       operation->arrived = true;
@@ -459,14 +590,15 @@ void NicLink::on_credit_due(const NicPath& path) {
 }
 
 Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uint64_t now) {
+  now_ = now;
   ByteReader reader(payload);
   switch (type) {
     case NicFrame::path_open:
-      return on_path_open(reader, now);
+      return on_path_open(reader);
     case NicFrame::path_opened:
-      return on_path_opened(reader, now);
+      return on_path_opened(reader);
     case NicFrame::path_close:
-      return on_path_close(reader, now);
+      return on_path_close(reader);
     case NicFrame::region:
       return regions_.on_region(reader) ? Result<void>() : malformed("region");
     case NicFrame::window:
@@ -476,7 +608,10 @@ Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uin
     case NicFrame::path_ready: {
       const auto found = entries_.find(reader.get<PathId>());
       if (!reader.finished() || ends_.initiator) return malformed("path_ready");
-      if (found == entries_.end() || found->second.state != Entry::State::opening) return {};
+      if (found == entries_.end()) return {};
+      // One that is not connected yet, or is in use.
+      if (found->second.state == Entry::State::closing) return {};
+      if (found->second.state != Entry::State::opening) return malformed("path_ready");
       enter_service(found->second);
       return {};
     }
@@ -502,7 +637,7 @@ Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uin
     case NicFrame::credit: {
       const auto found = entries_.find(reader.get<PathId>());
       const auto consumed = reader.get<std::uint64_t>();
-      if (found != entries_.end()) found->second.path->add_credit(consumed);
+      if (found != entries_.end() && found->second.path) found->second.path->add_credit(consumed);
       break;
     }
   }

@@ -4,13 +4,15 @@
 //
 // A path that is lost is closed on both ends before anything of it is posted again: each end
 // stops its NIC, then says how many immediates had come through. So the sender knows exactly how
-// many of its writes still have to be counted, whatever order the NICs worked in.
+// many of its writes still have to be counted, whatever order the NICs worked in. NICs take their
+// time to make, connect and stop a path: meanwhile this goes on.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -57,7 +59,7 @@ class NicLinkOwner {
   // Looks a region up, off this thread; send_region() follows.
   virtual void share_region(std::uint64_t key) = 0;
   virtual void on_revoked(Imm imm) = 0;
-  // usable_paths() has changed.
+  // usable_paths() or settled() has changed.
   virtual void on_paths_changed() = 0;
 
  protected:
@@ -77,7 +79,6 @@ class NicLink {
   };
 
   NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours, NicLinkOwner& owner);
-  ~NicLink();
 
   // Whether the two sides have any network in common.
   static bool possible(const std::vector<std::unique_ptr<NicDomain>>& ours,
@@ -86,7 +87,7 @@ class NicLink {
   // --- paths
   // Initiator: opens what is missing, now that NICs or time allow it.
   void open_missing(std::uint64_t now);
-  // Whether no path is being opened, so that the first set-up has ended.
+  // Whether no path is being opened, so that the first set-up has ended: on_paths_changed() tells.
   bool settled() const;
   const std::vector<NicPath*>& usable_paths() const { return usable_; }
   // Why there is none, as far as known.
@@ -101,9 +102,11 @@ class NicLink {
   void tick(std::uint64_t now, std::uint64_t stalled_ns);
   // All paths are closed, which is the fence, and opened anew: for a peer that does not stop
   // writing when it is asked to. Its other writes are posted again.
-  void reset(std::string_view why, std::uint64_t now);
-  // The fence for good.
-  void shut();
+  void reset(std::string_view why);
+  // Whether a path is being closed through which something may still land.
+  bool fencing() const;
+  // The fence for good. `then`, now or later: nothing lands any more; it may destroy the link.
+  void shut(std::function<void()> then);
 
   Result<void> on_frame(NicFrame type, std::string_view payload, std::uint64_t now);
 
@@ -129,30 +132,62 @@ class NicLink {
   void revoke_here(Imm imm);
 
  private:
+  // What the peer says of its closed end.
+  struct Closed {
+    std::unordered_map<Imm, std::uint64_t> received;  // immediates through it
+    bool failed = false;
+  };
+
   struct Entry {
-    enum class State { opening, open, closing };
-    State state = State::opening;
-    std::unique_ptr<NicPath> path;
-    std::uint64_t since_ns = 0;
-    std::uint64_t finished = 0;  // of its batches, when that was last looked at
+    enum class State {
+      making,      // our end
+      opening,     // the peer's end: its answer, or on the acceptor its word that it is ready
+      connecting,  // our end
+      open,
+      closing,  // the fence, then the peer's word of its own
+    };
+    State state = State::making;
+    NicPair nics{};
+    std::unique_ptr<NicPath> path;  // null while it is made
+    bool known = false;             // to the peer
+    std::string endpoint;           // the peer's, until it is connected
+    std::uint64_t since_ns = 0;     // of opening, and of waiting for the peer to close
+    std::uint64_t finished = 0;     // of its batches, when that was last looked at
     std::uint64_t progress_ns = 0;
+    // --- closing
+    std::string why;
+    bool failed = false;
+    bool shut = false;
+    std::optional<Closed> there;
   };
   using Entries = std::map<PathId, Entry>;
 
   NicMask our_usable() const;
   std::vector<NicInfo> our_infos() const;
-  void open_path(NicPair pair, std::uint64_t now);
+  void open_path(NicPair pair);
+  // Our end, and what follows.
+  void make(PathId id, NicPair nics, std::string endpoint);
+  void on_made(PathId id, Result<std::unique_ptr<NicPath>> path);
+  void offer_made();
+  void connect(PathId id);
+  void on_connected(PathId id, const Result<void>& good);
+  // Acceptor: to a path_open.
+  void answer(PathId id, Errc status, std::string_view text);
   void enter_service(Entry& entry);
   bool is_stuck(Entry& entry, std::uint64_t now, std::uint64_t stalled_ns) const;
-  void close(Entry& entry, std::string_view why, bool failed, std::uint64_t now);
-  void settle(NicPath& path, const std::unordered_map<Imm, std::uint64_t>& received, bool failed,
-              std::uint64_t now);
+  // These may erase the entry.
+  void close(Entry& entry, std::string_view why, bool failed);
+  void begin_shut(Entry& entry);
+  void on_shut(PathId id);
+  void finish_closing(PathId id);
+  void end_if_shut();
+  void settle(NicPath& path, const Closed& there);
   void refresh_usable();
   void retry(std::string_view trouble);
 
-  Result<void> on_path_open(ByteReader reader, std::uint64_t now);
-  Result<void> on_path_opened(ByteReader reader, std::uint64_t now);
-  Result<void> on_path_close(ByteReader reader, std::uint64_t now);
+  Result<void> on_path_open(ByteReader reader);
+  Result<void> on_path_opened(ByteReader reader);
+  Result<void> on_path_close(ByteReader reader);
   void on_revoke(Imm imm, bool complete);
   void answer_revokes();
 
@@ -164,6 +199,7 @@ class NicLink {
   std::vector<NicPath*> usable_;
   std::vector<std::pair<PathId, Error>> lost_;
   PathId last_path_ = 0;
+  std::uint64_t now_ = 0;  // when it was last called
   std::uint64_t last_open_ns_ = 0;
   std::uint64_t retry_at_ns_ = 0;
   bool missing_ = false;  // paths, perhaps
@@ -174,6 +210,10 @@ class NicLink {
   std::unordered_map<std::uint16_t, std::uint16_t> revoked_;  // slot → last revoked generation
   std::vector<Imm> answering_;  // the peer waits until nothing of these is under way
   std::unordered_map<Imm, std::shared_ptr<std::size_t>> uncounted_;
+  bool shutting_ = false;  // for good
+  std::function<void()> then_;
+  // For what may come when this is gone.
+  std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
 };
 
 }  // namespace kvxfer

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -51,17 +52,19 @@ class NicPath : public Path {
   const NicPathIdentity& identity() const { return identity_; }
 
   // --- set-up
-  // What the peer's end has to be told, and what its end says.
+  // What the peer's end has to be told, and what its end says. `then`: now or later, and not once
+  // shut() is called.
   virtual std::string endpoint() const = 0;
-  virtual Result<void> connect(std::string_view endpoint) = 0;
+  using Connected = std::function<void(Result<void>)>;
+  virtual void connect(std::string_view endpoint, Connected then) = 0;
   // Writes may be posted.
   void open() { open_ = true; }
   bool is_open() const { return open_; }
 
   // --- end
-  // The fence, then takes every completion that is there: afterwards received() and unfinished
-  // writes are final. Idempotent; the destructor does it too.
-  virtual void shut() = 0;
+  // Once, before it is destroyed. Nothing is posted from now on. `then`, now or later: nothing
+  // lands any more, and received() and unfinished writes are final; it may destroy the path.
+  virtual void shut(std::function<void()> then) = 0;
   // How many immediates came through this path, of each counter that is live still.
   const std::unordered_map<Imm, std::uint64_t>& received() const { return received_; }
   // How many of ours are known to be delivered, of each that the peer did not revoke.

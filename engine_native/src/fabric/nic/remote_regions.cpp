@@ -138,6 +138,9 @@ bool RemoteRegions::on_region(ByteReader reader) {
     } else if (region->imm != 0) {
       granted_[region->imm].push_back(key);
     }
+  } else if (auto opening = opening_.extract(key)) {
+    // None of the windows that they wait for will open.
+    waiting.insert(waiting.end(), opening.mapped().begin(), opening.mapped().end());
   }
   give_open(key);
   for (const OperationPtr& operation : waiting) {

@@ -23,8 +23,8 @@ class NullPath final : public NicPath {
 
   std::string_view fabric() const override { return "null"; }
   std::string endpoint() const override { return {}; }
-  Result<void> connect(std::string_view) override { return {}; }
-  void shut() override {}
+  void connect(std::string_view, Connected then) override { then({}); }
+  void shut(std::function<void()> then) override { then(); }
 
   // Looks at every write, as a NIC's driver would.
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override {
@@ -52,9 +52,9 @@ class NullDomain final : public NicDomain {
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion&) override {
     return std::shared_ptr<NicRegistration>(std::make_shared<NullRegistration>());
   }
-  Result<std::unique_ptr<NicPath>> open_path(NicPathIdentity identity) override {
-    return std::unique_ptr<NicPath>(
-        std::make_unique<NullPath>(std::move(identity), load_, context_, paths_));
+  void open_path(NicPathIdentity identity, Opened then) override {
+    then(std::unique_ptr<NicPath>(
+        std::make_unique<NullPath>(std::move(identity), load_, context_, paths_)));
   }
   void poll() override {
     for (NullPath* path : paths_) path->poll();

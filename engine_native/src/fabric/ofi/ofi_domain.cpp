@@ -77,11 +77,11 @@ Result<std::shared_ptr<NicRegistration>> OfiDomain::register_memory(const Memory
 
 // --- paths -----------------------------------------------------------------------------------
 
-Result<std::unique_ptr<NicPath>> OfiDomain::open_path(NicPathIdentity identity) {
+void OfiDomain::open_path(NicPathIdentity identity, Opened then) {
   auto place = find_place(0);
-  if (!place) return place.error();
-  return std::unique_ptr<NicPath>(std::make_unique<OfiPath>(
-      std::move(identity), *this, *place->endpoint, std::move(place->landing)));
+  if (!place) return then(place.error());
+  then(std::unique_ptr<NicPath>(std::make_unique<OfiPath>(
+      std::move(identity), *this, *place->endpoint, std::move(place->landing))));
 }
 
 Result<OfiDomain::Place> OfiDomain::find_place(std::uint64_t unmet) {

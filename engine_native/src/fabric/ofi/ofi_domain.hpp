@@ -37,7 +37,7 @@ class OfiDomain final : public NicDomain, private EventSink {
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return usable_; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
-  Result<std::unique_ptr<NicPath>> open_path(NicPathIdentity identity) override;
+  void open_path(NicPathIdentity identity, Opened then) override;
   void poll() override;
   bool prepare_sleep() override;
   void finish_sleep() override {}

@@ -42,7 +42,9 @@ std::string OfiPath::endpoint() const {
       .encode();
 }
 
-Result<void> OfiPath::connect(std::string_view endpoint) {
+void OfiPath::connect(std::string_view endpoint, Connected then) { then(join(endpoint)); }
+
+Result<void> OfiPath::join(std::string_view endpoint) {
   const auto theirs = PathEndpoint::decode(endpoint);
   if (!theirs) return Error{Errc::protocol_error, "malformed ofi endpoint"};
   landing_address_ = theirs->landing_address;
@@ -182,8 +184,7 @@ void OfiPath::on_failed(Error error) {
   lose(std::move(error));
 }
 
-void OfiPath::shut() {
-  if (!endpoint_) return;
+void OfiPath::shut(std::function<void()> then) {
   shutting_ = true;
   Endpoint& endpoint = *std::exchange(endpoint_, nullptr);
   // The fence; then what had arrived before it is counted.
@@ -199,6 +200,7 @@ void OfiPath::shut() {
   endpoint.detach(*this);
   domain_.remove(*this);
   domain_.release(endpoint);
+  then();
 }
 
 }  // namespace kvxfer::ofi

@@ -20,14 +20,13 @@ class OfiPath final : public NicPath, private CompletionSink {
  public:
   OfiPath(NicPathIdentity identity, OfiDomain& domain, Endpoint& endpoint,
           Endpoint::Landing landing);
-  ~OfiPath() override { shut(); }
 
   std::string_view fabric() const override { return "ofi"; }
   std::string endpoint() const override;
-  Result<void> connect(std::string_view endpoint) override;
+  void connect(std::string_view endpoint, Connected then) override;
   bool has_room(bool counted) const override;
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
-  void shut() override;
+  void shut(std::function<void()> then) override;
 
   // The NIC is down.
   void fail(Error error) { on_failed(std::move(error)); }
@@ -41,6 +40,7 @@ class OfiPath final : public NicPath, private CompletionSink {
   ssize_t post_one(const Operation& operation, const WireWrite& write, bool counted);
   // What has no bytes of its own: a greeting, a flush, a bare immediate.
   ssize_t post_to_landing(std::uint64_t sequence, std::optional<Imm> imm);
+  Result<void> join(std::string_view endpoint);
   void greet();
   void flush();
   // Whether it was posted.

@@ -46,9 +46,10 @@ Result<std::unique_ptr<NicQueues>> NicQueues::create(std::shared_ptr<const Verbs
   if (!created) return created.error();
   queues->receives_ = std::move(*created);
   queues->budget_ = PathBudget(size - kSpareReceives, receives - kSpareReceives);
-  if (auto good = poller.add(queues->channel_->fd, EPOLLIN, *queues); !good) return good.error();
   return queues;
 }
+
+Result<void> NicQueues::watch() { return poller_.add(channel_->fd, EPOLLIN, *this); }
 
 NicQueues::~NicQueues() {
   if (channel_) poller_.remove(channel_->fd, *this);
@@ -60,24 +61,28 @@ NicQueues::~NicQueues() {
   if (channel_) device_->library().destroy_comp_channel(channel_);
 }
 
-Result<NicQueues::Share> NicQueues::take_share(std::vector<std::unique_ptr<NicQueues>>& queues,
-                                               const std::shared_ptr<const VerbsDevice>& device,
-                                               Poller& poller) {
+void NicQueues::take_share(VerbsNic& nic, Taken then) {
   std::size_t paths = 0;
-  for (const auto& each : queues) {
-    if (const auto share = each->take_share()) return Share{each.get(), *share};
+  for (const auto& each : nic.queues) {
+    if (const auto share = each->take_share()) return then(Share{each.get(), *share});
     paths += each->paths_.size();
   }
-  const Error full{Errc::out_of_memory, "NIC " + device->name() + ": its queues are full (" +
-                                            std::to_string(paths) +
-                                            " paths); connect to fewer peers, or use more NICs"};
-  if (queues.size() >= kMaxQueues) return full;
-  auto made = create(device, poller);
-  if (!made) return made.error();
-  queues.push_back(std::move(*made));
-  const auto share = queues.back()->take_share();
-  if (!share) return full;
-  return Share{queues.back().get(), *share};
+  if (nic.queues.size() >= kMaxQueues) {
+    return then(
+        Error{Errc::out_of_memory, "NIC " + nic.device->name() + ": its queues are full (" +
+                                       std::to_string(paths) +
+                                       " paths); connect to fewer peers, or use more NICs"});
+  }
+  nic.want_queues.push_back(std::move(then));
+  if (nic.want_queues.size() > 1) return;  // they are being made
+  nic.context.background.run<Result<std::unique_ptr<NicQueues>>>(
+      [device = nic.device, &poller = nic.context.poller] { return create(device, poller); },
+      [&nic](Result<std::unique_ptr<NicQueues>> made) {
+        auto waiting = std::exchange(nic.want_queues, {});
+        Result<void> good = made ? (*made)->watch() : Result<void>(made.error());
+        if (good) nic.queues.push_back(std::move(*made));
+        for (Taken& each : waiting) good ? take_share(nic, std::move(each)) : each(good.error());
+      });
 }
 
 std::optional<PathShare> NicQueues::take_share() {

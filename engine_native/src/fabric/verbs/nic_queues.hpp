@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -14,11 +15,15 @@
 namespace kvxfer::verbs {
 
 class VerbsPath;
+struct VerbsNic;
 
 class NicQueues final : private EventSink {
  public:
+  // Any thread. watch() is to follow.
   static Result<std::unique_ptr<NicQueues>> create(std::shared_ptr<const VerbsDevice> device,
                                                    Poller& poller);
+  // The engine is woken by its completions.
+  Result<void> watch();
   ~NicQueues();
   NicQueues(const NicQueues&) = delete;
   NicQueues& operator=(const NicQueues&) = delete;
@@ -32,14 +37,16 @@ class NicQueues final : private EventSink {
     NicQueues* of;
     PathShare share;
   };
-  // Of the first that has room; of a new one where none has.
-  static Result<Share> take_share(std::vector<std::unique_ptr<NicQueues>>& queues,
-                                  const std::shared_ptr<const VerbsDevice>& device, Poller& poller);
+  // Of the first of the NIC's that has room; of a new one where none has, later.
+  using Taken = std::function<void(Result<Share>)>;
+  static void take_share(VerbsNic& nic, Taken then);
   void give_back(const PathShare& share);
 
   // --- paths by their queue pairs' numbers
   void add(std::uint32_t queue_pair, VerbsPath& path) { paths_[queue_pair] = &path; }
-  void remove(std::uint32_t queue_pair) { paths_.erase(queue_pair); }
+  void remove(std::uint32_t queue_pair, const VerbsPath& path) {
+    if (find(queue_pair) == &path) paths_.erase(queue_pair);
+  }
   VerbsPath* find(std::uint32_t queue_pair) const;
   const std::unordered_map<std::uint32_t, VerbsPath*>& paths() const { return paths_; }
 

@@ -5,23 +5,51 @@
 
 namespace kvxfer::verbs {
 
-bool PathWindows::open(std::uint64_t grant, const WindowRange& range) {
-  if (by_grant_.contains(grant)) return true;
+std::vector<MemoryWindow> MemoryWindow::make(const std::shared_ptr<const VerbsDevice>& device,
+                                             std::size_t count) {
+  std::vector<MemoryWindow> made;
+  while (made.size() < count) {
+    ibv_mw* const window = ibv_alloc_mw(device->pd(), IBV_MW_TYPE_2);
+    if (!window) break;
+    made.emplace_back(window);
+  }
+  return made;
+}
+
+void PathWindows::open(std::uint64_t grant, const WindowRange& range) {
+  if (by_grant_.contains(grant)) return;
   if (free_.empty()) {
     free_.push_back(windows_.size());
     windows_.emplace_back();
   }
   const std::size_t index = free_.back();
   Window& window = windows_[index];
-  if (!window.window) window.window = ibv_alloc_mw(device_->pd(), IBV_MW_TYPE_2);
-  if (!window.window) return false;
   free_.pop_back();
   window.wanted = true;
   window.grant = grant;
   window.range = range;
   by_grant_[grant] = index;
-  waiting_.push_back(index);
-  return true;
+  (window.window ? waiting_ : unmade_).push_back(index);
+}
+
+std::vector<std::uint64_t> PathWindows::add(std::vector<MemoryWindow> made, std::size_t asked) {
+  std::vector<std::uint64_t> without;
+  for (std::size_t i = 0; i < asked; ++i) {
+    const std::size_t index = unmade_.front();
+    unmade_.pop_front();
+    Window& window = windows_[index];
+    if (i < made.size()) {
+      window.window = std::move(made[i]);
+      waiting_.push_back(index);
+      continue;
+    }
+    if (std::exchange(window.wanted, false)) {
+      by_grant_.erase(window.grant);
+      without.push_back(window.grant);
+    }
+    make_free(index);
+  }
+  return without;
 }
 
 void PathWindows::close(std::uint64_t grant) {
@@ -56,7 +84,7 @@ int PathWindows::post_request(std::size_t index) {
   ibv_send_wr request{.wr_id = kRequest | index, .send_flags = IBV_SEND_SIGNALED};
   if (window.wanted) {
     request.opcode = IBV_WR_BIND_MW;
-    request.bind_mw = {.mw = window.window,
+    request.bind_mw = {.mw = window.window.get(),
                        .rkey = ibv_inc_rkey(window.window->rkey),
                        .bind_info = {.mr = window.range.region,
                                      .addr = window.range.address,
@@ -100,7 +128,7 @@ std::optional<RemoteKey> PathWindows::find(std::uint64_t grant) const {
   const auto found = by_grant_.find(grant);
   if (found == by_grant_.end()) return std::nullopt;
   const Window& window = windows_[found->second];
-  if (window.state != State::open) return std::nullopt;
+  if (window.state != State::open || !window.window) return std::nullopt;
   return RemoteKey{.address = window.range.address, .rkey = window.window->rkey, .valid = true};
 }
 
@@ -110,12 +138,12 @@ bool PathWindows::any_of(const ibv_mr* region) const {
   });
 }
 
-void PathWindows::free_all() {
+std::vector<MemoryWindow> PathWindows::take_all() {
+  std::vector<MemoryWindow> all;
   for (Window& window : windows_) {
-    if (window.window) ibv_dealloc_mw(std::exchange(window.window, nullptr));
+    if (window.window) all.push_back(std::move(window.window));
   }
-  by_grant_.clear();
-  waiting_.clear();
+  return all;
 }
 
 }  // namespace kvxfer::verbs

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "clock.hpp"
 #include "fabric/verbs/gid_choice.hpp"
 #include "fabric/verbs/verbs_registration.hpp"
 
@@ -25,13 +26,13 @@ std::string network_of(const Port& port) {
 }  // namespace
 
 Result<std::unique_ptr<NicDomain>> VerbsDomain::open(
-    const std::shared_ptr<const VerbsDevice>& device, const NicContext& context,
-    const std::shared_ptr<AddressLookups::Running>& lookups) {
+    const std::shared_ptr<const VerbsDevice>& device, const NicContext& context) {
   const auto port = device->query_port();
   if (!port) return Error{Errc::fabric_unavailable, port.error().text};
-  std::unique_ptr<VerbsDomain> domain(new VerbsDomain(device, context, *port, lookups));
+  std::unique_ptr<VerbsDomain> domain(new VerbsDomain(device, context, *port));
   auto queues = NicQueues::create(device, context.poller);
   if (!queues) return queues.error();
+  if (auto good = (*queues)->watch(); !good) return good.error();
   domain->nic_.queues.push_back(std::move(*queues));
   auto events = AsyncEvents::watch(device, context.poller, *domain);
   if (!events) return events.error();
@@ -40,23 +41,22 @@ Result<std::unique_ptr<NicDomain>> VerbsDomain::open(
 }
 
 VerbsDomain::VerbsDomain(std::shared_ptr<const VerbsDevice> device, const NicContext& context,
-                         const Port& port, std::shared_ptr<AddressLookups::Running> lookups)
+                         const Port& port)
     : info_{.name = device->name(),
             .network = network_of(port),
             .bits_per_second = port.bits_per_second},
       nic_{.device = std::move(device),
            .context = context,
            .port = port,
-           .load = {.bits_per_second = port.bits_per_second},
-           .lookups = AddressLookups(std::move(lookups))} {}
+           .load = {.bits_per_second = port.bits_per_second}} {}
 
 Result<std::shared_ptr<NicRegistration>> VerbsDomain::register_memory(const MemoryRegion& region) {
   return VerbsRegistration::create(nic_.device, region);
 }
 
-Result<std::unique_ptr<NicPath>> VerbsDomain::open_path(NicPathIdentity identity) {
-  if (!usable()) return Error{Errc::nic_lost, "NIC " + info_.name + " is down"};
-  return VerbsPath::open(std::move(identity), nic_);
+void VerbsDomain::open_path(NicPathIdentity identity, Opened then) {
+  if (!usable()) return then(nic_.down());
+  VerbsPath::open(std::move(identity), nic_, std::move(then));
 }
 
 std::uint64_t VerbsDomain::max_window() const {
@@ -72,9 +72,17 @@ void VerbsDomain::poll() {
       polled += more;
     }
   }
+  if (nic_.waiting.empty()) return;
+  const std::uint64_t now = now_ns();
+  for (VerbsPath* const path : std::vector(nic_.waiting)) {
+    if (std::ranges::find(nic_.waiting, path) != nic_.waiting.end()) path->step(now);
+  }
 }
 
 bool VerbsDomain::prepare_sleep() {
+  // A NIC that is dying may never say that it has stopped.
+  if (std::ranges::any_of(nic_.waiting, [](auto* path) { return path->is_stopping(); }))
+    return false;
   return std::ranges::all_of(nic_.queues, [](const auto& queues) { return queues->arm(); });
 }
 

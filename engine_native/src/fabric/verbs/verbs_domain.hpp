@@ -11,24 +11,22 @@ namespace kvxfer::verbs {
 
 class VerbsDomain final : public NicDomain, private AsyncEventHandler {
  public:
-  // `lookups`: shared by all NICs of the engine.
-  static Result<std::unique_ptr<NicDomain>> open(
-      const std::shared_ptr<const VerbsDevice>& device, const NicContext& context,
-      const std::shared_ptr<AddressLookups::Running>& lookups);
+  static Result<std::unique_ptr<NicDomain>> open(const std::shared_ptr<const VerbsDevice>& device,
+                                                 const NicContext& context);
 
   std::string_view fabric() const override { return "verbs"; }
   const NicInfo& info() const override { return info_; }
-  bool usable() const override { return nic_.port.active && !nic_.broken; }
+  bool usable() const override { return nic_.usable(); }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
   std::uint64_t max_window() const override;
-  Result<std::unique_ptr<NicPath>> open_path(NicPathIdentity identity) override;
+  void open_path(NicPathIdentity identity, Opened then) override;
   void poll() override;
   bool prepare_sleep() override;
   void finish_sleep() override {}
 
  private:
   VerbsDomain(std::shared_ptr<const VerbsDevice> device, const NicContext& context,
-              const Port& port, std::shared_ptr<AddressLookups::Running> lookups);
+              const Port& port);
   void on_async_event(const ibv_async_event& event) override;
   void refresh_port();
   void break_down(const std::string& why);

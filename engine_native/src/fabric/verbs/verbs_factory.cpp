@@ -39,9 +39,9 @@ bool speaks_infiniband(const ibv_device& device) {
   return device.node_type == IBV_NODE_CA && device.transport_type == IBV_TRANSPORT_IB;
 }
 
-Result<std::unique_ptr<NicDomain>> open_nic(
-    const std::shared_ptr<const VerbsLibrary>& library, ibv_device* device, const std::string& name,
-    const NicContext& context, const std::shared_ptr<AddressLookups::Running>& lookups) {
+Result<std::unique_ptr<NicDomain>> open_nic(const std::shared_ptr<const VerbsLibrary>& library,
+                                            ibv_device* device, const std::string& name,
+                                            const NicContext& context) {
   const EngineOptions& options = context.options;
   auto opened = VerbsDevice::open(library, device,
                                   {.name = name,
@@ -50,7 +50,7 @@ Result<std::unique_ptr<NicDomain>> open_nic(
                                    .pkey = static_cast<std::uint16_t>(options.pkey),
                                    .mtu_bytes = options.path_mtu});
   if (!opened) return opened.error();
-  return VerbsDomain::open(*opened, context, lookups);
+  return VerbsDomain::open(*opened, context);
 }
 
 std::string why_none(const std::vector<std::string>& notices,
@@ -87,7 +87,6 @@ Result<OpenedNics> VerbsFactory::open(const NicContext& context) {
     return opened;
   }
   const std::vector<std::string>& asked = context.options.nics;
-  const auto lookups = std::make_shared<AddressLookups::Running>(0);
   int count = 0;
   ibv_device** const devices = (*library_)->get_device_list(&count);
   for (int i = 0; i < count; ++i) {
@@ -99,7 +98,7 @@ Result<OpenedNics> VerbsFactory::open(const NicContext& context) {
     for (const std::string& name : asked.empty() ? std::vector{device} : asked) {
       if (!port_of(device, name)) continue;
       if (name != device) opened.names.push_back(name);
-      auto domain = open_nic(*library_, devices[i], name, context, lookups);
+      auto domain = open_nic(*library_, devices[i], name, context);
       if (domain) {
         opened.nics.push_back(std::move(*domain));
       } else {

@@ -4,8 +4,7 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <chrono>
-#include <future>
+#include <utility>
 
 #include "clock.hpp"
 #include "error_text.hpp"
@@ -25,9 +24,9 @@ constexpr std::uint64_t kEndId = UINT64_MAX - 1;
 static_assert(kEndId != kReceiveId);
 // Flushing takes microseconds; a NIC that is dying may never say that it is done.
 constexpr std::uint64_t kStopNs = 100'000'000u;
-// For a network to answer. Where it does not, the engine thread is not kept for long again.
-constexpr auto kLookup = std::chrono::milliseconds(200);
-constexpr auto kFurtherLookup = std::chrono::milliseconds(10);
+// Joining a queue pair asks the kernel for the hardware address of the peer's NIC. Where that is
+// not known yet the kernel asks the network, and waits a second and more if nothing answers.
+constexpr std::uint64_t kLookupNs = 200'000'000u;
 
 std::uint32_t random_packet_sequence() {
   std::uint32_t sequence = 0;
@@ -37,20 +36,35 @@ std::uint32_t random_packet_sequence() {
 
 }  // namespace
 
-Result<std::unique_ptr<NicPath>> VerbsPath::open(NicPathIdentity identity, VerbsNic& nic) {
-  const auto share = NicQueues::take_share(nic.queues, nic.device, nic.context.poller);
-  if (!share) return share.error();
-  auto pair = QueuePair::create(nic.device, nic.port, share->of->completions(),
-                                share->of->receives(), share->share.sends);
-  if (!pair) {
-    share->of->give_back(share->share);
-    return pair.error();
-  }
-  return std::unique_ptr<NicPath>(
-      new VerbsPath(std::move(identity), *share, std::move(*pair), nic));
+void VerbsPath::open(NicPathIdentity identity, VerbsNic& nic, NicDomain::Opened then) {
+  using Made = Result<std::shared_ptr<QueuePair>>;
+  const auto make = [&nic, identity = std::move(identity),
+                     then = std::move(then)](const Result<NicQueues::Share>& taken) {
+    if (!taken) return then(taken.error());
+    const NicQueues::Share share = *taken;
+    const auto on_made = [&nic, identity, then, share, port = nic.port](Made pair) {
+      // What an earlier queue pair with its number has left is not taken for its own.
+      share.of->drain();
+      if (pair && nic.usable()) {
+        return then(
+            std::unique_ptr<NicPath>(new VerbsPath(identity, share, port, std::move(*pair), nic)));
+      }
+      share.of->give_back(share.share);
+      if (!pair) return then(pair.error());
+      nic.context.background.run([pair = *pair] { pair->destroy(); }, [] {});
+      then(nic.down());
+    };
+    nic.context.background.run<Made>(
+        [device = nic.device, port = nic.port, share] {
+          return QueuePair::create(device, port, share.of->completions(), share.of->receives(),
+                                   share.share.sends);
+        },
+        on_made);
+  };
+  NicQueues::take_share(nic, make);
 }
 
-VerbsPath::VerbsPath(NicPathIdentity identity, NicQueues::Share share,
+VerbsPath::VerbsPath(NicPathIdentity identity, NicQueues::Share share, const Port& port,
                      std::shared_ptr<QueuePair> pair, VerbsNic& nic)
     : NicPath(std::move(identity), share.share.receives, nic.load, nic.context.receive_context,
               nic.context.events),
@@ -58,7 +72,7 @@ VerbsPath::VerbsPath(NicPathIdentity identity, NicQueues::Share share,
       queues_(*share.of),
       share_(share.share),
       pair_(std::move(pair)),
-      port_(nic.port),
+      port_(port),
       ours_{.queue_pair = pair_->number(),
             .packet_sequence = random_packet_sequence(),
             .imm_window = share_.receives,
@@ -66,41 +80,78 @@ VerbsPath::VerbsPath(NicPathIdentity identity, NicQueues::Share share,
             .mtu = port_.mtu,
             .link_layer = port_.link_layer,
             .gid = port_.gid},
-      windows_(nic.device, pair_->get()),
+      windows_(pair_->get()),
       sends_left_(share_.sends) {
   queues_.add(pair_->number(), *this);
 }
 
-VerbsPath::~VerbsPath() { shut(); }
+VerbsPath::~VerbsPath() = default;
 
-Result<void> VerbsPath::connect(std::string_view endpoint) {
+// --- set-up ----------------------------------------------------------------------------------
+
+void VerbsPath::connect(std::string_view endpoint, Connected then) {
   const auto theirs = PathEndpoint::decode(endpoint);
   if (!theirs || theirs->link_layer != port_.link_layer) {
-    return Error{Errc::protocol_error, "peer " + identity_.label + " sent a queue pair that NIC " +
-                                           nic_.device->name() + " cannot be joined to"};
+    return then(Error{Errc::protocol_error, "peer " + identity_.label +
+                                                " sent a queue pair that NIC " +
+                                                nic_.device->name() + " cannot be joined to"});
   }
-  const auto failed = [&](const std::string& why) {
-    return Error{Errc::nic_lost, "NIC " + nic_.device->name() + " (" + gid_text(port_.gid) +
-                                     ") has no way to " + gid_text(theirs->gid) + " of peer " +
-                                     identity_.label + ": " + why +
-                                     "; check the network between the NICs"};
-  };
-  const auto patience = nic_.lookups.pending() ? kFurtherLookup : kLookup;
+  then_connected_ = std::move(then);
+  their_gid_ = theirs->gid;
   const EngineOptions& options = nic_.context.options;
   const ibv_ah_attr way =
       address_vector(port_, *theirs,
                      {.traffic_class = static_cast<std::uint8_t>(options.traffic_class),
                       .service_level = static_cast<std::uint8_t>(options.service_level)});
-  std::future<int> joined = nic_.lookups.run([pair = pair_, way, ours = ours_, theirs = *theirs] {
-    return pair->join(way, ours, theirs);
-  });
-  joining_ = joined.wait_for(patience) != std::future_status::ready;
-  if (joining_) return failed("its hardware address is not known yet");
-  int error = joined.get();
-  if (error == 0) error = pair_->start(ours_);
-  if (error != 0) return failed(errno_text(error));
-  set_peer_imm_window(theirs->imm_window);
-  return {};
+  wait(State::joining, kLookupNs);
+  nic_.context.background.run<int>(
+      [pair = pair_, way, ours = ours_, theirs = *theirs] { return pair->join(way, ours, theirs); },
+      [this, alive = std::weak_ptr(alive_), theirs = *theirs](int error) {
+        if (!alive.expired() && state_ == State::joining) on_joined(error, theirs);
+      });
+}
+
+// Not in one with joining: nobody waits for that, and nothing is to be placed afterwards.
+void VerbsPath::on_joined(int error, const PathEndpoint& theirs) {
+  leave(State::starting);
+  if (error != 0) return no_way(errno_text(error));
+  nic_.context.background.run<int>([pair = pair_, ours = ours_] { return pair->start(ours); },
+                                   [this, theirs](int refused) { on_started(refused, theirs); });
+}
+
+void VerbsPath::on_started(int error, const PathEndpoint& theirs) {
+  state_ = State::connected;
+  if (stopping()) return stop();
+  if (error != 0) return no_way(errno_text(error));
+  set_peer_imm_window(theirs.imm_window);
+  std::exchange(then_connected_, nullptr)({});
+}
+
+void VerbsPath::no_way(const std::string& why) {
+  if (state_ != State::connected) leave(State::made);
+  std::exchange(then_connected_, nullptr)(Error{
+      Errc::nic_lost, "NIC " + nic_.device->name() + " (" + gid_text(port_.gid) +
+                          ") has no way to " + gid_text(their_gid_) + " of peer " +
+                          identity_.label + ": " + why + "; check the network between the NICs"});
+}
+
+void VerbsPath::wait(State state, std::uint64_t ns) {
+  state_ = state;
+  deadline_ns_ = now_ns() + ns;
+  nic_.waiting.push_back(this);
+}
+
+void VerbsPath::leave(State next) {
+  state_ = next;
+  std::erase(nic_.waiting, this);
+}
+
+void VerbsPath::step(std::uint64_t now) {
+  if (state_ == State::joining && now > deadline_ns_) {
+    no_way("its hardware address is not known yet");
+  } else if (state_ == State::stopping && (stopped_ || now > deadline_ns_)) {
+    destroy();
+  }
 }
 
 // --- writing ---------------------------------------------------------------------------------
@@ -108,7 +159,7 @@ Result<void> VerbsPath::connect(std::string_view endpoint) {
 std::size_t VerbsPath::post(const OperationPtr& operation, const WriteRange& writes) {
   const std::size_t count =
       batch_limit(operation, writes, std::min<std::size_t>(sends_left_, NicQueues::kMaxChain));
-  if (count == 0 || lost()) return 0;
+  if (count == 0 || lost() || stopping()) return 0;
   const bool counted = operation->imm && writes.counted;
   static constexpr RemoteKey kNoMemory;
   const RemoteKey& key = operation->bytes > 0 ? remote_key(*operation) : kNoMemory;
@@ -165,9 +216,33 @@ bool VerbsPath::open_window(const MemoryRegion& grant) {
   const WindowRange range{.region = region,
                           .address = reinterpret_cast<std::uint64_t>(grant.data()),
                           .length = grant.size()};
-  if (!region || !windows_.open(grant.key(), range)) return false;
+  if (!region) return false;
+  windows_.open(grant.key(), range);
+  make_windows();
   post_windows();
   return true;
+}
+
+void VerbsPath::make_windows() {
+  const std::size_t wanted = windows_.unmade();
+  if (wanted == 0 || std::exchange(making_windows_, true)) return;
+  using Made = std::vector<MemoryWindow>;
+  nic_.context.background.run<Made>(
+      [device = nic_.device, wanted] { return MemoryWindow::make(device, wanted); },
+      [this, alive = std::weak_ptr(alive_), wanted,
+       &background = nic_.context.background](Made made) {
+        if (alive.expired() || stopping()) {
+          const auto unwanted = std::make_shared<Made>(std::move(made));
+          return background.run([unwanted] { unwanted->clear(); }, [] {});
+        }
+        making_windows_ = false;
+        // For these the NIC has none left.
+        for (const std::uint64_t grant : windows_.add(std::move(made), wanted)) {
+          events_.on_window(*this, grant);
+        }
+        make_windows();
+        post_windows();
+      });
 }
 
 bool VerbsPath::has_windows_of(const MemoryRegion& region) const {
@@ -176,6 +251,7 @@ bool VerbsPath::has_windows_of(const MemoryRegion& region) const {
 }
 
 void VerbsPath::post_windows() {
+  if (stopping()) return;
   if (const int error = windows_.post()) {
     on_failed("this NIC refused a memory window: " + errno_text(error));
   }
@@ -190,7 +266,7 @@ void VerbsPath::on_sent(std::uint64_t request) {
   }
   if ((request & PathWindows::kRequest) != 0) {
     const auto opened = windows_.on_done(request);
-    if (lost() || stopping_) return;
+    if (lost() || stopping()) return;
     if (opened) events_.on_window(*this, *opened);
     return post_windows();
   }
@@ -200,7 +276,7 @@ void VerbsPath::on_sent(std::uint64_t request) {
 
 void VerbsPath::on_failed(const ibv_wc& completion) {
   if (completion.wr_id == kEndId) stopped_ = true;
-  if (stopping_ || lost()) return;
+  if (stopping() || lost()) return;
   // Flushed work is not the cause; the NIC may have told that already.
   if (completion.status == IBV_WC_WR_FLUSH_ERR) nic_.events->take();
   on_failed(cause_of(completion, nic_.device->library()));
@@ -213,33 +289,55 @@ void VerbsPath::on_failed(const std::string& cause) {
 
 // --- the end ---------------------------------------------------------------------------------
 
-void VerbsPath::shut() {
-  if (!pair_) return;
-  stopping_ = true;
-  if (pair_->started() && !nic_.broken) stop();
-  windows_.free_all();
-  // One that is being joined has placed nothing and never will; it is destroyed when that ends.
-  if (!joining_) pair_->destroy();
-  // Some drivers drop what a destroyed queue pair left in the completion queue, which is why stop()
-  // takes it first. Others leave it there: it is taken here, while the number is still ours, so
-  // that it is never taken for that of a later queue pair with the same number.
-  queues_.drain();
-  queues_.remove(pair_->number());
-  queues_.give_back(share_);
-  pair_.reset();
+void VerbsPath::shut(std::function<void()> then) {
+  then_shut_ = std::move(then);
+  then_connected_ = nullptr;
+  if (state_ == State::connected) return stop();
+  if (state_ == State::starting) return;  // on_started() goes on
+  // It has placed nothing and never will. One that is being joined is destroyed when that ends.
+  leave(State::gone);
+  nic_.context.background.run([pair = pair_] {}, [] {});
+  finish();
 }
 
 // Requests complete in order, also those that are flushed: behind the last one nothing comes.
 // What the peer sent had completed before, because the queue pair takes nothing once it is stopped.
 void VerbsPath::stop() {
-  pair_->stop();
-  ibv_send_wr end{.wr_id = kEndId, .opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED};
-  ibv_send_wr* refused = nullptr;
-  if (ibv_post_send(pair_->get(), &end, &refused) != 0) return;
-  const std::uint64_t deadline = now_ns() + kStopNs;
-  while (!stopped_ && now_ns() < deadline) {
-    if (queues_.poll() == 0) ::sched_yield();
-  }
+  if (!pair_->started() || nic_.broken) return destroy();
+  nic_.context.background.run<bool>(
+      [pair = pair_] {
+        pair->stop();
+        ibv_send_wr end{
+            .wr_id = kEndId, .opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED};
+        ibv_send_wr* refused = nullptr;
+        return ibv_post_send(pair->get(), &end, &refused) == 0;
+      },
+      [this](bool marked) { marked ? wait(State::stopping, kStopNs) : destroy(); });
+}
+
+void VerbsPath::destroy() {
+  leave(State::gone);
+  const auto windows = std::make_shared<std::vector<MemoryWindow>>(windows_.take_all());
+  nic_.context.background.run(
+      [pair = pair_, windows] {
+        windows->clear();
+        pair->destroy();
+      },
+      [this] {
+        // Some drivers drop what a destroyed queue pair left in the completion queue, which is why
+        // stop() takes it first. Others leave it there: it is taken here, while the number is
+        // still ours, so that it is never taken for that of a later queue pair with the same
+        // number.
+        queues_.drain();
+        finish();
+      });
+}
+
+void VerbsPath::finish() {
+  queues_.remove(pair_->number(), *this);
+  queues_.give_back(share_);
+  pair_.reset();
+  std::exchange(then_shut_, nullptr)();
 }
 
 }  // namespace kvxfer::verbs

@@ -5,7 +5,6 @@
 #include <string>
 
 #include "fabric/nic/nic_domain.hpp"
-#include "fabric/verbs/address_lookups.hpp"
 #include "fabric/verbs/async_events.hpp"
 #include "fabric/verbs/nic_queues.hpp"
 #include "fabric/verbs/path_windows.hpp"
@@ -19,26 +18,29 @@ struct VerbsNic {
   NicContext context;
   // More are made when the others are full of paths.
   std::vector<std::unique_ptr<NicQueues>> queues;
+  std::vector<NicQueues::Taken> want_queues;  // while they are made
   std::unique_ptr<AsyncEvents> events;
   Port port;  // as it is now
   NicLoad load;
-  bool broken = false;  // for good
-  AddressLookups lookups;
+  bool broken = false;              // for good
+  std::vector<VerbsPath*> waiting;  // for what VerbsPath::step() looks at
+  bool usable() const { return port.active && !broken; }
+  Error down() const { return {Errc::nic_lost, "NIC " + device->name() + " is down"}; }
 };
 
 class VerbsPath final : public NicPath {
  public:
-  static Result<std::unique_ptr<NicPath>> open(NicPathIdentity identity, VerbsNic& nic);
+  static void open(NicPathIdentity identity, VerbsNic& nic, NicDomain::Opened then);
   ~VerbsPath() override;
 
   std::string_view fabric() const override { return "verbs"; }
   std::string endpoint() const override { return ours_.encode(); }
-  Result<void> connect(std::string_view endpoint) override;
+  void connect(std::string_view endpoint, Connected then) override;
   bool has_room(bool counted) const override {
     return sends_left_ > 0 && NicPath::has_room(counted);
   }
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
-  void shut() override;
+  void shut(std::function<void()> then) override;
   bool open_window(const MemoryRegion& grant) override;
   void close_window(std::uint64_t grant) override {
     windows_.close(grant);
@@ -57,14 +59,30 @@ class VerbsPath final : public NicPath {
   void on_failed(const ibv_wc& completion);
   void on_failed(const std::string& cause);
   void on_nic_down(const std::string& why) { lose({Errc::nic_lost, why}); }
+  // For those of VerbsNic::waiting.
+  void step(std::uint64_t now);
+  bool is_stopping() const { return state_ == State::stopping; }
 
  private:
-  VerbsPath(NicPathIdentity identity, NicQueues::Share share, std::shared_ptr<QueuePair> pair,
-            VerbsNic& nic);
+  // Of the queue pair. All that leads to another state takes the NIC some time.
+  enum class State { made, joining, starting, connected, stopping, gone };
+
+  VerbsPath(NicPathIdentity identity, NicQueues::Share share, const Port& port,
+            std::shared_ptr<QueuePair> pair, VerbsNic& nic);
   void write_request(std::size_t at, const Operation& operation, const WireWrite& write,
                      const RemoteKey& key, bool counted);
+  void on_joined(int error, const PathEndpoint& theirs);
+  void on_started(int error, const PathEndpoint& theirs);
+  void no_way(const std::string& why);
+  void make_windows();
   void post_windows();
+  bool stopping() const { return then_shut_ != nullptr; }
   void stop();
+  void destroy();
+  void finish();
+  // Among those that wait.
+  void wait(State state, std::uint64_t ns);
+  void leave(State next);
 
   VerbsNic& nic_;
   NicQueues& queues_;
@@ -74,9 +92,15 @@ class VerbsPath final : public NicPath {
   PathEndpoint ours_;
   PathWindows windows_;
   std::uint32_t sends_left_;
-  bool joining_ = false;  // a lookup still uses the queue pair
-  bool stopping_ = false;
-  bool stopped_ = false;  // every request that was posted has completed
+  State state_ = State::made;
+  bool stopped_ = false;           // every request that was posted has completed
+  std::uint64_t deadline_ns_ = 0;  // of waiting
+  ibv_gid their_gid_{};
+  Connected then_connected_;
+  std::function<void()> then_shut_;  // shut() was called
+  bool making_windows_ = false;
+  // For what may come when this is gone.
+  std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
 };
 
 }  // namespace kvxfer::verbs
