@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
@@ -51,6 +52,7 @@ struct Device : ibv_device {
   bool up = true;
   bool cut = false;
   unsigned busy = 0;  // refusals to deregister that are left
+  std::atomic<std::chrono::microseconds> command{};
 
   // RoCE: both versions of a link-local address, then both of an IPv4 address.
   ibv_gid gid(int index) const {
@@ -154,7 +156,7 @@ struct QueuePair : ibv_qp {
 Context& context_of(ibv_context* context) { return static_cast<Context&>(*verbs_get_ctx(context)); }
 const Device& device_of(ibv_context* context) { return *context_of(context).of; }
 void run_command(ibv_context* context) {
-  std::this_thread::sleep_for(device_of(context).traits.command);
+  std::this_thread::sleep_for(device_of(context).command.load());
 }
 
 // Whether these states, and the attributes that they ask for, are those of man ibv_modify_qp.
@@ -576,6 +578,7 @@ int dereg_mr(ibv_mr* given) {
 }
 
 ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type) {
+  run_command(pd->context);
   const std::lock_guard lock(network->mutex);
   auto* const window = new Window;
   network->last_key += kKeyTag + 1;
@@ -587,6 +590,7 @@ ibv_mw* alloc_mw(ibv_pd* pd, ibv_mw_type type) {
   return window;
 }
 int dealloc_mw(ibv_mw* given) {
+  run_command(given->context);
   const std::lock_guard lock(network->mutex);
   auto* const window = static_cast<Window*>(given);
   if (window->of) --window->of->windows;
@@ -872,6 +876,7 @@ void SimulatedVerbs::add(const SimulatedDevice& device) {
   added->transport_type = IBV_TRANSPORT_IB;
   device.name.copy(added->name, sizeof added->name - 1);
   added->traits = device;
+  added->command = device.command;
   added->lid = static_cast<std::uint16_t>(network_->devices.size() + 1);
   network_->devices.push_back(std::move(added));
 }
@@ -892,6 +897,11 @@ void SimulatedVerbs::cut(const std::string& name, bool off) {
   const std::lock_guard lock(network_->mutex);
   network_->find(name)->cut = off;
   network_->work.notify_all();
+}
+
+void SimulatedVerbs::delay_commands(const std::string& name, std::chrono::microseconds each) {
+  const std::lock_guard lock(network_->mutex);
+  network_->find(name)->command = each;
 }
 
 void SimulatedVerbs::refuse_deregistrations(const std::string& name, unsigned times) {

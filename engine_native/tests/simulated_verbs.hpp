@@ -39,7 +39,8 @@ struct SimulatedDevice {
   std::uint8_t rail = 0;  // its subnet
   bool windows = true;
   int max_srq_wr = 32767;
-  // Of a command that goes through the firmware: a queue pair is made, changed or destroyed, a
+  // Of a command that goes through the firmware: a queue pair or a window is made or destroyed, a
+  // queue pair is changed, a
   // region deregistered.
   std::chrono::microseconds command{200};
 };
@@ -59,6 +60,8 @@ class SimulatedVerbs {
   void set_link(const std::string& device, bool up);
   // Nothing comes or goes, and no event tells of it.
   void cut(const std::string& device, bool off);
+  // From now on each takes so long: SimulatedDevice::command.
+  void delay_commands(const std::string& device, std::chrono::microseconds each);
   // The next `times` times that memory is deregistered at the device are refused with EBUSY.
   void refuse_deregistrations(const std::string& device, unsigned times);
   // Queue pairs that there are, of all devices.

@@ -234,6 +234,30 @@ TEST_CASE("memory that a NIC does not let go of is not given back") {
   good(hosts.reader->deregister(stuck));
 }
 
+TEST_CASE("a NIC that takes longer to make and destroy paths than peers wait loses no other peer") {
+  EngineOptions ours = options_on(1, {});
+  EngineOptions theirs = options_on(1, {});
+  ours.peer_timeout = theirs.peer_timeout = std::chrono::seconds(1);
+  Hosts hosts(ours, theirs);
+  hosts.transfer();
+  TestEngine third(options_on(1, {}));
+  const auto slow = [&](bool so) {
+    simulated_verbs().delay_commands(ours.nics[0], std::chrono::milliseconds(so ? 1500 : 0));
+  };
+  slow(true);
+  const OperationId id = third->connect(hosts.writer->address(), std::chrono::seconds(3));
+  CHECK(third.await(Kind::connect, id).code == Errc::connect_failed);
+  hosts.transfer();
+  slow(false);
+  const PeerId peer = third.connect_to(hosts.writer);
+  hosts.transfer();
+  slow(true);
+  third->disconnect(peer);
+  CHECK(hosts.writer.await(Kind::peer_down).code == Errc::peer_lost);
+  hosts.transfer();
+  slow(false);
+}
+
 TEST_CASE("several queue pairs join two NICs where paths_per_nic_pair says so") {
   EngineOptions ours = options_on(1, {});
   EngineOptions theirs = options_on(1, {});
