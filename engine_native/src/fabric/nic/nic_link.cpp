@@ -172,7 +172,7 @@ Result<void> NicLink::on_path_opened(ByteReader reader) {
   }
   if (status != Errc::ok) {
     // There is no end of it there, and nobody to say so.
-    entry.there.emplace();
+    entry.there = Closed{};
     entry.known = false;
     if (closing) {
       finish_closing(id);
@@ -326,7 +326,7 @@ void NicLink::on_shut(PathId id) {
     for (const auto& [imm, count] : received) writer.put(imm).put(count);
     owner_.send_nic_frame(NicFrame::path_close, writer.take());
   } else {
-    entry.there.emplace();
+    entry.there = Closed{};
   }
   finish_closing(id);
 }
