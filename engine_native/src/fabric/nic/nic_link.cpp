@@ -108,7 +108,6 @@ void NicLink::on_made(PathId id, Result<std::unique_ptr<NicPath>> path) {
   }
   Entry& entry = found->second;
   entry.path = std::move(*path);
-  if (entry.state == Entry::State::closing) return begin_shut(entry);
   ends_.initiator ? offer_made() : connect(id);
 }
 
@@ -299,10 +298,10 @@ bool NicLink::fencing() const {
 
 void NicLink::close(Entry& entry, std::string_view why, bool failed) {
   entry.state = Entry::State::closing;
-  entry.why = why.substr(0, 512);
+  entry.why = why;
   entry.failed = failed;
   refresh_usable();
-  if (entry.path) begin_shut(entry);
+  begin_shut(entry);
 }
 
 void NicLink::begin_shut(Entry& entry) {
@@ -319,16 +318,19 @@ void NicLink::on_shut(PathId id) {
   entry.shut = true;
   entry.since_ns = now_;
   if (entry.known) {
-    const auto& received = entry.path->received();
-    ByteWriter writer;
-    writer.put(id).text(entry.why).put(static_cast<std::uint8_t>(entry.failed));
-    writer.put(static_cast<std::uint32_t>(received.size()));
-    for (const auto& [imm, count] : received) writer.put(imm).put(count);
-    owner_.send_nic_frame(NicFrame::path_close, writer.take());
+    say_closed(id, entry.why, {.received = entry.path->received(), .failed = entry.failed});
   } else {
     entry.there = Closed{};
   }
   finish_closing(id);
+}
+
+void NicLink::say_closed(PathId id, std::string_view why, const Closed& here) {
+  ByteWriter writer;
+  writer.put(id).text(why.substr(0, 512)).put(static_cast<std::uint8_t>(here.failed));
+  writer.put(static_cast<std::uint32_t>(here.received.size()));
+  for (const auto& [imm, count] : here.received) writer.put(imm).put(count);
+  owner_.send_nic_frame(NicFrame::path_close, writer.take());
 }
 
 void NicLink::finish_closing(PathId id) {
@@ -359,6 +361,13 @@ Result<void> NicLink::on_path_close(ByteReader reader) {
   if (closing && !entry.known) return {};  // we have refused it
   if (!entry.known || entry.there) return malformed("path_close");
   const bool failed = there.failed;
+  if (!entry.path) {
+    // Nothing can have come through it. It is dropped once it is made.
+    retry(why);
+    say_closed(id, why, {.failed = failed});
+    entries_.erase(found);
+    return {};
+  }
   entry.there = std::move(there);
   if (closing) {
     finish_closing(id);

@@ -132,7 +132,7 @@ class NicLink {
   void revoke_here(Imm imm);
 
  private:
-  // What the peer says of its closed end.
+  // What one end says once it is closed.
   struct Closed {
     std::unordered_map<Imm, std::uint64_t> received;  // immediates through it
     bool failed = false;
@@ -179,6 +179,7 @@ class NicLink {
   void close(Entry& entry, std::string_view why, bool failed);
   void begin_shut(Entry& entry);
   void on_shut(PathId id);
+  void say_closed(PathId id, std::string_view why, const Closed& here);
   void finish_closing(PathId id);
   void end_if_shut();
   void settle(NicPath& path, const Closed& there);

@@ -296,7 +296,7 @@ void VerbsPath::shut(std::function<void()> then) {
   if (state_ == State::starting) return;  // on_started() goes on
   // It has placed nothing and never will. One that is being joined is destroyed when that ends.
   leave(State::gone);
-  nic_.context.background.run([pair = pair_] {}, [] {});
+  nic_.context.background.run([pair = std::move(pair_)] {}, [] {});
   finish();
 }
 
@@ -334,7 +334,7 @@ void VerbsPath::destroy() {
 }
 
 void VerbsPath::finish() {
-  queues_.remove(pair_->number(), *this);
+  queues_.remove(ours_.queue_pair, *this);
   queues_.give_back(share_);
   pair_.reset();
   std::exchange(then_shut_, nullptr)();
