@@ -34,7 +34,7 @@ from kvxfer.errors import Backpressure, KvxferError, PeerError
 # A client asks nothing while it waits for an operator, and less long than this.
 _IDLE_SECONDS: Final = 300.0
 _ECHO_SECONDS: Final = 10.0
-_LEAVE_SECONDS: Final = 5.0
+_LEAVE_SECONDS: Final = 2.0
 _REQUEST = msgspec.msgpack.Decoder[m.HostRequest](m.HostRequest)
 
 
@@ -90,7 +90,7 @@ async def serve_hosts(
                     raise
                 tell(f"{client.peer.name} was not served to the end: {error}")
             finally:
-                clients.current = None
+                clients.forget(client)
             if once:
                 return
 
@@ -101,6 +101,12 @@ class _Client:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.requests: asyncio.Queue[bytes] = asyncio.Queue()
+        self.has_last_answer = False
+
+    @property
+    def leaves(self) -> bool:
+        """The next one may come: it is served once this one is gone and its memory taken back."""
+        return self.has_last_answer or self.peer.error is not None
 
 
 class _Clients:
@@ -114,7 +120,7 @@ class _Clients:
         pass  # it is a client once it asks for something
 
     def message(self, peer: Peer, data: bytes) -> None:
-        if self.current is None:
+        if self.current is None or (self.current.leaves and self.current.peer is not peer):
             self.current = _Client(peer)
             self.arrived.put_nowait(self.current)
         if self.current.peer is peer:
@@ -131,6 +137,10 @@ class _Clients:
 
     def peer_lost(self, peer: Peer, error: PeerError) -> None:
         pass  # _serve_client() is told
+
+    def forget(self, client: _Client) -> None:
+        if self.current is client:
+            self.current = None
 
 
 def _answer(peer: Peer, answer: m.Answer) -> None:
@@ -178,14 +188,17 @@ async def _serve_requests(session: _Session, client: _Client) -> None:
             request = _REQUEST.decode(data)
         except msgspec.MsgspecError as error:
             text = f"what it asks is nothing that a server of this version knows: {error}"
+            client.has_last_answer = True
             _answer(client.peer, m.Failed(BenchError.code, text))
             raise BenchError(text) from error
         answer = await answer_or_failure(request, session.respond(request))
+        refusal = answer if isinstance(request, m.Greet) and isinstance(answer, m.Failed) else None
+        client.has_last_answer = refusal is not None or isinstance(request, m.Leave)
         _answer(client.peer, answer)
-        if isinstance(request, m.Leave):
+        if refusal is not None:
+            raise BenchError(refusal.message)
+        if client.has_last_answer:
             return
-        if isinstance(request, m.Greet) and isinstance(answer, m.Failed):
-            raise BenchError(answer.message)
 
 
 class _Session:
