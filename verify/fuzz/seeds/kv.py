@@ -185,6 +185,8 @@ def endpoint() -> Iterator[bytes]:
     yield prefill + offer(to_peer, grants=b"\x03")
     yield prefill + offer(to_peer, first=b"\xff\xe2")
     yield prefill + offer(to_peer, first=b"\xff\x05")
+    yield prefill + offer(to_peer, first=b"\xff\xe6")
+    yield prefill + offer(to_peer, imm=b"\xe9")
     yield prefill + offer(to_peer) + b"\xfe"
     yield greeted + b"\x00\x00" + say(4, from_peer, from_peer) + cancel + say(4, early, early)
     yield greeted + b"\x00\x00" + accepted + refused + b"\x00" + done(b"\x01")
@@ -192,7 +194,13 @@ def endpoint() -> Iterator[bytes]:
     yield b"\x00\x00\x00" + say(10, b"\x05junk!")
     yield greeted + b"\x00\x00" + say(0, b"\x01\x01\x01\x01\x00\x01\x01", hello[1:])
     yield greeted + b"\x00\x00" + say(0, b"\x00\x00\x00\x03\x00\x00\x00")
-    for wrong in (b"\0\0\xff\x05", b"\0\0\0\0\0\xff\0", b"\0\xff\x07\x01\x02"):
+    planes_that_overlap = b"\0\xff\x07\x02\x02"
+    for wrong in (
+        b"\0\0\xff\x05",
+        b"\0\0\0\0\0\xff\0",
+        b"\0\xff\x07\x01\x02",
+        planes_that_overlap,
+    ):
         yield b"\x00\x00\x00" + say(0, wrong)
 
 
