@@ -228,7 +228,11 @@ class Arena:
         await asyncio.sleep(seconds)
         at = time.monotonic()
         paused.resume()
-        return await self._both(at)
+        found = await self._both(at)
+        # Who was late before is waited for longer, for a minute (patience.hpp): other rounds, which
+        # measure how soon a death is seen, are to begin with a peer that never was.
+        await self.start(victim)
+        return found
 
     async def _sever(self, how: Damage) -> _Found:
         """Both give each other up and reuse their blocks; only then the network is whole again."""
