@@ -137,8 +137,10 @@ TEST_CASE("both directions at once, many operations, none lost") {
     CHECK(pair.reader.await(Kind::counter, at_reader).code == Errc::ok);
     CHECK(pair.writer.await(Kind::counter, at_writer).code == Errc::ok);
     for (int i = 0; i < kOperations; ++i) {
-      CHECK(pair.writer.await(Kind::write).code == Errc::ok);
-      CHECK(pair.reader.await(Kind::write).code == Errc::ok);
+      const auto sent = pair.writer.await(Kind::write);
+      CHECK_MESSAGE(sent.code == Errc::ok, sent.text);
+      const auto answered = pair.reader.await(Kind::write);
+      CHECK_MESSAGE(answered.code == Errc::ok, answered.text);
     }
   }
 }

@@ -496,7 +496,35 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
     }
   }
   std::erase_if(uncounted_, [](const auto& entry) { return entry.second.use_count() == 1; });
+  fail_incomplete_counts();
   open_missing(now);
+}
+
+// Where an operation ended before the bytes of writes whose immediates had come were delivered,
+// nothing delivers them any more. The other writes of the immediate would wait for that for ever.
+void NicLink::fail_incomplete_counts() {
+  for (const auto& [imm, left] : uncounted_) {
+    if (*left == 0) continue;
+    std::size_t coming = 0;
+    for (const auto& [id, entry] : entries_) {
+      if (entry.path) coming += entry.path->uncounted(imm);
+    }
+    const auto operations = owner_.operations_with(imm);
+    for (const OperationPtr& operation : operations) {
+      for (const WriteRange& range : operation->reposts) {
+        if (!range.counted) coming += range.count;
+      }
+    }
+    if (coming >= *left) continue;
+    const std::string lost = std::to_string(*left - coming);
+    for (const OperationPtr& operation : operations) {
+      if (operation->arrived) continue;
+      owner_.fail(operation, Errc::nic_lost,
+                  "the count of immediate " + std::to_string(imm) +
+                      " cannot be completed: another operation ended before " + lost +
+                      " of its writes were delivered again, whose path was lost: " + trouble_);
+    }
+  }
 }
 
 void NicLink::shut(std::function<void()> then) {

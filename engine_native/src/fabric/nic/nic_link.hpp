@@ -175,6 +175,7 @@ class NicLink {
   void answer(PathId id, Errc status, std::string_view text);
   void enter_service(Entry& entry);
   bool is_stuck(Entry& entry, std::uint64_t now, std::uint64_t stalled_ns) const;
+  void fail_incomplete_counts();
   // These may erase the entry.
   void close(Entry& entry, std::string_view why, bool failed);
   void begin_shut(Entry& entry);

@@ -98,6 +98,16 @@ std::vector<NicPath::Unfinished> NicPath::take_unfinished() {
   return unfinished;
 }
 
+std::size_t NicPath::uncounted(Imm imm) const {
+  std::size_t count = 0;
+  for (const Batch& batch : batches_) {
+    if (batch.operation && batch.operation->imm == imm && !batch.writes.counted) {
+      count += batch.writes.count;
+    }
+  }
+  return count;
+}
+
 std::uint64_t NicPath::delivered(Imm imm) const {
   const auto found = delivered_.find(imm);
   return found == delivered_.end() ? 0 : found->second;

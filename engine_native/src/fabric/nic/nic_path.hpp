@@ -76,6 +76,8 @@ class NicPath : public Path {
   // --- progress
   std::size_t batches() const { return batches_.size(); }  // under way
   std::uint64_t finished_batches() const { return finished_batches_; }
+  // Writes under way again whose immediates, these, had arrived before.
+  std::size_t uncounted(Imm imm) const;
 
   // --- grants, by their region keys, up to NicDomain::max_window()
   // NicEvents::on_window() follows, unless the path is lost. False if the NIC has none left.
