@@ -142,6 +142,38 @@ TEST_CASE("a count is never complete without the bytes of a write that was given
   CHECK(pair.reader->counter_value(imm) == 1);
 }
 
+TEST_CASE("a path that was opened for writes that wait has its time to deliver them") {
+  auto& network = simulated_network();
+  Pair pair("simulated");
+  const RegionPtr source = good(pair.writer->allocate(4096));
+  const RegionPtr destination = good(pair.reader->allocate(4096));
+  const Imm imm = good(pair.reader->allocate_counter(pair.to_writer));
+  const auto set_link = [&](std::size_t nic, bool up) {
+    network.set_link(pair.writer->nics()[nic].name, up);
+    pair.writer.await(Kind::notice);
+  };
+  const auto submit = [&](std::uint32_t nic, Duration timeout) {
+    return good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
+                                   {.length = 1024}, {.imm = imm, .timeout = timeout, .nic = nic}))
+        .id;
+  };
+  set_link(1, false);
+  network.hold(true);
+  const OperationId waiting = submit(0, kDeadline);
+  network.await_posted(1);
+  set_link(0, false);
+  set_link(0, true);
+  network.await_posted(1);
+  const std::uint64_t posted = pair.writer->stats().writes_posted;
+  // As long as this waits for the NIC that is down, nothing is delivered.
+  const OperationId unposted = submit(1, std::chrono::seconds(1));
+  CHECK(pair.writer.await(Kind::write, unposted).code == Errc::deadline_exceeded);
+  CHECK(pair.writer->stats().writes_posted == posted);
+  network.hold(false);
+  CHECK(pair.writer.await(Kind::write, waiting).code == Errc::ok);
+  set_link(1, true);
+}
+
 TEST_CASE("NICs that fail crosswise leave the pair that works") {
   Random random;
   CAPTURE(random.seed);

@@ -214,6 +214,7 @@ void NicLink::on_connected(PathId id, const Result<void>& good) {
 
 void NicLink::enter_service(Entry& entry) {
   entry.state = Entry::State::open;
+  entry.progress_ns = now_;
   entry.path->open();
   grants_.open_on(*entry.path);
   refresh_usable();
