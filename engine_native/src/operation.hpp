@@ -56,8 +56,8 @@ struct Operation {
   // Came back from paths that were lost, to be posted on others.
   std::deque<WriteRange> reposts;
   // Of this immediate: to be posted again without it, because it did arrive, and not delivered
-  // yet. Counted ones wait for them, so that a count never runs ahead of bytes; where they are
-  // never delivered, for ever. Null: none.
+  // yet. Counted ones wait for them, so that a count never runs ahead of bytes; where nothing
+  // delivers them any more, they fail. Null: none.
   std::shared_ptr<std::size_t> uncounted_left;
   bool arrived = false;               // the peer says that all its immediates have
   bool queued = false;                // at its peer
