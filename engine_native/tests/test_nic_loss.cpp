@@ -135,7 +135,7 @@ TEST_CASE("a count is never complete without the bytes of a write that was given
   CHECK(pair.writer.await(Kind::write, first).code == Errc::cancelled);
   network.lose_completions(nic, false);
   network.hold(false);
-  // It could only wait for its deadline.
+  // Not at its deadline: nothing can complete the count.
   const auto done = pair.writer.await(Kind::write, second);
   CHECK(done.code == Errc::nic_lost);
   CHECK_MESSAGE(done.text.find("cannot be completed") != std::string::npos, done.text);
@@ -165,6 +165,7 @@ TEST_CASE("a path that was opened for writes that wait has its time to deliver t
   set_link(0, true);
   network.await_posted(1);
   const std::uint64_t posted = pair.writer->stats().writes_posted;
+  CHECK(posted == 2);
   // As long as this waits for the NIC that is down, nothing is delivered.
   const OperationId unposted = submit(1, std::chrono::seconds(1));
   CHECK(pair.writer.await(Kind::write, unposted).code == Errc::deadline_exceeded);

@@ -229,8 +229,8 @@ class Arena:
         at = time.monotonic()
         paused.resume()
         found = await self._both(at)
-        # Who was late before is waited for longer, for a minute (patience.hpp): other rounds, which
-        # measure how soon a death is seen, are to begin with a peer that never was.
+        # A peer that was late is given more time for a minute (patience.hpp). Other rounds measure
+        # how soon a death is seen, so they begin with a new process.
         await self.start(victim)
         return found
 

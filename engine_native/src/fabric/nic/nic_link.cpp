@@ -501,8 +501,8 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
   open_missing(now);
 }
 
-// Where an operation ended before the bytes of writes whose immediates had come were delivered,
-// nothing delivers them any more. The other writes of the immediate would wait for that for ever.
+// An operation may end before writes whose immediates had come are delivered again. Nothing
+// delivers them then, and the other writes of the immediate would wait for them for ever.
 void NicLink::fail_incomplete_counts() {
   for (const auto& [imm, left] : uncounted_) {
     if (*left == 0) continue;
@@ -519,7 +519,7 @@ void NicLink::fail_incomplete_counts() {
     if (coming >= *left) continue;
     const std::string lost = std::to_string(*left - coming);
     for (const OperationPtr& operation : operations) {
-      if (operation->arrived) continue;
+      if (operation->arrived || operation->code != Errc::ok) continue;
       owner_.fail(operation, Errc::nic_lost,
                   "the count of immediate " + std::to_string(imm) +
                       " cannot be completed: another operation ended before " + lost +
