@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import math
 import random
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -64,9 +65,16 @@ def pair_of(kind: Kind, name: str, folder: Path, model: Path) -> Iterator[Cluste
         yield cluster
 
 
+def computes_with_fp8() -> bool:
+    """Whether vLLM has a kernel for an fp8 cache on this processor."""
+    return re.search(r"\b(avx512f|amx_tile)\b", Path("/proc/cpuinfo").read_text()) is not None
+
+
 @pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator[Cluster]:
     kind = KINDS[request.param]
+    if request.param == "fp8" and not computes_with_fp8():
+        pytest.skip("vLLM computes with an fp8 cache on CPUs with AVX-512 or AMX only")
     made = model if kind.model == "llama" else checkpoint(kind, folder)
     with pair_of(kind, request.param, folder, made) as cluster:
         yield cluster
