@@ -1,10 +1,11 @@
-"""What every subcommand prints with: the console, one-line errors, JSON."""
+"""What every subcommand prints with: the console, one-line errors, JSON, logs."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -40,3 +41,18 @@ def show_staleness(stale_seconds: float | None) -> None:
 def show_json(value: Any) -> None:
     json.dump(value, sys.stdout, indent=2)
     sys.stdout.write("\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Logs:
+    """The options of commands that keep running."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """What to log to stderr; info has a line for each request."""
+    log_format: Literal["text", "json"] = "text"
+    """Lines for people, or one JSON object each."""
+
+    def configure(self) -> None:
+        from kvxfer.logs import configure_logging
+
+        configure_logging(self.log_level, self.log_format)

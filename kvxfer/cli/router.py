@@ -9,7 +9,7 @@ import typer
 
 from kvxfer.cli.connection import ControlPlane
 from kvxfer.cli.options import OptionsOf, with_options
-from kvxfer.cli.process_logs import Logs
+from kvxfer.cli.output import Logs
 from kvxfer.cli.serving import (
     TRUST_PANEL,
     AllowAnonymousOption,

@@ -11,8 +11,7 @@ import typer
 
 from kvxfer.cli.connection import ControlPlane
 from kvxfer.cli.options import OptionsOf, with_options
-from kvxfer.cli.output import out
-from kvxfer.cli.process_logs import Logs
+from kvxfer.cli.output import Logs, out
 from kvxfer.errors import InvalidArgument, NotBuilt
 from kvxfer.reference.worker.settings import WorkerSettings
 
