@@ -9,31 +9,40 @@ constexpr std::size_t kMaxThreads = 64;
 
 }  // namespace
 
+Background::~Background() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  posted_.release(static_cast<std::ptrdiff_t>(threads_.size()));
+  for (std::thread& thread : threads_) thread.join();
+}
+
 void Background::run(Work work, Work then) {
   {
     const std::lock_guard lock(mutex_);
     ++pending_;
     jobs_.push_back({std::move(work), std::move(then)});
-    if (free_ < jobs_.size() && threads_.size() < kMaxThreads) {
-      threads_.emplace_back([this](const std::stop_token& stop) { serve(stop); });
+    if (threads_.size() - busy_ < jobs_.size() && threads_.size() < kMaxThreads) {
+      threads_.emplace_back([this] { serve(); });
     }
   }
-  posted_.notify_one();
+  posted_.release();
 }
 
-void Background::serve(const std::stop_token& stop) {
-  std::unique_lock lock(mutex_);
+void Background::serve() {
   while (true) {
-    ++free_;
-    const bool more = posted_.wait(lock, stop, [this] { return !jobs_.empty(); });
-    --free_;
-    if (!more || stop.stop_requested()) return;
+    posted_.acquire();
+    std::unique_lock lock(mutex_);
+    if (stopping_) return;
+    ++busy_;
     Job job = std::move(jobs_.front());
     jobs_.pop_front();
     lock.unlock();
     job.work();
     job.work = nullptr;  // with what it holds
     lock.lock();
+    --busy_;
     ended_.push_back(std::move(job.then));
     poller_.wake();
   }

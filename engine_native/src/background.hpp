@@ -3,14 +3,13 @@
 // take for death.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <stop_token>
+#include <semaphore>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -25,9 +24,12 @@ class Background {
 
   // `poller`: of the engine thread, which is woken.
   explicit Background(const Poller& poller) : poller_(poller) {}
+  // What has not been begun never is.
+  ~Background();
+  Background(const Background&) = delete;
+  Background& operator=(const Background&) = delete;
 
-  // Any thread. Work is begun in order, as soon as a thread is free. Destroyed with what has not
-  // been begun.
+  // Any thread. Work is begun in order, as soon as a thread is free.
   void run(Work work, Work then);
   // `then` gets what `work` returns.
   template <typename T>
@@ -50,16 +52,19 @@ class Background {
     Work work;
     Work then;
   };
-  void serve(const std::stop_token& stop);
+  void serve();
 
   const Poller& poller_;
-  mutable std::mutex mutex_;
-  std::condition_variable_any posted_;
+  // Not a condition variable: telling one may wait for threads that it woke before (glibc until
+  // 2.41), for as long as these get no processor.
+  std::counting_semaphore<> posted_{0};
+  mutable std::mutex mutex_;  // guards all below
   std::deque<Job> jobs_;
   std::vector<Work> ended_;
-  std::size_t pending_ = 0;            // not finished yet
-  std::size_t free_ = 0;               // threads that wait for work
-  std::vector<std::jthread> threads_;  // started when all others are busy
+  std::size_t pending_ = 0;  // not finished yet
+  std::size_t busy_ = 0;     // threads that work
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;  // started when all others are busy
 };
 
 }  // namespace kvxfer

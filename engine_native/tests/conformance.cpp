@@ -6,13 +6,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <sstream>
 
-#ifdef KVXFER_HAVE_OFI
-#include "fabric/ofi/ofi_factory.hpp"
-#endif
 #ifdef KVXFER_HAVE_VERBS
 #include "fabric/verbs/verbs_factory.hpp"
 #include "simulated_verbs.hpp"
@@ -42,7 +40,7 @@ std::vector<std::string> rdma_devices() {
 // The cells of the table, filled by the listener below.
 class Table {
  public:
-  enum class Cell : std::uint8_t { passed, failed, left_out };
+  enum class Cell : std::uint8_t { passed, failed };
 
   void begin_case(const char* name) { case_ = name; }
   void begin_cell(const std::string& fabric) {
@@ -51,13 +49,6 @@ class Table {
     fabric_ = fabric;
   }
   void end_cell() { fabric_.clear(); }
-  void leave_out(const std::string& fabric, const std::string& reason) {
-    begin_cell(fabric);
-    rows_.back().second[fabric] = Cell::left_out;
-    end_cell();
-    const std::string note = fabric + ", \"" + case_ + "\": " + reason;
-    if (std::find(notes_.begin(), notes_.end(), note) == notes_.end()) notes_.push_back(note);
-  }
   void fail() {
     if (!fabric_.empty()) rows_.back().second[fabric_] = Cell::failed;
   }
@@ -75,15 +66,11 @@ class Table {
     for (const auto& [name, row] : rows_) {
       for (const std::string& fabric : shown) {
         const auto cell = row.find(fabric);
-        const char* text = cell == row.end()              ? ""
-                           : cell->second == Cell::passed ? "ok"
-                           : cell->second == Cell::failed ? "FAILED"
-                                                          : "left out";
+        const char* text = cell == row.end() ? "" : cell->second == Cell::passed ? "ok" : "FAILED";
         std::printf("  %-10s", text);
       }
       std::printf("  %s\n", name.c_str());
     }
-    for (const std::string& note : notes_) std::printf("  left out: %s\n", note.c_str());
     for (const std::string& fabric : all_fabrics()) {
       if (const std::string why = why_not(fabric); !why.empty()) {
         std::printf("  not run: %s: %s\n", fabric.c_str(), why.c_str());
@@ -94,7 +81,6 @@ class Table {
  private:
   using Row = std::map<std::string, Cell>;
   std::vector<std::pair<std::string, Row>> rows_;
-  std::vector<std::string> notes_;
   std::string case_;
   std::string fabric_;
 };
@@ -132,7 +118,7 @@ const std::vector<std::string>& all_fabrics() {
 #ifdef KVXFER_HAVE_VERBS
                                                 "mlx5",
 #endif
-                                                "verbs", "ofi",   "ofi-strict", "ofi-shared"};
+                                                "verbs", "ofi",   "ofi-strict"};
   return fabrics;
 }
 
@@ -190,28 +176,14 @@ EngineOptions options_for(const std::string& fabric, const std::string& name) {
     options.ofi_provider = "tcp";
     options.ofi_endpoints = nics;
     options.ofi_strict = fabric != "ofi";
-#ifdef KVXFER_HAVE_OFI
-    if (fabric == "ofi-shared") {  // as on EFA: peers share endpoints
-      options.more_nics = std::make_shared<ofi::OfiFactory>(
-          ofi::OfiFactory::Overrides{.paths_per_endpoint = 8, .use = FabricUse::required});
-      options.ofi = FabricUse::never;
-    }
-#endif
   }
   return options;
 }
 
-EachFabric::EachFabric() : EachFabric({}, "") {}
-
-EachFabric::EachFabric(const std::vector<std::string>& without, const std::string& reason) {
-  for (const std::string& fabric : all_fabrics()) {
-    if (!why_not(fabric).empty()) continue;
-    if (std::find(without.begin(), without.end(), fabric) == without.end()) {
-      fabrics_.push_back(fabric);
-    } else {
-      table().leave_out(fabric, reason);
-    }
-  }
+EachFabric::EachFabric() {
+  const auto& all = all_fabrics();
+  std::copy_if(all.begin(), all.end(), std::back_inserter(fabrics_),
+               [](const std::string& fabric) { return why_not(fabric).empty(); });
 }
 
 const std::string& EachFabric::Iterator::operator*() const {

@@ -12,7 +12,7 @@
 namespace kvxfer::test {
 
 // All there are: tcp, local, simulated, mlx5 (verbs over simulated devices), verbs, ofi, ofi-strict
-// (EFA's limits and disorder), ofi-shared (those, and endpoints that peers share).
+// (EFA's limits and disorder).
 const std::vector<std::string>& all_fabrics();
 // Why this run does not cover the fabric; empty if it does.
 std::string why_not(const std::string& fabric);
@@ -28,8 +28,6 @@ EngineOptions options_for(const std::string& fabric, const std::string& name);
 class EachFabric {
  public:
   EachFabric();
-  // Leaves these out of the case, for this reason.
-  EachFabric(const std::vector<std::string>& without, const std::string& reason);
 
   class Iterator {
    public:

@@ -40,8 +40,7 @@ struct SimulatedDevice {
   bool windows = true;
   int max_srq_wr = 32767;
   // Of a command that goes through the firmware: a queue pair or a window is made or destroyed, a
-  // queue pair is changed, a
-  // region deregistered.
+  // queue pair is changed, a region registered or deregistered.
   std::chrono::microseconds command{200};
 };
 
@@ -66,6 +65,10 @@ class SimulatedVerbs {
   void refuse_deregistrations(const std::string& device, unsigned times);
   // Queue pairs that there are, of all devices.
   std::size_t queue_pairs() const;
+  // Commands so far of threads that poll completions: such a thread answers heartbeats too.
+  std::size_t commands_of_pollers() const;
+  // How long the calling thread has waited for another in here, which no NIC would let it.
+  static std::uint64_t held_up_ns();
 
  private:
   std::unique_ptr<mlx5::Network> network_;

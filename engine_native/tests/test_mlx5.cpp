@@ -11,6 +11,7 @@
 
 #include "fabric/verbs/verbs_factory.hpp"
 #include "simulated_verbs.hpp"
+#include "step_probe.hpp"
 #include "support.hpp"
 
 using namespace kvxfer;
@@ -256,6 +257,76 @@ TEST_CASE("a NIC that takes longer to make and destroy paths than peers wait los
   CHECK(hosts.writer.await(Kind::peer_down).code == Errc::peer_lost);
   hosts.transfer();
   slow(false);
+}
+
+TEST_CASE(
+    "64 peers with 64 regions come and go beside a transfer, and the engine runs no command") {
+  constexpr std::size_t kPeers = 64;
+  constexpr std::size_t kRegions = 64;
+  const SimulatedDevice like{.command = std::chrono::milliseconds(1)};
+  EngineOptions ours = options_on(1, like);
+  EngineOptions theirs = options_on(1, like);
+  const auto probe = std::make_shared<StepProbe>(theirs.more_nics, &SimulatedVerbs::held_up_ns);
+  theirs.more_nics = probe;
+  const std::size_t commands = simulated_verbs().commands_of_pollers();
+  Hosts hosts(ours, theirs);
+  std::vector<MrDescriptor> destinations;
+  std::vector<std::byte> received(kRegions * kPeers * kPage);
+  for (std::size_t r = 0; r < kRegions; ++r) {
+    const auto region =
+        good(hosts.reader->register_memory(received.data() + r * kPeers * kPage, kPeers * kPage));
+    destinations.push_back(region->descriptor());
+  }
+  std::size_t transfers = 0;
+  std::jthread load([&](const std::stop_token& stop) {
+    for (; !stop.stop_requested(); ++transfers) hosts.transfer();
+  });
+
+  struct Joining {
+    explicit Joining(const EngineOptions& options) : engine(options) {}
+    std::vector<std::byte> memory = std::vector<std::byte>(kRegions * kPage);
+    TestEngine engine;
+    OperationId connecting = 0;
+    std::vector<OperationId> writes;
+  };
+  std::vector<std::unique_ptr<Joining>> peers;
+  for (std::size_t n = 0; n < kPeers; ++n) {
+    Joining& peer = *peers.emplace_back(std::make_unique<Joining>(options_on(1, like)));
+    std::memset(peer.memory.data(), static_cast<int>(n + 1), peer.memory.size());
+    peer.connecting = peer.engine->connect(hosts.reader->address(), kDeadline);
+  }
+  for (std::size_t n = 0; n < kPeers; ++n) {
+    Joining& peer = *peers[n];
+    const auto joined = peer.engine.await(Kind::connect, peer.connecting);
+    REQUIRE_MESSAGE(joined.code == Errc::ok, joined.text);
+    for (std::size_t r = 0; r < kRegions; ++r) {
+      const auto source = good(peer.engine->register_memory(peer.memory.data() + r * kPage, kPage));
+      peer.writes.push_back(
+          good(peer.engine->write(joined.peer, source, destinations[r],
+                                  {.destination_offset = n * kPage, .length = kPage},
+                                  {.timeout = kDeadline}))
+              .id);
+    }
+  }
+  CHECK(hosts.reader->stats().peers == kPeers + 1);
+  for (const auto& peer : peers) {
+    for (const OperationId write : peer->writes) {
+      const auto done = peer->engine.await(Kind::write, write);
+      CHECK_MESSAGE(done.code == Errc::ok, done.text);
+    }
+  }
+  CHECK(simulated_verbs().commands_of_pollers() == commands);
+  peers.clear();
+  load.request_stop();
+  load.join();
+  CHECK(transfers > 0);
+  for (std::size_t at = 0; at < received.size(); ++at) {
+    const std::size_t peer = at / kPage % kPeers;
+    if (received[at] == static_cast<std::byte>(peer + 1)) continue;
+    FAIL("byte " << at % kPage << " of peer " << peer << " is wrong");
+  }
+  MESSAGE("longest step of the engine thread: " << probe->longest_ns() / 1000 << " us, beside "
+                                                << transfers << " transfers");
 }
 
 TEST_CASE("several queue pairs join two NICs where paths_per_nic_pair says so") {

@@ -26,16 +26,6 @@ TEST_SUITE_BEGIN("ofi");
 
 namespace {
 
-// As for EFA: paths of one NIC share its endpoint.
-EngineOptions shared_options(const std::string& name, unsigned endpoints = 1) {
-  EngineOptions options = ofi_options(name, endpoints);
-  options.ofi_strict = true;
-  options.more_nics = std::make_shared<ofi::OfiFactory>(
-      ofi::OfiFactory::Overrides{.paths_per_endpoint = 8, .use = FabricUse::required});
-  options.ofi = FabricUse::never;
-  return options;
-}
-
 struct Engines {
   Engines(EngineOptions a, EngineOptions b)
       : writer(std::move(a)),
@@ -102,14 +92,13 @@ TEST_CASE("ofi: pages arrive over 1 and 3 endpoints, in EFA's disorder or not") 
   }
 }
 
-TEST_CASE("ofi: paths that share an endpoint, and NICs that nothing wakes for, move everything") {
+TEST_CASE("ofi: NICs that nothing wakes for move everything") {
   if (ofi_skipped()) return;
   Random random;
   CAPTURE(random.seed);
-  Engines shared(shared_options("writer"), shared_options("reader"));
-  for (int i = 0; i < 3; ++i) shared.write(random);
   const auto blind = [](const std::string& name) {
-    EngineOptions options = shared_options(name);
+    EngineOptions options = strict_ofi_options(name);
+    options.ofi = FabricUse::never;
     options.more_nics = std::make_shared<ofi::OfiFactory>(
         ofi::OfiFactory::Overrides{.wait_object = false, .use = FabricUse::required});
     return options;
@@ -168,40 +157,34 @@ TEST_CASE("ofi: a region is written under each registration of its own") {
 
 TEST_CASE("ofi: fencing one writer leaves the other's transfer whole") {
   if (ofi_skipped()) return;
-  for (const bool shared : {false, true}) {
-    CAPTURE(shared);
-    const auto options = [&](const std::string& name) {
-      return shared ? shared_options(name) : strict_ofi_options(name);
-    };
-    TestEngine reader(options("reader"));
-    TestEngine fenced(options("fenced"));
-    TestEngine other(options("other"));
-    const auto from_fenced = fenced.connect_to(reader);
-    const auto to_fenced = reader.await(Kind::peer_up).peer;
-    const auto from_other = other.connect_to(reader);
-    const auto bad = good(reader->allocate(16u << 20));
-    const auto fine = good(reader->allocate(16u << 20));
-    const auto source = good(fenced->allocate(16u << 20));
-    const auto source_too = good(other->allocate(16u << 20));
-    std::fill_n(source_too->data(), source_too->size(), std::byte{0x22});
-    const auto mine = good(fenced->write(from_fenced, source, bad->descriptor(),
-                                         {.length = 16u << 20}, {.timeout = kDeadline}));
-    const auto theirs = good(other->write(from_other, source_too, fine->descriptor(),
-                                          {.length = 16u << 20}, {.timeout = kDeadline}));
-    good(reader->fence(to_fenced));
-    const auto ended = fenced.await(Kind::write, mine.id);
-    CHECK((ended.code == Errc::peer_lost || ended.code == Errc::ok));
-    const auto done = other.await(Kind::write, theirs.id);
-    CHECK_MESSAGE(done.code == Errc::ok, done.text);
-    CHECK(count_other_than(fine, std::byte{0x22}) == 0);
-  }
+  TestEngine reader(strict_ofi_options("reader"));
+  TestEngine fenced(strict_ofi_options("fenced"));
+  TestEngine other(strict_ofi_options("other"));
+  const auto from_fenced = fenced.connect_to(reader);
+  const auto to_fenced = reader.await(Kind::peer_up).peer;
+  const auto from_other = other.connect_to(reader);
+  const auto bad = good(reader->allocate(16u << 20));
+  const auto fine = good(reader->allocate(16u << 20));
+  const auto source = good(fenced->allocate(16u << 20));
+  const auto source_too = good(other->allocate(16u << 20));
+  std::fill_n(source_too->data(), source_too->size(), std::byte{0x22});
+  const auto mine = good(fenced->write(from_fenced, source, bad->descriptor(),
+                                       {.length = 16u << 20}, {.timeout = kDeadline}));
+  const auto theirs = good(other->write(from_other, source_too, fine->descriptor(),
+                                        {.length = 16u << 20}, {.timeout = kDeadline}));
+  good(reader->fence(to_fenced));
+  const auto ended = fenced.await(Kind::write, mine.id);
+  CHECK((ended.code == Errc::peer_lost || ended.code == Errc::ok));
+  const auto done = other.await(Kind::write, theirs.id);
+  CHECK_MESSAGE(done.code == Errc::ok, done.text);
+  CHECK(count_other_than(fine, std::byte{0x22}) == 0);
 }
 
-TEST_CASE("ofi: a reader that leaves in mid-transfer leaves the other's whole, on one endpoint") {
+TEST_CASE("ofi: a reader that leaves in mid-transfer leaves the other's whole") {
   if (ofi_skipped()) return;
   constexpr std::size_t kBytes = 64u << 20;
-  TestEngine writer(shared_options("writer"));
-  TestEngine reader(shared_options("reader"));
+  TestEngine writer(strict_ofi_options("writer"));
+  TestEngine reader(strict_ofi_options("reader"));
   const auto source = good(writer->allocate(kBytes));
   std::fill_n(source->data(), kBytes, std::byte{0x22});
   const auto write = [&](PeerId peer, const RegionPtr& destination, Imm imm) {
@@ -217,7 +200,7 @@ TEST_CASE("ofi: a reader that leaves in mid-transfer leaves the other's whole, o
     const auto kept = write(to_reader, destination, imm);
     OperationId cut = 0;
     {
-      TestEngine leaver(shared_options("leaver"));
+      TestEngine leaver(strict_ofi_options("leaver"));
       const Imm begun = good(leaver->allocate_counter());
       cut = write(writer.connect_to(leaver), good(leaver->allocate(kBytes)), begun).id;
       while (leaver->counter_value(begun) == 0) std::this_thread::yield();
@@ -237,8 +220,8 @@ TEST_CASE("ofi: a reader that leaves in mid-transfer leaves the other's whole, o
 TEST_CASE("ofi: a transfer outlives paths that are lost with another region, counted once") {
   if (ofi_skipped()) return;
   constexpr std::size_t kBytes = 64u << 20;
-  TestEngine writer(shared_options("writer", 3));
-  TestEngine reader(shared_options("reader", 1));
+  TestEngine writer(strict_ofi_options("writer", 3));
+  TestEngine reader(strict_ofi_options("reader", 1));
   const auto to_reader = writer.connect_to(reader);
   const auto source = good(writer->allocate(kBytes));
   const auto kept = good(reader->allocate(kBytes));
@@ -416,7 +399,7 @@ TEST_CASE("ofi: disorder loses no completion, repeats none, and keeps no order")
     for (const auto& completion : released) out.push_back(completion.sequence);
   };
   for (std::uint64_t i = 0; i < kCount; ++i) {
-    disorder.hold({.path = nullptr, .sequence = i});
+    disorder.hold({.sequence = i});
     if (i % 16 == 0) take(disorder.release());
   }
   while (!disorder.empty()) take(disorder.release());

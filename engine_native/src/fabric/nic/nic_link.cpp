@@ -36,6 +36,7 @@ NicLink::NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours,
       owner_(owner),
       their_usable_(all_of(ends_.theirs.size())),
       regions_(ends_.label, owner),
+      lost_writes_(owner),
       grants_(owner) {}
 
 bool NicLink::possible(const std::vector<std::unique_ptr<NicDomain>>& ours,
@@ -379,73 +380,12 @@ Result<void> NicLink::on_path_close(ByteReader reader) {
   return {};
 }
 
-// Both ends are closed. What was not known to be delivered is posted again; as many immediates as
-// came through without our knowing are left out.
+// Both ends are closed.
 void NicLink::settle(NicPath& path, const Closed& there) {
-  const auto& received = there.received;
-  // What the NIC took for delivered, and the peer never saw: its counter cannot get there any more.
-  for (const auto& [imm, known] : path.delivered()) {
-    const auto told = received.find(imm);
-    const std::uint64_t came = told == received.end() ? 0 : told->second;
-    if (came >= known) continue;
-    owner_.lose_peer({Errc::nic_lost, "its NIC lost " + std::to_string(known - came) +
-                                          " writes of counter " + std::to_string(imm) +
-                                          " that had been delivered to it: the count cannot be "
-                                          "completed"});
-    return;
-  }
-  std::unordered_map<Imm, std::uint64_t> unknown;
-  const auto unfinished = path.take_unfinished();
-  for (const auto& [operation, writes] : unfinished) {
-    if (operation->imm && writes.counted) unknown[*operation->imm] += writes.count;
-  }
-  std::unordered_map<Imm, std::uint64_t> landed;
-  for (const auto& [imm, count] : unknown) {
-    const auto told = received.find(imm);
-    const std::uint64_t came = told == received.end() ? 0 : told->second;
-    const std::uint64_t known = path.delivered(imm);
-    landed[imm] = std::min(count, came - std::min(came, known));
-  }
+  const auto touched = lost_writes_.give_back(path, there.received);
+  if (!touched) return owner_.lose_peer(touched.error());
   regions_.forget_path(path.identity().id);
-
-  std::vector<OperationPtr> touched;
-  for (const auto& [operation, writes] : unfinished) {
-    if (std::find(touched.begin(), touched.end(), operation) == touched.end()) {
-      touched.push_back(operation);
-    }
-    operation->outstanding -= writes.count;
-    const bool counted = operation->imm && writes.counted;
-    if (operation->code != Errc::ok) continue;
-    if (operation->arrived || (counted && landed[*operation->imm] == unknown[*operation->imm])) {
-      // All of this immediate's are there, so these are too.
-      operation->finished += writes.count;
-      if (!writes.counted) *operation->uncounted_left -= writes.count;
-      continue;
-    }
-    std::size_t uncounted = 0;
-    if (counted) {
-      std::uint64_t& left = landed[*operation->imm];
-      uncounted = std::min<std::uint64_t>(left, writes.count);
-      left -= uncounted;
-      unknown[*operation->imm] -= uncounted;
-    }
-    if (uncounted > 0) {
-      auto& shared = uncounted_[*operation->imm];
-      if (!shared) shared = std::make_shared<std::size_t>(0);
-      operation->uncounted_left = shared;
-      *shared += uncounted;
-      operation->reposts.push_front({writes.first, uncounted, false});
-    }
-    if (!writes.counted) {
-      operation->reposts.push_front(writes);
-    } else if (uncounted < writes.count) {
-      if (counted && uncounted_.contains(*operation->imm)) {
-        operation->uncounted_left = uncounted_[*operation->imm];
-      }
-      operation->reposts.push_back({writes.first + uncounted, writes.count - uncounted, true});
-    }
-  }
-  for (const OperationPtr& operation : touched) {
+  for (const OperationPtr& operation : *touched) {
     operation->destination.reset();
     if (there.failed && path.identity().id > operation->newest_at_loss &&
         now_ - operation->lost_at_ns >= kTogetherNs) {
@@ -496,36 +436,12 @@ void NicLink::tick(std::uint64_t now, std::uint64_t stalled_ns) {
       lost_.emplace_back(id, Error{Errc::nic_lost, "a path was not opened in time"});
     }
   }
-  std::erase_if(uncounted_, [](const auto& entry) { return entry.second.use_count() == 1; });
-  fail_incomplete_counts();
-  open_missing(now);
-}
-
-// An operation may end before writes whose immediates had come are delivered again. Nothing
-// delivers them then, and the other writes of the immediate would wait for them for ever.
-void NicLink::fail_incomplete_counts() {
-  for (const auto& [imm, left] : uncounted_) {
-    if (*left == 0) continue;
-    std::size_t coming = 0;
-    for (const auto& [id, entry] : entries_) {
-      if (entry.path) coming += entry.path->uncounted(imm);
-    }
-    const auto operations = owner_.operations_with(imm);
-    for (const OperationPtr& operation : operations) {
-      for (const WriteRange& range : operation->reposts) {
-        if (!range.counted) coming += range.count;
-      }
-    }
-    if (coming >= *left) continue;
-    const std::string lost = std::to_string(*left - coming);
-    for (const OperationPtr& operation : operations) {
-      if (operation->arrived || operation->code != Errc::ok) continue;
-      owner_.fail(operation, Errc::nic_lost,
-                  "the count of immediate " + std::to_string(imm) +
-                      " cannot be completed: another operation ended before " + lost +
-                      " of its writes were delivered again, whose path was lost: " + trouble_);
-    }
+  std::vector<const NicPath*> paths;
+  for (const auto& [id, entry] : entries_) {
+    if (entry.path) paths.push_back(entry.path.get());
   }
+  lost_writes_.fail_incomplete(paths, trouble_);
+  open_missing(now);
 }
 
 void NicLink::shut(std::function<void()> then) {

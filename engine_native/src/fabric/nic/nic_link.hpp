@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "bootstrap/bytes.hpp"
+#include "fabric/nic/lost_writes.hpp"
 #include "fabric/nic/nic_domain.hpp"
 #include "fabric/nic/nic_grants.hpp"
 #include "fabric/nic/nic_pairing.hpp"
@@ -175,7 +176,6 @@ class NicLink {
   void answer(PathId id, Errc status, std::string_view text);
   void enter_service(Entry& entry);
   bool is_stuck(Entry& entry, std::uint64_t now, std::uint64_t stalled_ns) const;
-  void fail_incomplete_counts();
   // These may erase the entry.
   void close(Entry& entry, std::string_view why, bool failed);
   void begin_shut(Entry& entry);
@@ -208,11 +208,11 @@ class NicLink {
   std::string trouble_;
 
   RemoteRegions regions_;
+  LostWrites lost_writes_;
   NicGrants grants_;
   std::unordered_map<std::uint16_t, std::uint16_t> revoked_;  // slot → last revoked generation
   std::vector<Imm> answering_;  // the peer waits until nothing of these is under way
-  std::unordered_map<Imm, std::shared_ptr<std::size_t>> uncounted_;
-  bool shutting_ = false;  // for good
+  bool shutting_ = false;       // for good
   std::function<void()> then_;
   // For what may come when this is gone.
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);

@@ -48,25 +48,20 @@ std::vector<Request> requests_for(const std::string& provider) {
   if (provider != "efa") {
     for (const int mr_mode : {0, FI_MR_PROV_KEY}) {
       for (const std::uint64_t mode : {std::uint64_t{0}, std::uint64_t{FI_RX_CQ_DATA}}) {
-        requests.push_back(
-            {.provider = provider, .caps = FI_SOURCE, .mode = mode, .mr_mode = mr_mode});
         requests.push_back({.provider = provider, .mode = mode, .mr_mode = mr_mode});
       }
     }
     return requests;
   }
   for (const std::uint64_t mode : {std::uint64_t{0}, std::uint64_t{FI_RX_CQ_DATA}}) {
-    requests.push_back({.provider = provider,
-                        .fabric = "efa-direct",
-                        .caps = FI_SOURCE,
-                        .mode = mode,
-                        .mr_mode = FI_MR_PROV_KEY});
+    requests.push_back(
+        {.provider = provider, .fabric = "efa-direct", .mode = mode, .mr_mode = FI_MR_PROV_KEY});
   }
   // FI_REMOTE_COMM alone says that this fabric must not go through shm to peers on this host.
   for (const std::uint64_t mode : {std::uint64_t{0}, std::uint64_t{FI_RX_CQ_DATA}}) {
     requests.push_back({.provider = provider,
                         .fabric = "efa",
-                        .caps = FI_SOURCE | FI_REMOTE_COMM,
+                        .caps = FI_REMOTE_COMM,
                         .mode = mode,
                         .mr_mode = FI_MR_PROV_KEY});
   }

@@ -1,6 +1,7 @@
 #include "fabric/ofi/disorder.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvxfer::ofi {
 namespace {
@@ -27,15 +28,11 @@ std::vector<Completion> Disorder::release() {
   return due;
 }
 
-std::vector<Completion> Disorder::release(const CompletionSink& path) {
-  std::vector<Completion> due;
-  std::erase_if(held_, [&](const Held& held) {
-    if (held.completion.path != &path) return false;
-    due.push_back(held.completion);
-    return true;
-  });
-  std::shuffle(due.begin(), due.end(), random_);
-  return due;
+std::vector<Completion> Disorder::release_all() {
+  std::vector<Completion> all;
+  for (const Held& held : std::exchange(held_, {})) all.push_back(held.completion);
+  std::shuffle(all.begin(), all.end(), random_);
+  return all;
 }
 
 }  // namespace kvxfer::ofi

@@ -2,12 +2,20 @@
 // between them and anything else, then fails on every provider.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <random>
 #include <vector>
 
-#include "fabric/ofi/completion.hpp"
+#include "kvxfer/types.hpp"
 
 namespace kvxfer::ofi {
+
+struct Completion {
+  std::uint64_t sequence = 0;  // of a write of ours
+  std::optional<Imm> imm;      // of one that arrived
+  std::uint64_t bytes = 0;
+};
 
 class Disorder {
  public:
@@ -18,8 +26,7 @@ class Disorder {
   void hold(const Completion& completion);
   // Those whose time has come; call it at every poll.
   std::vector<Completion> release();
-  // All of a path that is being shut.
-  std::vector<Completion> release(const CompletionSink& path);
+  std::vector<Completion> release_all();
 
  private:
   struct Held {

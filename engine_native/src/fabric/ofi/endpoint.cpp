@@ -1,42 +1,68 @@
 #include "fabric/ofi/endpoint.hpp"
 
-#include <algorithm>
+#include <array>
+#include <utility>
 
-#include "clock.hpp"
 #include "operation.hpp"
-#include "random.hpp"
 
 namespace kvxfer::ofi {
 namespace {
 
 constexpr std::size_t kMaxAddressBytes = 256;
-// By then nothing is left in the network of a path that was shut.
-constexpr std::uint64_t kForgetNs = 10'000'000'000u;
+constexpr std::size_t kCompletionBatch = 64;
+// Of one endpoint at one poll, so that no other waits for long.
+constexpr int kBatches = 8;
+
+std::string_view remedy(int error) {
+  switch (error) {
+    case FI_ECONNREFUSED:
+    case FI_ECONNRESET:
+    case FI_ECONNABORTED:
+    case FI_ENOTCONN:
+    case FI_ESHUTDOWN:
+    case FI_EIO:
+      return "; its process has ended, or it closed the path";
+    case FI_EHOSTUNREACH:
+    case FI_ENETUNREACH:
+    case FI_EHOSTDOWN:
+    case FI_ENETDOWN:
+    case FI_ETIMEDOUT:
+      return "; check the network between both hosts and the NIC's security group";
+    case FI_EACCES:
+    case FI_EPERM:
+    case FI_ENOKEY:
+    case FI_EKEYREJECTED:
+    case FI_EFAULT:
+      return "; its memory region may be registered no more";
+    case FI_EMSGSIZE:
+      return "; the provider does not take writes of 1 MiB";
+    default:
+      return "";
+  }
+}
 
 }  // namespace
 
-Result<std::unique_ptr<Endpoint>> Endpoint::open(std::shared_ptr<const OpenDomain> domain,
-                                                 Poller& poller, const Options& options) {
-  std::unique_ptr<Endpoint> made(new Endpoint(std::move(domain), poller, options));
+Result<std::shared_ptr<Endpoint>> Endpoint::open(std::shared_ptr<const OpenDomain> domain,
+                                                 const Poller& poller, const Options& options) {
+  std::shared_ptr<Endpoint> made(new Endpoint(std::move(domain), poller, options));
   if (auto good = made->start(); !good) return good.error();
   return made;
 }
 
-Endpoint::Endpoint(std::shared_ptr<const OpenDomain> domain, Poller& poller, const Options& options)
+Endpoint::Endpoint(std::shared_ptr<const OpenDomain> domain, const Poller& poller,
+                   const Options& options)
     : domain_(std::move(domain)), poller_(poller), options_(options) {
   if (options_.disorder_seed) disorder_.emplace(*options_.disorder_seed);
-  random_bytes(&token_, sizeof token_);
 }
 
-Endpoint::~Endpoint() {
-  if (wait_fd_ >= 0) poller_.remove(wait_fd_, *this);
+Error Endpoint::failed(std::string_view what, ssize_t error) const {
+  return domain_->library.failed("NIC " + domain_->device.name + ": " + std::string(what), error);
 }
 
 Result<void> Endpoint::open_queue() {
-  const std::size_t immediates = options_.budget.paths * (options_.budget.immediates + 1);
-  // Nothing guards a queue against running over; receives end up there too when it is closed.
   fi_cq_attr attributes{};
-  attributes.size = options_.budget.writes + 2 * immediates;
+  attributes.size = queue_size();
   attributes.format = FI_CQ_FORMAT_DATA;
   attributes.wait_obj = options_.wait_object ? FI_WAIT_FD : FI_WAIT_NONE;
   fid_cq* queue = nullptr;
@@ -46,35 +72,26 @@ Result<void> Endpoint::open_queue() {
     error = ::fi_cq_open(domain_->domain.get(), &attributes, &queue, nullptr);
   }
   if (error != 0) {
-    return domain_->library.failed("NIC " + domain_->device.name + ": fi_cq_open of " +
-                                       std::to_string(attributes.size) + " entries",
-                                   error);
+    return failed("fi_cq_open of " + std::to_string(attributes.size) + " entries", error);
   }
   queue_.reset(queue);
   int fd = -1;
-  if (attributes.wait_obj != FI_WAIT_FD || ::fi_control(&queue->fid, FI_GETWAIT, &fd) != 0) {
-    return {};
+  if (attributes.wait_obj == FI_WAIT_FD && ::fi_control(&queue->fid, FI_GETWAIT, &fd) == 0) {
+    wait_fd_ = fd;
   }
-  // Linux refuses where too many queues wait for one device: then as if it had none.
-  if (poller_.add(fd, EPOLLIN, *this)) wait_fd_ = fd;
   return {};
 }
 
 Result<void> Endpoint::start() {
-  const auto failed = [&](const char* what, ssize_t error) {
-    return domain_->library.failed("NIC " + domain_->device.name + ": " + what, error);
-  };
-  if (domain_->local_keys) {
-    auto readable =
-        domain_->register_memory(landing_.data(), landing_.size(), FI_WRITE | FI_SEND | FI_RECV);
-    if (!readable) return readable.error();
-    landing_readable_ = std::move(*readable);
-  }
+  auto landing = domain_->register_memory(landing_.data(), landing_.size(),
+                                          FI_WRITE | FI_SEND | FI_RECV | FI_REMOTE_WRITE);
+  if (!landing) return landing.error();
+  landing_memory_ = std::move(*landing);
   if (auto good = open_queue(); !good) return good;
 
   fi_av_attr attributes{};
   attributes.type = FI_AV_TABLE;
-  attributes.count = options_.budget.paths;
+  attributes.count = 1;
   fid_av* peers = nullptr;
   if (const int error = ::fi_av_open(domain_->domain.get(), &attributes, &peers, nullptr)) {
     return failed("fi_av_open", error);
@@ -100,78 +117,52 @@ Result<void> Endpoint::start() {
   address_.resize(size);
 
   const bool receives = domain_->device.mode(FI_RX_CQ_DATA);
-  const Budget& budget = options_.budget;
-  context_count_ = budget.writes + (receives ? budget.paths * (budget.immediates + 1) : 0);
+  context_count_ = options_.writes + (receives ? options_.immediates + 1 : 0);
   contexts_ = std::make_unique<Context[]>(context_count_);
   for (std::size_t i = 0; i < context_count_; ++i) {
-    contexts_[i].receive = i >= budget.writes;
+    contexts_[i].receive = i >= options_.writes;
     put_back(contexts_[i]);
   }
   post_receives();
   if (unposted_) {
     return Error{Errc::out_of_memory, "NIC " + domain_->device.name + " does not take " +
-                                          std::to_string(context_count_ - budget.writes) +
+                                          std::to_string(context_count_ - options_.writes) +
                                           " receives"};
   }
   return {};
 }
 
-Result<Endpoint::Landing> Endpoint::make_landing() const {
-  auto writable = domain_->register_memory(landing_.data(), landing_.size(), FI_REMOTE_WRITE);
-  if (!writable) return writable.error();
-  const std::uint64_t key = ::fi_mr_key(writable->get());
-  return Landing{.writable = std::move(*writable),
-                 .address = domain_->remote_start(landing_.data()),
-                 .rkey = key};
-}
+// --- its life --------------------------------------------------------------------------------
 
-// --- paths -----------------------------------------------------------------------------------
-
-Result<fi_addr_t> Endpoint::attach(CompletionSink& path, const std::string& address,
-                                   std::uint64_t token) {
-  if (address.size() != address_.size()) {
+Result<void> Endpoint::attach(const std::string& peer_address) {
+  if (peer_address.size() != address_.size()) {
     return Error{Errc::protocol_error, "the peer's address is none of NIC " + domain_->device.name +
                                            "'s provider; use the same ofi_provider on both sides"};
   }
-  fi_addr_t number = FI_ADDR_NOTAVAIL;
-  const int inserted = ::fi_av_insert(peers_.get(), address.data(), 1, &number, 0, nullptr);
-  if (inserted != 1 || sources_.contains(number)) {
-    return domain_->library.failed(
-        "NIC " + domain_->device.name + " cannot take the peer's address",
-        inserted < 0 ? inserted : -FI_EINVAL);
-  }
-  sources_[number] = {&path, token};
-  std::erase_if(met_, [now = now_ns()](const auto& known) { return known.second <= now; });
-  met_[token] = UINT64_MAX;  // not while the path is there
-  return number;
+  const int inserted = ::fi_av_insert(peers_.get(), peer_address.data(), 1, &to_, 0, nullptr);
+  if (inserted == 1) return {};
+  return failed("it cannot take the peer's address", inserted < 0 ? inserted : -FI_EINVAL);
 }
 
-void Endpoint::detach(CompletionSink& path) {
-  for (auto source = sources_.begin(); source != sources_.end(); ++source) {
-    if (source->second.path != &path) continue;
-    fi_addr_t number = source->first;
-    ::fi_av_remove(peers_.get(), &number, 1, 0);
-    met_[source->second.token] = now_ns() + kForgetNs;
-    sources_.erase(source);
-    break;
-  }
-  for (std::size_t i = 0; i < context_count_; ++i) {
-    if (contexts_[i].path == &path) contexts_[i].path = nullptr;
-  }
+void Endpoint::serve(CompletionSink& path, Poller& poller) {
+  path_ = &path;
+  // Linux refuses where too many queues wait for one device: then as if it had none.
+  if (wait_fd_ >= 0 && !poller.add(wait_fd_, EPOLLIN, *this)) wait_fd_ = -1;
 }
 
-bool Endpoint::met(std::uint64_t token) const {
-  const auto known = met_.find(token);
-  return known != met_.end() && now_ns() < known->second;
+void Endpoint::leave(Poller& poller) {
+  if (std::exchange(path_, nullptr) && wait_fd_ >= 0) poller.remove(wait_fd_, *this);
 }
 
-bool Endpoint::writes_for(const CompletionSink& path) const {
-  return std::any_of(contexts_.get(), contexts_.get() + context_count_,
-                     [&](const Context& context) { return context.path == &path; });
+void Endpoint::close() {
+  const std::lock_guard lock(gate_);
+  endpoint_.reset();
+  closed_ = true;
 }
 
-std::string Endpoint::seed_text() const {
-  return disorder_ ? " (seed " + std::to_string(disorder_->seed()) + ")" : "";
+void Endpoint::reset() {
+  close();
+  poller_.wake();
 }
 
 // --- writes ----------------------------------------------------------------------------------
@@ -181,29 +172,27 @@ ssize_t Endpoint::post(const Write& write) {
   if (disorder_ && (write.length == 0 || write.length > kMaxWriteBytes || !write.descriptor)) {
     return -FI_EINVAL;
   }
-  const std::lock_guard lock(gate_);
+  const std::unique_lock lock(gate_, std::try_to_lock);
+  if (!lock || !free_) return -FI_EAGAIN;
   if (!endpoint_) return -FI_ESHUTDOWN;
-  if (!free_) return -FI_EAGAIN;
   Context& context = *free_;
   const iovec from{.iov_base = const_cast<void*>(write.source), .iov_len = write.length};
-  const fi_rma_iov to{.addr = write.address, .len = write.length, .key = write.rkey};
+  const fi_rma_iov there{.addr = write.address, .len = write.length, .key = write.rkey};
   void* descriptor = write.descriptor;
   const fi_msg_rma message{.msg_iov = &from,
                            .desc = &descriptor,
                            .iov_count = 1,
-                           .addr = write.to,
-                           .rma_iov = &to,
+                           .addr = to_,
+                           .rma_iov = &there,
                            .rma_iov_count = 1,
                            .context = &context.space,
                            .data = write.imm.value_or(0)};
   const std::uint64_t flags =
       FI_COMPLETION | FI_DELIVERY_COMPLETE | (write.imm ? FI_REMOTE_CQ_DATA : 0);
   Context* const next = context.next;
-  context.path = write.path;
   context.sequence = write.sequence;
   const ssize_t error = ::fi_writemsg(endpoint_.get(), &message, flags);
   if (error != 0) {
-    context.path = nullptr;
     refused_ = refused_ || error == -FI_EAGAIN;
     return error;
   }
@@ -214,14 +203,13 @@ ssize_t Endpoint::post(const Write& write) {
 
 void Endpoint::put_back(Context& context) {
   Context*& list = context.receive ? unposted_ : free_;
-  context.path = nullptr;
   context.next = list;
   list = &context;
 }
 
 void Endpoint::post_receives() {
-  const std::lock_guard lock(gate_);
-  while (unposted_ && endpoint_) {
+  const std::unique_lock lock(gate_, std::try_to_lock);
+  while (lock && unposted_ && endpoint_) {
     Context& context = *unposted_;
     Context* const next = context.next;
     const ssize_t error = ::fi_recv(endpoint_.get(), landing_.data(), landing_.size(),
@@ -236,6 +224,120 @@ Endpoint::Context* Endpoint::context_of(void* space) const {
   const auto at = reinterpret_cast<std::uintptr_t>(space);
   if (at < first || at >= first + context_count_ * sizeof(Context)) return nullptr;
   return (at - first) % sizeof(Context) == 0 ? static_cast<Context*>(space) : nullptr;
+}
+
+// --- completions -----------------------------------------------------------------------------
+
+void Endpoint::poll() {
+  refused_ = false;
+  ssize_t read = 0;
+  for (int i = 0; i < kBatches; ++i) {
+    read = read_completions();
+    if (read < static_cast<ssize_t>(kCompletionBatch)) break;
+  }
+  if (disorder_) {
+    for (const Completion& completion : disorder_->release()) report(completion);
+  }
+  report_immediates();
+  if (unposted_) post_receives();
+  if (!open()) {
+    path_->on_failed({Errc::nic_lost, "its endpoint was closed, so that nothing late lands"});
+  } else if (read < 0 && read != -FI_EAGAIN) {
+    path_->on_failed(domain_->library.failed("its completion queue is broken", read));
+  }
+}
+
+bool Endpoint::prepare_sleep() {
+  if ((disorder_ && !disorder_->empty()) || (unposted_ && open())) return false;
+  if (!has_wait_object()) return true;
+  fid* queue = &queue_->fid;
+  return ::fi_trywait(domain_->fabric.get(), &queue, 1) == 0;
+}
+
+void Endpoint::take_completions() {
+  // No more than the queue holds.
+  for (std::size_t left = queue_size(); left > 0 && read_completions() >= 0; --left) {
+  }
+  if (disorder_) {
+    for (const Completion& completion : disorder_->release_all()) report(completion);
+  }
+  report_immediates();
+}
+
+ssize_t Endpoint::read_completions() {
+  std::array<fi_cq_data_entry, kCompletionBatch> entries;
+  ssize_t read = 0;
+  {
+    const std::unique_lock lock(gate_, std::try_to_lock);  // reading may place bytes
+    if (!lock && open()) return -FI_EAGAIN;
+    read = ::fi_cq_read(queue_.get(), entries.data(), kCompletionBatch);
+  }
+  if (read == -FI_EAVAIL) {
+    read_errors();  // until then no completion can be seen
+    return 0;
+  }
+  for (ssize_t i = 0; i < read; ++i) take(entries[static_cast<std::size_t>(i)]);
+  return read;
+}
+
+void Endpoint::take(const fi_cq_data_entry& entry) {
+  if ((entry.flags & FI_REMOTE_CQ_DATA) != 0) {
+    allow_close();  // it is connected
+    // It consumed a receive only if it says which; its context means nothing otherwise.
+    Context* const receive =
+        domain_->device.mode(FI_RX_CQ_DATA) ? context_of(entry.op_context) : nullptr;
+    if (receive && receive->receive) put_back(*receive);
+    return pass({.imm = static_cast<Imm>(entry.data), .bytes = entry.len});
+  }
+  Context* const context = context_of(entry.op_context);
+  if (!context) return;
+  const std::uint64_t sequence = context->sequence;
+  put_back(*context);
+  if (context->receive) return;  // a message, which nobody has reason to send
+  --in_flight_;
+  pass({.sequence = sequence});
+}
+
+void Endpoint::read_errors() {
+  ErrorEntry entry{};
+  while (::fi_cq_readerr(queue_.get(), &entry, 0) == 1) {
+    // On the receiving side the context means nothing.
+    const bool ours = (entry.flags & (FI_REMOTE_WRITE | FI_REMOTE_READ)) == 0;
+    Context* const context = ours ? context_of(entry.op_context) : nullptr;
+    if (context) {
+      put_back(*context);
+      if (!context->receive) --in_flight_;
+    }
+    if (open()) {
+      std::array<char, 256> text{};
+      const char* const detail = ::fi_cq_strerror(queue_.get(), entry.prov_errno, entry.err_data,
+                                                  text.data(), text.size());
+      std::string why = domain_->library.strerror(entry.err);
+      if (detail && *detail && why != detail) why += ", " + std::string(detail);
+      if (disorder_) why += " (seed " + std::to_string(disorder_->seed()) + ")";
+      path_->on_failed({Errc::nic_lost, std::string(context ? "a write was not delivered: "
+                                                            : "the path is broken: ") +
+                                            why + std::string(remedy(entry.err))});
+    }
+    entry = {};
+  }
+}
+
+void Endpoint::pass(const Completion& completion) {
+  disorder_ ? disorder_->hold(completion) : report(completion);
+}
+
+void Endpoint::report(const Completion& completion) {
+  if (!completion.imm) return path_->on_written(completion.sequence);
+  if (run_length_ > 0 && run_imm_ != *completion.imm) report_immediates();
+  run_imm_ = *completion.imm;
+  run_bytes_ += completion.bytes;
+  ++run_length_;
+}
+
+void Endpoint::report_immediates() {
+  if (run_length_ == 0) return;
+  path_->on_arrived(run_imm_, std::exchange(run_length_, 0), std::exchange(run_bytes_, 0));
 }
 
 }  // namespace kvxfer::ofi

@@ -13,9 +13,8 @@
 namespace kvxfer::ofi {
 namespace {
 
-// On a NIC whose paths share endpoints.
-constexpr std::size_t kMaxSharedEndpoints = 16;
-constexpr std::size_t kMaxWritesOfEndpoint = 4096;
+// Besides a path's writes: a greeting and a flush.
+constexpr std::size_t kWritesOfItsOwn = 2;
 constexpr std::uint32_t kPollsBetweenEvents = 256;
 // Where nothing can wake the thread, it looks again after this long, and longer each time.
 constexpr std::uint64_t kFirstNapNs = 50'000;
@@ -42,8 +41,8 @@ Result<std::unique_ptr<OfiDomain>> OfiDomain::open(std::shared_ptr<const OpenDom
   EventSink& sink = *made;
   if (auto good = context.poller.add(made->timer_.get(), EPOLLIN, sink); !good) return good.error();
   // One now: where that fails the NIC is of no use, and nobody should hear of it.
-  if (auto place = made->find_place(0); !place) return place.error();
-  made->endpoints_.front()->give_back();
+  const auto first = Endpoint::open(made->domain_, context.poller, made->endpoint_options());
+  if (!first) return first.error();
   return made;
 }
 
@@ -55,7 +54,7 @@ OfiDomain::OfiDomain(std::shared_ptr<const OpenDomain> domain, const NicContext&
       info_(std::move(info)),
       load_{.bits_per_second = info_.bits_per_second},
       timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)),
-      flushes_(shares_endpoints()
+      flushes_(domain_->device.keys_fence
                    ? nullptr
                    : std::make_shared<Flushes>(domain_->device.ordered,
                                                context.options.peer_timeout, context.poller)) {}
@@ -65,90 +64,61 @@ OfiDomain::~OfiDomain() {
 }
 
 Result<std::shared_ptr<NicRegistration>> OfiDomain::register_memory(const MemoryRegion& region) {
-  auto made = OfiRegistration::create(domain_, flushes_, region);
-  if (!made) return made.error();
-  if (shares_endpoints()) {
-    const std::lock_guard lock(registrations_mutex_);
-    std::erase_if(registrations_, [](const auto& known) { return known.expired(); });
-    registrations_.push_back(*made);
-  }
-  return std::shared_ptr<NicRegistration>(std::move(*made));
+  return OfiRegistration::create(domain_, flushes_, region);
 }
 
 // --- paths -----------------------------------------------------------------------------------
 
+Endpoint::Options OfiDomain::endpoint_options() const {
+  Endpoint::Options options{
+      .writes = std::min(kMaxWritesOfPath + kWritesOfItsOwn, domain_->device.info->tx_attr->size),
+      .immediates = kImmWindow,
+      .wait_object = settings_.wait_object};
+  if (settings_.strict) options.disorder_seed = random_seed();
+  return options;
+}
+
 void OfiDomain::open_path(NicPathIdentity identity, Opened then) {
-  auto place = find_place(0);
-  if (!place) return then(place.error());
-  then(std::unique_ptr<NicPath>(std::make_unique<OfiPath>(
-      std::move(identity), *this, *place->endpoint, std::move(place->landing))));
-}
-
-Result<OfiDomain::Place> OfiDomain::find_place(std::uint64_t unmet) {
-  Endpoint* chosen = nullptr;
-  for (const auto& endpoint : endpoints_) {
-    const bool free = !endpoint->full() && endpoint->parked_ns == 0 && endpoint->open();
-    if (free && !endpoint->met(unmet)) chosen = endpoint.get();
+  const fi_domain_attr& limits = *domain_->device.info->domain_attr;
+  if (endpoints_ >= std::min(limits.ep_cnt, limits.cq_cnt)) {
+    return then(Error{Errc::out_of_memory, "NIC " + info_.name + " has no room for another path (" +
+                                               std::to_string(endpoints_) + " endpoints)"});
   }
-  if (!chosen) {
-    const fi_domain_attr& limits = *domain_->device.info->domain_attr;
-    const std::size_t most =
-        shares_endpoints() ? kMaxSharedEndpoints : std::min(limits.ep_cnt, limits.cq_cnt);
-    if (endpoints_.size() >= most) {
-      return Error{Errc::out_of_memory, "NIC " + info_.name + " has no room for another path (" +
-                                            std::to_string(endpoints_.size()) + " endpoints, " +
-                                            std::to_string(paths_.size()) + " paths)"};
-    }
-    Endpoint::Options options{
-        .budget = {.writes = std::min(kMaxWritesOfEndpoint, domain_->device.info->tx_attr->size),
-                   .paths = settings_.paths_per_endpoint,
-                   .immediates = kImmWindow},
-        .wait_object = settings_.wait_object};
-    if (settings_.strict) options.disorder_seed = random_seed();
-    auto opened = Endpoint::open(domain_, context_.poller, options);
-    if (!opened) return opened.error();
-    chosen = opened->get();
-    endpoints_.push_back(std::move(*opened));
-  }
-  auto landing = chosen->make_landing();
-  if (!landing) return landing.error();
-  chosen->reserve();
-  return Place{chosen, std::move(*landing)};
+  ++endpoints_;
+  using Made = Result<std::shared_ptr<Endpoint>>;
+  context_.background.run<Made>(
+      [domain = domain_, &poller = context_.poller, options = endpoint_options()] {
+        return Endpoint::open(domain, poller, options);
+      },
+      [this, identity = std::move(identity), then = std::move(then)](Made made) {
+        if (!made) {
+          --endpoints_;
+          return then(made.error());
+        }
+        if (!usable_) {
+          destroy(std::move(*made));
+          return then(Error{Errc::nic_lost, "NIC " + info_.name + " is down"});
+        }
+        then(
+            std::unique_ptr<NicPath>(std::make_unique<OfiPath>(identity, *this, std::move(*made))));
+      });
 }
 
-Result<OfiDomain::Place> OfiDomain::exchange(Endpoint& endpoint, std::uint64_t token) {
-  auto place = find_place(token);
-  if (place) endpoint.give_back();
-  return place;
+void OfiDomain::take_back(std::shared_ptr<Endpoint> endpoint) {
+  endpoint->leave(context_.poller);
+  if (!endpoint->open()) return destroy(std::move(endpoint));
+  parked_.emplace_back(std::move(endpoint), now_ns());
 }
 
-void OfiDomain::fence(Endpoint& endpoint, PeerId peer) {
-  if (!shares_endpoints()) {
-    if (endpoint.may_close()) endpoint.close();
-    return;
-  }
-  std::vector<std::shared_ptr<OfiRegistration>> registrations;
-  {
-    const std::lock_guard lock(registrations_mutex_);
-    for (const auto& known : registrations_) {
-      if (auto registration = known.lock()) registrations.push_back(std::move(registration));
-    }
-  }
-  for (const auto& registration : registrations) registration->unshare(peer);
+void OfiDomain::destroy(std::shared_ptr<Endpoint> endpoint) {
+  context_.background.run([endpoint = std::move(endpoint)] {}, [this] { --endpoints_; });
 }
 
-void OfiDomain::release(Endpoint& endpoint) {
-  endpoint.give_back();
-  if (endpoint.paths() > 0) return;
-  endpoint.parked_ns = now_ns();
-  std::erase_if(endpoints_, [&](const auto& known) {
-    return known.get() == &endpoint && endpoint.may_close();
-  });
-}
-
-void OfiDomain::close_parked() {
-  std::erase_if(endpoints_, [now = now_ns()](const auto& endpoint) {
-    return endpoint->parked_ns != 0 && now - endpoint->parked_ns > kParkNs;
+void OfiDomain::end_parked() {
+  std::erase_if(parked_, [this, now = now_ns()](auto& parked) {
+    if (now - parked.second < kParkNs) return false;
+    destroy(std::move(parked.first));
+    return true;
   });
 }
 
@@ -156,19 +126,18 @@ void OfiDomain::close_parked() {
 
 void OfiDomain::poll() {
   if (!usable_) return;
-  for (const auto& endpoint : endpoints_) {
-    if (auto good = endpoint->poll(); !good) return break_down(good.error());
-  }
-  for (OfiPath* path : paths_) path->step();
+  for (OfiPath* path : paths_) path->poll();
   if (++polls_ % kPollsBetweenEvents == 0) check_device();
 }
 
 bool OfiDomain::prepare_sleep() {
   if (!usable_) return true;
   check_device();
-  close_parked();
+  end_parked();
   bool blind = false;
-  for (const auto& endpoint : endpoints_) {
+  for (const OfiPath* path : paths_) {
+    Endpoint* const endpoint = path->served();
+    if (!endpoint) continue;
     if (!endpoint->prepare_sleep()) return false;
     if (!endpoint->has_wait_object() && endpoint->in_flight() > 0) return false;
     blind = blind || !endpoint->has_wait_object() || endpoint->refused();

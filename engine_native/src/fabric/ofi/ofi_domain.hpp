@@ -3,9 +3,9 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fabric/nic/nic_domain.hpp"
@@ -17,13 +17,9 @@ namespace kvxfer::ofi {
 
 class OfiPath;
 
-// Immediates of one path's peer that may be under way.
-inline constexpr std::uint64_t kImmWindow = 256;
-
 class OfiDomain final : public NicDomain, private EventSink {
  public:
   struct Settings {
-    std::size_t paths_per_endpoint;
     bool wait_object = true;
     bool strict = false;  // held to EFA's limits and disorder
   };
@@ -43,32 +39,24 @@ class OfiDomain final : public NicDomain, private EventSink {
   void finish_sleep() override {}
 
   // --- for its paths
-  struct Place {
-    Endpoint* endpoint;
-    Endpoint::Landing landing;
-  };
   const NicContext& context() const { return context_; }
   NicLoad& load() { return load_; }
   std::string text_of(ssize_t error) const { return domain_->library.failed("", error).text; }
   void add(OfiPath& path) { paths_.push_back(&path); }
   void remove(OfiPath& path) { std::erase(paths_, &path); }
-  // Null where keys fence.
+  // Null where closing a key stops what is being placed.
   Flushes* flushes() const { return flushes_.get(); }
-  // A place at an endpoint that has not met that one yet, for one that has.
-  Result<Place> exchange(Endpoint& endpoint, std::uint64_t token);
-  // Nothing that the peer writes through the endpoint lands any more.
-  void fence(Endpoint& endpoint, PeerId peer);
-  // Takes a path's place back.
-  void release(Endpoint& endpoint);
+  // Ends a path's endpoint.
+  void take_back(std::shared_ptr<Endpoint> endpoint);
 
  private:
   OfiDomain(std::shared_ptr<const OpenDomain> domain, const NicContext& context, NicInfo info,
             const Settings& settings);
-  bool shares_endpoints() const { return settings_.paths_per_endpoint > 1; }
-  Result<Place> find_place(std::uint64_t unmet);
+  Endpoint::Options endpoint_options() const;
+  void destroy(std::shared_ptr<Endpoint> endpoint);
   void break_down(const Error& why);
   void check_device();
-  void close_parked();
+  void end_parked();
   void set_timer(std::uint64_t ns);
   void on_events(std::uint32_t) override;
 
@@ -78,14 +66,14 @@ class OfiDomain final : public NicDomain, private EventSink {
   NicInfo info_;
   NicLoad load_;
   bool usable_ = true;
-  std::vector<std::unique_ptr<Endpoint>> endpoints_;
   std::vector<OfiPath*> paths_;  // owned by their links
+  // Of paths that are no more, which may not be closed yet, and since when.
+  std::vector<std::pair<std::shared_ptr<Endpoint>, std::uint64_t>> parked_;
+  std::size_t endpoints_ = 0;  // all, also those that are being made or destroyed
   std::uint32_t polls_ = 0;
   std::uint64_t seen_activity_ = 0;
   std::uint64_t nap_ns_ = 0;
   UniqueFd timer_;
-  std::mutex registrations_mutex_;
-  std::vector<std::weak_ptr<OfiRegistration>> registrations_;  // guarded; to be fenced
   std::shared_ptr<Flushes> flushes_;
 };
 

@@ -11,17 +11,6 @@
 namespace kvxfer::ofi {
 namespace {
 
-// Where the key fences, so many that immediates of all fit the completion queue of an EFA.
-constexpr std::size_t kPathsOfSharedEndpoint = 48;
-
-std::size_t paths_per_endpoint(const Device& device) {
-  if (!device.keys_fence || (device.info->caps & FI_SOURCE) == 0) return 1;
-  if (!device.mode(FI_RX_CQ_DATA)) return kPathsOfSharedEndpoint;
-  // Immediates consume receives there, and there are only so many.
-  return std::clamp<std::size_t>(device.info->rx_attr->size / (kImmWindow + 1), 1,
-                                 kPathsOfSharedEndpoint);
-}
-
 Result<std::vector<Device>> look(const EngineOptions& options) {
   if (options.ofi_endpoints < 1 || options.ofi_endpoints > kMaxNics) {
     return Error{Errc::invalid_argument,
@@ -96,7 +85,6 @@ Result<OpenedNics> OfiFactory::open(const NicContext& context) {
   }
   for (Device& device : devices) {
     const std::string name = device.name;
-    const std::size_t paths = overrides_.paths_per_endpoint.value_or(paths_per_endpoint(device));
     const NicInfo info{.network = device.network,
                        .bits_per_second = device.bits_per_second / options.ofi_endpoints};
     const auto domain = OpenDomain::open(*library, std::move(device), options.ofi_strict);
@@ -106,10 +94,9 @@ Result<OpenedNics> OfiFactory::open(const NicContext& context) {
       NicInfo own = info;
       own.name = nic_name(name, number);
       if (!chosen(options.nics, name, own.name)) continue;
-      auto nic = OfiDomain::open(*domain, context, std::move(own),
-                                 {.paths_per_endpoint = paths,
-                                  .wait_object = overrides_.wait_object,
-                                  .strict = options.ofi_strict});
+      auto nic =
+          OfiDomain::open(*domain, context, std::move(own),
+                          {.wait_object = overrides_.wait_object, .strict = options.ofi_strict});
       if (nic) {
         opened.nics.push_back(std::move(*nic));
       } else if (required) {

@@ -1,7 +1,6 @@
 // The NICs that libfabric reaches: EFA, and its tcp provider for tests.
 #pragma once
 
-#include <cstddef>
 #include <optional>
 
 #include "fabric/nic/nic_domain.hpp"
@@ -12,7 +11,6 @@ class OfiFactory final : public NicFactory {
  public:
   // Against what the provider and the options suggest; for tests.
   struct Overrides {
-    std::optional<std::size_t> paths_per_endpoint;
     bool wait_object = true;
     std::optional<FabricUse> use;
   };

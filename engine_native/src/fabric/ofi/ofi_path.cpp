@@ -9,8 +9,6 @@
 namespace kvxfer::ofi {
 namespace {
 
-// Under way on one path, so that peers who do not answer leave room for the others.
-constexpr std::size_t kMaxWritesOfPath = 512;
 // At once; the others of a peer get their turn then.
 constexpr std::size_t kWriteBatch = 64;
 // libfabric's efa-direct (up to 2.5) does not get writes without bytes right.
@@ -22,53 +20,50 @@ constexpr std::uint64_t kFlushSequence = UINT64_MAX;
 
 }  // namespace
 
-OfiPath::OfiPath(NicPathIdentity identity, OfiDomain& domain, Endpoint& endpoint,
-                 Endpoint::Landing landing)
+OfiPath::OfiPath(NicPathIdentity identity, OfiDomain& domain, std::shared_ptr<Endpoint> endpoint)
     : NicPath(std::move(identity), kImmWindow, domain.load(), domain.context().receive_context,
               domain.context().events),
       domain_(domain),
-      endpoint_(&endpoint),
-      landing_(std::move(landing)) {
+      endpoint_(std::move(endpoint)) {
+  endpoint_->serve(*this, domain_.context().poller);
   domain_.add(*this);
 }
 
 std::string OfiPath::endpoint() const {
   told_ = true;
-  return PathEndpoint{.token = endpoint_->token(),
-                      .landing_address = landing_.address,
-                      .landing_key = landing_.rkey,
+  return PathEndpoint{.landing_address = endpoint_->landing_address(),
+                      .landing_key = endpoint_->landing_key(),
                       .imm_window = kImmWindow,
                       .address = endpoint_->address()}
       .encode();
 }
 
-void OfiPath::connect(std::string_view endpoint, Connected then) { then(join(endpoint)); }
-
-Result<void> OfiPath::join(std::string_view endpoint) {
+void OfiPath::connect(std::string_view endpoint, Connected then) {
   const auto theirs = PathEndpoint::decode(endpoint);
-  if (!theirs) return Error{Errc::protocol_error, "malformed ofi endpoint"};
-  landing_address_ = theirs->landing_address;
-  landing_key_ = theirs->landing_key;
-  if (endpoint_->met(theirs->token)) {
-    if (told_) return Error{Errc::protocol_error, "the peer offers an endpoint a second time"};
-    auto fresh = domain_.exchange(*endpoint_, theirs->token);
-    if (!fresh) return fresh.error();
-    endpoint_ = fresh->endpoint;
-    landing_ = std::move(fresh->landing);
+  if (!theirs) return then(Error{Errc::protocol_error, "malformed ofi endpoint"});
+  joining_ = true;
+  then_connected_ = std::move(then);
+  domain_.context().background.run<Result<void>>(
+      [endpoint = endpoint_, address = theirs->address] { return endpoint->attach(address); },
+      [this, theirs = *theirs](Result<void> joined) { on_joined(std::move(joined), theirs); });
+}
+
+void OfiPath::on_joined(Result<void> joined, const PathEndpoint& theirs) {
+  joining_ = false;
+  if (shutting_) return stop();
+  if (joined) {
+    joined_ = true;
+    landing_address_ = theirs.landing_address;
+    landing_key_ = theirs.landing_key;
+    set_peer_imm_window(theirs.imm_window);
+    may_greet_ = may_greet_ || told_;
+    if (may_greet_) endpoint_->allow_close();
   }
-  const auto to = endpoint_->attach(*this, theirs->address, theirs->token);
-  if (!to) return to.error();
-  to_ = *to;
-  set_peer_imm_window(theirs->imm_window);
-  may_greet_ = told_;
-  if (may_greet_) endpoint_->allow_close();
-  return {};
+  std::exchange(then_connected_, nullptr)(std::move(joined));
 }
 
 ssize_t OfiPath::post_to_landing(std::uint64_t sequence, std::optional<Imm> imm) {
-  return endpoint_->post({.path = this,
-                          .sequence = sequence,
-                          .to = to_,
+  return endpoint_->post({.sequence = sequence,
                           .source = endpoint_->landing(),
                           .descriptor = endpoint_->landing_descriptor(),
                           .length = kLandingBytes,
@@ -77,9 +72,11 @@ ssize_t OfiPath::post_to_landing(std::uint64_t sequence, std::optional<Imm> imm)
                           .imm = imm});
 }
 
-void OfiPath::step() {
-  if (!endpoint_ || lost()) return;
-  if (may_greet_ && !greeted_) greet();
+void OfiPath::poll() {
+  if (shutting_) return;
+  endpoint_->poll();
+  if (lost()) return;
+  if (joined_ && may_greet_ && !greeted_) greet();
   if (flushes_ && flushing_ == 0 && flushes_->wanted > flushed_) flush();
 }
 
@@ -97,7 +94,7 @@ void OfiPath::flush() {
 }
 
 bool OfiPath::has_room(bool counted) const {
-  return heard_ && NicPath::has_room(counted) && endpoint_ && in_flight_ < kMaxWritesOfPath &&
+  return heard_ && NicPath::has_room(counted) && !shutting_ && in_flight_ < kMaxWritesOfPath &&
          endpoint_->has_room();
 }
 
@@ -123,9 +120,7 @@ ssize_t OfiPath::post_one(const Operation& operation, const WireWrite& write, bo
   const auto* registration =
       static_cast<const OfiRegistration*>(operation.source->registration(identity().nic));
   const RemoteKey& key = remote_key(operation);
-  return endpoint_->post({.path = this,
-                          .sequence = next_sequence_,
-                          .to = to_,
+  return endpoint_->post({.sequence = next_sequence_,
                           .source = operation.source->data() + write.source,
                           .descriptor = registration->descriptor(),
                           .length = write.length,
@@ -185,22 +180,27 @@ void OfiPath::on_failed(Error error) {
 }
 
 void OfiPath::shut(std::function<void()> then) {
+  then_shut_ = std::move(then);
+  then_connected_ = nullptr;
   shutting_ = true;
-  Endpoint& endpoint = *std::exchange(endpoint_, nullptr);
-  // The fence; then what had arrived before it is counted.
-  domain_.fence(endpoint, identity().peer);
+  if (!joining_) stop();  // else on_joined() goes on
+}
+
+void OfiPath::stop() {
+  domain_.context().background.run(
+      [endpoint = endpoint_, close = endpoint_->may_close()] {
+        close ? endpoint->close() : endpoint->refuse_greetings();
+      },
+      [this] { end(); });
+}
+
+// What had arrived before the fence is counted.
+void OfiPath::end() {
+  endpoint_->take_completions();
   if (flushes_) domain_.flushes()->remove(*flushes_);
-  landing_.writable.reset();  // no greeting is accepted any more
-  endpoint.take_completions(*this);
-  if (in_flight_ > 0 && endpoint.writes_for(*this)) {
-    // Others share it, and the NIC may still read what nobody waits for any more.
-    endpoint.reset();
-    endpoint.take_completions(*this);
-  }
-  endpoint.detach(*this);
   domain_.remove(*this);
-  domain_.release(endpoint);
-  then();
+  domain_.take_back(std::move(endpoint_));
+  std::exchange(then_shut_, nullptr)();
 }
 
 }  // namespace kvxfer::ofi

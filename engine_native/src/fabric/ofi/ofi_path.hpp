@@ -6,20 +6,27 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
 
-#include "fabric/nic/nic_path.hpp"
+#include "fabric/nic/nic_domain.hpp"
 #include "fabric/ofi/endpoint.hpp"
 #include "fabric/ofi/flushes.hpp"
 
 namespace kvxfer::ofi {
 
 class OfiDomain;
+struct PathEndpoint;
+
+// Under way on one path.
+inline constexpr std::size_t kMaxWritesOfPath = 512;
+// Immediates of one path's peer that may be under way.
+inline constexpr std::uint64_t kImmWindow = 256;
 
 class OfiPath final : public NicPath, private CompletionSink {
  public:
-  OfiPath(NicPathIdentity identity, OfiDomain& domain, Endpoint& endpoint,
-          Endpoint::Landing landing);
+  OfiPath(NicPathIdentity identity, OfiDomain& domain, std::shared_ptr<Endpoint> endpoint);
 
   std::string_view fabric() const override { return "ofi"; }
   std::string endpoint() const override;
@@ -30,8 +37,10 @@ class OfiPath final : public NicPath, private CompletionSink {
 
   // The NIC is down.
   void fail(Error error) { on_failed(std::move(error)); }
-  // Sends what is due besides writes: a greeting, a flush.
-  void step();
+  // Takes completions, and sends what is due besides writes: a greeting, a flush.
+  void poll();
+  // Null once it is being shut.
+  Endpoint* served() const { return shutting_ ? nullptr : endpoint_.get(); }
 
  private:
   void on_written(std::uint64_t sequence) override;
@@ -40,30 +49,34 @@ class OfiPath final : public NicPath, private CompletionSink {
   ssize_t post_one(const Operation& operation, const WireWrite& write, bool counted);
   // What has no bytes of its own: a greeting, a flush, a bare immediate.
   ssize_t post_to_landing(std::uint64_t sequence, std::optional<Imm> imm);
-  Result<void> join(std::string_view endpoint);
+  void on_joined(Result<void> joined, const PathEndpoint& theirs);
   void greet();
   void flush();
   // Whether it was posted.
   bool took(ssize_t error);
+  void stop();
+  void end();
 
   OfiDomain& domain_;
-  Endpoint* endpoint_;  // the domain's; null once shut
-  Endpoint::Landing landing_;
-  fi_addr_t to_ = FI_ADDR_NOTAVAIL;
+  std::shared_ptr<Endpoint> endpoint_;
   std::uint64_t landing_address_ = 0;  // the peer's
   std::uint64_t landing_key_ = 0;
   std::uint64_t next_sequence_ = 1;
   std::size_t in_flight_ = 0;
   std::uint64_t refused_since_ns_ = 0;
   std::uint64_t refused_last_ns_ = 0;  // 0: not since something was taken
+  bool joining_ = false;
+  bool joined_ = false;
   bool shutting_ = false;
-  mutable bool told_ = false;  // the peer knows our endpoint, so it has to stay this one
+  mutable bool told_ = false;  // the peer knows our endpoint
   bool may_greet_ = false;
   bool greeted_ = false;        // the peer was, by us
   bool heard_ = false;          // its greeting
   Flushes::EntryPtr flushes_;   // from the greeting on; null where keys fence
   std::uint64_t flushing_ = 0;  // the flush under way; 0: none
   std::uint64_t flushed_ = 0;
+  Connected then_connected_;
+  std::function<void()> then_shut_;
 };
 
 }  // namespace kvxfer::ofi

@@ -1,55 +1,60 @@
 #include "fabric/ofi/ofi_registration.hpp"
 
+#include <string>
 #include <vector>
 
 namespace kvxfer::ofi {
 
-Result<std::shared_ptr<OfiRegistration>> OfiRegistration::create(
+Result<std::shared_ptr<NicRegistration>> OfiRegistration::create(
     std::shared_ptr<const OpenDomain> domain, std::shared_ptr<Flushes> flushes,
     const MemoryRegion& region) {
-  std::shared_ptr<OfiRegistration> made(
-      new OfiRegistration(std::move(domain), std::move(flushes), region));
-  if (!made->domain_->local_keys) return made;
-  auto readable = made->domain_->register_memory(region.data(), region.size(), FI_WRITE);
-  if (!readable) return readable.error();
-  made->descriptor_ = ::fi_mr_desc(readable->get());
-  made->readable_ = std::move(*readable);
-  return made;
+  auto memory = domain->register_memory(region.data(), region.size(), FI_WRITE | FI_REMOTE_WRITE);
+  if (!memory) return memory.error();
+  return std::shared_ptr<NicRegistration>(
+      new OfiRegistration(std::move(domain), std::move(flushes), std::move(*memory), region));
 }
 
+OfiRegistration::OfiRegistration(std::shared_ptr<const OpenDomain> domain,
+                                 std::shared_ptr<Flushes> flushes, UniqueFid<fid_mr> memory,
+                                 const MemoryRegion& region)
+    : domain_(std::move(domain)),
+      flushes_(std::move(flushes)),
+      key_{.address = domain_->remote_start(region.data()),
+           .rkey = ::fi_mr_key(memory.get()),
+           .valid = true},
+      descriptor_(domain_->local_keys ? ::fi_mr_desc(memory.get()) : nullptr),
+      memory_(std::move(memory)) {}
+
 Result<RemoteKey> OfiRegistration::share(PeerId peer) {
-  const Error gone{Errc::unknown_region, "the memory region is not registered any more"};
-  const auto key_of = [this](fid_mr& writable) {
-    return RemoteKey{
-        .address = domain_->remote_start(start_), .rkey = ::fi_mr_key(&writable), .valid = true};
-  };
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return gone;
-    const auto found = writable_.find(peer);
-    if (found != writable_.end()) return key_of(*found->second);
-  }
-  // Not under the lock: it takes long, and the engine thread may want to fence a peer.
-  auto writable = domain_->register_memory(start_, size_, FI_REMOTE_WRITE);
-  if (!writable) return writable.error();
   const std::lock_guard lock(mutex_);
-  if (closed_) return gone;
-  return key_of(*writable_.try_emplace(peer, std::move(*writable)).first->second);
+  if (!memory_) {
+    return Error{Errc::unknown_region, "the memory region is not registered any more"};
+  }
+  writers_.insert(peer);
+  return key_;
 }
 
 void OfiRegistration::unshare(PeerId peer) {
   const std::lock_guard lock(mutex_);
-  writable_.erase(peer);
+  writers_.erase(peer);
 }
 
 Result<void> OfiRegistration::close() {
   std::vector<PeerId> writers;
   {
     const std::lock_guard lock(mutex_);
-    closed_ = true;
-    for (const auto& [peer, key] : writable_) writers.push_back(peer);
-    writable_.clear();
-    readable_.reset();
+    if (!memory_) return closed_;
+    // Once only: libfabric's efa frees what it keeps of it, whether or not the NIC let go.
+    if (const int error = ::fi_close(&memory_.release()->fid)) {
+      closed_ = Error{
+          Errc::nic_lost,
+          domain_->library
+                  .failed("NIC " + domain_->device.name + " does not deregister memory", error)
+                  .text +
+              "; the memory is within its reach until the engine is closed: keep it until then"};
+      return closed_;
+    }
+    writers.assign(writers_.begin(), writers_.end());
   }
   if (flushes_) flushes_->wait_for(writers);
   return {};

@@ -1,9 +1,10 @@
-// A memory region at one libfabric domain. Each peer that may write into it has a registration,
-// and so a key, of its own: closing that one stops this peer and no other. Any thread.
+// A memory region at one libfabric domain. Its one key works for a peer only at an endpoint that
+// this peer was told of: closing that is the peer's fence. Any thread.
 #pragma once
 
+#include <memory>
 #include <mutex>
-#include <unordered_map>
+#include <unordered_set>
 
 #include "fabric/nic/nic_registration.hpp"
 #include "fabric/ofi/flushes.hpp"
@@ -14,8 +15,8 @@ namespace kvxfer::ofi {
 
 class OfiRegistration final : public NicRegistration {
  public:
-  // `flushes`: where closing a key is no fence by itself, otherwise null.
-  static Result<std::shared_ptr<OfiRegistration>> create(std::shared_ptr<const OpenDomain> domain,
+  // `flushes`: where closing a key does not stop the write that is being placed, otherwise null.
+  static Result<std::shared_ptr<NicRegistration>> create(std::shared_ptr<const OpenDomain> domain,
                                                          std::shared_ptr<Flushes> flushes,
                                                          const MemoryRegion& region);
   ~OfiRegistration() override { (void)close(); }
@@ -29,21 +30,16 @@ class OfiRegistration final : public NicRegistration {
 
  private:
   OfiRegistration(std::shared_ptr<const OpenDomain> domain, std::shared_ptr<Flushes> flushes,
-                  const MemoryRegion& region)
-      : domain_(std::move(domain)),
-        flushes_(std::move(flushes)),
-        start_(region.data()),
-        size_(region.size()) {}
+                  UniqueFid<fid_mr> memory, const MemoryRegion& region);
 
   std::shared_ptr<const OpenDomain> domain_;
   std::shared_ptr<Flushes> flushes_;
-  const std::byte* start_;
-  std::size_t size_;
-  void* descriptor_ = nullptr;
+  RemoteKey key_;
+  void* descriptor_;
   std::mutex mutex_;
-  bool closed_ = false;
-  UniqueFid<fid_mr> readable_;  // here
-  std::unordered_map<PeerId, UniqueFid<fid_mr>> writable_;
+  UniqueFid<fid_mr> memory_;            // null once closed
+  Result<void> closed_;                 // how that went
+  std::unordered_set<PeerId> writers_;  // who know the key
 };
 
 }  // namespace kvxfer::ofi

@@ -6,18 +6,30 @@
 #include <string>
 #include <string_view>
 
+#include "bootstrap/bytes.hpp"
+
 namespace kvxfer::ofi {
 
 struct PathEndpoint {
-  std::uint64_t token = 0;
   std::uint64_t landing_address = 0;
   std::uint64_t landing_key = 0;
   std::uint64_t imm_window = 0;  // receives reserved here for the other end's immediates
   std::string address;           // the provider's
 
-  std::string encode() const;
+  std::string encode() const {
+    return ByteWriter().put(landing_address).put(landing_key).put(imm_window).text(address).take();
+  }
   // Empty if the bytes are none.
-  static std::optional<PathEndpoint> decode(std::string_view bytes);
+  static std::optional<PathEndpoint> decode(std::string_view bytes) {
+    ByteReader reader(bytes);
+    PathEndpoint endpoint;
+    endpoint.landing_address = reader.get<std::uint64_t>();
+    endpoint.landing_key = reader.get<std::uint64_t>();
+    endpoint.imm_window = reader.get<std::uint64_t>();
+    endpoint.address = reader.text();
+    if (!reader.finished()) return std::nullopt;
+    return endpoint;
+  }
 };
 
 }  // namespace kvxfer::ofi

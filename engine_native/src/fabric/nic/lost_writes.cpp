@@ -1,0 +1,109 @@
+#include "fabric/nic/lost_writes.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "fabric/nic/nic_link.hpp"
+
+namespace kvxfer {
+namespace {
+
+std::uint64_t count_of(const LostWrites::Counts& counts, Imm imm) {
+  const auto found = counts.find(imm);
+  return found == counts.end() ? 0 : found->second;
+}
+
+}  // namespace
+
+Result<std::vector<OperationPtr>> LostWrites::give_back(NicPath& path, const Counts& received) {
+  for (const auto& [imm, known] : path.delivered()) {
+    const std::uint64_t came = count_of(received, imm);
+    if (came >= known) continue;
+    return Error{Errc::nic_lost, "its NIC lost " + std::to_string(known - came) +
+                                     " writes of counter " + std::to_string(imm) +
+                                     " that had been delivered to it: the count cannot be "
+                                     "completed"};
+  }
+  const auto unfinished = path.take_unfinished();
+  Counts unknown;
+  for (const auto& [operation, writes] : unfinished) {
+    if (operation->imm && writes.counted) unknown[*operation->imm] += writes.count;
+  }
+  Counts landed;
+  for (const auto& [imm, count] : unknown) {
+    const std::uint64_t came = count_of(received, imm);
+    landed[imm] = std::min(count, came - std::min(came, path.delivered(imm)));
+  }
+  std::vector<OperationPtr> touched;
+  for (const auto& each : unfinished) {
+    if (std::find(touched.begin(), touched.end(), each.operation) == touched.end()) {
+      touched.push_back(each.operation);
+    }
+    give_back(each, landed, unknown);
+  }
+  return touched;
+}
+
+void LostWrites::give_back(const NicPath::Unfinished& unfinished, Counts& landed, Counts& unknown) {
+  const auto& [operation, writes] = unfinished;
+  operation->outstanding -= writes.count;
+  const bool counted = operation->imm && writes.counted;
+  if (operation->code != Errc::ok) return;
+  if (operation->arrived || (counted && landed[*operation->imm] == unknown[*operation->imm])) {
+    // All of this immediate's are there, so these are too.
+    operation->finished += writes.count;
+    if (!writes.counted) *operation->uncounted_left -= writes.count;
+    return;
+  }
+  if (!writes.counted) {
+    operation->reposts.push_front(writes);
+    return;
+  }
+  std::size_t uncounted = 0;
+  if (counted) {
+    std::uint64_t& left = landed[*operation->imm];
+    uncounted = std::min<std::uint64_t>(left, writes.count);
+    left -= uncounted;
+    unknown[*operation->imm] -= uncounted;
+  }
+  if (uncounted > 0) {
+    auto& shared = uncounted_[*operation->imm];
+    if (!shared) shared = std::make_shared<std::size_t>(0);
+    operation->uncounted_left = shared;
+    *shared += uncounted;
+    operation->reposts.push_front({writes.first, uncounted, false});
+  }
+  if (uncounted == writes.count) return;
+  if (counted && uncounted_.contains(*operation->imm)) {
+    operation->uncounted_left = uncounted_[*operation->imm];
+  }
+  operation->reposts.push_back({writes.first + uncounted, writes.count - uncounted, true});
+}
+
+void LostWrites::fail_incomplete(const std::vector<const NicPath*>& paths,
+                                 std::string_view why_lost) {
+  std::erase_if(uncounted_, [](const auto& entry) { return entry.second.use_count() == 1; });
+  for (const auto& [imm, left] : uncounted_) {
+    if (*left == 0) continue;
+    std::size_t coming = 0;
+    for (const NicPath* const path : paths) coming += path->uncounted(imm);
+    const auto operations = owner_.operations_with(imm);
+    for (const OperationPtr& operation : operations) {
+      for (const WriteRange& range : operation->reposts) {
+        if (!range.counted) coming += range.count;
+      }
+    }
+    if (coming >= *left) continue;
+    const std::string lost = std::to_string(*left - coming);
+    for (const OperationPtr& operation : operations) {
+      if (operation->arrived || operation->code != Errc::ok) continue;
+      owner_.fail(
+          operation, Errc::nic_lost,
+          "the count of immediate " + std::to_string(imm) +
+              " cannot be completed: another operation ended before " + lost +
+              " of its writes were delivered again, whose path was lost: " + std::string(why_lost));
+    }
+  }
+}
+
+}  // namespace kvxfer
