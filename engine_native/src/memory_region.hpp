@@ -53,7 +53,7 @@ class MemoryRegion {
   }
   // Whether any NIC reaches it.
   bool registered() const;
-  // Nothing of the peer's lands in it by NIC any more; see NicRegistration.
+  // See NicRegistration.
   void unshare(PeerId peer) const;
   // Tries all; the first error.
   Result<void> close_registrations() const;

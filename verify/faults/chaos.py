@@ -220,7 +220,9 @@ class Arena:
             stalled.resume()
             ended = await self._reuse(other)
         woken = await stalled.said("ended")
-        return _Found(at, [woken], [ended, await self._watch(other)])
+        found = _Found(at, [woken], [ended, await self._watch(other)])
+        await self._forget_lateness(victim)
+        return found
 
     async def _pause(self, victim: Role, seconds: float) -> _Found:
         paused, _ = self._sides(victim)
@@ -229,10 +231,13 @@ class Arena:
         at = time.monotonic()
         paused.resume()
         found = await self._both(at)
-        # A peer that was late is given more time for a minute (patience.hpp). Other rounds measure
-        # how soon a death is seen, so they begin with a new process.
-        await self.start(victim)
+        await self._forget_lateness(victim)
         return found
+
+    async def _forget_lateness(self, of: Role) -> None:
+        """A peer that was late is given more time for a minute (patience.hpp). Other rounds measure
+        how soon a death is seen, so they begin with a new process."""
+        await self.start(of)
 
     async def _sever(self, how: Damage) -> _Found:
         """Both give each other up and reuse their blocks; only then the network is whole again."""

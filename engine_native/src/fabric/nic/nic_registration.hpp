@@ -12,8 +12,7 @@ class NicRegistration {
 
   // What this peer needs to write into the region. May take as long as registering did.
   virtual Result<RemoteKey> share(PeerId peer) = 0;
-  // Nothing the peer writes lands by its key any more, where keys differ by peer. Where they do
-  // not, its paths are the fence.
+  // The peer is gone, and what it wrote with: close() need not think of it.
   virtual void unshare(PeerId peer) = 0;
   // After this nothing lands in the region, and it is no source. Idempotent. Where the NIC refuses,
   // the memory is within its reach still, and this may be tried again.

@@ -52,7 +52,10 @@ Result<std::shared_ptr<Endpoint>> Endpoint::open(std::shared_ptr<const OpenDomai
 
 Endpoint::Endpoint(std::shared_ptr<const OpenDomain> domain, const Poller& poller,
                    const Options& options)
-    : domain_(std::move(domain)), poller_(poller), options_(options) {
+    : domain_(std::move(domain)),
+      poller_(poller),
+      options_(options),
+      may_close_(domain_->device.network != "ofi-tcp") {
   if (options_.disorder_seed) disorder_.emplace(*options_.disorder_seed);
 }
 

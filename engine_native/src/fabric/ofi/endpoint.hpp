@@ -60,8 +60,8 @@ class Endpoint final : private EventSink {
   // Closes it; its path is told at the next poll.
   void reset();
   // libfabric's tcp (2.5.1) uses freed memory if an endpoint is closed while a peer is connecting
-  // to it. So one that awaits its peer's greeting is left open: nothing else comes until that is
-  // answered.
+  // to it. So one of its endpoints that awaits its peer's greeting is left open: nothing else comes
+  // until that is answered.
   bool may_close() const { return may_close_; }
   void allow_close() { may_close_ = true; }
   // For one that may not be closed yet.
@@ -137,7 +137,7 @@ class Endpoint final : private EventSink {
   UniqueFid<fid_av> peers_;
   fi_addr_t to_ = FI_ADDR_NOTAVAIL;
   UniqueFid<fid_cq> queue_;
-  std::atomic<bool> may_close_ = false;
+  std::atomic<bool> may_close_;
   // Held while it is closed, which takes long: the engine thread only tries.
   mutable std::mutex gate_;
   UniqueFid<fid_ep> endpoint_;  // guarded
