@@ -254,9 +254,11 @@ class Arena:
         at = time.monotonic()
         await self._network.damage(how)
         try:
-            return await self._both(at)
+            found = await self._both(at)
         finally:
             await self._network.mend()
+        await self._forget_lateness("prefill")  # of each other: their connection is a new one
+        return found
 
     async def _half_open(self, victim: Role) -> _Found:
         """No packet says that a process has ended."""
