@@ -93,7 +93,10 @@ def run(attack: Attack, pair: Pair, rng: random.Random) -> Row:
     tried = attack.run(pair, rng)
     row.attempts, row.refused = tried.attempts, tried.refused
     if tried.refused < tried.attempts:
-        row.problems.append(f"{tried.attempts - tried.refused} attempts were not refused")
+        answers = ", ".join(sorted(tried.errors))
+        row.problems.append(
+            f"{tried.attempts - tried.refused} attempts were not refused; answers: {answers}"
+        )
     _settle(row, victim, before, attack.metric, tried.attempts)
     _compare(row, pair, victim, before)
     return row

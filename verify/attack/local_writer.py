@@ -34,7 +34,10 @@ class LocalWriter:
         if sealed:
             fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
         self._ring = mmap.mmap(self._fd, _RING_BYTES)
-        struct.pack_into("<Q", self._ring, 128, (1 << 64) - 1)  # awake
+        # Moved by one store each: struct writes zeros first, which the victim may see.
+        self._published = ctypes.c_uint64.from_buffer(self._ring, 0)
+        self._consumed = ctypes.c_uint64.from_buffer(self._ring, 64)
+        ctypes.c_uint64.from_buffer(self._ring, 128).value = (1 << 64) - 1  # awake
         wake = os.eventfd(0)
         self._source = ctypes.create_string_buffer(b"\xee" * 4096, 4096)
         self._produced = 0
@@ -65,7 +68,7 @@ class LocalWriter:
         self._produced = head + 1 + len(writes)
         self.publish(self._produced)
         give_up = time.monotonic() + PATIENCE
-        while struct.unpack_from("<Q", self._ring, 64)[0] < self._produced:
+        while self._consumed.value < self._produced:
             if time.monotonic() > give_up:
                 raise TimeoutError("the victim did not consume the batch")
             if self._gone():
@@ -81,7 +84,7 @@ class LocalWriter:
 
     def publish(self, produced: int) -> None:
         """Moves the ring's position, to wherever it likes, and wakes the victim."""
-        struct.pack_into("<Q", self._ring, 0, produced)
+        self._published.value = produced
         os.eventfd_write(self._wake, 1)
 
     def shared(self) -> int:
