@@ -61,7 +61,8 @@ class Rounds:
                 one = await workers.round(fault, seed)
                 self.done.append(one)
                 progress.advance(progress.task_ids[0])
-                if one.wrong_bytes or one.leaked_blocks or one.hung:
+                late = one.detection is not None and one.detection > MAX_DETECTION_SECONDS
+                if one.wrong_bytes or one.leaked_blocks or one.hung or late:
                     progress.console.print(one)
 
 

@@ -241,8 +241,7 @@ class Arena:
 
     async def _sever(self, how: Damage) -> _Found:
         """Both give each other up and reuse their blocks; only then the network is whole again."""
-        at = time.monotonic()
-        await self._network.damage(how)
+        at = await self._network.damage(how)
         try:
             ended = await asyncio.gather(*map(self._reuse, self.workers.values()))
         finally:
@@ -251,8 +250,7 @@ class Arena:
         return _Found(at, ended, checked)
 
     async def _lose(self, how: Damage) -> _Found:
-        at = time.monotonic()
-        await self._network.damage(how)
+        at = await self._network.damage(how)
         try:
             found = await self._both(at)
         finally:
@@ -263,8 +261,7 @@ class Arena:
     async def _half_open(self, victim: Role) -> _Found:
         """No packet says that a process has ended."""
         broken, survivor = self._sides(victim)
-        at = time.monotonic()
-        await self._network.damage("cut")
+        at = await self._network.damage("cut")
         broken.send(signal.SIGKILL)
         try:
             ended = await self._reuse(survivor)

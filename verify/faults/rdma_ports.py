@@ -7,6 +7,7 @@ import fcntl
 import platform
 import socket
 import struct
+import time
 from pathlib import Path
 from typing import Final
 
@@ -23,14 +24,16 @@ _MACHINE: Final = "rxe-machine"
 class RdmaPorts:
     """Loop only."""
 
-    async def damage(self, how: Damage) -> None:
-        """No port has a link, until mend()."""
+    async def damage(self, how: Damage) -> float:
+        """No port has a link, until mend(). Returns the time (`time.monotonic()`) just before."""
         assert how == "port down"
+        at = time.monotonic()
         # Not by a command: to start one takes long on an emulated machine.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             for number in range(_count()):
                 interface = f"rx{number}".encode()
                 fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sH14x", interface, 0))
+        return at
 
     async def mend(self) -> None:
         # Their routes went with the links.
