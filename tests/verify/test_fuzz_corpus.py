@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from verify.fuzz import inputs, native, seeds
-from verify.fuzz.python import TARGETS
+from verify.fuzz.python import TARGETS, load
 from verify.fuzz.replay import replay
 
 pytestmark = pytest.mark.native
@@ -24,6 +24,12 @@ def test_every_input_keeps_the_promises_of_the_code(tmp_path: Path, name: str) -
 def test_every_target_has_seeds_and_every_corpus_a_target() -> None:
     assert {*seeds.TARGETS} == {*TARGETS, *native.DECODERS}
     assert {folder.name for folder in inputs.CORPUS.iterdir()} <= {*seeds.TARGETS}
+
+
+def test_the_sources_that_targets_are_to_cover_are_there() -> None:
+    named = [native.SOURCES / name for sources in native.DECODERS.values() for name in sources]
+    named += [native.ROOT / name for target in TARGETS for name in load(target).DECODERS]
+    assert [source for source in named if not source.exists()] == []
 
 
 @pytest.mark.parametrize("name", seeds.TARGETS)

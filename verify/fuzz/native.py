@@ -48,7 +48,7 @@ DECODERS: Final[dict[str, dict[str, str]]] = {
         "types.cpp": "",
         "paged_write.cpp": "",
         "fabric/verbs/path_endpoint.cpp": "",
-        "fabric/ofi/path_endpoint.cpp": "",
+        "fabric/ofi/path_endpoint.hpp": "",
     },
 }
 """Of each target the sources that it is to cover, and in them the functions whose names a pattern
