@@ -69,8 +69,8 @@ class Link:
 
 
 async def _run_at(host: Host, command: str) -> float:
-    """When the command began. To get there, to a shell in the namespace, takes up to half a second
-    on a busy machine."""
+    """When the command began. A busy machine takes its time to get there, to a shell in the
+    namespace, and nothing is broken before."""
     clock = time.time() - time.monotonic()
     told = await run_command(*host.command("bash", "-c", f"echo $EPOCHREALTIME; exec {command}"))
     return float(told) - clock
