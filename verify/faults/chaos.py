@@ -44,6 +44,8 @@ class Round:
     seed: int
     detection: float | None
     error: str | None
+    texts: tuple[str, ...] = ()
+    """What each side that had an error said of it."""
     wrong_bytes: int = 0
     leaked_blocks: int = 0
     hung: str = ""
@@ -157,6 +159,7 @@ class Arena:
                 else None
             ),
             error=str(errors[0]["error"]) if errors else None,
+            texts=tuple(f"{end['role']}: {end['text']}" for end in errors),
             wrong_bytes=sum(int(end["wrong"]) for end in ends),
             leaked_blocks=sum(NUM_BLOCKS - int(end["free"]) for end in ends),
         )
@@ -247,6 +250,10 @@ class Arena:
         finally:
             await self._network.mend()
         checked = await asyncio.gather(*map(self._watch, self.workers.values()))
+        if not all(end["error"] for end in ended):
+            # The transfer had ended before. Their connection may have outlived the damage, with a
+            # silence of up to a peer timeout.
+            await self._forget_lateness("prefill")
         return _Found(at, ended, checked)
 
     async def _lose(self, how: Damage) -> _Found:
