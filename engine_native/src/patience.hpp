@@ -32,10 +32,10 @@ class Patience {
   // Whether a silence is too long. `limit_ns` is that of a peer which has its core: one that is
   // starved gets up to kMostLimits of it. `pid`: its process on this host, or 0.
   bool ends(std::uint64_t limit_ns, pid_t pid, std::uint64_t now) const;
-
- private:
+  // The longest silence that ended, of those that are remembered.
   std::uint64_t longest_ns() const { return longest_ns_ > before_ns_ ? longest_ns_ : before_ns_; }
 
+ private:
   std::uint64_t heard_ns_;
   // The longest silence that ended, in this half of the time that is remembered and the one before.
   std::uint64_t longest_ns_ = 0;

@@ -311,6 +311,7 @@ void Peer::on_sent() {
 void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
   if (state_ == State::lost) return;
   patience_.forgive(stalled_ns, now);
+  patience_.hear(last_input_ns_);
   pid_t pid = 0;
   for (const auto& path : paths_) {
     patience_.hear(path->last_heard_ns());
@@ -324,9 +325,12 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
   const auto limit = std::max<std::uint64_t>(static_cast<std::uint64_t>(timeout.count()),
                                              3 * session_.introduction.heartbeat_ns);
   if (patience_.ends(limit, pid, now)) {
+    const auto ms = [](std::uint64_t ns) { return std::to_string(ns / 1'000'000) + " ms"; };
+    const std::uint64_t before = patience_.longest_ns();
     return lose({Errc::peer_timeout,
-                 "no heartbeat for " + std::to_string(patience_.silence(now) / 1'000'000) +
-                     " ms; the process is frozen or starved, or its host is cut off"});
+                 "no heartbeat for " + ms(patience_.silence(now)) +
+                     (2 * before > limit ? ", and once for " + ms(before) + " before" : "") +
+                     "; the process is frozen or starved, or its host is cut off"});
   }
   if (nics_) nics_->tick(now, stalled_ns);
   if (state_ == State::lost) return;
@@ -341,7 +345,7 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
 }
 
 void Peer::on_input(std::string& in) {
-  patience_.hear(now_ns());
+  last_input_ns_ = now_ns();
   std::size_t at = 0;
   while (state_ != State::lost && in.size() - at >= sizeof(FrameHead)) {
     FrameHead head;

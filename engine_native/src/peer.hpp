@@ -158,7 +158,8 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   State state_ = State::opening;
   bool was_up_ = false;  // on_up() was reported
   Patience patience_;
-  std::uint64_t last_path_ns_;  // when there last was any
+  std::uint64_t last_input_ns_ = 0;  // tick() tells it to patience_, after this engine's own stalls
+  std::uint64_t last_path_ns_;       // when there last was any
   std::vector<std::unique_ptr<Path>> paths_;
   std::vector<std::uint32_t> lanes_;  // of paths_, in the same order
   std::unique_ptr<NicLink> nics_;

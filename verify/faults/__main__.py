@@ -2,6 +2,7 @@
 runs here; prints what happened.
 
 Exit code 1 on any wrong byte, any leaked block, a worker that hangs, or a detection p99 above 1 s.
+Time in which the machine stood still is nobody's (standstills.py).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .catalogue import FABRICS, PORTS, Fabric, Fault
 from .chaos import Round, arena, percentile
 from .link import why_no_links
 from .rdma_ports import on_an_emulated_machine
+from .standstills import Standstills
 
 MAX_DETECTION_SECONDS: Final = 1.0
 _DEVICES: Final = Path("/sys/class/infiniband")
@@ -51,11 +53,11 @@ class Rounds:
             self._waiting[fabric.name].append((fault, rng.getrandbits(32)))
         self.done: list[Round] = []
 
-    async def run(self, fabric: Fabric, progress: Progress) -> None:
+    async def run(self, fabric: Fabric, progress: Progress, standstills: Standstills) -> None:
         waiting = self._waiting[fabric.name]
         if not waiting:
             return
-        async with arena(fabric) as workers:
+        async with arena(fabric, standstills=standstills) as workers:
             while waiting:
                 fault, seed = waiting.pop()
                 one = await workers.round(fault, seed)
@@ -72,12 +74,12 @@ async def run(
     """`count` rounds: every fault on every fabric in turn, the order and everything else random."""
     rounds = Rounds(count, fabrics, rng)
     columns = (TextColumn("rounds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console) as progress, Standstills().watched() as standstills:
         progress.add_task("rounds", total=count)
         async with asyncio.TaskGroup() as arenas:
             for fabric in fabrics:
                 for _ in range(parallel):
-                    arenas.create_task(rounds.run(fabric, progress))
+                    arenas.create_task(rounds.run(fabric, progress, standstills))
     return rounds.done
 
 
