@@ -28,6 +28,7 @@ from .worker import KEY, NUM_BLOCKS
 # How long the survivor's pages are watched after the frozen sender woke up.
 _WATCH_SECONDS: Final = 0.2
 _CLOCK_JUMP_SECONDS: Final = 3600
+_LATE_BEFORE: Final = ", and once for "
 _FAKETIME: Final = "/usr/$LIB/faketime/libfaketime.so.1"
 
 
@@ -55,6 +56,12 @@ class Round:
     hung: str = ""
     """Who did not end in time, for far more of it than any deadline of the transfer's; or could
     not begin."""
+
+    @property
+    def given_time(self) -> bool:
+        """Whether a side was late before its death, as a starved process is, and therefore given
+        more time (patience.hpp): the engine says so."""
+        return any(_LATE_BEFORE in text for text in self.texts)
 
 
 @dataclass(frozen=True, slots=True)
