@@ -43,11 +43,15 @@ class Connection final : private PeerEvents, private NicEvents {
     require(static_cast<bool>(stream), "a stream can be opened");
     Session session{.id = {}, .key = "key", .peer = {}, .introduction = {}};
     session.introduction = identity_of(1).introduction;
-    session.introduction.nics = {{"their0", "simulated", 1}, {"their1", "simulated", 1}};
+    session.introduction.nics = {{"their0", "simulated", 1},
+                                 {"their1", "simulated", 1},
+                                 {"their2", "of another network", 1}};
     PeerEvents& events = *this;
     peer_ = std::make_unique<Peer>(kPeer, std::move(*stream), session, events);
     peer_->use_nics(nics_, initiator, {.peer_timeout = kTimeout});
-    if (initiator) peer_->nics()->open_missing(now_);
+    if (!initiator) return;
+    peer_->address = {.host = "their host", .port = 1, .engine = {}};
+    peer_->nics()->open_missing(now_);
   }
 
   ~Connection() {

@@ -22,7 +22,7 @@ from kvxfer.scheduler.scaling.policy import ScalingPolicy
 _log = logging.getLogger("kvxfer.scaling")
 
 _ROUND_SECONDS: Final = 30.0
-_RESIGN_SECONDS: Final = 2.0
+_RESIGN_SECONDS: Final = 5.0
 
 
 class Autoscaler:

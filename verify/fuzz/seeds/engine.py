@@ -180,6 +180,7 @@ def control() -> Iterator[bytes]:
     yield up + b"\x07\x00\x00\x00" * 5 + frame(10, 1, 3) + frame(4, 0, 1) + frame(5, 0, 0)
     yield accept + region + submit + complete(0) * 4 + b"\x02\x03"
     yield accept + frame(0, 2, 9, 0, *endpoint) + frame(0, 1, 0, 0, *endpoint)
+    yield accept + frame(0, 2, 0, 2, *endpoint)
     yield accept + b"\x0a\x00\x00\x00" + frame(0, 2, 0, 0, *endpoint) + frame(0, 3, 1, 1, 1, 1, 7)
     yield accept + b"\x0a\x01\x01\x01" + frame(0, 2, 1, 1, *endpoint)
     yield b"\x01" + frame(1, 1, 3, 1, 1, 120) + frame(1, 2, 0, 1, 1, 120) + frame(1, 9, 0, 1, 0)
