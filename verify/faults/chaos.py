@@ -22,13 +22,11 @@ from verify.processes.worker import Event, WorkerProcess
 from .catalogue import CLOCK, PAUSE, Fabric, Fault, Role
 from .link import Damage, Link, link
 from .rdma_ports import RdmaPorts
-from .standstills import Standstills
 from .worker import KEY, NUM_BLOCKS
 
 # How long the survivor's pages are watched after the frozen sender woke up.
 _WATCH_SECONDS: Final = 0.2
 _CLOCK_JUMP_SECONDS: Final = 3600
-_LATE_BEFORE: Final = ", and once for "
 _FAKETIME: Final = "/usr/$LIB/faketime/libfaketime.so.1"
 
 
@@ -38,8 +36,7 @@ class Round:
 
     `detection` is the seconds from the fault (of a stall: from SIGCONT; of a transfer that a frozen
     worker got: from its start) until the last side that could hear of it (of a stall: the stalled
-    one) had its error, less those in which the machine stood still; None where the transfer
-    finished before, or in spite of it.
+    one) had its error; None where the transfer finished before, or in spite of it.
     """
 
     fault: str
@@ -47,8 +44,6 @@ class Round:
     seed: int
     detection: float | None
     error: str | None
-    standstill: float = 0.0
-    """Seconds, of those until then."""
     texts: tuple[str, ...] = ()
     """What each side that had an error said of it."""
     wrong_bytes: int = 0
@@ -56,12 +51,6 @@ class Round:
     hung: str = ""
     """Who did not end in time, for far more of it than any deadline of the transfer's; or could
     not begin."""
-
-    @property
-    def given_time(self) -> bool:
-        """Whether a side was late before its death, as a starved process is, and therefore given
-        more time (patience.hpp): the engine says so."""
-        return any(_LATE_BEFORE in text for text in self.texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +82,9 @@ class Arena:
     """A prefill and a decode worker of one fabric; whoever is killed starts again."""
 
     def __init__(
-        self,
-        fabric: Fabric,
-        cable: Link | None,
-        folder: Path,
-        environment: Mapping[str, str],
-        standstills: Standstills,
+        self, fabric: Fabric, cable: Link | None, folder: Path, environment: Mapping[str, str]
     ) -> None:
         self.fabric = fabric
-        self._standstills = standstills
         self._environment = environment
         self._folder = folder
         self.workers: dict[Role, WorkerProcess] = {}
@@ -166,14 +149,15 @@ class Arena:
         found = await self._strike(fault, rng, transfer if asleep else None)
         errors = [end for end in found.heard if end["error"]]
         ends = found.heard + found.checks
-        last = max((float(end["at"]) for end in errors), default=found.at)
-        standstill = self._standstills.within(found.at, last)
         return Round(
             fault=str(fault),
             fabric=self.fabric.name,
             seed=seed,
-            detection=last - found.at - standstill if errors and not may_end_well else None,
-            standstill=standstill,
+            detection=(
+                max(float(end["at"]) - found.at for end in errors)
+                if errors and not may_end_well
+                else None
+            ),
             error=str(errors[0]["error"]) if errors else None,
             texts=tuple(f"{end['role']}: {end['text']}" for end in errors),
             wrong_bytes=sum(int(end["wrong"]) for end in ends),
@@ -393,9 +377,7 @@ async def _said(worker: WorkerProcess, *names: str) -> Event | None:
 
 @contextlib.asynccontextmanager
 async def arena(
-    fabric: Fabric,
-    environment: Mapping[str, str] | None = None,
-    standstills: Standstills | None = None,
+    fabric: Fabric, environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[Arena]:
     """Both workers of a fabric, started; no process is left behind."""
     async with contextlib.AsyncExitStack() as stack:
@@ -403,7 +385,7 @@ async def arena(
         cable = None
         if fabric.linked:
             cable = await stack.enter_async_context(link(small_buffers=fabric.small_buffers))
-        made = Arena(fabric, cable, Path(folder), environment or {}, standstills or Standstills())
+        made = Arena(fabric, cable, Path(folder), environment or {})
         stack.push_async_callback(made.end)
         await asyncio.gather(*(made.start(role) for role in get_args(Role)))
         yield made
