@@ -15,10 +15,13 @@ TEST_SUITE_BEGIN("conformance");
 
 namespace {
 
+// For a million immediates on a machine that has no time for them.
+constexpr Duration kLong = std::chrono::minutes(20);
+
 // What stands for a NIC in software does thousands of immediates a second, not millions.
 std::size_t immediates_for(const std::string& fabric) {
   const char* full = std::getenv("KVXFER_TEST_FULL");
-  const bool slow = fabric == "verbs" || fabric == "mlx5" || fabric.starts_with("ofi");
+  const bool slow = fabric == "verbs" || fabric.starts_with("ofi");
   return slow && !full ? 100'000 : 1'000'000;
 }
 
@@ -70,13 +73,13 @@ TEST_CASE("a million immediates are counted, none lost, none twice") {
                                        .destination_pages = pages,
                                        .source_stride = 8,
                                        .destination_stride = 8},
-                                      {.imm = imm, .timeout = std::chrono::minutes(5)}));
+                                      {.imm = imm, .timeout = kLong}));
     CHECK(submitted.writes == pages.size());
     good(pair.reader->expect(imm, submitted.writes));
-    const auto done = pair.writer.await(Kind::write, submitted.id, std::chrono::minutes(5));
+    const auto done = pair.writer.await(Kind::write, submitted.id, kLong);
     CHECK_MESSAGE(done.code == Errc::ok, done.text);
     // On a starved machine the reader may have most of them before it still.
-    CHECK(pair.reader.await(Kind::counter, imm, std::chrono::minutes(5)).code == Errc::ok);
+    CHECK(pair.reader.await(Kind::counter, imm, kLong).code == Errc::ok);
     CHECK(pair.reader->counter_value(imm) == pages.size());
   }
 }
