@@ -252,7 +252,13 @@ class ControlPlaneError(KvxferError):
 
 
 class ControlPlaneUnavailable(ControlPlaneError):
+    """No control plane answers, or it cannot serve now.
+
+    `hurried`: the deadline left too little of the client's timeout to say that nobody answers.
+    """
+
     code = "control-plane-unavailable"
+    hurried = False
 
 
 class InstanceExists(ControlPlaneError):

@@ -66,9 +66,13 @@ def read(response: httpx2.Response, call: Call[T], url: str) -> Answer[T]:
         raise Failed(unreadable(url, error), again=False) from error
 
 
-def unanswered(error: httpx2.RequestError, call: Call[Any], url: str) -> Failed:
-    """What an attempt without an answer comes to."""
+def unanswered(
+    error: httpx2.RequestError, call: Call[Any], url: str, *, hurried: bool = False
+) -> Failed:
+    """What an attempt without an answer comes to. `hurried`: as in ControlPlaneUnavailable."""
     named = unavailable(error, url)
+    if isinstance(named, ControlPlaneUnavailable):
+        named.hurried = hurried
     distrusted = isinstance(named, UntrustedCertificate)
     again = not distrusted and (isinstance(error, _UNSENT) or call.repeatable)
     return Failed(named, again=again)

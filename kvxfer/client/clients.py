@@ -65,6 +65,47 @@ class _Method(Generic[P, T]):
         return send
 
 
+class _Attempts(Generic[T]):
+    """The attempts of one call. `timeout` bounds each, and all have to end before `give_up`."""
+
+    def __init__(
+        self, call: Call[T], *, timeout: float, give_up: float, url: str, clock: Clock
+    ) -> None:
+        self.call = call
+        self._timeout = timeout + call.wait_seconds
+        self._give_up = give_up
+        self._url = url
+        self._clock = clock
+        self._hurried = False
+        self._refused: Failed | None = None
+
+    def seconds(self) -> float:
+        """How long each step of an attempt that begins now may take."""
+        left = max(self._give_up - self._clock.monotonic(), _LEAST_TIMEOUT)
+        self._hurried = left < self._timeout / 2
+        return min(self._timeout, left)
+
+    def read(self, response: httpx2.Response) -> Answer[T]:
+        """Raises Failed."""
+        try:
+            return read(response, self.call, self._url)
+        except Failed as refused:
+            self._refused = refused
+            raise
+
+    def unanswered(self, error: httpx2.RequestError) -> Failed:
+        """What an attempt without an answer comes to.
+
+        Where the deadline left it less than half of the timeout, silence says little: if the
+        attempt before was answered, that answer is the error.
+        """
+        hurried = self._hurried and isinstance(error, httpx2.TimeoutException)
+        if hurried and self._refused is not None:
+            return self._refused
+        self._refused = None
+        return unanswered(error, self.call, self._url, hurried=hurried)
+
+
 class _Client:
     """What both clients are, but for the sending."""
 
@@ -106,12 +147,16 @@ class _Client:
                 f"the control plane's URL is {self.url!r} ({error}); write it as http://HOST:PORT"
             ) from error
 
-    def _seconds(self, call: Call[Any], give_up: float) -> float:
-        """How long each step of an attempt may take."""
-        left = max(give_up - self._clock.monotonic(), _LEAST_TIMEOUT)
-        return min(self._timeout + call.wait_seconds, left)
+    def _attempts(self, call: Call[T], seconds: float) -> _Attempts[T]:
+        return _Attempts(
+            call,
+            timeout=self._timeout,
+            give_up=self._clock.monotonic() + (seconds or self._timeout),
+            url=self.url,
+            clock=self._clock,
+        )
 
-    def _request(self, call: Call[Any], give_up: float) -> dict[str, Any]:
+    def _request(self, call: Call[Any], seconds: float) -> dict[str, Any]:
         traced = current.get()
         return {
             "method": call.method,
@@ -119,7 +164,7 @@ class _Client:
             "params": dict(call.params) or None,
             "json": call.body,
             "headers": None if traced is None else {HEADER: traced.traceparent},
-            "timeout": self._seconds(call, give_up),
+            "timeout": seconds,
         }
 
     def _watch_options(self, reader: WatchReader) -> dict[str, Any]:
@@ -189,28 +234,28 @@ class ControlPlaneClient(_Client):
     async def ask(self, call: Call[T]) -> Answer[T]:
         """As `send`, with how stale the value is."""
         seconds = self._deadline if call.deadline is None else call.deadline
-        give_up = self._clock.monotonic() + (seconds or self._timeout)
         try:
             retrying = AsyncRetrying(**policy(seconds, self._clock), sleep=asyncio.sleep)
-            return await retrying(self._attempt, call, give_up)
+            return await retrying(self._attempt, self._attempts(call, seconds))
         except Failed as failed:
             raise failed.error from failed.__cause__
 
-    async def _attempt(self, call: Call[T], give_up: float) -> Answer[T]:
+    async def _attempt(self, attempts: _Attempts[T]) -> Answer[T]:
+        call = attempts.call
         try:
-            async with self._turn(call, give_up):
-                response = await self._http.request(**self._request(call, give_up))
+            async with self._turn(call, attempts.seconds()):
+                response = await self._http.request(**self._request(call, attempts.seconds()))
         except httpx2.RequestError as error:
-            raise unanswered(error, call, self.url) from error
-        return read(response, call, self.url)
+            raise attempts.unanswered(error) from error
+        return attempts.read(response)
 
     @asynccontextmanager
-    async def _turn(self, call: Call[Any], give_up: float) -> AsyncGenerator[None, None]:
+    async def _turn(self, call: Call[Any], seconds: float) -> AsyncGenerator[None, None]:
         if call.wait_seconds:
             yield
             return
         try:
-            async with asyncio.timeout(self._seconds(call, give_up)):
+            async with asyncio.timeout(seconds):
                 await self._turns.acquire()
         except TimeoutError as error:
             raise httpx2.PoolTimeout(f"{_MAX_CALLS} calls were under way") from error
@@ -280,20 +325,19 @@ class SyncControlPlaneClient(_Client):
     def ask(self, call: Call[T]) -> Answer[T]:
         """As `send`, with how stale the value is."""
         seconds = self._deadline if call.deadline is None else call.deadline
-        give_up = self._clock.monotonic() + (seconds or self._timeout)
         try:
             retrying = Retrying(**policy(seconds, self._clock), sleep=self._clock.sleep)
-            answer: Answer[T] = retrying(self._attempt, call, give_up)
+            answer: Answer[T] = retrying(self._attempt, self._attempts(call, seconds))
             return answer
         except Failed as failed:
             raise failed.error from failed.__cause__
 
-    def _attempt(self, call: Call[T], give_up: float) -> Answer[T]:
+    def _attempt(self, attempts: _Attempts[T]) -> Answer[T]:
         try:
-            response = self._http.request(**self._request(call, give_up))
+            response = self._http.request(**self._request(attempts.call, attempts.seconds()))
         except httpx2.RequestError as error:
-            raise unanswered(error, call, self.url) from error
-        return read(response, call, self.url)
+            raise attempts.unanswered(error) from error
+        return attempts.read(response)
 
     def watch(self, last_event_id: int | None = None) -> Generator[Snapshot | Change, None, None]:
         """The changes of the fleet, as `ControlPlaneClient.watch` has them."""

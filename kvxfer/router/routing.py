@@ -164,6 +164,7 @@ class Router:
     async def _pair_before(
         self, give_up: float, request: CompletionRequest, attempts: _Attempts
     ) -> OpenedTransfer:
+        said: NoCapacity | ControlPlaneUnavailable | None = None
         while True:
             try:
                 call = calls.open_transfer(
@@ -179,9 +180,12 @@ class Router:
             except (NoCapacity, ControlPlaneUnavailable) as error:
                 if isinstance(error, NoCapacity):
                     await self._require_model(request.model)
+                # Asked in the last moment it may not answer: what it said before counts.
+                hurried = isinstance(error, ControlPlaneUnavailable) and error.hurried
+                said = error if said is None or not hurried else said
                 pause = random.uniform(0, _PAUSE_SECONDS)  # noqa: S311 (no secret)
                 if self._clock.monotonic() + pause > give_up:
-                    raise
+                    raise said
                 await asyncio.sleep(pause)
             else:
                 self._models.add(request.model)

@@ -171,6 +171,23 @@ async def test_deadline_is_not_passed(ask, serving, clock):
     assert 6.0 <= clock.monotonic() - asked < 8.0
 
 
+async def test_the_last_answer_outlives_an_attempt_that_the_deadline_cut_short(ask, serving):
+    said = problem(503, "control-plane-unavailable", {"Retry-After": "2"})
+    server = serving(said, said, httpx2.ReadTimeout("slow"))
+    with pytest.raises(ControlPlaneUnavailable, match="it said so") as raised:
+        await ask(server, LISTED, deadline=6.0)
+    assert len(server.requests) >= 3
+    assert not raised.value.hurried
+
+
+async def test_silence_that_was_long_enough_is_the_error(ask, serving):
+    said = problem(503, "control-plane-unavailable")
+    server = serving(said, httpx2.ReadTimeout("slow"))
+    with pytest.raises(ControlPlaneUnavailable, match="no control plane answers") as raised:
+        await ask(server, LISTED, deadline=60.0)
+    assert raised.value.hurried
+
+
 async def test_deadline_of_zero_is_one_attempt(ask, serving, clock):
     server = serving(httpx2.ConnectError("refused"))
     asked = clock.monotonic()

@@ -318,6 +318,26 @@ async def test_without_workers_it_is_a_503_that_says_when_to_come_again(
             assert answer.headers["retry-after"] == "1"
 
 
+async def test_a_control_plane_that_stalls_at_the_end_of_the_wait_does_not_hide_the_reason(
+    network, control_plane, clock
+) -> None:
+    """The last question has no time for its answer; what was said to the one before is told."""
+    answering, asked_at = network.apps["control-plane"], clock.monotonic()
+    stalled = asyncio.Event()
+
+    async def stalls(*exchange: Any) -> None:
+        if clock.monotonic() - asked_at > 4.7:
+            stalled.set()
+            await asyncio.Event().wait()
+        await answering(*exchange)
+
+    network.apps["control-plane"] = stalls
+    async with network.routed(capacity_seconds=5) as client:
+        error = error_of(await client.post(COMPLETIONS, json=ASKED), 503, "no-capacity")
+    assert stalled.is_set()
+    assert "no instance of model 'llama' is registered" in error["message"]
+
+
 async def test_workers_that_come_while_a_request_waits_serve_it(
     network, control_plane, clock
 ) -> None:
