@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Received,
         ReceivePool,
         RemotePool,
+        Scattered,
         Watcher,
         WatchFor,
     )
@@ -41,6 +42,7 @@ __all__ = [
     "ReceivePool",
     "Received",
     "RemotePool",
+    "Scattered",
     "WatchFor",
     "Watcher",
     "__version__",

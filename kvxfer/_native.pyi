@@ -72,8 +72,13 @@ class TransferEngine:
     def nics(self) -> list[tuple[str, str, int]]: ...
     @property
     def event_fd(self) -> int: ...
-    def drain(self) -> list[tuple[str, int, int, str, str, bytes, str, int]]:
-        """Completions: (kind, id, peer, code, text, data, fabric, CLOCK_MONOTONIC ns)."""
+    def drain(
+        self,
+    ) -> list[tuple[str, int, int, str, str, bytes, str, int, list[tuple[int, str, str]]]]:
+        """Completions: (kind, id, peer, code, text, data, fabric, CLOCK_MONOTONIC ns, failed).
+
+        failed: the parts of a write that failed: (part, code, text).
+        """
 
     def stats(self) -> dict[str, int]: ...
     def refusals(self) -> dict[str, dict[str, int]]: ...
@@ -116,6 +121,20 @@ class TransferEngine:
         nic: int | None,
         after: tuple[WatchWord, int] | None,
     ) -> tuple[int, int, int]: ...
+    def write_list(
+        self,
+        peer: int,
+        sources: Sequence[MemoryRegion],
+        destinations: Sequence[bytes],
+        *,
+        source_offsets: Buffer,
+        destination_offsets: Buffer,
+        lengths: Buffer,
+        imm: int | None,
+        timeout: float,
+        nic: int | None,
+        after: tuple[WatchWord, int] | None,
+    ) -> tuple[int, int, int]: ...
     def write_imm(
         self,
         peer: int,
@@ -137,7 +156,7 @@ class TransferEngine:
         imm: int | None,
         timeout: float,
         after: tuple[WatchWord, int] | None,
-    ) -> list[tuple[int, int, int]]: ...
+    ) -> tuple[int, list[int], int]: ...
     def barrier(
         self,
         peers: Sequence[int],
@@ -145,7 +164,7 @@ class TransferEngine:
         *,
         timeout: float,
         after: tuple[WatchWord, int] | None,
-    ) -> list[tuple[int, int, int]]: ...
+    ) -> tuple[int, list[int], int]: ...
     def wake(self) -> None:
         """Looks at watched words now."""
     def cancel(self, operation: int) -> None: ...

@@ -46,9 +46,14 @@ void bind_completions(EngineClass& bound) {
            [](TransferEngine& engine) {
              py::list list;
              for (Completion& c : engine.drain()) {
+               py::list failed;
+               for (const PartFailure& each : c.failed) {
+                 failed.append(
+                     py::make_tuple(each.part, std::string(name(each.code)), to_text(each.text)));
+               }
                list.append(py::make_tuple(kind_name(c.kind), c.id, c.peer,
                                           std::string(name(c.code)), to_text(c.text),
-                                          py::bytes(c.data), c.fabric, c.timestamp_ns));
+                                          py::bytes(c.data), c.fabric, c.timestamp_ns, failed));
              }
              return list;
            })

@@ -22,39 +22,77 @@ py::tuple to_tuple(const Submitted& submitted) {
   return py::make_tuple(submitted.id, submitted.writes, submitted.bytes);
 }
 
-py::list to_list(const std::vector<Submitted>& submitted) {
-  py::list list;
-  for (const Submitted& each : submitted) list.append(to_tuple(each));
-  return list;
+py::tuple to_tuple(const Scattered& scattered) {
+  return py::make_tuple(scattered.id, scattered.writes, scattered.bytes);
 }
+
+// Offsets and lengths as Python gives them, in place of those of SingleWrite.
+struct Ranges {
+  Ranges(const py::object& source_offsets, const py::object& destination_offsets,
+         const py::object& sizes)
+      : from(source_offsets, "src_offsets"),
+        to(destination_offsets, "dst_offsets"),
+        lengths(sizes, "lengths") {}
+
+  bool have(std::size_t count) const {
+    return from.pages().size() == count && to.pages().size() == count &&
+           lengths.pages().size() == count;
+  }
+  SingleWrite at(std::size_t i, const char* of) const {
+    if (from.pages()[i] < 0 || to.pages()[i] < 0 || lengths.pages()[i] < 0) {
+      throw NativeError({Errc::out_of_bounds, std::string(of) +
+                                                  " has a negative offset or length "
+                                                  "at position " +
+                                                  std::to_string(i)});
+    }
+    return {.source_offset = static_cast<std::uint64_t>(from.pages()[i]),
+            .destination_offset = static_cast<std::uint64_t>(to.pages()[i]),
+            .length = static_cast<std::uint64_t>(lengths.pages()[i])};
+  }
+
+  PageList from;
+  PageList to;
+  PageList lengths;
+};
 
 std::vector<ScatterPart> scatter_parts(const std::vector<PeerId>& peers,
                                        const std::vector<std::string>& destinations,
-                                       std::span<const std::int64_t> source_offsets,
-                                       std::span<const std::int64_t> destination_offsets,
-                                       std::span<const std::int64_t> lengths) {
+                                       const Ranges& ranges) {
   const std::size_t count = peers.size();
-  if (destinations.size() != count || source_offsets.size() != count ||
-      destination_offsets.size() != count || lengths.size() != count) {
+  if (destinations.size() != count || !ranges.have(count)) {
     throw NativeError(
         {Errc::invalid_argument, "a scatter to " + std::to_string(count) +
                                      " peers needs as many destinations, offsets and lengths"});
   }
   std::vector<ScatterPart> parts;
   for (std::size_t i = 0; i < count; ++i) {
-    if (source_offsets[i] < 0 || destination_offsets[i] < 0 || lengths[i] < 0) {
-      throw NativeError(
-          {Errc::out_of_bounds,
-           "part " + std::to_string(i) + " of the scatter has a negative offset or length"});
-    }
-    parts.push_back(
-        {.peer = peers[i],
-         .destination = unwrap(MrDescriptor::decode(destinations[i])),
-         .write = {.source_offset = static_cast<std::uint64_t>(source_offsets[i]),
-                   .destination_offset = static_cast<std::uint64_t>(destination_offsets[i]),
-                   .length = static_cast<std::uint64_t>(lengths[i])}});
+    parts.push_back({.peer = peers[i],
+                     .destination = unwrap(MrDescriptor::decode(destinations[i])),
+                     .write = ranges.at(i, "the scatter")});
   }
   return parts;
+}
+
+std::vector<ListedWrite> listed_writes(const std::vector<RegionPtr>& sources,
+                                       const std::vector<std::string>& destinations,
+                                       const Ranges& ranges) {
+  const std::size_t count = sources.size();
+  if (destinations.size() != count || !ranges.have(count)) {
+    throw NativeError(
+        {Errc::invalid_argument, "a list of " + std::to_string(count) +
+                                     " sources needs as many destinations, offsets and lengths"});
+  }
+  std::vector<ListedWrite> writes;
+  writes.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    // Lists name the same few regions again and again.
+    const bool same = i > 0 && destinations[i] == destinations[i - 1];
+    writes.push_back({.source = sources[i],
+                      .destination = same ? writes.back().destination
+                                          : unwrap(MrDescriptor::decode(destinations[i])),
+                      .write = ranges.at(i, "the list")});
+  }
+  return writes;
 }
 
 void bind_watch_word(py::module_& module) {
@@ -126,6 +164,26 @@ void bind_writes(py::module_& module, EngineClass& bound) {
           py::arg("destination_offset"), py::arg("imm"), py::arg("timeout"), py::arg("nic"),
           py::arg("after"))
       .def(
+          "write_list",
+          [](TransferEngine& engine, PeerId peer, const std::vector<RegionPtr>& sources,
+             const std::vector<std::string>& destinations, const py::object& source_offsets,
+             const py::object& destination_offsets, const py::object& lengths,
+             std::optional<Imm> imm, double timeout, std::optional<std::uint32_t> nic,
+             const After& after) {
+            const auto writes = listed_writes(sources, destinations,
+                                              {source_offsets, destination_offsets, lengths});
+            Submitted submitted;
+            {
+              py::gil_scoped_release release;
+              submitted =
+                  unwrap(engine.write_list(peer, writes, write_options(imm, timeout, nic, after)));
+            }
+            return to_tuple(submitted);
+          },
+          py::arg("peer"), py::arg("sources"), py::arg("destinations"), py::kw_only(),
+          py::arg("source_offsets"), py::arg("destination_offsets"), py::arg("lengths"),
+          py::arg("imm"), py::arg("timeout"), py::arg("nic"), py::arg("after"))
+      .def(
           "write_imm",
           [](TransferEngine& engine, PeerId peer, Imm imm, double timeout,
              std::optional<std::uint32_t> nic, const After& after) {
@@ -140,18 +198,15 @@ void bind_writes(py::module_& module, EngineClass& bound) {
              const std::vector<std::string>& destinations, const py::object& source_offsets,
              const py::object& destination_offsets, const py::object& lengths,
              std::optional<Imm> imm, double timeout, const After& after) {
-            const PageList from(source_offsets, "src_offsets");
-            const PageList to(destination_offsets, "dst_offsets");
-            const PageList sizes(lengths, "lengths");
             const auto parts =
-                scatter_parts(peers, destinations, from.pages(), to.pages(), sizes.pages());
-            std::vector<Submitted> submitted;
+                scatter_parts(peers, destinations, {source_offsets, destination_offsets, lengths});
+            Scattered submitted;
             {
               py::gil_scoped_release release;
               submitted = unwrap(
                   engine.scatter(source, parts, write_options(imm, timeout, std::nullopt, after)));
             }
-            return to_list(submitted);
+            return to_tuple(submitted);
           },
           py::arg("source"), py::arg("peers"), py::arg("destinations"), py::kw_only(),
           py::arg("source_offsets"), py::arg("destination_offsets"), py::arg("lengths"),
@@ -160,7 +215,7 @@ void bind_writes(py::module_& module, EngineClass& bound) {
           "barrier",
           [](TransferEngine& engine, const std::vector<PeerId>& peers, Imm imm, double timeout,
              const After& after) {
-            return to_list(unwrap(
+            return to_tuple(unwrap(
                 engine.barrier(peers, imm, write_options(imm, timeout, std::nullopt, after))));
           },
           py::arg("peers"), py::arg("imm"), py::kw_only(), py::arg("timeout"), py::arg("after"))

@@ -18,13 +18,13 @@ std::size_t message_bytes(const Completion& completion) {
 
 }  // namespace
 
-Result<std::unique_ptr<CompletionQueue>> CompletionQueue::create() {
+Result<std::unique_ptr<CompletionQueue>> CompletionQueue::create(bool signals) {
   UniqueFd event(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!event) {
     return Error{Errc::out_of_memory, std::string("cannot create the completion eventfd: ") +
                                           errno_text() + "; raise the open files limit"};
   }
-  return std::unique_ptr<CompletionQueue>(new CompletionQueue(std::move(event)));
+  return std::unique_ptr<CompletionQueue>(new CompletionQueue(std::move(event), signals));
 }
 
 void CompletionQueue::push(Completion completion) {
@@ -36,16 +36,17 @@ void CompletionQueue::push(Completion completion) {
     waiting_bytes_ += message_bytes(completion);
     waiting_.push_back(std::move(completion));
   }
-  if (was_empty) {
+  if (was_empty && signals_) {
     const std::uint64_t one = 1;
     [[maybe_unused]] const auto written = ::write(event_.get(), &one, sizeof one);
   }
 }
 
 std::vector<Completion> CompletionQueue::drain() {
-  std::uint64_t count = 0;
-  // Before taking: a completion pushed after the take sets the event again.
-  [[maybe_unused]] const auto read = ::read(event_.get(), &count, sizeof count);
+  if (signals_) {  // before taking: a completion pushed after the take sets the event again
+    std::uint64_t count = 0;
+    [[maybe_unused]] const auto read = ::read(event_.get(), &count, sizeof count);
+  }
   const std::lock_guard lock(mutex_);
   waiting_bytes_ = 0;
   return std::exchange(waiting_, {});

@@ -12,7 +12,8 @@ namespace kvxfer {
 
 class CompletionQueue {
  public:
-  static Result<std::unique_ptr<CompletionQueue>> create();
+  // `signals`: event_fd() tells of completions. Without, they cost no system call.
+  static Result<std::unique_ptr<CompletionQueue>> create(bool signals = true);
 
   // Stamps the completion with the current time unless it carries one.
   void push(Completion completion);
@@ -25,9 +26,10 @@ class CompletionQueue {
   int event_fd() const { return event_.get(); }
 
  private:
-  explicit CompletionQueue(UniqueFd event) : event_(std::move(event)) {}
+  CompletionQueue(UniqueFd event, bool signals) : event_(std::move(event)), signals_(signals) {}
 
   UniqueFd event_;
+  const bool signals_;
   mutable std::mutex mutex_;
   std::vector<Completion> waiting_;
   std::size_t waiting_bytes_ = 0;

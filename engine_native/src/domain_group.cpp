@@ -29,6 +29,8 @@ constexpr std::uint64_t kWatchMostNs = 1'000'000u;
 constexpr std::uint64_t kWatchParts = 16;
 // How often NICs are looked at whose paths are being closed.
 constexpr std::uint64_t kClosingNs = 100'000u;
+// Between two looks at sockets.
+constexpr unsigned kStepsPerPoll = 8;
 // For a stranger to prove that it knows the cluster key.
 constexpr std::uint64_t kHandshakeNs = 5'000'000'000u;
 // For two engines of one host to share memory; well within a connect, so that tcp can follow.
@@ -108,6 +110,9 @@ Result<void> validate(const EngineOptions& options) {
   if (options.path_timeout < options.heartbeat_interval) {
     return bad("path_timeout must be at least heartbeat_interval, which is when it is looked at");
   }
+  if (!options.thread && !options.cpus.empty()) {
+    return bad("cpus says where the engine thread runs, and this engine has none; leave cpus out");
+  }
   if (options.operation_timeout <= Duration::zero() || options.spin < Duration::zero()) {
     return bad("operation_timeout must be positive and spin not negative");
   }
@@ -120,7 +125,7 @@ Result<std::unique_ptr<DomainGroup>> DomainGroup::open(EngineOptions options) {
   if (auto good = validate(options); !good) return good.error();
   auto poller = Poller::create();
   if (!poller) return poller.error();
-  auto completions = CompletionQueue::create();
+  auto completions = CompletionQueue::create(options.thread);
   if (!completions) return completions.error();
   auto acceptor = Acceptor::listen(options.host, options.port);
   if (!acceptor) return acceptor.error();
@@ -180,6 +185,11 @@ Result<void> DomainGroup::start() {
   }
   if (!lanes_.empty()) fabrics_.emplace_back(lanes_.front()->fabric());
   if (auto good = acceptor_->start(identity_, poller_, *this); !good) return good;
+  if (!options_.thread) {
+    last_tick_ns_ = now_ns();
+    driven_ = true;
+    return {};
+  }
   thread_ = std::jthread([this] { run(); });
   ::pthread_setname_np(thread_.native_handle(), kEngineThreadName);
   return pin(thread_.native_handle(), options_.cpus);
@@ -188,8 +198,16 @@ Result<void> DomainGroup::start() {
 DomainGroup::~DomainGroup() { close(); }
 
 void DomainGroup::close() {
+  if (std::exchange(driven_, false)) return shut_down();
   post([this] { stopping_ = true; });
   if (thread_.joinable()) ended_.wait();
+}
+
+bool DomainGroup::poll() {
+  if (!driven_) return false;
+  const std::uint64_t before = activity_;
+  step();
+  return activity_ != before;
 }
 
 // --- commands --------------------------------------------------------------------------------
@@ -199,16 +217,22 @@ bool DomainGroup::post(Command command) {
     const std::lock_guard lock(commands_mutex_);
     if (closed_) return false;
     commands_.push_back(std::move(command));
+    commanded_.store(true, std::memory_order_release);
   }
   // Pairs with the store in may_sleep(): either this sees the sleep or that sees the command.
   if (sleeping_.load(std::memory_order_seq_cst)) poller_.wake();
   return true;
 }
 
-bool DomainGroup::run_on_engine_thread(Command command) {
+bool DomainGroup::run_on_engine_thread(const Command& command) {
+  if (driven_) {
+    run_commands();  // that came before
+    command();
+    return true;
+  }
   // Shared: the caller may be gone while the promise is still being fulfilled.
   auto done = std::make_shared<std::promise<void>>();
-  const bool posted = post([command = std::move(command), done] {
+  const bool posted = post([command, done] {
     command();
     done->set_value();
   });
@@ -216,11 +240,18 @@ bool DomainGroup::run_on_engine_thread(Command command) {
   return posted;
 }
 
+void DomainGroup::await(const std::future<void>& done) {
+  while (driven_ && done.wait_for(Duration::zero()) != std::future_status::ready) step();
+  done.wait();
+}
+
 void DomainGroup::run_commands() {
+  if (!commanded_.load(std::memory_order_acquire)) return;
   std::vector<Command> commands;
   {
     const std::lock_guard lock(commands_mutex_);
     commands.swap(commands_);
+    commanded_.store(false, std::memory_order_relaxed);
   }
   for (const Command& command : commands) command();
   activity_ += commands.size();
@@ -287,7 +318,13 @@ bool DomainGroup::may_sleep() {
 }
 
 void DomainGroup::step() {
-  poller_.poll(0);
+  // A look at sockets is a system call: not at every step while something moves without it, nor
+  // where the caller polls for a latency below that.
+  const bool moving = std::exchange(activity_before_, activity_) != activity_;
+  if ((!moving && !driven_) || ++steps_ >= kStepsPerPoll) {
+    steps_ = 0;
+    poller_.poll(0);
+  }
   run_commands();
   activity_ += background_.finish();
   if (!held_.empty()) release_held();

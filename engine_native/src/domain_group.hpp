@@ -55,12 +55,14 @@ class DomainGroup final : private AcceptorEvents,
   Result<void> register_region(const RegionPtr& region);
   std::shared_ptr<PeerHandle> find_peer(PeerId peer) const;
 
-  void submit(const std::vector<OperationPtr>& operations);
+  void submit(const SubmissionPtr& submission);
   // Looks at watched words now.
   void wake();
   void send(PeerId peer, std::string data);
   void cancel(OperationId operation);
   void connect(OperationId id, const EngineAddress& address, Duration timeout);
+  // Without an engine thread: one step of it on the caller's.
+  bool poll();
   // These return once the engine thread has done it.
   void disconnect(PeerId peer);
   bool fence(PeerId peer);
@@ -101,7 +103,9 @@ class DomainGroup final : private AcceptorEvents,
   // Commands; false once the engine is closed.
   bool post(Command command);
   // Returns once the engine thread has run it, or has ended.
-  bool run_on_engine_thread(Command command);
+  bool run_on_engine_thread(const Command& command);
+  // For what the engine thread does.
+  void await(const std::future<void>& done);
 
   // --- engine thread: the loop
   void run();
@@ -161,7 +165,10 @@ class DomainGroup final : private AcceptorEvents,
   void reset_late_writers(std::uint64_t now);
 
   // --- engine thread: operations
-  void begin_operation(const OperationPtr& operation);
+  void begin(const SubmissionPtr& submission);
+  // Those under way that fit.
+  template <typename Fits>
+  std::vector<OperationPtr> operations_that(Fits fits) const;
   void post_operation(const OperationPtr& operation);
   Peer* find_up(PeerId peer) const;  // null where it is not, or not yet, up
   void release_held();
@@ -171,6 +178,7 @@ class DomainGroup final : private AcceptorEvents,
   void settle(const OperationPtr& operation) override;
   std::vector<OperationPtr> operations_with(const Peer& peer, Imm imm) override;
   void end_operation(const OperationPtr& operation);
+  void complete(const Submission& submission);
   void expire_operations(std::uint64_t now);
   void end_deregistrations();
 
@@ -189,7 +197,8 @@ class DomainGroup final : private AcceptorEvents,
 
   std::mutex commands_mutex_;
   std::vector<Command> commands_;
-  bool closed_ = false;  // guarded by commands_mutex_
+  std::atomic<bool> commanded_ = false;  // whether there are any
+  bool closed_ = false;                  // guarded by commands_mutex_
   std::promise<void> ending_;
   std::shared_future<void> ended_ = ending_.get_future().share();  // nothing is touched any more
   std::atomic<bool> sleeping_ = false;
@@ -198,6 +207,8 @@ class DomainGroup final : private AcceptorEvents,
   Poller poller_;
   EngineStats stats_;
   std::uint64_t activity_ = 0;  // heartbeats do not count
+  std::uint64_t activity_before_ = 0;
+  unsigned steps_ = 0;  // since the poller was looked at
   std::unique_ptr<Acceptor> acceptor_;
   std::unique_ptr<local::LocalDomain> local_;
   std::vector<std::unique_ptr<tcp::TcpDomain>> lanes_;
@@ -207,7 +218,7 @@ class DomainGroup final : private AcceptorEvents,
   std::unordered_map<PeerId, std::unique_ptr<Peer>> peers_;
   std::unordered_map<PeerId, Closing> closing_;
   std::vector<std::pair<PeerId, Error>> lost_;  // to be closed at the end of the step
-  std::unordered_map<OperationId, OperationPtr> operations_;
+  std::unordered_map<OperationId, SubmissionPtr> submissions_;
   std::vector<std::pair<RegionPtr, std::shared_ptr<std::promise<void>>>> deregistering_;
   std::vector<OperationPtr> held_;                          // for a watched word
   std::unordered_map<Imm, std::vector<RegionPtr>> grants_;  // of live counters
@@ -216,8 +227,20 @@ class DomainGroup final : private AcceptorEvents,
   std::uint64_t last_tick_ns_ = 0;
   bool told_fallback_ = false;
   bool stopping_ = false;
+  bool driven_ = false;  // by its caller, until it is closed
   Background background_;
   std::jthread thread_;  // last: joined before anything it uses is destroyed
 };
+
+template <typename Fits>
+std::vector<OperationPtr> DomainGroup::operations_that(Fits fits) const {
+  std::vector<OperationPtr> found;
+  for (const auto& [id, submission] : submissions_) {
+    for (Operation& part : submission->parts) {
+      if (!part.ended && fits(part)) found.push_back(part_of(submission, part));
+    }
+  }
+  return found;
+}
 
 }  // namespace kvxfer

@@ -298,7 +298,7 @@ bool DomainGroup::close_and_wait(PeerId id, const Error& why, bool say_goodbye) 
     closing->second.waiting.push_back(closed);
     waits = true;
   });
-  if (running) closed->get_future().wait();
+  if (running) await(closed->get_future());
   return waits;
 }
 
@@ -342,10 +342,8 @@ void DomainGroup::finish_closing(PeerId id) {
         [] {});
   }
   forget_revocations(id);
-  std::vector<OperationPtr> orphans;
-  for (const auto& [operation_id, operation] : operations_) {
-    if (operation->peer == id) orphans.push_back(operation);
-  }
+  const auto orphans =
+      operations_that([id](const Operation& operation) { return operation.peer == id; });
   for (const OperationPtr& operation : orphans) {
     operation->fail(closed.why.code, closed.why.text);
     end_operation(operation);

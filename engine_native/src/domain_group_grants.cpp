@@ -122,7 +122,7 @@ bool DomainGroup::release_counter(Imm imm, bool wait) {
                             .done = wait ? done : nullptr});
   });
   if (!running || !pending) return true;
-  if (wait) done->get_future().wait();
+  if (wait) await(done->get_future());
   return wait;
 }
 

@@ -6,27 +6,30 @@
 
 namespace kvxfer {
 
-void DomainGroup::submit(const std::vector<OperationPtr>& operations) {
-  const bool posted = post([this, operations] {
-    for (const OperationPtr& operation : operations) begin_operation(operation);
-  });
-  if (posted) return;
-  for (const OperationPtr& operation : operations) {
-    completions_->push({.kind = Completion::Kind::write,
-                        .id = operation->id,
-                        .peer = operation->peer,
-                        .code = Errc::engine_closed,
-                        .text = "this engine was closed"});
+void DomainGroup::submit(const SubmissionPtr& submission) {
+  if (driven_) {
+    run_commands();  // that came before
+    return begin(submission);
   }
+  if (post([this, submission] { begin(submission); })) return;
+  for (Operation& part : submission->parts) {
+    part.fail(Errc::engine_closed, "this engine was closed");
+  }
+  complete(*submission);
 }
 
-void DomainGroup::begin_operation(const OperationPtr& operation) {
-  operations_.emplace(operation->id, operation);
-  // What is for a peer that was lost meanwhile has nothing to wait for.
-  if (operation->held() && find_up(operation->peer)) {
-    held_.push_back(operation);
-  } else {
-    post_operation(operation);
+void DomainGroup::begin(const SubmissionPtr& submission) {
+  submission->under_way = submission->parts.size();
+  if (submission->parts.empty()) return complete(*submission);
+  submissions_.emplace(submission->id, submission);
+  for (Operation& part : submission->parts) {
+    const OperationPtr operation = part_of(submission, part);
+    // What is for a peer that was lost meanwhile has nothing to wait for.
+    if (operation->held() && find_up(operation->peer)) {
+      held_.push_back(operation);
+    } else {
+      post_operation(operation);
+    }
   }
 }
 
@@ -77,9 +80,12 @@ void DomainGroup::send(PeerId peer, std::string data) {
 
 void DomainGroup::cancel(OperationId id) {
   post([this, id] {
-    const auto found = operations_.find(id);
-    if (found == operations_.end()) return;
-    fail(OperationPtr(found->second), Errc::cancelled, "cancelled by the caller");
+    const auto found = submissions_.find(id);
+    if (found == submissions_.end()) return;
+    const SubmissionPtr submission = found->second;
+    for (Operation& part : submission->parts) {
+      if (!part.ended) fail(part_of(submission, part), Errc::cancelled, "cancelled by the caller");
+    }
   });
 }
 
@@ -104,24 +110,38 @@ void DomainGroup::settle(const OperationPtr& operation) {
 }
 
 std::vector<OperationPtr> DomainGroup::operations_with(const Peer& peer, Imm imm) {
-  std::vector<OperationPtr> found;
-  for (const auto& [id, operation] : operations_) {
-    if (operation->peer == peer.id() && operation->imm == imm) found.push_back(operation);
-  }
-  return found;
+  return operations_that([&](const Operation& operation) {
+    return operation.peer == peer.id() && operation.imm == imm;
+  });
 }
 
 void DomainGroup::end_operation(const OperationPtr& operation) {
-  if (operations_.erase(operation->id) == 0) return;
+  if (std::exchange(operation->ended, true)) return;
   operation->handle->queued_writes -= operation->writes.size();
   // It may stay in its peer's queue for a while; what it holds should not.
   spare_writes_.keep(std::exchange(operation->writes, {}));
   operation->source.reset();
-  completions_->push({.kind = Completion::Kind::write,
-                      .id = operation->id,
-                      .peer = operation->peer,
-                      .code = operation->code,
-                      .text = operation->text});
+  const auto found = submissions_.find(operation->id);
+  if (--found->second->under_way > 0) return;
+  complete(*found->second);
+  submissions_.erase(found);
+}
+
+void DomainGroup::complete(const Submission& submission) {
+  Completion completion{.kind = Completion::Kind::write, .id = submission.id};
+  if (!submission.parts.empty()) completion.peer = submission.parts.front().peer;
+  for (std::size_t i = 0; i < submission.parts.size(); ++i) {
+    const Operation& part = submission.parts[i];
+    if (part.code == Errc::ok) continue;
+    if (completion.code == Errc::ok) {
+      completion.peer = part.peer;
+      completion.code = part.code;
+      completion.text = part.text;
+    }
+    completion.failed.push_back(
+        {.part = i, .peer = part.peer, .code = part.code, .text = part.text});
+  }
+  completions_->push(std::move(completion));
 }
 
 // Once no write reads the region, and no path's window of it is open.
@@ -131,9 +151,13 @@ void DomainGroup::end_deregistrations() {
   };
   std::erase_if(deregistering_, [&](auto& waiting) {
     const RegionPtr& region = waiting.first;
+    const auto reads = [&](const Operation& part) { return !part.ended && part.source == region; };
     const bool used =
-        std::any_of(operations_.begin(), operations_.end(),
-                    [&](const auto& entry) { return entry.second->source == region; }) ||
+        std::any_of(submissions_.begin(), submissions_.end(),
+                    [&](const auto& entry) {
+                      const auto& parts = entry.second->parts;
+                      return std::any_of(parts.begin(), parts.end(), reads);
+                    }) ||
         std::any_of(peers_.begin(), peers_.end(),
                     [&](const auto& entry) { return writable(*entry.second, *region); }) ||
         std::any_of(closing_.begin(), closing_.end(),
@@ -144,10 +168,8 @@ void DomainGroup::end_deregistrations() {
 }
 
 void DomainGroup::expire_operations(std::uint64_t now) {
-  std::vector<OperationPtr> late;
-  for (const auto& [id, operation] : operations_) {
-    if (now > operation->deadline_ns) late.push_back(operation);
-  }
+  const auto late =
+      operations_that([now](const Operation& part) { return now > part.deadline_ns; });
   for (const OperationPtr& operation : late) {
     if (operation->code == Errc::ok) {
       operation->deadline_ns = now + static_cast<std::uint64_t>(options_.peer_timeout.count());
@@ -178,17 +200,15 @@ Result<void> DomainGroup::deregister(const RegionPtr& region) {
       if (peer->nics()) peer->nics()->forget_region(region->key());
     }
     if (local_) local_->forget_source(*region);
-    std::vector<OperationPtr> readers;
-    for (const auto& [id, operation] : operations_) {
-      if (operation->source == region) readers.push_back(operation);
-    }
+    const auto readers =
+        operations_that([&](const Operation& part) { return part.source == region; });
     deregistering_.emplace_back(region, unused);
     for (const OperationPtr& operation : readers) {
       fail(operation, Errc::cancelled, "its source region was deregistered");
     }
     end_deregistrations();
   });
-  posted ? unused->get_future().wait() : ended_.wait();
+  posted ? await(unused->get_future()) : ended_.wait();
   return region->close_registrations();  // on the caller's thread: unpinning takes long
 }
 

@@ -1,6 +1,5 @@
 #include "kvxfer/engine.hpp"
 
-#include <algorithm>
 #include <string>
 
 #include "clock.hpp"
@@ -25,6 +24,12 @@ Result<void> check_destination(const PeerHandle& peer, const MrDescriptor& desti
                                          destination.engine.hex() + ", not to peer " + peer.label};
 }
 
+// What was added before.
+Error give_back(const Submission& submission, const Result<void>& added) {
+  for (const Operation& part : submission.parts) part.handle->queued_writes -= part.writes.size();
+  return added.error();
+}
+
 }  // namespace
 
 Result<std::unique_ptr<TransferEngine>> TransferEngine::create(EngineOptions options) {
@@ -37,6 +42,7 @@ TransferEngine::TransferEngine(std::unique_ptr<DomainGroup> group) : group_(std:
 TransferEngine::~TransferEngine() = default;
 
 void TransferEngine::close() { group_->close(); }
+bool TransferEngine::poll() { return group_->poll(); }
 const EngineAddress& TransferEngine::address() const { return group_->address(); }
 EngineStats TransferEngine::stats() const { return group_->stats(); }
 int TransferEngine::event_fd() const { return group_->completions().event_fd(); }
@@ -99,10 +105,17 @@ Result<void> TransferEngine::send(PeerId peer, std::string data) {
 
 // --- writes ----------------------------------------------------------------------------------
 
-Result<OperationPtr> TransferEngine::prepare(PeerId peer, const RegionPtr& source,
-                                             const MrDescriptor* destination,
-                                             Result<std::vector<WireWrite>> writes,
-                                             std::uint64_t bytes, const WriteOptions& options) {
+SubmissionPtr TransferEngine::begin(std::size_t parts) const {
+  auto submission = std::make_shared<Submission>();
+  submission->id = group_->next_operation_id();
+  submission->parts.reserve(parts);
+  return submission;
+}
+
+Result<void> TransferEngine::add(Submission& submission, PeerId peer, const RegionPtr& source,
+                                 const MrDescriptor* destination,
+                                 Result<std::vector<WireWrite>> writes, std::uint64_t bytes,
+                                 const WriteOptions& options) const {
   if (!writes) return writes.error();
   if (options.nic && *options.nic >= group_->nics().size()) {
     return Error{Errc::invalid_argument, "this engine has no NIC number " +
@@ -121,49 +134,46 @@ Result<OperationPtr> TransferEngine::prepare(PeerId peer, const RegionPtr& sourc
                                          std::to_string(kMaxQueuedWrites) +
                                          " writes queued; wait for some to complete"};
   }
-  auto operation = std::make_shared<Operation>();
-  operation->id = group_->next_operation_id();
-  operation->peer = peer;
-  operation->handle = handle;
-  operation->source = source;
-  operation->destination_key = destination ? destination->key : 0;
-  operation->destination_length = destination ? destination->length : 0;
-  operation->imm = options.imm;
-  operation->nic = options.nic;
-  operation->after = options.after;
-  operation->writes = std::move(*writes);
-  operation->bytes = bytes;
+  Operation& operation = submission.parts.emplace_back();
+  operation.id = submission.id;
+  operation.peer = peer;
+  operation.handle = handle;
+  operation.source = source;
+  operation.destination_key = destination ? destination->key : 0;
+  operation.destination_length = destination ? destination->length : 0;
+  operation.imm = options.imm;
+  operation.nic = options.nic;
+  operation.after = options.after;
+  operation.writes = std::move(*writes);
+  operation.bytes = bytes;
   Duration timeout = options.timeout;
   if (timeout <= Duration::zero()) timeout = group_->options().operation_timeout;
-  operation->deadline_ns = now_ns() + static_cast<std::uint64_t>(timeout.count());
-  return operation;
+  operation.deadline_ns = now_ns() + static_cast<std::uint64_t>(timeout.count());
+  return {};
 }
 
-Result<Submitted> TransferEngine::submit(Result<OperationPtr> operation) {
-  if (!operation) return operation.error();
-  const Submitted submitted{(*operation)->id, (*operation)->writes.size(), (*operation)->bytes};
-  group_->submit({std::move(*operation)});
-  return submitted;
-}
-
-Result<std::vector<Submitted>> TransferEngine::submit_all(
-    std::vector<Result<OperationPtr>> operations) {
-  const auto bad = std::find_if(operations.begin(), operations.end(),
-                                [](const auto& operation) { return !operation; });
-  std::vector<Submitted> submitted;
-  std::vector<OperationPtr> prepared;
-  for (auto& operation : operations) {
-    if (!operation) continue;
-    if (bad != operations.end()) {
-      (*operation)->handle->queued_writes -= (*operation)->writes.size();
-      continue;
-    }
-    submitted.push_back({(*operation)->id, (*operation)->writes.size(), (*operation)->bytes});
-    prepared.push_back(std::move(*operation));
+Result<Submitted> TransferEngine::submit(const SubmissionPtr& submission,
+                                         const Result<void>& added) {
+  if (!added) return give_back(*submission, added);
+  Submitted submitted{.id = submission->id};
+  for (const Operation& part : submission->parts) {
+    submitted.writes += part.writes.size();
+    submitted.bytes += part.bytes;
   }
-  if (bad != operations.end()) return bad->error();
-  group_->submit(prepared);
+  group_->submit(submission);
   return submitted;
+}
+
+Result<Scattered> TransferEngine::submit_all(const SubmissionPtr& submission,
+                                             const Result<void>& added) {
+  if (!added) return give_back(*submission, added);
+  Scattered scattered{.id = submission->id, .writes = {}, .bytes = 0};
+  for (const Operation& part : submission->parts) {
+    scattered.writes.push_back(part.writes.size());
+    scattered.bytes += part.bytes;
+  }
+  group_->submit(submission);
+  return scattered;
 }
 
 unsigned TransferEngine::shards_for(PeerId peer, const WriteOptions& options) const {
@@ -175,52 +185,78 @@ Result<Submitted> TransferEngine::write(PeerId peer, const RegionPtr& source,
                                         const MrDescriptor& destination, const SingleWrite& write,
                                         const WriteOptions& options) {
   auto writes = plan_single(write, source->size(), destination.length, shards_for(peer, options));
-  return submit(prepare(peer, source, &destination, std::move(writes), write.length, options));
+  const auto submission = begin(1);
+  return submit(submission, add(*submission, peer, source, &destination, std::move(writes),
+                                write.length, options));
 }
 
 Result<Submitted> TransferEngine::write_pages(PeerId peer, const RegionPtr& source,
                                               const MrDescriptor& destination,
                                               const PagedWrite& pages,
                                               const WriteOptions& options) {
-  return submit(prepare(peer, source, &destination,
-                        plan_pages(pages, source->size(), destination.length,
-                                   group_->spare_writes().take(pages.source_pages.size())),
-                        pages.source_pages.size() * pages.page_length, options));
+  const auto submission = begin(1);
+  return submit(submission, add(*submission, peer, source, &destination,
+                                plan_pages(pages, source->size(), destination.length,
+                                           group_->spare_writes().take(pages.source_pages.size())),
+                                pages.source_pages.size() * pages.page_length, options));
+}
+
+Result<Submitted> TransferEngine::write_list(PeerId peer, std::span<const ListedWrite> writes,
+                                             const WriteOptions& options) {
+  if (writes.empty()) {
+    return Error{Errc::invalid_argument, "nothing to write: the list is empty"};
+  }
+  const unsigned shards = shards_for(peer, options);
+  auto parts = plan_list(writes, shards);
+  if (!parts) return parts.error();
+  const auto submission = begin(parts->size());
+  Result<void> added;
+  for (ListedPart& part : *parts) {
+    const ListedWrite& first = *part.first;
+    added = add(*submission, peer, first.source, &first.destination, std::move(part.writes),
+                part.bytes, options);
+    if (!added) break;
+  }
+  return submit(submission, added);
 }
 
 Result<Submitted> TransferEngine::write_imm(PeerId peer, Imm imm, const WriteOptions& options) {
   WriteOptions counted = options;
   counted.imm = imm;
-  return submit(prepare(peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, counted));
+  const auto submission = begin(1);
+  return submit(submission,
+                add(*submission, peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, counted));
 }
 
-Result<std::vector<Submitted>> TransferEngine::scatter(const RegionPtr& source,
-                                                       std::span<const ScatterPart> parts,
-                                                       const WriteOptions& options) {
-  std::vector<Result<OperationPtr>> operations;
+Result<Scattered> TransferEngine::scatter(const RegionPtr& source,
+                                          std::span<const ScatterPart> parts,
+                                          const WriteOptions& options) {
+  const auto submission = begin(parts.size());
+  Result<void> added;
   for (const ScatterPart& part : parts) {
-    if (part.write.length == 0) {
-      operations.push_back(
-          prepare(part.peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, options));
-      continue;
-    }
-    operations.push_back(prepare(part.peer, source, &part.destination,
-                                 plan_single(part.write, source->size(), part.destination.length,
-                                             shards_for(part.peer, options)),
-                                 part.write.length, options));
+    added =
+        part.write.length == 0
+            ? add(*submission, part.peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, options)
+            : add(*submission, part.peer, source, &part.destination,
+                  plan_single(part.write, source->size(), part.destination.length,
+                              shards_for(part.peer, options)),
+                  part.write.length, options);
+    if (!added) break;
   }
-  return submit_all(std::move(operations));
+  return submit_all(submission, added);
 }
 
-Result<std::vector<Submitted>> TransferEngine::barrier(std::span<const PeerId> peers, Imm imm,
-                                                       const WriteOptions& options) {
+Result<Scattered> TransferEngine::barrier(std::span<const PeerId> peers, Imm imm,
+                                          const WriteOptions& options) {
   WriteOptions counted = options;
   counted.imm = imm;
-  std::vector<Result<OperationPtr>> operations;
+  const auto submission = begin(peers.size());
+  Result<void> added;
   for (const PeerId peer : peers) {
-    operations.push_back(prepare(peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, counted));
+    added = add(*submission, peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, counted);
+    if (!added) break;
   }
-  return submit_all(std::move(operations));
+  return submit_all(submission, added);
 }
 
 void TransferEngine::wake() { group_->wake(); }

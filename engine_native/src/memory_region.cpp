@@ -98,6 +98,10 @@ MrDescriptor MemoryRegion::descriptor() const {
           .length = size_};
 }
 
+std::span<std::byte> bytes_of(const RegionPtr& region) { return {region->data(), region->size()}; }
+
+MrDescriptor descriptor_of(const RegionPtr& region) { return region->descriptor(); }
+
 bool MemoryRegion::registered() const {
   return std::any_of(registrations_.begin(), registrations_.end(),
                      [](const auto& registration) { return registration != nullptr; });

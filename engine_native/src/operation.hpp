@@ -1,9 +1,8 @@
-// One submitted write operation: its writes, and how far they got. Engine thread only once posted.
+// Submitted writes, and how far they got. Engine thread only once posted.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -33,9 +32,11 @@ struct WriteRange {
 };
 
 struct PeerHandle;
+struct Submission;
 
+// Writes out of one region into one region of one peer.
 struct Operation {
-  OperationId id = 0;
+  OperationId id = 0;  // of the submission that it is a part of
   PeerId peer = 0;
   std::shared_ptr<PeerHandle> handle;  // of the peer; outlives it
   RegionPtr source;                    // null for an immediate without bytes
@@ -54,13 +55,14 @@ struct Operation {
   std::size_t outstanding = 0;  // of those, on a path now
   std::size_t finished = 0;     // delivered or refused
   // Came back from paths that were lost, to be posted on others.
-  std::deque<WriteRange> reposts;
+  std::vector<WriteRange> reposts;
   // Of this immediate: to be posted again without it, because it did arrive, and not delivered
   // yet. Counted ones wait for them, so that a count never runs ahead of bytes; where nothing
   // delivers them any more, they fail. Null: none.
   std::shared_ptr<std::size_t> uncounted_left;
   bool arrived = false;               // the peer says that all its immediates have
   bool queued = false;                // at its peer
+  bool ended = false;                 // as far as its caller is concerned
   unsigned losses = 0;                // times that paths were lost with writes of this operation
   std::uint64_t lost_at_ns = 0;       // the last of them
   std::uint32_t newest_at_loss = 0;   // path at that time: older ones are lost with it
@@ -93,7 +95,7 @@ struct Operation {
     WriteRange& range = reposts.front();
     range.first += count;
     range.count -= count;
-    if (range.count == 0) reposts.pop_front();
+    if (range.count == 0) reposts.erase(reposts.begin());
   }
   void finish(const WriteRange& range, bool delivered) {
     outstanding -= range.count;
@@ -109,5 +111,19 @@ struct Operation {
 };
 
 using OperationPtr = std::shared_ptr<Operation>;
+
+// What a caller knows as one operation.
+struct Submission {
+  OperationId id = 0;
+  std::vector<Operation> parts;  // none is added or moved once it is submitted
+  std::size_t under_way = 0;     // parts that have not ended
+};
+
+using SubmissionPtr = std::shared_ptr<Submission>;
+
+// It lives as long as the whole.
+inline OperationPtr part_of(const SubmissionPtr& submission, Operation& part) {
+  return {submission, &part};
+}
 
 }  // namespace kvxfer

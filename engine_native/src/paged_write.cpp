@@ -1,8 +1,12 @@
 #include "paged_write.hpp"
 
 #include <algorithm>
+#include <map>
 #include <span>
 #include <string>
+#include <utility>
+
+#include "memory_region.hpp"
 
 namespace kvxfer {
 namespace {
@@ -156,6 +160,26 @@ Result<std::vector<WireWrite>> plan_single(const SingleWrite& write, std::uint64
                       static_cast<std::uint32_t>(std::min(part, write.length - at))});
   }
   return writes;
+}
+
+Result<std::vector<ListedPart>> plan_list(std::span<const ListedWrite> writes, unsigned shards) {
+  std::vector<ListedPart> parts;
+  std::map<std::pair<const MemoryRegion*, std::uint64_t>, std::size_t> numbers;
+  for (std::size_t i = 0; i < writes.size(); ++i) {
+    const auto& [source, destination, write] = writes[i];
+    auto planned = plan_single(write, source->size(), destination.length, shards);
+    if (!planned) {
+      return Error{planned.error().code,
+                   "write " + std::to_string(i) + " of the list: " + planned.error().text};
+    }
+    const auto [number, is_new] =
+        numbers.try_emplace({source.get(), destination.key}, parts.size());
+    if (is_new) parts.push_back({.first = &writes[i], .writes = {}, .bytes = 0});
+    ListedPart& part = parts[number->second];
+    part.writes.insert(part.writes.end(), planned->begin(), planned->end());
+    part.bytes += write.length;
+  }
+  return parts;
 }
 
 }  // namespace kvxfer

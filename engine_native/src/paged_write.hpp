@@ -20,4 +20,12 @@ Result<std::vector<WireWrite>> plan_pages(const PagedWrite& pages, std::uint64_t
 Result<std::vector<WireWrite>> plan_single(const SingleWrite& write, std::uint64_t source_size,
                                            std::uint64_t destination_size, unsigned shards = 1);
 
+// The writes of a list that share both regions.
+struct ListedPart {
+  const ListedWrite* first = nullptr;  // of them
+  std::vector<WireWrite> writes;
+  std::uint64_t bytes = 0;
+};
+Result<std::vector<ListedPart>> plan_list(std::span<const ListedWrite> writes, unsigned shards);
+
 }  // namespace kvxfer

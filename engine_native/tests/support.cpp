@@ -27,6 +27,10 @@ Completion TestEngine::await(const std::function<bool(const Completion&)>& fits,
     }
     const std::uint64_t now = now_ns();
     REQUIRE_MESSAGE(now < deadline, "no such completion before the deadline");
+    if (meanwhile) {
+      meanwhile();
+      continue;
+    }
     pollfd event{.fd = engine_->event_fd(), .events = POLLIN, .revents = 0};
     ::poll(&event, 1, static_cast<int>((deadline - now) / 1'000'000 + 1));
   }

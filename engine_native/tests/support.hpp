@@ -38,6 +38,8 @@ class TestEngine {
   Completion await(Completion::Kind kind);
   // Connects and returns the peer's id here.
   PeerId connect_to(TestEngine& other);
+  // What await() does until there may be a completion. It sleeps unless this is set.
+  std::function<void()> meanwhile;
 
  private:
   std::unique_ptr<TransferEngine> engine_;

@@ -53,10 +53,10 @@ TEST_CASE("a scatter gives every peer its part, and a barrier tells all") {
     }
     const auto submitted =
         good(star.centre->scatter(star.source, parts, {.imm = star.imms[0], .timeout = kDeadline}));
-    REQUIRE(submitted.size() == parts.size());
+    REQUIRE(submitted.writes.size() == parts.size());
+    CHECK(star.centre.await(Kind::write, submitted.id).code == Errc::ok);
     for (std::size_t i = 0; i < parts.size(); ++i) {
-      CHECK(star.centre.await(Kind::write, submitted[i].id).code == Errc::ok);
-      good((*star.rim[i])->expect(star.imms[i], submitted[i].writes));
+      good((*star.rim[i])->expect(star.imms[i], submitted.writes[i]));
       CHECK(star.rim[i]->await(Kind::counter, star.imms[i]).code == Errc::ok);
       const std::size_t length = parts[i].write.length;
       CHECK(std::memcmp(star.regions[i]->data(), star.source->data() + i * kPart, length) == 0);
@@ -64,8 +64,8 @@ TEST_CASE("a scatter gives every peer its part, and a barrier tells all") {
     }
     const auto told = good(star.centre->barrier(star.ids, star.imms[0], {.timeout = kDeadline}));
     for (std::size_t i = 0; i < star.ids.size(); ++i) {
-      CHECK(told[i].writes == 1);
-      good((*star.rim[i])->expect(star.imms[i], submitted[i].writes + 1));
+      CHECK(told.writes[i] == 1);
+      good((*star.rim[i])->expect(star.imms[i], submitted.writes[i] + 1));
       CHECK(star.rim[i]->await(Kind::counter, star.imms[i]).code == Errc::ok);
     }
   }
@@ -85,9 +85,97 @@ TEST_CASE("a scatter with one bad part submits none") {
   CHECK(star.centre->stats().writes_posted == 0);
   // What was prepared of it is not counted as queued either.
   parts[1].write.destination_offset = 0;
-  for (const auto& each : good(star.centre->scatter(star.source, parts))) {
-    CHECK(star.centre.await(Kind::write, each.id).code == Errc::ok);
+  const auto again = good(star.centre->scatter(star.source, parts));
+  CHECK(star.centre.await(Kind::write, again.id).code == Errc::ok);
+}
+
+TEST_CASE("a scatter of which parts fail ends once, with each failure by its peer") {
+  for (const std::string& fabric : EachFabric()) {
+    CAPTURE(fabric);
+    Star star(fabric, 4);
+    const auto word = TransferEngine::watch_word();
+    const auto none = good(star.centre->barrier({}, 1));
+    CHECK(star.centre.await(Kind::write, none.id).code == Errc::ok);
+    const auto told = good(star.centre->barrier(star.ids, star.imms[0], {.after = {word, 1}}));
+    (*star.rim[1])->close();
+    (*star.rim[3])->close();
+    for (int lost = 0; lost < 2; ++lost) star.centre.await(Kind::peer_down);
+    word->value.store(1);
+    star.centre->wake();
+    const auto ended = star.centre.await(Kind::write, told.id);
+    CHECK(ended.code == Errc::peer_lost);
+    CHECK(ended.peer == star.ids[1]);
+    REQUIRE(ended.failed.size() == 2);
+    CHECK(ended.failed[0].part == 1);
+    CHECK(ended.failed[1].part == 3);
+    CHECK(ended.failed[1].peer == star.ids[3]);
+    CHECK(ended.failed[1].code == Errc::peer_lost);
+    for (const std::size_t alive : {0, 2}) {
+      good((*star.rim[alive])->expect(star.imms[alive], 1));
+      CHECK(star.rim[alive]->await(Kind::counter, star.imms[alive]).code == Errc::ok);
+    }
   }
+}
+
+TEST_CASE("a list of writes between many regions is one operation with one total") {
+  for (const std::string& fabric : EachFabric()) {
+    CAPTURE(fabric);
+    Random random;
+    CAPTURE(random.seed);
+    Pair pair(fabric);
+    constexpr std::size_t kRegions = 3;
+    constexpr std::size_t kBytes = 3u << 20;
+    std::vector<RegionPtr> from;
+    std::vector<RegionPtr> to;
+    std::vector<std::vector<std::byte>> expected;
+    for (std::size_t i = 0; i < kRegions; ++i) {
+      from.push_back(good(pair.writer->allocate(kBytes)));
+      to.push_back(good(pair.reader->allocate(kBytes)));
+      random.fill(from.back()->data(), kBytes);
+      expected.emplace_back(kBytes);
+    }
+    std::vector<ListedWrite> list;
+    std::uint64_t bytes = 0;
+    for (std::size_t i = 0; i < 40; ++i) {
+      const std::size_t source = random.below(kRegions);
+      const std::size_t destination = i % kRegions;
+      // One is longer than a write on the wire; each has its own place.
+      const std::uint64_t length = i == 0 ? (2u << 20) + 5 : 1 + random.below(16 << 10);
+      const std::uint64_t place = i == 0 ? 0 : (i / kRegions + 130) * (16 << 10);
+      const std::uint64_t offset = random.below(kBytes - length);
+      list.push_back({.source = from[source],
+                      .destination = to[destination]->descriptor(),
+                      .write = {offset, place, length}});
+      std::memcpy(expected[destination].data() + place, from[source]->data() + offset, length);
+      bytes += length;
+    }
+    const Imm imm = good(pair.reader->allocate_counter());
+    const auto submitted =
+        good(pair.writer->write_list(pair.to_reader, list, {.imm = imm, .timeout = kDeadline}));
+    CHECK(submitted.bytes == bytes);
+    CHECK(submitted.writes >= list.size() + 2);
+    good(pair.reader->expect(imm, submitted.writes));
+    CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
+    const auto ended = pair.writer.await(Kind::write, submitted.id);
+    CHECK_MESSAGE(ended.code == Errc::ok, ended.text);
+    for (std::size_t i = 0; i < kRegions; ++i) {
+      CHECK(std::memcmp(to[i]->data(), expected[i].data(), kBytes) == 0);
+    }
+  }
+}
+
+TEST_CASE("a list of writes with a bad one submits none, and says which it is") {
+  Pair pair("tcp");
+  const auto source = good(pair.writer->allocate(kPart));
+  const auto destination = good(pair.reader->allocate(kPart))->descriptor();
+  const std::vector<ListedWrite> list{{source, destination, {.length = 100}},
+                                      {source, destination, {.source_offset = kPart, .length = 1}}};
+  const auto refused = pair.writer->write_list(pair.to_reader, list);
+  REQUIRE_FALSE(refused);
+  CHECK(refused.error().code == Errc::out_of_bounds);
+  CHECK(refused.error().text.starts_with("write 1 of the list: source range"));
+  CHECK(pair.writer->write_list(pair.to_reader, {}).error().code == Errc::invalid_argument);
+  CHECK(pair.writer->stats().writes_posted == 0);
 }
 
 TEST_CASE("a counter that runs freely may be waited for again and again") {

@@ -97,7 +97,7 @@ class NullWriter:
     def _completion(self, kind: str, ident: int) -> tuple[int, int]:
         """The peer and the time of this completion; others are not waited for by anybody."""
         while self._events.poll(_TIMEOUT_SECONDS * 1000):
-            for what, which, peer, code, text, _, _, at_ns in self._engine.drain():
+            for what, which, peer, code, text, _, _, at_ns, _ in self._engine.drain():
                 if (what, which) != (kind, ident):
                     continue
                 if code != "ok":

@@ -7,7 +7,7 @@ what is awaited belongs to the event loop in which the engine was entered.
 from kvxfer.engine.counter import Counter
 from kvxfer.engine.engine import Engine, EngineHandler
 from kvxfer.engine.memory import Memory, MemoryRegion
-from kvxfer.engine.operation import Operation
+from kvxfer.engine.operation import Operation, Scattered
 from kvxfer.engine.operation_group import OperationGroup
 from kvxfer.engine.options import EngineOptions
 from kvxfer.engine.peer import Peer
@@ -30,6 +30,7 @@ __all__ = [
     "ReceivePool",
     "Received",
     "RemotePool",
+    "Scattered",
     "WatchFor",
     "Watcher",
 ]

@@ -6,17 +6,20 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, Unpack
+from typing import Any, Protocol, Self, TypeVar, Unpack
 
 from kvxfer.engine.callback import logger, tell
 from kvxfer.engine.counter import Counter
 from kvxfer.engine.memory import Memory, MemoryRegion, register
 from kvxfer.engine.native import error_of, native, translated
-from kvxfer.engine.operation import Operation, Submitted
+from kvxfer.engine.operation import Operation
 from kvxfer.engine.options import EngineOptions, native_fabrics
 from kvxfer.engine.peer import Peer
 from kvxfer.engine.watcher import Watcher
 from kvxfer.errors import EngineClosed, InvalidArgument, PeerError, PeerLost, StaleCounter
+
+OperationT = TypeVar("OperationT", bound=Operation)
+_Failed = Sequence[tuple[int, str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Engine:
         # Operations are submitted from any thread and completed on the loop.
         self._lock = threading.Lock()
         self._operations: dict[int, Operation] = {}
-        self._finished_early: dict[int, Exception | None] = {}
+        self._finished_early: dict[int, tuple[Exception | None, _Failed]] = {}
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -216,28 +219,25 @@ class Engine:
 
     # --- operations
 
-    def track(self, submitted: Sequence[Submitted]) -> list[Operation]:
-        """The operations of what the native engine has taken. Any thread."""
-        operations = [Operation(self.native, *each) for each in submitted]
-        early: list[tuple[Operation, Exception | None]] = []
+    def track(self, operation: OperationT) -> OperationT:
+        """Tells an operation that the native engine has taken when it has ended. Any thread."""
         with self._lock:
-            for operation in operations:
-                if operation.id in self._finished_early:
-                    early.append((operation, self._finished_early.pop(operation.id)))
-                else:
-                    self._operations[operation.id] = operation
-        for operation, error in early:
-            operation.finish(error)
-        return operations
+            early = self._finished_early.pop(operation.id, None)
+            if early is None:
+                self._operations[operation.id] = operation
+        if early is not None:
+            operation.finish(*early)
+        return operation
 
     # --- completions
 
     def _drain(self) -> None:
-        for kind, ident, peer_id, code, text, data, fabric, timestamp_ns in self.native.drain():
+        for completion in self.native.drain():
+            kind, ident, peer_id, code, text, data, fabric, timestamp_ns, failed = completion
             error = None if code == "ok" else error_of(code, text)
             match kind:
                 case "write":
-                    self._finish(ident, error)
+                    self._finish(ident, error, failed)
                 case "counter":
                     counter = self._counters.get(ident)
                     if counter is not None:
@@ -264,13 +264,13 @@ class Engine:
                 case "notice":
                     logger.warning("%s", text)
 
-    def _finish(self, ident: int, error: Exception | None) -> None:
+    def _finish(self, ident: int, error: Exception | None, failed: _Failed) -> None:
         with self._lock:
             operation = self._operations.pop(ident, None)
             if operation is None:  # its submit() has not returned yet
-                self._finished_early[ident] = error
+                self._finished_early[ident] = (error, failed)
                 return
-        operation.finish(error)
+        operation.finish(error, failed)
 
     def _deliver(self, peer_id: int, data: bytes) -> None:
         peer = self._peers.get(peer_id)

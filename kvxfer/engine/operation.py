@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
-from typing import TypeAlias
+from collections.abc import Callable, Generator, Sequence
 
 from kvxfer.engine.callback import tell
-from kvxfer.engine.native import native
-
-Submitted: TypeAlias = tuple[int, int, int]
-"""What the native engine says of an operation that it has taken: id, writes and bytes."""
+from kvxfer.engine.native import error_of, native
 
 
 class Operation:
@@ -23,7 +19,17 @@ class Operation:
         been joined). nbytes: payload. error: why it failed, once it has.
     """
 
-    __slots__ = ("_callbacks", "_done", "_engine", "_waiters", "error", "id", "nbytes", "writes")
+    __slots__ = (
+        "_callbacks",
+        "_done",
+        "_engine",
+        "_failed",
+        "_waiters",
+        "error",
+        "id",
+        "nbytes",
+        "writes",
+    )
 
     def __init__(
         self, engine: native.TransferEngine, operation_id: int, writes: int, nbytes: int
@@ -33,6 +39,7 @@ class Operation:
         self.writes = writes
         self.nbytes = nbytes
         self._done = False
+        self._failed: Sequence[tuple[int, str, str]] = ()
         self.error: Exception | None = None
         self._callbacks: list[Callable[[], object]] = []
         # One per waiting task: one that stops waiting disturbs neither the operation nor others.
@@ -66,9 +73,13 @@ class Operation:
         returns if it was faster. Any thread."""
         self._engine.cancel(self.id)
 
-    def finish(self, error: Exception | None) -> None:
-        """The engine's report: on its event loop, or before anybody has the operation."""
+    def finish(self, error: Exception | None, failed: Sequence[tuple[int, str, str]] = ()) -> None:
+        """The engine's report: on its event loop, or before anybody has the operation.
+
+        failed: the parts that failed: (part, code, text).
+        """
         self.error = error
+        self._failed = failed
         self._done = True
         for waiter in self._waiters:
             if not waiter.done():
@@ -77,3 +88,30 @@ class Operation:
         for callback in self._callbacks:
             tell(callback)
         self._callbacks.clear()
+
+
+class Scattered(Operation):
+    """One operation to several peers. Its error is that of the first peer whose part failed.
+
+    by_peer: what the counter of each peer grows by.
+    """
+
+    __slots__ = ("by_peer",)
+
+    def __init__(
+        self,
+        engine: native.TransferEngine,
+        operation_id: int,
+        by_peer: Sequence[int],
+        nbytes: int,
+    ) -> None:
+        super().__init__(engine, operation_id, sum(by_peer), nbytes)
+        self.by_peer = tuple(by_peer)
+
+    @property
+    def errors(self) -> tuple[Exception | None, ...]:
+        """Once it has ended, for each peer why its part failed; None for one that did not."""
+        errors: list[Exception | None] = [None] * len(self.by_peer)
+        for part, code, text in self._failed:
+            errors[part] = error_of(code, text)
+        return tuple(errors)

@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvxfer.engine.callback import tell
+from kvxfer.engine.integers import buffer_of
 from kvxfer.engine.native import translated
+from kvxfer.engine.operation import Operation
 from kvxfer.errors import DeadlineExceeded, PeerError
 
 if TYPE_CHECKING:
     from kvxfer._native import TransferEngine
     from kvxfer.engine.counter import Counter
+    from kvxfer.engine.integers import Integers
     from kvxfer.engine.memory import Memory, MemoryRegion
-    from kvxfer.engine.operation import Operation, Submitted
     from kvxfer.engine.watcher import WatchFor
 
 
@@ -23,8 +25,8 @@ class PeerEngine(Protocol):
 
     native: TransferEngine
 
-    def track(self, submitted: Sequence[Submitted]) -> list[Operation]:
-        """The operations of what the native engine has taken. Any thread."""
+    def track(self, operation: Operation) -> Operation:
+        """Tells an operation that the native engine has taken when it has ended. Any thread."""
 
     def alloc(self, nbytes: int) -> Memory: ...
 
@@ -93,7 +95,7 @@ class Peer:
                 nic=nic,
                 after=after,
             )
-        return self.engine.track([submitted])[0]
+        return self.engine.track(Operation(self.engine.native, *submitted))
 
     def write_pages(
         self,
@@ -137,7 +139,43 @@ class Peer:
                 nic=nic,
                 after=after,
             )
-        return self.engine.track([submitted])[0]
+        return self.engine.track(Operation(self.engine.native, *submitted))
+
+    def write_list(
+        self,
+        src: Sequence[MemoryRegion],
+        dst: Sequence[bytes],
+        *,
+        src_offsets: Integers,
+        dst_offsets: Integers,
+        lengths: Integers,
+        imm: int | None = None,
+        timeout: float | None = None,
+        nic: int | None = None,
+        after: WatchFor | None = None,
+    ) -> Operation:
+        """Many writes as one operation with one total: lengths[i] bytes from src_offsets[i] of the
+        region src[i] to dst_offsets[i] of the region dst[i] (a descriptor).
+
+        src_offsets, dst_offsets, lengths: as many integers as there are regions, as a sequence or
+        a one-dimensional buffer of int32 or int64. All are submitted, or none. See write() for
+        the rest.
+        """
+        self.require_connected()
+        with translated():
+            submitted = self.engine.native.write_list(
+                self.id,
+                [region.handle for region in src],
+                dst,
+                source_offsets=buffer_of(src_offsets),
+                destination_offsets=buffer_of(dst_offsets),
+                lengths=buffer_of(lengths),
+                imm=imm,
+                timeout=timeout or 0.0,
+                nic=nic,
+                after=after,
+            )
+        return self.engine.track(Operation(self.engine.native, *submitted))
 
     def write_imm(
         self,
@@ -153,7 +191,7 @@ class Peer:
             submitted = self.engine.native.write_imm(
                 self.id, imm, timeout=timeout or 0.0, nic=nic, after=after
             )
-        return self.engine.track([submitted])[0]
+        return self.engine.track(Operation(self.engine.native, *submitted))
 
     def send(self, data: bytes) -> None:
         """Sends a message of at most 1 MiB: ordered among messages, not among writes. That it was

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
+from kvxfer.engine.integers import buffer_of
 from kvxfer.engine.native import translated
-from kvxfer.engine.operation_group import OperationGroup
+from kvxfer.engine.operation import Scattered
 from kvxfer.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-    from typing_extensions import Buffer
-
     from kvxfer.engine.engine import Engine
+    from kvxfer.engine.integers import Integers
     from kvxfer.engine.memory import MemoryRegion
     from kvxfer.engine.peer import Peer
     from kvxfer.engine.watcher import WatchFor
-
-    # A buffer: one-dimensional, of int32 or int64. (numpy says that its arrays are buffers only
-    # where Python is 3.12 or newer.)
-    Integers: TypeAlias = Sequence[int] | Buffer | NDArray[np.signedinteger[Any]]
 
 
 class PeerGroup:
     """Peers of one engine, in an order that every call keeps. Any thread.
 
-    Each call is one native crossing, and all of it is submitted or nothing: it raises what
+    Each call is one operation, and all of it is submitted or nothing: it raises what
     Peer.write raises, also the loss of any of the peers.
     """
 
@@ -52,7 +45,7 @@ class PeerGroup:
         imm: int | None = None,
         timeout: float | None = None,
         after: WatchFor | None = None,
-    ) -> OperationGroup:
+    ) -> Scattered:
         """Writes to each peer its part of `src`: lengths[i] bytes from src_offsets[i] to
         dst_offsets[i] of the region dst[i] (a descriptor) of peers[i].
 
@@ -65,24 +58,24 @@ class PeerGroup:
                 src.handle,
                 ids,
                 dst,
-                source_offsets=_integers(src_offsets),
-                destination_offsets=_integers(dst_offsets),
-                lengths=_integers(lengths),
+                source_offsets=buffer_of(src_offsets),
+                destination_offsets=buffer_of(dst_offsets),
+                lengths=buffer_of(lengths),
                 imm=imm,
                 timeout=timeout or 0.0,
                 after=after,
             )
-        return OperationGroup(self._engine.track(submitted))
+        return self._engine.track(Scattered(self._engine.native, *submitted))
 
     def barrier(
         self, imm: int, *, timeout: float | None = None, after: WatchFor | None = None
-    ) -> OperationGroup:
+    ) -> Scattered:
         """Counts one at every peer, without any bytes: its part of a barrier in which each waits
         for as many as there are others."""
         ids = self._connected()
         with translated():
             submitted = self._engine.native.barrier(ids, imm, timeout=timeout or 0.0, after=after)
-        return OperationGroup(self._engine.track(submitted))
+        return self._engine.track(Scattered(self._engine.native, *submitted))
 
     def _connected(self) -> list[int]:
         for peer in self.peers:
@@ -91,8 +84,3 @@ class PeerGroup:
 
     def __len__(self) -> int:
         return len(self.peers)
-
-
-def _integers(values: Integers) -> Any:
-    # iter(): array() would take the bytes of a bytes object for the memory of its items.
-    return array("q", iter(values)) if isinstance(values, Sequence) else values

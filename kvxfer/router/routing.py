@@ -185,7 +185,7 @@ class Router:
                 said = error if said is None or not hurried else said
                 pause = random.uniform(0, _PAUSE_SECONDS)  # noqa: S311 (no secret)
                 if self._clock.monotonic() + pause > give_up:
-                    raise said
+                    raise said from said.__cause__
                 await asyncio.sleep(pause)
             else:
                 self._models.add(request.model)

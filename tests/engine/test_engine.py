@@ -36,6 +36,56 @@ from verify.polling import PATIENCE, eventually
 pytestmark = pytest.mark.native
 
 
+async def test_a_list_of_writes_is_one_operation_with_one_total(
+    pair: Pair, rng: random.Random
+) -> None:
+    size = 64 << 10
+    sources = [pair.writer.alloc(size) for _ in range(2)]
+    targets = [pair.reader.alloc(size) for _ in range(2)]
+    for source in sources:
+        bytes_of(source)[:] = np.frombuffer(rng.randbytes(size), dtype=np.uint8)
+    counter = pair.reader.counter()
+    lengths = [rng.randrange(1, 4096) for _ in range(16)]
+    src_offsets = [rng.randrange(size - length) for length in lengths]
+    dst_offsets = [at * 4096 for at in range(16)]
+    operation = pair.to_reader.write_list(
+        [sources[at % 2].region for at in range(16)],
+        [targets[at // 8].region.descriptor for at in range(16)],
+        src_offsets=src_offsets,
+        dst_offsets=dst_offsets,
+        lengths=np.array(lengths),
+        imm=counter.imm,
+    )
+    assert (operation.writes, operation.nbytes) == (16, sum(lengths))
+    await counter.wait(16, timeout=PATIENCE)
+    await operation
+    for at in range(16):
+        there = bytes_of(targets[at // 8])[dst_offsets[at] :][: lengths[at]]
+        sent = bytes_of(sources[at % 2])[src_offsets[at] :][: lengths[at]]
+        assert np.array_equal(there, sent)
+
+
+async def test_a_list_with_a_bad_write_is_refused_whole(pair: Pair) -> None:
+    source, target = pair.writer.alloc(4096), pair.reader.alloc(4096)
+
+    def write(src_offsets: list[int], lengths: list[int]) -> Operation:
+        return pair.to_reader.write_list(
+            [source.region] * 2,
+            [target.region.descriptor] * 2,
+            src_offsets=src_offsets,
+            dst_offsets=[0, 0],
+            lengths=lengths,
+        )
+
+    with pytest.raises(OutOfBounds, match="write 1 of the list"):
+        write([0, 4096], [1, 1])
+    with pytest.raises(OutOfBounds, match=r"the list has a negative .* position 0"):
+        write([-1, 0], [1, 1])
+    with pytest.raises(InvalidArgument, match="2 sources"):
+        write([0, 0], [1])
+    assert pair.writer.stats()["writes_posted"] == 0
+
+
 async def test_scattered_pages_arrive_and_the_counter_shows_the_announced_total(
     pair: Pair, rng: random.Random
 ) -> None:

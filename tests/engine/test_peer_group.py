@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvxfer import Memory, OperationGroup, PeerGroup
+from kvxfer import Memory, PeerGroup, Scattered
 from kvxfer.errors import (
     InvalidArgument,
     OutOfBounds,
@@ -58,13 +58,13 @@ async def test_each_peer_gets_its_part_and_its_announced_count(
         imm=targets.imm,
     )
     assert group.nbytes == sum(lengths)
-    assert group.writes[1] == 1  # the immediate alone
-    assert group.writes[2] >= 3
+    assert group.by_peer[1] == 1  # the immediate alone
+    assert group.by_peer[2] >= 3
     await group
     assert group.done()
     assert group.errors == (None, None, None)
     for at, counter in enumerate(targets.counters):
-        await counter.wait(group.writes[at], timeout=PATIENCE)
+        await counter.wait(group.by_peer[at], timeout=PATIENCE)
         expected = np.zeros(SIZE, dtype=np.uint8)
         from_, to, length = src_offsets[at], dst_offsets[at], lengths[at]
         expected[to : to + length] = sent[from_ : from_ + length]
@@ -99,8 +99,8 @@ async def test_integers_come_as_sequences_or_buffers(pair: Pair, integers: Any) 
 async def test_a_barrier_counts_one_at_every_peer(star: Star) -> None:
     targets = Targets(star)
     group = PeerGroup(star.hub, star.to_readers).barrier(targets.imm)
-    assert isinstance(group, OperationGroup)
-    assert (group.writes, group.nbytes) == ((1, 1, 1), 0)
+    assert isinstance(group, Scattered)
+    assert (group.by_peer, group.writes, group.nbytes) == ((1, 1, 1), 3, 0)
     await group
     for counter in targets.counters:
         await counter.wait(1, timeout=PATIENCE)
@@ -115,7 +115,7 @@ async def test_all_is_submitted_or_nothing(star: Star) -> None:
         descriptors: list[bytes] = targets.descriptors,
         src_offsets: Any = (0, 0, 0),
         lengths: Any = (8, 8, 8),
-    ) -> OperationGroup:
+    ) -> Scattered:
         return group.scatter(
             source.region,
             descriptors,
@@ -127,7 +127,7 @@ async def test_all_is_submitted_or_nothing(star: Star) -> None:
 
     with pytest.raises(OutOfBounds, match="leaves the region"):
         scatter(src_offsets=[0, 0, SIZE])
-    with pytest.raises(OutOfBounds, match=r"part 2 .* negative"):
+    with pytest.raises(OutOfBounds, match=r"the scatter has a negative .* position 2"):
         scatter(src_offsets=[0, 0, -1])
     with pytest.raises(InvalidArgument, match="3 peers"):
         scatter(lengths=[8, 8])
@@ -192,4 +192,4 @@ async def test_peers_of_another_engine_are_refused_and_no_peers_are_no_work(star
         PeerGroup(star.hub, [star.to_readers[0], star.to_hub[0]])
     group = PeerGroup(star.hub, []).barrier(1)
     await group
-    assert (group.done(), group.writes, group.nbytes) == (True, (), 0)
+    assert (group.done(), group.by_peer, group.nbytes) == (True, (), 0)

@@ -105,7 +105,7 @@ class NativeEngine:
     ) -> None:
         if not self._completions:
             self.process.loop.readable(_EVENT_FD)
-        self._completions.append((kind, ident, peer, code, text, data, fabric, 0))
+        self._completions.append((kind, ident, peer, code, text, data, fabric, 0, []))
 
     def drain(self) -> list[tuple[Any, ...]]:
         completions, self._completions = self._completions, []

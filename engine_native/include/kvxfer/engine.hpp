@@ -15,10 +15,14 @@ namespace kvxfer {
 
 class DomainGroup;
 class MemoryRegion;
-struct Operation;
+struct Submission;
 struct WireWrite;
-using OperationPtr = std::shared_ptr<Operation>;
+using SubmissionPtr = std::shared_ptr<Submission>;
 using RegionPtr = std::shared_ptr<MemoryRegion>;
+
+// Registered memory, which an engine gives out: its bytes, and what a peer needs to write there.
+std::span<std::byte> bytes_of(const RegionPtr& region);
+MrDescriptor descriptor_of(const RegionPtr& region);
 
 // Names of the fabrics that this build has, whether or not the host does.
 std::vector<std::string> built_fabrics();
@@ -26,6 +30,10 @@ std::vector<std::string> built_fabrics();
 // One-sided writes into the memory of peer engines. Every method may be called from any thread;
 // one engine thread per domain group does the work. Results of asynchronous operations come as
 // Completions: wait for event_fd() to be readable, then drain().
+//
+// An engine without a thread (EngineOptions::thread) belongs to the thread that made it: every
+// method is called there, poll() does the work, and event_fd() never becomes readable. Its peers
+// take it for dead when it is not polled for their peer_timeout.
 class TransferEngine {
  public:
   static Result<std::unique_ptr<TransferEngine>> create(EngineOptions options);
@@ -42,6 +50,10 @@ class TransferEngine {
   const std::vector<std::string>& fabrics() const;
   // By number, for WriteOptions::nic.
   const std::vector<NicInfo>& nics() const;
+
+  // Without a thread: does what there is to do, and never sleeps. Whether anything moved. Methods
+  // that wait for the engine do the same meanwhile.
+  bool poll();
 
   // --- completions
   int event_fd() const;
@@ -72,14 +84,17 @@ class TransferEngine {
   Result<Submitted> write_pages(PeerId peer, const RegionPtr& source,
                                 const MrDescriptor& destination, const PagedWrite& pages,
                                 const WriteOptions& options = {});
+  // Many writes to one peer, out of any regions into any regions: one operation, and one total. All
+  // are submitted, or none.
+  Result<Submitted> write_list(PeerId peer, std::span<const ListedWrite> writes,
+                               const WriteOptions& options = {});
   Result<Submitted> write_imm(PeerId peer, Imm imm, const WriteOptions& options = {});
-  // Each peer its part, out of one region: all are submitted, or none. One operation for each.
-  Result<std::vector<Submitted>> scatter(const RegionPtr& source,
-                                         std::span<const ScatterPart> parts,
-                                         const WriteOptions& options = {});
+  // Each peer its part, out of one region: one operation. All are submitted, or none.
+  Result<Scattered> scatter(const RegionPtr& source, std::span<const ScatterPart> parts,
+                            const WriteOptions& options = {});
   // The immediate to each of these peers, likewise.
-  Result<std::vector<Submitted>> barrier(std::span<const PeerId> peers, Imm imm,
-                                         const WriteOptions& options = {});
+  Result<Scattered> barrier(std::span<const PeerId> peers, Imm imm,
+                            const WriteOptions& options = {});
   // A word at zero for WriteOptions::after. Whatever adds to it starts what was held back for the
   // value: wake() at once, a plain store within 100 microseconds, or within a sixteenth of
   // the time that nothing was moved for, where that is longer: 1 ms at most.
@@ -111,12 +126,14 @@ class TransferEngine {
 
  private:
   explicit TransferEngine(std::unique_ptr<DomainGroup> group);
-  Result<OperationPtr> prepare(PeerId peer, const RegionPtr& source,
-                               const MrDescriptor* destination,
-                               Result<std::vector<WireWrite>> writes, std::uint64_t bytes,
-                               const WriteOptions& options);
-  Result<Submitted> submit(Result<OperationPtr> operation);
-  Result<std::vector<Submitted>> submit_all(std::vector<Result<OperationPtr>> operations);
+  SubmissionPtr begin(std::size_t parts) const;
+  // Adds a part to what is to be submitted.
+  Result<void> add(Submission& submission, PeerId peer, const RegionPtr& source,
+                   const MrDescriptor* destination, Result<std::vector<WireWrite>> writes,
+                   std::uint64_t bytes, const WriteOptions& options) const;
+  // Unless adding a part has failed.
+  Result<Submitted> submit(const SubmissionPtr& submission, const Result<void>& added);
+  Result<Scattered> submit_all(const SubmissionPtr& submission, const Result<void>& added);
   unsigned shards_for(PeerId peer, const WriteOptions& options) const;
   std::unique_ptr<DomainGroup> group_;
 };

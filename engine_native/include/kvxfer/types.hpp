@@ -74,18 +74,19 @@ struct EngineOptions {
   bool tcp = true;                 // use the tcp fabric
   FabricUse verbs = FabricUse::never;
   FabricUse ofi = FabricUse::never;
-  std::vector<std::string> nics;          // of those to use: DEVICE, DEVICE:PORT; empty: all
-  int traffic_class = 0;                  // of verbs packets, 0 to 255: DSCP << 2 | ECN on RoCE
-  int service_level = 0;                  // of verbs packets, 0 to 7: the priority on RoCE
-  int gid_index = -1;                     // of verbs ports; -1: chosen by address
-  int pkey = 0;                           // partition of InfiniBand ports; 0: the first full one
-  unsigned path_mtu = 0;                  // bytes, 256 to 4096, at most the port's; 0: the port's
-  bool memory_windows = true;             // of verbs: NICs keep peers within what they are granted
-  unsigned paths_per_nic_pair = 1;        // queue pairs, each a separate flow to ECMP and LAG
-  std::string ofi_provider = "efa";       // libfabric's name of it
-  unsigned ofi_endpoints = 1;             // per libfabric domain, each standing for a NIC
-  bool ofi_strict = false;                // hold any provider to EFA's limits and disorder
-  bool null = false;                      // a NIC that moves nothing, to measure the engine alone
+  std::vector<std::string> nics;     // of those to use: DEVICE, DEVICE:PORT; empty: all
+  int traffic_class = 0;             // of verbs packets, 0 to 255: DSCP << 2 | ECN on RoCE
+  int service_level = 0;             // of verbs packets, 0 to 7: the priority on RoCE
+  int gid_index = -1;                // of verbs ports; -1: chosen by address
+  int pkey = 0;                      // partition of InfiniBand ports; 0: the first full one
+  unsigned path_mtu = 0;             // bytes, 256 to 4096, at most the port's; 0: the port's
+  bool memory_windows = true;        // of verbs: NICs keep peers within what they are granted
+  unsigned paths_per_nic_pair = 1;   // queue pairs, each a separate flow to ECMP and LAG
+  std::string ofi_provider = "efa";  // libfabric's name of it
+  unsigned ofi_endpoints = 1;        // per libfabric domain, each standing for a NIC
+  bool ofi_strict = false;           // hold any provider to EFA's limits and disorder
+  bool null = false;                 // a NIC that moves nothing, to measure the engine alone
+  bool thread = true;  // of its own; without, the engine does its work in TransferEngine::poll()
   std::vector<unsigned> cpus;             // where the engine thread may run; empty: anywhere
   std::shared_ptr<NicFactory> more_nics;  // null: none
   unsigned lanes = 2;                     // tcp domains, each with one connection per peer
@@ -153,6 +154,13 @@ struct RegionRange {
   std::uint64_t length = 0;
 };
 
+// One of many writes to one peer, each out of a region into a region.
+struct ListedWrite {
+  std::shared_ptr<MemoryRegion> source;
+  MrDescriptor destination;
+  SingleWrite write;
+};
+
 // One peer's part of a scatter.
 struct ScatterPart {
   PeerId peer = 0;
@@ -168,6 +176,21 @@ struct Submitted {
   OperationId id = 0;
   std::uint64_t writes = 0;
   std::uint64_t bytes = 0;
+};
+
+// What submitting to several peers returns: one operation, and how much each peer's counter grows.
+struct Scattered {
+  OperationId id = 0;
+  std::vector<std::uint64_t> writes;  // in the order of the peers
+  std::uint64_t bytes = 0;            // to all of them
+};
+
+// How a part of an operation failed: what was to go from one region to one region of one peer.
+struct PartFailure {
+  std::size_t part = 0;  // in the order in which they were submitted
+  PeerId peer = 0;
+  Errc code = Errc::ok;
+  std::string text;
 };
 
 struct Completion {
@@ -190,6 +213,8 @@ struct Completion {
   std::string data;                // message payload; peer_up: the peer's engine id (hex)
   std::string fabric;              // peer_up only
   std::uint64_t timestamp_ns = 0;  // CLOCK_MONOTONIC
+  // write: the parts that failed; code, text and peer are of the first.
+  std::vector<PartFailure> failed;
 };
 
 // How often something was refused, and why.

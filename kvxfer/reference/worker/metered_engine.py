@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Sequence
 from typing import Self
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
-from kvxfer.engine import Engine, Operation, OperationGroup
-from kvxfer.engine.operation import Submitted
+from kvxfer.engine import Engine, Operation
+from kvxfer.engine.engine import OperationT
 from kvxfer.errors import EngineError
 
 
@@ -41,23 +40,23 @@ class MeteredEngine(Engine):
             running = self.clock.monotonic() - self._busy_since if self._under_way else 0.0
             return self._busy + running
 
-    def track(self, submitted: Sequence[Submitted]) -> list[Operation]:
-        operations = super().track(submitted)
+    def track(self, operation: OperationT) -> OperationT:
+        super().track(operation)
         with self._meter:
             if not self._under_way:
                 self._busy_since = self.clock.monotonic()
             self._under_way += 1
-        self._loop_of_tasks.call_soon_threadsafe(self._watch, OperationGroup(operations))
-        return operations
+        self._loop_of_tasks.call_soon_threadsafe(self._watch, operation)
+        return operation
 
-    def _watch(self, group: OperationGroup) -> None:
-        task = self._loop_of_tasks.create_task(self._until_delivered(group))
+    def _watch(self, operation: Operation) -> None:
+        task = self._loop_of_tasks.create_task(self._until_delivered(operation))
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
 
-    async def _until_delivered(self, group: OperationGroup) -> None:
+    async def _until_delivered(self, operation: Operation) -> None:
         with contextlib.suppress(EngineError):
-            await group
+            await operation
         self._ended()
 
     def _ended(self) -> None:

@@ -56,7 +56,7 @@ void LostWrites::give_back(const NicPath::Unfinished& unfinished, Counts& landed
     return;
   }
   if (!writes.counted) {
-    operation->reposts.push_front(writes);
+    operation->reposts.insert(operation->reposts.begin(), writes);
     return;
   }
   std::size_t uncounted = 0;
@@ -71,7 +71,7 @@ void LostWrites::give_back(const NicPath::Unfinished& unfinished, Counts& landed
     if (!shared) shared = std::make_shared<std::size_t>(0);
     operation->uncounted_left = shared;
     *shared += uncounted;
-    operation->reposts.push_front({writes.first, uncounted, false});
+    operation->reposts.insert(operation->reposts.begin(), {writes.first, uncounted, false});
   }
   if (uncounted == writes.count) return;
   if (counted && uncounted_.contains(*operation->imm)) {

@@ -1,0 +1,131 @@
+// Engines without a thread: their caller's polls do the work.
+#include <poll.h>
+
+#include <cstring>
+#include <thread>
+
+#include "clock.hpp"
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+using Kind = Completion::Kind;
+
+namespace {
+
+struct Driven {
+  bool writer;
+  bool reader;
+};
+
+// Two engines of one thread, some of them without one of their own.
+struct DrivenPair {
+  DrivenPair(const std::string& fabric, Driven driven)
+      : writer(options(fabric, "writer", !driven.writer)),
+        reader(options(fabric, "reader", !driven.reader)) {
+    writer.meanwhile = reader.meanwhile = [this] {
+      const bool moved = writer->poll();
+      if (!reader->poll() && !moved) std::this_thread::yield();
+    };
+    to_reader = writer.connect_to(reader);
+    to_writer = reader.await(Kind::peer_up).peer;
+  }
+
+  static EngineOptions options(const std::string& fabric, const std::string& name, bool thread) {
+    EngineOptions options = options_for(fabric, name);
+    options.thread = thread;
+    return options;
+  }
+
+  TestEngine writer;
+  TestEngine reader;
+  PeerId to_reader = 0;
+  PeerId to_writer = 0;
+};
+
+bool readable(const TestEngine& engine) {
+  pollfd event{.fd = const_cast<TestEngine&>(engine)->event_fd(), .events = POLLIN, .revents = 0};
+  return ::poll(&event, 1, 0) > 0;
+}
+
+}  // namespace
+
+TEST_SUITE_BEGIN("conformance");
+
+TEST_CASE("an engine without a thread keeps its promises while its caller polls") {
+  Random random;
+  CAPTURE(random.seed);
+  for (const std::string& fabric : EachFabric()) {
+    for (const Driven driven : {Driven{true, false}, Driven{false, true}, Driven{true, true}}) {
+      CAPTURE(fabric);
+      CAPTURE(driven.writer);
+      CAPTURE(driven.reader);
+      DrivenPair pair(fabric, driven);
+      const auto source = good(pair.writer->allocate(kPages * kPage));
+      const auto destination = good(pair.reader->allocate(kPages * kPage));
+      random.fill(source->data(), kPages * kPage);
+      const auto pages = random.distinct_pages(kPages, kPages);
+      const Imm imm = good(pair.reader->allocate_counter());
+      const auto submitted =
+          good(pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
+                                        {.page_length = kPage,
+                                         .source_pages = pages,
+                                         .destination_pages = pages,
+                                         .source_stride = kPage,
+                                         .destination_stride = kPage},
+                                        {.imm = imm, .timeout = kDeadline}));
+      good(pair.reader->expect(imm, submitted.writes));
+      CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
+      CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+      CHECK(std::memcmp(source->data(), destination->data(), kPages * kPage) == 0);
+
+      good(pair.reader->send(pair.to_writer, "done"));
+      CHECK(pair.writer.await(Kind::message).data == "done");
+      CHECK(pair.reader->stats().bytes_received == kPages * kPage);
+
+      pair.reader->release_counter(imm);
+      const auto late = good(pair.writer->write_imm(pair.to_reader, imm, {.timeout = kDeadline}));
+      pair.writer.await(Kind::write, late.id);
+      CHECK(pair.reader->counter_value(imm) == 0);
+      good(pair.writer->deregister(source));
+      good(pair.reader->fence(pair.to_writer));
+      CHECK(pair.writer.await(Kind::peer_down).peer == pair.to_reader);
+    }
+  }
+}
+
+TEST_SUITE_END();
+
+TEST_CASE("an engine without a thread does nothing between two polls, and tells nobody") {
+  DrivenPair pair("tcp", {false, true});
+  const Imm imm = good(pair.reader->allocate_counter());
+  const auto submitted = good(pair.writer->write_imm(pair.to_reader, imm, {.timeout = kDeadline}));
+  // It has left the writer, whose peer has the bytes in its socket.
+  while (pair.writer->stats().writes_posted == 0) std::this_thread::yield();
+  CHECK(pair.reader->counter_value(imm) == 0);
+  good(pair.reader->expect(imm, submitted.writes));
+  while (pair.reader->counter_value(imm) == 0) pair.reader->poll();
+  CHECK_FALSE(readable(pair.reader));
+  CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
+}
+
+TEST_CASE("an engine without a thread that is closed polls nothing, and ends what was under way") {
+  DrivenPair pair("tcp", {true, false});
+  const Imm imm = good(pair.reader->allocate_counter());
+  const auto submitted = good(pair.writer->write_imm(pair.to_reader, imm, {.timeout = kDeadline}));
+  pair.writer->close();
+  pair.writer->close();
+  CHECK_FALSE(pair.writer->poll());
+  CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::engine_closed);
+  CHECK_FALSE(pair.writer->fence(pair.to_reader));
+}
+
+TEST_CASE("an engine without a thread has none to pin") {
+  EngineOptions options = options_for("tcp", "driven");
+  options.thread = false;
+  options.cpus = {0};
+  const auto engine = TransferEngine::create(std::move(options));
+  REQUIRE_FALSE(engine);
+  CHECK(engine.error().code == Errc::invalid_argument);
+  CHECK(engine.error().text.find("leave cpus out") != std::string::npos);
+}
