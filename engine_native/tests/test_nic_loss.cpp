@@ -175,6 +175,40 @@ TEST_CASE("a path that was opened for writes that wait has its time to deliver t
   set_link(1, true);
 }
 
+TEST_CASE("an operation that goes on between losses outlives any number of them") {
+  auto& network = simulated_network();
+  Pair pair("simulated");
+  const RegionPtr source = good(pair.writer->allocate(kSmallPage * 16));
+  const RegionPtr destination = good(pair.reader->allocate(kSmallPage * 16));
+  std::vector<std::int64_t> pages(16);
+  for (std::size_t i = 0; i < pages.size(); ++i) pages[i] = static_cast<std::int64_t>(16 - 1 - i);
+  const std::string nic = pair.writer->nics()[0].name;
+  network.hold(true);
+  const auto submitted =
+      good(pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
+                                    {.page_length = kSmallPage,
+                                     .source_pages = pages,
+                                     .destination_pages = pages,
+                                     .source_stride = kSmallPage,
+                                     .destination_stride = kSmallPage},
+                                    {.timeout = kDeadline, .nic = 0}));
+  REQUIRE(submitted.writes == pages.size());
+  for (std::size_t loss = 1; loss <= 7; ++loss) {
+    // Losses within a quarter of a second count once.
+    std::this_thread::sleep_for(std::chrono::milliseconds(260));
+    network.await_posted(submitted.writes - (loss - 1));
+    network.deliver_newest();
+    while (pair.writer->stats().writes_sent < loss) std::this_thread::yield();
+    network.set_link(nic, false);
+    pair.writer.await(Kind::notice);
+    network.set_link(nic, true);
+    pair.writer.await(Kind::notice);
+  }
+  network.hold(false);
+  const auto ended = pair.writer.await(Kind::write, submitted.id);
+  CHECK_MESSAGE(ended.code == Errc::ok, ended.text);
+}
+
 TEST_CASE("NICs that fail crosswise leave the pair that works") {
   Random random;
   CAPTURE(random.seed);

@@ -8,9 +8,11 @@ namespace kvxfer {
 namespace {
 
 constexpr std::uint64_t kRetryNs = 250'000'000u;
-// How often the ways of one operation may be lost before it is given up. Those that are lost
-// together, as those of a NIC or of a switch are, count once: within kTogetherNs, or later where
-// they were there at the first loss.
+// Of a pair whose paths carry nothing, this is the most by which the wait doubles.
+constexpr unsigned kMostDoublings = 5;
+// How often in a row the ways of one operation may be lost, with none of its writes delivered in
+// between, before it is given up. Those that are lost together, as those of a NIC or of a switch
+// are, count once: within kTogetherNs, or later where they were there at the first loss.
 constexpr unsigned kMaxLosses = 5;
 constexpr std::uint64_t kTogetherNs = 250'000'000u;
 constexpr std::size_t kMaxEntries = 8 * kMaxNics;
@@ -69,6 +71,9 @@ void NicLink::open_missing(std::uint64_t now) {
   now_ = now;
   missing_ = false;
   for (const NicPair pair : pair_nics(our_infos(), our_usable(), ends_.theirs, their_usable_)) {
+    const auto fruitless = fruitless_.find(pair);
+    const bool rests = fruitless != fruitless_.end() && now < fruitless->second.until_ns;
+    if (rests && !usable_.empty()) continue;
     auto there = std::count_if(entries_.begin(), entries_.end(),
                                [&](const auto& entry) { return entry.second.nics == pair; });
     for (; there < ends_.paths_per_nic_pair; ++there) open_path(pair);
@@ -244,10 +249,16 @@ void NicLink::refresh_usable() {
   owner_.on_paths_changed();
 }
 
+// A NIC has gone down or come back.
+void NicLink::retry_now() {
+  retry_at_ns_ = 0;
+  fruitless_.clear();
+  missing_ = true;
+}
+
 void NicLink::announce_nics() {
   owner_.send_nic_frame(NicFrame::nic_state, ByteWriter().put(our_usable()).take());
-  retry_at_ns_ = 0;
-  missing_ = true;
+  retry_now();
 }
 
 // --- losing paths ----------------------------------------------------------------------------
@@ -339,11 +350,21 @@ void NicLink::finish_closing(PathId id) {
   Entry& entry = entries_.at(id);
   if (!entry.shut || !entry.there) return;
   const std::unique_ptr<NicPath> path = std::move(entry.path);
+  if (entry.failed || entry.there->failed) note_use(entry.nics, *path);
   const Closed there = std::move(*entry.there);
   entries_.erase(id);
   missing_ = true;
   refresh_usable();
   settle(*path, there);
+}
+
+void NicLink::note_use(NicPair nics, const NicPath& closed) {
+  if (closed.finished_batches() > 0 || closed.consumed() > 0) {
+    fruitless_.erase(nics);
+    return;
+  }
+  Fruitless& fruitless = fruitless_[nics];
+  fruitless.until_ns = now_ + (kRetryNs << std::min(fruitless.times++, kMostDoublings));
 }
 
 Result<void> NicLink::on_path_close(ByteReader reader) {
@@ -389,14 +410,15 @@ void NicLink::settle(NicPath& path, const Closed& there) {
     operation->destination.reset();
     if (there.failed && path.identity().id > operation->newest_at_loss &&
         now_ - operation->lost_at_ns >= kTogetherNs) {
-      ++operation->losses;
+      const std::size_t before = std::exchange(operation->finished_at_loss, operation->finished);
+      operation->losses = operation->finished == before ? operation->losses + 1 : 1;
       operation->lost_at_ns = now_;
       operation->newest_at_loss = last_path_;
     }
     if (operation->losses >= kMaxLosses && operation->wants_post()) {
       owner_.fail(operation, Errc::nic_lost,
                   "its paths were lost " + std::to_string(kMaxLosses) +
-                      " times; the last one: " + trouble_);
+                      " times in a row; the last one: " + trouble_);
       continue;
     }
     owner_.settle(operation);
@@ -571,8 +593,7 @@ Result<void> NicLink::on_frame(NicFrame type, std::string_view payload, std::uin
     }
     case NicFrame::nic_state:
       their_usable_ = reader.get<NicMask>() & all_of(ends_.theirs.size());
-      retry_at_ns_ = 0;
-      missing_ = true;
+      retry_now();
       break;
     case NicFrame::resolve:
       owner_.share_region(reader.get<std::uint64_t>());

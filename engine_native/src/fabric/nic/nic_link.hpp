@@ -185,7 +185,9 @@ class NicLink {
   void end_if_shut();
   void settle(NicPath& path, const Closed& there);
   void refresh_usable();
+  void note_use(NicPair nics, const NicPath& closed);
   void retry(std::string_view trouble);
+  void retry_now();
 
   Result<void> on_path_open(ByteReader reader);
   Result<void> on_path_opened(ByteReader reader);
@@ -205,6 +207,12 @@ class NicLink {
   std::uint64_t last_open_ns_ = 0;
   std::uint64_t retry_at_ns_ = 0;
   bool missing_ = false;  // paths, perhaps
+  // Pairs whose last paths carried nothing, as where the network between them swallows everything.
+  struct Fruitless {
+    unsigned times = 0;
+    std::uint64_t until_ns = 0;  // not opened again before, where there is another way
+  };
+  std::map<NicPair, Fruitless> fruitless_;
   std::string trouble_;
 
   RemoteRegions regions_;

@@ -1,6 +1,7 @@
 // Which NICs of two engines get a path between them. Pure.
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -12,7 +13,7 @@ namespace kvxfer {
 struct NicPair {
   std::uint32_t ours = 0;
   std::uint32_t theirs = 0;
-  bool operator==(const NicPair&) const = default;
+  auto operator<=>(const NicPair&) const = default;
 };
 
 // Bit n: NIC n is usable.

@@ -60,8 +60,8 @@ class Endpoint final : private EventSink {
   // Closes it; its path is told at the next poll.
   void reset();
   // libfabric's tcp (2.5.1) uses freed memory if an endpoint is closed while a peer is connecting
-  // to it. So one of its endpoints that awaits its peer's greeting is left open: nothing else comes
-  // until that is answered.
+  // to it. So one of its endpoints that awaits its peer's greeting is left open. Rarely a peer
+  // connects later: libfabric does by itself, for a write after the connection broke.
   bool may_close() const { return may_close_; }
   void allow_close() { may_close_ = true; }
   // For one that may not be closed yet.
