@@ -8,6 +8,9 @@ namespace py = pybind11;
 namespace kvxfer::python {
 namespace {
 
+// Between two looks at the clock.
+constexpr int kPollsPerLook = 64;
+
 // A peer chooses its name: whatever it is must not cost anybody a completion.
 py::object to_text(const std::string& text) {
   return py::reinterpret_steal<py::object>(
@@ -80,6 +83,19 @@ void bind_completions(EngineClass& bound) {
           },
           py::arg("imm"), py::arg("ranges"))
       .def("counter_value", &TransferEngine::counter_value, py::arg("imm"))
+      .def(
+          "poll_counter",
+          [](TransferEngine& engine, Imm imm, std::uint64_t total, double for_seconds) {
+            const auto end = std::chrono::steady_clock::now() + seconds(for_seconds);
+            do {
+              for (int i = 0; i < kPollsPerLook; ++i) {
+                if (engine.counter_value(imm) >= total) return true;
+                engine.poll();
+              }
+            } while (std::chrono::steady_clock::now() < end);
+            return false;
+          },
+          py::arg("imm"), py::arg("total"), py::arg("for_seconds"), NoGil())
       .def(
           "expect",
           [](TransferEngine& engine, Imm imm, std::uint64_t total, bool at_least) {

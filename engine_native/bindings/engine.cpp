@@ -27,6 +27,7 @@ EngineClass bind_engine(py::module_& module) {
            }),
            py::arg("options"))
       .def("close", &TransferEngine::close, NoGil())
+      .def("poll", &TransferEngine::poll, NoGil())
       .def_property_readonly("address",
                              [](const TransferEngine& engine) { return engine.address().text(); })
       .def_property_readonly(

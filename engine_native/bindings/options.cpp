@@ -116,6 +116,7 @@ constexpr auto kOptions = std::to_array<Option>({
     {"ofi_provider", set<&EngineOptions::ofi_provider>},
     {"ofi_endpoints", set<&EngineOptions::ofi_endpoints>},
     {"ofi_strict", set<&EngineOptions::ofi_strict>},
+    {"thread", set<&EngineOptions::thread>},
     {"cpus", set<&EngineOptions::cpus>},
     {"lanes", set<&EngineOptions::lanes>},
     {"window_bytes", set<&EngineOptions::window_bytes>},

@@ -39,7 +39,7 @@ from kvxfer.bench.pair import Pair, ReceiverEngine, connected_pair
 from kvxfer.bench.settings import PEER_TIMEOUT_SECONDS, LatencySettings, Settings
 from kvxfer.bench.throughput import Mover, in_turn
 from kvxfer.engine import Engine
-from kvxfer.engine.engine import Nic
+from kvxfer.engine.core import Nic
 from kvxfer.errors import (
     AuthenticationFailed,
     ConnectFailed,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer.engine import Engine
-from kvxfer.engine.engine import Nic
+from kvxfer.engine.core import Nic
 from kvxfer.version import __version__
 
 

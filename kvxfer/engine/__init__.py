@@ -4,14 +4,16 @@
 what is awaited belongs to the event loop in which the engine was entered.
 """
 
+from kvxfer.engine.core import EngineHandler
 from kvxfer.engine.counter import Counter
-from kvxfer.engine.engine import Engine, EngineHandler
+from kvxfer.engine.engine import Engine
 from kvxfer.engine.memory import Memory, MemoryRegion
 from kvxfer.engine.operation import Operation, Scattered
 from kvxfer.engine.operation_group import OperationGroup
 from kvxfer.engine.options import EngineOptions
 from kvxfer.engine.peer import Peer
 from kvxfer.engine.peer_group import PeerGroup
+from kvxfer.engine.polled import PolledEngine
 from kvxfer.engine.receive_pool import Received, ReceivePool
 from kvxfer.engine.remote_pool import RemotePool
 from kvxfer.engine.watcher import Watcher, WatchFor
@@ -27,6 +29,7 @@ __all__ = [
     "OperationGroup",
     "Peer",
     "PeerGroup",
+    "PolledEngine",
     "ReceivePool",
     "Received",
     "RemotePool",

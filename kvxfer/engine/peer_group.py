@@ -11,7 +11,7 @@ from kvxfer.engine.operation import Scattered
 from kvxfer.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from kvxfer.engine.engine import Engine
+    from kvxfer.engine.core import EngineCore
     from kvxfer.engine.integers import Integers
     from kvxfer.engine.memory import MemoryRegion
     from kvxfer.engine.peer import Peer
@@ -27,7 +27,7 @@ class PeerGroup:
 
     __slots__ = ("_engine", "peers")
 
-    def __init__(self, engine: Engine, peers: Sequence[Peer]) -> None:
+    def __init__(self, engine: EngineCore, peers: Sequence[Peer]) -> None:
         for peer in peers:
             if peer.engine is not engine:
                 raise InvalidArgument(f"{peer!r} is a peer of another engine than the group's")

@@ -19,7 +19,7 @@ from kvxfer.bench.host_client import Ask, Server, line_rate, measure_host
 from kvxfer.bench.host_report import HostReport
 from kvxfer.bench.settings import LatencySettings, Settings
 from kvxfer.engine import Engine
-from kvxfer.engine.engine import Nic
+from kvxfer.engine.core import Nic
 from kvxfer.errors import InvalidArgument
 from kvxfer.version import __version__
 from tests.engine.fabrics import chosen, rdma_devices

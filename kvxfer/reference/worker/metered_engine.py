@@ -9,7 +9,7 @@ from typing import Self
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.engine import Engine, Operation
-from kvxfer.engine.engine import OperationT
+from kvxfer.engine.core import OperationT
 from kvxfer.errors import EngineError
 
 

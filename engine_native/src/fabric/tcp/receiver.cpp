@@ -26,7 +26,9 @@ Error bad_frame(const std::string& what) {
 Result<void> Receiver::pump() {
   const std::uint64_t first = sequence_;
   std::uint64_t budget = kPumpBytes;
-  while (budget > 0) {
+  drained_ = false;
+  // What was read ahead is used up in any case: no event tells of it again.
+  while (budget > 0 || ahead_first_ < ahead_end_) {
     const std::uint64_t before = unread_;
     Result<bool> more = true;
     switch (state_) {
@@ -42,21 +44,48 @@ Result<void> Receiver::pump() {
         break;
     }
     if (!more) return more.error();
-    if (!*more || sequence_ - first >= 256) break;
+    if (!*more || (sequence_ - first >= 256 && ahead_first_ == ahead_end_)) break;
   }
   return {};
 }
 
-Result<std::size_t> Receiver::read(void* out, std::size_t size) {
+Result<std::size_t> Receiver::receive(std::span<iovec> into) {
+  if (drained_) return std::size_t{0};
+  std::size_t room = 0;
+  for (const iovec& part : into) room += part.iov_len;
+  msghdr message{};
+  message.msg_iov = into.data();
+  message.msg_iovlen = into.size();
   while (true) {
-    const ssize_t got = ::recv(fd_, out, size, MSG_DONTWAIT);
-    if (got > 0) return static_cast<std::size_t>(got);
+    const ssize_t got = ::recvmsg(fd_, &message, MSG_DONTWAIT);
     if (got == 0) return Error{Errc::peer_lost, "the peer closed the connection"};
-    if (errno == EAGAIN) return std::size_t{0};
-    if (errno != EINTR) {
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno != EAGAIN) {
       return Error{Errc::peer_lost, std::string("receiving failed: ") + errno_text()};
     }
+    const std::size_t size = got < 0 ? 0 : static_cast<std::size_t>(got);
+    drained_ = size < room;
+    return size;
   }
+}
+
+Result<std::size_t> Receiver::read(void* out, std::size_t size) {
+  std::size_t taken = 0;
+  while (taken < size) {
+    if (ahead_first_ == ahead_end_) {
+      iovec all{ahead_.data(), ahead_.size()};
+      const auto got = receive({&all, 1});
+      if (!got) return got.error();
+      if (*got == 0) break;
+      ahead_first_ = 0;
+      ahead_end_ = *got;
+    }
+    const std::size_t part = std::min(size - taken, ahead_end_ - ahead_first_);
+    std::memcpy(static_cast<std::byte*>(out) + taken, &ahead_[ahead_first_], part);
+    ahead_first_ += part;
+    taken += part;
+  }
+  return taken;
 }
 
 Result<bool> Receiver::read_header() {
@@ -123,35 +152,39 @@ Result<void> Receiver::begin_batch() {
 }
 
 Result<bool> Receiver::read_payload() {
-  ssize_t got = 0;
-  if (placement_->status() == Errc::ok) {
-    msghdr message{};
-    message.msg_iov = &iovecs_[next_iovec_];
-    message.msg_iovlen = iovecs_.size() - next_iovec_;
-    got = ::recvmsg(fd_, &message, MSG_DONTWAIT);
+  const bool granted = placement_->status() == Errc::ok;
+  Result<std::size_t> got = std::size_t{0};
+  if (ahead_first_ < ahead_end_) {
+    const std::size_t most = std::min<std::uint64_t>(unread_, ahead_end_ - ahead_first_);
+    if (granted) {
+      const iovec& next = iovecs_[next_iovec_];
+      got = read(next.iov_base, std::min(most, next.iov_len));
+    } else {  // refused: nobody reads it
+      ahead_first_ += most;
+      got = most;
+    }
   } else {
-    std::array<std::byte, kScratchBytes> scratch;  // refused: nobody reads it
-    got =
-        ::recv(fd_, scratch.data(), std::min<std::uint64_t>(unread_, scratch.size()), MSG_DONTWAIT);
+    std::array<std::byte, kScratchBytes> scratch;
+    iovec nowhere{scratch.data(), std::min<std::uint64_t>(unread_, scratch.size())};
+    got = receive(granted ? std::span(iovecs_).subspan(next_iovec_) : std::span(&nowhere, 1));
   }
-  if (got == 0) return Error{Errc::peer_lost, "the peer closed the connection"};
-  if (got < 0) {
-    if (errno == EAGAIN) return false;
-    if (errno == EINTR) return true;
-    return Error{Errc::peer_lost, std::string("receiving failed: ") + errno_text()};
-  }
-  unread_ -= static_cast<std::uint64_t>(got);
-  auto left = static_cast<std::size_t>(got);
-  while (next_iovec_ < iovecs_.size() && left >= iovecs_[next_iovec_].iov_len) {
-    left -= iovecs_[next_iovec_++].iov_len;
-  }
-  if (left > 0 && next_iovec_ < iovecs_.size()) {
-    iovec& partly = iovecs_[next_iovec_];
-    partly.iov_base = static_cast<std::byte*>(partly.iov_base) + left;
-    partly.iov_len -= left;
-  }
+  if (!got) return got.error();
+  if (*got == 0) return false;
+  placed(*got);
   if (unread_ == 0) finish_batch();
   return true;
+}
+
+void Receiver::placed(std::size_t size) {
+  unread_ -= size;
+  while (next_iovec_ < iovecs_.size() && size >= iovecs_[next_iovec_].iov_len) {
+    size -= iovecs_[next_iovec_++].iov_len;
+  }
+  if (size > 0 && next_iovec_ < iovecs_.size()) {
+    iovec& partly = iovecs_[next_iovec_];
+    partly.iov_base = static_cast<std::byte*>(partly.iov_base) + size;
+    partly.iov_len -= size;
+  }
 }
 
 void Receiver::finish_batch() {

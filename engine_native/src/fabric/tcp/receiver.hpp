@@ -1,11 +1,14 @@
-// The receiving half of a lane: reads frames and places payload straight into its pages.
+// The receiving half of a lane: reads frames and places payload straight into its pages, but for
+// what came in one read with the header.
 #pragma once
 
 #include <sys/uio.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "fabric/tcp/wire.hpp"
@@ -41,7 +44,11 @@ class Receiver {
   Result<bool> read_payload();
   Result<void> begin_batch();
   void finish_batch();
+  void placed(std::size_t size);
+  // From the bytes read ahead, which it fills once they are used up.
   Result<std::size_t> read(void* out, std::size_t size);
+  // 0: the socket is empty.
+  Result<std::size_t> receive(std::span<iovec> into);
 
   enum class State { header, descriptors, payload };
 
@@ -49,6 +56,12 @@ class Receiver {
   PeerId writer_;
   ReceiveContext& receive_context_;
   FrameSink& sink_;
+
+  // Headers and small writes in one system call: a copy of 4 KiB costs less than a second one.
+  std::array<std::byte, 8u << 10> ahead_;
+  std::size_t ahead_first_ = 0;
+  std::size_t ahead_end_ = 0;
+  bool drained_ = false;  // the last read got less than it had room for
 
   State state_ = State::header;
   FrameHeader header_{};

@@ -1,0 +1,246 @@
+"""What engines have in common: memory, peers, counters, and the completions of all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from kvxfer.engine.callback import logger, tell
+from kvxfer.engine.counter import Counter
+from kvxfer.engine.memory import Memory, MemoryRegion, register
+from kvxfer.engine.native import error_of, native, translated
+from kvxfer.engine.operation import Operation
+from kvxfer.engine.options import EngineOptions, native_fabrics
+from kvxfer.engine.peer import Peer
+from kvxfer.engine.watcher import Watcher
+from kvxfer.errors import EngineClosed, InvalidArgument, PeerError, PeerLost, StaleCounter
+
+OperationT = TypeVar("OperationT", bound=Operation)
+_Failed = Sequence[tuple[int, str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """A NIC of an engine. network: NICs reach each other where this is equal."""
+
+    name: str
+    network: str
+    bits_per_second: int
+
+
+class EngineHandler(Protocol):
+    """Told of peers and messages, on the event loop, once it is `engine.handler`. It must not
+    block; what it raises is logged."""
+
+    def peer_up(self, peer: Peer) -> None:
+        """A peer is connected, whichever side has connected."""
+
+    def message(self, peer: Peer, data: bytes) -> None:
+        """A message of `Peer.send()`, in the order in which the peer sent them."""
+
+    def peer_lost(self, peer: Peer, error: PeerError) -> None:
+        """The connection has ended; no write of the peer lands any more. The last call about it."""
+
+
+class EngineCore:
+    """A native engine, and the Python objects that its completions are for."""
+
+    def __init__(self, cluster_key: bytes | str, options: EngineOptions, *, thread: bool) -> None:
+        self.name = options.get("name", "")
+        fabrics = native_fabrics(options.pop("fabrics", None))
+        with translated():
+            self.native = native.TransferEngine(
+                native.EngineOptions(cluster_key=cluster_key, thread=thread, **fabrics, **options)
+            )
+        self.handler: EngineHandler | None = None
+        self._closed = False
+        self._peers: dict[int, Peer] = {}
+        self._counters: dict[int, Counter] = {}
+        self._revoking: dict[int, Callable[[], object]] = {}
+        self._regions: set[MemoryRegion] = set()
+        self._on_close: list[Callable[[], object]] = []
+        # Operations are submitted from any thread and completed on the loop.
+        self._lock = threading.Lock()
+        self._operations: dict[int, Operation] = {}
+        self._finished_early: dict[int, tuple[Exception | None, _Failed]] = {}
+
+    def on_close(self, callback: Callable[[], object]) -> None:
+        """Calls at the end of close(), with no peer left. Event loop only."""
+        self._on_close.append(callback)
+
+    def forget_on_close(self, callback: Callable[[], object]) -> None:
+        """Takes one on_close() back."""
+        if callback in self._on_close:
+            self._on_close.remove(callback)
+
+    @property
+    def address(self) -> str:
+        """kvx://HOST:PORT/ENGINE_ID, for the peers' connect()."""
+        return self.native.address
+
+    @property
+    def engine_id(self) -> str:
+        """32 hex digits, random at every start."""
+        return self.native.engine_id
+
+    @property
+    def fabrics(self) -> tuple[str, ...]:
+        """Those in use, the preferred first."""
+        return tuple(self.native.fabrics)
+
+    @property
+    def nics(self) -> list[Nic]:
+        """The NICs in use; the position is the number that pins a write to one."""
+        return [Nic(*each) for each in self.native.nics]
+
+    @property
+    def peers(self) -> list[Peer]:
+        """Those that are connected."""
+        return list(self._peers.values())
+
+    def stats(self) -> dict[str, int]:
+        """Totals since the start: bytes and writes sent, received, refused; handshakes refused;
+        peers cut off; and the number of connected peers."""
+        return self.native.stats()
+
+    def refusals(self) -> dict[str, dict[str, int]]:
+        """What was refused since the start, by error code: "handshake" (connections that were not
+        let in), "peer" (peers cut off for what they did) and "write" (writes of peers)."""
+        return self.native.refusals()
+
+    def _forget_all(self) -> None:
+        """Nothing comes any more: who waits for something is told."""
+        for counter in list(self._counters.values()):
+            counter.resolve(EngineClosed("the engine was closed"), 0)
+        for callback in list(self._on_close):
+            tell(callback)
+        self._regions.clear()
+
+    # --- memory and counters
+
+    def alloc(self, nbytes: int) -> Memory:
+        """Zeroed memory that peers on this host can map; the fastest source. Raises OutOfMemory."""
+        if nbytes < 1:
+            raise InvalidArgument(f"alloc({nbytes}): ask for at least 1 byte")
+        with translated():
+            handle = self.native.allocate(nbytes)
+        return Memory(MemoryRegion(self.native, handle))
+
+    def register(self, target: Any, nbytes: int | None = None) -> MemoryRegion:
+        """Registers memory that somebody else allocated: a numpy array, a torch CPU tensor, a
+        writable buffer, or an address with `nbytes`. It must stay valid until close()."""
+        region = register(self.native, target, nbytes, on_close=self._regions.discard)
+        self._regions.add(region)  # peers may write into it until it is closed: its owner must live
+        return region
+
+    def counter(self, writer: Peer | None = None) -> Counter:
+        """A new counter at zero. Raises OutOfMemory while 65,536 are in use.
+
+        writer: the only peer that will be told of it, so that release() waits for no other.
+        """
+        if self._closed:
+            raise EngineClosed("the engine was closed")
+        with translated():
+            imm = self.native.allocate_counter(None if writer is None else writer.id)
+        counter = self._counters[imm] = Counter(
+            self.native, imm, self._counter_released, self._counter_revoked
+        )
+        return counter
+
+    def _counter_released(self, imm: int) -> None:
+        counter = self._counters.pop(imm, None)
+        if counter is not None:
+            self._end_wait(counter, StaleCounter(f"counter {imm} was released"))
+
+    def _end_wait(self, counter: Counter, error: Exception) -> None:
+        """Of whoever waits for it. Any thread."""
+        raise NotImplementedError
+
+    def _counter_revoked(self, imm: int, then: Callable[[], object] | None) -> None:
+        """Keeps what is to be called when its writers have answered; None: they need not."""
+        if then is None:
+            del self._revoking[imm]
+        else:
+            self._revoking[imm] = then
+
+    def watcher(self) -> Watcher:
+        """A new word at zero that holds writes back until compute has added to it."""
+        return Watcher(self.native)
+
+    # --- operations
+
+    def track(self, operation: OperationT) -> OperationT:
+        """Tells an operation that the native engine has taken when it has ended. Any thread."""
+        with self._lock:
+            early = self._finished_early.pop(operation.id, None)
+            if early is None:
+                self._operations[operation.id] = operation
+        if early is not None:
+            operation.finish(*early)
+        return operation
+
+    # --- completions
+
+    def _drain(self) -> None:
+        for completion in self.native.drain():
+            kind, ident, peer_id, code, text, data, fabric, timestamp_ns, failed = completion
+            error = None if code == "ok" else error_of(code, text)
+            match kind:
+                case "write":
+                    self._finish(ident, error, failed)
+                case "counter":
+                    counter = self._counters.get(ident)
+                    if counter is not None:
+                        counter.resolve(error, timestamp_ns)
+                case "arrival":
+                    counter = self._counters.get(ident)
+                    if counter is not None:
+                        counter.arrived()
+                case "released":
+                    tell(self._revoking.pop(ident))
+                case "message":
+                    self._deliver(peer_id, data)
+                case "peer_up":
+                    self._peer_up(Peer(self, peer_id, data.decode(), text, fabric))
+                case "peer_down":
+                    self._peer_down(peer_id, error)
+                case "connect":
+                    self._connect_ended(ident, peer_id, error)
+                case "notice":
+                    logger.warning("%s", text)
+
+    def _connect_ended(self, ident: int, peer_id: int, error: Exception | None) -> None:
+        raise NotImplementedError
+
+    def _finish(self, ident: int, error: Exception | None, failed: _Failed) -> None:
+        with self._lock:
+            operation = self._operations.pop(ident, None)
+            if operation is None:  # its submit() has not returned yet
+                self._finished_early[ident] = (error, failed)
+                return
+        operation.finish(error, failed)
+
+    def _deliver(self, peer_id: int, data: bytes) -> None:
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            return
+        if self.handler is None:
+            peer.deliver(data)
+        else:
+            tell(self.handler.message, peer, data)
+
+    def _peer_up(self, peer: Peer) -> None:
+        self._peers[peer.id] = peer
+        if self.handler is not None:
+            tell(self.handler.peer_up, peer)
+
+    def _peer_down(self, peer_id: int, error: Exception | None) -> None:
+        peer = self._peers.pop(peer_id, None)
+        if peer is None:
+            return
+        reason = error if isinstance(error, PeerError) else PeerLost(str(error))
+        peer.lose(reason)
+        if self.handler is not None:
+            tell(self.handler.peer_lost, peer, reason)

@@ -1,0 +1,109 @@
+"""The engine of programs that poll: without a thread of its own, and without asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Self, Unpack
+
+from kvxfer.clock import SYSTEM_CLOCK, Clock
+from kvxfer.engine.core import EngineCore
+from kvxfer.engine.counter import Counter
+from kvxfer.engine.native import translated
+from kvxfer.engine.options import EngineOptions
+from kvxfer.engine.peer import Peer
+from kvxfer.errors import DeadlineExceeded, EngineClosed, EngineError, PeerLost, StaleCounter
+
+# In native code between two looks at the clock, and at Ctrl-C.
+_TURN_SECONDS: Final = 0.01
+
+
+class PolledEngine(EngineCore):
+    """A transfer engine that its caller drives: enter it with `with`.
+
+    For a loop that has a core to itself and counts microseconds; other programs take `Engine`. The
+    engine does its work in poll(), and in methods that wait, and belongs to the thread that made
+    it: everything is called there. Peers take one that does not poll for their `peer_timeout`
+    (0.7 s) for dead. What is awaited, `Counter.on_arrival()` and `Peer.receive()` are for
+    asyncio programs; messages go to `handler`.
+
+    cluster_key, options: as of Engine, without `cpus`. Raises as Engine does.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster_key: bytes | str,
+        clock: Clock = SYSTEM_CLOCK,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        super().__init__(cluster_key, options, thread=False)
+        self._clock = clock
+        self._connected: dict[int, int | Exception] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends everything with EngineClosed. Idempotent."""
+        self._closed = True
+        self.native.close()
+        self._drain()
+        self._forget_all()
+
+    def poll(self) -> bool:
+        """Does what there is to do, and never sleeps. Whether anything moved."""
+        moved = self.native.poll()
+        self._drain()
+        return moved
+
+    def connect(self, address: str, timeout: float = 2.0) -> Peer:
+        """As Engine.connect(), polling meanwhile."""
+        if self._closed:
+            raise EngineClosed("the engine was closed")
+        with translated():
+            operation = self.native.connect(address, timeout)
+        while operation not in self._connected:
+            self.poll()
+        ended = self._connected.pop(operation)
+        if isinstance(ended, Exception):
+            raise ended
+        peer = self._peers.get(ended)
+        if peer is None:
+            raise PeerLost(f"the peer at {address} was lost right after connecting")
+        return peer
+
+    def poll_until(self, done: Callable[[], bool], timeout: float) -> None:
+        """Polls until `done()` is true, as with `operation.done`. Raises DeadlineExceeded after
+        `timeout` seconds."""
+        deadline = self._clock.monotonic() + timeout
+        while not done():
+            if self._clock.monotonic() > deadline:
+                raise DeadlineExceeded(f"nothing to show for {timeout} s of polling")
+            self.poll()
+
+    def poll_counter(self, counter: Counter, total: int, timeout: float) -> None:
+        """Polls in native code, faster than poll_until(), until exactly `total` writes have
+        arrived. Raises as Counter.wait() does."""
+        deadline = self._clock.monotonic() + timeout
+        while not self.native.poll_counter(counter.imm, total, _TURN_SECONDS):
+            if self._counters.get(counter.imm) is not counter:
+                raise StaleCounter(f"counter {counter.imm} was released")
+            if self._clock.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"counter {counter.imm} stands at {counter.value} of {total} writes after "
+                    f"{timeout} s"
+                )
+        if counter.value > total:
+            raise EngineError(
+                f"counter {counter.imm} stands at {counter.value} writes, but {total} were "
+                "announced"
+            )
+
+    def _connect_ended(self, ident: int, peer_id: int, error: Exception | None) -> None:
+        self._connected[ident] = peer_id if error is None else error
+
+    def _end_wait(self, counter: Counter, error: Exception) -> None:
+        pass  # its waiter polls, and sees it
