@@ -179,6 +179,8 @@ def main() -> int:
     # Processes whose parent has ended become children of this one, and are stopped and seen, too.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("test-stability: ended by SIGTERM"))
+    # Also in the background of a script, where it is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     WORK.mkdir(parents=True, exist_ok=True)
     console = Console()
     failures, bad = Failures(), 0

@@ -3,7 +3,7 @@
 #include <sys/socket.h>
 
 #include "bootstrap/bytes.hpp"
-#include "fabric/tcp/tcp_path.hpp"
+#include "fabric/tcp/tcp_domain.hpp"
 #include "targets.hpp"
 #include "world.hpp"
 
@@ -17,8 +17,7 @@ class Lane {
     require(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0,
             "the system has sockets");
     peer_ = UniqueFd(ends[1]);
-    auto path = tcp::TcpPath::open(UniqueFd(ends[0]), {kPeer, "peer"}, 1u << 16, world_.poller,
-                                   world_.receive_context(), books_);
+    auto path = domain_.open_path(UniqueFd(ends[0]), {kPeer, "peer"});
     require(static_cast<bool>(path), "a lane can be opened");
     path_ = std::move(*path);
   }
@@ -32,7 +31,7 @@ class Lane {
       case 2:
         return send_ack(input);
       case 3:
-        return world_.poller.poll(0);
+        return step();
       case 4:
         return post(input);
       case 5:
@@ -47,12 +46,17 @@ class Lane {
   }
 
   void finish() {
-    for (int i = 0; i < 4; ++i) world_.poller.poll(0);
+    for (int i = 0; i < 4; ++i) step();
     release();
     path_.reset();
   }
 
  private:
+  void step() {
+    domain_.poll();
+    world_.poller.poll(0);
+  }
+
   void send(std::string_view bytes) {
     (void)!::send(peer_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
   }
@@ -126,7 +130,8 @@ class Lane {
   std::array<std::byte, 4096> source_{};
   std::vector<OperationPtr> operations_;
   UniqueFd peer_;
-  std::unique_ptr<tcp::TcpPath> path_;
+  tcp::TcpDomain domain_{world_.poller, world_.receive_context(), books_, 1u << 16};
+  std::unique_ptr<Path> path_;
 };
 
 }  // namespace

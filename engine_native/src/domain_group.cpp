@@ -313,6 +313,10 @@ bool DomainGroup::may_sleep() {
   const auto ready = [](const OperationPtr& operation) { return !operation->held(); };
   if (std::any_of(held_.begin(), held_.end(), ready)) return false;
   if (local_ && !local_->prepare_sleep()) return false;
+  if (!std::all_of(lanes_.begin(), lanes_.end(),
+                   [](const auto& lane) { return lane->prepare_sleep(); })) {
+    return false;
+  }
   return std::all_of(nics_.begin(), nics_.end(),
                      [](const auto& nic) { return nic->prepare_sleep(); });
 }
@@ -320,8 +324,10 @@ bool DomainGroup::may_sleep() {
 void DomainGroup::step() {
   // A look at sockets is a system call: not at every step while something moves without it, nor
   // where the caller polls for a latency below that.
+  for (const auto& lane : lanes_) lane->poll();
   const bool moving = std::exchange(activity_before_, activity_) != activity_;
-  if ((!moving && !driven_) || ++steps_ >= kStepsPerPoll) {
+  const bool only_sockets = !local_ && nics_.empty();
+  if (only_sockets || (!moving && !driven_) || ++steps_ >= kStepsPerPoll) {
     steps_ = 0;
     poller_.poll(0);
   }

@@ -5,7 +5,7 @@
 
 #include "bootstrap/bytes.hpp"
 #include "fabric/local/source_memory.hpp"
-#include "fabric/tcp/tcp_path.hpp"
+#include "fabric/tcp/tcp_domain.hpp"
 #include "support.hpp"
 #include "world.hpp"
 
@@ -18,8 +18,8 @@ TEST_CASE("a tcp peer that never reads what became of its writes is given up") {
   int ends[2];
   REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0);
   const UniqueFd peer(ends[1]);
-  const auto path = good(tcp::TcpPath::open(UniqueFd(ends[0]), {1, "peer"}, 1u << 20, world.poller,
-                                            world.receive_context(), books));
+  tcp::TcpDomain domain(world.poller, world.receive_context(), books, 1u << 20);
+  const auto path = good(domain.open_path(UniqueFd(ends[0]), {1, "peer"}));
   tcp::FrameHeader refused{.type = static_cast<std::uint8_t>(tcp::FrameType::writes)};
   refused.count = 1;  // no bytes, no immediate, no such region
   const std::string frame = ByteWriter().put(refused).take();
@@ -27,6 +27,7 @@ TEST_CASE("a tcp peer that never reads what became of its writes is given up") {
   while (!books.lost && sent < 1u << 18) {
     while (::send(peer.get(), frame.data(), frame.size(), MSG_DONTWAIT | MSG_NOSIGNAL) > 0) ++sent;
     world.poller.poll(0);
+    domain.poll();
   }
   CHECK(books.lost);
   CHECK(sent < 1u << 18);

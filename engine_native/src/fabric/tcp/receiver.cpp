@@ -23,7 +23,7 @@ Error bad_frame(const std::string& what) {
 
 }  // namespace
 
-Result<void> Receiver::pump() {
+Result<std::uint64_t> Receiver::pump() {
   const std::uint64_t first = sequence_;
   std::uint64_t budget = kPumpBytes;
   drained_ = false;
@@ -46,26 +46,21 @@ Result<void> Receiver::pump() {
     if (!more) return more.error();
     if (!*more || (sequence_ - first >= 256 && ahead_first_ == ahead_end_)) break;
   }
-  return {};
+  return kPumpBytes - budget;
 }
 
 Result<std::size_t> Receiver::receive(std::span<iovec> into) {
-  if (drained_) return std::size_t{0};
-  std::size_t room = 0;
-  for (const iovec& part : into) room += part.iov_len;
   msghdr message{};
   message.msg_iov = into.data();
   message.msg_iovlen = into.size();
   while (true) {
     const ssize_t got = ::recvmsg(fd_, &message, MSG_DONTWAIT);
+    if (got > 0) return static_cast<std::size_t>(got);
     if (got == 0) return Error{Errc::peer_lost, "the peer closed the connection"};
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0 && errno != EAGAIN) {
+    if (errno == EAGAIN) return std::size_t{0};
+    if (errno != EINTR) {
       return Error{Errc::peer_lost, std::string("receiving failed: ") + errno_text()};
     }
-    const std::size_t size = got < 0 ? 0 : static_cast<std::size_t>(got);
-    drained_ = size < room;
-    return size;
   }
 }
 
@@ -73,9 +68,11 @@ Result<std::size_t> Receiver::read(void* out, std::size_t size) {
   std::size_t taken = 0;
   while (taken < size) {
     if (ahead_first_ == ahead_end_) {
+      if (drained_) break;
       iovec all{ahead_.data(), ahead_.size()};
       const auto got = receive({&all, 1});
       if (!got) return got.error();
+      drained_ = *got < ahead_.size();
       if (*got == 0) break;
       ahead_first_ = 0;
       ahead_end_ = *got;

@@ -31,8 +31,9 @@ class Receiver {
   Receiver(int fd, PeerId writer, ReceiveContext& receive_context, FrameSink& sink)
       : fd_(fd), writer_(writer), receive_context_(receive_context), sink_(sink) {}
 
-  // Reads what is there, up to a budget that keeps lanes and heartbeats fair.
-  Result<void> pump();
+  // Reads what is there, up to a budget that keeps lanes and heartbeats fair; how much payload that
+  // was.
+  Result<std::uint64_t> pump();
 
   void revoke_counter(Imm imm);
   void revoke_region(std::uint64_t key);
@@ -61,7 +62,7 @@ class Receiver {
   std::array<std::byte, 8u << 10> ahead_;
   std::size_t ahead_first_ = 0;
   std::size_t ahead_end_ = 0;
-  bool drained_ = false;  // the last read got less than it had room for
+  bool drained_ = false;  // the last of these reads got less than it had room for
 
   State state_ = State::header;
   FrameHeader header_{};

@@ -15,14 +15,18 @@ namespace kvxfer::tcp {
 std::size_t Sender::post(const OperationPtr& operation, const WriteRange& range) {
   const auto& writes = operation->writes;
   const std::size_t first = range.first;
-  const std::size_t limit = first + std::min<std::size_t>(range.count, kMaxBatchWrites);
+  const bool with_acks = owes_acks();  // in the same system call
+  const std::size_t limit =
+      first + std::min<std::size_t>(range.count, kMaxBatchWrites - (with_acks ? 1 : 0));
   std::byte* const source = operation->source ? operation->source->data() : nullptr;
 
   descriptors_.clear();
   iovecs_.clear();
   next_iovec_ = 0;
+  if (with_acks) load_acks();
   iovecs_.push_back({&header_, sizeof header_});
-  iovecs_.push_back({nullptr, 0});  // further descriptors, once their number is known
+  const std::size_t more = iovecs_.size();  // descriptors, once their number is known
+  iovecs_.push_back({nullptr, 0});
   std::uint64_t bytes = 0;
   std::size_t end = first;
   while (end < limit && (end == first || bytes + writes[end].length <= kMaxBatchBytes)) {
@@ -42,7 +46,7 @@ std::size_t Sender::post(const OperationPtr& operation, const WriteRange& range)
              .count = static_cast<std::uint32_t>(end - first),
              .reserved = 0,
              .first = {writes[first].destination, writes[first].length, 0}};
-  iovecs_[1] = {descriptors_.data(), descriptors_.size() * sizeof(WriteDescriptor)};
+  iovecs_[more] = {descriptors_.data(), descriptors_.size() * sizeof(WriteDescriptor)};
   sending_batch_ = true;
   unacked_.push_back({operation, {first, end - first, range.counted}, bytes});
   unacked_bytes_ += bytes;

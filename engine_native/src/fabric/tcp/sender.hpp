@@ -21,6 +21,8 @@ class Sender {
   bool has_room() const { return !sending() && unacked_bytes_ < window_bytes_; }
   // Of the peer's batches, as far as it has not read them.
   std::size_t acks_waiting() const { return acks_.size() + sending_acks_.size(); }
+  // Whether some of them were not given to the socket yet.
+  bool owes_acks() const { return !acks_.empty(); }
   // Whether bytes wait for the socket to become writable.
   bool blocked() const { return sending() || !acks_.empty(); }
 
@@ -55,7 +57,7 @@ class Sender {
   std::size_t next_iovec_ = 0;
   bool sending_batch_ = false;  // not acks
 
-  std::vector<FrameHeader> acks_;  // to be written between two batches
+  std::vector<FrameHeader> acks_;  // to be written before or between batches
   std::deque<Batch> unacked_;      // in order of sequence
   std::uint64_t last_acked_ = 0;   // sequence of the batch before unacked_.front()
   std::uint64_t unacked_bytes_ = 0;

@@ -1,8 +1,10 @@
-// One tcp lane of an engine: a stand-in for one NIC. Its paths are driven by the poller.
+// One tcp lane of an engine: a stand-in for one NIC. The poller drives its paths, but for their
+// acknowledgements.
 #pragma once
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "domain.hpp"
 #include "fabric/tcp/tcp_path.hpp"
@@ -19,14 +21,17 @@ class TcpDomain final : public Domain {
         window_bytes_(window_bytes) {}
 
   std::string_view fabric() const override { return "tcp"; }
-  void poll() override {}
-  bool prepare_sleep() override { return true; }
+  // Sends what paths owe since the last one.
+  void poll() override {
+    for (TcpPath* const path : std::exchange(owing_, {})) path->send_acks();
+  }
+  bool prepare_sleep() override { return owing_.empty(); }
   void finish_sleep() override {}
   void forget_source(const MemoryRegion&) override {}
 
   // Takes over a connected, authenticated socket.
   Result<std::unique_ptr<Path>> open_path(UniqueFd socket, PathPeer peer) {
-    auto path = TcpPath::open(std::move(socket), std::move(peer), window_bytes_, poller_,
+    auto path = TcpPath::open(std::move(socket), std::move(peer), window_bytes_, poller_, owing_,
                               receive_context_, events_);
     if (!path) return path.error();
     return std::unique_ptr<Path>(std::move(*path));
@@ -37,6 +42,7 @@ class TcpDomain final : public Domain {
   ReceiveContext receive_context_;
   PathEvents& events_;
   std::size_t window_bytes_;
+  OwingPaths owing_;
 };
 
 }  // namespace kvxfer::tcp

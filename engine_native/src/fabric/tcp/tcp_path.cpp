@@ -7,29 +7,38 @@ namespace {
 
 // Of refused batches; a peer that reads never leaves so many.
 constexpr std::size_t kMaxAcksWaiting = 1u << 16;
+// The writer of so many bytes may wait for room; that of fewer has time until the next step.
+constexpr std::uint64_t kMuchBytes = 64u << 10;
 
 }  // namespace
 
 Result<std::unique_ptr<TcpPath>> TcpPath::open(UniqueFd socket, PathPeer peer,
                                                std::size_t window_bytes, Poller& poller,
-                                               ReceiveContext receive_context, PathEvents& events) {
+                                               OwingPaths& owing, ReceiveContext receive_context,
+                                               PathEvents& events) {
   std::unique_ptr<TcpPath> path(new TcpPath(std::move(socket), std::move(peer), window_bytes,
-                                            poller, receive_context, events));
+                                            poller, owing, receive_context, events));
   if (auto good = poller.add(path->socket_.get(), EPOLLIN, *path); !good) return good.error();
   return path;
 }
 
 TcpPath::TcpPath(UniqueFd socket, PathPeer peer, std::size_t window_bytes, Poller& poller,
-                 ReceiveContext receive_context, PathEvents& events)
+                 OwingPaths& owing, ReceiveContext receive_context, PathEvents& events)
     : socket_(std::move(socket)),
       peer_(std::move(peer)),
       poller_(poller),
+      owing_(owing),
       receive_context_(receive_context),
       events_(events),
       sender_(socket_.get(), window_bytes),
       receiver_(socket_.get(), peer_.id, receive_context_, *this) {}
 
-TcpPath::~TcpPath() { poller_.remove(socket_.get(), *this); }
+TcpPath::~TcpPath() {
+  // What was placed was delivered, also where this end goes.
+  if (!lost_ && !waiting_for_room_) (void)sender_.flush();
+  if (owes_) std::erase(owing_, this);
+  poller_.remove(socket_.get(), *this);
+}
 
 std::size_t TcpPath::post(const OperationPtr& operation, const WriteRange& writes) {
   const std::size_t posted = sender_.post(operation, writes);
@@ -40,14 +49,27 @@ std::size_t TcpPath::post(const OperationPtr& operation, const WriteRange& write
 void TcpPath::on_events(std::uint32_t events) {
   if (lost_) return;
   ++receive_context_.activity;
+  bool much = false;
   if (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) {
-    if (auto good = receiver_.pump(); !good) return lose(good.error());
+    const auto read = receiver_.pump();
+    if (!read) return lose(read.error());
+    much = *read > kMuchBytes;
     last_heard_ns_ = now_ns();
     if (sender_.acks_waiting() > kMaxAcksWaiting) {
       return lose({Errc::backpressure, "it does not read what became of its writes"});
     }
   }
-  flush();
+  if (waiting_for_room_ || much) {
+    flush();
+  } else if (sender_.owes_acks() && !owes_) {
+    owes_ = true;
+    owing_.push_back(this);
+  }
+}
+
+void TcpPath::send_acks() {
+  owes_ = false;
+  if (sender_.owes_acks()) flush();
 }
 
 void TcpPath::on_batch_done(std::uint64_t sequence, Errc status) {

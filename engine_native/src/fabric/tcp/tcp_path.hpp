@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "domain.hpp"
 #include "fabric/tcp/receiver.hpp"
@@ -11,12 +12,19 @@
 
 namespace kvxfer::tcp {
 
+class TcpPath;
+
+// The paths of a domain that have acknowledgements to send. They go with the path's next batch, or
+// at the domain's next poll.
+using OwingPaths = std::vector<TcpPath*>;
+
 class TcpPath final : public Path, private EventSink, private FrameSink {
  public:
   // Takes over a connected, authenticated, non-blocking socket.
   static Result<std::unique_ptr<TcpPath>> open(UniqueFd socket, PathPeer peer,
                                                std::size_t window_bytes, Poller& poller,
-                                               ReceiveContext receive_context, PathEvents& events);
+                                               OwingPaths& owing, ReceiveContext receive_context,
+                                               PathEvents& events);
   ~TcpPath() override;
 
   std::string_view fabric() const override { return "tcp"; }
@@ -24,13 +32,14 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   bool reaches(const Operation& operation) const override { return !operation.nic; }
   bool has_room(bool) const override { return !lost_ && sender_.has_room(); }
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
+  void send_acks();
   std::uint64_t last_heard_ns() const override { return last_heard_ns_; }
   void revoke_counter(Imm imm) override { receiver_.revoke_counter(imm); }
   void revoke_region(std::uint64_t key) override { receiver_.revoke_region(key); }
 
  private:
   TcpPath(UniqueFd socket, PathPeer peer, std::size_t window_bytes, Poller& poller,
-          ReceiveContext receive_context, PathEvents& events);
+          OwingPaths& owing, ReceiveContext receive_context, PathEvents& events);
 
   void on_events(std::uint32_t events) override;
   void on_batch_done(std::uint64_t sequence, Errc status) override;
@@ -41,11 +50,13 @@ class TcpPath final : public Path, private EventSink, private FrameSink {
   UniqueFd socket_;
   PathPeer peer_;
   Poller& poller_;
+  OwingPaths& owing_;
   ReceiveContext receive_context_;
   PathEvents& events_;
   Sender sender_;
   Receiver receiver_;
   bool waiting_for_room_ = false;  // EPOLLOUT is armed
+  bool owes_ = false;              // it is one of owing_
   std::uint64_t last_heard_ns_ = 0;
   bool lost_ = false;
 };
