@@ -87,13 +87,14 @@ void bind_completions(EngineClass& bound) {
           "poll_counter",
           [](TransferEngine& engine, Imm imm, std::uint64_t total, double for_seconds) {
             const auto end = std::chrono::steady_clock::now() + seconds(for_seconds);
-            do {
+            while (true) {
               for (int i = 0; i < kPollsPerLook; ++i) {
-                if (engine.counter_value(imm) >= total) return true;
+                const std::uint64_t value = engine.counter_value(imm);
+                if (value >= total) return value;
                 engine.poll();
               }
-            } while (std::chrono::steady_clock::now() < end);
-            return false;
+              if (std::chrono::steady_clock::now() >= end) return engine.counter_value(imm);
+            }
           },
           py::arg("imm"), py::arg("total"), py::arg("for_seconds"), NoGil())
       .def(

@@ -135,7 +135,6 @@ struct EngineWay {
     return {[this](std::uint64_t) {
               good(engine->write(*peer, source, their_destination, {.length = kBytes},
                                  {.imm = their_imm}));
-              engine->poll();
             },
             [this](std::uint64_t n) {
               while (engine->counter_value(imm) < n) engine->poll();

@@ -50,19 +50,16 @@ def one_side(fabric: str, other: Connection, parent: bool, rounds: int) -> float
         other.send((target.region.descriptor, counter.imm))
         destination, imm = other.recv()
 
-        def send() -> None:
-            peer.write(source.region, destination, length=BYTES, imm=imm)
-            engine.poll()
-
         took = []
         for n in range(1, WARM_UP + rounds + 1):
             if not parent:
                 engine.poll_counter(counter, n, TIMEOUT)
             began = time.perf_counter()
-            send()
+            peer.write(source.region, destination, length=BYTES, imm=imm)
             if parent:
                 engine.poll_counter(counter, n, TIMEOUT)
                 took.append((time.perf_counter() - began) / 2)
+            engine.poll()  # takes the write's completion
         # Neither closes while the other needs it.
         other.send("done")
         engine.poll_until(other.poll, TIMEOUT)

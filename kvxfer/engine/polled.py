@@ -88,18 +88,16 @@ class PolledEngine(EngineCore):
         """Polls in native code, faster than poll_until(), until exactly `total` writes have
         arrived. Raises as Counter.wait() does."""
         deadline = self._clock.monotonic() + timeout
-        while not self.native.poll_counter(counter.imm, total, _TURN_SECONDS):
+        while (value := self.native.poll_counter(counter.imm, total, _TURN_SECONDS)) < total:
             if self._counters.get(counter.imm) is not counter:
                 raise StaleCounter(f"counter {counter.imm} was released")
             if self._clock.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"counter {counter.imm} stands at {counter.value} of {total} writes after "
-                    f"{timeout} s"
+                    f"counter {counter.imm} stands at {value} of {total} writes after {timeout} s"
                 )
-        if counter.value > total:
+        if value > total:
             raise EngineError(
-                f"counter {counter.imm} stands at {counter.value} writes, but {total} were "
-                "announced"
+                f"counter {counter.imm} stands at {value} writes, but {total} were announced"
             )
 
     def _connect_ended(self, ident: int, peer_id: int, error: Exception | None) -> None:

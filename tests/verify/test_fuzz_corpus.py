@@ -23,7 +23,7 @@ def test_every_input_keeps_the_promises_of_the_code(tmp_path: Path, name: str) -
 
 def test_every_target_has_seeds_and_every_corpus_a_target() -> None:
     assert {*seeds.TARGETS} == {*TARGETS, *native.DECODERS}
-    assert {folder.name for folder in inputs.CORPUS.iterdir()} <= {*seeds.TARGETS}
+    assert {packed.stem for packed in inputs.CORPUS.iterdir()} <= {*seeds.TARGETS}
 
 
 def test_the_sources_that_targets_are_to_cover_are_there() -> None:

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
-import shutil
+import json
 from pathlib import Path
 from typing import Final
 
 from verify.fuzz import seeds
 
 CORPUS: Final = Path(__file__).parent / "corpus"
-"""What fuzzing found, under version control; a target without findings has no folder."""
+"""What fuzzing found, under version control: for each target that has any a JSON object of inputs
+in base64, by name."""
 
 
-def folders(target: str, seeded: Path) -> list[Path]:
-    """Where the inputs of a target are, when its seeds have been written below `seeded`."""
-    seeds.write(target, seeded / target)
-    return [folder for folder in (seeded / target, CORPUS / target) if folder.is_dir()]
+def found(target: str) -> dict[str, bytes]:
+    """What fuzzing found for a target, by name."""
+    packed = CORPUS / f"{target}.json"
+    if not packed.exists():
+        return {}
+    return {name: base64.b64decode(text) for name, text in json.loads(packed.read_text()).items()}
 
 
-def keep(crash: Path, target: str) -> Path:
-    """Puts an input that shows a defect into the corpus, which the tests replay from now on."""
-    (CORPUS / target).mkdir(parents=True, exist_ok=True)
-    found = CORPUS / target / f"found-{hashlib.sha256(crash.read_bytes()).hexdigest()[:12]}"
-    return Path(shutil.copyfile(crash, found))
+def folders(target: str, into: Path) -> list[Path]:
+    """Writes the inputs of a target below `into`, and says where they are."""
+    written = into / target
+    seeds.write(target, written)
+    findings = into / "found" / target
+    findings.mkdir(parents=True, exist_ok=True)
+    for name, content in found(target).items():
+        (findings / name).write_bytes(content)
+    return [written, findings]
+
+
+def keep(crash: Path, target: str) -> str:
+    """Puts an input that shows a defect into the corpus, which the tests replay from now on. Its
+    name there."""
+    content = crash.read_bytes()
+    name = f"found-{hashlib.sha256(content).hexdigest()[:12]}"
+    inputs = {**found(target), name: content}
+    texts = {name: base64.b64encode(inputs[name]).decode() for name in sorted(inputs)}
+    CORPUS.mkdir(exist_ok=True)
+    (CORPUS / f"{target}.json").write_text(json.dumps(texts, indent=0) + "\n")
+    return name

@@ -85,7 +85,7 @@ def fuzz(target: str, seconds: int, with_coverage: bool = False) -> Outcome:
         new = [path for path in crashes.glob(f"{target}-*") if path.stat().st_mtime >= begun]
         new = [path for path in new if not path.name.startswith(f"{target}-slow-unit")]
         kept = [inputs.keep(path, target) for path in new]
-        outcome.crashes = [str(path.relative_to(native.ROOT)) for path in kept] or ["see the log"]
+        outcome.crashes = [f"{name} of its corpus" for name in kept] or ["see the log"]
         return outcome
     if _BLIND in log:
         outcome.crashes = ["no line of the target is instrumented: it fuzzes blindly"]

@@ -1,11 +1,12 @@
-"""Writes the seeds of all targets, or of those that are named, into DIR/TARGET."""
+"""Writes the seeds of all targets, or of those that are named, into DIR/TARGET, and what fuzzing
+found into DIR/found/TARGET."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from verify.fuzz import seeds
+from verify.fuzz import inputs, seeds
 
 parser = argparse.ArgumentParser(prog="python -m verify.fuzz.seeds", description=__doc__)
 parser.add_argument("--into", type=Path, required=True, metavar="DIR")
@@ -14,4 +15,4 @@ parser.add_argument(
 )
 options = parser.parse_args()
 for target in options.target or seeds.TARGETS:
-    seeds.write(target, options.into / target)
+    inputs.folders(target, options.into)
