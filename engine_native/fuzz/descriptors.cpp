@@ -1,10 +1,13 @@
 // What goes from hand to hand as bytes or text: MR descriptors, engine addresses, ends of NIC
 // paths; and the writes that are planned with a peer's descriptor.
+#include <array>
+
 #include "bootstrap/bytes.hpp"
 #include "fabric/local/region_message.hpp"
 #include "fabric/ofi/path_endpoint.hpp"
 #include "input.hpp"
 #include "kvxfer/types.hpp"
+#include "memory_region.hpp"
 #include "paged_write.hpp"
 #include "targets.hpp"
 #ifdef KVXFER_HAVE_VERBS
@@ -92,11 +95,43 @@ void paged_write(Input& input) {
   if (writes) require_inside(*writes, kSource, destination, from.size() * pages.page_length);
 }
 
+void listed_writes(Input& input) {
+  constexpr std::uint64_t kSource = 4096;
+  std::array<std::byte, kSource> memory;
+  std::array<RegionPtr, 2> sources;
+  for (RegionPtr& source : sources) {
+    auto region = MemoryRegion::wrap({}, memory.data(), memory.size());
+    require(static_cast<bool>(region), "memory can be wrapped");
+    source = *region;
+  }
+  std::array<MrDescriptor, 2> destinations{};
+  for (MrDescriptor& each : destinations) {
+    each.key = input.byte();
+    each.length = input.number();
+  }
+  std::vector<ListedWrite> list;
+  while (!input.empty() && list.size() < 256) {
+    const std::uint8_t which = input.byte();
+    list.push_back({.source = sources[which & 1u],
+                    .destination = destinations[which >> 1u & 1u],
+                    .write = {input.number(), input.number(), input.number()}});
+  }
+  const auto parts = plan_list(list, 1);
+  if (!parts) return;
+  std::uint64_t asked = 0;
+  for (const ListedWrite& each : list) asked += each.write.length;
+  for (const ListedPart& part : *parts) {
+    require_inside(part.writes, kSource, part.first->destination.length, part.bytes);
+    asked -= part.bytes;
+  }
+  require(asked == 0, "every write of a list is in one part");
+}
+
 }  // namespace
 
 void descriptors(std::string_view bytes) {
   Input input(bytes);
-  switch (input.below(6)) {
+  switch (input.below(7)) {
     case 0:
       return mr_descriptor(input);
     case 1:
@@ -107,6 +142,8 @@ void descriptors(std::string_view bytes) {
       return region_message(input);
     case 4:
       return single_write(input);
+    case 6:
+      return listed_writes(input);
     default:
       return paged_write(input);
   }

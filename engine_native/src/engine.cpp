@@ -105,10 +105,13 @@ Result<void> TransferEngine::send(PeerId peer, std::string data) {
 
 // --- writes ----------------------------------------------------------------------------------
 
-SubmissionPtr TransferEngine::begin(std::size_t parts) const {
+SubmissionPtr TransferEngine::begin(std::size_t parts, const WriteOptions& options) const {
   auto submission = std::make_shared<Submission>();
   submission->id = group_->next_operation_id();
   submission->parts.reserve(parts);
+  Duration timeout = options.timeout;
+  if (timeout <= Duration::zero()) timeout = group_->options().operation_timeout;
+  submission->deadline_ns = now_ns() + static_cast<std::uint64_t>(timeout.count());
   return submission;
 }
 
@@ -146,9 +149,7 @@ Result<void> TransferEngine::add(Submission& submission, PeerId peer, const Regi
   operation.after = options.after;
   operation.writes = std::move(*writes);
   operation.bytes = bytes;
-  Duration timeout = options.timeout;
-  if (timeout <= Duration::zero()) timeout = group_->options().operation_timeout;
-  operation.deadline_ns = now_ns() + static_cast<std::uint64_t>(timeout.count());
+  operation.deadline_ns = submission.deadline_ns;
   return {};
 }
 
@@ -185,7 +186,7 @@ Result<Submitted> TransferEngine::write(PeerId peer, const RegionPtr& source,
                                         const MrDescriptor& destination, const SingleWrite& write,
                                         const WriteOptions& options) {
   auto writes = plan_single(write, source->size(), destination.length, shards_for(peer, options));
-  const auto submission = begin(1);
+  const auto submission = begin(1, options);
   return submit(submission, add(*submission, peer, source, &destination, std::move(writes),
                                 write.length, options));
 }
@@ -194,7 +195,7 @@ Result<Submitted> TransferEngine::write_pages(PeerId peer, const RegionPtr& sour
                                               const MrDescriptor& destination,
                                               const PagedWrite& pages,
                                               const WriteOptions& options) {
-  const auto submission = begin(1);
+  const auto submission = begin(1, options);
   return submit(submission, add(*submission, peer, source, &destination,
                                 plan_pages(pages, source->size(), destination.length,
                                            group_->spare_writes().take(pages.source_pages.size())),
@@ -209,7 +210,7 @@ Result<Submitted> TransferEngine::write_list(PeerId peer, std::span<const Listed
   const unsigned shards = shards_for(peer, options);
   auto parts = plan_list(writes, shards);
   if (!parts) return parts.error();
-  const auto submission = begin(parts->size());
+  const auto submission = begin(parts->size(), options);
   Result<void> added;
   for (ListedPart& part : *parts) {
     const ListedWrite& first = *part.first;
@@ -223,7 +224,7 @@ Result<Submitted> TransferEngine::write_list(PeerId peer, std::span<const Listed
 Result<Submitted> TransferEngine::write_imm(PeerId peer, Imm imm, const WriteOptions& options) {
   WriteOptions counted = options;
   counted.imm = imm;
-  const auto submission = begin(1);
+  const auto submission = begin(1, options);
   return submit(submission,
                 add(*submission, peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, counted));
 }
@@ -231,7 +232,7 @@ Result<Submitted> TransferEngine::write_imm(PeerId peer, Imm imm, const WriteOpt
 Result<Scattered> TransferEngine::scatter(const RegionPtr& source,
                                           std::span<const ScatterPart> parts,
                                           const WriteOptions& options) {
-  const auto submission = begin(parts.size());
+  const auto submission = begin(parts.size(), options);
   Result<void> added;
   for (const ScatterPart& part : parts) {
     added =
@@ -250,7 +251,7 @@ Result<Scattered> TransferEngine::barrier(std::span<const PeerId> peers, Imm imm
                                           const WriteOptions& options) {
   WriteOptions counted = options;
   counted.imm = imm;
-  const auto submission = begin(peers.size());
+  const auto submission = begin(peers.size(), options);
   Result<void> added;
   for (const PeerId peer : peers) {
     added = add(*submission, peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, counted);

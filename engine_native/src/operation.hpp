@@ -116,6 +116,7 @@ using OperationPtr = std::shared_ptr<Operation>;
 // What a caller knows as one operation.
 struct Submission {
   OperationId id = 0;
+  std::uint64_t deadline_ns = 0;
   std::vector<Operation> parts;  // none is added or moved once it is submitted
   std::size_t under_way = 0;     // parts that have not ended
 };

@@ -4,7 +4,7 @@
 #include <map>
 #include <span>
 #include <string>
-#include <utility>
+#include <tuple>
 
 #include "memory_region.hpp"
 
@@ -164,7 +164,8 @@ Result<std::vector<WireWrite>> plan_single(const SingleWrite& write, std::uint64
 
 Result<std::vector<ListedPart>> plan_list(std::span<const ListedWrite> writes, unsigned shards) {
   std::vector<ListedPart> parts;
-  std::map<std::pair<const MemoryRegion*, std::uint64_t>, std::size_t> numbers;
+  // By source, and by destination as its descriptor says it.
+  std::map<std::tuple<const MemoryRegion*, std::uint64_t, std::uint64_t>, std::size_t> numbers;
   for (std::size_t i = 0; i < writes.size(); ++i) {
     const auto& [source, destination, write] = writes[i];
     auto planned = plan_single(write, source->size(), destination.length, shards);
@@ -173,7 +174,7 @@ Result<std::vector<ListedPart>> plan_list(std::span<const ListedWrite> writes, u
                    "write " + std::to_string(i) + " of the list: " + planned.error().text};
     }
     const auto [number, is_new] =
-        numbers.try_emplace({source.get(), destination.key}, parts.size());
+        numbers.try_emplace({source.get(), destination.key, destination.length}, parts.size());
     if (is_new) parts.push_back({.first = &writes[i], .writes = {}, .bytes = 0});
     ListedPart& part = parts[number->second];
     part.writes.insert(part.writes.end(), planned->begin(), planned->end());

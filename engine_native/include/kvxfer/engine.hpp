@@ -126,7 +126,7 @@ class TransferEngine {
 
  private:
   explicit TransferEngine(std::unique_ptr<DomainGroup> group);
-  SubmissionPtr begin(std::size_t parts) const;
+  SubmissionPtr begin(std::size_t parts, const WriteOptions& options) const;
   // Adds a part to what is to be submitted.
   Result<void> add(Submission& submission, PeerId peer, const RegionPtr& source,
                    const MrDescriptor* destination, Result<std::vector<WireWrite>> writes,

@@ -215,3 +215,6 @@ def descriptors() -> Iterator[bytes]:
     yield pages + b"\x02" + far
     yield b"\x04" + struct.pack("<QBQBBB", 64, 0, 0, 1, 200, 4)
     yield b"\x04" + struct.pack("<Q", 1 << 30) + far + struct.pack("<QBBB", 0, 1, 200, 4)
+    yield b"\x06\x01\xc8\x02\xc8" + bytes([0, 0, 0, 9, 1, 9, 9, 9, 2, 0, 0, 200, 3, 50, 50, 50])
+    yield b"\x06\x01\xc8\x01\x00" + bytes([0, 0, 0, 9, 0, 0, 200, 9])
+    yield b"\x06"

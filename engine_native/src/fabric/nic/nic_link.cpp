@@ -275,10 +275,9 @@ void NicLink::on_path_lost(const Path& path, Error error) {
   if (found != entries_.end()) lost_.emplace_back(found->first, std::move(error));
 }
 
-void NicLink::step(std::uint64_t now) {
-  now_ = now;
+void NicLink::catch_up() {
   answer_revokes();
-  if (missing_) open_missing(now);
+  if (missing_) open_missing(now_);
   while (!lost_.empty()) {
     const auto lost = std::exchange(lost_, {});
     for (const auto& [id, error] : lost) {

@@ -98,7 +98,10 @@ class NicLink {
   void on_credit_due(const NicPath& path);
   void announce_nics();
   // At the end of a step, outside of any domain's poll: closes lost paths, answers revocations.
-  void step(std::uint64_t now);
+  void step(std::uint64_t now) {
+    now_ = now;
+    if (missing_ || !lost_.empty() || !answering_.empty()) catch_up();
+  }
   // `stalled_ns`: for so long since the last one this thread could see nothing.
   void tick(std::uint64_t now, std::uint64_t stalled_ns);
   // All paths are closed, which is the fence, and opened anew: for a peer that does not stop
@@ -163,6 +166,7 @@ class NicLink {
   };
   using Entries = std::map<PathId, Entry>;
 
+  void catch_up();
   NicMask our_usable() const;
   std::vector<NicInfo> our_infos() const;
   void open_path(NicPair pair);
