@@ -1,7 +1,8 @@
-"""The transfer engine for asyncio programs.
+"""The transfer engine in Python.
 
-`Engine` owns one native engine. Submitting, sending and counters may be used from any thread;
-what is awaited belongs to the event loop in which the engine was entered.
+`Engine` is for asyncio programs: submitting, sending and counters may be used from any thread; what
+is awaited belongs to the event loop in which the engine was entered. `PolledEngine` is for programs
+that poll.
 """
 
 from kvxfer.engine.core import EngineHandler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -31,8 +32,8 @@ class Nic:
 
 
 class EngineHandler(Protocol):
-    """Told of peers and messages, on the event loop, once it is `engine.handler`. It must not
-    block; what it raises is logged."""
+    """Told of peers and messages, on the event loop or within PolledEngine.poll(), once it is
+    `engine.handler`. It must not block; what it raises is logged."""
 
     def peer_up(self, peer: Peer) -> None:
         """A peer is connected, whichever side has connected."""
@@ -44,7 +45,7 @@ class EngineHandler(Protocol):
         """The connection has ended; no write of the peer lands any more. The last call about it."""
 
 
-class EngineCore:
+class EngineCore(ABC):
     """A native engine, and the Python objects that its completions are for."""
 
     def __init__(self, cluster_key: bytes | str, options: EngineOptions, *, thread: bool) -> None:
@@ -154,9 +155,9 @@ class EngineCore:
         if counter is not None:
             self._end_wait(counter, StaleCounter(f"counter {imm} was released"))
 
+    @abstractmethod
     def _end_wait(self, counter: Counter, error: Exception) -> None:
-        """Of whoever waits for it. Any thread."""
-        raise NotImplementedError
+        """Of the task that waits for the counter, if any. Any thread."""
 
     def _counter_revoked(self, imm: int, then: Callable[[], object] | None) -> None:
         """Keeps what is to be called when its writers have answered; None: they need not."""
@@ -211,8 +212,9 @@ class EngineCore:
                 case "notice":
                     logger.warning("%s", text)
 
+    @abstractmethod
     def _connect_ended(self, ident: int, peer_id: int, error: Exception | None) -> None:
-        raise NotImplementedError
+        """The native engine's report."""
 
     def _finish(self, ident: int, error: Exception | None, failed: _Failed) -> None:
         with self._lock:
