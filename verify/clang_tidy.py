@@ -47,7 +47,7 @@ class Source:
     folder: Path
     command: tuple[str, ...]
 
-    def included(self) -> list[Path]:
+    def included(self) -> set[Path]:
         """The file and its headers, those of the system too."""
         compiler, *options = self.command
         del options[options.index("-o") : options.index("-o") + 2]
@@ -55,13 +55,15 @@ class Source:
             [compiler, *options, "-M"], cwd=self.folder, capture_output=True, text=True, check=True
         ).stdout
         names = re.split(r"(?<!\\)\s+", rule.partition(":")[2].replace("\\\n", " "))
-        return sorted({(self.folder / name).resolve() for name in names if name})
+        return {(self.folder / name).resolve() for name in names if name}
 
     def key(self) -> str:
         """The same in a clone at another path."""
         looked_at = [_version(), _digest(ROOT / ".clang-tidy"), *self.command]
-        for path in self.included():
-            looked_at += [str(path), _digest(path)]
+        # In an order that is not that of the clone's path among others.
+        included = ((str(path).replace(str(ROOT), ""), path) for path in self.included())
+        for name, path in sorted(included):
+            looked_at += [name, _digest(path)]
         text = "\0".join(looked_at).replace(str(ROOT), "")
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 

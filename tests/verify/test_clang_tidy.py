@@ -16,7 +16,11 @@ def key(root: Path, monkeypatch: pytest.MonkeyPatch, *, header: str = "", option
     root.mkdir(exist_ok=True)
     (root / ".clang-tidy").write_text("Checks: bugprone-*\n")
     (root / "page.hpp").write_text(f"int pages();\n{header}\n")
-    (root / "page.cpp").write_text('#include "page.hpp"\nint pages() { return 1; }\n')
+    system = root.parent / "m-system"  # between the clones of the test, by name
+    system.mkdir(exist_ok=True)
+    (system / "size.hpp").touch()
+    source = '#include "page.hpp"\n#include "../m-system/size.hpp"\nint pages() { return 1; }\n'
+    (root / "page.cpp").write_text(source)
     monkeypatch.setattr(clang_tidy, "ROOT", root)
     monkeypatch.setattr(clang_tidy, "_version", lambda: "one")
     clang_tidy._digest.cache_clear()
@@ -27,7 +31,7 @@ def key(root: Path, monkeypatch: pytest.MonkeyPatch, *, header: str = "", option
 def test_clones_at_different_paths_share_what_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert key(tmp_path / "one", monkeypatch) == key(tmp_path / "another", monkeypatch)
+    assert key(tmp_path / "a-clone", monkeypatch) == key(tmp_path / "z-clone", monkeypatch)
 
 
 @pytest.mark.parametrize(
