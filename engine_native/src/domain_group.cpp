@@ -198,7 +198,10 @@ Result<void> DomainGroup::start() {
 DomainGroup::~DomainGroup() { close(); }
 
 void DomainGroup::close() {
-  if (std::exchange(driven_, false)) return shut_down();
+  if (!options_.thread) {
+    if (std::exchange(driven_, false)) shut_down();
+    return;
+  }
   post([this] { stopping_ = true; });
   if (thread_.joinable()) ended_.wait();
 }

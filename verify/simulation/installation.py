@@ -11,7 +11,7 @@ from unittest import mock
 
 import jwt
 
-import kvxfer.engine.engine
+import kvxfer.engine.core
 import kvxfer.ticket
 
 from . import native
@@ -27,8 +27,8 @@ def installed(fleet: SimulatedFleet) -> Iterator[None]:
         lambda options: native.NativeEngine(fleet.network, fleet.network.hosts[options.name])
     )
     with (
-        mock.patch.object(kvxfer.engine.engine, "native", engines),
-        mock.patch.object(kvxfer.engine.engine, "Memory", native.Memory),
+        mock.patch.object(kvxfer.engine.core, "native", engines),
+        mock.patch.object(kvxfer.engine.core, "Memory", native.Memory),
         mock.patch.object(kvxfer.ticket, "jwt", _signatures),
         fleet.network.defects.installed(),
         _logged(_Log(fleet)),

@@ -203,7 +203,7 @@ class NativeEngine:
 
 
 def module(engine_of: Any) -> SimpleNamespace:
-    """What kvxfer.engine.engine needs of kvxfer._native."""
+    """What kvxfer.engine.core needs of kvxfer._native."""
     return SimpleNamespace(
         EngineOptions=lambda **options: SimpleNamespace(**options), TransferEngine=engine_of
     )
