@@ -93,7 +93,7 @@ TEST_CASE("an engine without a thread keeps its promises while its caller polls"
   Random random;
   for (const std::string& fabric : EachFabric()) {
     for (const Driven driven : {Driven{true, false}, Driven{false, true}, Driven{true, true}}) {
-      // On a thread of its own: no other case has to do with one that polls NICs.
+      // On a separate thread: other cases count what threads that poll NICs do.
       std::async(std::launch::async, [&] { write_and_end(fabric, driven, random); }).get();
     }
   }
@@ -101,7 +101,7 @@ TEST_CASE("an engine without a thread keeps its promises while its caller polls"
 
 TEST_SUITE_END();
 
-TEST_CASE("an engine without a thread does nothing between two polls, and tells nobody") {
+TEST_CASE("an engine without a thread does nothing between two polls, and signals nothing") {
   DrivenPair pair("tcp", {false, true});
   const Imm imm = good(pair.reader->allocate_counter());
   const auto submitted = good(pair.writer->write_imm(pair.to_reader, imm, {.timeout = kDeadline}));

@@ -89,7 +89,7 @@ TEST_CASE("a scatter with one bad part submits none") {
   CHECK(star.centre.await(Kind::write, again.id).code == Errc::ok);
 }
 
-TEST_CASE("a scatter of which parts fail ends once, with each failure by its peer") {
+TEST_CASE("a scatter that fails in parts ends once, with each failure by its peer") {
   for (const std::string& fabric : EachFabric()) {
     CAPTURE(fabric);
     Star star(fabric, 4);

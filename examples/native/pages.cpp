@@ -1,5 +1,5 @@
 // Two engines without threads: pages of one land in the memory of the other, whose counter says
-// when all are there. Nothing here sleeps: whoever waits polls.
+// when all are there. Nothing here sleeps: to wait is to poll.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -7,10 +7,10 @@ measures the same in C++.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from multiprocessing.connection import Connection
 
@@ -68,7 +68,11 @@ def one_side(fabric: str, other: Connection, parent: bool, rounds: int) -> float
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5000
+    parser = argparse.ArgumentParser(description="Latency of engines that are polled")
+    parser.add_argument("rounds", type=int, nargs="?", default=5000)
+    rounds = parser.parse_args().rounds
+    if rounds < 1:
+        parser.error(f"rounds is {rounds}; pass a number above 0")
     ours, theirs = multiprocessing.Pipe()
     for fabric in ("local", "tcp"):
         child = multiprocessing.get_context("fork").Process(

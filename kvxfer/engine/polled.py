@@ -1,4 +1,4 @@
-"""The engine of programs that poll: without a thread of its own, and without asyncio."""
+"""The engine of programs that poll: without a thread and without asyncio."""
 
 from __future__ import annotations
 
