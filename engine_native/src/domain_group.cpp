@@ -325,9 +325,9 @@ bool DomainGroup::may_sleep() {
 }
 
 void DomainGroup::step() {
+  for (const auto& lane : lanes_) lane->poll();
   // A look at sockets is a system call: not at every step while something moves without it, nor
   // where the caller polls for a latency below that.
-  for (const auto& lane : lanes_) lane->poll();
   const bool moving = std::exchange(activity_before_, activity_) != activity_;
   const bool only_sockets = !local_ && nics_.empty();
   if (only_sockets || (!moving && !driven_) || ++steps_ >= kStepsPerPoll) {
