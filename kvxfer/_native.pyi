@@ -104,7 +104,7 @@ class TransferEngine:
         timeout: float,
         nic: int | None,
         after: tuple[WatchWord, int] | None,
-    ) -> tuple[int, int, int]: ...
+    ) -> tuple[int, int, int, int]: ...
     def write_pages(
         self,
         peer: int,
@@ -122,7 +122,7 @@ class TransferEngine:
         timeout: float,
         nic: int | None,
         after: tuple[WatchWord, int] | None,
-    ) -> tuple[int, int, int]: ...
+    ) -> tuple[int, int, int, int]: ...
     def write_list(
         self,
         peer: int,
@@ -136,7 +136,7 @@ class TransferEngine:
         timeout: float,
         nic: int | None,
         after: tuple[WatchWord, int] | None,
-    ) -> tuple[int, int, int]: ...
+    ) -> tuple[int, int, int, int]: ...
     def write_imm(
         self,
         peer: int,
@@ -145,7 +145,7 @@ class TransferEngine:
         timeout: float,
         nic: int | None,
         after: tuple[WatchWord, int] | None,
-    ) -> tuple[int, int, int]: ...
+    ) -> tuple[int, int, int, int]: ...
     def scatter(
         self,
         source: MemoryRegion,
@@ -158,7 +158,7 @@ class TransferEngine:
         imm: int | None,
         timeout: float,
         after: tuple[WatchWord, int] | None,
-    ) -> tuple[int, list[int], int]: ...
+    ) -> tuple[int, int, list[int], int]: ...
     def barrier(
         self,
         peers: Sequence[int],
@@ -166,7 +166,7 @@ class TransferEngine:
         *,
         timeout: float,
         after: tuple[WatchWord, int] | None,
-    ) -> tuple[int, list[int], int]: ...
+    ) -> tuple[int, int, list[int], int]: ...
     def wake(self) -> None:
         """Looks at watched words now."""
     def cancel(self, operation: int) -> None: ...

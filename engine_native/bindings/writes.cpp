@@ -19,11 +19,11 @@ WriteOptions write_options(std::optional<Imm> imm, double timeout, std::optional
 }
 
 py::tuple to_tuple(const Submitted& submitted) {
-  return py::make_tuple(submitted.id, submitted.writes, submitted.bytes);
+  return py::make_tuple(submitted.id, submitted.writes, submitted.immediates, submitted.bytes);
 }
 
 py::tuple to_tuple(const Scattered& scattered) {
-  return py::make_tuple(scattered.id, scattered.writes, scattered.bytes);
+  return py::make_tuple(scattered.id, scattered.writes, scattered.immediates, scattered.bytes);
 }
 
 // Offsets and lengths as Python gives them, in place of those of SingleWrite.

@@ -34,7 +34,7 @@ Identity identity_of(std::uint8_t engine) {
 
 SignedReply sign_reply(std::string_view hello, const EngineId& server) {
   const std::string nonce(32, 'n');
-  std::string head = ByteWriter().put(std::uint16_t{0}).put(kProtocolVersion).put(server).take();
+  std::string head = ByteWriter().put(std::uint16_t{0}).put(kNewestVersion).put(server).take();
   return after_reply(hello, head + nonce);
 }
 

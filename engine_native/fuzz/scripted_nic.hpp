@@ -23,6 +23,7 @@ class ScriptedNic final : public NicDomain {
   void finish_sleep() override {}
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return up; }
+  bool keeps_order() const override { return false; }
   std::uint64_t max_window() const override { return windows_ ? UINT64_MAX : 0; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
   void open_path(NicPathIdentity identity, Opened then) override;
@@ -63,7 +64,7 @@ class ScriptedPath final : public NicPath {
 
   // What the NIC reports.
   void complete() { finish(++completed_); }
-  void arrive(Imm imm, std::uint64_t writes) { count_immediates(imm, writes, writes); }
+  void arrive(Imm imm, std::uint64_t writes) { count_immediates(imm, writes); }
   void break_down() { lose({Errc::nic_lost, "broken"}); }
   void open_windows();
 

@@ -148,6 +148,7 @@ Result<void> TransferEngine::add(Submission& submission, PeerId peer, const Regi
   operation.nic = options.nic;
   operation.after = options.after;
   operation.writes = std::move(*writes);
+  if (options.imm) operation.total = handle->groups ? form_groups(operation.writes) : count;
   operation.bytes = bytes;
   operation.deadline_ns = submission.deadline_ns;
   return {};
@@ -159,6 +160,7 @@ Result<Submitted> TransferEngine::submit(const SubmissionPtr& submission,
   Submitted submitted{.id = submission->id};
   for (const Operation& part : submission->parts) {
     submitted.writes += part.writes.size();
+    submitted.immediates += part.total;
     submitted.bytes += part.bytes;
   }
   group_->submit(submission);
@@ -168,9 +170,10 @@ Result<Submitted> TransferEngine::submit(const SubmissionPtr& submission,
 Result<Scattered> TransferEngine::submit_all(const SubmissionPtr& submission,
                                              const Result<void>& added) {
   if (!added) return give_back(*submission, added);
-  Scattered scattered{.id = submission->id, .writes = {}, .bytes = 0};
+  Scattered scattered{.id = submission->id};
   for (const Operation& part : submission->parts) {
-    scattered.writes.push_back(part.writes.size());
+    scattered.writes += part.writes.size();
+    scattered.immediates.push_back(part.total);
     scattered.bytes += part.bytes;
   }
   group_->submit(submission);

@@ -110,7 +110,7 @@ ImmCounters::Released ImmCounters::release(Imm imm) {
                        .code = Errc::stale_counter,
                        .text = "counter " + std::to_string(imm) + " was released at " +
                                std::to_string(slot->count) + " of " + std::to_string(*slot->total) +
-                               " writes"});
+                               " immediates"});
   }
   std::uint16_t next = static_cast<std::uint16_t>(slot->generation + 1);
   *slot = Slot{.generation = next == 0 ? std::uint16_t{1} : next};
@@ -143,8 +143,8 @@ void ImmCounters::complete_if_reached(Imm imm, Slot& slot) {
   if (slot.exact && slot.count > *slot.total) {
     completion.code = Errc::protocol_error;
     completion.text = "counter " + std::to_string(imm) + " stands at " +
-                      std::to_string(slot.count) + " writes, but " + std::to_string(*slot.total) +
-                      " were announced";
+                      std::to_string(slot.count) + " immediates, but " +
+                      std::to_string(*slot.total) + " were announced";
   }
   slot.total.reset();
   slot.reported = true;

@@ -1,6 +1,7 @@
 // Submitted writes, and how far they got. Engine thread only once posted.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -22,9 +23,16 @@ struct WireWrite {
   std::uint64_t source = 0;
   std::uint64_t destination = 0;
   std::uint32_t length = 0;
+  std::uint32_t grouped = 0;  // 1: the immediate of the next write that is not counts for it, too
 };
 
-// Neighbours in an operation's list of writes.
+// Writes that one immediate counts for: neighbours, which take one path, and that keeps their
+// order. Long writes gain nothing from it, and are to be spread over paths.
+inline constexpr std::size_t kMaxGroupWrites = 32;
+inline constexpr std::uint64_t kMaxGroupBytes = 128u << 10;
+inline constexpr std::uint32_t kLongWriteBytes = 64u << 10;
+
+// Neighbours in an operation's list of writes; whole groups, where they carry an immediate.
 struct WriteRange {
   std::size_t first = 0;
   std::size_t count = 0;
@@ -47,6 +55,7 @@ struct Operation {
   WatchFor after;
   std::vector<WireWrite> writes;
   std::uint64_t bytes = 0;
+  std::uint64_t total = 0;  // immediates of all of them
   std::uint64_t deadline_ns = 0;
   // What the peer's NICs need; looked up before the operation is posted on a NIC.
   std::shared_ptr<const RemoteRegion> destination;
@@ -70,6 +79,37 @@ struct Operation {
   std::size_t finished_at_grace = 0;  // when it last got more time to end
   Errc code = Errc::ok;               // first failure; nothing is posted after it
   std::string text;
+
+  // How many immediates these writes carry.
+  std::uint64_t immediates(const WriteRange& range) const {
+    if (!imm || !range.counted) return 0;
+    std::uint64_t count = 0;
+    for (std::size_t i = 0; i < range.count; ++i) count += 1 - writes[range.first + i].grouped;
+    return count;
+  }
+  // How many of these writes may go out as one batch: whole groups; the first one in any case.
+  std::size_t batch(const WriteRange& range, std::size_t most_writes, std::uint64_t most_bytes,
+                    std::uint64_t most_immediates = UINT64_MAX) const {
+    const bool counted = imm && range.counted;
+    const std::size_t end = std::min(most_writes, range.count);
+    std::size_t count = 0;
+    std::uint64_t sum = 0;
+    for (std::size_t i = 0; i < end && most_immediates > 0; ++i) {
+      const WireWrite& write = writes[range.first + i];
+      sum += write.length;
+      if (counted && write.grouped != 0) continue;
+      if (count > 0 && sum > most_bytes) break;
+      count = i + 1;
+      --most_immediates;
+    }
+    return count;
+  }
+  // The fewest of these writes, `fewest` at least, that are whole groups.
+  std::size_t fill_group(const WriteRange& range, std::size_t fewest) const {
+    std::size_t count = fewest;
+    while (count < range.count && writes[range.first + count - 1].grouped != 0) ++count;
+    return count;
+  }
 
   bool held() const {
     return after.word && after.word->value.load(std::memory_order_acquire) < after.value;

@@ -13,7 +13,7 @@ namespace {
 
 // The length of the parts of a single write.
 std::uint64_t shard_length(std::uint64_t length, unsigned shards) {
-  constexpr std::uint64_t kSmallestShard = 64u << 10;
+  constexpr std::uint64_t kSmallestShard = kLongWriteBytes;
   constexpr std::uint64_t kAlignment = 4096;
   if (shards <= 1 || length >= std::uint64_t{kMaxWriteBytes} * shards) return kMaxWriteBytes;
   const std::uint64_t part = (length + shards - 1) / shards;
@@ -160,6 +160,24 @@ Result<std::vector<WireWrite>> plan_single(const SingleWrite& write, std::uint64
                       static_cast<std::uint32_t>(std::min(part, write.length - at))});
   }
   return writes;
+}
+
+std::uint64_t form_groups(std::span<WireWrite> writes) {
+  std::uint64_t groups = 0;
+  for (std::size_t i = 0; i < writes.size(); ++groups) {
+    std::uint64_t bytes = writes[i].length;
+    const std::size_t most = std::min(i + kMaxGroupWrites, writes.size());
+    if (writes[i].length >= kLongWriteBytes) {
+      ++i;
+      continue;
+    }
+    for (++i; i < most; ++i) {
+      bytes += writes[i].length;
+      if (writes[i].length >= kLongWriteBytes || bytes > kMaxGroupBytes) break;
+      writes[i - 1].grouped = 1;
+    }
+  }
+  return groups;
 }
 
 Result<std::vector<ListedPart>> plan_list(std::span<const ListedWrite> writes, unsigned shards) {

@@ -20,6 +20,9 @@ Result<std::vector<WireWrite>> plan_pages(const PagedWrite& pages, std::uint64_t
 Result<std::vector<WireWrite>> plan_single(const SingleWrite& write, std::uint64_t source_size,
                                            std::uint64_t destination_size, unsigned shards = 1);
 
+// Makes groups of them, and returns how many.
+std::uint64_t form_groups(std::span<WireWrite> writes);
+
 // The writes of a list that share both regions.
 struct ListedPart {
   const ListedWrite* first = nullptr;  // of them

@@ -55,6 +55,8 @@ std::string Peer::fabric() const {
 
 void Peer::use_nics(const std::vector<std::unique_ptr<NicDomain>>& ours, bool initiator,
                     const EngineOptions& options) {
+  handle_->groups =
+      session_.version >= kGroupsVersion && NicLink::keep_order(ours, session_.introduction.nics);
   if (!NicLink::possible(ours, session_.introduction.nics)) return;
   NicLinkOwner& owner = *this;
   nics_ = std::make_unique<NicLink>(
@@ -266,7 +268,7 @@ void Peer::pump() {
       ++i;
       continue;
     }
-    writes.count = share_of(*path, *operation, writes);
+    writes.count = operation->fill_group(writes, share_of(*path, *operation, writes));
     const std::size_t posted = path->post(operation, writes);
     if (posted == 0) return;
     operation->took(posted);

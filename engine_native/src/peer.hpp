@@ -30,6 +30,7 @@ struct PeerHandle {
   EngineId engine;
   std::string label;                 // for error texts
   std::atomic<unsigned> shards = 1;  // NICs that a large write is shared out over
+  std::atomic<bool> groups = false;  // one immediate counts for several writes
   std::atomic<std::uint64_t> queued_writes = 0;
   std::atomic<std::uint64_t> queued_message_bytes = 0;
 };

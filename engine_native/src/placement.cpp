@@ -27,14 +27,14 @@ std::byte* Placement::target(std::uint64_t offset, std::uint32_t length) {
   return region_->data() + offset;
 }
 
-void Placement::finish(std::uint64_t writes, std::uint64_t bytes) {
+void Placement::finish(std::uint64_t writes, std::uint64_t immediates, std::uint64_t bytes) {
   if (status_ != Errc::ok) {
     receive_context_->stats.writes_refused.count(status_, writes);
     return;
   }
   receive_context_->stats.writes_received += writes;
   receive_context_->stats.bytes_received += bytes;
-  if (imm_) receive_context_->counters.add(*imm_, writer_, writes);
+  if (imm_) receive_context_->counters.add(*imm_, writer_, immediates);
 }
 
 void Placement::refuse(Errc status) {

@@ -20,7 +20,7 @@ class Placement {
   // Where this write goes; null once the batch is refused.
   std::byte* target(std::uint64_t offset, std::uint32_t length);
   // Ends the batch: counts its immediates if it is still granted.
-  void finish(std::uint64_t writes, std::uint64_t bytes);
+  void finish(std::uint64_t writes, std::uint64_t immediates, std::uint64_t bytes);
 
   // The batch cannot be placed for a reason of the fabric's own.
   void refuse(Errc status);

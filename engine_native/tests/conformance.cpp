@@ -114,7 +114,7 @@ DOCTEST_REGISTER_LISTENER("conformance", 1, Listener);
 }  // namespace
 
 const std::vector<std::string>& all_fabrics() {
-  static const std::vector<std::string> fabrics{"tcp",   "local", "simulated",
+  static const std::vector<std::string> fabrics{"tcp",   "local", "simulated", "ordered",
 #ifdef KVXFER_HAVE_VERBS
                                                 "mlx5",
 #endif
@@ -151,12 +151,12 @@ EngineOptions options_for(const std::string& fabric, const std::string& name) {
   options.local = fabric == "local";
   options.tcp = fabric == "tcp";
   const unsigned nics = nics_per_engine();
-  if (fabric == "simulated") {
+  if (fabric == "simulated" || fabric == "ordered") {
     static std::atomic<unsigned> engines = 0;
     const std::string prefix = "engine" + std::to_string(++engines) + "/nic";
     std::vector<std::pair<std::string, std::uint64_t>> own;
     for (unsigned n = 0; n < nics; ++n) own.emplace_back(prefix + std::to_string(n), 100);
-    options.more_nics = simulated_network().nics(std::move(own));
+    options.more_nics = simulated_network().nics(std::move(own), {.ordered = fabric == "ordered"});
   } else if (fabric == "verbs") {
     options.verbs = FabricUse::required;
     options.nics = rdma_devices();

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 #include <stdexcept>
 #include <utility>
 
@@ -46,10 +47,11 @@ class SimulatedRegistration final : public NicRegistration {
 
 class SimulatedPath final : public NicPath {
  public:
-  SimulatedPath(NicPathIdentity identity, std::string nic, SimulatedNetwork& network, NicLoad& load,
-                const NicContext& context)
+  SimulatedPath(NicPathIdentity identity, std::string nic, bool ordered, SimulatedNetwork& network,
+                NicLoad& load, const NicContext& context)
       : NicPath(std::move(identity), kImmWindow, load, context.receive_context, context.events),
         nic_(std::move(nic)),
+        ordered_(ordered),
         network_(network),
         background_(context.background) {
     const std::lock_guard lock(network_.mutex_);
@@ -81,11 +83,28 @@ class SimulatedPath final : public NicPath {
 
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override {
     const std::size_t count = batch_limit(operation, writes, kBatch);
-    for (std::size_t i = 0; i < count; ++i) {
-      const WireWrite& write = operation->writes[writes.first + i];
-      const Batch& batch =
-          add_batch(operation, {writes.first + i, 1, writes.counted}, write.length);
-      SimulatedNetwork::Packet packet{.from = end_, .to = peer_end_, .sequence = batch.sequence};
+    for (std::size_t first = 0; first < count;) {
+      const std::size_t size =
+          writes.counted && operation->imm
+              ? operation->fill_group({writes.first + first, count - first, true}, 1)
+              : 1;
+      post_group(operation, {writes.first + first, size, writes.counted});
+      first += size;
+    }
+    network_.arrived_.notify_all();
+    return count;
+  }
+
+  // The last write of a group completes it.
+  void post_group(const OperationPtr& operation, const WriteRange& group) {
+    const auto begin = operation->writes.begin() + static_cast<std::ptrdiff_t>(group.first);
+    const std::span writes(begin, group.count);
+    std::uint64_t bytes = 0;
+    for (const WireWrite& write : writes) bytes += write.length;
+    const std::uint64_t sequence = add_batch(operation, group, bytes).sequence;
+    const std::lock_guard lock(network_.mutex_);
+    for (const WireWrite& write : writes) {
+      SimulatedNetwork::Packet packet{.from = end_, .to = peer_end_, .ordered = ordered_};
       if (write.length > 0) {
         const RemoteKey& key = remote_key(*operation);
         packet.rkey = key.rkey;
@@ -93,12 +112,12 @@ class SimulatedPath final : public NicPath {
         packet.source = operation->source->data() + write.source;
         packet.length = write.length;
       }
-      if (writes.counted) packet.imm = operation->imm;
-      const std::lock_guard lock(network_.mutex_);
+      if (&write == &writes.back()) {
+        packet.sequence = sequence;
+        if (group.counted) packet.imm = operation->imm;
+      }
       network_.wire_.push_back(packet);
     }
-    network_.arrived_.notify_all();
-    return count;
   }
 
   // Until the end writes of the peer's land.
@@ -109,6 +128,7 @@ class SimulatedPath final : public NicPath {
           take_a_while();
           const std::lock_guard lock(network_.mutex_);
           network_.ends_.erase(end_);
+          network_.broken_.erase(end_);
           std::erase_if(network_.wire_, [&](const auto& packet) { return packet.from == end_; });
           std::erase_if(network_.keys_,
                         [&](const auto& entry) { return entry.second.end == end_; });
@@ -167,7 +187,9 @@ class SimulatedPath final : public NicPath {
     } else if (completion.refused) {
       lose({Errc::nic_lost, "the simulated NIC refused a write"});
     } else if (completion.imm) {
-      count_immediates(*completion.imm, 1, completion.length);
+      count_immediates(*completion.imm, 1);
+    } else if (ordered_) {
+      finish_through(completion.sequence);
     } else {
       finish(completion.sequence);
     }
@@ -182,6 +204,7 @@ class SimulatedPath final : public NicPath {
   }
 
   std::string nic_;
+  bool ordered_;
   SimulatedNetwork& network_;
   Background& background_;
   Connected then_connected_;
@@ -194,11 +217,14 @@ class SimulatedPath final : public NicPath {
 class SimulatedDomain final : public NicDomain, private EventSink {
  public:
   SimulatedDomain(SimulatedNetwork& network, const std::string& name, std::uint64_t gbits,
-                  bool windows, const NicContext& context)
+                  const SimulatedTraits& traits, const NicContext& context)
       : network_(network),
         context_(context),
-        windows_(windows),
-        info_{.name = name, .network = "simulated", .bits_per_second = gbits * 1'000'000'000u},
+        windows_(traits.windows),
+        ordered_(traits.ordered),
+        info_{.name = name,
+              .network = ordered_ ? "ordered" : "simulated",
+              .bits_per_second = gbits * 1'000'000'000u},
         load_{.bits_per_second = info_.bits_per_second},
         event_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     (void)context_.poller.add(event_.get(), EPOLLIN, *this);
@@ -214,6 +240,7 @@ class SimulatedDomain final : public NicDomain, private EventSink {
   std::string_view fabric() const override { return "simulated"; }
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return up_; }
+  bool keeps_order() const override { return ordered_; }
   std::uint64_t max_window() const override { return windows_ ? UINT64_MAX : 0; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override {
     return std::shared_ptr<NicRegistration>(
@@ -223,7 +250,7 @@ class SimulatedDomain final : public NicDomain, private EventSink {
     context_.background.run([] {},
                             [this, identity = std::move(identity), then = std::move(then)] {
                               then(std::unique_ptr<NicPath>(std::make_unique<SimulatedPath>(
-                                  identity, info_.name, network_, load_, context_)));
+                                  identity, info_.name, ordered_, network_, load_, context_)));
                             });
   }
   void poll() override {
@@ -234,7 +261,7 @@ class SimulatedDomain final : public NicDomain, private EventSink {
       const std::lock_guard lock(network_.mutex_);
       auto& nic = network_.nics_.at(info_.name);
       completions.swap(nic.completions);
-      std::shuffle(completions.begin(), completions.end(), network_.random_);
+      if (!ordered_) std::shuffle(completions.begin(), completions.end(), network_.random_);
       changed = nic.up != up_;
       up_ = nic.up;
       const bool went_down = std::exchange(downs_, nic.downs) != nic.downs;
@@ -266,6 +293,7 @@ class SimulatedDomain final : public NicDomain, private EventSink {
   SimulatedNetwork& network_;
   NicContext context_;
   bool windows_;
+  bool ordered_;
   NicInfo info_;
   NicLoad load_;
   UniqueFd event_;
@@ -285,7 +313,7 @@ class SimulatedFactory final : public NicFactory {
     for (const auto& [name, gbits] : nics_) {
       opened.names.push_back(name);
       opened.nics.push_back(
-          std::make_unique<SimulatedDomain>(network_, name, gbits, traits_.windows, context));
+          std::make_unique<SimulatedDomain>(network_, name, gbits, traits_, context));
     }
     for (const std::string& name : traits_.broken) {
       opened.names.push_back(name);
@@ -323,8 +351,11 @@ void SimulatedNetwork::set_link(const std::string& nic, bool up) {
       const auto found = ends_.find(end);
       return found != ends_.end() && found->second->nic() == nic;
     };
-    std::erase_if(wire_,
-                  [&](const Packet& packet) { return crosses(packet.from) || crosses(packet.to); });
+    std::erase_if(wire_, [&](const Packet& packet) {
+      const bool lost = crosses(packet.from) || crosses(packet.to);
+      if (lost && packet.ordered) broken_.insert(packet.from);
+      return lost;
+    });
   }
   if (changed.domain) changed.domain->wake();
 }
@@ -369,9 +400,22 @@ void SimulatedNetwork::await_posted(std::size_t count) {
 
 void SimulatedNetwork::deliver_newest() {
   const std::lock_guard lock(mutex_);
-  const Packet packet = wire_.back();
-  wire_.pop_back();
-  deliver(packet);
+  deliver(take(wire_.size() - 1));
+}
+
+SimulatedNetwork::Packet SimulatedNetwork::take(std::size_t index) {
+  if (!wire_[index].ordered) {
+    std::swap(wire_[index], wire_.back());
+    const Packet packet = wire_.back();
+    wire_.pop_back();
+    return packet;
+  }
+  const auto first = std::find_if(wire_.begin(), wire_.end(), [&](const Packet& packet) {
+    return packet.from == wire_[index].from;
+  });
+  const Packet packet = *first;
+  wire_.erase(first);
+  return packet;
 }
 
 std::uint64_t SimulatedNetwork::delivered(const std::string& nic) {
@@ -391,10 +435,7 @@ void SimulatedNetwork::run(const std::stop_token& stop) {
       lock.lock();
     }
     if (wire_.empty() || held_) continue;
-    std::swap(wire_[random_() % wire_.size()], wire_.back());
-    const Packet packet = wire_.back();
-    wire_.pop_back();
-    deliver(packet);
+    deliver(take(random_() % wire_.size()));
   }
 }
 
@@ -413,7 +454,8 @@ void SimulatedNetwork::deliver(const Packet& packet) {
   unsigned& refuses = nics_.at(sender.nic()).refuses_writes;
   const bool refused = refuses > 0;
   if (refused) --refuses;
-  if (!linked || !granted || refused) {
+  if (!linked || !granted || refused || broken_.contains(packet.from)) {
+    if (packet.ordered) broken_.insert(packet.from);
     return complete(sender, {.path = &sender, .refused = true});
   }
   if (packet.length > 0) {
@@ -421,9 +463,9 @@ void SimulatedNetwork::deliver(const Packet& packet) {
   }
   ++nics_.at(sender.nic()).delivered;
   if (packet.imm && !nics_.at(to->second->nic()).loses_arrivals) {
-    complete(*to->second, {.path = to->second, .imm = packet.imm, .length = packet.length});
+    complete(*to->second, {.path = to->second, .imm = packet.imm});
   }
-  if (!nics_.at(sender.nic()).loses_completions) {
+  if (packet.sequence != 0 && !nics_.at(sender.nic()).loses_completions) {
     complete(sender, {.path = &sender, .sequence = packet.sequence});
   }
 }

@@ -1,6 +1,6 @@
 // NICs of a simulated network between the engines of one process: they place bytes on a thread of
-// their own, in any order, late, and complete in any order; their links go down, and completions
-// get lost, when a test says so.
+// their own, late, in any order or path by path in that of the writes, and complete in it; their
+// links go down, and completions get lost, when a test says so.
 #pragma once
 
 #include <atomic>
@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -23,6 +24,7 @@ class SimulatedDomain;
 
 // What the NICs of an engine are, beyond good ones.
 struct SimulatedTraits {
+  bool ordered = false;              // each path keeps the order of its writes
   bool windows = false;              // they open grants path by path (NicDomain::max_window)
   std::vector<std::string> broken;   // names of further ones that cannot be opened
   std::vector<std::string> foreign;  // and of those that only other fabrics can use
@@ -65,18 +67,18 @@ class SimulatedNetwork {
   struct Packet {
     std::uint64_t from = 0;  // ends of paths
     std::uint64_t to = 0;
-    std::uint64_t sequence = 0;
+    std::uint64_t sequence = 0;  // that is delivered with it; 0: none
     std::uint64_t rkey = 0;
     std::uint64_t address = 0;
     const std::byte* source = nullptr;
     std::uint32_t length = 0;
     std::optional<Imm> imm;
+    bool ordered = false;
   };
   struct Completion {
     SimulatedPath* path;
     std::uint64_t sequence = 0;  // of a write that was delivered
     std::optional<Imm> imm;      // of one that arrived
-    std::uint32_t length = 0;
     bool refused = false;
     std::optional<std::uint64_t> grant;  // whose window is open
   };
@@ -98,6 +100,7 @@ class SimulatedNetwork {
   };
 
   void run(const std::stop_token& stop);
+  Packet take(std::size_t index);
   void deliver(const Packet& packet);
   void complete(SimulatedPath& path, Completion completion);
 
@@ -108,6 +111,7 @@ class SimulatedNetwork {
   std::map<std::uint64_t, SimulatedPath*> ends_;
   std::map<std::uint64_t, Permission> keys_;
   std::vector<Packet> wire_;
+  std::set<std::uint64_t> broken_;  // ends of ordered paths: nothing comes behind a lost write
   std::uint64_t last_end_ = 0;
   bool held_ = false;
   std::jthread thread_;

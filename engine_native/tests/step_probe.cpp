@@ -34,6 +34,7 @@ class Timer final : public NicDomain {
   std::string_view fabric() const override { return "timer"; }
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return false; }
+  bool keeps_order() const override { return true; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion&) override {
     return std::shared_ptr<NicRegistration>(std::make_shared<NoAccess>());
   }

@@ -66,7 +66,7 @@ void write_and_count(TestEngine& writer, PeerId to, TestEngine& reader, const Re
   const Imm imm = good(reader->allocate_counter());
   const auto submitted = good(writer->write(to, source, destination->descriptor(), write,
                                             {.imm = imm, .timeout = kDeadline}));
-  good(reader->expect(imm, submitted.writes));
+  good(reader->expect(imm, submitted.immediates));
   CHECK(reader.await(Completion::Kind::counter, imm).code == Errc::ok);
   const auto done = writer.await(Completion::Kind::write, submitted.id);
   CHECK_MESSAGE(done.code == Errc::ok, done.text);

@@ -67,14 +67,14 @@ void write_and_end(const std::string& fabric, Driven driven, Random& random) {
                                      .source_stride = kPage,
                                      .destination_stride = kPage},
                                     {.imm = imm, .timeout = kDeadline}));
-  good(pair.reader->expect(imm, submitted.writes));
+  good(pair.reader->expect(imm, submitted.immediates));
   CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
   CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
   CHECK(std::memcmp(source->data(), destination->data(), kPages * kPage) == 0);
 
   good(pair.reader->send(pair.to_writer, "done"));
   CHECK(pair.writer.await(Kind::message).data == "done");
-  CHECK(pair.reader->stats().bytes_received == kPages * kPage);
+  if (!places_by_nic(fabric)) CHECK(pair.reader->stats().bytes_received == kPages * kPage);
 
   pair.reader->release_counter(imm);
   const auto late = good(pair.writer->write_imm(pair.to_reader, imm, {.timeout = kDeadline}));
@@ -108,7 +108,7 @@ TEST_CASE("an engine without a thread does nothing between two polls, and signal
   // It has left the writer, whose peer has the bytes in its socket.
   while (pair.writer->stats().writes_posted == 0) std::this_thread::yield();
   CHECK(pair.reader->counter_value(imm) == 0);
-  good(pair.reader->expect(imm, submitted.writes));
+  good(pair.reader->expect(imm, submitted.immediates));
   while (pair.reader->counter_value(imm) == 0) pair.reader->poll();
   CHECK_FALSE(readable(pair.reader));
   CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);

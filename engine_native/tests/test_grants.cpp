@@ -55,7 +55,7 @@ TEST_CASE("a grant opens its range to its counter's writes, until the counter is
         good(pair.writer->write(pair.to_reader, granted.source, granted.descriptor,
                                 {.length = kLength}, {.imm = granted.imm}));
     CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
-    good(pair.reader->expect(granted.imm, submitted.writes));
+    good(pair.reader->expect(granted.imm, submitted.immediates));
     CHECK(pair.reader.await(Kind::counter, granted.imm).code == Errc::ok);
     CHECK(granted.untouched(0, kOffset));
     CHECK(granted.untouched(kOffset + kLength, kSize));
@@ -128,7 +128,7 @@ TEST_CASE("counters released under way leave the connection and other grants as 
       std::memset(destination->data(), 0, 8u << 20);
       const auto done = pair.writer.await(Kind::write, wanted.id);
       CHECK_MESSAGE(done.code == Errc::ok, done.text);
-      good(pair.reader->expect(kept, wanted.writes));
+      good(pair.reader->expect(kept, wanted.immediates));
       CHECK(pair.reader.await(Kind::counter, kept).code == Errc::ok);
       CHECK(std::memcmp(destination->data() + (8u << 20), source->data(), 8u << 20) == 0);
       (void)pair.writer.await(Kind::write, lost.id);
@@ -195,7 +195,7 @@ struct Windows {
     const auto submitted = submit(grant(imm), imm);
     const auto done = writer.await(Kind::write, submitted.id);
     CHECK_MESSAGE(done.code == Errc::ok, done.text);
-    good(reader->expect(imm, submitted.writes));
+    good(reader->expect(imm, submitted.immediates));
     CHECK(reader.await(Kind::counter, imm).code == Errc::ok);
     CHECK(std::memcmp(source->data(), destination->data() + kOffset,
                       destination->size() - kOffset) == 0);

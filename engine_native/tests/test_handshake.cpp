@@ -1,3 +1,5 @@
+#include <cstring>
+
 #include "bootstrap/handshake.hpp"
 #include "support.hpp"
 
@@ -44,6 +46,39 @@ TEST_CASE("two engines with one key get the same session, byte by byte") {
   CHECK(client.session().key == server.session().key);
   CHECK(client.session().introduction.name == "engine");
   CHECK(server.session().peer == e.a.engine);
+}
+
+TEST_CASE("two engines use the newest version that both speak") {
+  Exchange e;
+  // Of the hello: the newest that the client speaks, 0 in version 2.
+  constexpr std::size_t kNewest = 7;
+  for (const auto& [newest, used] :
+       {std::pair{0, kOldestVersion}, {3, kNewestVersion}, {255, kNewestVersion}}) {
+    CAPTURE(newest);
+    ClientHandshake client(e.a, e.b.engine);
+    ServerHandshake server(e.b);
+    std::string hello = client.hello();
+    REQUIRE(hello[kNewest] == kNewestVersion);
+    hello[kNewest] = static_cast<char>(newest);
+    std::string reply;
+    CHECK(!good(server.advance(hello, reply)));
+    CHECK(server.session().version == used);
+    std::uint16_t told = 0;
+    std::memcpy(&told, reply.data() + 2, sizeof told);
+    CHECK(told == used);
+  }
+  ClientHandshake client(e.a, e.b.engine);
+  ServerHandshake server(e.b);
+  std::string hello = client.hello();
+  std::string reply, proof;
+  CHECK(!good(server.advance(hello, reply)));
+  std::string later = reply;
+  later[2] = kNewestVersion + 1;
+  const auto refused = client.advance(later, proof);
+  REQUIRE(!refused);
+  CHECK(refused.error().text.find("versions 2 to 3") != std::string::npos);
+  CHECK(!good(client.advance(reply, proof)));
+  CHECK(client.session().version == kNewestVersion);
 }
 
 TEST_CASE("any flipped bit of any message ends the handshake") {

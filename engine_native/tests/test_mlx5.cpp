@@ -70,7 +70,7 @@ struct Hosts {
     meanwhile();
     const auto done = writer.await(Kind::write, submitted.id);
     REQUIRE_MESSAGE(done.code == Errc::ok, done.text);
-    good(reader->expect(imm, submitted.writes));
+    good(reader->expect(imm, submitted.immediates));
     REQUIRE(reader.await(Kind::counter, imm).code == Errc::ok);
     CHECK(std::memcmp(source->data(), destination->data(), source->size()) == 0);
     reader->release_counter(imm);
@@ -123,7 +123,7 @@ TEST_CASE("a grant of more than a window opens is served by its region's key, on
                           {.destination_offset = size - kPage, .length = kPage}, {.imm = imm}));
   const auto done = hosts.writer.await(Kind::write, submitted.id);
   CHECK_MESSAGE(done.code == Errc::ok, done.text);
-  good(hosts.reader->expect(imm, submitted.writes));
+  good(hosts.reader->expect(imm, submitted.immediates));
   CHECK(hosts.reader.await(Kind::counter, imm).code == Errc::ok);
   CHECK(std::memcmp(source->data(), memory.data() + size - kPage, kPage) == 0);
   CHECK(simulated_verbs().queue_pairs() == pairs);

@@ -16,7 +16,7 @@ constexpr std::size_t kSmallPage = 1024;
 constexpr std::size_t kManyPages = 4096;
 
 struct Load {
-  explicit Load(Random& random) : pair("simulated"), random_(random) {
+  Load(Random& random, const std::string& fabric) : pair(fabric), random_(random) {
     source = good(pair.writer->allocate(kSmallPage * kManyPages));
     destination = good(pair.reader->allocate(kSmallPage * kManyPages));
   }
@@ -34,14 +34,14 @@ struct Load {
                                        .source_stride = kSmallPage,
                                        .destination_stride = kSmallPage},
                                       {.imm = imm, .timeout = kDeadline}));
-    const std::uint64_t begin = 1 + random_.below(submitted.writes / 2);
+    const std::uint64_t begin = 1 + random_.below(submitted.immediates / 2);
     while (pair.reader->counter_value(imm) < begin) std::this_thread::yield();
     disturb();
     const auto done = pair.writer.await(Kind::write, submitted.id);
     CHECK_MESSAGE(done.code == Errc::ok, done.text);
-    good(pair.reader->expect(imm, submitted.writes));
+    good(pair.reader->expect(imm, submitted.immediates));
     CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
-    CHECK(pair.reader->counter_value(imm) == submitted.writes);
+    CHECK(pair.reader->counter_value(imm) == submitted.immediates);
     for (const auto page : pages) {
       const auto at = static_cast<std::size_t>(page) * kSmallPage;
       REQUIRE(std::memcmp(source->data() + at, destination->data() + at, kSmallPage) == 0);
@@ -71,34 +71,40 @@ struct Load {
 TEST_CASE("a NIC that fails is taken out, its writes go over the others, and it comes back") {
   Random random;
   CAPTURE(random.seed);
-  Load load(random);
-  for (int round = 0; round < 6; ++round) {
-    TestEngine& whose = round % 2 == 0 ? load.pair.writer : load.pair.reader;
-    const std::size_t nic = random.below(2);
-    load.run([&] { Load::set_link(whose, nic, false); });
-    load.run([] {});
-    Load::set_link(whose, nic, true);
-    load.await_use(&whose == &load.pair.writer ? nic : 0);
+  for (const std::string fabric : {"simulated", "ordered"}) {
+    CAPTURE(fabric);
+    Load load(random, fabric);
+    for (int round = 0; round < 6; ++round) {
+      TestEngine& whose = round % 2 == 0 ? load.pair.writer : load.pair.reader;
+      const std::size_t nic = random.below(2);
+      load.run([&] { Load::set_link(whose, nic, false); });
+      load.run([] {});
+      Load::set_link(whose, nic, true);
+      load.await_use(&whose == &load.pair.writer ? nic : 0);
+    }
   }
 }
 
 TEST_CASE("writes that arrived without their sender's knowing are counted once") {
   Random random;
   CAPTURE(random.seed);
-  Load load(random);
-  const std::string nic = load.pair.writer->nics()[0].name;
-  for (int round = 0; round < 10; ++round) {
-    load.run([&] {
-      simulated_network().lose_completions(nic, true);
-      const std::uint64_t before = simulated_network().delivered(nic);
-      while (simulated_network().delivered(nic) < before + random.below(30)) {
-        std::this_thread::yield();
-      }
-      Load::set_link(load.pair.writer, 0, false);
-      simulated_network().lose_completions(nic, false);
-    });
-    Load::set_link(load.pair.writer, 0, true);
-    load.await_use(0);
+  for (const std::string fabric : {"simulated", "ordered"}) {
+    CAPTURE(fabric);
+    Load load(random, fabric);
+    const std::string nic = load.pair.writer->nics()[0].name;
+    for (int round = 0; round < 10; ++round) {
+      load.run([&] {
+        simulated_network().lose_completions(nic, true);
+        const std::uint64_t before = simulated_network().delivered(nic);
+        while (simulated_network().delivered(nic) < before + random.below(30)) {
+          std::this_thread::yield();
+        }
+        Load::set_link(load.pair.writer, 0, false);
+        simulated_network().lose_completions(nic, false);
+      });
+      Load::set_link(load.pair.writer, 0, true);
+      load.await_use(0);
+    }
   }
 }
 
@@ -140,6 +146,45 @@ TEST_CASE("a count is never complete without the bytes of a write that was given
   CHECK(done.code == Errc::nic_lost);
   CHECK_MESSAGE(done.text.find("cannot be completed") != std::string::npos, done.text);
   CHECK(pair.reader->counter_value(imm) == 1);
+}
+
+TEST_CASE("of a path that kept order, only the groups that are not there are posted again") {
+  auto& network = simulated_network();
+  Pair pair("ordered");
+  const RegionPtr source = good(pair.writer->allocate(kSmallPage * 128));
+  const RegionPtr destination = good(pair.reader->allocate(kSmallPage * 128));
+  std::memset(source->data(), 7, source->size());
+  std::vector<std::int64_t> pages;
+  for (std::int64_t page = 0; page < 128; page += 2) pages.push_back(page);
+  const Imm imm = good(pair.reader->allocate_counter(pair.to_writer));
+  const std::string nic = pair.writer->nics()[0].name;
+  network.hold(true);
+  network.lose_completions(nic, true);
+  const auto submitted =
+      good(pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
+                                    {.page_length = kSmallPage,
+                                     .source_pages = pages,
+                                     .destination_pages = pages,
+                                     .source_stride = kSmallPage,
+                                     .destination_stride = kSmallPage},
+                                    {.imm = imm, .timeout = kDeadline, .nic = 0}));
+  CHECK(submitted.immediates == 2);
+  network.await_posted(64);
+  for (int i = 0; i < 40; ++i) network.deliver_newest();  // in order, on this path
+  for (const bool up : {false, true}) {
+    network.set_link(nic, up);
+    pair.writer.await(Kind::notice);
+  }
+  network.await_posted(32);
+  network.lose_completions(nic, false);
+  network.hold(false);
+  CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+  CHECK(pair.writer->stats().writes_posted == 64 + 32);
+  good(pair.reader->expect(imm, submitted.immediates));
+  CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
+  for (const auto page : pages) {
+    CHECK(destination->data()[static_cast<std::size_t>(page) * kSmallPage] == std::byte{7});
+  }
 }
 
 TEST_CASE("a path that was opened for writes that wait has its time to deliver them") {
@@ -212,12 +257,15 @@ TEST_CASE("an operation that goes on between losses outlives any number of them"
 TEST_CASE("NICs that fail crosswise leave the pair that works") {
   Random random;
   CAPTURE(random.seed);
-  Load load(random);
-  load.run([&] {
-    Load::set_link(load.pair.writer, 0, false);
-    Load::set_link(load.pair.reader, 1, false);
-  });
-  load.run([] {});
+  for (const std::string fabric : {"simulated", "ordered"}) {
+    CAPTURE(fabric);
+    Load load(random, fabric);
+    load.run([&] {
+      Load::set_link(load.pair.writer, 0, false);
+      Load::set_link(load.pair.reader, 1, false);
+    });
+    load.run([] {});
+  }
 }
 
 TEST_CASE("a peer that no NIC reaches any more is lost by name") {

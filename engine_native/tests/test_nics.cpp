@@ -1,6 +1,7 @@
 // Which NICs an engine has, and how writes are shared out over several, told on the simulated
 // network, which counts them.
 #include <cstring>
+#include <iterator>
 #include <thread>
 
 #include "simulated_nic.hpp"
@@ -26,6 +27,25 @@ EngineOptions with_nics(const std::string& name,
 std::uint64_t delivered(TestEngine& engine, std::size_t nic) {
   return simulated_network().delivered(engine->nics()[nic].name);
 }
+
+// Those of several factories.
+class AllNics final : public NicFactory {
+ public:
+  explicit AllNics(std::vector<std::shared_ptr<NicFactory>> of) : of_(std::move(of)) {}
+  Result<OpenedNics> open(const NicContext& context) override {
+    OpenedNics all;
+    for (const auto& each : of_) {
+      NicContext next = context;
+      next.first_number += static_cast<std::uint32_t>(all.nics.size());
+      OpenedNics opened = good(each->open(next));
+      std::move(opened.nics.begin(), opened.nics.end(), std::back_inserter(all.nics));
+    }
+    return all;
+  }
+
+ private:
+  std::vector<std::shared_ptr<NicFactory>> of_;
+};
 
 struct NicPairOfEngines {
   NicPairOfEngines(EngineOptions a, EngineOptions b)
@@ -125,7 +145,7 @@ TEST_CASE("any mix of 1 to 8 NICs on both sides moves everything") {
                                        .source_stride = 256,
                                        .destination_stride = 256},
                                       {.imm = imm}));
-    good(pair.reader->expect(imm, submitted.writes));
+    good(pair.reader->expect(imm, submitted.immediates));
     CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
     for (const auto page : pages) {
       const auto at = static_cast<std::size_t>(page) * 256;
@@ -135,6 +155,40 @@ TEST_CASE("any mix of 1 to 8 NICs on both sides moves everything") {
       CHECK(delivered(pair.writer, nic) > 0);
     }
   }
+}
+
+TEST_CASE("an immediate counts for a group only where every common network keeps order") {
+  const auto with = [](const std::string& name, std::vector<bool> ordered) {
+    auto options = with_nics(name, {{"first", 100}});
+    std::vector<std::shared_ptr<NicFactory>> all;
+    static unsigned nics = 0;
+    for (const bool each : ordered) {
+      all.push_back(simulated_network().nics({{name + "/mixed" + std::to_string(++nics), 100}},
+                                             {.ordered = each}));
+    }
+    options.more_nics = std::make_shared<AllNics>(std::move(all));
+    return options;
+  };
+  std::vector<std::int64_t> pages;
+  for (std::int64_t page = 0; page < 200; page += 2) pages.push_back(page);
+  const auto immediates = [&](const std::vector<bool>& ours, const std::vector<bool>& theirs) {
+    NicPairOfEngines pair(with("a", ours), with("b", theirs));
+    const auto submitted = good(pair.writer->write_pages(
+        pair.to_reader, pair.source, pair.destination->descriptor(),
+        {.page_length = 64,
+         .source_pages = pages,
+         .destination_pages = pages,
+         .source_stride = 64,
+         .destination_stride = 64},
+        {.imm = good(pair.reader->allocate_counter()), .timeout = kDeadline}));
+    CHECK(submitted.writes == 100);
+    CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+    return submitted.immediates;
+  };
+  CHECK(immediates({true}, {true}) == 4);
+  CHECK(immediates({false}, {false}) == 100);
+  CHECK(immediates({true, false}, {true, false}) == 100);
+  CHECK(immediates({true, false}, {true}) == 4);  // only one of them is common
 }
 
 TEST_CASE("NICs that all fail at once fail no write that they had begun") {

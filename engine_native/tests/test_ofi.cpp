@@ -51,7 +51,7 @@ struct Engines {
                                                     {.imm = imm, .timeout = kDeadline}));
     const auto done = writer.await(Kind::write, submitted.id);
     CHECK_MESSAGE(done.code == Errc::ok, done.text);
-    good(reader->expect(imm, submitted.writes));
+    good(reader->expect(imm, submitted.immediates));
     CHECK(reader.await(Kind::counter, imm).code == Errc::ok);
     std::size_t wrong = 0;
     for (std::size_t i = 0; i < to.size(); ++i) {
@@ -209,9 +209,9 @@ TEST_CASE("ofi: a reader that leaves in mid-transfer leaves the other's whole") 
     CHECK((lost.code == Errc::peer_lost || lost.code == Errc::ok));
     const auto done = writer.await(Kind::write, kept.id);
     CHECK_MESSAGE(done.code == Errc::ok, done.text);
-    good(reader->expect(imm, kept.writes));
+    good(reader->expect(imm, kept.immediates));
     CHECK(reader.await(Kind::counter, imm).code == Errc::ok);
-    CHECK(reader->counter_value(imm) == kept.writes);
+    CHECK(reader->counter_value(imm) == kept.immediates);
     CHECK(count_other_than(destination, std::byte{0x22}) == 0);
     reader->release_counter(imm);
   }
@@ -241,7 +241,7 @@ TEST_CASE("ofi: a transfer outlives paths that are lost with another region, cou
     good(reader->deregister(gone));
     const auto done = writer.await(Kind::write, submitted.id);
     CHECK_MESSAGE(done.code == Errc::ok, done.text);
-    good(reader->expect(imm, submitted.writes));
+    good(reader->expect(imm, submitted.immediates));
     CHECK(reader.await(Kind::counter, imm).code == Errc::ok);
     CHECK(count_other_than(kept, static_cast<std::byte>(round)) == 0);
     const auto code = writer.await(Kind::write, late.id).code;

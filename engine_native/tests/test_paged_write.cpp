@@ -181,3 +181,27 @@ TEST_CASE("a single write is checked against both regions without overflow") {
   CHECK(single(0, 2, UINT64_MAX).error().code == Errc::out_of_bounds);
   CHECK(single(0, 0, 0).error().code == Errc::invalid_argument);
 }
+
+TEST_CASE("groups end at 32 writes, at 128 KiB, and beside a long write") {
+  const auto groups = [](const std::vector<std::uint32_t>& lengths) {
+    std::vector<WireWrite> writes;
+    for (const std::uint32_t length : lengths) writes.push_back({.length = length});
+    const std::uint64_t count = form_groups(writes);
+    std::vector<std::size_t> sizes(1);
+    for (const WireWrite& write : writes) {
+      ++sizes.back();
+      if (write.grouped == 0) sizes.push_back(0);
+    }
+    CHECK(sizes.back() == 0);  // the last write of all ends a group
+    sizes.pop_back();
+    CHECK(sizes.size() == count);
+    return sizes;
+  };
+  using Sizes = std::vector<std::size_t>;
+  using Lengths = std::vector<std::uint32_t>;
+  CHECK(groups(Lengths(1, 0)) == Sizes{1});
+  CHECK(groups(Lengths(70, 4096)) == Sizes{32, 32, 6});
+  CHECK(groups(Lengths(5, 65535)) == Sizes{2, 2, 1});
+  CHECK(groups(Lengths(3, 65536)) == Sizes{1, 1, 1});
+  CHECK(groups({8, 8, 65536, 8, 1u << 20, 8, 8}) == Sizes{2, 1, 1, 1, 2});
+}

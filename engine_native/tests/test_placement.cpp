@@ -28,8 +28,8 @@ TEST_CASE("a granted batch gets its targets and counts once it is finished") {
   CHECK(placement.target(0, 1000) == r.region->data());
   CHECK(placement.target(999, 1) == r.region->data() + 999);
   CHECK(r.counters.value(r.imm) == 0);
-  placement.finish(2, 1001);
-  CHECK(r.counters.value(r.imm) == 2);
+  placement.finish(2, 1, 1001);
+  CHECK(r.counters.value(r.imm) == 1);
   CHECK(r.stats.bytes_received == 1001);
 }
 
@@ -42,7 +42,7 @@ TEST_CASE("offsets that overflow do not pass the bounds check") {
     Placement placement(r.receive_context, kPlacedWriter, r.region->key(), r.imm);
     CHECK(placement.target(offset, length) == nullptr);
     CHECK(placement.status() == Errc::out_of_bounds);
-    placement.finish(1, length);
+    placement.finish(1, 1, length);
     CHECK(r.counters.value(r.imm) == 0);
   }
 }
@@ -55,7 +55,7 @@ TEST_CASE("a batch that is revoked half-way has no target left and is not counte
   CHECK(by_counter.status() == Errc::ok);
   by_counter.revoke_counter(r.imm);
   CHECK(!by_counter.target(0, 10));
-  by_counter.finish(1, 10);
+  by_counter.finish(1, 1, 10);
   CHECK(by_counter.status() == Errc::stale_counter);
 
   Placement by_region(r.receive_context, kPlacedWriter, r.region->key(), std::nullopt);

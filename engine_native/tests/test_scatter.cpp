@@ -53,10 +53,10 @@ TEST_CASE("a scatter gives every peer its part, and a barrier tells all") {
     }
     const auto submitted =
         good(star.centre->scatter(star.source, parts, {.imm = star.imms[0], .timeout = kDeadline}));
-    REQUIRE(submitted.writes.size() == parts.size());
+    REQUIRE(submitted.immediates.size() == parts.size());
     CHECK(star.centre.await(Kind::write, submitted.id).code == Errc::ok);
     for (std::size_t i = 0; i < parts.size(); ++i) {
-      good((*star.rim[i])->expect(star.imms[i], submitted.writes[i]));
+      good((*star.rim[i])->expect(star.imms[i], submitted.immediates[i]));
       CHECK(star.rim[i]->await(Kind::counter, star.imms[i]).code == Errc::ok);
       const std::size_t length = parts[i].write.length;
       CHECK(std::memcmp(star.regions[i]->data(), star.source->data() + i * kPart, length) == 0);
@@ -64,8 +64,8 @@ TEST_CASE("a scatter gives every peer its part, and a barrier tells all") {
     }
     const auto told = good(star.centre->barrier(star.ids, star.imms[0], {.timeout = kDeadline}));
     for (std::size_t i = 0; i < star.ids.size(); ++i) {
-      CHECK(told.writes[i] == 1);
-      good((*star.rim[i])->expect(star.imms[i], submitted.writes[i] + 1));
+      CHECK(told.immediates[i] == 1);
+      good((*star.rim[i])->expect(star.imms[i], submitted.immediates[i] + 1));
       CHECK(star.rim[i]->await(Kind::counter, star.imms[i]).code == Errc::ok);
     }
   }
@@ -154,7 +154,7 @@ TEST_CASE("a list of writes between many regions is one operation with one total
         good(pair.writer->write_list(pair.to_reader, list, {.imm = imm, .timeout = kDeadline}));
     CHECK(submitted.bytes == bytes);
     CHECK(submitted.writes >= list.size() + 2);
-    good(pair.reader->expect(imm, submitted.writes));
+    good(pair.reader->expect(imm, submitted.immediates));
     CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
     const auto ended = pair.writer.await(Kind::write, submitted.id);
     CHECK_MESSAGE(ended.code == Errc::ok, ended.text);

@@ -76,14 +76,14 @@ struct Verbs {
     const auto pages = random.distinct_pages(kPages * 3 / 4, kPages);
     const Imm imm = good(reader->allocate_counter());
     const auto submitted = submit(pages, imm);
-    const std::uint64_t begin = random.below(submitted.writes / 2);
+    const std::uint64_t begin = random.below(submitted.immediates / 2);
     while (reader->counter_value(imm) < begin) std::this_thread::yield();
     disturb();
     const auto done = writer.await(Kind::write, submitted.id);
     CHECK_MESSAGE(done.code == Errc::ok, done.text);
-    good(reader->expect(imm, submitted.writes));
+    good(reader->expect(imm, submitted.immediates));
     CHECK(reader.await(Kind::counter, imm).code == Errc::ok);
-    CHECK(reader->counter_value(imm) == submitted.writes);
+    CHECK(reader->counter_value(imm) == submitted.immediates);
     for (const auto page : pages) {
       const std::size_t at = static_cast<std::size_t>(page) * kPage;
       REQUIRE(std::memcmp(source->data() + at, destination->data() + at, kPage) == 0);
@@ -276,7 +276,7 @@ TEST_CASE("nothing of a fenced peer lands, and it may come back") {
     std::fill_n(verbs.source->data(), verbs.source->size(), std::byte{0x77});
     const Imm imm = good(verbs.reader->allocate_counter());
     const auto submitted = verbs.submit(random.distinct_pages(kPages, kPages), imm);
-    const std::uint64_t begin = random.below(submitted.writes / 2);
+    const std::uint64_t begin = random.below(submitted.immediates / 2);
     while (verbs.reader->counter_value(imm) < begin) std::this_thread::yield();
     good(verbs.reader->fence(verbs.to_writer));
     std::fill_n(verbs.destination->data(), verbs.destination->size(), std::byte{0x11});
@@ -379,7 +379,7 @@ TEST_CASE("regions are unregistered, also right after their grants have ended") 
     const auto submitted = good(verbs.writer->write(verbs.to_reader, verbs.source, granted,
                                                     {.length = kPage * 16}, {.imm = imm}));
     if (round % 2 == 0) {  // else it is under way, or its windows are not open yet
-      good(verbs.reader->expect(imm, submitted.writes));
+      good(verbs.reader->expect(imm, submitted.immediates));
       CHECK(verbs.reader.await(Kind::counter, imm).code == Errc::ok);
       verbs.reader->release_counter(imm);
     }

@@ -53,11 +53,11 @@ void check_pages(Pair& pair, Source kind, std::size_t page, std::size_t count, s
                                      .destination_stride = stride},
                                     {.imm = imm, .timeout = kDeadline}));
   CHECK(submitted.bytes == page * count);
-  good(pair.reader->expect(imm, submitted.writes));
+  good(pair.reader->expect(imm, submitted.immediates));
   CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
   const auto done = pair.writer.await(Kind::write, submitted.id);
   CHECK_MESSAGE(done.code == Errc::ok, done.text);
-  CHECK(pair.reader->counter_value(imm) == submitted.writes);
+  CHECK(pair.reader->counter_value(imm) == submitted.immediates);
   CHECK(std::memcmp(destination->data(), expected.data(), kPool) == 0);
   good(pair.writer->deregister(source.region));
   good(pair.reader->deregister(destination));
@@ -97,7 +97,7 @@ TEST_CASE("one large write is split and arrives whole") {
                            {.source_offset = 3, .destination_offset = 1, .length = (8u << 20) + 77},
                            {.imm = imm, .timeout = kDeadline}));
     CHECK(submitted.writes == 9);
-    good(pair.reader->expect(imm, submitted.writes));
+    good(pair.reader->expect(imm, submitted.immediates));
     pair.reader.await(Kind::counter, imm);
     CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
     CHECK(std::memcmp(destination->data() + 1, source.region->data() + 3, (8u << 20) + 77) == 0);
@@ -122,14 +122,14 @@ TEST_CASE("both directions at once, many operations, none lost") {
         to_writer += good(pair.reader->write(pair.to_writer, b, a->descriptor(),
                                              {.destination_offset = kPool / 2, .length = 70000},
                                              {.imm = at_writer, .timeout = kDeadline}))
-                         .writes;
+                         .immediates;
       }
     });
     for (int i = 0; i < kOperations; ++i) {
       to_reader += good(pair.writer->write(pair.to_reader, a, b->descriptor(),
                                            {.destination_offset = kPool / 2, .length = 70000},
                                            {.imm = at_reader, .timeout = kDeadline}))
-                       .writes;
+                       .immediates;
     }
     other.join();
     good(pair.reader->expect(at_reader, to_reader));
@@ -209,7 +209,7 @@ TEST_CASE("a refused write changes no byte, counts nothing and names the cause")
         good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
                                 {.length = 300000}, {.imm = imm, .timeout = kDeadline}));
     CHECK(pair.writer.await(Kind::write, valid.id).code == Errc::ok);
-    good(pair.reader->expect(imm, valid.writes));
+    good(pair.reader->expect(imm, valid.immediates));
     CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
   }
 }

@@ -63,7 +63,7 @@ int main() {
                                                    .source_stride = kPage,
                                                    .destination_stride = kPage},
                                                   {.imm = imm}));
-  while (reader->counter_value(imm) < submitted.writes) {
+  while (reader->counter_value(imm) < submitted.immediates) {
     writer->poll();
     reader->poll();
   }

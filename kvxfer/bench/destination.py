@@ -70,19 +70,19 @@ class Destination:
             counter.release()
         return at_ns
 
-    async def check_writes(self, draw: PageDraw, writes: int) -> None:
+    async def check_writes(self, draw: PageDraw, total: int) -> None:
         """Checks count and bytes of what the sender's operations delivered, then wipes them.
 
-        Raises BenchError where the one counter does not show exactly `writes`, WrongBytes where
+        Raises BenchError where the one counter does not show exactly `total`, WrongBytes where
         the pool does not hold exactly the draw's pages.
         """
         (counter,) = self._counters
         try:
-            await counter.wait(writes, timeout=_ARRIVAL_TIMEOUT)
+            await counter.wait(total, timeout=_ARRIVAL_TIMEOUT)
         except EngineError as error:
-            raise BenchError(f"{counter.value} of {writes} writes were counted: {error}") from error
-        if counter.value != writes:
-            raise BenchError(f"{counter.value} writes were counted where {writes} were sent")
+            raise BenchError(f"{counter.value} of {total} immediates came: {error}") from error
+        if counter.value != total:
+            raise BenchError(f"{counter.value} immediates came where {total} were sent")
         counter.release()
         self.check_pages(draw)
 

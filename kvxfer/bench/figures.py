@@ -187,8 +187,9 @@ class IdleFigure:
 @dataclass(frozen=True, slots=True)
 class OverheadFigure:
     """The engine's own time for one request over a NIC that takes none, in nanoseconds per page:
-    of the call, and until the request was posted and reported complete. `call_ns` and
-    `completed_ns` are the nanoseconds of whole requests, one a round, both from the call's start.
+    of the call, until the request was posted and reported complete, and of the receiver.
+    `call_ns`, `completed_ns` and `received_ns` are the nanoseconds of whole requests, one a round,
+    the first two from the call's start.
     """
 
     name: str
@@ -196,11 +197,14 @@ class OverheadFigure:
     writes: int
     call_ns: list[int]
     completed_ns: list[int]
+    received_ns: list[int]
     call_p50: float
     call_min: float
     completed_p50: float
     completed_min: float
+    received_p50: float
     target: Target
+    received_target: Target
     met: bool
 
 
@@ -210,22 +214,29 @@ def overhead_figure(
     writes: int,
     call_ns: list[int],
     completed_ns: list[int],
-    target: Target,
+    received_ns: list[int],
+    targets: tuple[Target, Target],
 ) -> OverheadFigure:
-    """The target is for the nanoseconds per page until complete, of the median round."""
+    """The targets are for the nanoseconds per page until complete, and of the receiver, of the
+    median round."""
     completed = float(np.median(completed_ns)) / pages
+    received = float(np.median(received_ns)) / pages
+    target, received_target = targets
     return OverheadFigure(
         name=name,
         pages=pages,
         writes=writes,
         call_ns=call_ns,
         completed_ns=completed_ns,
+        received_ns=received_ns,
         call_p50=float(np.median(call_ns)) / pages,
         call_min=min(call_ns) / pages,
         completed_p50=completed,
         completed_min=min(completed_ns) / pages,
+        received_p50=received,
         target=target,
-        met=target.met(completed),
+        received_target=received_target,
+        met=target.met(completed) and received_target.met(received),
     )
 
 

@@ -40,11 +40,11 @@ class AwaitArrivals(Message, frozen=True):
 
 
 class CheckWrites(Message, frozen=True):
-    """Waits until the one new counter shows `writes`, checks that it shows no more, that the
+    """Waits until the one new counter shows `total`, checks that it shows no more, that the
     destination pool holds the draw's pages and nothing else, and wipes it. -> Done"""
 
     draw: PageDraw
-    writes: int
+    total: int
 
 
 class ReadCpuSeconds(Message, frozen=True):

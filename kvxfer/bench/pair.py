@@ -76,7 +76,7 @@ class Transfer:
     ) -> None:
         self._pair, self._draw, self._requests = pair, draw, requests
         self._imm, self._nic = imm, nic
-        self._writes = 0
+        self._immediates = 0
 
     async def run(self) -> list[int]:
         """Moves the requests one after the other; again, if called again. Returns the nanoseconds
@@ -97,12 +97,12 @@ class Transfer:
             )
             await operation
             durations.append(time.monotonic_ns() - start)
-            self._writes += operation.writes
+            self._immediates += operation.immediates
         return durations
 
     async def check(self) -> None:
         """Has the receiver check every byte and the count. Raises WrongBytes or BenchError."""
-        await self._pair.channel.call(m.CheckWrites(self._draw, self._writes), m.Done)
+        await self._pair.channel.call(m.CheckWrites(self._draw, self._immediates), m.Done)
 
 
 @contextmanager

@@ -30,8 +30,8 @@ async def respond(request: m.Request, destination: Destination, probes: ProbeEnd
             return m.Counters(destination.new_counters(count))
         case m.AwaitArrivals():
             return m.Times(await destination.arrivals())
-        case m.CheckWrites(draw, writes):
-            await destination.check_writes(draw, writes)
+        case m.CheckWrites(draw, total):
+            await destination.check_writes(draw, total)
         case m.ReadCpuSeconds():
             return m.CpuSeconds(time.process_time())
         case m.CopyPages(draw):

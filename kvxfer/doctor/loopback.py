@@ -208,7 +208,7 @@ async def _send(attempt: _Attempt, sender: Engine, receiver: Engine) -> None:
             source.region, destination.descriptor, length=nbytes, imm=counter.imm, timeout=limit
         )
         await operation
-        await counter.wait(operation.writes, limit)
+        await counter.wait(operation.immediates, limit)
         seconds = attempt.clock.monotonic() - start
         counter.release()
         destination.close()

@@ -1,4 +1,4 @@
-"""ImmCounters: how many writes have arrived."""
+"""ImmCounters: how many immediates have arrived."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvxfer.errors import DeadlineExceeded, InvalidArgument, StaleCounter
 
 
 class Counter:
-    """Counts the writes that arrive with its immediate, from its creation on.
+    """Counts how often its immediate arrives, from its creation on: with a write, or with the last
+    of a group of writes.
 
     imm: 32 bits (slot and generation), for the writer. completed_at_ns: CLOCK_MONOTONIC time of
     the last arrival, once wait() returned.
@@ -49,7 +50,7 @@ class Counter:
 
     @property
     def value(self) -> int:
-        """Writes that have arrived; 0 after release(). Any thread."""
+        """How often it has arrived; 0 after release(). Any thread."""
         return self._engine.counter_value(self.imm)
 
     def grant(self, ranges: Sequence[tuple[MemoryRegion, int, int]]) -> list[bytes]:
@@ -65,15 +66,15 @@ class Counter:
             )
 
     async def wait(self, total: int, timeout: float | None = None) -> None:
-        """Returns once exactly `total` writes have arrived.
+        """Returns once exactly `total` immediates have arrived: `immediates` of the operations.
 
         Raises DeadlineExceeded after `timeout` seconds, StaleCounter if the counter is released
-        meanwhile, and EngineError if more writes arrived than announced. One wait at a time.
+        meanwhile, and EngineError if more arrived than announced. One wait at a time.
         """
         await self._wait(total, timeout, at_least=False)
 
     async def wait_at_least(self, total: int, timeout: float | None = None) -> None:
-        """Returns once `total` or more writes have arrived: for a counter that runs freely, and
+        """Returns once `total` or more have arrived: for a counter that runs freely, and
         is waited for again and again. The count is never taken back. Raises as wait() does."""
         await self._wait(total, timeout, at_least=True)
 
@@ -103,7 +104,7 @@ class Counter:
                 self.completed_at_ns = await self._future
         except TimeoutError:
             raise DeadlineExceeded(
-                f"counter {self.imm} stands at {self.value} of {total} writes after {timeout} s"
+                f"counter {self.imm} stands at {self.value} of {total} immediates after {timeout} s"
             ) from None
         finally:
             self._future = None

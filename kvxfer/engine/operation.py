@@ -15,8 +15,9 @@ class Operation:
     `await` it: it returns when every byte is delivered (placed in the receiver's memory), or
     raises an EngineError. Either way the source memory is no longer read.
 
-    writes: what the receiver's counter grows by in all, known at once (neighbouring pages have
-        been joined). nbytes: payload. error: why it failed, once it has.
+    writes: on the wire (neighbouring pages have been joined). immediates: what the receiver's
+        counter grows by in all, known at once: one may count for several writes. nbytes: payload.
+        error: why it failed, once it has.
     """
 
     __slots__ = (
@@ -27,16 +28,23 @@ class Operation:
         "_waiters",
         "error",
         "id",
+        "immediates",
         "nbytes",
         "writes",
     )
 
     def __init__(
-        self, engine: native.TransferEngine, operation_id: int, writes: int, nbytes: int
+        self,
+        engine: native.TransferEngine,
+        operation_id: int,
+        writes: int,
+        immediates: int,
+        nbytes: int,
     ) -> None:
         self._engine = engine
         self.id = operation_id
         self.writes = writes
+        self.immediates = immediates
         self.nbytes = nbytes
         self._done = False
         self._failed: Sequence[tuple[int, str, str]] = ()
@@ -102,10 +110,11 @@ class Scattered(Operation):
         self,
         engine: native.TransferEngine,
         operation_id: int,
+        writes: int,
         by_peer: Sequence[int],
         nbytes: int,
     ) -> None:
-        super().__init__(engine, operation_id, sum(by_peer), nbytes)
+        super().__init__(engine, operation_id, writes, sum(by_peer), nbytes)
         self.by_peer = tuple(by_peer)
 
     @property

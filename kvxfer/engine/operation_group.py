@@ -18,9 +18,9 @@ class OperationGroup:
         self.operations = tuple(operations)
 
     @property
-    def writes(self) -> tuple[int, ...]:
+    def immediates(self) -> tuple[int, ...]:
         """For each operation what its receiver's counter grows by; known at once."""
-        return tuple(operation.writes for operation in self.operations)
+        return tuple(operation.immediates for operation in self.operations)
 
     @property
     def nbytes(self) -> int:

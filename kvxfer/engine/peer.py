@@ -75,7 +75,7 @@ class Peer:
     ) -> Operation:
         """Writes `length` contiguous bytes into the peer's region `dst` (a descriptor).
 
-        imm: counts at the receiver once per write on the wire. timeout: seconds until the
+        imm: counts at the receiver, `immediates` times in all. timeout: seconds until the
         operation fails with DeadlineExceeded; the engine's operation_timeout by default.
         nic: only over this one of engine.nics. after: watcher.at(value), to hold the write back
         until the watcher has reached the value.

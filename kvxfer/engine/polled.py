@@ -93,11 +93,12 @@ class PolledEngine(EngineCore):
                 raise StaleCounter(f"counter {counter.imm} was released")
             if self._clock.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"counter {counter.imm} stands at {value} of {total} writes after {timeout} s"
+                    f"counter {counter.imm} stands at {value} of {total} immediates "
+                    f"after {timeout} s"
                 )
         if value > total:
             raise EngineError(
-                f"counter {counter.imm} stands at {value} writes, but {total} were announced"
+                f"counter {counter.imm} stands at {value} immediates, but {total} were announced"
             )
 
     def _connect_ended(self, ident: int, peer_id: int, error: Exception | None) -> None:

@@ -2,7 +2,7 @@
 
 A slot is a header, then the payload. Both come by one-sided writes with an immediate of their
 own, in any order. One header is one write, so its counter alone says that it is there; it says
-how many writes the payload takes, which the sender alone knows.
+how many immediates the payload takes, which the sender alone knows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _HEADER: Final = struct.Struct("<QII")
 
 
 class Header(NamedTuple):
-    """length: of the payload, in bytes. writes: that it takes. credit: the immediate that gives
+    """length: of the payload, in bytes. immediates: that it takes. credit: the immediate that gives
     the slot back to the sender."""
 
     length: int
-    writes: int
+    immediates: int
     credit: int
 
     def pack_into(self, view: memoryview) -> None:

@@ -55,7 +55,7 @@ class _Loan:
     header: Counter
     payload: Counter
     messages: int = 0  # that have arrived whole
-    writes: int = 0  # of their payloads
+    immediates: int = 0  # of their payloads
     credit: int = 0  # immediate of the last one's header
     held: bool = False  # a message is in it, and was not released yet
     withdrawn: bool = False
@@ -188,12 +188,12 @@ class ReceivePool:
             return
         start = loan.index * self._stride
         header = Header.unpack(self._view[start : start + HEADER_BYTES])
-        due = loan.writes + header.writes
+        due = loan.immediates + header.immediates
         arrived = loan.payload.value
         if (
             headers != loan.messages + 1
             or header.length > self.slot_bytes
-            or (header.length == 0) != (header.writes == 0)
+            or (header.length == 0) != (header.immediates == 0)
             or arrived > due
         ):
             logger.error("peer %r does not keep to its receive slots: disconnecting", loan.peer)
@@ -202,7 +202,7 @@ class ReceivePool:
         if arrived < due:
             return
         loan.messages += 1
-        loan.writes = due
+        loan.immediates = due
         loan.credit = header.credit
         loan.held = True
         payload = self._view[start + HEADER_BYTES : start + HEADER_BYTES + header.length]

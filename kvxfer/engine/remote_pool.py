@@ -106,7 +106,7 @@ class RemotePool:
         self._free.popleft()
         if not self._free:
             self._changed.clear()
-        header = Header(length, sum(each.writes for each in operations), slot.credit.imm)
+        header = Header(length, sum(each.immediates for each in operations), slot.credit.imm)
         at = slot.header_offset
         header.pack_into(memoryview(self._headers)[at : at + HEADER_BYTES])
         try:

@@ -114,7 +114,7 @@ class Inbound:
         if self._machine.advance(DecodeEvent.DONE) is not DecodeState.COUNTING:
             return
         if (done.total < 1) is bool(self.connection.inbound_plan.layers):
-            raise ProtocolError(self._says(f"DONE announces {done.total} writes"))
+            raise ProtocolError(self._says(f"DONE announces {done.total} immediates"))
         self.tail = done.tail
         self.checksum = done.checksum
         self._counting = asyncio.get_running_loop().create_task(self._count(done.total))
@@ -184,7 +184,7 @@ class Inbound:
             return
         arrived = self.counter.value
         if arrived != total:
-            problem = f"{arrived} writes arrived, {self.peer_name} announced {total}"
+            problem = f"{arrived} immediates arrived, {self.peer_name} announced {total}"
             self._session.fail(ProtocolError(self._says(problem)))
             return
         self.counter.release()  # afterwards no write of this rank can land

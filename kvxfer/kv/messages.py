@@ -140,8 +140,8 @@ class Checksum(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """prefill → decode: `total` writes were posted; this rank's part of the cache is complete when
-    all have arrived. With a checksum where one of both sides wants it."""
+    """prefill → decode: all writes were posted; this rank's part of the cache is complete when
+    their immediates, `total` in all, have arrived. With a checksum where a side wants it."""
 
     transfer_id: str
     total: Total
@@ -160,7 +160,8 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
-    """prefill → decode: nothing is under way any more; `total` writes were delivered."""
+    """prefill → decode: nothing is under way any more; writes with `total` immediates were
+    delivered."""
 
     transfer_id: str
     total: Total

@@ -130,8 +130,8 @@ class Outbound:
 
     @property
     def posted(self) -> int:
-        """Writes posted so far, after coalescing: what the receiver's counter grows by."""
-        return sum(operation.writes for operation in self.operations)
+        """Immediates of the writes posted so far: what the receiver's counter grows by."""
+        return sum(operation.immediates for operation in self.operations)
 
     def accept(self) -> None:
         self.connection.send(Accepted(self._offer.transfer_id))

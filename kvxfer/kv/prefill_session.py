@@ -158,7 +158,7 @@ class PrefillSession:
 
     @property
     def writes(self) -> int:
-        """Writes posted so far, after coalescing: what the receiver's counter grows by."""
+        """Writes posted so far, after coalescing."""
         with self._lock:
             return sum(operation.writes for operation in self._operations())
 
@@ -475,7 +475,7 @@ class PrefillSession:
 
     def _delivered_to(self, connection: Connection) -> int:
         return sum(
-            operation.writes
+            operation.immediates
             for outbound in self._outbounds.values()
             if outbound.connection is connection
             for operation in outbound.operations

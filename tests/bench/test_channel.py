@@ -27,7 +27,7 @@ async def test_a_request_arrives_as_it_was_sent_and_so_does_its_answer(
     ends: tuple[SocketChannel, SocketChannel],
 ) -> None:
     sender, receiver = ends
-    request = m.CheckWrites(PageDraw(1, 4096, 8192, 1 << 20), writes=2)
+    request = m.CheckWrites(PageDraw(1, 4096, 8192, 1 << 20), total=2)
     answer, received = await asyncio.gather(
         sender.call(request, m.Durations), answer_once(receiver, m.Durations([5, 6]))
     )

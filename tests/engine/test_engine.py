@@ -57,7 +57,7 @@ async def test_a_list_of_writes_is_one_operation_with_one_total(
         imm=counter.imm,
     )
     assert (operation.writes, operation.nbytes) == (16, sum(lengths))
-    await counter.wait(16, timeout=PATIENCE)
+    await counter.wait(operation.immediates, timeout=PATIENCE)
     await operation
     for at in range(16):
         there = bytes_of(targets[at // 8])[dst_offsets[at] :][: lengths[at]]
@@ -109,7 +109,7 @@ async def test_scattered_pages_arrive_and_the_counter_shows_the_announced_total(
         imm=counter.imm,
     )
     assert write.nbytes == page * count
-    await counter.wait(write.writes, timeout=PATIENCE)
+    await counter.wait(write.immediates, timeout=PATIENCE)
     await write
     expected = np.zeros_like(src)
     expected[to_pages] = src[from_pages]

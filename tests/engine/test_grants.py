@@ -19,12 +19,12 @@ async def test_a_writer_reaches_what_is_granted_and_nothing_else(pair: Pair) -> 
     memory = np.frombuffer(owner, np.uint8)
     counter = pair.reader.counter(pair.to_writer)
     first, second = counter.grant([(owner.region, 8192, 4096), (owner.region, 32768, 4096)])
-    writes = 0
+    total = 0
     for grant in (first, second):
         operation = pair.to_reader.write(source.region, grant, length=4096, imm=counter.imm)
         await operation
-        writes += operation.writes
-    await counter.wait(writes, PATIENCE)
+        total += operation.immediates
+    await counter.wait(total, PATIENCE)
     assert memory[8192:12288].all()
     assert memory[32768:36864].all()
     assert int(memory.sum()) == 7 * 8192

@@ -100,7 +100,7 @@ async def test_a_barrier_counts_one_at_every_peer(star: Star) -> None:
     targets = Targets(star)
     group = PeerGroup(star.hub, star.to_readers).barrier(targets.imm)
     assert isinstance(group, Scattered)
-    assert (group.by_peer, group.writes, group.nbytes) == ((1, 1, 1), 3, 0)
+    assert (group.by_peer, group.immediates, group.nbytes) == ((1, 1, 1), 3, 0)
     await group
     for counter in targets.counters:
         await counter.wait(1, timeout=PATIENCE)

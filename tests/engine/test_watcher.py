@@ -91,7 +91,7 @@ async def test_pages_wait_too_and_watchers_are_independent(pair: Pair) -> None:
     ]
     watchers[1].add()
     await writes[1]
-    await counter.wait(writes[1].writes, timeout=PATIENCE)
+    await counter.wait(writes[1].immediates, timeout=PATIENCE)
     assert not writes[0].done()
     placed = bytes_of(target).reshape(4, LAYER)
     assert placed.any(axis=1).tolist() == [False, True, False, True]
@@ -105,7 +105,7 @@ async def test_a_held_write_has_its_deadline_and_can_be_cancelled(pair: Pair) ->
     counter = pair.reader.counter()
     late = pair.to_reader.write_imm(counter.imm, timeout=0.01, after=watcher.at(1))
     cancelled = pair.to_reader.write_imm(counter.imm, after=watcher.at(1))
-    with pytest.raises(DeadlineExceeded, match="0 of 1 writes"):
+    with pytest.raises(DeadlineExceeded, match="0 of 1 immediates"):
         await late
     cancelled.cancel()
     with pytest.raises(Cancelled):

@@ -99,6 +99,7 @@ class Operation:
     network: Network
     pages: list[Write] = field(default_factory=list)
     writes: int = 0
+    immediates: int = 0
     nbytes: int = 0
     left: int = 0
     ended: asyncio.Future[None] = field(
@@ -165,7 +166,7 @@ class Peer:
                     imm,
                 )
             )
-        operation.writes = operation.left = len(operation.pages)
+        operation.writes = operation.immediates = operation.left = len(operation.pages)
         operation.nbytes = operation.writes * page_length
         self.network.writes += operation.pages
         return operation

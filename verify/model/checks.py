@@ -53,6 +53,7 @@ CHECKS: Final = (
     Check("one transfer, 3 strikes, receiver", _alone(3, "WITH_KEEP")),
     Check("one transfer, 3 strikes, NIC", _alone(3, "NIC", "WITH_KEEP")),
     Check("the same without leases", _alone(3, "NIC", "WITH_KEEP", "WITHOUT_LEASES")),
+    Check("one transfer, 3 strikes, NIC, groups", _alone(3, "NIC", "WITH_KEEP", "GROUPED")),
     *(
         Check(f"{name}, 1 strike, {placer}", _together(2, topology, 1, *switches))
         for name, topology in _PAIRS.items()
@@ -107,6 +108,7 @@ MUTATIONS: Final = (
     _mutation("path of a late writer is not reset", 1, "NIC", "WITHOUT_RESET"),
     _mutation("grants are not checked", 1, "WITHOUT_GRANTS"),
     _mutation("prefill frees what is under way", 1, "WITHOUT_PINS"),
+    _mutation("a group is split over two queue pairs", 1, "NIC", "GROUPED", "SPLIT_GROUP"),
     _mutation("leases never end", 2, "WITH_ENDLESS_LEASES"),
     _mutation("DONE's total is ignored", 3, "WITHOUT_TOTAL"),
     _mutation("prefill says nothing when it gives up", 4, "WITHOUT_LEASES", "WITHOUT_LAST_WORDS"),

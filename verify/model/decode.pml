@@ -172,7 +172,7 @@ end:
   /* Inbound._complete() */
   :: d_step { UP(DECODE_OF(t)) && x[t].decode == D_COUNTING &&
 #ifndef WITHOUT_TOTAL
-              x[t].count == WRITES &&
+              x[t].count == TOTAL &&
 #endif
               true ->
        x[t].live = 0;
@@ -181,7 +181,7 @@ end:
      }
   /* take(); later the engine of decode is done with the block. */
   :: d_step { UP(DECODE_OF(t)) && x[t].decode == D_COMPLETE ->
-       REQUIRE(invariant_3, owner[BLOCK_OF(t)] == t && x[t].count == WRITES);
+       REQUIRE(invariant_3, owner[BLOCK_OF(t)] == t && PLACED(t) == WRITES);
        block_becomes(BLOCK_OF(t), HELD);
        decode_advance(t, DE_TAKE);
        x[t].lease = 0

@@ -60,6 +60,9 @@ inline decode_worker_dies(w)
          x[i].lease = 0;
          x[i].live = 0;
          x[i].count = 0;
+#ifdef GROUPED
+         x[i].came = 0;
+#endif
          x[i].revoking = 0;
          x[i].slot = 0;
          if :: x[i].decode_request == KEPT -> x[i].decode_request = SERVED :: else fi;

@@ -35,6 +35,13 @@
 
 #define WORKERS (PREFILLS + DECODES)
 #define WRITES 2
+#ifdef GROUPED /* one immediate counts for both */
+#define TOTAL 1
+#define PLACED(t) x[t].came
+#else
+#define TOTAL WRITES
+#define PLACED(t) x[t].count
+#endif
 #define NOBODY 15
 
 #if !defined(WITHOUT_LEASES) && !defined(WITH_ENDLESS_LEASES)
@@ -112,6 +119,9 @@ typedef Transfer {
   unsigned slot : 2;
   bit live;           /* the counter, and the grants that go with it */
   unsigned count : 2; /* immediates that came */
+#ifdef GROUPED
+  unsigned came : 2;  /* writes */
+#endif
   bit revoking;       /* prefill's NIC was asked to stop */
   bit cut;            /* it did not in time: the path was reset */
 

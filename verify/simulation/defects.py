@@ -23,6 +23,7 @@ class Defects:
     """Of the simulated engines, and `patches` of the real sessions."""
 
     lands_late: bool = False
+    splits_groups: bool = False
     patches: tuple[tuple[type, str, Callable[..., Any]], ...] = ()
 
     @contextlib.contextmanager
@@ -81,6 +82,7 @@ def _does_nothing(*_: object, **__: object) -> None:
 NONE: Final = Defects()
 DEFECTS: Final[dict[str, Defects]] = {
     "fence and revocation ignored": Defects(lands_late=True),
+    "groups split over two queue pairs": Defects(splits_groups=True),
     "epoch not checked": _patch(Identity, "require", _does_nothing),
     "target blocks freed at cancel": _patch(DecodeSession, "give_up", _frees_target_at_once),
     "source blocks freed at cancel": _patch(PrefillSession, "_give_up", _frees_source_at_once),

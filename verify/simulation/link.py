@@ -165,13 +165,15 @@ class Link:
         arrive: Callable[[], None],
         *,
         ordered: bool = False,
+        not_before: float = 0.0,
         needs_process: bool = True,
-    ) -> None:
-        """Takes something from one end to the other, unless the way is cut before it arrives."""
+    ) -> float:
+        """Takes something from one end to the other, unless the way is cut before it arrives: when
+        that is."""
         if self._cut_at[direction] is not None:
-            return
+            return 0.0
         clock = self.network.clock
-        at = max(clock.now, self._held_until) + self.network.latency()
+        at = max(max(clock.now, self._held_until) + self.network.latency(), not_before)
         if ordered:
             at = self._last[direction] = max(at, self._last[direction])
 
@@ -181,3 +183,4 @@ class Link:
 
         process = self.ends[1 - direction].native.process if needs_process else None
         clock.after(at - clock.now, arrived, process)
+        return at

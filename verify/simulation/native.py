@@ -165,14 +165,15 @@ class NativeEngine:
         source_pages: Any, destination_pages: Any, source_stride: int, destination_stride: int,
         source_offset: int, destination_offset: int, imm: int | None, timeout: float,
         after: None = None, **_: object,
-    ) -> tuple[int, int, int]:  # fmt: skip
+    ) -> tuple[int, int, int, int]:  # fmt: skip
         assert after is None, "there are no watched words here"
         end = self._end(peer)
         queued = sum(len(operation.unread) for operation in end.operations.values())
         if queued >= self.network.max_queued:
             self.network.count("backpressure")
-            raise compiled.Error("backpressure", f"{queued} writes are queued")
+            raise compiled.Error("backpressure", f"{queued} groups of writes are queued")
         operation = PostedOperation(end, self.new_id(), imm or 0, timeout)
+        writes = []
         for begin, to, length in runs(
             source_pages * source_stride + source_offset,
             destination_pages * destination_stride + destination_offset,
@@ -180,11 +181,11 @@ class NativeEngine:
         ):
             data = source.data[begin : begin + length]
             transfer = self.network.oracle.posts(end, data)
-            operation.writes.append(Write(operation, data, destination, to, transfer))
+            writes.append(Write(data, destination, to, transfer))
         self.operations[operation.id] = operation
-        operation.post()
+        operation.post(writes)
         nbytes = len(source_pages) * page_length
-        return operation.id, len(operation.writes), nbytes
+        return operation.id, len(writes), len(operation.groups), nbytes
 
     def cancel(self, operation: int) -> None:
         posted = self.operations.get(operation)

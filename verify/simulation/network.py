@@ -35,6 +35,7 @@ class Network:
         self.defects = defects
         self.note = note
         self.fabric = rng.choice(["tcp", "verbs"])
+        self.group_writes = rng.choice([1, 2, 32])
         self.max_queued = rng.choice([2, 1000, 1000, 1000, 1000])
         self.max_messages = rng.choice([1, 3, 1000, 1000, 1000])
         """Of one end, on their way."""

@@ -1,4 +1,4 @@
-"""One-sided writes of the simulated engines: posted, read, placed and acknowledged, each write for
+"""One-sided writes of the simulated engines: posted, read, placed and acknowledged, each group for
 itself and in any order."""
 
 from __future__ import annotations
@@ -25,34 +25,42 @@ class Stage(enum.Enum):
 class Write:
     """Neighbouring pages as one; `transfer` is whose blocks it was posted from."""
 
-    operation: PostedOperation
     source: Bytes
     grant: bytes
     offset: int
     transfer: str
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Writes that one immediate counts for: they keep their order, and the last one has it."""
+
+    writes: list[Write]
     stage: Stage = Stage.QUEUED
-    placed: bool = False
+    counted: bool = False
 
 
 class PostedOperation:
-    """What one submission takes: ends when all its writes have."""
+    """What one submission takes: ends when all its groups have."""
 
     def __init__(self, end: End, ident: int, imm: int, timeout: float) -> None:
         self.end = end
         self.id = ident
         self.imm = imm
-        self.writes: list[Write] = []
+        self.groups: list[Group] = []
         self._code, self._text = "ok", ""
         self._left = 0
         self._network = end.native.network
         self._deadline = timeout
 
-    def post(self) -> None:
-        self._left = len(self.writes)
+    def post(self, writes: list[Write]) -> None:
+        size = self._network.group_writes
+        self.groups = [Group(writes[at : at + size]) for at in range(0, len(writes), size)]
+        self._left = len(self.groups)
         self.end.operations[self.id] = self
-        for write in self.writes:
-            self._queue(write)
-        if not self.writes:
+        for group in self.groups:
+            self._queue(group)
+        if not self.groups:
             self._end()
         expire = "not delivered before its deadline"
         process = self.end.native.process
@@ -61,12 +69,12 @@ class PostedOperation:
         )
 
     @property
-    def unread(self) -> list[Write]:
-        return [write for write in self.writes if write.stage is Stage.QUEUED]
+    def unread(self) -> list[Group]:
+        return [group for group in self.groups if group.stage is Stage.QUEUED]
 
     @property
     def under_way(self) -> bool:
-        return any(write.stage is Stage.ON_ITS_WAY for write in self.writes)
+        return any(group.stage is Stage.ON_ITS_WAY for group in self.groups)
 
     def fail(self, code: str, text: str) -> None:
         """Takes back what was not read yet; the rest is waited for."""
@@ -74,50 +82,56 @@ class PostedOperation:
             return
         if self._code == "ok":
             self._code, self._text = code, text
-        for write in self.unread:
-            self._finish(write)
+        for group in self.unread:
+            self._finish(group)
 
     def abandon(self, code: str, text: str) -> None:
         """The peer is lost: nothing more is read, and nothing waited for."""
         if self._code == "ok":
             self._code, self._text = code, text
-        for write in self.writes:
-            write.stage = Stage.ENDED
+        for group in self.groups:
+            group.stage = Stage.ENDED
         self._end()
 
     def requeue(self) -> None:
-        """The paths were reset: what had not arrived goes over the new ones."""
-        for write in self.writes:
-            if write.stage is Stage.ON_ITS_WAY and not write.placed:
-                write.stage = Stage.QUEUED
-                self._queue(write)
+        """The paths were reset: groups that had not arrived go over the new ones."""
+        for group in self.groups:
+            if group.stage is Stage.ON_ITS_WAY and not group.counted:
+                group.stage = Stage.QUEUED
+                self._queue(group)
 
-    def _queue(self, write: Write) -> None:
+    def _queue(self, group: Group) -> None:
         link = self.end.link
         # A NIC sends what is posted also while its process is stopped.
         network = self._network
         process = None if link.places_by_nic and link.paths == 0 else self.end.native.process
-        network.clock.after(network.posting_delay(), lambda: self._send(write), process)
+        network.clock.after(network.posting_delay(), lambda: self._send(group), process)
 
-    def _send(self, write: Write) -> None:
+    def _send(self, group: Group) -> None:
         end, link = self.end, self.end.link
-        if write.stage is not Stage.QUEUED or not end.native.process.alive:
+        if group.stage is not Stage.QUEUED or not end.native.process.alive:
             return
         if self.imm in end.revoked:
-            self._refused(write, f"counter {self.imm} is revoked")
+            self._refused(group, f"counter {self.imm} is revoked")
             return
-        self._network.oracle.reads(end, write)
-        write.stage = Stage.ON_ITS_WAY
-        data = write.source.copy()
+        for write in group.writes:
+            self._network.oracle.reads(end, write)
+        group.stage = Stage.ON_ITS_WAY
         paths = link.paths
+        before = 0.0
+        for write in group.writes:
+            data = write.source.copy()
 
-        def arrive() -> None:
-            if paths == link.paths and write.stage is not Stage.QUEUED:
-                self._arrive(write, data)
+            def arrive(write: Write = write, data: Bytes = data) -> None:
+                if paths == link.paths and group.stage is not Stage.QUEUED:
+                    self._arrive(group, write, data)
 
-        link.carry(end.index, arrive, needs_process=not link.places_by_nic)
+            at = link.carry(
+                end.index, arrive, not_before=before, needs_process=not link.places_by_nic
+            )
+            before = 0.0 if self._network.defects.splits_groups else at
 
-    def _arrive(self, write: Write, data: Bytes) -> None:
+    def _arrive(self, group: Group, write: Write, data: Bytes) -> None:
         receiver = self.end.other
         network = self._network
         native = receiver.native
@@ -129,7 +143,7 @@ class PostedOperation:
         if target is None or write.offset + len(data) > len(target):
             text = refusal or f"{write.offset}+{len(data)} leaves the grant"
             network.note("refused", lambda: f"{self.end.name} {write.transfer}: {text}")
-            self._acknowledge(write, text)
+            self._acknowledge(group, text)
             return
         place = target[write.offset : write.offset + len(data)]
         network.note(
@@ -138,32 +152,34 @@ class PostedOperation:
         network.oracle.lands(self.end, write, place)
         place[:] = data
         network.oracle.damages(write, place)
-        write.placed = True
+        if write is not group.writes[-1]:
+            return
+        group.counted = True
         count = lambda: native.counters.add(self.imm)  # noqa: E731
         if self.end.link.places_by_nic:
             network.clock.after(network.latency() / 4, count, native.process)
         else:
             count()
-        self._acknowledge(write, "")
+        self._acknowledge(group, "")
 
-    def _acknowledge(self, write: Write, refusal: str) -> None:
+    def _acknowledge(self, group: Group, refusal: str) -> None:
         def heard() -> None:
-            if write.stage is not Stage.ON_ITS_WAY:
+            if group.stage is not Stage.ON_ITS_WAY:
                 return
             if refusal:
-                self._refused(write, refusal)
+                self._refused(group, refusal)
             else:
-                self._finish(write)
+                self._finish(group)
 
         self.end.link.carry(1 - self.end.index, heard)
 
-    def _refused(self, write: Write, text: str) -> None:
+    def _refused(self, group: Group, text: str) -> None:
         if self._code == "ok":
             self._code, self._text = "stale-counter", text
-        self._finish(write)
+        self._finish(group)
 
-    def _finish(self, write: Write) -> None:
-        write.stage = Stage.ENDED
+    def _finish(self, group: Group) -> None:
+        group.stage = Stage.ENDED
         self._left -= 1
         self.end.native.counters.one_ended(self.end, self.imm)
         if not self._left:

@@ -141,7 +141,7 @@ struct WatchFor {
 };
 
 struct WriteOptions {
-  std::optional<Imm> imm;            // counts at the receiver, once per write on the wire
+  std::optional<Imm> imm;            // counts at the receiver: see Submitted
   Duration timeout{};                // 0: the engine's operation_timeout
   std::optional<std::uint32_t> nic;  // only over this NIC of ours; see TransferEngine::nics()
   WatchFor after{};
@@ -171,18 +171,21 @@ struct ScatterPart {
 // What a counter waits for.
 enum class Expect : std::uint8_t { exactly, at_least };
 
-// What submitting returns: the receiver's counter grows by `writes` in all.
+// What submitting returns. Where every network that both engines have keeps the order of writes,
+// one immediate counts for a group of up to 32.
 struct Submitted {
   OperationId id = 0;
-  std::uint64_t writes = 0;
+  std::uint64_t writes = 0;      // on the wire
+  std::uint64_t immediates = 0;  // the receiver's counter grows by so many in all
   std::uint64_t bytes = 0;
 };
 
-// What submitting to several peers returns: one operation, and how much each peer's counter grows.
+// What submitting to several peers returns: one operation.
 struct Scattered {
   OperationId id = 0;
-  std::vector<std::uint64_t> writes;  // in the order of the peers
-  std::uint64_t bytes = 0;            // to all of them
+  std::uint64_t writes = 0;               // to all of them
+  std::vector<std::uint64_t> immediates;  // in the order of the peers: what each counter grows by
+  std::uint64_t bytes = 0;                // to all of them
 };
 
 // How a part of an operation failed: what was to go from one region to one region of one peer.
@@ -229,12 +232,12 @@ struct Refusals {
 };
 
 struct EngineStats {
-  std::uint64_t bytes_sent = 0;      // delivered payload
-  std::uint64_t bytes_received = 0;  // placed payload
-  std::uint64_t writes_posted = 0;   // given to a path, also again
-  std::uint64_t writes_sent = 0;     // of those, delivered
-  std::uint64_t writes_received = 0;
-  Refusals writes_refused;      // arrived and dropped: no region, bounds or live counter
+  std::uint64_t bytes_sent = 0;       // delivered payload
+  std::uint64_t bytes_received = 0;   // payload placed by this engine: NICs do not tell
+  std::uint64_t writes_posted = 0;    // given to a path, also again
+  std::uint64_t writes_sent = 0;      // of those, delivered
+  std::uint64_t writes_received = 0;  // over NICs: immediates, which are all that it sees
+  Refusals writes_refused;            // arrived and dropped: no region, bounds or live counter
   Refusals handshakes_refused;  // connections that were not let in: strangers, lanes, rendezvous
   Refusals peers_refused;       // peers cut off for what they did
   std::uint64_t peers = 0;

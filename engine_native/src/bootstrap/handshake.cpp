@@ -1,5 +1,7 @@
 #include "bootstrap/handshake.hpp"
 
+#include <algorithm>
+
 #include "bootstrap/bytes.hpp"
 #include "random.hpp"
 
@@ -14,9 +16,9 @@ enum class Purpose : std::uint8_t { control = 1, lane = 2 };
 
 struct Prefix {
   std::array<char, 4> magic = kMagic;
-  std::uint16_t version = kProtocolVersion;
+  std::uint16_t version = kOldestVersion;
   Purpose purpose = Purpose::control;
-  std::uint8_t reserved = 0;
+  std::uint8_t newest = kNewestVersion;  // 0 in version 2
 };
 static_assert(sizeof(Prefix) == 8);
 
@@ -29,8 +31,8 @@ struct Hello {
 static_assert(sizeof(Hello) == kHelloBytes);
 
 struct Reply {
-  std::uint16_t status = 0;  // an Errc; the rest is meaningless unless ok
-  std::uint16_t version = kProtocolVersion;
+  std::uint16_t status = 0;                // an Errc; the rest is meaningless unless ok
+  std::uint16_t version = kOldestVersion;  // of the session
   EngineId engine;
   Nonce nonce{};
   Mac mac{};
@@ -69,8 +71,9 @@ std::optional<T> take(std::string& in) {
 }
 
 Error not_kvxfer() {
-  return {Errc::connect_failed, "what answers there does not speak the kvxfer protocol version " +
-                                    std::to_string(kProtocolVersion)};
+  return {Errc::connect_failed, "what answers there does not speak the kvxfer protocol versions " +
+                                    std::to_string(kOldestVersion) + " to " +
+                                    std::to_string(kNewestVersion)};
 }
 
 Error wrong_key() {
@@ -172,7 +175,9 @@ Result<bool> ClientHandshake::advance(std::string& in, std::string& out) {
     if (!reply) return false;
     if (reply->status == static_cast<std::uint16_t>(Errc::peer_restarted))
       return restarted(target_);
-    if (reply->status != 0 || reply->version != kProtocolVersion) return not_kvxfer();
+    if (reply->status != 0 || reply->version < kOldestVersion || reply->version > kNewestVersion) {
+      return not_kvxfer();
+    }
     if (!target_.any() && reply->engine != target_) return restarted(target_);
     if (reply->engine.any()) return not_kvxfer();
     if (reply->engine == self_.engine) {
@@ -186,6 +191,7 @@ Result<bool> ClientHandshake::advance(std::string& in, std::string& out) {
     }
     session_ = derive(self_.cluster_key, transcript_);
     session_.peer = reply->engine;
+    session_.version = reply->version;
     out += write_proof(self_.introduction, transcript_, session_.key, "kvxfer proof");
     proved_ = true;
   }
@@ -200,7 +206,9 @@ Result<bool> ServerHandshake::advance(std::string& in, std::string& out) {
   if (!replied_) {
     const auto hello = take<Hello>(in);
     if (!hello) return false;
-    Reply reply{.status = 0, .version = kProtocolVersion, .engine = self_.engine};
+    const auto version =
+        std::clamp<std::uint16_t>(hello->prefix.newest, kOldestVersion, kNewestVersion);
+    Reply reply{.status = 0, .version = version, .engine = self_.engine};
     if (!hello->target.any() && hello->target != self_.engine) {
       reply.status = static_cast<std::uint16_t>(Errc::peer_restarted);
       out += bytes_of(reply);
@@ -212,6 +220,7 @@ Result<bool> ServerHandshake::advance(std::string& in, std::string& out) {
     out += bytes_of(reply);
     session_ = derive(self_.cluster_key, transcript_);
     session_.peer = hello->engine;
+    session_.version = version;
     replied_ = true;
   }
   auto proof = read_proof(in, transcript_, session_.key, "kvxfer proof");
@@ -230,7 +239,7 @@ HelloKind hello_kind(std::string_view hello) {
   Prefix prefix;
   if (hello.size() < sizeof prefix) return HelloKind::unknown;
   std::memcpy(&prefix, hello.data(), sizeof prefix);
-  if (prefix.magic != kMagic || prefix.version != kProtocolVersion) return HelloKind::unknown;
+  if (prefix.magic != kMagic || prefix.version != kOldestVersion) return HelloKind::unknown;
   if (prefix.purpose == Purpose::control) return HelloKind::control;
   if (prefix.purpose == Purpose::lane) return HelloKind::lane;
   return HelloKind::unknown;

@@ -18,7 +18,11 @@
 
 namespace kvxfer {
 
-inline constexpr std::uint16_t kProtocolVersion = 2;
+// This engine speaks these; two use the newest that both do.
+inline constexpr std::uint16_t kOldestVersion = 2;
+inline constexpr std::uint16_t kNewestVersion = 3;
+// Since this one an immediate may count for a group of writes.
+inline constexpr std::uint16_t kGroupsVersion = 3;
 inline constexpr std::size_t kHelloBytes = 72;
 inline constexpr std::uint16_t kMaxLanes = 64;
 inline constexpr std::size_t kMaxNameBytes = 128;
@@ -44,6 +48,7 @@ struct Introduction {
 struct Session {
   SessionId id{};
   std::string key;  // derived from the cluster key and both nonces
+  std::uint16_t version = kOldestVersion;
   EngineId peer;
   Introduction introduction;  // the peer's
 };

@@ -58,7 +58,9 @@ LocalPath::~LocalPath() {
 // --- sending ---------------------------------------------------------------------------------
 
 // The ring is the window: nothing of a write but its entry is stored on the way.
-bool LocalPath::has_room(bool) const { return !lost_ && kRingSlots - (produced_ - reaped_) >= 2; }
+bool LocalPath::has_room(bool) const {
+  return !lost_ && kRingSlots - (produced_ - reaped_) > kMaxGroupWrites;
+}
 
 std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& range) {
   BatchHead head{.key = operation->destination_key,
@@ -78,14 +80,13 @@ std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& ran
   const auto& writes = operation->writes;
   const std::size_t room = kRingSlots - (produced_ - reaped_) - 1;
   const std::size_t first = range.first;
-  const std::size_t limit =
-      first + std::min({range.count, room, static_cast<std::size_t>(kMaxBatchWrites)});
-  std::size_t end = first;
+  const std::size_t end =
+      first + operation->batch(range, std::min<std::size_t>(room, kMaxBatchWrites), kMaxBatchBytes);
   std::uint64_t bytes = 0;
-  while (end < limit && (end == first || bytes + writes[end].length <= kMaxBatchBytes)) {
-    const WireWrite& write = writes[end++];
-    out_.slot(produced_ + (end - first)).write = {base + write.source, write.destination,
-                                                  write.length, 0};
+  for (std::size_t i = first; i < end; ++i) {
+    const WireWrite& write = writes[i];
+    out_.slot(produced_ + 1 + (i - first)).write = {base + write.source, write.destination,
+                                                    write.length, write.grouped};
     bytes += write.length;
   }
   head.count = static_cast<std::uint32_t>(end - first);
@@ -189,9 +190,11 @@ Result<std::uint64_t> LocalPath::place(const BatchHead& head, Errc& status) {
   if (head.from_region && !source_.has_region(head.region)) receive_regions();
   copies_.clear();
   std::uint64_t bytes = 0;
+  std::uint64_t immediates = 0;
   for (std::uint32_t i = 1; i <= head.count; ++i) {
     const WriteEntry entry = in_.slot(consumed_ + i).write;
     bytes += entry.length;
+    immediates += entry.grouped == 0 ? 1 : 0;
     std::byte* const destination = placement.target(entry.destination, entry.length);
     if (!destination || entry.length == 0) continue;
     const std::byte* source = reinterpret_cast<const std::byte*>(entry.source);
@@ -214,7 +217,7 @@ Result<std::uint64_t> LocalPath::place(const BatchHead& head, Errc& status) {
   if (in_->revoked.fetch_add(0, std::memory_order_acq_rel) != 0) {
     return Error{Errc::peer_lost, "the peer closed the connection"};
   }
-  placement.finish(head.count, bytes);
+  placement.finish(head.count, immediates, bytes);
   status = placement.status();
   return bytes;
 }

@@ -33,7 +33,7 @@ struct WriteEntry {
   std::uint64_t source;
   std::uint64_t destination;
   std::uint32_t length;
-  std::uint32_t reserved;
+  std::uint32_t grouped;  // see WireWrite; 0 in version 2
 };
 
 union Slot {

@@ -15,19 +15,20 @@ std::uint64_t count_of(const LostWrites::Counts& counts, Imm imm) {
 
 }  // namespace
 
-Result<std::vector<OperationPtr>> LostWrites::give_back(NicPath& path, const Counts& received) {
+Result<std::vector<OperationPtr>> LostWrites::give_back(NicPath& path, bool in_order,
+                                                        const Counts& received) {
   for (const auto& [imm, known] : path.delivered()) {
     const std::uint64_t came = count_of(received, imm);
     if (came >= known) continue;
     return Error{Errc::nic_lost, "its NIC lost " + std::to_string(known - came) +
-                                     " writes of counter " + std::to_string(imm) +
+                                     " immediates of counter " + std::to_string(imm) +
                                      " that had been delivered to it: the count cannot be "
                                      "completed"};
   }
   const auto unfinished = path.take_unfinished();
   Counts unknown;
   for (const auto& [operation, writes] : unfinished) {
-    if (operation->imm && writes.counted) unknown[*operation->imm] += writes.count;
+    if (operation->imm) unknown[*operation->imm] += operation->immediates(writes);
   }
   Counts landed;
   for (const auto& [imm, count] : unknown) {
@@ -39,9 +40,28 @@ Result<std::vector<OperationPtr>> LostWrites::give_back(NicPath& path, const Cou
     if (std::find(touched.begin(), touched.end(), each.operation) == touched.end()) {
       touched.push_back(each.operation);
     }
-    give_back(each, landed, unknown);
+    in_order&& each.writes.counted ? give_back_in_order(each, landed)
+                                   : give_back(each, landed, unknown);
   }
   return touched;
+}
+
+void LostWrites::give_back_in_order(const NicPath::Unfinished& unfinished, Counts& landed) {
+  const auto& [operation, writes] = unfinished;
+  operation->outstanding -= writes.count;
+  std::size_t there = 0;
+  if (operation->imm) {
+    // Also those of an operation that has failed: the others' come behind them.
+    std::uint64_t& left = landed[*operation->imm];
+    while (left > 0 && there < writes.count) {
+      left -= 1 - operation->writes[writes.first + there++].grouped;
+    }
+  }
+  if (operation->code != Errc::ok) return;
+  if (operation->arrived) there = writes.count;
+  operation->finished += there;
+  if (there == writes.count) return;
+  operation->reposts.push_back({writes.first + there, writes.count - there, true});
 }
 
 void LostWrites::give_back(const NicPath::Unfinished& unfinished, Counts& landed, Counts& unknown) {

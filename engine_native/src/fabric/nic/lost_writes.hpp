@@ -1,8 +1,10 @@
 // What becomes of writes whose path was lost. Engine thread only.
 //
 // Both ends have stopped their NICs, and the peer has said how many immediates of each counter came
-// through the path. That many need not be counted again. Their bytes may not be there, so as many
-// writes are posted again without immediates (uncounted), before the others of that immediate.
+// through the path. Where it kept the order of its writes, so many groups are there, the first
+// ones, and the others are posted again. Where it kept none, that many need not be counted again,
+// but their bytes may not be there: as many writes are posted again without immediates (uncounted),
+// before the others of that immediate.
 #pragma once
 
 #include <cstddef>
@@ -28,13 +30,14 @@ class LostWrites {
 
   // Gives the path's unfinished writes back to their operations, which it returns. An error if a
   // count cannot be completed: the peer never saw what its NIC had acknowledged.
-  Result<std::vector<OperationPtr>> give_back(NicPath& path, const Counts& received);
+  Result<std::vector<OperationPtr>> give_back(NicPath& path, bool in_order, const Counts& received);
   // At every heartbeat, with all paths of the peer. An operation may end before its uncounted
   // writes are delivered: nothing delivers them then, and others of the immediate, which would
   // wait for them for ever, fail.
   void fail_incomplete(const std::vector<const NicPath*>& paths, std::string_view why_lost);
 
  private:
+  static void give_back_in_order(const NicPath::Unfinished& unfinished, Counts& landed);
   void give_back(const NicPath::Unfinished& unfinished, Counts& landed, Counts& unknown);
 
   NicLinkOwner& owner_;

@@ -34,6 +34,9 @@ class NicDomain : public Domain {
   virtual const NicInfo& info() const = 0;
   // The device works and its link is up.
   virtual bool usable() const = 0;
+  // Each of its paths delivers writes, and their immediates, in the order in which they were
+  // posted.
+  virtual bool keeps_order() const = 0;
   // Pins and registers memory for reading from and writing into. Any thread.
   virtual Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) = 0;
   // The longest part of registered memory, in bytes, that its paths can open, and close without the

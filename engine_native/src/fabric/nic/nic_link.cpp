@@ -27,6 +27,11 @@ void discard(std::unique_ptr<NicPath> path) {
   unwanted.shut([kept = std::shared_ptr<NicPath>(std::move(path))] {});
 }
 
+bool in_network_of(const NicDomain& nic, const std::vector<NicInfo>& theirs) {
+  return std::any_of(theirs.begin(), theirs.end(),
+                     [&](const NicInfo& their) { return their.network == nic.info().network; });
+}
+
 NicMask all_of(std::size_t count) { return count >= 64 ? ~NicMask{0} : (NicMask{1} << count) - 1; }
 
 }  // namespace
@@ -43,9 +48,14 @@ NicLink::NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours,
 
 bool NicLink::possible(const std::vector<std::unique_ptr<NicDomain>>& ours,
                        const std::vector<NicInfo>& theirs) {
-  return std::any_of(ours.begin(), ours.end(), [&](const auto& our) {
-    return std::any_of(theirs.begin(), theirs.end(),
-                       [&](const NicInfo& their) { return their.network == our->info().network; });
+  return std::any_of(ours.begin(), ours.end(),
+                     [&](const auto& our) { return in_network_of(*our, theirs); });
+}
+
+bool NicLink::keep_order(const std::vector<std::unique_ptr<NicDomain>>& ours,
+                         const std::vector<NicInfo>& theirs) {
+  return std::all_of(ours.begin(), ours.end(), [&](const auto& our) {
+    return our->keeps_order() || !in_network_of(*our, theirs);
   });
 }
 
@@ -402,7 +412,8 @@ Result<void> NicLink::on_path_close(ByteReader reader) {
 
 // Both ends are closed.
 void NicLink::settle(NicPath& path, const Closed& there) {
-  const auto touched = lost_writes_.give_back(path, there.received);
+  const bool in_order = ours_[path.identity().nic]->keeps_order();
+  const auto touched = lost_writes_.give_back(path, in_order, there.received);
   if (!touched) return owner_.lose_peer(touched.error());
   regions_.forget_path(path.identity().id);
   for (const OperationPtr& operation : *touched) {

@@ -34,24 +34,18 @@ bool NicPath::has_room(bool counted) const {
 
 std::size_t NicPath::batch_limit(const OperationPtr& operation, const WriteRange& writes,
                                  std::size_t limit) const {
-  limit = std::min(limit, writes.count);
-  if (operation->imm && writes.counted) {
-    limit = std::min<std::size_t>(limit, peer_imm_window_ - (imms_sent_ - imms_consumed_));
-  }
-  std::size_t count = 0;
-  std::uint64_t bytes = outstanding_bytes_;
-  while (count < limit && (count == 0 || bytes < kWindowBytes)) {
-    bytes += operation->writes[writes.first + count++].length;
-  }
-  return count;
+  const bool counted = operation->imm && writes.counted;
+  return operation->batch(writes, limit, kWindowBytes - std::min(kWindowBytes, outstanding_bytes_),
+                          counted ? peer_imm_window_ - (imms_sent_ - imms_consumed_) : UINT64_MAX);
 }
 
 const NicPath::Batch& NicPath::add_batch(const OperationPtr& operation, const WriteRange& writes,
                                          std::uint64_t bytes) {
-  if (operation->imm && writes.counted) imms_sent_ += writes.count;
+  const std::uint64_t immediates = operation->immediates(writes);
+  imms_sent_ += immediates;
   outstanding_bytes_ += bytes;
   load_.bytes += bytes;
-  batches_.push_back({++last_sequence_, operation, writes, bytes});
+  batches_.push_back({++last_sequence_, operation, writes, bytes, immediates});
   return batches_.back();
 }
 
@@ -81,8 +75,7 @@ void NicPath::report(Batch& batch) {
   const OperationPtr operation = std::move(batch.operation);
   // The peer that revoked it has forgotten its count.
   const bool revoked = operation->arrived || operation->code == Errc::stale_counter;
-  if (operation->imm && batch.writes.counted && !revoked)
-    delivered_[*operation->imm] += batch.writes.count;
+  if (batch.immediates > 0 && !revoked) delivered_[*operation->imm] += batch.immediates;
   events_.on_finished(operation, batch.writes, {});
 }
 
@@ -117,15 +110,14 @@ void NicPath::add_credit(std::uint64_t consumed_by_peer) {
   imms_consumed_ = std::clamp(consumed_by_peer, imms_consumed_, imms_sent_);
 }
 
-void NicPath::count_immediates(Imm imm, std::uint64_t writes, std::uint64_t bytes) {
+void NicPath::count_immediates(Imm imm, std::uint64_t count) {
   ++receive_context_.activity;
-  consumed_ += writes;
-  if (receive_context_.counters.add(imm, identity_.peer, writes)) {
-    received_[imm] += writes;
-    receive_context_.stats.writes_received += writes;
-    receive_context_.stats.bytes_received += bytes;
+  consumed_ += count;
+  if (receive_context_.counters.add(imm, identity_.peer, count)) {
+    received_[imm] += count;
+    receive_context_.stats.writes_received += count;
   } else {
-    receive_context_.stats.writes_refused.count(Errc::stale_counter, writes);
+    receive_context_.stats.writes_refused.count(Errc::stale_counter, count);
   }
   if (consumed_ - credited_ >= std::max<std::uint64_t>(imm_window_ / 4, 1)) {
     credited_ = consumed_;

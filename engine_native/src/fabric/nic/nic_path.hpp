@@ -43,6 +43,7 @@ class NicPath : public Path {
     OperationPtr operation;
     WriteRange writes;
     std::uint64_t bytes;
+    std::uint64_t immediates;
   };
   struct Unfinished {
     OperationPtr operation;
@@ -113,18 +114,18 @@ class NicPath : public Path {
   }
   // Receives that the peer has reserved for us, as its endpoint() says.
   void set_peer_imm_window(std::uint64_t writes) { peer_imm_window_ = writes; }
-  // How many of `writes` may go out as one batch, of at most `limit`.
+  // How many of `writes` may go out as one batch, of at most `limit` (kMaxGroupWrites or more).
   std::size_t batch_limit(const OperationPtr& operation, const WriteRange& writes,
                           std::size_t limit) const;
   // A batch was posted; it is finished by its sequence.
   const Batch& add_batch(const OperationPtr& operation, const WriteRange& writes,
                          std::uint64_t bytes);
-  // Ordered completions: every batch up to this sequence is delivered.
+  // Where the path keeps the order of its writes: every batch up to this sequence is delivered.
   void finish_through(std::uint64_t sequence);
   // Unordered: this one is; batches of one write each, then.
   void finish(std::uint64_t sequence);
-  // The peer's writes with immediates arrived.
-  void count_immediates(Imm imm, std::uint64_t writes, std::uint64_t bytes);
+  // So many came from the peer.
+  void count_immediates(Imm imm, std::uint64_t count);
   void lose(Error error);
   bool lost() const { return lost_; }
 

@@ -1,7 +1,22 @@
 #include "fabric/null/null_domain.hpp"
 
+#include <unistd.h>
+
+#include <unordered_map>
+
+#include "bootstrap/bytes.hpp"
+#include "fabric/null/null_nic.hpp"
+
 namespace kvxfer::null {
 namespace {
+
+// As VerbsPath does.
+constexpr std::size_t kMaxChain = 64;
+constexpr unsigned kCountBits = 16;
+constexpr std::uint64_t kCountMask = (1u << kCountBits) - 1;
+constexpr std::size_t kPollBatch = 64;
+// Receives of a path: a receiver that is measured later polls none meanwhile.
+constexpr std::uint64_t kImmWindow = CompletionRing::kEntries / 2;
 
 class NullRegistration final : public NicRegistration {
  public:
@@ -10,70 +25,164 @@ class NullRegistration final : public NicRegistration {
   Result<void> close() override { return {}; }
 };
 
-class NullPath final : public NicPath {
- public:
-  NullPath(NicPathIdentity identity, NicLoad& load, const NicContext& context,
-           std::vector<NullPath*>& paths)
-      : NicPath(std::move(identity), 0, load, context.receive_context, context.events),
-        paths_(paths) {
-    set_peer_imm_window(UINT64_MAX);  // none ever gets there
-    paths_.push_back(this);
-  }
-  ~NullPath() override { std::erase(paths_, this); }
-
-  std::string_view fabric() const override { return "null"; }
-  std::string endpoint() const override { return {}; }
-  void connect(std::string_view, Connected then) override { then({}); }
-  void shut(std::function<void()> then) override { then(); }
-
-  // Looks at every write, as a NIC's driver would.
-  std::size_t post(const OperationPtr& operation, const WriteRange& writes) override {
-    std::uint64_t bytes = 0;
-    for (std::size_t i = 0; i < writes.count; ++i) {
-      bytes += operation->writes[writes.first + i].length;
-    }
-    add_batch(operation, writes, bytes);
-    return writes.count;
-  }
-
-  void poll() { finish_through(UINT64_MAX); }
-
- private:
-  std::vector<NullPath*>& paths_;
+// What a NIC's paths have in common.
+struct Shared {
+  std::shared_ptr<NullNic> nic = NullNic::of_process();
+  CompletionRing completions;
 };
 
-class NullDomain final : public NicDomain {
+class NullPath final : public NicPath {
+ public:
+  NullPath(NicPathIdentity identity, NicLoad& load, const NicContext& context, Shared& shared,
+           std::unordered_map<std::uint32_t, NullPath*>& paths)
+      : NicPath(std::move(identity), kImmWindow, load, context.receive_context, context.events),
+        shared_(shared),
+        paths_(paths),
+        sends_(std::make_unique<SendQueue>(shared.completions)),
+        number_(shared.nic->add(*sends_, shared.completions)) {
+    set_peer_imm_window(kImmWindow);
+    paths_[number_] = this;
+  }
+  ~NullPath() override {
+    shared_.nic->remove(number_);
+    paths_.erase(number_);
+  }
+
+  std::string_view fabric() const override { return "null"; }
+  std::string endpoint() const override { return ByteWriter().put(number_).take(); }
+  void connect(std::string_view endpoint, Connected then) override {
+    ByteReader reader(endpoint);
+    const auto peers = reader.get<std::uint32_t>();
+    if (reader.finished() && shared_.nic->join(number_, peers)) return then({});
+    then(Error{Errc::nic_lost, "peer " + identity_.label +
+                                   " is not in this process, which a null NIC does not leave"});
+  }
+  void shut(std::function<void()> then) override {
+    shared_.nic->remove(number_);
+    then();
+  }
+
+  bool has_room(bool counted) const override {
+    return sends_left_ >= kMaxGroupWrites && NicPath::has_room(counted);
+  }
+  std::size_t post(const OperationPtr& operation, const WriteRange& writes) override {
+    const std::size_t count =
+        batch_limit(operation, writes, std::min<std::size_t>(sends_left_, kMaxChain));
+    if (count == 0) return 0;
+    const bool counted = operation->imm && writes.counted;
+    const std::byte* const source = operation->source ? operation->source->data() : nullptr;
+    std::uint64_t bytes = 0;
+    WorkRequest* request = nullptr;
+    for (std::size_t i = 0; i < count; ++i) {
+      const WireWrite& write = operation->writes[writes.first + i];
+      request = &sends_->next();
+      *request = {.source = reinterpret_cast<std::uint64_t>(source) + write.source,
+                  .address = write.destination,
+                  .rkey = operation->destination_key,
+                  .completes = 0,
+                  .length = write.length,
+                  .imm = operation->imm.value_or(0),
+                  .counted = counted && write.grouped == 0};
+      bytes += write.length;
+    }
+    const Batch& batch = add_batch(operation, {writes.first, count, writes.counted}, bytes);
+    request->completes = batch.sequence << kCountBits | count;
+    sends_left_ -= static_cast<std::uint32_t>(count);
+    sends_->ring_doorbell();
+    return count;
+  }
+
+  void on_sent(std::uint64_t request) {
+    sends_left_ += static_cast<std::uint32_t>(request & kCountMask);
+    finish_through(request >> kCountBits);
+  }
+  void on_immediates(Imm imm, std::uint64_t count) { count_immediates(imm, count); }
+
+ private:
+  Shared& shared_;
+  std::unordered_map<std::uint32_t, NullPath*>& paths_;
+  std::unique_ptr<SendQueue> sends_;
+  std::uint32_t number_;
+  std::uint32_t sends_left_ = SendQueue::kEntries;
+};
+
+class NullDomain final : public NicDomain, private EventSink {
  public:
   explicit NullDomain(const NicContext& context) : context_(context) {}
+  ~NullDomain() override {
+    if (shared_.completions.event() >= 0) {
+      context_.poller.remove(shared_.completions.event(), *this);
+    }
+    shared_.nic->remove(shared_.completions);
+  }
+  Result<void> open() {
+    if (auto good = shared_.completions.open(); !good) return good;
+    shared_.nic->add(shared_.completions);
+    return context_.poller.add(shared_.completions.event(), EPOLLIN, *this);
+  }
 
   std::string_view fabric() const override { return "null"; }
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return true; }
+  bool keeps_order() const override { return true; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion&) override {
     return std::shared_ptr<NicRegistration>(std::make_shared<NullRegistration>());
   }
   void open_path(NicPathIdentity identity, Opened then) override {
     then(std::unique_ptr<NicPath>(
-        std::make_unique<NullPath>(std::move(identity), load_, context_, paths_)));
+        std::make_unique<NullPath>(std::move(identity), load_, context_, shared_, paths_)));
   }
+
+  // In runs of one path and one immediate.
   void poll() override {
-    for (NullPath* path : paths_) path->poll();
+    CompletionRing& ring = shared_.completions;
+    std::size_t taken = 0;
+    while (taken < kPollBatch) {
+      const Completion* entry = ring.front();
+      if (!entry) break;
+      const std::uint32_t number = entry->path;
+      const std::uint64_t request = entry->request;
+      const Imm imm = entry->imm;
+      std::uint64_t run = 0;
+      do {
+        ++run;
+        ring.pop();
+        entry = ring.front();
+      } while (entry && request == 0 && entry->request == 0 && entry->path == number &&
+               entry->imm == imm && taken + run < kPollBatch);
+      taken += run;
+      const auto path = paths_.find(number);
+      if (path == paths_.end()) continue;  // it was shut
+      request != 0 ? path->second->on_sent(request) : path->second->on_immediates(imm, run);
+    }
+    if (taken > 0) ring.give_back();
   }
-  bool prepare_sleep() override { return load_.bytes == 0; }
+  bool prepare_sleep() override {
+    shared_.completions.arm();
+    return shared_.completions.front() == nullptr;
+  }
   void finish_sleep() override {}
 
  private:
+  void on_events(std::uint32_t) override {
+    std::uint64_t count = 0;
+    [[maybe_unused]] const auto got = ::read(shared_.completions.event(), &count, sizeof count);
+  }
+
   NicContext context_;
   NicInfo info_{.name = "null", .network = "null", .bits_per_second = 1'000'000'000'000u};
   NicLoad load_{.bits_per_second = info_.bits_per_second};
-  std::vector<NullPath*> paths_;  // owned by their links
+  Shared shared_;
+  std::unordered_map<std::uint32_t, NullPath*> paths_;  // by number; owned by their links
 };
 
 }  // namespace
 
 Result<OpenedNics> NullFactory::open(const NicContext& context) {
+  auto domain = std::make_unique<NullDomain>(context);
+  if (auto good = domain->open(); !good) return good.error();
   OpenedNics opened;
-  opened.nics.push_back(std::make_unique<NullDomain>(context));
+  opened.nics.push_back(std::move(domain));
   return opened;
 }
 

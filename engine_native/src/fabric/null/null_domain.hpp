@@ -1,4 +1,4 @@
-// A NIC that moves nothing and completes at once: what an engine costs without one.
+// A NIC that moves nothing (null_nic.hpp): what an engine costs without one.
 #pragma once
 
 #include "fabric/nic/nic_domain.hpp"

@@ -290,7 +290,7 @@ void Endpoint::take(const fi_cq_data_entry& entry) {
     Context* const receive =
         domain_->device.mode(FI_RX_CQ_DATA) ? context_of(entry.op_context) : nullptr;
     if (receive && receive->receive) put_back(*receive);
-    return pass({.imm = static_cast<Imm>(entry.data), .bytes = entry.len});
+    return pass({.imm = static_cast<Imm>(entry.data)});
   }
   Context* const context = context_of(entry.op_context);
   if (!context) return;
@@ -334,13 +334,12 @@ void Endpoint::report(const Completion& completion) {
   if (!completion.imm) return path_->on_written(completion.sequence);
   if (run_length_ > 0 && run_imm_ != *completion.imm) report_immediates();
   run_imm_ = *completion.imm;
-  run_bytes_ += completion.bytes;
   ++run_length_;
 }
 
 void Endpoint::report_immediates() {
   if (run_length_ == 0) return;
-  path_->on_arrived(run_imm_, std::exchange(run_length_, 0), std::exchange(run_bytes_, 0));
+  path_->on_arrived(run_imm_, std::exchange(run_length_, 0));
 }
 
 }  // namespace kvxfer::ofi

@@ -21,7 +21,7 @@ class CompletionSink {
  public:
   // The write is delivered.
   virtual void on_written(std::uint64_t sequence) = 0;
-  virtual void on_arrived(Imm imm, std::uint64_t writes, std::uint64_t bytes) = 0;
+  virtual void on_arrived(Imm imm, std::uint64_t count) = 0;
   // A write was not delivered, or the endpoint is broken.
   virtual void on_failed(Error error) = 0;
 
@@ -147,7 +147,6 @@ class Endpoint final : private EventSink {
   std::size_t in_flight_ = 0;
   bool refused_ = false;
   Imm run_imm_ = 0;  // of equal immediates, not reported yet
-  std::uint64_t run_bytes_ = 0;
   std::uint64_t run_length_ = 0;
 };
 

@@ -32,6 +32,7 @@ class OfiDomain final : public NicDomain, private EventSink {
   std::string_view fabric() const override { return "ofi"; }
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return usable_; }
+  bool keeps_order() const override { return false; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
   void open_path(NicPathIdentity identity, Opened then) override;
   void poll() override;

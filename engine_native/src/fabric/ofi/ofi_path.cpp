@@ -163,14 +163,14 @@ void OfiPath::on_written(std::uint64_t sequence) {
   finish(sequence);
 }
 
-void OfiPath::on_arrived(Imm imm, std::uint64_t writes, std::uint64_t bytes) {
+void OfiPath::on_arrived(Imm imm, std::uint64_t count) {
   if (imm == kGreeting && !heard_) {
     heard_ = true;
     may_greet_ = true;
     ++domain_.context().receive_context.activity;  // there may be room now
-    if (--writes == 0) return;
+    if (--count == 0) return;
   }
-  count_immediates(imm, writes, bytes);
+  count_immediates(imm, count);
 }
 
 void OfiPath::on_failed(Error error) {

@@ -44,7 +44,7 @@ class OfiPath final : public NicPath, private CompletionSink {
 
  private:
   void on_written(std::uint64_t sequence) override;
-  void on_arrived(Imm imm, std::uint64_t writes, std::uint64_t bytes) override;
+  void on_arrived(Imm imm, std::uint64_t count) override;
   void on_failed(Error error) override;
   ssize_t post_one(const Operation& operation, const WireWrite& write, bool counted);
   // What has no bytes of its own: a greeting, a flush, a bare immediate.

@@ -131,8 +131,10 @@ Result<void> Receiver::begin_batch() {
   iovecs_.clear();
   next_iovec_ = 0;
   batch_bytes_ = 0;
+  batch_immediates_ = 0;
   for (const WriteDescriptor& write : descriptors_) {
     batch_bytes_ += write.length;
+    batch_immediates_ += write.grouped == 0 ? 1 : 0;
     std::byte* const target = placement_->target(write.offset, write.length);
     if (target && write.length > 0) {
       iovecs_.push_back({target, write.length});
@@ -185,7 +187,7 @@ void Receiver::placed(std::size_t size) {
 }
 
 void Receiver::finish_batch() {
-  placement_->finish(header_.count, batch_bytes_);
+  placement_->finish(header_.count, batch_immediates_, batch_bytes_);
   const Errc status = placement_->status();
   placement_.reset();
   state_ = State::header;

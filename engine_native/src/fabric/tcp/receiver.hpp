@@ -72,6 +72,7 @@ class Receiver {
 
   std::optional<Placement> placement_;
   std::uint64_t batch_bytes_ = 0;
+  std::uint64_t batch_immediates_ = 0;
   std::uint64_t unread_ = 0;   // payload bytes of this batch
   std::vector<iovec> iovecs_;  // where they go; not used once the batch is refused
   std::size_t next_iovec_ = 0;

@@ -16,8 +16,8 @@ std::size_t Sender::post(const OperationPtr& operation, const WriteRange& range)
   const auto& writes = operation->writes;
   const std::size_t first = range.first;
   const bool with_acks = owes_acks();  // in the same system call
-  const std::size_t limit =
-      first + std::min<std::size_t>(range.count, kMaxBatchWrites - (with_acks ? 1 : 0));
+  const std::size_t end =
+      first + operation->batch(range, kMaxBatchWrites - (with_acks ? 1 : 0), kMaxBatchBytes);
   std::byte* const source = operation->source ? operation->source->data() : nullptr;
 
   descriptors_.clear();
@@ -28,10 +28,9 @@ std::size_t Sender::post(const OperationPtr& operation, const WriteRange& range)
   const std::size_t more = iovecs_.size();  // descriptors, once their number is known
   iovecs_.push_back({nullptr, 0});
   std::uint64_t bytes = 0;
-  std::size_t end = first;
-  while (end < limit && (end == first || bytes + writes[end].length <= kMaxBatchBytes)) {
-    const WireWrite& write = writes[end++];
-    if (end - first > 1) descriptors_.push_back({write.destination, write.length, 0});
+  for (std::size_t i = first; i < end; ++i) {
+    const WireWrite& write = writes[i];
+    if (i > first) descriptors_.push_back({write.destination, write.length, write.grouped});
     if (source && write.length > 0) {
       iovecs_.push_back({source + write.source, write.length});
       prefetch_to_read(source + write.source, write.length);
@@ -45,7 +44,7 @@ std::size_t Sender::post(const OperationPtr& operation, const WriteRange& range)
              .key_or_sequence = operation->destination_key,
              .count = static_cast<std::uint32_t>(end - first),
              .reserved = 0,
-             .first = {writes[first].destination, writes[first].length, 0}};
+             .first = {writes[first].destination, writes[first].length, writes[first].grouped}};
   iovecs_[more] = {descriptors_.data(), descriptors_.size() * sizeof(WriteDescriptor)};
   sending_batch_ = true;
   unacked_.push_back({operation, {first, end - first, range.counted}, bytes});

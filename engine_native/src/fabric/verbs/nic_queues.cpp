@@ -127,16 +127,14 @@ std::size_t NicQueues::poll() {
     } else if (one.opcode != IBV_WC_RECV_RDMA_WITH_IMM) {
       path->on_failed("it sent a message, which is no write");
     } else {
-      std::uint64_t writes = 1;
-      std::uint64_t bytes = one.byte_len;
+      std::uint64_t count = 1;
       for (; next != end && next->wr_id == kReceiveId && next->qp_num == number &&
              next->imm_data == one.imm_data && next->status == IBV_WC_SUCCESS &&
              next->opcode == one.opcode;
            ++next) {
-        ++writes;
-        bytes += next->byte_len;
+        ++count;
       }
-      path->on_immediates(ntohl(one.imm_data), writes, bytes);
+      path->on_immediates(ntohl(one.imm_data), count);
     }
   }
   return static_cast<std::size_t>(polled);

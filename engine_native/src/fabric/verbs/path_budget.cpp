@@ -3,11 +3,12 @@
 #include <algorithm>
 
 #include "fabric/verbs/path_windows.hpp"
+#include "operation.hpp"
 
 namespace kvxfer::verbs {
 namespace {
 
-constexpr std::uint32_t kMinSends = 16;
+constexpr std::uint32_t kMinSends = kMaxGroupWrites;
 constexpr std::uint32_t kMaxSends = 256;
 constexpr std::uint32_t kMinReceives = 64;
 constexpr std::uint32_t kMaxReceivesOfPath = 1024;

@@ -17,6 +17,7 @@ class VerbsDomain final : public NicDomain, private AsyncEventHandler {
   std::string_view fabric() const override { return "verbs"; }
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return nic_.usable(); }
+  bool keeps_order() const override { return true; }  // reliable connections
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
   std::uint64_t max_window() const override;
   void open_path(NicPathIdentity identity, Opened then) override;

@@ -196,7 +196,7 @@ std::size_t VerbsPath::post(const OperationPtr& operation, const WriteRange& wri
   std::uint64_t bytes = 0;
   for (std::size_t i = 0; i < count; ++i) {
     const WireWrite& write = operation->writes[writes.first + i];
-    write_request(i, *operation, write, key, counted);
+    write_request(i, *operation, write, key, counted && write.grouped == 0);
     bytes += write.length;
   }
   const Batch& batch = add_batch(operation, {writes.first, count, writes.counted}, bytes);

@@ -37,7 +37,7 @@ class VerbsPath final : public NicPath {
   std::string endpoint() const override { return ours_.encode(); }
   void connect(std::string_view endpoint, Connected then) override;
   bool has_room(bool counted) const override {
-    return sends_left_ > 0 && NicPath::has_room(counted);
+    return sends_left_ >= kMaxGroupWrites && NicPath::has_room(counted);
   }
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
   void shut(std::function<void()> then) override;
@@ -53,9 +53,7 @@ class VerbsPath final : public NicPath {
 
   // --- from the NIC's queues and events
   void on_sent(std::uint64_t request);
-  void on_immediates(Imm imm, std::uint64_t writes, std::uint64_t bytes) {
-    count_immediates(imm, writes, bytes);
-  }
+  void on_immediates(Imm imm, std::uint64_t count) { count_immediates(imm, count); }
   void on_failed(const ibv_wc& completion);
   void on_failed(const std::string& cause);
   void on_nic_down(const std::string& why) { lose({Errc::nic_lost, why}); }

@@ -1,0 +1,132 @@
+// A NIC that moves no bytes, as the processor that drives it sees one: work requests and
+// completions of 64 bytes in memory, a doorbell for each chain of requests, and somebody else at
+// the other end of both, here a thread for all NICs of the process.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "fd.hpp"
+#include "kvxfer/types.hpp"
+
+namespace kvxfer::null {
+
+inline constexpr std::size_t kLine = 64;
+
+struct alignas(kLine) WorkRequest {
+  std::uint64_t source;
+  std::uint64_t address;
+  std::uint64_t rkey;
+  std::uint64_t completes;  // request that is told of when it is done; 0: none
+  std::uint32_t length;
+  Imm imm;
+  bool counted;
+};
+static_assert(sizeof(WorkRequest) == kLine);
+
+struct alignas(kLine) Completion {
+  std::uint64_t request;  // of a write; 0: an immediate came
+  std::uint32_t path;
+  Imm imm;
+  std::atomic<std::uint32_t> turn;  // how often this entry was written: the last thing that is
+};
+static_assert(sizeof(Completion) == kLine);
+
+// Of one engine's NIC. The NIC writes, the engine reads.
+// Each side writes to lines of its own: NOLINTNEXTLINE(clang-analyzer-optin.performance.Padding)
+class CompletionRing {
+ public:
+  static constexpr std::uint64_t kEntries = 1u << 17;
+
+  // --- the NIC's thread
+  bool full() const { return written_ - read_.load(std::memory_order_acquire) >= kEntries; }
+  void push(std::uint64_t request, std::uint32_t path, Imm imm);
+  // Wakes an engine that sleeps over completions.
+  void wake_if_armed();
+
+  // --- the engine's thread
+  // Null if there is none.
+  const Completion* front() const;
+  void pop() { ++next_; }
+  // What was popped may be written again.
+  void give_back() { read_.store(next_, std::memory_order_release); }
+  int event() const { return event_.get(); }
+  void arm() { armed_.store(true, std::memory_order_release); }
+
+  Result<void> open();
+
+ private:
+  static std::uint32_t turn_of(std::uint64_t position) {
+    return static_cast<std::uint32_t>(position / kEntries + 1);
+  }
+
+  std::vector<Completion> entries_{kEntries};
+  alignas(kLine) std::uint64_t written_ = 0;
+  alignas(kLine) std::uint64_t next_ = 0;
+  alignas(kLine) std::atomic<std::uint64_t> read_ = 0;
+  std::atomic<bool> armed_ = false;
+  UniqueFd event_;
+};
+
+// One end of a path: what a queue pair is.
+// Each side writes to lines of its own: NOLINTNEXTLINE(clang-analyzer-optin.performance.Padding)
+class SendQueue {
+ public:
+  static constexpr std::uint32_t kEntries = 256;
+
+  explicit SendQueue(CompletionRing& completions) : completions_(completions) {}
+
+  // --- the engine's thread
+  WorkRequest& next() { return requests_[posted_++ % kEntries]; }
+  void ring_doorbell() { doorbell_.store(posted_, std::memory_order_release); }
+
+  // --- the NIC's thread
+  // Whether it did anything.
+  bool serve(std::uint32_t path, CompletionRing* peers, std::uint32_t peers_path);
+
+ private:
+  CompletionRing& completions_;
+  std::array<WorkRequest, kEntries> requests_{};
+  std::uint64_t posted_ = 0;
+  alignas(kLine) std::atomic<std::uint64_t> doorbell_ = 0;
+  alignas(kLine) std::uint64_t served_ = 0;
+};
+
+// The thread, and the paths that it serves. It lives as long as somebody has it.
+class NullNic {
+ public:
+  static std::shared_ptr<NullNic> of_process();
+
+  NullNic();
+
+  void add(CompletionRing& ring);
+  void remove(CompletionRing& ring);
+  // The number of the path.
+  std::uint32_t add(SendQueue& queue, CompletionRing& ring);
+  // False if there is no such path, as of another process.
+  bool join(std::uint32_t path, std::uint32_t peers);
+  void remove(std::uint32_t path);
+
+ private:
+  struct Path {
+    SendQueue* queue;
+    CompletionRing* ring;
+    std::uint32_t peer = 0;
+  };
+  void run(const std::stop_token& stop);
+  bool serve_all();
+
+  std::mutex mutex_;  // held while it serves
+  std::unordered_map<std::uint32_t, Path> paths_;
+  std::vector<CompletionRing*> rings_;
+  std::uint32_t last_ = 0;
+  std::jthread thread_;
+};
+
+}  // namespace kvxfer::null
