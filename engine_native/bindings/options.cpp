@@ -105,6 +105,7 @@ constexpr auto kOptions = std::to_array<Option>({
     {"verbs", set<&EngineOptions::verbs>},
     {"ofi", set<&EngineOptions::ofi>},
     {"null", set<&EngineOptions::null>},
+    {"null_keeps_order", set<&EngineOptions::null_keeps_order>},
     {"nics", set<&EngineOptions::nics>},
     {"traffic_class", set<&EngineOptions::traffic_class>},
     {"service_level", set<&EngineOptions::service_level>},

@@ -130,14 +130,14 @@ class NullWriter:
 
 
 @contextmanager
-def null_writer(nbytes: int) -> Iterator[NullWriter]:
+def null_writer(nbytes: int, *, keeps_order: bool = True) -> Iterator[NullWriter]:
     """Two engines and `nbytes` of address space for both; none of it is ever touched."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     space = np.frombuffer(mmap.mmap(-1, nbytes, flags, mmap.PROT_READ), np.uint8)
     key = secrets.token_bytes(32)
     with (
-        closing(_engine(key)) as sender,
-        closing(_engine(key, thread=False)) as receiver,
+        closing(_engine(key, keeps_order=keeps_order)) as sender,
+        closing(_engine(key, thread=False, keeps_order=keeps_order)) as receiver,
         translated(),
     ):
         source = sender.register_memory(space.ctypes.data, nbytes)
@@ -177,7 +177,36 @@ def measure_null(
     ]
 
 
-def _engine(cluster_key: bytes, *, thread: bool = True) -> native.TransferEngine:
+def measure_page_costs(
+    seed: int,
+    rounds: int,
+    advance: Callable[[], None],
+    page_bytes: list[int],
+    pages: int,
+    *,
+    keeps_order: bool,
+) -> list[tuple[float, float]]:
+    """For scattered pages of each size the nanoseconds per page until complete, and of the
+    receiver: medians. A NIC that does not keep order has an immediate for each page."""
+    lists = []
+    for size in page_bytes:
+        lists += PageDraw(seed, size, pages * size, 2 * pages * size).draw()
+    with null_writer(2 * pages * max(page_bytes), keeps_order=keeps_order) as writer:
+        for each in lists:
+            writer.write(each)
+        taken: list[list[tuple[int, int]]] = [[] for _ in lists]
+        for _ in range(rounds):
+            for i, each in enumerate(lists):
+                _, _, completed, received = writer.write(each)
+                taken[i].append((completed, received))
+            advance()
+    medians = np.median(np.array(taken), axis=1) / pages
+    return [(float(completed), float(received)) for completed, received in medians]
+
+
+def _engine(
+    cluster_key: bytes, *, thread: bool = True, keeps_order: bool = True
+) -> native.TransferEngine:
     """With the engine's defaults, but for the fabric."""
     with translated():
         return native.TransferEngine(
@@ -187,6 +216,7 @@ def _engine(cluster_key: bytes, *, thread: bool = True) -> native.TransferEngine
                 local=False,
                 tcp=False,
                 null=True,
+                null_keeps_order=keeps_order,
                 thread=thread,
                 peer_timeout=_TIMEOUT_SECONDS,  # an instrumented engine is a slow one
             )

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from kvxfer.bench.cases import LIMIT_TITLES
 from kvxfer.bench.figures import ChecksumFigure, IdleFigure, OverheadFigure, Report
+from kvxfer.bench.nic_bounds import NicBounds, NicModel
 from kvxfer.bench.render import columns, heading, judged
 from kvxfer.bench.targets import IDLE
 
@@ -69,6 +70,25 @@ def overhead_table(figures: list[OverheadFigure]) -> Table:
             str(each.received_target),
         )
     return table
+
+
+def nic_table(nic: NicModel, bounds: list[NicBounds]) -> Iterator[RenderableType]:
+    right = ("sender", "receiver", "processor", "writes/s", "wire")
+    table = columns(f"{nic.title}: Gbit/s at most", ("page",), (*right, "binds"))
+    for each in bounds:
+        table.add_row(
+            f"{each.page_bytes >> 10} KiB",
+            f"{each.sender_ns:.1f} ns",
+            f"{each.receiver_ns:.1f} ns",
+            f"{each.cpu_gbits:,.0f}",
+            f"{each.rate_gbits:,.0f}",
+            f"{each.wire_gbits:,.0f}",
+            each.binds,
+        )
+    yield table
+    yield Text("processor: measured here, one thread a side, over a NIC that moves nothing")
+    for source in nic.sources:
+        yield Text(source)
 
 
 def _throughput_table(report: Report) -> Table:

@@ -69,6 +69,13 @@ def bench(
             "--null", help="Measure only the engine's own time per page, over a NIC without any."
         ),
     ] = False,
+    nic: Annotated[
+        str | None,
+        typer.Option(
+            help="Show what bounds pages of each size on this NIC: cx7 or efa-p5en. The engine's "
+            "own time is measured as with --null, the rest is from what is published."
+        ),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Seconds instead of minutes: a smoke test.")
     ] = False,
@@ -180,6 +187,10 @@ def bench(
             out.print(idle_table(figures))
         return
 
+    if nic is not None:
+        _show_bounds(nic, settings.seed, rounds, quick, as_json=as_json)
+        return
+
     if null:
         null_rounds = rounds or (NULL_QUICK_ROUNDS if quick else NULL_ROUNDS)
         with _progress_bar(null_rounds) as step:
@@ -199,6 +210,30 @@ def bench(
     else:
         for table in report_tables(report):
             out.print(table)
+
+
+def _show_bounds(name: str, seed: int, rounds: int | None, quick: bool, *, as_json: bool) -> None:
+    from functools import partial
+
+    import msgspec
+
+    from kvxfer.bench.nic_bounds import NICS, measure_bounds
+    from kvxfer.bench.table import nic_table
+    from kvxfer.cli.output import out, show_json
+
+    nic = NICS.get(name)
+    if nic is None:
+        raise InvalidArgument(f"--nic {name!r} is not known; choose from {', '.join(NICS)}")
+    rounds = rounds or (NULL_QUICK_ROUNDS if quick else NULL_ROUNDS)
+    with _progress_bar(rounds) as step:
+        bounds = measure_bounds(nic, seed, rounds, partial(step, nic.name))
+    if as_json:
+        show_json(
+            {"seed": seed, "nic": msgspec.to_builtins(nic), "bounds": msgspec.to_builtins(bounds)}
+        )
+        return
+    for part in nic_table(nic, bounds):
+        out.print(part)
 
 
 def _check_options(context: typer.Context) -> None:

@@ -124,7 +124,7 @@ class NullDomain final : public NicDomain, private EventSink {
   std::string_view fabric() const override { return "null"; }
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return true; }
-  bool keeps_order() const override { return true; }
+  bool keeps_order() const override { return context_.options.null_keeps_order; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion&) override {
     return std::shared_ptr<NicRegistration>(std::make_shared<NullRegistration>());
   }
