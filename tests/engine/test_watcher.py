@@ -105,7 +105,7 @@ async def test_a_held_write_has_its_deadline_and_can_be_cancelled(pair: Pair) ->
     counter = pair.reader.counter()
     late = pair.to_reader.write_imm(counter.imm, timeout=0.01, after=watcher.at(1))
     cancelled = pair.to_reader.write_imm(counter.imm, after=watcher.at(1))
-    with pytest.raises(DeadlineExceeded, match="0 of 1 immediates"):
+    with pytest.raises(DeadlineExceeded, match="0 of 1 writes"):
         await late
     cancelled.cancel()
     with pytest.raises(Cancelled):
