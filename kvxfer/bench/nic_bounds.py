@@ -117,11 +117,17 @@ def measure_bounds(
 
 def bounds_of(nic: NicModel, page_bytes: int, sender_ns: float, receiver_ns: float) -> NicBounds:
     """What binds is the least of the three; the sender and the receiver work at the same time."""
-    gbits = {
+    bounds = {
         "processor": page_bytes * 8 / max(sender_ns, receiver_ns),
         "writes per second": nic.rate_gbits(page_bytes),
         "wire": nic.wire_gbits(page_bytes),
     }
     return NicBounds(
-        page_bytes, sender_ns, receiver_ns, *gbits.values(), binds=min(gbits, key=gbits.__getitem__)
+        page_bytes=page_bytes,
+        sender_ns=sender_ns,
+        receiver_ns=receiver_ns,
+        cpu_gbits=bounds["processor"],
+        rate_gbits=bounds["writes per second"],
+        wire_gbits=bounds["wire"],
+        binds=min(bounds, key=bounds.__getitem__),
     )
