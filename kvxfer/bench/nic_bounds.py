@@ -119,7 +119,7 @@ def bounds_of(nic: NicModel, page_bytes: int, sender_ns: float, receiver_ns: flo
     """What binds is the least of the three; the sender and the receiver work at the same time."""
     bounds = {
         "processor": page_bytes * 8 / max(sender_ns, receiver_ns),
-        "writes per second": nic.rate_gbits(page_bytes),
+        "writes/s": nic.rate_gbits(page_bytes),
         "wire": nic.wire_gbits(page_bytes),
     }
     return NicBounds(
@@ -127,7 +127,7 @@ def bounds_of(nic: NicModel, page_bytes: int, sender_ns: float, receiver_ns: flo
         sender_ns=sender_ns,
         receiver_ns=receiver_ns,
         cpu_gbits=bounds["processor"],
-        rate_gbits=bounds["writes per second"],
+        rate_gbits=bounds["writes/s"],
         wire_gbits=bounds["wire"],
         binds=min(bounds, key=bounds.__getitem__),
     )

@@ -122,4 +122,5 @@ def native_fabrics(fabrics: Sequence[str] | None) -> dict[str, bool | str]:
         "verbs": use if "verbs" in named else "never",
         "ofi": use if "ofi" in named else "never",
         "null": False,  # moves nothing: no application can choose it
+        "null_keeps_order": True,
     }

@@ -20,7 +20,7 @@ def test_the_wire_takes_its_headers() -> None:
 
 @pytest.mark.parametrize(
     ("page_bytes", "sender_ns", "binds"),
-    [(4096, 100.0, "processor"), (4096, 10.0, "writes per second"), (65536, 10.0, "wire")],
+    [(4096, 100.0, "processor"), (4096, 10.0, "writes/s"), (65536, 10.0, "wire")],
 )
 def test_the_least_bound_binds(page_bytes: int, sender_ns: float, binds: str) -> None:
     assert bounds_of(NICS["cx7"], page_bytes, sender_ns, 1.0).binds == binds
