@@ -13,10 +13,16 @@ DEFAULT_PEER_TIMEOUT: float
 class Error(Exception):
     """args: (code, message); `kvxfer.errors.by_code` has the public class."""
 
+class NicFactory:
+    """NICs beside those of the host."""
+
+def null_nics(*, keeps_order: bool) -> NicFactory:
+    """A network of NICs that move nothing; each engine made with it has one."""
+
 class EngineOptions:
     """As `kvxfer.EngineOptions` describes them, with a `cluster_key`. Instead of `fabrics` there
-    are the flags `local`, `tcp` and `null`, and `verbs` and `ofi`: "never", "if_available" or
-    "required"."""
+    are the flags `local` and `tcp`, and `verbs` and `ofi`: "never", "if_available" or "required".
+    `more_nics` is a NicFactory."""
 
     def __init__(self, **options: object) -> None:
         """OPTION_NAMES; those that are left out have the defaults of types.hpp."""

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "bindings.hpp"
+#include "fabric/null/null_domain.hpp"
 
 namespace py = pybind11;
 
@@ -69,6 +70,10 @@ void read(const Given& given, FabricUse& into) {
   }
 }
 
+void read(const Given& given, std::shared_ptr<NicFactory>& into) {
+  into = cast<std::shared_ptr<NicFactory>>(given, "what null_nics() returns");
+}
+
 template <auto Member>
 void set(EngineOptions& options, const Given& given) {
   read(given, options.*Member);
@@ -104,8 +109,6 @@ constexpr auto kOptions = std::to_array<Option>({
     {"tcp", set<&EngineOptions::tcp>},
     {"verbs", set<&EngineOptions::verbs>},
     {"ofi", set<&EngineOptions::ofi>},
-    {"null", set<&EngineOptions::null>},
-    {"null_keeps_order", set<&EngineOptions::null_keeps_order>},
     {"nics", set<&EngineOptions::nics>},
     {"traffic_class", set<&EngineOptions::traffic_class>},
     {"service_level", set<&EngineOptions::service_level>},
@@ -119,6 +122,7 @@ constexpr auto kOptions = std::to_array<Option>({
     {"ofi_strict", set<&EngineOptions::ofi_strict>},
     {"thread", set<&EngineOptions::thread>},
     {"cpus", set<&EngineOptions::cpus>},
+    {"more_nics", set_or_none<&EngineOptions::more_nics>},
     {"lanes", set<&EngineOptions::lanes>},
     {"window_bytes", set<&EngineOptions::window_bytes>},
     {"heartbeat_interval", set<&EngineOptions::heartbeat_interval>},
@@ -145,6 +149,13 @@ EngineOptions make_options(const py::kwargs& arguments) {
 }  // namespace
 
 void bind_options(py::module_& module) {
+  py::class_<NicFactory, std::shared_ptr<NicFactory>>(module, "NicFactory");
+  module.def(
+      "null_nics",
+      [](bool keeps_order) -> std::shared_ptr<NicFactory> {
+        return std::make_shared<null::NullFactory>(keeps_order);
+      },
+      py::kw_only(), py::arg("keeps_order"));
   py::class_<EngineOptions>(module, "EngineOptions").def(py::init(&make_options));
   py::tuple names(kOptions.size());
   for (std::size_t i = 0; i < kOptions.size(); ++i) names[i] = kOptions[i].name;

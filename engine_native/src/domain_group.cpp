@@ -69,8 +69,8 @@ Result<void> validate(const EngineOptions& options) {
     return bad("cluster_key has " + std::to_string(options.cluster_key.size()) +
                " bytes; it needs at least 16, e.g. the output of: openssl rand -hex 32");
   }
-  const bool nics = options.verbs != FabricUse::never || options.ofi != FabricUse::never ||
-                    options.null || options.more_nics;
+  const bool nics =
+      options.verbs != FabricUse::never || options.ofi != FabricUse::never || options.more_nics;
   if (!options.local && !options.tcp && !nics) {
     return bad("no fabric is enabled; enable at least one of local, verbs, ofi and tcp");
   }

@@ -6,7 +6,6 @@
 
 #include "clock.hpp"
 #include "domain_group.hpp"
-#include "fabric/null/null_domain.hpp"
 #ifdef KVXFER_HAVE_OFI
 #include "fabric/ofi/ofi_factory.hpp"
 #endif
@@ -89,10 +88,6 @@ Result<void> DomainGroup::open_nics(ReceiveContext receive_context) {
     if (auto good = add(factory); !good) return good;
   }
 #endif
-  if (options_.null) {
-    null::NullFactory factory;
-    if (auto good = add(factory); !good) return good;
-  }
   if (options_.more_nics) {
     if (auto good = add(*options_.more_nics); !good) return good;
   }

@@ -55,9 +55,15 @@ std::string Peer::fabric() const {
 
 void Peer::use_nics(const std::vector<std::unique_ptr<NicDomain>>& ours, bool initiator,
                     const EngineOptions& options) {
-  handle_->groups =
-      session_.version >= kGroupsVersion && NicLink::keep_order(ours, session_.introduction.nics);
-  if (!NicLink::possible(ours, session_.introduction.nics)) return;
+  bool common = false;
+  bool ordered = true;
+  for (const auto& nic : ours) {
+    if (!shares_network(nic->info(), session_.introduction.nics)) continue;
+    common = true;
+    ordered = ordered && nic->keeps_order();
+  }
+  handle_->groups = ordered && session_.version >= kGroupsVersion;
+  if (!common) return;
   NicLinkOwner& owner = *this;
   nics_ = std::make_unique<NicLink>(
       NicLink::Ends{.peer = id(),

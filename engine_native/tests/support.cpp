@@ -12,6 +12,14 @@
 
 namespace kvxfer::test {
 
+PagedWrite same_pages(std::uint64_t length, const std::vector<std::int64_t>& pages) {
+  return {.page_length = length,
+          .source_pages = pages,
+          .destination_pages = pages,
+          .source_stride = length,
+          .destination_stride = length};
+}
+
 TestEngine::TestEngine(EngineOptions options)
     : engine_(good(TransferEngine::create(std::move(options)))) {}
 

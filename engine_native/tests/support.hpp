@@ -23,6 +23,9 @@ inline constexpr Duration kDeadline = std::chrono::seconds(30);
 inline constexpr std::size_t kPage = 4096;
 inline constexpr std::size_t kPages = 1024;
 
+// Each of these pages to the page of the same number.
+PagedWrite same_pages(std::uint64_t length, const std::vector<std::int64_t>& pages);
+
 // An engine and the completions that nobody has asked for yet.
 class TestEngine {
  public:

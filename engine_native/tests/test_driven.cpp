@@ -61,12 +61,7 @@ void write_and_end(const std::string& fabric, Driven driven, Random& random) {
   const Imm imm = good(pair.reader->allocate_counter());
   const auto submitted =
       good(pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
-                                    {.page_length = kPage,
-                                     .source_pages = pages,
-                                     .destination_pages = pages,
-                                     .source_stride = kPage,
-                                     .destination_stride = kPage},
-                                    {.imm = imm, .timeout = kDeadline}));
+                                    same_pages(kPage, pages), {.imm = imm, .timeout = kDeadline}));
   good(pair.reader->expect(imm, submitted.immediates));
   CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
   CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);

@@ -60,13 +60,8 @@ struct Hosts {
     const Imm imm = good(reader->allocate_counter(to_writer));
     const RegionRange all{destination, 0, destination->size()};
     const auto grant = good(reader->grant(imm, {&all, 1})).front();
-    const auto submitted = good(writer->write_pages(to_reader, source, grant,
-                                                    {.page_length = kPage,
-                                                     .source_pages = pages,
-                                                     .destination_pages = pages,
-                                                     .source_stride = kPage,
-                                                     .destination_stride = kPage},
-                                                    {.imm = imm, .timeout = kDeadline}));
+    const auto submitted = good(writer->write_pages(
+        to_reader, source, grant, same_pages(kPage, pages), {.imm = imm, .timeout = kDeadline}));
     meanwhile();
     const auto done = writer.await(Kind::write, submitted.id);
     REQUIRE_MESSAGE(done.code == Errc::ok, done.text);

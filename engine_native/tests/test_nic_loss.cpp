@@ -26,14 +26,9 @@ struct Load {
     random_.fill(source->data(), source->size());
     const auto pages = random_.distinct_pages(3000, kManyPages);
     const Imm imm = good(pair.reader->allocate_counter(pair.to_writer));
-    const auto submitted =
-        good(pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
-                                      {.page_length = kSmallPage,
-                                       .source_pages = pages,
-                                       .destination_pages = pages,
-                                       .source_stride = kSmallPage,
-                                       .destination_stride = kSmallPage},
-                                      {.imm = imm, .timeout = kDeadline}));
+    const auto submitted = good(pair.writer->write_pages(
+        pair.to_reader, source, destination->descriptor(), same_pages(kSmallPage, pages),
+        {.imm = imm, .timeout = kDeadline}));
     const std::uint64_t begin = 1 + random_.below(submitted.immediates / 2);
     while (pair.reader->counter_value(imm) < begin) std::this_thread::yield();
     disturb();
@@ -160,14 +155,9 @@ TEST_CASE("of a path that kept order, only the groups that are not there are pos
   const std::string nic = pair.writer->nics()[0].name;
   network.hold(true);
   network.lose_completions(nic, true);
-  const auto submitted =
-      good(pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
-                                    {.page_length = kSmallPage,
-                                     .source_pages = pages,
-                                     .destination_pages = pages,
-                                     .source_stride = kSmallPage,
-                                     .destination_stride = kSmallPage},
-                                    {.imm = imm, .timeout = kDeadline, .nic = 0}));
+  const auto submitted = good(pair.writer->write_pages(
+      pair.to_reader, source, destination->descriptor(), same_pages(kSmallPage, pages),
+      {.imm = imm, .timeout = kDeadline, .nic = 0}));
   CHECK(submitted.immediates == 2);
   network.await_posted(64);
   for (int i = 0; i < 40; ++i) network.deliver_newest();  // in order, on this path
@@ -229,14 +219,9 @@ TEST_CASE("an operation that goes on between losses outlives any number of them"
   for (std::size_t i = 0; i < pages.size(); ++i) pages[i] = static_cast<std::int64_t>(16 - 1 - i);
   const std::string nic = pair.writer->nics()[0].name;
   network.hold(true);
-  const auto submitted =
-      good(pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
-                                    {.page_length = kSmallPage,
-                                     .source_pages = pages,
-                                     .destination_pages = pages,
-                                     .source_stride = kSmallPage,
-                                     .destination_stride = kSmallPage},
-                                    {.timeout = kDeadline, .nic = 0}));
+  const auto submitted = good(
+      pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
+                               same_pages(kSmallPage, pages), {.timeout = kDeadline, .nic = 0}));
   REQUIRE(submitted.writes == pages.size());
   for (std::size_t loss = 1; loss <= 7; ++loss) {
     // Losses within a quarter of a second count once.

@@ -88,13 +88,8 @@ TEST_CASE("pages are shared out by count, weighted by link speed") {
   std::vector<std::int64_t> pages;
   for (std::int64_t page = 0; page < 4000; page += 2) pages.push_back(page);
   simulated_network().hold(true);  // so that only what is posted decides
-  const auto submitted =
-      good(pair.writer->write_pages(pair.to_reader, pair.source, pair.destination->descriptor(),
-                                    {.page_length = 4096,
-                                     .source_pages = pages,
-                                     .destination_pages = pages,
-                                     .source_stride = 4096,
-                                     .destination_stride = 4096}));
+  const auto submitted = good(pair.writer->write_pages(
+      pair.to_reader, pair.source, pair.destination->descriptor(), same_pages(4096, pages)));
   while (pair.writer->stats().writes_posted < submitted.writes) std::this_thread::yield();
   simulated_network().hold(false);
   CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
@@ -139,12 +134,7 @@ TEST_CASE("any mix of 1 to 8 NICs on both sides moves everything") {
     const Imm imm = good(pair.reader->allocate_counter());
     const auto submitted =
         good(pair.writer->write_pages(pair.to_reader, pair.source, pair.destination->descriptor(),
-                                      {.page_length = 256,
-                                       .source_pages = pages,
-                                       .destination_pages = pages,
-                                       .source_stride = 256,
-                                       .destination_stride = 256},
-                                      {.imm = imm}));
+                                      same_pages(256, pages), {.imm = imm}));
     good(pair.reader->expect(imm, submitted.immediates));
     CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
     for (const auto page : pages) {
@@ -174,12 +164,7 @@ TEST_CASE("an immediate counts for a group only where every common network keeps
   const auto immediates = [&](const std::vector<bool>& ours, const std::vector<bool>& theirs) {
     NicPairOfEngines pair(with("a", ours), with("b", theirs));
     const auto submitted = good(pair.writer->write_pages(
-        pair.to_reader, pair.source, pair.destination->descriptor(),
-        {.page_length = 64,
-         .source_pages = pages,
-         .destination_pages = pages,
-         .source_stride = 64,
-         .destination_stride = 64},
+        pair.to_reader, pair.source, pair.destination->descriptor(), same_pages(64, pages),
         {.imm = good(pair.reader->allocate_counter()), .timeout = kDeadline}));
     CHECK(submitted.writes == 100);
     CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);

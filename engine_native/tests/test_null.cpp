@@ -1,6 +1,7 @@
 // The NIC that moves nothing: it reports every write and counts every immediate.
 #include <cstring>
 
+#include "fabric/null/null_domain.hpp"
 #include "support.hpp"
 
 using namespace kvxfer;
@@ -9,18 +10,19 @@ using Kind = Completion::Kind;
 
 namespace {
 
-EngineOptions null_options(const std::string& name) {
+EngineOptions null_options(const std::string& name, const std::shared_ptr<NicFactory>& nics) {
   auto options = options_for("tcp", name);
   options.tcp = false;
-  options.null = true;
+  options.more_nics = nics;
   return options;
 }
 
 }  // namespace
 
 TEST_CASE("null: writes are reported and immediates counted, though nothing is moved") {
-  TestEngine writer(null_options("writer"));
-  TestEngine reader(null_options("reader"));
+  const auto nics = std::make_shared<null::NullFactory>(true);
+  TestEngine writer(null_options("writer", nics));
+  TestEngine reader(null_options("reader", nics));
   const PeerId to_reader = writer.connect_to(reader);
   CHECK(writer.await(Kind::peer_up).fabric == "null");
   const auto source = good(writer->allocate(2 * kPage * kPages));
@@ -31,13 +33,9 @@ TEST_CASE("null: writes are reported and immediates counted, though nothing is m
   const Imm imm = good(reader->allocate_counter());
   std::uint64_t total = 0;
   for (int round = 0; round < 20; ++round) {
-    const auto submitted = good(writer->write_pages(to_reader, source, destination->descriptor(),
-                                                    {.page_length = kPage,
-                                                     .source_pages = pages,
-                                                     .destination_pages = pages,
-                                                     .source_stride = kPage,
-                                                     .destination_stride = kPage},
-                                                    {.imm = imm, .timeout = kDeadline}));
+    const auto submitted =
+        good(writer->write_pages(to_reader, source, destination->descriptor(),
+                                 same_pages(kPage, pages), {.imm = imm, .timeout = kDeadline}));
     CHECK(submitted.writes == kPages);
     CHECK(submitted.immediates == kPages / 32);
     total += submitted.immediates;
@@ -52,4 +50,13 @@ TEST_CASE("null: writes are reported and immediates counted, though nothing is m
   const PeerId again = writer.connect_to(reader);
   const auto told = good(writer->write_imm(again, imm, {.timeout = kDeadline}));
   CHECK(writer.await(Kind::write, told.id).code == Errc::ok);
+}
+
+TEST_CASE("null: engines of two networks do not meet") {
+  TestEngine writer(null_options("writer", std::make_shared<null::NullFactory>(true)));
+  TestEngine reader(null_options("reader", std::make_shared<null::NullFactory>(true)));
+  const OperationId id = writer->connect(reader->address(), std::chrono::seconds(1));
+  const auto refused = writer.await(Kind::connect, id);
+  CHECK(refused.code == Errc::connect_failed);
+  CHECK_MESSAGE(refused.text.find("network of null NICs") != std::string::npos, refused.text);
 }

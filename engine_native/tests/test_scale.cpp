@@ -68,12 +68,7 @@ TEST_CASE("a million immediates are counted, none lost, none twice") {
     const Imm imm = good(pair.reader->allocate_counter());
     const auto submitted =
         good(pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
-                                      {.page_length = 8,
-                                       .source_pages = pages,
-                                       .destination_pages = pages,
-                                       .source_stride = 8,
-                                       .destination_stride = 8},
-                                      {.imm = imm, .timeout = kLong}));
+                                      same_pages(8, pages), {.imm = imm, .timeout = kLong}));
     CHECK(submitted.writes == pages.size());
     good(pair.reader->expect(imm, submitted.immediates));
     const auto done = pair.writer.await(Kind::write, submitted.id, kLong);

@@ -62,12 +62,7 @@ struct Verbs {
 
   Submitted submit(const std::vector<std::int64_t>& pages, Imm imm) {
     return good(writer->write_pages(to_reader, source, destination->descriptor(),
-                                    {.page_length = kPage,
-                                     .source_pages = pages,
-                                     .destination_pages = pages,
-                                     .source_stride = kPage,
-                                     .destination_stride = kPage},
-                                    {.imm = imm, .timeout = kDeadline}));
+                                    same_pages(kPage, pages), {.imm = imm, .timeout = kDeadline}));
   }
 
   // Writes pages, `disturb` meanwhile; then every byte and the count must be right.

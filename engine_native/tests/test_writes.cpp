@@ -258,14 +258,9 @@ TEST_CASE("after release_counter returned, no write with that immediate lands") 
     const auto pages = random.distinct_pages(4096, 4096);
     for (int round = 0; round < 30; ++round) {
       const Imm imm = good(pair.reader->allocate_counter());
-      const auto submitted =
-          good(pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
-                                        {.page_length = 1024,
-                                         .source_pages = pages,
-                                         .destination_pages = pages,
-                                         .source_stride = 1024,
-                                         .destination_stride = 1024},
-                                        {.imm = imm, .timeout = kDeadline}));
+      const auto submitted = good(
+          pair.writer->write_pages(pair.to_reader, source, destination->descriptor(),
+                                   same_pages(1024, pages), {.imm = imm, .timeout = kDeadline}));
       while (pair.reader->counter_value(imm) == 0 && random.below(4) != 0) {
       }
       pair.reader->release_counter(imm);

@@ -1,6 +1,6 @@
 """What the engine itself costs per page: over `null`, a NIC that moves nothing, but takes work
-requests of 64 bytes and a doorbell for each chain of them, and gives completions, all by a thread
-of its own. No application can choose that fabric, so the native engine is used as it is."""
+requests of 64 bytes and a doorbell for each chain of them, and gives completions by another
+thread. No application can choose that fabric, so the native engine is used as it is."""
 
 from __future__ import annotations
 
@@ -135,9 +135,10 @@ def null_writer(nbytes: int, *, keeps_order: bool = True) -> Iterator[NullWriter
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     space = np.frombuffer(mmap.mmap(-1, nbytes, flags, mmap.PROT_READ), np.uint8)
     key = secrets.token_bytes(32)
+    nics = native.null_nics(keeps_order=keeps_order)
     with (
-        closing(_engine(key, keeps_order=keeps_order)) as sender,
-        closing(_engine(key, thread=False, keeps_order=keeps_order)) as receiver,
+        closing(_engine(key, nics)) as sender,
+        closing(_engine(key, nics, thread=False)) as receiver,
         translated(),
     ):
         source = sender.register_memory(space.ctypes.data, nbytes)
@@ -205,7 +206,7 @@ def measure_page_costs(
 
 
 def _engine(
-    cluster_key: bytes, *, thread: bool = True, keeps_order: bool = True
+    cluster_key: bytes, nics: native.NicFactory, *, thread: bool = True
 ) -> native.TransferEngine:
     """With the engine's defaults, but for the fabric."""
     with translated():
@@ -215,8 +216,7 @@ def _engine(
                 name="bench null",
                 local=False,
                 tcp=False,
-                null=True,
-                null_keeps_order=keeps_order,
+                more_nics=nics,
                 thread=thread,
                 peer_timeout=_TIMEOUT_SECONDS,  # an instrumented engine is a slow one
             )

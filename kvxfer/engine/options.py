@@ -121,6 +121,4 @@ def native_fabrics(fabrics: Sequence[str] | None) -> dict[str, bool | str]:
         "tcp": "tcp" in named,
         "verbs": use if "verbs" in named else "never",
         "ofi": use if "ofi" in named else "never",
-        "null": False,  # moves nothing: no application can choose it
-        "null_keeps_order": True,
     }

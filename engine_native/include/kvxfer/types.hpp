@@ -85,8 +85,6 @@ struct EngineOptions {
   std::string ofi_provider = "efa";  // libfabric's name of it
   unsigned ofi_endpoints = 1;        // per libfabric domain, each standing for a NIC
   bool ofi_strict = false;           // hold any provider to EFA's limits and disorder
-  bool null = false;                 // a NIC that moves nothing, to measure the engine alone
-  bool null_keeps_order = true;      // that NIC, on its paths
   bool thread = true;  // of its own; without, the engine does its work in TransferEngine::poll()
   std::vector<unsigned> cpus;             // where the engine thread may run; empty: anywhere
   std::shared_ptr<NicFactory> more_nics;  // null: none

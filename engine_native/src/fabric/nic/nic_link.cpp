@@ -27,11 +27,6 @@ void discard(std::unique_ptr<NicPath> path) {
   unwanted.shut([kept = std::shared_ptr<NicPath>(std::move(path))] {});
 }
 
-bool in_network_of(const NicDomain& nic, const std::vector<NicInfo>& theirs) {
-  return std::any_of(theirs.begin(), theirs.end(),
-                     [&](const NicInfo& their) { return their.network == nic.info().network; });
-}
-
 NicMask all_of(std::size_t count) { return count >= 64 ? ~NicMask{0} : (NicMask{1} << count) - 1; }
 
 }  // namespace
@@ -45,19 +40,6 @@ NicLink::NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours,
       regions_(ends_.label, owner),
       lost_writes_(owner),
       grants_(owner) {}
-
-bool NicLink::possible(const std::vector<std::unique_ptr<NicDomain>>& ours,
-                       const std::vector<NicInfo>& theirs) {
-  return std::any_of(ours.begin(), ours.end(),
-                     [&](const auto& our) { return in_network_of(*our, theirs); });
-}
-
-bool NicLink::keep_order(const std::vector<std::unique_ptr<NicDomain>>& ours,
-                         const std::vector<NicInfo>& theirs) {
-  return std::all_of(ours.begin(), ours.end(), [&](const auto& our) {
-    return our->keeps_order() || !in_network_of(*our, theirs);
-  });
-}
 
 NicMask NicLink::our_usable() const {
   NicMask mask = 0;

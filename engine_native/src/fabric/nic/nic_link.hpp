@@ -81,13 +81,6 @@ class NicLink {
 
   NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours, NicLinkOwner& owner);
 
-  // Whether the two sides have any network in common.
-  static bool possible(const std::vector<std::unique_ptr<NicDomain>>& ours,
-                       const std::vector<NicInfo>& theirs);
-  // Whether every network that they have in common keeps the order of a path's writes.
-  static bool keep_order(const std::vector<std::unique_ptr<NicDomain>>& ours,
-                         const std::vector<NicInfo>& theirs);
-
   // --- paths
   // Initiator: opens what is missing, now that NICs or time allow it.
   void open_missing(std::uint64_t now);

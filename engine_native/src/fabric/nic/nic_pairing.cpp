@@ -27,6 +27,11 @@ void pair_by_position(const Numbers& here, const Numbers& there, std::size_t cou
 
 }  // namespace
 
+bool shares_network(const NicInfo& nic, std::span<const NicInfo> theirs) {
+  return std::any_of(theirs.begin(), theirs.end(),
+                     [&](const NicInfo& their) { return their.network == nic.network; });
+}
+
 std::vector<NicPair> pair_nics(std::span<const NicInfo> ours, NicMask our_usable,
                                std::span<const NicInfo> theirs, NicMask their_usable) {
   const auto is_up = [&](const NicPair& pair) {

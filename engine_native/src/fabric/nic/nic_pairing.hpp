@@ -19,6 +19,9 @@ struct NicPair {
 // Bit n: NIC n is usable.
 using NicMask = std::uint64_t;
 
+// Whether the peer has a NIC that this one reaches.
+bool shares_network(const NicInfo& nic, std::span<const NicInfo> theirs);
+
 // Within each network that both sides have NICs of: those of the same name, then of the others the
 // k-th with the k-th, where the side with fewer serves several of the other's with one. This is by
 // all of a side's NICs, not by those that are usable, so that one that is down moves no other to

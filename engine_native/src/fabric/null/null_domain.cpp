@@ -4,9 +4,6 @@
 
 #include <unordered_map>
 
-#include "bootstrap/bytes.hpp"
-#include "fabric/null/null_nic.hpp"
-
 namespace kvxfer::null {
 namespace {
 
@@ -27,7 +24,7 @@ class NullRegistration final : public NicRegistration {
 
 // What a NIC's paths have in common.
 struct Shared {
-  std::shared_ptr<NullNic> nic = NullNic::of_process();
+  std::shared_ptr<NullNics> nics;
   CompletionRing completions;
 };
 
@@ -39,26 +36,24 @@ class NullPath final : public NicPath {
         shared_(shared),
         paths_(paths),
         sends_(std::make_unique<SendQueue>(shared.completions)),
-        number_(shared.nic->add(*sends_, shared.completions)) {
+        number_(shared.nics->add(*sends_, shared.completions)) {
     set_peer_imm_window(kImmWindow);
     paths_[number_] = this;
   }
   ~NullPath() override {
-    shared_.nic->remove(number_);
+    shared_.nics->remove(number_);
     paths_.erase(number_);
   }
 
   std::string_view fabric() const override { return "null"; }
-  std::string endpoint() const override { return ByteWriter().put(number_).take(); }
+  std::string endpoint() const override { return shared_.nics->endpoint(number_); }
   void connect(std::string_view endpoint, Connected then) override {
-    ByteReader reader(endpoint);
-    const auto peers = reader.get<std::uint32_t>();
-    if (reader.finished() && shared_.nic->join(number_, peers)) return then({});
-    then(Error{Errc::nic_lost, "peer " + identity_.label +
-                                   " is not in this process, which a null NIC does not leave"});
+    if (shared_.nics->join(number_, endpoint)) return then({});
+    then(Error{Errc::nic_lost,
+               "peer " + identity_.label + " is not on this engine's network of null NICs"});
   }
   void shut(std::function<void()> then) override {
-    shared_.nic->remove(number_);
+    shared_.nics->remove(number_);
     then();
   }
 
@@ -108,23 +103,24 @@ class NullPath final : public NicPath {
 
 class NullDomain final : public NicDomain, private EventSink {
  public:
-  explicit NullDomain(const NicContext& context) : context_(context) {}
+  NullDomain(const NicContext& context, std::shared_ptr<NullNics> nics, bool keeps_order)
+      : context_(context), keeps_order_(keeps_order), shared_{.nics = std::move(nics)} {}
   ~NullDomain() override {
     if (shared_.completions.event() >= 0) {
       context_.poller.remove(shared_.completions.event(), *this);
     }
-    shared_.nic->remove(shared_.completions);
+    shared_.nics->remove(shared_.completions);
   }
   Result<void> open() {
     if (auto good = shared_.completions.open(); !good) return good;
-    shared_.nic->add(shared_.completions);
+    shared_.nics->add(shared_.completions);
     return context_.poller.add(shared_.completions.event(), EPOLLIN, *this);
   }
 
   std::string_view fabric() const override { return "null"; }
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return true; }
-  bool keeps_order() const override { return context_.options.null_keeps_order; }
+  bool keeps_order() const override { return keeps_order_; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion&) override {
     return std::shared_ptr<NicRegistration>(std::make_shared<NullRegistration>());
   }
@@ -170,6 +166,7 @@ class NullDomain final : public NicDomain, private EventSink {
   }
 
   NicContext context_;
+  bool keeps_order_;
   NicInfo info_{.name = "null", .network = "null", .bits_per_second = 1'000'000'000'000u};
   NicLoad load_{.bits_per_second = info_.bits_per_second};
   Shared shared_;
@@ -179,7 +176,7 @@ class NullDomain final : public NicDomain, private EventSink {
 }  // namespace
 
 Result<OpenedNics> NullFactory::open(const NicContext& context) {
-  auto domain = std::make_unique<NullDomain>(context);
+  auto domain = std::make_unique<NullDomain>(context, nics_, keeps_order_);
   if (auto good = domain->open(); !good) return good.error();
   OpenedNics opened;
   opened.nics.push_back(std::move(domain));

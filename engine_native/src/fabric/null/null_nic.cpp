@@ -5,7 +5,9 @@
 
 #include <chrono>
 
+#include "bootstrap/bytes.hpp"
 #include "error_text.hpp"
+#include "random.hpp"
 
 namespace kvxfer::null {
 namespace {
@@ -58,52 +60,53 @@ bool SendQueue::serve(std::uint32_t path, CompletionRing* peers, std::uint32_t p
 
 // --- the thread ------------------------------------------------------------------------------
 
-std::shared_ptr<NullNic> NullNic::of_process() {
-  static std::mutex mutex;
-  static std::weak_ptr<NullNic> known;
-  const std::lock_guard lock(mutex);
-  auto nic = known.lock();
-  if (!nic) known = nic = std::make_shared<NullNic>();
-  return nic;
+NullNics::NullNics() : thread_([this](const std::stop_token& stop) { run(stop); }) {
+  random_bytes(&network_, sizeof network_);
 }
 
-NullNic::NullNic() : thread_([this](const std::stop_token& stop) { run(stop); }) {}
-
-void NullNic::add(CompletionRing& ring) {
+void NullNics::add(CompletionRing& ring) {
   const std::lock_guard lock(mutex_);
   rings_.push_back(&ring);
 }
 
-void NullNic::remove(CompletionRing& ring) {
+void NullNics::remove(CompletionRing& ring) {
   const std::lock_guard lock(mutex_);
   std::erase(rings_, &ring);
 }
 
-std::uint32_t NullNic::add(SendQueue& queue, CompletionRing& ring) {
+std::uint32_t NullNics::add(SendQueue& queue, CompletionRing& ring) {
   const std::lock_guard lock(mutex_);
   paths_[++last_] = {.queue = &queue, .ring = &ring};
   return last_;
 }
 
-bool NullNic::join(std::uint32_t path, std::uint32_t peers) {
+std::string NullNics::endpoint(std::uint32_t path) const {
+  return ByteWriter().put(network_).put(path).take();
+}
+
+bool NullNics::join(std::uint32_t path, std::string_view endpoint) {
+  ByteReader reader(endpoint);
+  const auto network = reader.get<std::uint64_t>();
+  const auto peers = reader.get<std::uint32_t>();
+  if (!reader.finished() || network != network_) return false;
   const std::lock_guard lock(mutex_);
   paths_.at(path).peer = peers;
   return paths_.contains(peers);
 }
 
-void NullNic::remove(std::uint32_t path) {
+void NullNics::remove(std::uint32_t path) {
   const std::lock_guard lock(mutex_);
   paths_.erase(path);
 }
 
-void NullNic::run(const std::stop_token& stop) {
+void NullNics::run(const std::stop_token& stop) {
   for (unsigned idle = 0; !stop.stop_requested();) {
     idle = serve_all() ? 0 : idle + 1;
     if (idle > kIdleLooks) std::this_thread::sleep_for(kRest);
   }
 }
 
-bool NullNic::serve_all() {
+bool NullNics::serve_all() {
   const std::lock_guard lock(mutex_);
   bool served = false;
   for (auto& [number, path] : paths_) {

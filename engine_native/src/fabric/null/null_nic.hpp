@@ -1,6 +1,6 @@
-// A NIC that moves no bytes, as the processor that drives it sees one: work requests and
-// completions of 64 bytes in memory, a doorbell for each chain of requests, and somebody else at
-// the other end of both, here a thread for all NICs of the process.
+// NICs that move no bytes, as the processor that drives one sees it: work requests and completions
+// of 64 bytes in memory, and a doorbell for each chain of requests. A thread is the other end of
+// both, for all NICs of one network.
 #pragma once
 
 #include <array>
@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -39,7 +41,7 @@ struct alignas(kLine) Completion {
 static_assert(sizeof(Completion) == kLine);
 
 // Of one engine's NIC. The NIC writes, the engine reads.
-// Each side writes to lines of its own: NOLINTNEXTLINE(clang-analyzer-optin.performance.Padding)
+// The two sides write to different lines: NOLINTNEXTLINE(clang-analyzer-optin.performance.Padding)
 class CompletionRing {
  public:
   static constexpr std::uint64_t kEntries = 1u << 17;
@@ -75,7 +77,7 @@ class CompletionRing {
 };
 
 // One end of a path: what a queue pair is.
-// Each side writes to lines of its own: NOLINTNEXTLINE(clang-analyzer-optin.performance.Padding)
+// The two sides write to different lines: NOLINTNEXTLINE(clang-analyzer-optin.performance.Padding)
 class SendQueue {
  public:
   static constexpr std::uint32_t kEntries = 256;
@@ -98,19 +100,19 @@ class SendQueue {
   alignas(kLine) std::uint64_t served_ = 0;
 };
 
-// The thread, and the paths that it serves. It lives as long as somebody has it.
-class NullNic {
+// The thread, and the paths that it serves. Any thread may call it.
+class NullNics {
  public:
-  static std::shared_ptr<NullNic> of_process();
-
-  NullNic();
+  NullNics();
 
   void add(CompletionRing& ring);
   void remove(CompletionRing& ring);
   // The number of the path.
   std::uint32_t add(SendQueue& queue, CompletionRing& ring);
-  // False if there is no such path, as of another process.
-  bool join(std::uint32_t path, std::uint32_t peers);
+  // What a path of this network says of itself, and joins one to another: false where that is none
+  // of this network.
+  std::string endpoint(std::uint32_t path) const;
+  bool join(std::uint32_t path, std::string_view endpoint);
   void remove(std::uint32_t path);
 
  private:
@@ -122,7 +124,8 @@ class NullNic {
   void run(const std::stop_token& stop);
   bool serve_all();
 
-  std::mutex mutex_;  // held while it serves
+  std::uint64_t network_ = 0;  // random
+  std::mutex mutex_;           // held while it serves
   std::unordered_map<std::uint32_t, Path> paths_;
   std::vector<CompletionRing*> rings_;
   std::uint32_t last_ = 0;
