@@ -165,6 +165,17 @@ class TransferEngine:
         timeout: float,
         after: tuple[WatchWord, int] | None,
     ) -> tuple[int, int, list[int], int]: ...
+    def time_scatter(
+        self,
+        source: MemoryRegion,
+        peers: list[int],
+        destinations: list[bytes],
+        length: int,
+        imm: int,
+    ) -> tuple[int, int]:
+        """The operation's id, and the nanoseconds that scatter() took in native code: to each peer
+        its `length` bytes of the source, one part after the other."""
+
     def barrier(
         self,
         peers: Sequence[int],

@@ -247,7 +247,7 @@ class Connection final : private PeerEvents, private NicEvents {
     const auto operation = world_.operation(input, std::move(from), key);
     operation->handle = peer_->handle();
     if (!peer_->up()) return;
-    operations_.emplace(operation->id, operation);
+    operations_.emplace(operation->submission->id, operation);
     if (const auto good = peer_->reaches(*operation); !good) {
       return fail(operation, good.error().code, good.error().text);
     }
@@ -297,8 +297,8 @@ class Connection final : private PeerEvents, private NicEvents {
     settle(operation);
   }
   void settle(const OperationPtr& operation) override {
-    if (!operation->done() || operations_.erase(operation->id) == 0) return;
-    operation->writes.clear();
+    if (!operation->done() || operations_.erase(operation->submission->id) == 0) return;
+    operation->writes = {};
     operation->source.reset();
   }
   std::vector<OperationPtr> operations_with(const Peer&, Imm imm) override {

@@ -51,7 +51,7 @@ void region_message(Input& input) {
 }
 
 // Of all that is planned nothing leaves either region, whatever length a descriptor claims.
-void require_inside(const std::vector<WireWrite>& writes, std::uint64_t source,
+void require_inside(std::span<const WireWrite> writes, std::uint64_t source,
                     std::uint64_t destination, std::uint64_t bytes) {
   std::uint64_t sum = 0;
   for (const WireWrite& write : writes) {
@@ -71,8 +71,10 @@ void single_write(Input& input) {
                           .destination_offset = input.get<std::uint64_t>(),
                           .length = input.flag() ? input.number() : input.get<std::uint32_t>()};
   const unsigned shards = input.byte() % 65u;
-  const auto writes = plan_single(write, kSource, destination, shards);
-  if (writes) require_inside(*writes, kSource, destination, write.length);
+  std::vector<WireWrite> writes;
+  if (plan_single(write, kSource, destination, shards, writes)) {
+    require_inside(writes, kSource, destination, write.length);
+  }
 }
 
 void paged_write(Input& input) {
@@ -91,8 +93,10 @@ void paged_write(Input& input) {
   }
   pages.source_pages = from;
   pages.destination_pages = to;
-  const auto writes = plan_pages(pages, kSource, destination, {});
-  if (writes) require_inside(*writes, kSource, destination, from.size() * pages.page_length);
+  std::vector<WireWrite> writes;
+  if (plan_pages(pages, kSource, destination, writes)) {
+    require_inside(writes, kSource, destination, from.size() * pages.page_length);
+  }
 }
 
 void listed_writes(Input& input) {
@@ -116,15 +120,19 @@ void listed_writes(Input& input) {
                     .destination = destinations[which >> 1u & 1u],
                     .write = {input.number(), input.number(), input.number()}});
   }
-  const auto parts = plan_list(list, 1);
+  std::vector<WireWrite> writes;
+  const auto parts = plan_list(list, 1, writes);
   if (!parts) return;
   std::uint64_t asked = 0;
   for (const ListedWrite& each : list) asked += each.write.length;
+  std::span<const WireWrite> left(writes);
   for (const ListedPart& part : *parts) {
-    require_inside(part.writes, kSource, part.first->destination.length, part.bytes);
+    require(part.count <= left.size(), "a part has no more writes than there are");
+    require_inside(left.first(part.count), kSource, part.first->destination.length, part.bytes);
+    left = left.subspan(part.count);
     asked -= part.bytes;
   }
-  require(asked == 0, "every write of a list is in one part");
+  require(left.empty() && asked == 0, "every write of a list is in one part");
 }
 
 }  // namespace

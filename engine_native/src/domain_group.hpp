@@ -170,7 +170,6 @@ class DomainGroup final : private AcceptorEvents,
   template <typename Fits>
   std::vector<OperationPtr> operations_that(Fits fits) const;
   void post_operation(const OperationPtr& operation);
-  Peer* find_up(PeerId peer) const;  // null where it is not, or not yet, up
   void release_held();
   void on_finished(const OperationPtr& operation, const WriteRange& writes,
                    const Error& error) override;
@@ -237,7 +236,7 @@ std::vector<OperationPtr> DomainGroup::operations_that(Fits fits) const {
   std::vector<OperationPtr> found;
   for (const auto& [id, submission] : submissions_) {
     for (Operation& part : submission->parts) {
-      if (!part.ended && fits(part)) found.push_back(part_of(submission, part));
+      if (!part.ended && fits(part)) found.emplace_back(submission, part);
     }
   }
   return found;

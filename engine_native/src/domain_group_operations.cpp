@@ -23,9 +23,9 @@ void DomainGroup::begin(const SubmissionPtr& submission) {
   if (submission->parts.empty()) return complete(*submission);
   submissions_.emplace(submission->id, submission);
   for (Operation& part : submission->parts) {
-    const OperationPtr operation = part_of(submission, part);
+    const OperationPtr operation(submission, part);
     // What is for a peer that was lost meanwhile has nothing to wait for.
-    if (operation->held() && find_up(operation->peer)) {
+    if (part.held() && part.handle->up) {
       held_.push_back(operation);
     } else {
       post_operation(operation);
@@ -50,13 +50,13 @@ void DomainGroup::wake() {
 }
 
 void DomainGroup::post_operation(const OperationPtr& operation) {
-  Peer* const peer = find_up(operation->peer);
+  Peer* const peer = operation->handle->up;
   if (!peer) {
     return fail(operation, Errc::peer_lost,
                 "peer " + operation->handle->label + " was lost before the operation was posted");
   }
   // Here, where deregister() is in order with it: the memory may be gone.
-  if (operation->source && regions_.find(operation->source->key()) != operation->source) {
+  if (operation->source && !operation->source->in_use_by(address_.engine)) {
     return fail(operation, Errc::unknown_region,
                 "the source region is not registered at this engine any more");
   }
@@ -64,11 +64,6 @@ void DomainGroup::post_operation(const OperationPtr& operation) {
     return fail(operation, good.error().code, good.error().text);
   }
   peer->submit(operation);
-}
-
-Peer* DomainGroup::find_up(PeerId peer) const {
-  const auto found = peers_.find(peer);
-  return found != peers_.end() && found->second->up() ? found->second.get() : nullptr;
 }
 
 void DomainGroup::send(PeerId peer, std::string data) {
@@ -84,7 +79,7 @@ void DomainGroup::cancel(OperationId id) {
     if (found == submissions_.end()) return;
     const SubmissionPtr submission = found->second;
     for (Operation& part : submission->parts) {
-      if (!part.ended) fail(part_of(submission, part), Errc::cancelled, "cancelled by the caller");
+      if (!part.ended) fail({submission, part}, Errc::cancelled, "cancelled by the caller");
     }
   });
 }
@@ -119,10 +114,11 @@ void DomainGroup::end_operation(const OperationPtr& operation) {
   if (std::exchange(operation->ended, true)) return;
   operation->handle->queued_writes -= operation->writes.size();
   // It may stay in its peer's queue for a while; what it holds should not.
-  spare_writes_.keep(std::exchange(operation->writes, {}));
+  operation->writes = {};
   operation->source.reset();
-  const auto found = submissions_.find(operation->id);
+  const auto found = submissions_.find(operation->submission->id);
   if (--found->second->under_way > 0) return;
+  spare_writes_.keep(std::move(found->second->writes));
   complete(*found->second);
   submissions_.erase(found);
 }
@@ -194,6 +190,7 @@ Result<void> DomainGroup::deregister(const RegionPtr& region) {
   auto unused = std::make_shared<std::promise<void>>();
   const bool posted = post([this, region, unused] {
     regions_.erase(region->key());
+    region->end_use();
     close_grants_of(region);
     for (const auto& [id, peer] : peers_) {
       for (const auto& path : peer->paths()) path->revoke_region(region->key());

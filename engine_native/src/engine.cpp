@@ -1,5 +1,6 @@
 #include "kvxfer/engine.hpp"
 
+#include <numeric>
 #include <string>
 
 #include "clock.hpp"
@@ -24,13 +25,21 @@ Result<void> check_destination(const PeerHandle& peer, const MrDescriptor& desti
                                          destination.engine.hex() + ", not to peer " + peer.label};
 }
 
-// What was added before.
-Error give_back(const Submission& submission, const Result<void>& added) {
-  for (const Operation& part : submission.parts) part.handle->queued_writes -= part.writes.size();
-  return added.error();
+// Into how many writes a large one is split at least.
+unsigned shards_of(const PeerHandle& peer, const WriteOptions& options) {
+  return options.nic ? 1 : peer.shards.load();
 }
 
 }  // namespace
+
+// Of these the submission's writes, `count` from `first`; an immediate alone has no regions.
+struct TransferEngine::Part {
+  const RegionPtr* source = nullptr;
+  const MrDescriptor* destination = nullptr;
+  std::size_t first = 0;
+  std::size_t count = 0;
+  std::uint64_t bytes = 0;
+};
 
 Result<std::unique_ptr<TransferEngine>> TransferEngine::create(EngineOptions options) {
   auto group = DomainGroup::open(std::move(options));
@@ -115,152 +124,198 @@ SubmissionPtr TransferEngine::begin(std::size_t parts, const WriteOptions& optio
   return submission;
 }
 
-Result<void> TransferEngine::add(Submission& submission, PeerId peer, const RegionPtr& source,
-                                 const MrDescriptor* destination,
-                                 Result<std::vector<WireWrite>> writes, std::uint64_t bytes,
-                                 const WriteOptions& options) const {
-  if (!writes) return writes.error();
+Result<void> TransferEngine::add(Submission& submission, const PeerHandlePtr& handle,
+                                 const Part& part, const WriteOptions& options) const {
   if (options.nic && *options.nic >= group_->nics().size()) {
     return Error{Errc::invalid_argument, "this engine has no NIC number " +
                                              std::to_string(*options.nic) + "; it has " +
                                              std::to_string(group_->nics().size())};
   }
-  const auto handle = group_->find_peer(peer);
-  if (!handle) return no_peer(peer);
-  if (destination) {
-    if (auto good = check_destination(*handle, *destination); !good) return good.error();
+  if (part.destination) {
+    if (auto good = check_destination(*handle, *part.destination); !good) return good;
   }
-  const std::uint64_t count = writes->size();
-  if (handle->queued_writes.fetch_add(count) + count > kMaxQueuedWrites) {
-    handle->queued_writes -= count;
+  if (handle->queued_writes.fetch_add(part.count) + part.count > kMaxQueuedWrites) {
+    handle->queued_writes -= part.count;
     return Error{Errc::backpressure, "peer " + handle->label + " has " +
                                          std::to_string(kMaxQueuedWrites) +
                                          " writes queued; wait for some to complete"};
   }
   Operation& operation = submission.parts.emplace_back();
-  operation.id = submission.id;
-  operation.peer = peer;
+  operation.peer = handle->id;
   operation.handle = handle;
-  operation.source = source;
-  operation.destination_key = destination ? destination->key : 0;
-  operation.destination_length = destination ? destination->length : 0;
+  if (part.source) operation.source = *part.source;
+  operation.destination_key = part.destination ? part.destination->key : 0;
+  operation.destination_length = part.destination ? part.destination->length : 0;
   operation.imm = options.imm;
   operation.nic = options.nic;
-  operation.after = options.after;
-  operation.writes = std::move(*writes);
-  if (options.imm) operation.total = handle->groups ? form_groups(operation.writes) : count;
-  operation.bytes = bytes;
+  if (options.after.word) operation.after = options.after;
+  operation.writes = std::span(submission.writes).subspan(part.first, part.count);
+  if (options.imm) {
+    const bool grouped = part.count > 1 && handle->groups;
+    operation.total = grouped ? form_groups(operation.writes) : part.count;
+  }
+  operation.bytes = part.bytes;
   operation.deadline_ns = submission.deadline_ns;
   return {};
 }
 
-Result<Submitted> TransferEngine::submit(const SubmissionPtr& submission,
-                                         const Result<void>& added) {
-  if (!added) return give_back(*submission, added);
-  Submitted submitted{.id = submission->id};
-  for (const Operation& part : submission->parts) {
-    submitted.writes += part.writes.size();
-    submitted.immediates += part.total;
-    submitted.bytes += part.bytes;
+Result<void> TransferEngine::add_single(Submission& submission, const PeerHandlePtr& handle,
+                                        const RegionPtr& source, const MrDescriptor& destination,
+                                        const SingleWrite& write,
+                                        const WriteOptions& options) const {
+  const std::size_t first = submission.writes.size();
+  if (auto good = plan_single(write, source->size(), destination.length,
+                              shards_of(*handle, options), submission.writes);
+      !good) {
+    return good;
   }
-  group_->submit(submission);
-  return submitted;
+  return add(submission, handle,
+             {&source, &destination, first, submission.writes.size() - first, write.length},
+             options);
 }
 
-Result<Scattered> TransferEngine::submit_all(const SubmissionPtr& submission,
-                                             const Result<void>& added) {
-  if (!added) return give_back(*submission, added);
+Result<void> TransferEngine::add_imm(Submission& submission, const PeerHandlePtr& handle,
+                                     const WriteOptions& options) const {
+  submission.writes.emplace_back();
+  return add(submission, handle, {.first = submission.writes.size() - 1, .count = 1}, options);
+}
+
+Result<Scattered> TransferEngine::submit(const SubmissionPtr& submission,
+                                         const Result<void>& added) {
+  // What was added before.
+  if (!added) {
+    for (Operation& part : submission->parts) part.handle->queued_writes -= part.writes.size();
+    return added.error();
+  }
   Scattered scattered{.id = submission->id};
-  for (const Operation& part : submission->parts) {
-    scattered.writes += part.writes.size();
+  scattered.immediates.reserve(submission->parts.size());
+  WireWrite* writes = submission->writes.data();  // which have moved as they became more
+  for (Operation& part : submission->parts) {
+    part.writes = {writes, part.writes.size()};
+    writes += part.writes.size();
     scattered.immediates.push_back(part.total);
     scattered.bytes += part.bytes;
   }
+  scattered.writes = submission->writes.size();
   group_->submit(submission);
   return scattered;
 }
 
-unsigned TransferEngine::shards_for(PeerId peer, const WriteOptions& options) const {
-  const auto handle = group_->find_peer(peer);
-  return handle && !options.nic ? handle->shards.load() : 1;
+Result<Submitted> TransferEngine::submit_one(const SubmissionPtr& submission,
+                                             const Result<void>& added) {
+  const auto scattered = submit(submission, added);
+  if (!scattered) return scattered.error();
+  const auto& immediates = scattered->immediates;
+  return Submitted{
+      .id = scattered->id,
+      .writes = scattered->writes,
+      .immediates = std::accumulate(immediates.begin(), immediates.end(), std::uint64_t{0}),
+      .bytes = scattered->bytes};
 }
 
 Result<Submitted> TransferEngine::write(PeerId peer, const RegionPtr& source,
                                         const MrDescriptor& destination, const SingleWrite& write,
                                         const WriteOptions& options) {
-  auto writes = plan_single(write, source->size(), destination.length, shards_for(peer, options));
+  const auto handle = group_->find_peer(peer);
+  if (!handle) return no_peer(peer);
   const auto submission = begin(1, options);
-  return submit(submission, add(*submission, peer, source, &destination, std::move(writes),
-                                write.length, options));
+  return submit_one(submission,
+                    add_single(*submission, handle, source, destination, write, options));
 }
 
 Result<Submitted> TransferEngine::write_pages(PeerId peer, const RegionPtr& source,
                                               const MrDescriptor& destination,
                                               const PagedWrite& pages,
                                               const WriteOptions& options) {
+  const auto handle = group_->find_peer(peer);
+  if (!handle) return no_peer(peer);
   const auto submission = begin(1, options);
-  return submit(submission, add(*submission, peer, source, &destination,
-                                plan_pages(pages, source->size(), destination.length,
-                                           group_->spare_writes().take(pages.source_pages.size())),
-                                pages.source_pages.size() * pages.page_length, options));
+  auto& writes = submission->writes;
+  writes = group_->spare_writes().take(pages.source_pages.size());
+  auto added = plan_pages(pages, source->size(), destination.length, writes);
+  const std::uint64_t bytes = pages.source_pages.size() * pages.page_length;
+  if (added) {
+    added = add(*submission, handle, {&source, &destination, 0, writes.size(), bytes}, options);
+  }
+  return submit_one(submission, added);
 }
 
-Result<Submitted> TransferEngine::write_list(PeerId peer, std::span<const ListedWrite> writes,
+Result<Submitted> TransferEngine::write_list(PeerId peer, std::span<const ListedWrite> list,
                                              const WriteOptions& options) {
-  if (writes.empty()) {
+  if (list.empty()) {
     return Error{Errc::invalid_argument, "nothing to write: the list is empty"};
   }
-  const unsigned shards = shards_for(peer, options);
-  auto parts = plan_list(writes, shards);
+  const auto handle = group_->find_peer(peer);
+  if (!handle) return no_peer(peer);
+  const auto submission = begin(0, options);
+  const auto parts = plan_list(list, shards_of(*handle, options), submission->writes);
   if (!parts) return parts.error();
-  const auto submission = begin(parts->size(), options);
+  std::size_t first = 0;
   Result<void> added;
-  for (ListedPart& part : *parts) {
-    const ListedWrite& first = *part.first;
-    added = add(*submission, peer, first.source, &first.destination, std::move(part.writes),
-                part.bytes, options);
+  for (const ListedPart& part : *parts) {
+    const auto& [source, destination, write] = *part.first;
+    added =
+        add(*submission, handle, {&source, &destination, first, part.count, part.bytes}, options);
     if (!added) break;
+    first += part.count;
   }
-  return submit(submission, added);
+  return submit_one(submission, added);
 }
 
 Result<Submitted> TransferEngine::write_imm(PeerId peer, Imm imm, const WriteOptions& options) {
+  const auto handle = group_->find_peer(peer);
+  if (!handle) return no_peer(peer);
   WriteOptions counted = options;
   counted.imm = imm;
   const auto submission = begin(1, options);
-  return submit(submission,
-                add(*submission, peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, counted));
+  return submit_one(submission, add_imm(*submission, handle, counted));
 }
 
-Result<Scattered> TransferEngine::scatter(const RegionPtr& source,
+Result<PeerGroupPtr> TransferEngine::peer_group(std::span<const PeerId> peers) const {
+  auto group = std::make_shared<PeerGroup>();
+  for (const PeerId peer : peers) {
+    group->peers.push_back(group_->find_peer(peer));
+    if (!group->peers.back()) return no_peer(peer);
+  }
+  return PeerGroupPtr(std::move(group));
+}
+
+Result<Scattered> TransferEngine::scatter(const RegionPtr& source, const PeerGroupPtr& group,
                                           std::span<const ScatterPart> parts,
                                           const WriteOptions& options) {
   const auto submission = begin(parts.size(), options);
-  Result<void> added;
-  for (const ScatterPart& part : parts) {
-    added =
-        part.write.length == 0
-            ? add(*submission, part.peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, options)
-            : add(*submission, part.peer, source, &part.destination,
-                  plan_single(part.write, source->size(), part.destination.length,
-                              shards_for(part.peer, options)),
-                  part.write.length, options);
-    if (!added) break;
+  submission->writes.reserve(parts.size());
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const auto& [member, destination, write] = parts[i];
+    const auto refused = [&](const Error& error) {
+      return submit(submission, Error{error.code, "part " + std::to_string(i) +
+                                                      " of the scatter: " + error.text});
+    };
+    if (member >= group->peers.size()) {
+      return refused(
+          {Errc::invalid_argument, "the group has " + std::to_string(group->peers.size()) +
+                                       " peers, and none of number " + std::to_string(member)});
+    }
+    const PeerHandlePtr& handle = group->peers[member];
+    const auto added = write.length == 0
+                           ? add_imm(*submission, handle, options)
+                           : add_single(*submission, handle, source, destination, write, options);
+    if (!added) return refused(added.error());
   }
-  return submit_all(submission, added);
+  return submit(submission, {});
 }
 
-Result<Scattered> TransferEngine::barrier(std::span<const PeerId> peers, Imm imm,
+Result<Scattered> TransferEngine::barrier(const PeerGroupPtr& group, Imm imm,
                                           const WriteOptions& options) {
   WriteOptions counted = options;
   counted.imm = imm;
-  const auto submission = begin(peers.size(), options);
+  const auto submission = begin(group->peers.size(), options);
   Result<void> added;
-  for (const PeerId peer : peers) {
-    added = add(*submission, peer, nullptr, nullptr, std::vector<WireWrite>(1), 0, counted);
+  for (const auto& handle : group->peers) {
+    added = add_imm(*submission, handle, counted);
     if (!added) break;
   }
-  return submit_all(submission, added);
+  return submit(submission, added);
 }
 
 void TransferEngine::wake() { group_->wake(); }

@@ -102,9 +102,10 @@ std::span<std::byte> bytes_of(const RegionPtr& region) { return {region->data(),
 
 MrDescriptor descriptor_of(const RegionPtr& region) { return region->descriptor(); }
 
-bool MemoryRegion::registered() const {
-  return std::any_of(registrations_.begin(), registrations_.end(),
-                     [](const auto& registration) { return registration != nullptr; });
+void MemoryRegion::set_registrations(std::vector<std::shared_ptr<NicRegistration>> registrations) {
+  registrations_ = std::move(registrations);
+  registered_ = std::any_of(registrations_.begin(), registrations_.end(),
+                            [](const auto& registration) { return registration != nullptr; });
 }
 
 void MemoryRegion::unshare(PeerId peer) const {

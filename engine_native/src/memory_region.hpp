@@ -15,7 +15,8 @@
 
 namespace kvxfer {
 
-// Immutable once it is in a table; shared by its handle, the table and the operations that read it.
+// Immutable once it is in a table, but for its end; shared by its handle, the table and the
+// operations that read it.
 class MemoryRegion {
  public:
   // Memory of our own in a sealed memfd, so that a peer on this host can map it safely: it can
@@ -44,15 +45,17 @@ class MemoryRegion {
   MrDescriptor descriptor() const;
   const std::optional<Grant>& granted() const { return grant_; }
 
+  // Engine thread: whether that engine's operations may still read it. deregister() ends that.
+  bool in_use_by(const EngineId& engine) const { return in_use_ && engine_ == engine; }
+  void end_use() { in_use_ = false; }
+
   // By our NIC numbers; null where the NIC cannot reach the memory. Set before the region is used.
-  void set_registrations(std::vector<std::shared_ptr<NicRegistration>> registrations) {
-    registrations_ = std::move(registrations);
-  }
+  void set_registrations(std::vector<std::shared_ptr<NicRegistration>> registrations);
   NicRegistration* registration(std::uint32_t nic) const {
     return nic < registrations_.size() ? registrations_[nic].get() : nullptr;
   }
   // Whether any NIC reaches it.
-  bool registered() const;
+  bool registered() const { return registered_; }
   // See NicRegistration.
   void unshare(PeerId peer) const;
   // Tries all; the first error.
@@ -67,7 +70,9 @@ class MemoryRegion {
   std::uint64_t key_;  // random: knowing it is the permission to write
   UniqueFd memfd_;     // owns the mapping where set
   bool shareable_ = false;
+  bool in_use_ = true;
   std::vector<std::shared_ptr<NicRegistration>> registrations_;
+  bool registered_ = false;
   std::optional<Grant> grant_;
 };
 

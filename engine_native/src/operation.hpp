@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kvxfer/types.hpp"
@@ -44,7 +46,7 @@ struct Submission;
 
 // Writes out of one region into one region of one peer.
 struct Operation {
-  OperationId id = 0;  // of the submission that it is a part of
+  Submission* submission = nullptr;  // that it is a part of
   PeerId peer = 0;
   std::shared_ptr<PeerHandle> handle;  // of the peer; outlives it
   RegionPtr source;                    // null for an immediate without bytes
@@ -53,7 +55,7 @@ struct Operation {
   std::optional<Imm> imm;
   std::optional<std::uint32_t> nic;  // only over this NIC of ours
   WatchFor after;
-  std::vector<WireWrite> writes;
+  std::span<WireWrite> writes;  // of the submission's
   std::uint64_t bytes = 0;
   std::uint64_t total = 0;  // immediates of all of them
   std::uint64_t deadline_ns = 0;
@@ -151,21 +153,50 @@ struct Operation {
   }
 };
 
-using OperationPtr = std::shared_ptr<Operation>;
-
 // What a caller knows as one operation.
 struct Submission {
   OperationId id = 0;
   std::uint64_t deadline_ns = 0;
-  std::vector<Operation> parts;  // none is added or moved once it is submitted
-  std::size_t under_way = 0;     // parts that have not ended
+  // Nothing is added to these or moved once it is submitted.
+  std::vector<Operation> parts;
+  std::vector<WireWrite> writes;  // of all parts, in their order
+  std::size_t under_way = 0;      // parts that have not ended
+  // Engine thread: how many OperationPtr there are, and while there are any, this.
+  std::size_t uses = 0;
+  std::shared_ptr<Submission> self;
 };
 
 using SubmissionPtr = std::shared_ptr<Submission>;
 
-// It lives as long as the whole.
-inline OperationPtr part_of(const SubmissionPtr& submission, Operation& part) {
-  return {submission, &part};
-}
+// A part, with which the whole lives. Engine thread only, so it counts without atomics.
+class OperationPtr {
+ public:
+  OperationPtr() = default;
+  OperationPtr(const SubmissionPtr& submission, Operation& part) : part_(&part) {
+    part.submission = submission.get();
+    if (submission->uses++ == 0) submission->self = submission;
+  }
+  OperationPtr(const OperationPtr& other) : part_(other.part_) {
+    if (part_) ++part_->submission->uses;
+  }
+  OperationPtr(OperationPtr&& other) noexcept : part_(std::exchange(other.part_, nullptr)) {}
+  OperationPtr& operator=(OperationPtr other) noexcept {
+    std::swap(part_, other.part_);
+    return *this;
+  }
+  ~OperationPtr() {
+    if (part_ && --part_->submission->uses == 0) {
+      const auto last = std::move(part_->submission->self);
+    }
+  }
+
+  Operation* operator->() const { return part_; }
+  Operation& operator*() const { return *part_; }
+  explicit operator bool() const { return part_ != nullptr; }
+  bool operator==(const OperationPtr&) const = default;
+
+ private:
+  Operation* part_ = nullptr;
+};
 
 }  // namespace kvxfer

@@ -1,7 +1,6 @@
 #include "paged_write.hpp"
 
 #include <algorithm>
-#include <map>
 #include <span>
 #include <string>
 #include <tuple>
@@ -75,9 +74,8 @@ Error first_outside(PageSide source, PageSide destination, std::size_t first, st
 
 }  // namespace
 
-Result<std::vector<WireWrite>> plan_pages(const PagedWrite& pages, std::uint64_t source_size,
-                                          std::uint64_t destination_size,
-                                          std::vector<WireWrite> writes) {
+Result<void> plan_pages(const PagedWrite& pages, std::uint64_t source_size,
+                        std::uint64_t destination_size, std::vector<WireWrite>& writes) {
   if (pages.source_pages.size() != pages.destination_pages.size()) {
     return Error{Errc::invalid_argument,
                  "page lists differ in length: " + std::to_string(pages.source_pages.size()) +
@@ -98,7 +96,7 @@ Result<std::vector<WireWrite>> plan_pages(const PagedWrite& pages, std::uint64_t
   const std::uint64_t longest =
       joins ? std::max<std::uint64_t>(kMaxWriteBytes / page_length, 1) : 1;
   const std::size_t count = pages.source_pages.size();
-  writes.reserve(count);
+  writes.reserve(writes.size() + count);
   // A run of pages at a time, so that its multiplications, checks and stores are done once.
   for (std::size_t i = 0; i < count;) {
     const std::size_t first = i;
@@ -130,36 +128,43 @@ Result<std::vector<WireWrite>> plan_pages(const PagedWrite& pages, std::uint64_t
     }
     writes.push_back({from, to, static_cast<std::uint32_t>(left)});
   }
-  return writes;
+  return {};
 }
 
-Result<std::vector<WireWrite>> plan_single(const SingleWrite& write, std::uint64_t source_size,
-                                           std::uint64_t destination_size, unsigned shards) {
+Result<void> plan_single(const SingleWrite& write, std::uint64_t source_size,
+                         std::uint64_t destination_size, unsigned shards,
+                         std::vector<WireWrite>& writes) {
   if (write.length == 0) {
     return Error{Errc::invalid_argument,
                  "nothing to write: length is 0; use write_imm to send "
                  "an immediate without bytes"};
   }
-  const auto check = [&](const char* side, std::uint64_t offset,
-                         std::uint64_t size) -> Result<void> {
-    if (offset <= size && write.length <= size - offset) return {};
+  const auto inside = [&](std::uint64_t offset, std::uint64_t size) {
+    return offset <= size && write.length <= size - offset;
+  };
+  const auto outside = [&](const char* side, std::uint64_t offset, std::uint64_t size) {
     return Error{Errc::out_of_bounds, std::string(side) + " range of " +
                                           std::to_string(write.length) + " bytes at offset " +
                                           std::to_string(offset) + " leaves the region of " +
                                           std::to_string(size) + " bytes"};
   };
-  if (auto good = check("source", write.source_offset, source_size); !good) return good.error();
-  if (auto good = check("destination", write.destination_offset, destination_size); !good) {
-    return good.error();
+  if (!inside(write.source_offset, source_size)) {
+    return outside("source", write.source_offset, source_size);
+  }
+  if (!inside(write.destination_offset, destination_size)) {
+    return outside("destination", write.destination_offset, destination_size);
+  }
+  if (write.length <= kLongWriteBytes) {
+    writes.push_back(
+        {write.source_offset, write.destination_offset, static_cast<std::uint32_t>(write.length)});
+    return {};
   }
   const std::uint64_t part = shard_length(write.length, shards);
-  std::vector<WireWrite> writes;
-  writes.reserve((write.length + part - 1) / part);
   for (std::uint64_t at = 0; at < write.length; at += part) {
     writes.push_back({write.source_offset + at, write.destination_offset + at,
                       static_cast<std::uint32_t>(std::min(part, write.length - at))});
   }
-  return writes;
+  return {};
 }
 
 std::uint64_t form_groups(std::span<WireWrite> writes) {
@@ -180,23 +185,31 @@ std::uint64_t form_groups(std::span<WireWrite> writes) {
   return groups;
 }
 
-Result<std::vector<ListedPart>> plan_list(std::span<const ListedWrite> writes, unsigned shards) {
+Result<std::vector<ListedPart>> plan_list(std::span<const ListedWrite> list, unsigned shards,
+                                          std::vector<WireWrite>& writes) {
+  // By source, and by destination as its descriptor says it; then as they came.
+  std::vector<std::tuple<const MemoryRegion*, std::uint64_t, std::uint64_t, std::size_t>> order;
+  order.reserve(list.size());
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    const auto& [source, destination, write] = list[i];
+    order.emplace_back(source.get(), destination.key, destination.length, i);
+  }
+  std::ranges::sort(order);
   std::vector<ListedPart> parts;
-  // By source, and by destination as its descriptor says it.
-  std::map<std::tuple<const MemoryRegion*, std::uint64_t, std::uint64_t>, std::size_t> numbers;
-  for (std::size_t i = 0; i < writes.size(); ++i) {
-    const auto& [source, destination, write] = writes[i];
-    auto planned = plan_single(write, source->size(), destination.length, shards);
-    if (!planned) {
-      return Error{planned.error().code,
-                   "write " + std::to_string(i) + " of the list: " + planned.error().text};
+  for (const auto& [from, key, length, number] : order) {
+    const auto& [source, destination, write] = list[number];
+    const ListedWrite* const first = parts.empty() ? nullptr : parts.back().first;
+    if (!first || first->source.get() != from || first->destination.key != key ||
+        first->destination.length != length) {
+      parts.push_back({.first = &list[number]});
     }
-    const auto [number, is_new] =
-        numbers.try_emplace({source.get(), destination.key, destination.length}, parts.size());
-    if (is_new) parts.push_back({.first = &writes[i], .writes = {}, .bytes = 0});
-    ListedPart& part = parts[number->second];
-    part.writes.insert(part.writes.end(), planned->begin(), planned->end());
-    part.bytes += write.length;
+    const std::size_t before = writes.size();
+    if (auto good = plan_single(write, source->size(), destination.length, shards, writes); !good) {
+      return Error{good.error().code,
+                   "write " + std::to_string(number) + " of the list: " + good.error().text};
+    }
+    parts.back().count += writes.size() - before;
+    parts.back().bytes += write.length;
   }
   return parts;
 }

@@ -168,6 +168,7 @@ void Peer::handle_frame(ControlFrame type, std::string payload) {
 void Peer::come_up() {
   state_ = State::up;
   was_up_ = true;
+  handle_->up = this;
   events_.on_up(*this);
 }
 
@@ -176,11 +177,16 @@ void Peer::come_up() {
 // The first rank that reaches at all, even if none of it has room now; there the path whose NIC
 // has least to do.
 Path* Peer::path_for(const Operation& operation, bool counted) {
+  if (choices_.size() == 1) {
+    Path* const only = choices_.front();
+    return only->reaches(operation) && only->has_room(counted) ? only : nullptr;
+  }
   Path* best = nullptr;
   auto rank = PathRank::tcp;
-  const std::size_t first = next_path_++;
-  for (std::size_t i = 0; i < choices_.size(); ++i) {
-    Path& path = *choices_[(first + i) % choices_.size()];
+  if (++next_path_ >= choices_.size()) next_path_ = 0;
+  for (std::size_t i = 0, at = next_path_; i < choices_.size(); ++i, ++at) {
+    if (at == choices_.size()) at = 0;
+    Path& path = *choices_[at];
     if (path.rank() > rank || !path.reaches(operation)) continue;
     if (path.rank() < rank) {
       rank = path.rank();
@@ -197,7 +203,7 @@ std::size_t Peer::share_of(const Path& path, const Operation& operation,
                            const WriteRange& writes) const {
   constexpr std::size_t kSmallestBytes = 64u << 10;
   constexpr std::size_t kSmallestCount = 16;
-  if (path.rank() != PathRank::nic) return writes.count;
+  if (writes.count == 1 || path.rank() != PathRank::nic) return writes.count;
   const std::uint32_t length = std::max(operation.writes[writes.first].length, 1u);
   const std::size_t smallest = std::clamp<std::size_t>(kSmallestBytes / length, 1, kSmallestCount);
   if (writes.count <= smallest) return writes.count;
@@ -231,12 +237,10 @@ void Peer::submit(const OperationPtr& operation) {
   if (!nics_) {
     queue(operation);
   } else if (operation->imm && nics_->revoked_by_peer(*operation->imm)) {
-    return fail(operation, Errc::stale_counter,
-                refusal(Errc::stale_counter, *operation, label()).text);
+    fail(operation, Errc::stale_counter, refusal(Errc::stale_counter, *operation, label()).text);
   } else {
     nics_->resolve(operation);
   }
-  pump();
 }
 
 void Peer::queue(const OperationPtr& operation) {
@@ -251,39 +255,47 @@ void Peer::queue(const OperationPtr& operation) {
                     " can write to the destination region, and there is no tcp path; use host "
                     "memory there, or enable tcp on both sides");
   }
-  if (std::exchange(operation->queued, true)) return;
+  if (operation->queued) return;
+  if (backlog_.empty() && post(operation) == Posted::all) return;
+  operation->queued = true;
   backlog_.push_back(operation);
+}
+
+Peer::Posted Peer::post(const OperationPtr& operation) {
+  while (operation->wants_post()) {
+    WriteRange writes = operation->next();
+    Path* const path =
+        writes.count > 0 ? path_for(*operation, operation->imm && writes.counted) : nullptr;
+    if (!path) {
+      const bool alone = writes.count == 0 || operation->nic ||
+                         (operation->destination && operation->destination->windowed);
+      return alone ? Posted::alone : Posted::waits;
+    }
+    writes.count = operation->fill_group(writes, share_of(*path, *operation, writes));
+    const std::size_t posted = path->post(operation, writes);
+    if (posted == 0) return Posted::waits;
+    operation->took(posted);
+    events_.on_posted(posted);
+  }
+  return Posted::all;
 }
 
 void Peer::pump() {
   for (std::size_t i = 0; i < backlog_.size();) {
     const OperationPtr operation = backlog_[i];
-    if (!operation->wants_post()) {
-      operation->queued = false;
-      backlog_.erase(backlog_.begin() + static_cast<std::ptrdiff_t>(i));
+    const Posted posted = post(operation);
+    if (posted == Posted::waits) return;
+    if (posted == Posted::alone) {
+      ++i;  // it does not hold up others
       continue;
     }
-    WriteRange writes = operation->next();
-    Path* path =
-        writes.count > 0 ? path_for(*operation, operation->imm && writes.counted) : nullptr;
-    if (!path) {
-      // One that waits for its NIC, its windows or its own writes does not hold up others.
-      const bool alone =
-          operation->nic || (operation->destination && operation->destination->windowed);
-      if (writes.count > 0 && !alone) return;
-      ++i;
-      continue;
-    }
-    writes.count = operation->fill_group(writes, share_of(*path, *operation, writes));
-    const std::size_t posted = path->post(operation, writes);
-    if (posted == 0) return;
-    operation->took(posted);
-    events_.on_posted(posted);
+    operation->queued = false;
+    backlog_.erase(backlog_.begin() + static_cast<std::ptrdiff_t>(i));
   }
 }
 
 void Peer::close_paths(std::function<void()> then) {
-  state_ = State::lost;
+  set_lost();
   choices_.clear();
   paths_.clear();
   nics_ ? nics_->shut(std::move(then)) : then();
@@ -378,9 +390,14 @@ void Peer::say_goodbye(const Error& why) {
       ByteWriter().put(static_cast<std::uint16_t>(why.code)).text(why.text.substr(0, 512)).take());
 }
 
+void Peer::set_lost() {
+  state_ = State::lost;
+  handle_->up = nullptr;
+}
+
 void Peer::lose(Error error) {
   if (state_ == State::lost) return;
-  state_ = State::lost;
+  set_lost();
   events_.on_peer_lost(*this, std::move(error));
 }
 

@@ -33,6 +33,11 @@ struct PeerHandle {
   std::atomic<bool> groups = false;  // one immediate counts for several writes
   std::atomic<std::uint64_t> queued_writes = 0;
   std::atomic<std::uint64_t> queued_message_bytes = 0;
+  Peer* up = nullptr;  // engine thread: null where it is not, or not yet, up
+};
+
+struct PeerGroup {
+  std::vector<std::shared_ptr<PeerHandle>> peers;
 };
 
 // What a message counts against the bound: empty ones are not free.
@@ -71,6 +76,9 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   enum class State { opening, announced, up, lost };
 
   Peer(PeerId id, std::unique_ptr<Stream> stream, Session session, PeerEvents& events);
+  ~Peer() { handle_->up = nullptr; }
+  Peer(const Peer&) = delete;
+  Peer& operator=(const Peer&) = delete;
 
   PeerId id() const { return handle_->id; }
   State state() const { return state_; }
@@ -132,7 +140,12 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   void send_frame(ControlFrame type, std::string_view payload, std::uint64_t charge = 0);
   void confirm_paths();
   void come_up();
+  void set_lost();
   void list_choices();
+  // Gives paths as much of it as they take. `all`: it is posted, or has failed. `alone`: it waits
+  // for what others do not.
+  enum class Posted { all, alone, waits };
+  Posted post(const OperationPtr& operation);
   Path* path_for(const Operation& operation, bool counted);
   std::size_t share_of(const Path& path, const Operation& operation,
                        const WriteRange& writes) const;

@@ -6,10 +6,30 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "fabric/nic/nic_domain.hpp"
 
 namespace kvxfer::test {
+
+// `pieces` neighbouring writes; by our NIC numbers, the permissions to write.
+inline OperationPtr operation_of(const RegionPtr& source, std::vector<RemoteKey> destination,
+                                 std::size_t pieces, std::uint32_t piece_bytes,
+                                 std::optional<Imm> imm) {
+  auto submission = std::make_shared<Submission>();
+  Operation& made = submission->parts.emplace_back();
+  made.source = source;
+  made.imm = imm;
+  for (std::size_t i = 0; i < pieces; ++i) {
+    submission->writes.push_back({i * piece_bytes, i * piece_bytes, piece_bytes});
+  }
+  made.writes = submission->writes;
+  made.bytes = pieces * piece_bytes;
+  auto remote = std::make_shared<RemoteRegion>();
+  remote->keys = std::move(destination);
+  made.destination = remote;
+  return {submission, made};
+}
 
 class BarePath {
  public:

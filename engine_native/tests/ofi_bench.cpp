@@ -84,16 +84,8 @@ RemoteKey OfiBench::key_for(std::uint32_t writer, const RegionPtr& region) {
 
 OperationPtr OfiBench::post(NicPath& path, const RegionPtr& source, const RemoteKey& destination,
                             std::size_t pieces, std::uint32_t piece_bytes, std::optional<Imm> imm) {
-  auto made = std::make_shared<Operation>();
-  made->source = source;
-  made->imm = imm;
-  for (std::size_t i = 0; i < pieces; ++i) {
-    made->writes.push_back({i * piece_bytes, i * piece_bytes, piece_bytes});
-  }
-  made->bytes = pieces * piece_bytes;
-  auto remote = std::make_shared<RemoteRegion>();
-  remote->keys.assign(nics_.size(), destination);
-  made->destination = remote;
+  const OperationPtr made =
+      operation_of(source, std::vector(nics_.size(), destination), pieces, piece_bytes, imm);
   until([&] {
     if (!made->wants_post() || lost.contains(&path)) return true;
     if (path.has_room(imm.has_value())) made->took(path.post(made, made->next()));

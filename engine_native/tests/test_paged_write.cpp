@@ -6,15 +6,21 @@ using namespace kvxfer::test;
 
 namespace {
 
+Result<std::vector<WireWrite>> plan(const PagedWrite& pages, std::uint64_t size) {
+  std::vector<WireWrite> writes;
+  if (auto good = plan_pages(pages, size, size, writes); !good) return good.error();
+  return writes;
+}
+
 Result<std::vector<WireWrite>> plan(std::vector<std::int64_t> from, std::vector<std::int64_t> to,
                                     std::uint64_t page, std::uint64_t stride = 0,
                                     std::uint64_t size = 1 << 20) {
-  return plan_pages({.page_length = page,
-                     .source_pages = from,
-                     .destination_pages = to,
-                     .source_stride = stride ? stride : page,
-                     .destination_stride = stride ? stride : page},
-                    size, size);
+  return plan({.page_length = page,
+               .source_pages = from,
+               .destination_pages = to,
+               .source_stride = stride ? stride : page,
+               .destination_stride = stride ? stride : page},
+              size);
 }
 
 }  // namespace
@@ -88,14 +94,14 @@ TEST_CASE("neighbours are told by their bytes, whatever the strides and offsets 
         joined.push_back(next);
       }
     }
-    const auto writes = good(plan_pages({.page_length = page,
-                                         .source_pages = from,
-                                         .destination_pages = to,
-                                         .source_stride = source_stride,
-                                         .destination_stride = destination_stride,
-                                         .source_offset = source_offset,
-                                         .destination_offset = destination_offset},
-                                        4096, 4096));
+    const auto writes = good(plan({.page_length = page,
+                                   .source_pages = from,
+                                   .destination_pages = to,
+                                   .source_stride = source_stride,
+                                   .destination_stride = destination_stride,
+                                   .source_offset = source_offset,
+                                   .destination_offset = destination_offset},
+                                  4096));
     REQUIRE(writes.size() == joined.size());
     for (std::size_t i = 0; i < writes.size(); ++i) {
       CHECK(writes[i].source == joined[i].source);
@@ -171,8 +177,9 @@ TEST_CASE("lists of unequal length, no pages, and no bytes are refused") {
 
 TEST_CASE("a single write is checked against both regions without overflow") {
   const auto single = [](std::uint64_t from, std::uint64_t to, std::uint64_t length) {
+    std::vector<WireWrite> writes;
     return plan_single({.source_offset = from, .destination_offset = to, .length = length}, 1000,
-                       1000);
+                       1000, 1, writes);
   };
   CHECK(single(0, 0, 1000));
   CHECK(single(1, 0, 1000).error().code == Errc::out_of_bounds);

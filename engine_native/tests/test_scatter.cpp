@@ -25,6 +25,7 @@ struct Star {
       imms.push_back(good(peer->allocate_counter()));
     }
   }
+  PeerGroupPtr group() { return good(centre->peer_group(ids)); }
   TestEngine centre;
   RegionPtr source;
   std::vector<std::unique_ptr<TestEngine>> rim;
@@ -47,12 +48,12 @@ TEST_CASE("a scatter gives every peer its part, and a barrier tells all") {
     std::vector<ScatterPart> parts;
     for (std::size_t i = 0; i < star.ids.size(); ++i) {
       const std::uint64_t length = i == 2 ? 0 : kPart - i * 1000;
-      parts.push_back({.peer = star.ids[i],
+      parts.push_back({.member = i,
                        .destination = star.regions[i]->descriptor(),
                        .write = {.source_offset = i * kPart, .length = length}});
     }
-    const auto submitted =
-        good(star.centre->scatter(star.source, parts, {.imm = star.imms[0], .timeout = kDeadline}));
+    const auto submitted = good(star.centre->scatter(star.source, star.group(), parts,
+                                                     {.imm = star.imms[0], .timeout = kDeadline}));
     REQUIRE(submitted.immediates.size() == parts.size());
     CHECK(star.centre.await(Kind::write, submitted.id).code == Errc::ok);
     for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -62,7 +63,8 @@ TEST_CASE("a scatter gives every peer its part, and a barrier tells all") {
       CHECK(std::memcmp(star.regions[i]->data(), star.source->data() + i * kPart, length) == 0);
       if (length < kPart) CHECK(star.regions[i]->data()[length] == std::byte{0});
     }
-    const auto told = good(star.centre->barrier(star.ids, star.imms[0], {.timeout = kDeadline}));
+    const auto told =
+        good(star.centre->barrier(star.group(), star.imms[0], {.timeout = kDeadline}));
     for (std::size_t i = 0; i < star.ids.size(); ++i) {
       CHECK(told.immediates[i] == 1);
       good((*star.rim[i])->expect(star.imms[i], submitted.immediates[i] + 1));
@@ -75,17 +77,18 @@ TEST_CASE("a scatter with one bad part submits none") {
   Star star("tcp", 3);
   std::vector<ScatterPart> parts;
   for (std::size_t i = 0; i < 3; ++i) {
-    parts.push_back({.peer = star.ids[i],
+    parts.push_back({.member = i,
                      .destination = star.regions[i]->descriptor(),
                      .write = {.destination_offset = i == 1 ? kPart : 0, .length = 100}});
   }
-  const auto refused = star.centre->scatter(star.source, parts, {.imm = star.imms[0]});
+  const auto refused =
+      star.centre->scatter(star.source, star.group(), parts, {.imm = star.imms[0]});
   REQUIRE(!refused);
   CHECK(refused.error().code == Errc::out_of_bounds);
   CHECK(star.centre->stats().writes_posted == 0);
   // What was prepared of it is not counted as queued either.
   parts[1].write.destination_offset = 0;
-  const auto again = good(star.centre->scatter(star.source, parts));
+  const auto again = good(star.centre->scatter(star.source, star.group(), parts));
   CHECK(star.centre.await(Kind::write, again.id).code == Errc::ok);
 }
 
@@ -94,9 +97,9 @@ TEST_CASE("a scatter that fails in parts ends once, with each failure by its pee
     CAPTURE(fabric);
     Star star(fabric, 4);
     const auto word = TransferEngine::watch_word();
-    const auto none = good(star.centre->barrier({}, 1));
+    const auto none = good(star.centre->barrier(good(star.centre->peer_group({})), 1));
     CHECK(star.centre.await(Kind::write, none.id).code == Errc::ok);
-    const auto told = good(star.centre->barrier(star.ids, star.imms[0], {.after = {word, 1}}));
+    const auto told = good(star.centre->barrier(star.group(), star.imms[0], {.after = {word, 1}}));
     (*star.rim[1])->close();
     (*star.rim[3])->close();
     for (int lost = 0; lost < 2; ++lost) star.centre.await(Kind::peer_down);

@@ -65,7 +65,7 @@ TEST_CASE("a NIC's queues are shared out so that they never overrun") {
        {Limits{32703, 32703, 64}, Limits{65472, 32703, 100}, Limits{1024, 1024, 8},
         Limits{300, 100, 1}, Limits{64, 64, 0}}) {
     CAPTURE(completions);
-    PathBudget budget(completions, receives);
+    PathBudget budget(completions, receives, deep_enough(400'000'000'000));
     std::vector<PathShare> shares;
     std::uint64_t sends = 0;
     std::uint64_t taken = 0;
@@ -85,9 +85,19 @@ TEST_CASE("a NIC's queues are shared out so that they never overrun") {
     budget.give_back(shares.back());
     const auto again = budget.take();
     REQUIRE(again);
+    CHECK(again->sends == shares.back().sends);
     CHECK(again->receives == shares.back().receives);
     CHECK(!budget.take());
   }
+}
+
+TEST_CASE("the first paths' sends fill the link") {
+  CHECK(deep_enough(10'000'000'000) == 256);
+  CHECK(deep_enough(200'000'000'000) == 488);
+  CHECK(deep_enough(400'000'000'000) == 976);
+  CHECK(deep_enough(800'000'000'000) == 1024);
+  CHECK(PathBudget(65472, 32703, 976).take()->sends == 976);
+  CHECK(PathBudget(1024, 1024, 976).take()->sends == 32);
 }
 
 TEST_CASE("an endpoint survives its way to the peer, and anything else is none") {

@@ -77,17 +77,7 @@ RemoteKey VerbsBench::key(const RegionPtr& region) {
 OperationPtr VerbsBench::operation(const RegionPtr& source, const RemoteKey& destination,
                                    std::size_t pieces, std::uint32_t piece_bytes,
                                    std::optional<Imm> imm) {
-  auto made = std::make_shared<Operation>();
-  made->source = source;
-  made->imm = imm;
-  for (std::size_t i = 0; i < pieces; ++i) {
-    made->writes.push_back({i * piece_bytes, i * piece_bytes, piece_bytes});
-  }
-  made->bytes = pieces * piece_bytes;
-  auto remote = std::make_shared<RemoteRegion>();
-  remote->keys.assign(nics_.size(), destination);
-  made->destination = remote;
-  return made;
+  return operation_of(source, std::vector(nics_.size(), destination), pieces, piece_bytes, imm);
 }
 
 void VerbsBench::post(NicPath& path, const OperationPtr& operation) {

@@ -208,6 +208,32 @@ class OverheadFigure:
     met: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ScatterFigure:
+    """`posted_ns`: how long each scatter to `peers` peers took until it was posted; the median and
+    the fastest in microseconds."""
+
+    peers: int
+    posted_ns: list[int]
+    posted_p50: float
+    posted_min: float
+    target: Target
+    met: bool
+
+
+def scatter_figure(peers: int, posted_ns: list[int], target: Target) -> ScatterFigure:
+    """The median is judged."""
+    median = float(np.median(posted_ns)) / 1000
+    return ScatterFigure(
+        peers=peers,
+        posted_ns=posted_ns,
+        posted_p50=median,
+        posted_min=min(posted_ns) / 1000,
+        target=target,
+        met=target.met(median),
+    )
+
+
 def overhead_figure(
     name: str,
     pages: int,

@@ -9,15 +9,20 @@ import secrets
 import select
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvxfer.bench.errors import BenchError
-from kvxfer.bench.figures import OverheadFigure, overhead_figure
+from kvxfer.bench.figures import (
+    OverheadFigure,
+    ScatterFigure,
+    overhead_figure,
+    scatter_figure,
+)
 from kvxfer.bench.pages import PageDraw, PageLists
-from kvxfer.bench.targets import OVERHEAD
+from kvxfer.bench.targets import OVERHEAD, SCATTER, SCATTER_PEERS
 from kvxfer.engine.native import error_of, native, translated
 
 PAGE_BYTES = 4 << 10
@@ -176,6 +181,54 @@ def measure_null(
         )
         for i, case in enumerate(CASES)
     ]
+
+
+def measure_scatter(
+    rounds: int, advance: Callable[[], None], peers: int = SCATTER_PEERS
+) -> ScatterFigure:
+    """4 KiB to each of `peers` engines without threads, from one without a thread: so the call
+    itself posts. Each round begins when the writes of the last have ended."""
+    nics = native.null_nics(keeps_order=True)
+    key = secrets.token_bytes(32)
+    with ExitStack() as stack, translated():
+        sender, *receivers = (
+            stack.enter_context(closing(_engine(key, nics, thread=False))) for _ in range(peers + 1)
+        )
+        source = sender.allocate(peers * PAGE_BYTES)
+        regions = [receiver.allocate(PAGE_BYTES) for receiver in receivers]
+        imms = {receiver.allocate_counter(None) for receiver in receivers}
+        if len(imms) != 1:
+            raise BenchError("the first counters of new engines differ")
+        (imm,) = imms
+
+        def completed(kind: str, ident: int, *others: native.TransferEngine) -> int:
+            deadline = time.monotonic() + _TIMEOUT_SECONDS
+            while time.monotonic() < deadline:
+                for engine in (sender, *others):
+                    engine.poll()
+                for what, which, who, code, text, *_ in sender.drain():
+                    if (what, which) == (kind, ident):
+                        if code != "ok":
+                            raise error_of(code, text)
+                        return who
+            raise BenchError(f"no {kind} completed within {_TIMEOUT_SECONDS} s")
+
+        peer_ids = [
+            completed("connect", sender.connect(receiver.address, _TIMEOUT_SECONDS), receiver)
+            for receiver in receivers
+        ]
+        destinations = [region.descriptor for region in regions]
+        posted_ns = []
+        for turn in range(_WARM_UP_ROUNDS + rounds):
+            operation, took_ns = sender.time_scatter(
+                source, peer_ids, destinations, PAGE_BYTES, imm
+            )
+            # Of the first write each receiver is asked where it goes; of all they count.
+            completed("write", operation, *receivers)
+            if turn >= _WARM_UP_ROUNDS:
+                posted_ns.append(took_ns)
+                advance()
+    return scatter_figure(peers, posted_ns, SCATTER)
 
 
 def measure_page_costs(

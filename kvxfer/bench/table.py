@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvxfer.bench.cases import LIMIT_TITLES
-from kvxfer.bench.figures import ChecksumFigure, IdleFigure, OverheadFigure, Report
+from kvxfer.bench.figures import ChecksumFigure, IdleFigure, OverheadFigure, Report, ScatterFigure
 from kvxfer.bench.nic_bounds import NicBounds, NicModel
 from kvxfer.bench.render import columns, heading, judged
 from kvxfer.bench.targets import IDLE
@@ -69,6 +69,18 @@ def overhead_table(figures: list[OverheadFigure]) -> Table:
             judged(each.received_p50, each.received_target, f"{each.received_p50:.2f}"),
             str(each.received_target),
         )
+    return table
+
+
+def scatter_table(figure: ScatterFigure) -> Table:
+    title = "Scatter of 4 KiB to each peer, µs until posted"
+    table = columns(title, (), ("peers", "median", "target", "fastest"))
+    table.add_row(
+        str(figure.peers),
+        judged(figure.posted_p50, figure.target, f"{figure.posted_p50:.2f}"),
+        str(figure.target),
+        f"{figure.posted_min:.2f}",
+    )
     return table
 
 

@@ -120,6 +120,16 @@ OVERHEAD: Final = {
     "runs of 16": _overhead("runs of 16", 25, 10),
     "sequential": _overhead("sequential", 25, 10),
 }
+SCATTER_PEERS: Final = 64
+SCATTER: Final = Target(
+    name=f"scatter to {SCATTER_PEERS} peers",
+    measured="time in which 4 KiB for each are posted, over a NIC that moves nothing",
+    against="",
+    direction=Direction.AT_MOST,
+    bound=5,
+    unit="µs",
+    command="kvxfer bench --null",
+)
 IDLE: Final = Target(
     name="idle engine",
     measured="CPU time of either process, one connected peer, share of a core",
@@ -178,6 +188,7 @@ WAITING_VLLM: Final = _vllm(
 TARGETS: Final = (
     *(target for of_it in _THROUGHPUT.values() for target in of_it.values()),
     *(target for pair in OVERHEAD.values() for target in pair),
+    SCATTER,
     IDLE,
     *(target for of_it in CONTROL.values() for target in of_it.values()),
     *(VISIBLE_TRANSFER, FIRST_TOKEN, LAYER, IDLE_VLLM, WAITING_VLLM),

@@ -155,11 +155,11 @@ def bench(
         return
 
     from kvxfer.bench.cases import cases_by_name
-    from kvxfer.bench.null import measure_null
+    from kvxfer.bench.null import measure_null, measure_scatter
     from kvxfer.bench.plot import check_plot_path, plot_report
     from kvxfer.bench.run import run_bench, run_idle
     from kvxfer.bench.settings import full_settings, quick_settings
-    from kvxfer.bench.table import idle_table, overhead_table, report_tables
+    from kvxfer.bench.table import idle_table, overhead_table, report_tables, scatter_table
     from kvxfer.cli.output import out, show_json
 
     # Between two hosts fabrics are measured, not cases.
@@ -193,12 +193,15 @@ def bench(
 
     if null:
         null_rounds = rounds or (NULL_QUICK_ROUNDS if quick else NULL_ROUNDS)
-        with _progress_bar(null_rounds) as step:
-            overhead = measure_null(settings.seed, null_rounds, partial(step, "null"))
+        with _progress_bar(2 * null_rounds) as step:
+            overhead = measure_null(settings.seed, null_rounds, partial(step, "pages"))
+            scatter = measure_scatter(null_rounds, partial(step, "scatter"))
         if as_json:
-            show_json({"seed": settings.seed, "overhead": msgspec.to_builtins(overhead)})
+            null_figures = {"overhead": overhead, "scatter": scatter}
+            show_json({"seed": settings.seed, **msgspec.to_builtins(null_figures)})
         else:
             out.print(overhead_table(overhead))
+            out.print(scatter_table(scatter))
         return
 
     with _progress_bar(settings.steps) as step:

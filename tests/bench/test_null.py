@@ -6,11 +6,18 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvxfer.bench.figures import overhead_figure
-from kvxfer.bench.null import CASES, PAGE_BYTES, NullCase, measure_null, null_writer
+from kvxfer.bench.figures import overhead_figure, scatter_figure
+from kvxfer.bench.null import (
+    CASES,
+    PAGE_BYTES,
+    NullCase,
+    measure_null,
+    measure_scatter,
+    null_writer,
+)
 from kvxfer.bench.pages import PageLists
-from kvxfer.bench.table import overhead_table
-from kvxfer.bench.targets import OVERHEAD
+from kvxfer.bench.table import overhead_table, scatter_table
+from kvxfer.bench.targets import OVERHEAD, SCATTER
 from kvxfer.cli import app
 from kvxfer.errors import OutOfBounds
 
@@ -59,6 +66,26 @@ def test_a_run_of_pages_is_one_write_of_at_most_1_mib() -> None:
         assert min(each.call_ns + each.completed_ns + each.received_ns) > 0
 
 
+def test_a_scatter_is_timed_once_a_round() -> None:
+    rounds: list[None] = []
+    figure = measure_scatter(3, lambda: rounds.append(None), peers=4)
+    assert len(rounds) == len(figure.posted_ns) == 3
+    assert figure.peers == 4
+    assert min(figure.posted_ns) > 0
+
+
+def test_the_median_scatter_is_judged() -> None:
+    target = replace(SCATTER, bound=5.0)
+    figure = scatter_figure(64, [4000, 9000, 5000], target)
+    assert (figure.posted_p50, figure.posted_min, figure.met) == (5.0, 4.0, True)
+    assert not scatter_figure(64, [5001], target).met
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(scatter_table(figure))
+    for text in ("64", "5.00", "≤ 5", "4.00"):
+        assert text in capture.get()
+
+
 def test_a_page_outside_is_the_engines_error() -> None:
     pages = np.array([0, 8])
     with null_writer(8 * PAGE_BYTES) as writer, pytest.raises(OutOfBounds, match="position 1"):
@@ -84,6 +111,7 @@ def test_the_command_prints_every_sample_as_json() -> None:
     assert report["seed"] == 9
     assert [each["name"] for each in report["overhead"]] == [case.name for case in CASES]
     assert all(len(each["completed_ns"]) == 20 for each in report["overhead"])
+    assert len(report["scatter"]["posted_ns"]) == 20
 
 
 def test_the_command_prints_a_table() -> None:

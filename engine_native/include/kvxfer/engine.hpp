@@ -15,8 +15,11 @@ namespace kvxfer {
 
 class DomainGroup;
 class MemoryRegion;
+struct PeerGroup;
+struct PeerHandle;
 struct Submission;
-struct WireWrite;
+using PeerGroupPtr = std::shared_ptr<const PeerGroup>;
+using PeerHandlePtr = std::shared_ptr<PeerHandle>;
 using SubmissionPtr = std::shared_ptr<Submission>;
 using RegionPtr = std::shared_ptr<MemoryRegion>;
 
@@ -86,15 +89,16 @@ class TransferEngine {
                                 const WriteOptions& options = {});
   // Many writes to one peer, out of any regions into any regions: one operation, and one total. All
   // are submitted, or none.
-  Result<Submitted> write_list(PeerId peer, std::span<const ListedWrite> writes,
+  Result<Submitted> write_list(PeerId peer, std::span<const ListedWrite> list,
                                const WriteOptions& options = {});
   Result<Submitted> write_imm(PeerId peer, Imm imm, const WriteOptions& options = {});
-  // Each peer its part, out of one region: one operation. All are submitted, or none.
-  Result<Scattered> scatter(const RegionPtr& source, std::span<const ScatterPart> parts,
-                            const WriteOptions& options = {});
-  // The immediate to each of these peers, likewise.
-  Result<Scattered> barrier(std::span<const PeerId> peers, Imm imm,
-                            const WriteOptions& options = {});
+  // Peers that operations go to together, looked up once. Parts for one that is lost later fail.
+  Result<PeerGroupPtr> peer_group(std::span<const PeerId> peers) const;
+  // Each its parts, out of one region: one operation. All are submitted, or none.
+  Result<Scattered> scatter(const RegionPtr& source, const PeerGroupPtr& group,
+                            std::span<const ScatterPart> parts, const WriteOptions& options = {});
+  // The immediate to each, likewise.
+  Result<Scattered> barrier(const PeerGroupPtr& group, Imm imm, const WriteOptions& options = {});
   // A word at zero for WriteOptions::after. Whatever adds to it starts what was held back for the
   // value: wake() at once, a plain store within 100 microseconds, or within a sixteenth of
   // the time that nothing was moved for, where that is longer: 1 ms at most.
@@ -127,14 +131,18 @@ class TransferEngine {
  private:
   explicit TransferEngine(std::unique_ptr<DomainGroup> group);
   SubmissionPtr begin(std::size_t parts, const WriteOptions& options) const;
-  // Adds a part to what is to be submitted.
-  Result<void> add(Submission& submission, PeerId peer, const RegionPtr& source,
-                   const MrDescriptor* destination, Result<std::vector<WireWrite>> writes,
-                   std::uint64_t bytes, const WriteOptions& options) const;
+  // Add a part to what is to be submitted.
+  struct Part;
+  Result<void> add(Submission& submission, const PeerHandlePtr& handle, const Part& part,
+                   const WriteOptions& options) const;
+  Result<void> add_single(Submission& submission, const PeerHandlePtr& handle,
+                          const RegionPtr& source, const MrDescriptor& destination,
+                          const SingleWrite& write, const WriteOptions& options) const;
+  Result<void> add_imm(Submission& submission, const PeerHandlePtr& handle,
+                       const WriteOptions& options) const;
   // Unless adding a part has failed.
-  Result<Submitted> submit(const SubmissionPtr& submission, const Result<void>& added);
-  Result<Scattered> submit_all(const SubmissionPtr& submission, const Result<void>& added);
-  unsigned shards_for(PeerId peer, const WriteOptions& options) const;
+  Result<Scattered> submit(const SubmissionPtr& submission, const Result<void>& added);
+  Result<Submitted> submit_one(const SubmissionPtr& submission, const Result<void>& added);
   std::unique_ptr<DomainGroup> group_;
 };
 

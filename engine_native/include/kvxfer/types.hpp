@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <span>
@@ -28,7 +29,9 @@ inline constexpr std::size_t kMaxNics = 64;  // of one engine
 // Names one start of one engine: 16 random bytes, so a restarted engine is a different one.
 struct EngineId {
   std::array<std::uint8_t, 16> bytes{};
-  bool operator==(const EngineId&) const = default;
+  bool operator==(const EngineId& other) const {
+    return std::memcmp(bytes.data(), other.bytes.data(), sizeof bytes) == 0;  // inlined
+  }
   // All zero: as a target, whichever engine listens at the address and knows the cluster key.
   bool any() const { return *this == EngineId{}; }
   std::string hex() const;
@@ -160,9 +163,9 @@ struct ListedWrite {
   SingleWrite write;
 };
 
-// One peer's part of a scatter.
+// A part of a scatter, to one peer.
 struct ScatterPart {
-  PeerId peer = 0;
+  std::size_t member = 0;  // of the group
   MrDescriptor destination;
   SingleWrite write;  // length 0: the immediate alone
 };

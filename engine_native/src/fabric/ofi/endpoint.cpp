@@ -190,11 +190,14 @@ ssize_t Endpoint::post(const Write& write) {
                            .rma_iov_count = 1,
                            .context = &context.space,
                            .data = write.imm.value_or(0)};
-  const std::uint64_t flags =
-      FI_COMPLETION | FI_DELIVERY_COMPLETE | (write.imm ? FI_REMOTE_CQ_DATA : 0);
+  // The provider may keep what has FI_MORE until one without it: there is room for that one.
   Context* const next = context.next;
+  const bool more = write.more && next;
+  const std::uint64_t flags = FI_COMPLETION | FI_DELIVERY_COMPLETE |
+                              (write.imm ? FI_REMOTE_CQ_DATA : 0) | (more ? FI_MORE : 0);
   context.sequence = write.sequence;
   const ssize_t error = ::fi_writemsg(endpoint_.get(), &message, flags);
+  chained_ = more && error == 0;
   if (error != 0) {
     refused_ = refused_ || error == -FI_EAGAIN;
     return error;
@@ -232,6 +235,9 @@ Endpoint::Context* Endpoint::context_of(void* space) const {
 // --- completions -----------------------------------------------------------------------------
 
 void Endpoint::poll() {
+  if (disorder_ && chained_) {
+    path_->on_failed({Errc::nic_lost, "writes wait for one without FI_MORE, which did not come"});
+  }
   refused_ = false;
   ssize_t read = 0;
   for (int i = 0; i < kBatches; ++i) {

@@ -45,6 +45,7 @@ class Endpoint final : private EventSink {
     std::uint64_t address;
     std::uint64_t rkey;
     std::optional<Imm> imm;
+    bool more = false;  // another follows at once: one doorbell will do
   };
 
   // --- any thread; these take long, and so does its end
@@ -84,6 +85,7 @@ class Endpoint final : private EventSink {
   // --- writes
   bool has_room() const { return free_ && !refused_; }
   std::size_t in_flight() const { return in_flight_; }
+  std::size_t immediates() const { return options_.immediates; }
   // 0, or libfabric's error; -FI_EAGAIN: later.
   ssize_t post(const Write& write);
 
@@ -146,7 +148,8 @@ class Endpoint final : private EventSink {
   std::string address_;
   std::size_t in_flight_ = 0;
   bool refused_ = false;
-  Imm run_imm_ = 0;  // of equal immediates, not reported yet
+  bool chained_ = false;  // the last write was posted with FI_MORE
+  Imm run_imm_ = 0;       // of equal immediates, not reported yet
   std::uint64_t run_length_ = 0;
 };
 

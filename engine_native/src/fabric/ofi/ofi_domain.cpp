@@ -70,9 +70,13 @@ Result<std::shared_ptr<NicRegistration>> OfiDomain::register_memory(const Memory
 // --- paths -----------------------------------------------------------------------------------
 
 Endpoint::Options OfiDomain::endpoint_options() const {
+  const fi_info& info = *domain_->device.info;
+  // One receive is the greeting's.
+  const std::size_t receives =
+      domain_->device.mode(FI_RX_CQ_DATA) ? info.rx_attr->size - 1 : SIZE_MAX;
   Endpoint::Options options{
-      .writes = std::min(kMaxWritesOfPath + kWritesOfItsOwn, domain_->device.info->tx_attr->size),
-      .immediates = kImmWindow,
+      .writes = std::min(kMaxWritesOfPath + kWritesOfItsOwn, info.tx_attr->size),
+      .immediates = std::min<std::size_t>(kImmWindow, receives),
       .wait_object = settings_.wait_object};
   if (settings_.strict) options.disorder_seed = random_seed();
   return options;

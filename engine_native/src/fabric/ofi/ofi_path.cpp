@@ -21,8 +21,8 @@ constexpr std::uint64_t kFlushSequence = UINT64_MAX;
 }  // namespace
 
 OfiPath::OfiPath(NicPathIdentity identity, OfiDomain& domain, std::shared_ptr<Endpoint> endpoint)
-    : NicPath(std::move(identity), kImmWindow, domain.load(), domain.context().receive_context,
-              domain.context().events),
+    : NicPath(std::move(identity), endpoint->immediates(), domain.load(),
+              domain.context().receive_context, domain.context().events),
       domain_(domain),
       endpoint_(std::move(endpoint)) {
   endpoint_->serve(*this, domain_.context().poller);
@@ -33,7 +33,7 @@ std::string OfiPath::endpoint() const {
   told_ = true;
   return PathEndpoint{.landing_address = endpoint_->landing_address(),
                       .landing_key = endpoint_->landing_key(),
-                      .imm_window = kImmWindow,
+                      .imm_window = endpoint_->immediates(),
                       .address = endpoint_->address()}
       .encode();
 }
@@ -105,7 +105,7 @@ std::size_t OfiPath::post(const OperationPtr& operation, const WriteRange& write
   while (count < limit) {
     const std::size_t index = writes.first + count;
     const WireWrite& write = operation->writes[index];
-    if (!took(post_one(*operation, write, writes.counted))) break;
+    if (!took(post_one(*operation, write, writes.counted, count + 1 < limit))) break;
     add_batch(operation, {index, 1, writes.counted}, write.length);
     ++in_flight_;
     ++next_sequence_;
@@ -114,7 +114,8 @@ std::size_t OfiPath::post(const OperationPtr& operation, const WriteRange& write
   return count;
 }
 
-ssize_t OfiPath::post_one(const Operation& operation, const WireWrite& write, bool counted) {
+ssize_t OfiPath::post_one(const Operation& operation, const WireWrite& write, bool counted,
+                          bool more) {
   const std::optional<Imm> imm = counted ? operation.imm : std::nullopt;
   if (write.length == 0) return post_to_landing(next_sequence_, imm);
   const auto* registration =
@@ -126,7 +127,8 @@ ssize_t OfiPath::post_one(const Operation& operation, const WireWrite& write, bo
                           .length = write.length,
                           .address = key.address + write.destination,
                           .rkey = key.rkey,
-                          .imm = imm});
+                          .imm = imm,
+                          .more = more});
 }
 
 // A provider that cannot reach a peer may answer "later" for ever. It also does where the queue is

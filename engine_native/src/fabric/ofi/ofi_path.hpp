@@ -20,9 +20,10 @@ class OfiDomain;
 struct PathEndpoint;
 
 // Under way on one path.
-inline constexpr std::size_t kMaxWritesOfPath = 512;
-// Immediates of one path's peer that may be under way.
-inline constexpr std::uint64_t kImmWindow = 256;
+inline constexpr std::size_t kMaxWritesOfPath = 1024;
+// Immediates of one path's peer that may be under way: 4 KiB each fill a link of 200 Gbit/s for
+// 160 us, in which credit comes back over the control stream.
+inline constexpr std::uint64_t kImmWindow = 1024;
 
 class OfiPath final : public NicPath, private CompletionSink {
  public:
@@ -46,7 +47,7 @@ class OfiPath final : public NicPath, private CompletionSink {
   void on_written(std::uint64_t sequence) override;
   void on_arrived(Imm imm, std::uint64_t count) override;
   void on_failed(Error error) override;
-  ssize_t post_one(const Operation& operation, const WireWrite& write, bool counted);
+  ssize_t post_one(const Operation& operation, const WireWrite& write, bool counted, bool more);
   // What has no bytes of its own: a greeting, a flush, a bare immediate.
   ssize_t post_to_landing(std::uint64_t sequence, std::optional<Imm> imm);
   void on_joined(Result<void> joined, const PathEndpoint& theirs);

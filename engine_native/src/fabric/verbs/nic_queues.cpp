@@ -6,6 +6,7 @@
 #include <string>
 
 #include "error_text.hpp"
+#include "fabric/verbs/path_windows.hpp"
 #include "fabric/verbs/verbs_path.hpp"
 #include "fd.hpp"
 
@@ -23,6 +24,7 @@ constexpr std::size_t kMaxQueues = 64;
 }  // namespace
 
 Result<std::unique_ptr<NicQueues>> NicQueues::create(std::shared_ptr<const VerbsDevice> device,
+                                                     std::uint64_t bits_per_second,
                                                      Poller& poller) {
   std::unique_ptr<NicQueues> queues(new NicQueues(std::move(device), poller));
   const VerbsDevice& of = *queues->device_;
@@ -45,7 +47,10 @@ Result<std::unique_ptr<NicQueues>> NicQueues::create(std::shared_ptr<const Verbs
   auto created = ReceiveQueue::create(queues->device_, receives);
   if (!created) return created.error();
   queues->receives_ = std::move(*created);
-  queues->budget_ = PathBudget(size - kSpareReceives, receives - kSpareReceives);
+  const std::uint32_t sends =
+      std::min(deep_enough(bits_per_second),
+               static_cast<std::uint32_t>(of.limits().max_qp_wr) - PathWindows::kMaxRequests - 1);
+  queues->budget_ = PathBudget(size - kSpareReceives, receives - kSpareReceives, sends);
   return queues;
 }
 
@@ -76,7 +81,9 @@ void NicQueues::take_share(VerbsNic& nic, Taken then) {
   nic.want_queues.push_back(std::move(then));
   if (nic.want_queues.size() > 1) return;  // they are being made
   nic.context.background.run<Result<std::unique_ptr<NicQueues>>>(
-      [device = nic.device, &poller = nic.context.poller] { return create(device, poller); },
+      [device = nic.device, speed = nic.port.bits_per_second, &poller = nic.context.poller] {
+        return create(device, speed, poller);
+      },
       [&nic](Result<std::unique_ptr<NicQueues>> made) {
         auto waiting = std::exchange(nic.want_queues, {});
         Result<void> good = made ? (*made)->watch() : Result<void>(made.error());

@@ -21,7 +21,7 @@ class NicQueues final : private EventSink {
  public:
   // Any thread. watch() is to follow.
   static Result<std::unique_ptr<NicQueues>> create(std::shared_ptr<const VerbsDevice> device,
-                                                   Poller& poller);
+                                                   std::uint64_t bits_per_second, Poller& poller);
   // The engine is woken by its completions.
   Result<void> watch();
   ~NicQueues();
@@ -77,7 +77,7 @@ class NicQueues final : private EventSink {
   ibv_comp_channel* channel_ = nullptr;
   ibv_cq* queue_ = nullptr;
   std::unique_ptr<ReceiveQueue> receives_;
-  PathBudget budget_{0, 0};
+  PathBudget budget_{0, 0, 0};
   std::unordered_map<std::uint32_t, VerbsPath*> paths_;  // owned by their links
   bool armed_ = false;
   unsigned unacknowledged_ = 0;

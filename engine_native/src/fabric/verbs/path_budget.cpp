@@ -9,14 +9,26 @@ namespace kvxfer::verbs {
 namespace {
 
 constexpr std::uint32_t kMinSends = kMaxGroupWrites;
-constexpr std::uint32_t kMaxSends = 256;
 constexpr std::uint32_t kMinReceives = 64;
 constexpr std::uint32_t kMaxReceivesOfPath = 1024;
+// Of what is left, for one path.
+constexpr std::uint32_t kSendsPart = 64;
+constexpr std::uint32_t kReceivesPart = 32;
+// There and back through a loaded network, and until this engine looks.
+constexpr std::uint64_t kDelayNs = 80'000;
+constexpr std::uint64_t kPageBits = std::uint64_t{8} * 4096;
+constexpr std::uint64_t kShallow = 256;
+constexpr std::uint64_t kDeepest = 1024;
 
 }  // namespace
 
-PathBudget::PathBudget(std::uint32_t completions, std::uint32_t receives)
-    : sends_(std::clamp(completions / 256, kMinSends, kMaxSends)),
+std::uint32_t deep_enough(std::uint64_t bits_per_second) {
+  const std::uint64_t pages = bits_per_second / 1'000'000 * kDelayNs / 1000 / kPageBits;
+  return static_cast<std::uint32_t>(std::clamp(pages, kShallow, kDeepest));
+}
+
+PathBudget::PathBudget(std::uint32_t completions, std::uint32_t receives, std::uint32_t most_sends)
+    : most_sends_(std::max(most_sends, kMinSends)),
       completions_left_(completions),
       receives_left_(receives) {}
 
@@ -26,11 +38,11 @@ std::uint32_t PathBudget::completions_of(const PathShare& share) {
 }
 
 std::optional<PathShare> PathBudget::take() {
-  if (completions_left_ < completions_of({sends_, 0})) return std::nullopt;
-  const std::uint32_t left =
-      std::min(receives_left_, completions_left_ - completions_of({sends_, 0}));
+  PathShare share{.sends = std::clamp(completions_left_ / kSendsPart, kMinSends, most_sends_)};
+  if (completions_left_ < completions_of(share)) return std::nullopt;
+  const std::uint32_t left = std::min(receives_left_, completions_left_ - completions_of(share));
   if (left < kMinReceives) return std::nullopt;
-  const PathShare share{sends_, std::clamp(left / 32, kMinReceives, kMaxReceivesOfPath)};
+  share.receives = std::clamp(left / kReceivesPart, kMinReceives, kMaxReceivesOfPath);
   completions_left_ -= completions_of(share);
   receives_left_ -= share.receives;
   ++paths_;

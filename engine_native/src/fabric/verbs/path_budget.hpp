@@ -13,11 +13,16 @@ struct PathShare {
   std::uint32_t receives = 0;
 };
 
-// The first paths get many receives, because credit for used ones comes back over the control
-// stream, which takes a while; later ones get a part of what is left.
+// So many writes fill a link: its bandwidth times the time until a write is known to be delivered,
+// in pages of 4 KiB.
+std::uint32_t deep_enough(std::uint64_t bits_per_second);
+
+// The first paths get as many sends as fill the link (`most_sends`), and many receives, because
+// credit for used ones comes back over the control stream, which takes a while; later ones get a
+// part of what is left.
 class PathBudget {
  public:
-  PathBudget(std::uint32_t completions, std::uint32_t receives);
+  PathBudget(std::uint32_t completions, std::uint32_t receives, std::uint32_t most_sends);
 
   std::optional<PathShare> take();
   void give_back(const PathShare& share);
@@ -26,7 +31,7 @@ class PathBudget {
  private:
   static std::uint32_t completions_of(const PathShare& share);
 
-  std::uint32_t sends_;
+  std::uint32_t most_sends_;
   std::uint32_t completions_left_;
   std::uint32_t receives_left_;
   std::uint32_t paths_ = 0;
