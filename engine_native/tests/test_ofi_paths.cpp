@@ -84,7 +84,9 @@ TEST_CASE("ofi: a key that is not one loses the path by name") {
 
 TEST_CASE("ofi: one key serves all peers, and none of a fenced peer's writes lands by it") {
   if (ofi_skipped()) return;
-  OfiBench bench(strict_ofi_options("bench", 3), {});
+  auto options = strict_ofi_options("bench", 3);
+  options.peer_timeout = std::chrono::seconds(1);  // of a closed endpoint: it is waited out
+  OfiBench bench(options, {});
   const auto source = bench.region(1u << 20);
   const auto destination = bench.region(1u << 20);
   std::fill_n(source->data(), source->size(), std::byte{0x77});
@@ -93,8 +95,9 @@ TEST_CASE("ofi: one key serves all peers, and none of a fenced peer's writes lan
   const RemoteKey key = bench.key_for(0, destination);
   CHECK(key.rkey == bench.key_for(1, destination).rkey);
   fenced.reader.shut();
-  (void)bench.post(*fenced.writer, source, key, 4, kPage, std::nullopt);
-  bench.until([&] { return bench.lost.contains(fenced.writer.get()); });
+  // One write, and it need not be refused: libfabric's tcp connects to the closed port 36,000 times
+  // a second, and where that port is among those that connect() chooses from, once to itself.
+  (void)bench.post(*fenced.writer, source, key, 1, kPage, std::nullopt);
   bench.settle();
   CHECK(count_other_than(destination, std::byte{0}) == 0);
   const auto fine = bench.post(*other.writer, source, key, 4, kPage, std::nullopt);
