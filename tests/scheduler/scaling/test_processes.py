@@ -121,7 +121,11 @@ async def test_worker_that_dies_is_not_counted_and_comes_back_with_the_next_deci
             (first,) = await until(cp, lambda f: [i.state for i in f] == [READY])
             os.kill(pid_of(first.instance_id), 9)
             await until(cp, lambda f: not f)
-            assert await backend.requested(Role.DECODE) == 0
+
+            async def not_counted() -> bool:
+                return await backend.requested(Role.DECODE) == 0
+
+            await eventually(not_counted)
             await backend.scale(Role.DECODE, 1, leads)
             (second,) = await until(cp, lambda f: [i.state for i in f] == [READY])
             assert second.instance_id != first.instance_id
