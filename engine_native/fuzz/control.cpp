@@ -7,7 +7,7 @@
 #include "bootstrap/bytes.hpp"
 #include "clock.hpp"
 #include "correct_peer.hpp"
-#include "peer.hpp"
+#include "group/peer.hpp"
 #include "scripted_nic.hpp"
 #include "targets.hpp"
 #include "world.hpp"
@@ -17,7 +17,7 @@ namespace {
 
 constexpr Duration kTimeout = std::chrono::milliseconds(700);
 
-class Connection final : private PeerEvents, private NicEvents {
+class Connection final : private PeerEvents, private OperationBook, private NicEvents {
  public:
   explicit Connection(bool initiator) {
     for (const auto& [name, windows] : {std::pair("nic0", false), std::pair("nic1", true)}) {
@@ -47,7 +47,8 @@ class Connection final : private PeerEvents, private NicEvents {
                                  {"their1", "simulated", 1},
                                  {"their2", "of another network", 1}};
     PeerEvents& events = *this;
-    peer_ = std::make_unique<Peer>(kPeer, std::move(*stream), session, events);
+    OperationBook& operations = *this;
+    peer_ = std::make_unique<Peer>(kPeer, std::move(*stream), session, events, operations);
     peer_->use_nics(nics_, initiator, {.peer_timeout = kTimeout});
     if (!initiator) return;
     peer_->address = {.host = "their host", .port = 1, .engine = {}};
@@ -292,6 +293,16 @@ class Connection final : private PeerEvents, private NicEvents {
     require(!lost_, "a peer is lost once");
     lost_ = true;
   }
+  void share_region(Peer& peer, std::uint64_t key) override {
+    const RegionPtr region = world_.regions.find(key);
+    if (!region) return peer.nics()->send_region(key, Errc::unknown_region, {});
+    peer.nics()->send_region(key, Errc::ok, {.length = region->size(), .keys = {{}, {}}});
+  }
+  void on_revoked(Peer&, Imm) override {
+    if (world_.released()) peer_->nics()->close_grants(std::vector{world_.granted});
+  }
+
+  // --- OperationBook
   void fail(const OperationPtr& operation, Errc code, std::string text) override {
     operation->fail(code, std::move(text));
     settle(operation);
@@ -301,20 +312,12 @@ class Connection final : private PeerEvents, private NicEvents {
     operation->writes = {};
     operation->source.reset();
   }
-  std::vector<OperationPtr> operations_with(const Peer&, Imm imm) override {
+  std::vector<OperationPtr> with(PeerId, Imm imm) const override {
     std::vector<OperationPtr> found;
     for (const auto& [id, operation] : operations_) {
       if (operation->imm == imm) found.push_back(operation);
     }
     return found;
-  }
-  void share_region(Peer& peer, std::uint64_t key) override {
-    const RegionPtr region = world_.regions.find(key);
-    if (!region) return peer.nics()->send_region(key, Errc::unknown_region, {});
-    peer.nics()->send_region(key, Errc::ok, {.length = region->size(), .keys = {{}, {}}});
-  }
-  void on_revoked(Peer&, Imm) override {
-    if (world_.released()) peer_->nics()->close_grants(std::vector{world_.granted});
   }
 
   // --- NicEvents

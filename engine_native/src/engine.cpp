@@ -4,7 +4,7 @@
 #include <string>
 
 #include "clock.hpp"
-#include "domain_group.hpp"
+#include "group/domain_group.hpp"
 #include "paged_write.hpp"
 
 namespace kvxfer {

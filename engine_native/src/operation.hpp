@@ -199,4 +199,18 @@ class OperationPtr {
   Operation* part_ = nullptr;
 };
 
+// Keeps account of what is submitted. Engine thread only.
+class OperationBook {
+ public:
+  // Nothing more of it is posted; it ends when nothing of it is under way.
+  virtual void fail(const OperationPtr& operation, Errc code, std::string text) = 0;
+  // Writes of it were finished or given back: it may have ended.
+  virtual void settle(const OperationPtr& operation) = 0;
+  // Those to the peer that carry the immediate.
+  virtual std::vector<OperationPtr> with(PeerId peer, Imm imm) const = 0;
+
+ protected:
+  ~OperationBook() = default;
+};
+
 }  // namespace kvxfer

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <thread>
 
+#include "clock.hpp"
 #include "fabric/verbs/verbs_factory.hpp"
 #include "simulated_verbs.hpp"
 #include "step_probe.hpp"
@@ -322,6 +323,55 @@ TEST_CASE(
   }
   MESSAGE("longest step of the engine thread: " << probe->longest_ns() / 1000 << " us, beside "
                                                 << transfers << " transfers");
+}
+
+TEST_CASE("a scatter reaches 64 peers, each over a queue pair of its own") {
+  constexpr std::size_t kPeers = 64;
+  constexpr std::size_t kRounds = 200;
+  const auto driven = [] {
+    EngineOptions options = options_on(1, {});
+    options.thread = false;
+    return options;
+  };
+  TestEngine sender(driven());
+  std::vector<std::unique_ptr<TestEngine>> engines;
+  const auto poll_all = [&] {
+    sender->poll();
+    for (const auto& engine : engines) (*engine)->poll();
+  };
+  sender.meanwhile = poll_all;
+  std::vector<PeerId> ids;
+  std::vector<RegionPtr> regions;
+  std::vector<ScatterPart> parts;
+  Imm imm = 0;
+  for (std::size_t n = 0; n < kPeers; ++n) {
+    TestEngine& engine = *engines.emplace_back(std::make_unique<TestEngine>(driven()));
+    ids.push_back(sender.connect_to(engine));
+    regions.push_back(good(engine->allocate(kPage)));
+    imm = good(engine->allocate_counter());  // the same one: each is the first of its engine
+    parts.push_back({.member = n,
+                     .destination = regions.back()->descriptor(),
+                     .write = {.source_offset = n * kPage, .length = kPage}});
+  }
+  const auto source = good(sender->allocate(kPeers * kPage));
+  Random random;
+  random.fill(source->data(), source->size());
+  const auto group = good(sender->peer_group(ids));
+  std::vector<std::uint64_t> took_ns;
+  for (std::size_t round = 0; round < kRounds; ++round) {
+    const std::uint64_t held_up = SimulatedVerbs::held_up_ns();
+    const std::uint64_t begin = now_ns();
+    const auto scattered = good(sender->scatter(source, group, parts, {.imm = imm}));
+    took_ns.push_back(now_ns() - begin - (SimulatedVerbs::held_up_ns() - held_up));
+    const auto done = sender.await(Kind::write, scattered.id);
+    REQUIRE_MESSAGE(done.code == Errc::ok, done.text);
+  }
+  for (std::size_t n = 0; n < kPeers; ++n) {
+    CHECK((*engines[n])->counter_value(imm) == kRounds);
+    CHECK(std::memcmp(regions[n]->data(), source->data() + n * kPage, kPage) == 0);
+  }
+  std::sort(took_ns.begin() + 1, took_ns.end());  // the first asks for the regions' keys
+  MESSAGE("a scatter to 64 peers was posted in " << took_ns[kRounds / 2] / 1000 << " us");
 }
 
 TEST_CASE("several queue pairs join two NICs where paths_per_nic_pair says so") {

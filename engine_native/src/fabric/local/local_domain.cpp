@@ -84,16 +84,15 @@ Result<std::unique_ptr<Path>> LocalDomain::open_path(LocalLink link, PathPeer pe
   auto path =
       LocalPath::open(std::move(link), std::move(peer), poller_, receive_context_, path_events_);
   if (!path) return path.error();
-  paths_.push_back(path->get());
+  LocalPath& opened = **path;
+  paths_.push_back(&opened);
+  opened.on_destroyed([this, &opened] { forget(opened); });
   return std::unique_ptr<Path>(std::move(*path));
 }
 
-void LocalDomain::close_path(const Path& path) {
-  std::erase_if(paths_, [&](const LocalPath* known) {
-    if (known != &path) return false;
-    host_.deny_reader(known->pid());
-    return true;
-  });
+void LocalDomain::forget(const LocalPath& path) {
+  std::erase(paths_, &path);
+  host_.deny_reader(path.pid());
 }
 
 void LocalDomain::expire(std::uint64_t deadline_ns) {

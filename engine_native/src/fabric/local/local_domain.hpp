@@ -24,6 +24,7 @@ class LocalEvents {
   ~LocalEvents() = default;
 };
 
+// Outlives its paths.
 class LocalDomain final : public Domain, private EventSink {
  public:
   static Result<std::unique_ptr<LocalDomain>> open(const EngineId& engine, Poller& poller,
@@ -40,7 +41,6 @@ class LocalDomain final : public Domain, private EventSink {
   // on_local_link() follows, unless this fails at once.
   Result<void> connect(const Session& session);
   Result<std::unique_ptr<Path>> open_path(LocalLink link, PathPeer peer);
-  void close_path(const Path& path);
   // Gives up on rendezvous that began before `deadline_ns`, and accepts again after a rest.
   void expire(std::uint64_t deadline_ns);
   bool idle() const { return rendezvous_.empty() && !listener_.resting(); }
@@ -50,6 +50,7 @@ class LocalDomain final : public Domain, private EventSink {
               PathEvents& path_events, LocalEvents& events);
 
   void on_events(std::uint32_t events) override;
+  void forget(const LocalPath& path);
   void accept(UniqueFd socket);
   void finish(Rendezvous& rendezvous, Result<LocalLink> link);
   void report(const Rendezvous& rendezvous, Result<LocalLink> link);

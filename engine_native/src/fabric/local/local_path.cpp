@@ -53,6 +53,7 @@ LocalPath::~LocalPath() {
   // Before any source memory of ours can be used again: see RingMemory::revoked.
   out_->revoked.store(1, std::memory_order_seq_cst);
   if (!lost_) poller_.remove(socket_.get(), *this);
+  if (then_) then_();
 }
 
 // --- sending ---------------------------------------------------------------------------------

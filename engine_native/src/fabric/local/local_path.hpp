@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -36,6 +37,8 @@ class LocalPath final : public Path, private EventSink {
                                                  ReceiveContext receive_context,
                                                  PathEvents& events);
   ~LocalPath() override;
+  // What follows when it is destroyed.
+  void on_destroyed(std::function<void()> then) { then_ = std::move(then); }
 
   std::string_view fabric() const override { return "local"; }
   PathRank rank() const override { return PathRank::local; }
@@ -103,6 +106,7 @@ class LocalPath final : public Path, private EventSink {
   std::uint64_t consumed_ = 0;
   std::vector<PageCopy> copies_;
   bool lost_ = false;
+  std::function<void()> then_;
 };
 
 }  // namespace kvxfer::local

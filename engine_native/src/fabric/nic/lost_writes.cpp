@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <string>
 
-#include "fabric/nic/nic_link.hpp"
-
 namespace kvxfer {
 namespace {
 
@@ -107,7 +105,7 @@ void LostWrites::fail_incomplete(const std::vector<const NicPath*>& paths,
     if (*left == 0) continue;
     std::size_t coming = 0;
     for (const NicPath* const path : paths) coming += path->uncounted(imm);
-    const auto operations = owner_.operations_with(imm);
+    const auto operations = operations_.with(peer_, imm);
     for (const OperationPtr& operation : operations) {
       for (const WriteRange& range : operation->reposts) {
         if (!range.counted) coming += range.count;
@@ -117,7 +115,7 @@ void LostWrites::fail_incomplete(const std::vector<const NicPath*>& paths,
     const std::string lost = std::to_string(*left - coming);
     for (const OperationPtr& operation : operations) {
       if (operation->arrived || operation->code != Errc::ok) continue;
-      owner_.fail(
+      operations_.fail(
           operation, Errc::nic_lost,
           "the count of immediate " + std::to_string(imm) +
               " cannot be completed: another operation ended before " + lost +

@@ -20,13 +20,11 @@
 
 namespace kvxfer {
 
-class NicLinkOwner;
-
 class LostWrites {
  public:
   using Counts = std::unordered_map<Imm, std::uint64_t>;
 
-  explicit LostWrites(NicLinkOwner& owner) : owner_(owner) {}
+  LostWrites(PeerId peer, OperationBook& operations) : peer_(peer), operations_(operations) {}
 
   // Gives the path's unfinished writes back to their operations, which it returns. An error if a
   // count cannot be completed: the peer never saw what its NIC had acknowledged.
@@ -40,7 +38,8 @@ class LostWrites {
   static void give_back_in_order(const NicPath::Unfinished& unfinished, Counts& landed);
   void give_back(const NicPath::Unfinished& unfinished, Counts& landed, Counts& unknown);
 
-  NicLinkOwner& owner_;
+  PeerId peer_;
+  OperationBook& operations_;
   // Of each immediate: how many are not delivered yet. Shared with its operations.
   std::unordered_map<Imm, std::shared_ptr<std::size_t>> uncounted_;
 };

@@ -48,7 +48,7 @@ class NicDomain : public Domain {
   void forget_source(const MemoryRegion&) override {}
 };
 
-// What a domain is made with; all of it outlives the domain.
+// What a domain is made with, and uses until the engine is closed.
 struct NicContext {
   const EngineOptions& options;
   Poller& poller;

@@ -32,13 +32,14 @@ NicMask all_of(std::size_t count) { return count >= 64 ? ~NicMask{0} : (NicMask{
 }  // namespace
 
 NicLink::NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours,
-                 NicLinkOwner& owner)
+                 NicLinkOwner& owner, OperationBook& operations)
     : ends_(std::move(ends)),
       ours_(ours),
       owner_(owner),
+      operations_(operations),
       their_usable_(all_of(ends_.theirs.size())),
-      regions_(ends_.label, owner),
-      lost_writes_(owner),
+      regions_(ends_.peer, ends_.label, owner, operations),
+      lost_writes_(ends_.peer, operations),
       grants_(owner) {}
 
 NicMask NicLink::our_usable() const {
@@ -408,12 +409,12 @@ void NicLink::settle(NicPath& path, const Closed& there) {
       operation->newest_at_loss = last_path_;
     }
     if (operation->losses >= kMaxLosses && operation->wants_post()) {
-      owner_.fail(operation, Errc::nic_lost,
-                  "its paths were lost " + std::to_string(kMaxLosses) +
-                      " times in a row; the last one: " + trouble_);
+      operations_.fail(operation, Errc::nic_lost,
+                       "its paths were lost " + std::to_string(kMaxLosses) +
+                           " times in a row; the last one: " + trouble_);
       continue;
     }
-    owner_.settle(operation);
+    operations_.settle(operation);
     if (operation->wants_post()) resolve(operation);
   }
   answer_revokes();
@@ -517,12 +518,12 @@ void NicLink::on_revoke(Imm imm, bool complete) {
   for (auto& [id, entry] : entries_) {
     if (entry.path) entry.path->forget(imm);
   }
-  for (const OperationPtr& operation : owner_.operations_with(imm)) {
+  for (const OperationPtr& operation : operations_.with(ends_.peer, imm)) {
     if (complete) {
       operation->arrived = true;
     } else {
-      owner_.fail(operation, Errc::stale_counter,
-                  refusal(Errc::stale_counter, *operation, ends_.label).text);
+      operations_.fail(operation, Errc::stale_counter,
+                       refusal(Errc::stale_counter, *operation, ends_.label).text);
     }
   }
   regions_.forget_granted(imm);
@@ -535,7 +536,7 @@ void NicLink::on_revoke(Imm imm, bool complete) {
 
 void NicLink::answer_revokes() {
   std::erase_if(answering_, [this](Imm imm) {
-    for (const OperationPtr& operation : owner_.operations_with(imm)) {
+    for (const OperationPtr& operation : operations_.with(ends_.peer, imm)) {
       if (operation->outstanding > 0) return false;
     }
     owner_.send_nic_frame(NicFrame::revoked, ByteWriter().put(imm).take());

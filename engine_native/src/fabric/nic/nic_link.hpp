@@ -28,7 +28,7 @@
 
 namespace kvxfer {
 
-// On the control stream, with the frames of peer.hpp; part of the protocol.
+// On the control stream, with the frames of group/peer.hpp; part of the protocol.
 enum class NicFrame : std::uint8_t {
   path_open = 16,    // path, initiator's NIC, acceptor's NIC, endpoint
   path_opened = 17,  // path, status, endpoint or why not
@@ -45,18 +45,13 @@ enum class NicFrame : std::uint8_t {
 };
 inline bool is_nic_frame(std::uint8_t type) { return type >= 16 && type <= 27; }
 
-// What a link asks of the group that it is part of.
+// What a link asks of the peer that it is part of.
 class NicLinkOwner {
  public:
   virtual void send_nic_frame(NicFrame type, std::string payload) = 0;
   virtual void lose_peer(Error error) = 0;
   // Every destination of the operation is known: it may be posted.
   virtual void queue(const OperationPtr& operation) = 0;
-  virtual void fail(const OperationPtr& operation, Errc code, std::string text) = 0;
-  // Writes of the operation were finished or given back.
-  virtual void settle(const OperationPtr& operation) = 0;
-  // Operations to this peer that carry the immediate.
-  virtual std::vector<OperationPtr> operations_with(Imm imm) = 0;
   // Looks a region up, off this thread; send_region() follows.
   virtual void share_region(std::uint64_t key) = 0;
   virtual void on_revoked(Imm imm) = 0;
@@ -79,7 +74,8 @@ class NicLink {
     unsigned paths_per_nic_pair;
   };
 
-  NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours, NicLinkOwner& owner);
+  NicLink(Ends ends, const std::vector<std::unique_ptr<NicDomain>>& ours, NicLinkOwner& owner,
+          OperationBook& operations);
 
   // --- paths
   // Initiator: opens what is missing, now that NICs or time allow it.
@@ -198,6 +194,7 @@ class NicLink {
   Ends ends_;
   const std::vector<std::unique_ptr<NicDomain>>& ours_;
   NicLinkOwner& owner_;
+  OperationBook& operations_;
   NicMask their_usable_;
   Entries entries_;
   std::vector<NicPath*> usable_;

@@ -40,7 +40,7 @@ void RemoteRegions::give(const OperationPtr& operation,
                          const std::shared_ptr<const RemoteRegion>& region) {
   if (operation->code != Errc::ok) return;
   const auto refuse = [&](Errc code) {
-    owner_.fail(operation, code, refusal(code, *operation, label_).text);
+    operations_.fail(operation, code, refusal(code, *operation, label_).text);
   };
   if (region->imm != 0 && operation->imm != region->imm) return refuse(Errc::unknown_region);
   if (!fits(*operation, *region)) return refuse(Errc::out_of_bounds);
@@ -80,10 +80,10 @@ void RemoteRegions::forget(std::uint64_t key) {
     if (granted->second.empty()) granted_.erase(granted);
   }
   // Operations on a grant may wait for windows that will never open.
-  for (const OperationPtr& operation : owner_.operations_with(imm)) {
+  for (const OperationPtr& operation : operations_.with(peer_, imm)) {
     if (operation->destination_key != key) continue;
-    owner_.fail(operation, Errc::unknown_region,
-                refusal(Errc::unknown_region, *operation, label_).text);
+    operations_.fail(operation, Errc::unknown_region,
+                     refusal(Errc::unknown_region, *operation, label_).text);
   }
 }
 
@@ -148,7 +148,7 @@ bool RemoteRegions::on_region(ByteReader reader) {
     if (status == Errc::ok) {
       resolve(operation);
     } else {
-      owner_.fail(operation, status, refusal(status, *operation, label_).text);
+      operations_.fail(operation, status, refusal(status, *operation, label_).text);
     }
   }
   return true;

@@ -20,7 +20,8 @@ class NicLinkOwner;
 
 class RemoteRegions {
  public:
-  RemoteRegions(std::string label, NicLinkOwner& owner) : label_(std::move(label)), owner_(owner) {}
+  RemoteRegions(PeerId peer, std::string label, NicLinkOwner& owner, OperationBook& operations)
+      : peer_(peer), label_(std::move(label)), owner_(owner), operations_(operations) {}
 
   // Queues the operation once its destination is known, and its windows are open on all paths that
   // there are: what goes out before would all take the first.
@@ -46,8 +47,10 @@ class RemoteRegions {
   // Whether windows of it are on their way.
   bool opening(const RemoteRegion& region) const;
 
+  PeerId peer_;
   std::string label_;  // of the peer, for error texts
   NicLinkOwner& owner_;
+  OperationBook& operations_;
   std::size_t paths_ = 0;
   std::unordered_map<std::uint64_t, std::shared_ptr<RemoteRegion>> regions_;
   std::unordered_map<Imm, std::vector<std::uint64_t>> granted_;

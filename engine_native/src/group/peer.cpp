@@ -1,4 +1,4 @@
-#include "peer.hpp"
+#include "group/peer.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -32,11 +32,13 @@ std::string make_label(const Session& session) {
 
 }  // namespace
 
-Peer::Peer(PeerId id, std::unique_ptr<Stream> stream, Session session, PeerEvents& events)
+Peer::Peer(PeerId id, std::unique_ptr<Stream> stream, Session session, PeerEvents& events,
+           OperationBook& operations)
     : handle_(std::make_shared<PeerHandle>()),
       stream_(std::move(stream)),
       session_(std::move(session)),
       events_(events),
+      operations_(operations),
       patience_(now_ns()),
       last_path_ns_(now_ns()) {
   handle_->id = id;
@@ -73,7 +75,7 @@ void Peer::use_nics(const std::vector<std::unique_ptr<NicDomain>>& ours, bool in
                     .timeout_ns = static_cast<std::uint64_t>(options.peer_timeout.count()),
                     .path_timeout_ns = static_cast<std::uint64_t>(options.path_timeout.count()),
                     .paths_per_nic_pair = options.paths_per_nic_pair},
-      ours, owner);
+      ours, owner, operations_);
 }
 
 void Peer::add_path(std::unique_ptr<Path> path, std::uint32_t lane) {
@@ -237,7 +239,8 @@ void Peer::submit(const OperationPtr& operation) {
   if (!nics_) {
     queue(operation);
   } else if (operation->imm && nics_->revoked_by_peer(*operation->imm)) {
-    fail(operation, Errc::stale_counter, refusal(Errc::stale_counter, *operation, label()).text);
+    operations_.fail(operation, Errc::stale_counter,
+                     refusal(Errc::stale_counter, *operation, label()).text);
   } else {
     nics_->resolve(operation);
   }
@@ -250,10 +253,11 @@ void Peer::queue(const OperationPtr& operation) {
                                           [](const RemoteKey& key) { return key.valid; });
   };
   if (operation->destination && paths_.empty() && !reaches_memory()) {
-    return fail(operation, Errc::permission_denied,
-                "no NIC of peer " + label() +
-                    " can write to the destination region, and there is no tcp path; use host "
-                    "memory there, or enable tcp on both sides");
+    return operations_.fail(
+        operation, Errc::permission_denied,
+        "no NIC of peer " + label() +
+            " can write to the destination region, and there is no tcp path; use host "
+            "memory there, or enable tcp on both sides");
   }
   if (operation->queued) return;
   if (backlog_.empty() && post(operation) == Posted::all) return;

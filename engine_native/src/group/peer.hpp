@@ -61,9 +61,6 @@ class PeerEvents {
   virtual void on_peer_lost(Peer& peer, Error error) = 0;
 
   // What the peer's NIC link asks for: see NicLinkOwner.
-  virtual void fail(const OperationPtr& operation, Errc code, std::string text) = 0;
-  virtual void settle(const OperationPtr& operation) = 0;
-  virtual std::vector<OperationPtr> operations_with(const Peer& peer, Imm imm) = 0;
   virtual void share_region(Peer& peer, std::uint64_t key) = 0;
   virtual void on_revoked(Peer& peer, Imm imm) = 0;
 
@@ -75,7 +72,8 @@ class Peer final : public StreamOwner, private NicLinkOwner {
  public:
   enum class State { opening, announced, up, lost };
 
-  Peer(PeerId id, std::unique_ptr<Stream> stream, Session session, PeerEvents& events);
+  Peer(PeerId id, std::unique_ptr<Stream> stream, Session session, PeerEvents& events,
+       OperationBook& operations);
   ~Peer() { handle_->up = nullptr; }
   Peer(const Peer&) = delete;
   Peer& operator=(const Peer&) = delete;
@@ -154,13 +152,6 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   void send_nic_frame(NicFrame type, std::string payload) override;
   void lose_peer(Error error) override { lose(std::move(error)); }
   void queue(const OperationPtr& operation) override;
-  void fail(const OperationPtr& operation, Errc code, std::string text) override {
-    events_.fail(operation, code, std::move(text));
-  }
-  void settle(const OperationPtr& operation) override { events_.settle(operation); }
-  std::vector<OperationPtr> operations_with(Imm imm) override {
-    return events_.operations_with(*this, imm);
-  }
   void share_region(std::uint64_t key) override { events_.share_region(*this, key); }
   void on_revoked(Imm imm) override { events_.on_revoked(*this, imm); }
   void on_paths_changed() override;
@@ -169,6 +160,7 @@ class Peer final : public StreamOwner, private NicLinkOwner {
   std::unique_ptr<Stream> stream_;
   Session session_;
   PeerEvents& events_;
+  OperationBook& operations_;
   State state_ = State::opening;
   bool was_up_ = false;  // on_up() was reported
   Patience patience_;

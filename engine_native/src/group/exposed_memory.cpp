@@ -1,0 +1,284 @@
+#include "group/exposed_memory.hpp"
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include "clock.hpp"
+
+namespace kvxfer {
+namespace {
+
+// For a peer to stop writing by itself, before its paths are reset: what may be under way takes
+// less than this from a gigabit a second up.
+constexpr std::uint64_t kAskNs = 150'000'000u;
+
+Error bad_range(const RegionRange& range) {
+  return {Errc::out_of_bounds, "cannot grant " + std::to_string(range.length) +
+                                   " bytes at offset " + std::to_string(range.offset) +
+                                   " of a region of " + std::to_string(range.region->size()) +
+                                   " bytes; grant at least 1 byte, all within the region"};
+}
+
+}  // namespace
+
+// --- telling peers ---------------------------------------------------------------------------
+
+void ExposedMemory::share(Peer& peer, std::uint64_t key) {
+  const RegionPtr region = context_.regions.find(key);
+  const bool foreign = region && region->granted() && region->granted()->writer != peer.id();
+  if (!region || foreign) {
+    context_.stats.writes_refused.count(Errc::unknown_region);
+    return peer.nics()->send_region(key, Errc::unknown_region, {});
+  }
+  share(peer, region);
+}
+
+// A grant's keys are those of the region that it is of, except where its NIC opens windows.
+void ExposedMemory::share(Peer& peer, const RegionPtr& region) {
+  const auto& nics = context_.fabrics.nics();
+  auto remote = std::make_shared<RemoteRegion>();
+  remote->length = region->size();
+  remote->keys.resize(nics.size());
+  const auto& grant = region->granted();
+  const MemoryRegion& registered = grant ? *grant->of : *region;
+  std::vector<std::uint32_t> shared;
+  for (std::uint32_t n = 0; n < nics.size(); ++n) {
+    const bool windows =
+        grant && region->size() <= nics[n]->max_window() && registered.registration(n);
+    if (windows) {
+      remote->windowed = true;
+    } else if (registered.registration(n)) {
+      shared.push_back(n);
+    }
+  }
+  if (grant) remote->imm = grant->imm;
+  const auto tell = [this, region, remote](Peer& to) {
+    const bool there = context_.regions.find(region->key()) == region;
+    if (there && region->granted()) return to.nics()->open_grant(region, *remote);
+    to.nics()->send_region(region->key(), there ? Errc::ok : Errc::unknown_region, *remote);
+  };
+  if (shared.empty()) return tell(peer);
+  context_.background.run(
+      [id = peer.id(), region, remote, shared] {
+        const MemoryRegion& of = region->granted() ? *region->granted()->of : *region;
+        const auto offset = static_cast<std::uint64_t>(region->data() - of.data());
+        for (const std::uint32_t n : shared) {
+          auto key = of.registration(n)->share(id);
+          if (!key) continue;
+          key->address += offset;
+          remote->keys[n] = *key;
+        }
+      },
+      [this, id = peer.id(), region, tell] {
+        if (Peer* const found = context_.peers.find(id)) return tell(*found);
+        // It was lost meanwhile.
+        const RegionPtr& of = region->granted() ? region->granted()->of : region;
+        context_.background.run([of, id] { of->unshare(id); }, [] {});
+      });
+}
+
+// --- granting --------------------------------------------------------------------------------
+
+Result<std::vector<RegionPtr>> ExposedMemory::make_grants(Imm imm,
+                                                          std::span<const RegionRange> ranges) {
+  const auto writer = context_.counters.writer(imm);
+  if (!writer) {
+    return Error{Errc::invalid_argument,
+                 "counter " + std::to_string(imm) +
+                     " is not live or has no writer; allocate it for the peer that is to write"};
+  }
+  std::vector<RegionPtr> grants;
+  for (const RegionRange& range : ranges) {
+    const std::uint64_t size = range.region->size();
+    if (range.length == 0 || range.offset > size || range.length > size - range.offset) {
+      return bad_range(range);
+    }
+    if (range.region->granted() || context_.regions.find(range.region->key()) != range.region) {
+      return Error{Errc::unknown_region,
+                   "the region is not registered at this engine, so none of it can be granted"};
+    }
+    grants.push_back(MemoryRegion::grant(context_.engine, range, imm, *writer));
+  }
+  // Nobody knows their keys yet.
+  for (const RegionPtr& grant : grants) context_.regions.insert(grant);
+  return grants;
+}
+
+void ExposedMemory::drop_grants(std::span<const RegionPtr> grants) {
+  for (const RegionPtr& grant : grants) context_.regions.erase(grant->key());
+}
+
+void ExposedMemory::track_grants(Imm imm, const std::vector<RegionPtr>& grants) {
+  const bool live = context_.counters.live(imm);
+  for (const RegionPtr& grant : grants) {
+    const RegionPtr& of = grant->granted()->of;
+    if (!live || context_.regions.find(of->key()) != of) {
+      context_.regions.erase(grant->key());
+      continue;
+    }
+    grants_[imm].push_back(grant);
+    Peer* const writer = context_.peers.find(grant->granted()->writer);
+    if (writer && writer->nics()) share(*writer, grant);
+  }
+}
+
+// Where the receiver places the bytes, nothing lands in them any more.
+void ExposedMemory::close_grants(const std::vector<RegionPtr>& grants) {
+  for (const RegionPtr& grant : grants) {
+    context_.regions.erase(grant->key());
+    for (const auto& [id, peer] : context_.peers.all()) {
+      for (const auto& path : peer->paths()) path->revoke_region(grant->key());
+    }
+  }
+}
+
+// Before the region is unregistered, which no open window of it may outlive.
+void ExposedMemory::close_grants_of(const RegionPtr& region) {
+  std::vector<RegionPtr> grants;
+  for (auto& [imm, granted] : grants_) {
+    std::erase_if(granted, [&](const RegionPtr& grant) {
+      if (grant->granted()->of != region) return false;
+      grants.push_back(grant);
+      return true;
+    });
+  }
+  for (const Revocation& revocation : revocations_) {
+    std::copy_if(revocation.grants.begin(), revocation.grants.end(), std::back_inserter(grants),
+                 [&](const RegionPtr& grant) { return grant->granted()->of == region; });
+  }
+  close_grants(grants);
+  for (const auto& [id, peer] : context_.peers.all()) {
+    NicLink* const link = peer->nics();
+    if (!link) continue;
+    if (link->has_windows_of(*region)) {
+      link->reset("a region is deregistered whose grants are open still");
+    }
+    link->close_grants(grants);
+    for (const RegionPtr& grant : grants) {
+      if (grant->granted()->writer == id) link->forget_region(grant->key());
+    }
+  }
+}
+
+// --- revoking --------------------------------------------------------------------------------
+
+bool ExposedMemory::release_counter(Imm imm, std::shared_ptr<std::promise<void>> done) {
+  auto asked = revoke(imm);
+  if (asked.empty()) return false;
+  auto granted = grants_.extract(imm);
+  revocations_.push_back(
+      {.imm = imm,
+       .asked = std::move(asked),
+       .grants = granted ? std::move(granted.mapped()) : std::vector<RegionPtr>(),
+       .deadline_ns = now_ns() + kAskNs,
+       .done = std::move(done)});
+  return true;
+}
+
+// Which peers have to be waited for; where there are none, its grants are closed.
+std::vector<PeerId> ExposedMemory::revoke(Imm imm) {
+  const auto writer = context_.counters.writer(imm);
+  const auto released = context_.counters.release(imm);
+  const auto granted = grants_.find(imm);
+  if (granted != grants_.end()) close_grants(granted->second);
+  std::vector<PeerId> asked;
+  for (const auto& [id, peer] : context_.peers.all()) {
+    for (const auto& path : peer->paths()) path->revoke_counter(imm);
+    const bool may_write = peer->nics() && (!writer || *writer == id);
+    if (!may_write || released == ImmCounters::Released::was_not_live) continue;
+    const bool complete = released == ImmCounters::Released::complete;
+    peer->nics()->revoke(imm, complete);
+    if (!complete) asked.push_back(id);
+    if (complete && granted != grants_.end()) peer->nics()->close_grants(granted->second);
+  }
+  // Of those that are being closed something may land still.
+  for (const auto& [id, closing] : context_.peers.closing()) {
+    const bool may_write = closing.peer->nics() && (!writer || *writer == id);
+    if (may_write && released == ImmCounters::Released::pending) asked.push_back(id);
+  }
+  if (asked.empty() && granted != grants_.end()) grants_.erase(granted);
+  return asked;
+}
+
+void ExposedMemory::on_revoked(PeerId peer, Imm imm) {
+  for (Revocation& revocation : revocations_) {
+    if (revocation.imm == imm) std::erase(revocation.asked, peer);
+  }
+  end_revocations();
+}
+
+void ExposedMemory::forget(PeerId peer) {
+  if (!context_.fabrics.nics().empty()) {
+    context_.background.run(
+        [regions = context_.regions.all(), peer] {
+          for (const RegionPtr& region : regions) region->unshare(peer);
+        },
+        [] {});
+  }
+  for (Revocation& revocation : revocations_) std::erase(revocation.asked, peer);
+  end_revocations();
+}
+
+void ExposedMemory::end_revocations() {
+  std::erase_if(revocations_, [this](const Revocation& revocation) {
+    if (!revocation.asked.empty()) return false;
+    for (const auto& [id, peer] : context_.peers.all()) {
+      if (peer->nics()) peer->nics()->close_grants(revocation.grants);
+    }
+    if (revocation.done) {
+      revocation.done->set_value();
+    } else {
+      context_.completions.push({.kind = Completion::Kind::released, .id = revocation.imm});
+    }
+    return true;
+  });
+}
+
+void ExposedMemory::reset_late_writers(std::uint64_t now) {
+  bool ended = false;
+  for (Revocation& revocation : revocations_) {
+    if (now < revocation.deadline_ns) continue;
+    const bool first = !std::exchange(revocation.reset, true);
+    // Those that are closed meanwhile are forgotten once nothing of them lands.
+    ended |= std::erase_if(revocation.asked, [&](PeerId id) {
+               Peer* const peer = context_.peers.find(id);
+               if (!peer) return false;
+               NicLink& link = *peer->nics();
+               if (first) link.reset("the peer did not stop writing to a released counter in time");
+               return !link.fencing();
+             }) > 0;
+  }
+  if (ended) end_revocations();
+}
+
+std::uint64_t ExposedMemory::next_deadline_ns() const {
+  std::uint64_t next = UINT64_MAX;
+  for (const Revocation& revocation : revocations_) next = std::min(next, revocation.deadline_ns);
+  return next;
+}
+
+// --- regions ---------------------------------------------------------------------------------
+
+void ExposedMemory::take_back(const RegionPtr& region) {
+  context_.regions.erase(region->key());
+  close_grants_of(region);
+  for (const auto& [id, peer] : context_.peers.all()) {
+    for (const auto& path : peer->paths()) path->revoke_region(region->key());
+    if (peer->nics()) peer->nics()->forget_region(region->key());
+  }
+}
+
+bool ExposedMemory::has_windows_of(const MemoryRegion& region) const {
+  const auto writable = [&](const Peer& peer) {
+    return peer.nics() && peer.nics()->has_windows_of(region);
+  };
+  const auto& peers = context_.peers;
+  return std::any_of(peers.all().begin(), peers.all().end(),
+                     [&](const auto& entry) { return writable(*entry.second); }) ||
+         std::any_of(peers.closing().begin(), peers.closing().end(),
+                     [&](const auto& entry) { return writable(*entry.second.peer); });
+}
+
+}  // namespace kvxfer

@@ -1,0 +1,71 @@
+// Submitted operations, until each has ended and its caller has been told. Engine thread only,
+// unless said otherwise.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "completion_queue.hpp"
+#include "kvxfer/types.hpp"
+#include "memory_region.hpp"
+#include "operation.hpp"
+#include "spare_writes.hpp"
+
+namespace kvxfer {
+
+class Operations final : public OperationBook {
+ public:
+  // `grace`: for what is under way when an operation has failed.
+  Operations(EngineId engine, Duration grace, CompletionQueue& completions)
+      : engine_(engine),
+        grace_ns_(static_cast<std::uint64_t>(grace.count())),
+        completions_(completions) {}
+
+  // --- any thread
+  OperationId next_id() { return ++last_; }
+  SpareWrites& spare_writes() { return spare_writes_; }
+  // Of one that no engine takes any more.
+  void refuse(Submission& submission, const Error& why);
+
+  void begin(const SubmissionPtr& submission);
+  void cancel(OperationId id);
+
+  // --- those that wait for a watched word
+  bool holds_any() const { return !held_.empty(); }
+  bool may_release() const;
+  // Posts those that need not wait any more; how many.
+  std::size_t release_held();
+
+  void on_finished(const OperationPtr& operation, const WriteRange& writes, const Error& error);
+  void fail(const OperationPtr& operation, Errc code, std::string text) override;
+  void settle(const OperationPtr& operation) override;
+  std::vector<OperationPtr> with(PeerId peer, Imm imm) const override;
+  // The peer is gone, and nothing reads its operations' sources any more.
+  void end_all_of(PeerId peer, const Error& why);
+  void fail_reading(const RegionPtr& region);
+  // Whether any that has not ended reads the region.
+  bool reads(const MemoryRegion& region) const;
+  // At every heartbeat: fails what is late, and gives up peers that do not take what is posted.
+  void expire(std::uint64_t now);
+
+ private:
+  // Those under way that fit.
+  template <typename Fits>
+  std::vector<OperationPtr> those_that(Fits fits) const;
+  void post(const OperationPtr& operation);
+  void end(const OperationPtr& operation);
+  void complete(const Submission& submission);
+
+  EngineId engine_;
+  std::uint64_t grace_ns_;
+  CompletionQueue& completions_;
+  SpareWrites spare_writes_;
+  std::atomic<OperationId> last_ = 0;
+  std::unordered_map<OperationId, SubmissionPtr> submissions_;
+  std::vector<OperationPtr> held_;
+};
+
+}  // namespace kvxfer

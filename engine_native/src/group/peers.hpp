@@ -1,0 +1,53 @@
+// The peers of an engine: those that are connected, or being connected, and those of which
+// something may land still. Engine thread only, unless said otherwise.
+#pragma once
+
+#include <future>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "group/peer.hpp"
+
+namespace kvxfer {
+
+class Peers {
+ public:
+  // A peer that is lost, until nothing of it lands any more.
+  struct Closing {
+    std::unique_ptr<Peer> peer;
+    Error why;
+    std::vector<std::shared_ptr<std::promise<void>>> waiting;
+  };
+
+  // Any thread. Null unless it has been up, and is not closed yet.
+  std::shared_ptr<PeerHandle> handle(PeerId id) const;
+
+  std::size_t count_up() const;
+  const std::unordered_map<PeerId, std::unique_ptr<Peer>>& all() const { return all_; }
+  // Null if there is none.
+  Peer* find(PeerId id) const;
+  Peer* find(const SessionId& session) const;
+  const std::unordered_map<PeerId, Closing>& closing() const { return closing_; }
+  Closing* find_closing(PeerId id);
+
+  Peer& add(std::unique_ptr<Stream> stream, const Session& session, PeerEvents& events,
+            OperationBook& operations);
+  // Callers find it from the one on, and until the other.
+  void publish(const Peer& peer);
+  void withdraw(PeerId id);
+  // Moves it to those that are being closed, and out of them; it is there.
+  Peer& begin_closing(PeerId id, const Error& why);
+  Closing finish_closing(PeerId id);
+
+ private:
+  std::unordered_map<PeerId, std::unique_ptr<Peer>> all_;
+  std::unordered_map<PeerId, Closing> closing_;
+  PeerId last_ = 0;
+
+  mutable std::mutex handles_mutex_;
+  std::unordered_map<PeerId, std::shared_ptr<PeerHandle>> handles_;
+};
+
+}  // namespace kvxfer
