@@ -176,7 +176,7 @@ def test_new_weights_are_a_new_epoch_and_another_identity() -> None:
 
 
 def test_the_load_is_what_the_scheduler_has_told() -> None:
-    with RunningControlPlane(lease_seconds=0.6) as control_plane:
+    with RunningControlPlane(lease_seconds=3) as control_plane:
         agent = Agent(settings_of(control_plane))
         try:
             agent.join([agent.start(cache_of, MODEL)])

@@ -24,7 +24,7 @@ DECODERS: Final[dict[str, dict[str, str]]] = {
         "bootstrap/stream.cpp": "::(on_events|receive|release)",
     },
     "control": {
-        "peer.cpp": "Peer::(on_input|handle_frame|confirm_paths|come_up|on_stream_lost)",
+        "group/peer.cpp": "Peer::(on_input|handle_frame|confirm_paths|come_up|on_stream_lost)",
         "fabric/nic/nic_link.cpp": "NicLink::(on_path|on_frame|on_revoke|settle|answer_revokes)",
         "fabric/nic/remote_regions.cpp": "RemoteRegions::(on_|give|forget)",
         "fabric/nic/nic_path.cpp": "add_credit",

@@ -291,7 +291,7 @@ def test_the_fleet_has_the_load_that_sglang_tells(
             bootstrap_address="10.0.0.5:8998",
         )
 
-    with RunningControlPlane(lease_seconds=0.6) as fleet:
+    with RunningControlPlane(lease_seconds=3) as fleet:
 
         def there() -> dict[str, Any]:
             [one] = httpx2.get(fleet.url + "/v1/instances").json()["instances"] or [{}]
