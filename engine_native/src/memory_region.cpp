@@ -9,6 +9,7 @@
 #include <string>
 
 #include "aligned_mapping.hpp"
+#include "cuda/device_memory.hpp"
 #include "error_text.hpp"
 #include "random.hpp"
 
@@ -69,6 +70,13 @@ Result<RegionPtr> MemoryRegion::wrap(EngineId engine, void* address, std::size_t
                  "cannot register " + std::to_string(bytes) + " bytes at address " +
                      std::to_string(reinterpret_cast<std::uintptr_t>(address)) +
                      "; pass memory of at least 1 byte"};
+  }
+  if (const auto gpu = cuda::device_at(address)) {
+    return Error{Errc::invalid_argument,
+                 "cannot register " + std::to_string(bytes) + " bytes at address " +
+                     std::to_string(reinterpret_cast<std::uintptr_t>(address)) +
+                     ": they are memory of GPU " + std::to_string(*gpu) +
+                     ", and this engine moves host memory; copy them to host memory"};
   }
   return RegionPtr(new MemoryRegion(engine, static_cast<std::byte*>(address), bytes, UniqueFd()));
 }

@@ -1,0 +1,181 @@
+// Devices and contexts.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "driver.hpp"
+
+using kvxfer::cuda_double::Context;
+using kvxfer::cuda_double::Driver;
+
+namespace {
+
+bool is_device(CUdevice device) { return device >= 0 && device < Driver::kDevices; }
+
+}  // namespace
+
+CUresult CUDAAPI cuInit(unsigned int flags) {
+  if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
+  Driver::instance().initialised = true;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDriverGetVersion(int* version) {
+  if (!version) return CUDA_ERROR_INVALID_VALUE;
+  *version = CUDA_VERSION;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGetCount(int* count) {
+  if (!Driver::instance().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+  *count = Driver::kDevices;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGet(CUdevice* device, int ordinal) {
+  if (!Driver::instance().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+  if (!is_device(ordinal)) return CUDA_ERROR_INVALID_DEVICE;
+  *device = ordinal;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGetName(char* name, int length, CUdevice device) {
+  if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+  std::snprintf(name, static_cast<std::size_t>(length), "double of a GPU, number %d", device);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
+  if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+  std::memset(uuid->bytes, 'd', sizeof uuid->bytes);
+  uuid->bytes[15] = static_cast<char>(device);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGetPCIBusId(char* id, int length, CUdevice device) {
+  if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+  std::snprintf(id, static_cast<std::size_t>(length), "0000:%02X:00.0", 0x10 + device);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+  if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+  switch (attribute) {
+    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
+    case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
+    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
+    case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED:
+    case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED:
+    case CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED:
+    case CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED:
+    case CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS_V1:
+    case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:
+    case CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM:
+      *value = 1;
+      return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING:
+      *value = CU_GPU_DIRECT_RDMA_WRITES_ORDERING_NONE;
+      return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS:
+      *value = CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST;
+      return CUDA_SUCCESS;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
+      *value = 9;
+      return CUDA_SUCCESS;
+    default:
+      *value = 0;
+      return CUDA_SUCCESS;
+  }
+}
+
+CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  return Driver::instance().retain(device, context);
+}
+
+CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice device) {
+  return Driver::instance().release(device);
+}
+
+CUresult CUDAAPI cuDevicePrimaryCtxGetState(CUdevice device, unsigned int* flags, int* active) {
+  if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+  *flags = 0;
+  *active = Driver::instance().active(device) ? 1 : 0;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxSetCurrent(CUcontext context) {
+  Driver& driver = Driver::instance();
+  if (!driver.initialised) return CUDA_ERROR_NOT_INITIALIZED;
+  auto& stack = Driver::stack();
+  if (context && !driver.of(context)) return CUDA_ERROR_INVALID_CONTEXT;
+  if (!stack.empty()) stack.pop_back();
+  if (context) stack.push_back(context);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxGetCurrent(CUcontext* context) {
+  if (!Driver::instance().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+  const auto& stack = Driver::stack();
+  *context = stack.empty() ? nullptr : stack.back();
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxPushCurrent(CUcontext context) {
+  Driver& driver = Driver::instance();
+  if (!driver.initialised) return CUDA_ERROR_NOT_INITIALIZED;
+  if (!driver.of(context)) return CUDA_ERROR_INVALID_CONTEXT;
+  Driver::stack().push_back(context);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxPopCurrent(CUcontext* context) {
+  auto& stack = Driver::stack();
+  if (stack.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+  if (context) *context = stack.back();
+  stack.pop_back();
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxGetDevice(CUdevice* device) {
+  Context* context = nullptr;
+  if (const CUresult bad = Driver::instance().current(&context); bad != CUDA_SUCCESS) return bad;
+  *device = context->device;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxSynchronize() {
+  Context* context = nullptr;
+  Driver& driver = Driver::instance();
+  if (const CUresult bad = driver.current(&context); bad != CUDA_SUCCESS) return bad;
+  driver.synchronize(*context);
+  return context->sticky;
+}
+
+CUresult CUDAAPI cuGetErrorName(CUresult error, const char** name) {
+  switch (error) {
+#define NAME(code) \
+  case code:       \
+    *name = #code; \
+    return CUDA_SUCCESS
+    NAME(CUDA_SUCCESS);
+    NAME(CUDA_ERROR_INVALID_VALUE);
+    NAME(CUDA_ERROR_OUT_OF_MEMORY);
+    NAME(CUDA_ERROR_NOT_INITIALIZED);
+    NAME(CUDA_ERROR_INVALID_DEVICE);
+    NAME(CUDA_ERROR_INVALID_CONTEXT);
+    NAME(CUDA_ERROR_ALREADY_MAPPED);
+    NAME(CUDA_ERROR_INVALID_HANDLE);
+    NAME(CUDA_ERROR_NOT_FOUND);
+    NAME(CUDA_ERROR_NOT_READY);
+    NAME(CUDA_ERROR_ILLEGAL_ADDRESS);
+    NAME(CUDA_ERROR_CONTEXT_IS_DESTROYED);
+    NAME(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
+    NAME(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
+    NAME(CUDA_ERROR_NOT_PERMITTED);
+    NAME(CUDA_ERROR_NOT_SUPPORTED);
+#undef NAME
+    default:
+      *name = nullptr;
+      return CUDA_ERROR_INVALID_VALUE;
+  }
+}

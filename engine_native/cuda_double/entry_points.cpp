@@ -1,0 +1,63 @@
+// The calls by name, as cuGetProcAddress() gives them, and the double's own.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <string>
+
+#include "cuda_double.hpp"
+#include "driver.hpp"
+
+using namespace kvxfer::cuda_double;
+
+namespace {
+
+// The oldest that a call may be asked for as. Of the calls here none has changed since its _v2.
+constexpr int kOldestVersion = 2000;
+
+}  // namespace
+
+CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** function, int version, cuuint64_t,
+                                  CUdriverProcAddressQueryResult* status) {
+  if (!symbol || !function) return CUDA_ERROR_INVALID_VALUE;
+  *function = nullptr;
+  const auto say = [status](CUdriverProcAddressQueryResult result) {
+    if (status) *status = result;
+    return result == CU_GET_PROC_ADDRESS_SUCCESS ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+  };
+  Dl_info self{};
+  if (::dladdr(reinterpret_cast<void*>(&cuInit), &self) == 0) return CUDA_ERROR_UNKNOWN;
+  void* const library = ::dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+  for (const char* suffix : {"_v2", ""}) {
+    *function = ::dlsym(library, (std::string(symbol) + suffix).c_str());
+    if (*function) break;
+  }
+  if (library) ::dlclose(library);
+  if (!*function) return say(CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND);
+  if (version >= kOldestVersion) return say(CU_GET_PROC_ADDRESS_SUCCESS);
+  *function = nullptr;
+  return say(CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT);
+}
+
+// --- the double's own ------------------------------------------------------------------------
+
+CUresult cuda_double_launch(CUstream stream, cuda_double_kernel kernel, void* arguments) {
+  Driver& driver = Driver::instance();
+  Driver::Place place;
+  if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
+  Context& context = *place.context;
+  place.stream->enqueue(
+      [&context, kernel, arguments] {
+        if (!kernel(arguments)) context.sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
+      },
+      std::move(place.after));
+  return CUDA_SUCCESS;
+}
+
+void* cuda_double_alias(CUdeviceptr address, size_t size) {
+  const auto pieces = Driver::instance().memory.resolve(address, size, false);
+  return pieces.bytes.size() == 1 ? pieces.bytes.front().data() : nullptr;
+}
+
+size_t cuda_double_live(void) { return Driver::instance().memory.live(); }
+
+uint64_t cuda_double_waits(void) { return Driver::instance().waits; }

@@ -1,0 +1,134 @@
+// The memory of the double: what stands behind which address, and who may do what with it.
+//
+// Device memory is a memfd that is mapped twice. The address that callers see is PROT_NONE for
+// ever, so whatever touches it with the processor faults; copies and kernels of the double use the
+// other one. An address that was freed is given out again, as by a driver: what a caller has kept
+// by address then means other memory, with another CU_POINTER_ATTRIBUTE_BUFFER_ID.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "fd.hpp"
+
+namespace kvxfer::cuda_double {
+
+enum class Kind : std::uint8_t {
+  device,      // cuMemAlloc
+  vmm,         // cuMemCreate and cuMemMap
+  imported,    // cuIpcOpenMemHandle
+  host,        // cuMemHostAlloc
+  registered,  // cuMemHostRegister
+};
+
+// Physical memory; shared by processes through its descriptor.
+class Backing {
+ public:
+  static std::shared_ptr<Backing> make(std::size_t size);
+  static std::shared_ptr<Backing> adopt(UniqueFd memfd);  // null where it is none
+  ~Backing();
+  Backing(const Backing&) = delete;
+  Backing& operator=(const Backing&) = delete;
+
+  int fd() const { return memfd_.get(); }
+  std::byte* bytes() const { return bytes_; }
+  std::size_t size() const { return size_; }
+  // What whoever uses it after its end reads.
+  void poison();
+
+ private:
+  Backing(UniqueFd memfd, std::byte* bytes, std::size_t size)
+      : memfd_(std::move(memfd)), bytes_(bytes), size_(size) {}
+
+  UniqueFd memfd_;
+  std::byte* bytes_;
+  std::size_t size_;
+};
+
+struct Mapping {
+  CUdeviceptr base = 0;
+  std::size_t size = 0;
+  Kind kind = Kind::device;
+  CUcontext context = nullptr;
+  CUdevice device = 0;
+  std::shared_ptr<Backing> backing;  // null for host memory
+  std::size_t offset = 0;            // within it
+  bool accessible = true;            // vmm: cuMemSetAccess() has permitted it
+  bool mappable = true;              // may be registered with a NIC
+  std::uint64_t buffer_id = 0;
+  bool sync_memops = false;
+
+  bool on_host() const { return kind == Kind::host || kind == Kind::registered; }
+  std::byte* alias() const {
+    return on_host() ? reinterpret_cast<std::byte*>(base) : backing->bytes() + offset;
+  }
+};
+
+// Memory that cuMemCreate made, or that was imported.
+struct Physical {
+  std::shared_ptr<Backing> backing;
+  CUmemAllocationProp properties{};
+  unsigned references = 1;
+};
+
+// All that one process has. Any thread.
+class Memory {
+ public:
+  static constexpr std::size_t kGranularity = std::size_t{2} << 20;
+  static constexpr std::size_t whole(std::size_t size) {
+    return (size + kGranularity - 1) / kGranularity * kGranularity;
+  }
+
+  // --- addresses
+  CUresult add(Mapping mapping);
+  // The whole mapping that begins there, of such a kind; it is taken out.
+  std::shared_ptr<Mapping> remove(CUdeviceptr base, Kind kind);
+  // What a context had ends with it.
+  void drop(CUcontext context);
+  // That which holds the address; null where nothing does.
+  std::shared_ptr<Mapping> find(CUdeviceptr address) const;
+  // Where the bytes really are, in order; empty where a part of them is of nobody, or is not to be
+  // accessed. An address of plain host memory is `pageable`: one piece.
+  struct Pieces {
+    std::vector<std::span<std::byte>> bytes;
+    std::vector<std::shared_ptr<Mapping>> of;
+    bool pageable = false;
+  };
+  Pieces resolve(CUdeviceptr address, std::size_t size, bool pageable_allowed) const;
+
+  // PROT_NONE, and whole granules; of those that were given back the newest comes first.
+  CUdeviceptr reserve(std::size_t size);
+  void give_back(CUdeviceptr address, std::size_t size);
+  // Ends a mapping that was removed: nothing reaches what it reached.
+  void end(const Mapping& mapping);
+
+  // --- cuMemCreate
+  CUmemGenericAllocationHandle keep(Physical physical);
+  std::shared_ptr<Physical> physical(CUmemGenericAllocationHandle handle) const;
+  bool release(CUmemGenericAllocationHandle handle);
+  // cuMemAddressReserve: what may be mapped into.
+  void add_reservation(CUdeviceptr address, std::size_t size);
+  bool remove_reservation(CUdeviceptr address, std::size_t size);
+  bool reserved(CUdeviceptr address, std::size_t size) const;
+
+  std::size_t live() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<CUdeviceptr, std::shared_ptr<Mapping>> mappings_;  // by base
+  std::multimap<std::size_t, CUdeviceptr> given_back_;        // by size
+  std::map<CUdeviceptr, std::size_t> reservations_;
+  std::unordered_map<CUmemGenericAllocationHandle, std::shared_ptr<Physical>> physical_;
+  CUmemGenericAllocationHandle last_handle_ = 0;
+  std::uint64_t last_buffer_ = 0;
+};
+
+}  // namespace kvxfer::cuda_double

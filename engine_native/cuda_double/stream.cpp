@@ -1,0 +1,93 @@
+#include "stream.hpp"
+
+#include <chrono>
+#include <cstdlib>
+#include <utility>
+
+namespace kvxfer::cuda_double {
+
+std::uint64_t longest_delay_us() {
+  static const std::uint64_t longest = [] {
+    const char* const set = std::getenv("CUDA_DOUBLE_DELAY_US");
+    return set ? std::strtoull(set, nullptr, 10) : 200;
+  }();
+  return longest;
+}
+
+bool Point::reached() const {
+  const std::lock_guard lock(mutex_);
+  return reached_;
+}
+
+void Point::reach() {
+  const std::lock_guard lock(mutex_);
+  reached_ = true;
+  changed_.notify_all();
+}
+
+void Point::wait() const {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return reached_; });
+}
+
+Stream::Stream(CUcontext context, bool blocking, std::uint64_t seed)
+    : context_(context), blocking_(blocking), last_(std::make_shared<Point>()) {
+  last_->reach();
+  thread_ = std::thread([this, seed] { serve(seed); });
+}
+
+Stream::~Stream() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  thread_.join();
+}
+
+PointPtr Stream::enqueue(std::function<void()> work, std::vector<PointPtr> after) {
+  return enqueue_until(
+      [work = std::move(work)] {
+        work();
+        return true;
+      },
+      std::move(after));
+}
+
+PointPtr Stream::enqueue_until(std::function<bool()> done, std::vector<PointPtr> after) {
+  auto end = std::make_shared<Point>();
+  const std::lock_guard lock(mutex_);
+  queue_.push_back({std::move(after), std::move(done), end});
+  last_ = end;
+  changed_.notify_all();
+  return end;
+}
+
+PointPtr Stream::last() const {
+  const std::lock_guard lock(mutex_);
+  return last_;
+}
+
+void Stream::serve(std::uint64_t seed) {
+  std::minstd_rand random(static_cast<std::minstd_rand::result_type>(seed));
+  while (true) {
+    Work work;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      work = std::move(queue_.front());
+      queue_.pop_front();
+    }
+    for (const PointPtr& point : work.after) point->wait();
+    // As often as not there is no pause: orders that hold by luck are seen to break either way.
+    const std::uint64_t longest = longest_delay_us();
+    if (longest > 0 && random() % 2 == 0) {
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % longest));
+    }
+    while (!work.step()) std::this_thread::sleep_for(std::chrono::microseconds(5));
+    work.end->reach();
+  }
+}
+
+}  // namespace kvxfer::cuda_double

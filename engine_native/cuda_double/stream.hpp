@@ -1,0 +1,73 @@
+// Streams and events of the double: threads that take their time, and CUDA's rules of order and
+// nothing more. What is on two streams has no order but by an event, a word, or the legacy stream.
+#pragma once
+
+#include <cuda.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace kvxfer::cuda_double {
+
+// A point in a stream.
+class Point {
+ public:
+  bool reached() const;
+  void reach();
+  void wait() const;
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  bool reached_ = false;
+};
+using PointPtr = std::shared_ptr<Point>;
+
+class Stream {
+ public:
+  // `blocking`: ordered with the legacy stream.
+  Stream(CUcontext context, bool blocking, std::uint64_t seed);
+  // Ends what is queued first.
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  CUcontext context() const { return context_; }
+  bool blocking() const { return blocking_; }
+
+  // Runs it once all before it has run, and these points are reached.
+  PointPtr enqueue(std::function<void()> work, std::vector<PointPtr> after = {});
+  // The same for what has to be tried until it says that it is done.
+  PointPtr enqueue_until(std::function<bool()> done, std::vector<PointPtr> after = {});
+  // Where all that is queued now has run.
+  PointPtr last() const;
+
+ private:
+  struct Work {
+    std::vector<PointPtr> after;
+    std::function<bool()> step;
+    PointPtr end;
+  };
+  void serve(std::uint64_t seed);
+
+  CUcontext context_;
+  bool blocking_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Work> queue_;
+  PointPtr last_;
+  bool stopping_ = false;
+  std::thread thread_;  // last
+};
+
+// The longest pause of a stream before a piece of work, in microseconds: CUDA_DOUBLE_DELAY_US, 200.
+std::uint64_t longest_delay_us();
+
+}  // namespace kvxfer::cuda_double

@@ -1,0 +1,541 @@
+// The rules that the double of a CUDA driver enforces (cuda_double.hpp has where they are from).
+// Unless a case says that it is of the double alone, it holds on a GPU too.
+#include <dlfcn.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <csignal>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <future>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda_driver.hpp"
+#include "fd.hpp"
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+
+extern char** environ;
+
+namespace {
+
+constexpr std::size_t kBytes = 4096;
+constexpr std::size_t kBlock = std::size_t{2} << 20;
+
+template <typename Function>
+Function of_double(const char* name) {
+  void* const library = ::dlopen(KVXFER_CUDA_DOUBLE, RTLD_NOW | RTLD_LOCAL);
+  REQUIRE(library);
+  void* const found = ::dlsym(library, name);
+  REQUIRE(found);
+  return reinterpret_cast<Function>(found);
+}
+#define DOUBLE(name) of_double<decltype(&cuda_double_##name)>("cuda_double_" #name)
+
+CUdeviceptr allocate(std::size_t size) {
+  CUdeviceptr address = 0;
+  REQUIRE(CU(MemAlloc)(&address, size) == CUDA_SUCCESS);
+  return address;
+}
+
+CUstream stream(unsigned int flags = CU_STREAM_NON_BLOCKING) {
+  CUstream made = nullptr;
+  REQUIRE(CU(StreamCreate)(&made, flags) == CUDA_SUCCESS);
+  return made;
+}
+
+void fill(CUdeviceptr address, int value, std::size_t size = kBytes) {
+  const std::vector<std::byte> bytes(size, static_cast<std::byte>(value));
+  REQUIRE(CU(MemcpyHtoD)(address, bytes.data(), size) == CUDA_SUCCESS);
+}
+
+int first_byte(CUdeviceptr address) {
+  unsigned char byte = 0;
+  REQUIRE(CU(MemcpyDtoH)(&byte, address, 1) == CUDA_SUCCESS);
+  return byte;
+}
+
+// Memory that both processor and device reach.
+class HostWords {
+ public:
+  HostWords() {
+    void* at = nullptr;
+    REQUIRE(CU(MemHostAlloc)(&at, 4096, CU_MEMHOSTALLOC_DEVICEMAP) == CUDA_SUCCESS);
+    words_ = static_cast<std::uint64_t*>(at);
+    std::memset(at, 0, 4096);
+  }
+  ~HostWords() { CU(MemFreeHost)(words_); }
+  HostWords(const HostWords&) = delete;
+  HostWords& operator=(const HostWords&) = delete;
+
+  std::atomic_ref<std::uint64_t> operator[](std::size_t i) {
+    return std::atomic_ref<std::uint64_t>(words_[i]);
+  }
+  CUdeviceptr address(std::size_t i) { return reinterpret_cast<CUdeviceptr>(words_ + i); }
+
+ private:
+  std::uint64_t* words_ = nullptr;
+};
+
+// A gate on a stream: nothing behind it runs before open().
+class Gate {
+ public:
+  explicit Gate(CUstream on) {
+    REQUIRE(CU(StreamWaitValue64)(on, words_.address(0), 1, CU_STREAM_WAIT_VALUE_GEQ) ==
+            CUDA_SUCCESS);
+  }
+  void open() { words_[0].store(1); }
+
+ private:
+  HostWords words_;
+};
+
+CUmemAllocationProp properties(unsigned handles, bool rdma = false) {
+  CUmemAllocationProp wanted{};
+  wanted.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  wanted.requestedHandleTypes = static_cast<CUmemAllocationHandleType>(handles);
+  wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  wanted.allocFlags.gpuDirectRDMACapable = rdma ? 1 : 0;
+  return wanted;
+}
+
+// Memory of cuMemCreate, mapped.
+struct Mapped {
+  explicit Mapped(const CUmemAllocationProp& wanted) {
+    REQUIRE(CU(MemCreate)(&handle, kBlock, &wanted, 0) == CUDA_SUCCESS);
+    map();
+  }
+  explicit Mapped(CUmemGenericAllocationHandle imported) : handle(imported) { map(); }
+  ~Mapped() {
+    if (mapped) CU(MemUnmap)(address, kBlock);
+    CU(MemAddressFree)(address, kBlock);
+    CU(MemRelease)(handle);
+  }
+  Mapped(const Mapped&) = delete;
+  Mapped& operator=(const Mapped&) = delete;
+
+  void map() {
+    REQUIRE(CU(MemAddressReserve)(&address, kBlock, 0, 0, 0) == CUDA_SUCCESS);
+    REQUIRE(CU(MemMap)(address, kBlock, 0, handle, 0) == CUDA_SUCCESS);
+  }
+  void permit() const {
+    CUmemAccessDesc access{};
+    access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    REQUIRE(CU(MemSetAccess)(address, kBlock, &access, 1) == CUDA_SUCCESS);
+  }
+
+  CUmemGenericAllocationHandle handle = 0;
+  CUdeviceptr address = 0;
+  bool mapped = true;
+};
+
+int signal_of(const std::function<void()>& act) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::signal(SIGSEGV, SIG_DFL);
+    act();
+    ::_exit(0);
+  }
+  int status = 0;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  return WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+}
+
+}  // namespace
+
+TEST_SUITE_BEGIN("cuda");
+
+TEST_CASE("the processor cannot touch device memory, before it is freed and after") {
+  const CudaDriver driver;
+  const CUdeviceptr address = allocate(kBytes);
+  auto* const pointer = reinterpret_cast<volatile char*>(address);
+  CHECK(signal_of([&] { pointer[0] = 1; }) == SIGSEGV);
+  CHECK(signal_of([&] { static_cast<void>(pointer[kBytes - 1]); }) == SIGSEGV);
+  CHECK(CU(MemFree)(address) == CUDA_SUCCESS);
+  CHECK(signal_of([&] { static_cast<void>(pointer[0]); }) == SIGSEGV);
+  CHECK(CU(MemFree)(address) == CUDA_ERROR_INVALID_VALUE);
+}
+
+TEST_CASE("what needs a context is refused on a thread that has none") {
+  const CudaDriver driver;
+  const CUdeviceptr address = allocate(kBytes);
+  std::async(std::launch::async, [&] {
+    CUdeviceptr other = 0;
+    CHECK(CU(MemAlloc)(&other, kBytes) == CUDA_ERROR_INVALID_CONTEXT);
+    CHECK(CU(MemFree)(address) == CUDA_ERROR_INVALID_CONTEXT);
+    CUstream made = nullptr;
+    CHECK(CU(StreamCreate)(&made, CU_STREAM_NON_BLOCKING) == CUDA_ERROR_INVALID_CONTEXT);
+    REQUIRE(CU(CtxPushCurrent)(driver.context()) == CUDA_SUCCESS);
+    CHECK(CU(MemFree)(address) == CUDA_SUCCESS);
+  }).get();
+}
+
+TEST_CASE("bytes go to the device and come back") {
+  const CudaDriver driver;
+  Random random;
+  std::vector<std::byte> sent(3 * kBytes);
+  std::vector<std::byte> got(sent.size());
+  random.fill(sent.data(), sent.size());
+  const CUdeviceptr first = allocate(sent.size());
+  const CUdeviceptr second = allocate(sent.size());
+  REQUIRE(CU(MemcpyHtoD)(first, sent.data(), sent.size()) == CUDA_SUCCESS);
+  REQUIRE(CU(Memcpy)(second, first, sent.size()) == CUDA_SUCCESS);
+  REQUIRE(CU(MemcpyDtoH)(got.data(), second, got.size()) == CUDA_SUCCESS);
+  CHECK(got == sent);
+  // Beyond the end of the allocation, and of none.
+  CHECK(CU(MemcpyDtoH)(got.data(), second + 1, got.size()) == CUDA_ERROR_INVALID_VALUE);
+  CU(MemFree)(first);
+  CHECK(CU(MemcpyDtoH)(got.data(), first, 1) == CUDA_ERROR_INVALID_VALUE);
+  CU(MemFree)(second);
+}
+
+TEST_CASE("streams run in their order, and two of them in none but an event's") {
+  const CudaDriver driver;
+  const CUdeviceptr memory = allocate(2 * kBytes);
+  const CUstream writes = stream();
+  const CUstream reads = stream();
+  CUevent written = nullptr;
+  REQUIRE(CU(EventCreate)(&written, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS);
+  for (const bool wait : {false, true}) {
+    CAPTURE(wait);
+    fill(memory, 1);
+    fill(memory + kBytes, 1);
+    {
+      Gate gate(writes);
+      std::vector<std::byte> two(kBytes, std::byte{2});
+      REQUIRE(CU(MemcpyHtoDAsync)(memory, two.data(), kBytes, writes) == CUDA_SUCCESS);
+      REQUIRE(CU(EventRecord)(written, writes) == CUDA_SUCCESS);
+      CHECK(CU(EventQuery)(written) == CUDA_ERROR_NOT_READY);
+      if (wait) REQUIRE(CU(StreamWaitEvent)(reads, written, 0) == CUDA_SUCCESS);
+      REQUIRE(CU(MemcpyAsync)(memory + kBytes, memory, kBytes, reads) == CUDA_SUCCESS);
+      if (!wait) REQUIRE(CU(StreamSynchronize)(reads) == CUDA_SUCCESS);
+      CHECK(CU(StreamQuery)(writes) == CUDA_ERROR_NOT_READY);
+      gate.open();
+      REQUIRE(CU(StreamSynchronize)(reads) == CUDA_SUCCESS);
+      REQUIRE(CU(StreamSynchronize)(writes) == CUDA_SUCCESS);
+    }
+    CHECK(CU(EventQuery)(written) == CUDA_SUCCESS);
+    CHECK(first_byte(memory) == 2);
+    CHECK(first_byte(memory + kBytes) == (wait ? 2 : 1));
+  }
+  CHECK(CU(EventDestroy)(written) == CUDA_SUCCESS);
+  CHECK(CU(StreamDestroy)(writes) == CUDA_SUCCESS);
+  CHECK(CU(StreamDestroy)(reads) == CUDA_SUCCESS);
+  CU(MemFree)(memory);
+}
+
+TEST_CASE("the legacy stream is ordered with streams that block, and with no others") {
+  const CudaDriver driver;
+  HostWords words;
+  for (const unsigned int flags : {CU_STREAM_DEFAULT, CU_STREAM_NON_BLOCKING}) {
+    CAPTURE(flags);
+    words[0].store(0);
+    const CUstream other = stream(flags);
+    Gate gate(nullptr);
+    REQUIRE(CU(StreamWriteValue64)(other, words.address(0), 7, 0) == CUDA_SUCCESS);
+    if (flags == CU_STREAM_NON_BLOCKING) {
+      REQUIRE(CU(StreamSynchronize)(other) == CUDA_SUCCESS);
+      CHECK(words[0].load() == 7);
+    } else {
+      CHECK(CU(StreamQuery)(other) == CUDA_ERROR_NOT_READY);
+      CHECK(words[0].load() == 0);
+    }
+    gate.open();
+    REQUIRE(CU(CtxSynchronize)() == CUDA_SUCCESS);
+    CHECK(words[0].load() == 7);
+    CU(StreamDestroy)(other);
+  }
+}
+
+TEST_CASE("pinned memory is read when the copy runs, pageable memory when it is asked for") {
+  const CudaDriver driver;
+  const CUdeviceptr memory = allocate(kBytes);
+  const CUstream copies = stream();
+  std::vector<unsigned char> host(kBytes, 1);
+  for (const bool pinned : {false, true}) {
+    CAPTURE(pinned);
+    if (pinned) REQUIRE(CU(MemHostRegister)(host.data(), kBytes, 0) == CUDA_SUCCESS);
+    host[0] = 1;
+    {
+      Gate gate(copies);
+      REQUIRE(CU(MemcpyHtoDAsync)(memory, host.data(), kBytes, copies) == CUDA_SUCCESS);
+      host[0] = 2;
+      gate.open();
+      REQUIRE(CU(StreamSynchronize)(copies) == CUDA_SUCCESS);
+    }
+    CHECK(first_byte(memory) == (pinned ? 2 : 1));
+  }
+  CHECK(CU(MemHostRegister)(host.data(), kBytes, 0) == CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
+  CHECK(CU(MemHostUnregister)(host.data()) == CUDA_SUCCESS);
+  CHECK(CU(MemHostUnregister)(host.data()) == CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
+  CU(StreamDestroy)(copies);
+  CU(MemFree)(memory);
+}
+
+TEST_CASE("a stream waits for words that the device reaches, in order with its work") {
+  const CudaDriver driver;
+  const CUstream waits = stream();
+  HostWords words;
+  REQUIRE(CU(StreamWaitValue64)(waits, words.address(0), 3, CU_STREAM_WAIT_VALUE_GEQ) ==
+          CUDA_SUCCESS);
+  REQUIRE(CU(StreamWaitValue64)(waits, words.address(1), 5, CU_STREAM_WAIT_VALUE_EQ) ==
+          CUDA_SUCCESS);
+  REQUIRE(CU(StreamWriteValue64)(waits, words.address(2), 9, 0) == CUDA_SUCCESS);
+  words[0].store(2);
+  CHECK(CU(StreamQuery)(waits) == CUDA_ERROR_NOT_READY);
+  words[0].store(4);
+  words[1].store(5);
+  REQUIRE(CU(StreamSynchronize)(waits) == CUDA_SUCCESS);
+  CHECK(words[2].load() == 9);
+  std::uint64_t plain = 0;
+  const auto heap = reinterpret_cast<CUdeviceptr>(&plain);
+  CHECK(CU(StreamWriteValue64)(waits, heap, 1, 0) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(CU(StreamWriteValue64)(waits, words.address(0) + 4, 1, 0) == CUDA_ERROR_INVALID_VALUE);
+  CU(StreamDestroy)(waits);
+}
+
+TEST_CASE("an address is asked what it is") {
+  const CudaDriver driver;
+  const CUdeviceptr device = allocate(3 * kBytes);
+  HostWords words;
+  int plain = 0;
+  const auto type_of = [](CUdeviceptr address) {
+    unsigned int type = 0;
+    const auto found = CU(PointerGetAttribute)(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address);
+    return found == CUDA_SUCCESS ? static_cast<int>(type) : -1;
+  };
+  CHECK(type_of(device + kBytes) == CU_MEMORYTYPE_DEVICE);
+  CHECK(type_of(words.address(0)) == CU_MEMORYTYPE_HOST);
+  CHECK(type_of(reinterpret_cast<CUdeviceptr>(&plain)) == -1);
+  CUdeviceptr base = 0;
+  std::size_t size = 0;
+  REQUIRE(CU(MemGetAddressRange)(&base, &size, device + 5) == CUDA_SUCCESS);
+  CHECK(base == device);
+  CHECK(size == 3 * kBytes);
+  unsigned int type = 77;
+  int ordinal = 77;
+  unsigned long long id = 77;
+  std::array<CUpointer_attribute, 3> wanted{CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+                                            CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+                                            CU_POINTER_ATTRIBUTE_BUFFER_ID};
+  std::array<void*, 3> answers{&type, &ordinal, &id};
+  REQUIRE(CU(PointerGetAttributes)(3, wanted.data(), answers.data(),
+                                   reinterpret_cast<CUdeviceptr>(&plain)) == CUDA_SUCCESS);
+  CHECK(type == 0);
+  CHECK(ordinal == -2);
+  CHECK(id == 0);
+  REQUIRE(CU(PointerGetAttributes)(3, wanted.data(), answers.data(), device) == CUDA_SUCCESS);
+  CHECK(type == CU_MEMORYTYPE_DEVICE);
+  CHECK(ordinal == 0);
+  CHECK(id != 0);
+  CU(MemFree)(device);
+}
+
+TEST_CASE("the double: an address that was freed comes again, as another buffer") {
+  const CudaDriver driver;
+  const CUdeviceptr before = allocate(kBytes);
+  fill(before, 5);
+  unsigned long long first = 0;
+  unsigned long long second = 0;
+  REQUIRE(CU(PointerGetAttribute)(&first, CU_POINTER_ATTRIBUTE_BUFFER_ID, before) == CUDA_SUCCESS);
+  CU(MemFree)(before);
+  const CUdeviceptr after = allocate(kBytes);
+  CHECK(after == before);
+  REQUIRE(CU(PointerGetAttribute)(&second, CU_POINTER_ATTRIBUTE_BUFFER_ID, after) == CUDA_SUCCESS);
+  CHECK(first != second);
+  CHECK(first_byte(after) != 5);
+  CU(MemFree)(after);
+}
+
+TEST_CASE(
+    "memory of cuMemCreate is reached once that is permitted, and exported where it was asked "
+    "for") {
+  const CudaDriver driver;
+  Mapped mapped(properties(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
+  unsigned char byte = 0;
+  CHECK(CU(MemcpyDtoH)(&byte, mapped.address, 1) == CUDA_ERROR_INVALID_VALUE);
+  mapped.permit();
+  fill(mapped.address, 3);
+  CUipcMemHandle legacy{};
+  CHECK(CU(IpcGetMemHandle)(&legacy, mapped.address) == CUDA_ERROR_INVALID_VALUE);
+  int fd = -1;
+  REQUIRE(CU(MemExportToShareableHandle)(
+              &fd, mapped.handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0) == CUDA_SUCCESS);
+  const UniqueFd exported(fd);
+  CUmemGenericAllocationHandle again = 0;
+  REQUIRE(CU(MemImportFromShareableHandle)(
+              &again, reinterpret_cast<void*>(static_cast<std::intptr_t>(exported.get())),
+              CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) == CUDA_SUCCESS);
+  {
+    const Mapped imported(again);
+    imported.permit();
+    CHECK(first_byte(imported.address) == 3);
+  }
+  const Mapped kept(properties(CU_MEM_HANDLE_TYPE_NONE));
+  CHECK(CU(MemExportToShareableHandle)(&fd, kept.handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+                                       0) == CUDA_ERROR_INVALID_VALUE);
+}
+
+TEST_CASE("a dmabuf is of whole pages, and of memory that may leave") {
+  const CudaDriver driver;
+  const CUdeviceptr memory = allocate(kBlock);
+  int fd = -1;
+  const auto dmabuf = [&](CUdeviceptr address, std::size_t size) {
+    const CUresult made =
+        CU(MemGetHandleForAddressRange)(&fd, address, size, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0);
+    if (made == CUDA_SUCCESS) ::close(fd);
+    return made;
+  };
+  CHECK(dmabuf(memory, kBlock) == CUDA_SUCCESS);
+  CHECK(dmabuf(memory + kBytes, kBytes) == CUDA_SUCCESS);
+  CHECK(dmabuf(memory + 8, kBytes) == CUDA_ERROR_INVALID_VALUE);
+  CHECK(dmabuf(memory, 8) == CUDA_ERROR_INVALID_VALUE);
+  const Mapped able(properties(CU_MEM_HANDLE_TYPE_NONE, true));
+  able.permit();
+  CHECK(dmabuf(able.address, kBlock) == CUDA_SUCCESS);
+  CU(MemFree)(memory);
+}
+
+TEST_CASE("the double: memory of cuMemCreate that did not ask for GPUDirect has no dmabuf") {
+  const CudaDriver driver;
+  const Mapped unable(properties(CU_MEM_HANDLE_TYPE_NONE));
+  unable.permit();
+  int fd = -1;
+  CHECK(CU(MemGetHandleForAddressRange)(&fd, unable.address, kBlock,
+                                        CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD,
+                                        0) == CUDA_ERROR_NOT_SUPPORTED);
+}
+
+TEST_CASE("the double: work on memory that is gone poisons the context, until that is made anew") {
+  std::async(std::launch::async, [] {
+    auto driver = std::make_unique<CudaDriver>();
+    const CUstream copies = stream();
+    Mapped mapped(properties(CU_MEM_HANDLE_TYPE_NONE));
+    mapped.permit();
+    HostWords words;
+    {
+      Gate gate(copies);
+      REQUIRE(CU(MemcpyAsync)(words.address(0), mapped.address, 8, copies) == CUDA_SUCCESS);
+      REQUIRE(CU(MemUnmap)(mapped.address, kBlock) == CUDA_SUCCESS);
+      mapped.mapped = false;
+      gate.open();
+      CHECK(CU(StreamSynchronize)(copies) == CUDA_ERROR_ILLEGAL_ADDRESS);
+    }
+    CUdeviceptr other = 0;
+    CHECK(CU(MemAlloc)(&other, kBytes) == CUDA_ERROR_ILLEGAL_ADDRESS);
+    driver.reset();
+    const CudaDriver anew;
+    CHECK(CU(MemAlloc)(&other, kBytes) == CUDA_SUCCESS);
+    CHECK(CU(MemFree)(other) == CUDA_SUCCESS);
+  }).get();
+}
+
+TEST_CASE("the double: a kernel reaches device memory by its other address, in stream order") {
+  const CudaDriver driver;
+  struct Arguments {
+    CUdeviceptr address;
+    decltype(&cuda_double_alias) alias;
+  } arguments{allocate(kBytes), DOUBLE(alias)};
+  const CUstream runs = stream();
+  const auto add_one = [](void* given) {
+    const auto& [address, alias] = *static_cast<Arguments*>(given);
+    auto* const bytes = static_cast<unsigned char*>(alias(address, 1));
+    if (bytes) ++*bytes;
+    return bytes != nullptr;
+  };
+  fill(arguments.address, 4);
+  for (int i = 0; i < 3; ++i) {
+    REQUIRE(DOUBLE(launch)(runs, add_one, &arguments) == CUDA_SUCCESS);
+  }
+  const std::uint64_t waits = DOUBLE(waits)();
+  REQUIRE(CU(StreamSynchronize)(runs) == CUDA_SUCCESS);
+  CHECK(DOUBLE(waits)() <= waits + 1);
+  CHECK(first_byte(arguments.address) == 7);
+  CU(StreamDestroy)(runs);
+  CU(MemFree)(arguments.address);
+}
+
+namespace {
+
+constexpr const char* kHandleVariable = "KVXFER_TEST_IPC_HANDLE";
+
+std::string hex(const CUipcMemHandle& handle) {
+  std::string text;
+  for (const char byte : handle.reserved) {
+    constexpr const char* kDigits = "0123456789abcdef";
+    const auto value = static_cast<unsigned char>(byte);
+    text += {kDigits[value >> 4], kDigits[value & 15]};
+  }
+  return text;
+}
+
+CUipcMemHandle from_hex(const std::string& text) {
+  CUipcMemHandle handle{};
+  for (std::size_t i = 0; i < sizeof handle.reserved; ++i) {
+    handle.reserved[i] = static_cast<char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
+  }
+  return handle;
+}
+
+}  // namespace
+
+// In a process of its own: see the next case.
+TEST_CASE("importer of a legacy handle" * doctest::skip()) {
+  const CudaDriver driver;
+  const CUipcMemHandle handle = from_hex(std::getenv(kHandleVariable));
+  CUdeviceptr opened = 0;
+  REQUIRE(CU(IpcOpenMemHandle)(&opened, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) ==
+          CUDA_SUCCESS);
+  CHECK(first_byte(opened + kBytes) == 6);
+  fill(opened, 8);
+  CUipcMemHandle again{};
+  CHECK(CU(IpcGetMemHandle)(&again, opened) != CUDA_SUCCESS);
+  CHECK(CU(MemFree)(opened) != CUDA_SUCCESS);
+  CHECK(CU(IpcCloseMemHandle)(opened) == CUDA_SUCCESS);
+  CHECK(CU(IpcCloseMemHandle)(opened) == CUDA_ERROR_INVALID_VALUE);
+}
+
+TEST_CASE("a legacy handle opens the whole allocation in another process, and in none other") {
+  const CudaDriver driver;
+  const CUdeviceptr memory = allocate(2 * kBytes);
+  fill(memory, 5);
+  fill(memory + kBytes, 6);
+  CUipcMemHandle handle{};
+  REQUIRE(CU(IpcGetMemHandle)(&handle, memory + kBytes) == CUDA_SUCCESS);
+  CUdeviceptr opened = 0;
+  CHECK(CU(IpcOpenMemHandle)(&opened, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) ==
+        CUDA_ERROR_INVALID_CONTEXT);
+
+  ::setenv(kHandleVariable, hex(handle).c_str(), 1);
+  std::array<std::string, 4> words{"/proc/self/exe", "--no-skip", "--no-version",
+                                   "--test-case=importer of a legacy handle"};
+  std::array<char*, 5> arguments{};
+  std::transform(words.begin(), words.end(), arguments.begin(),
+                 [](std::string& word) { return word.data(); });
+  pid_t child = 0;
+  REQUIRE(::posix_spawn(&child, arguments[0], nullptr, nullptr, arguments.data(), environ) == 0);
+  int status = 0;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  ::unsetenv(kHandleVariable);
+  CHECK(status == 0);
+  CHECK(first_byte(memory) == 8);
+  CU(MemFree)(memory);
+}
+
+TEST_CASE("the double: nothing is left where all was given back") {
+  // Of the cases above, which this one comes after.
+  CHECK(DOUBLE(live)() == 0);
+}
+
+TEST_SUITE_END();
