@@ -22,12 +22,14 @@ from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.layout import KvLayout
+from verify.polling import eventually
 from verify.processes.commands import commands, kv_endpoint, report
 
 from .pattern import Page, page, reused, wrong_bytes
 
 KEY: Final = b"the cluster key of the fault tests"
 NUM_BLOCKS: Final = 128
+_BACK_SECONDS: Final = 5.0
 LAYOUT: Final = KvLayout(num_layers=8, num_kv_heads=8, head_size=32, dtype="float32", block_size=16)
 
 
@@ -79,7 +81,11 @@ class FaultWorker:
                 raise
             error = "no-memory"
         at = time.monotonic()
-        self._hogged.clear()  # blocks may come back late for want of memory, but they do
+        if self._hogged:
+            # Blocks may come back late for want of memory, but they do.
+            self._hogged.clear()
+            with contextlib.suppress(TimeoutError):
+                await eventually(lambda: self._pool.num_free == NUM_BLOCKS, _BACK_SECONDS)
         report(
             "ended",
             role=role,
