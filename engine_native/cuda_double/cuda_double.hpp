@@ -11,6 +11,7 @@
 //   pageable memory is read at once, and written before the call       "API synchronization
 //   behavior"
 //     returns
+//   copies of a batch have no order among them                         cuMemcpyBatchAsync
 //   a legacy handle is of cuMemAlloc memory only, of all of it, and    cuIpcGetMemHandle,
 //     not for the process that made it                                   cuIpcOpenMemHandle
 //   memory of cuMemCreate has the handles that were asked for          cuMemExportToShareableHandle
@@ -18,7 +19,7 @@
 //                                                                        CUmemAllocationProp
 //
 // The calls are those of cuda.h, which it is built with; what has no body there is found by name
-// below. Not there yet: capture, graphs, managed and pool memory, cuMemcpyBatchAsync, peers.
+// below. Not there yet: capture, graphs, managed and pool memory, peers.
 #pragma once
 
 #include <cuda.h>

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <string>
+#include <string_view>
 
 #include "cuda_double.hpp"
 #include "driver.hpp"
@@ -11,8 +12,10 @@ using namespace kvxfer::cuda_double;
 
 namespace {
 
-// The oldest that a call may be asked for as. Of the calls here none has changed since its _v2.
-constexpr int kOldestVersion = 2000;
+// The oldest that a call may be asked for as; of those here one has changed since its _v2.
+int oldest_version(std::string_view symbol) {
+  return symbol == "cuMemcpyBatchAsync" ? 13000 : 2000;
+}
 
 }  // namespace
 
@@ -33,7 +36,7 @@ CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** function, int versi
   }
   if (library) ::dlclose(library);
   if (!*function) return say(CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND);
-  if (version >= kOldestVersion) return say(CU_GET_PROC_ADDRESS_SUCCESS);
+  if (version >= oldest_version(symbol)) return say(CU_GET_PROC_ADDRESS_SUCCESS);
   *function = nullptr;
   return say(CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT);
 }

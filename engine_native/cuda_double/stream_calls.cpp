@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstring>
 #include <functional>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -238,6 +239,63 @@ CUresult CUDAAPI cuMemcpyHtoD(CUdeviceptr to, const void* from, size_t size) {
 
 CUresult CUDAAPI cuMemcpyDtoH(void* to, CUdeviceptr from, size_t size) {
   return copy_on(nullptr, address_of(to), from, size, true);
+}
+
+// In the stream's order as a whole, and within it in none.
+CUresult CUDAAPI cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count,
+                                    CUmemcpyAttributes* attributes, size_t* first_of,
+                                    size_t attributes_count, CUstream stream) {
+  Driver& driver = Driver::instance();
+  if (stream == nullptr || stream == CU_STREAM_LEGACY) return CUDA_ERROR_INVALID_VALUE;
+  Driver::Place place;
+  if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
+  if (count == 0 || attributes_count == 0 || attributes_count > count || first_of[0] != 0) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  struct Copy {
+    CUdeviceptr to;
+    CUdeviceptr from;
+    std::size_t size;
+    std::vector<std::byte> staged;  // where the source is read at once
+  };
+  std::vector<Copy> copies;
+  bool pageable = false;
+  for (std::size_t i = 0, attribute = 0; i < count; ++i) {
+    if (attribute + 1 < attributes_count && first_of[attribute + 1] <= i) {
+      if (first_of[++attribute] != i) return CUDA_ERROR_INVALID_VALUE;
+    }
+    const auto source = driver.memory.resolve(from[i], sizes[i], true);
+    const auto target = driver.memory.resolve(to[i], sizes[i], true);
+    if (source.bytes.empty() || target.bytes.empty()) return CUDA_ERROR_INVALID_VALUE;
+    Copy& copy = copies.emplace_back(Copy{to[i], from[i], sizes[i], {}});
+    switch (attributes[attribute].srcAccessOrder) {
+      case CU_MEMCPY_SRC_ACCESS_ORDER_STREAM:
+        break;
+      case CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL:
+      case CU_MEMCPY_SRC_ACCESS_ORDER_ANY:
+        for (const auto& piece : source.bytes) {
+          copy.staged.insert(copy.staged.end(), piece.begin(), piece.end());
+        }
+        break;
+      default:
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    pageable = pageable || target.pageable;
+  }
+  static std::atomic<unsigned> seed = 1;
+  std::shuffle(copies.begin(), copies.end(), std::minstd_rand(seed++));
+  Context& context = *place.context;
+  const PointPtr end = place.stream->enqueue(
+      [&context, copies = std::move(copies)] {
+        for (const Copy& each : copies) {
+          const CUdeviceptr source =
+              each.staged.empty() ? each.from : address_of(each.staged.data());
+          copy(context, each.to, source, each.size);
+        }
+      },
+      std::move(place.after));
+  if (pageable) driver.wait(end);
+  return CUDA_SUCCESS;
 }
 
 // --- words -----------------------------------------------------------------------------------

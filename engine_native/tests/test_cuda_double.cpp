@@ -283,6 +283,47 @@ TEST_CASE("pinned memory is read when the copy runs, pageable memory when it is 
   CU(MemFree)(memory);
 }
 
+TEST_CASE("a batch of copies is one piece of work of its stream") {
+  const CudaDriver driver;
+  constexpr std::size_t kCount = 64;
+  Random random;
+  std::vector<std::byte> sent(kCount * kBytes);
+  random.fill(sent.data(), sent.size());
+  std::vector<std::byte> got(sent.size());
+  REQUIRE(CU(MemHostRegister)(sent.data(), sent.size(), 0) == CUDA_SUCCESS);
+  REQUIRE(CU(MemHostRegister)(got.data(), got.size(), 0) == CUDA_SUCCESS);
+  const CUdeviceptr memory = allocate(sent.size());
+  const CUstream copies = stream();
+  const auto page = [](const void* host, std::size_t n) {
+    return reinterpret_cast<CUdeviceptr>(host) + n * kBytes;
+  };
+  std::vector<CUdeviceptr> from, to, back;
+  for (std::size_t n = 0; n < kCount; ++n) {
+    from.push_back(page(sent.data(), n));
+    to.push_back(memory + (n * 7 % kCount) * kBytes);
+    back.push_back(page(got.data(), n));
+  }
+  std::vector<std::size_t> sizes(kCount, kBytes);
+  CUmemcpyAttributes attributes{};
+  attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+  std::size_t first = 0;
+  const auto batch = [&](std::vector<CUdeviceptr>& dsts, std::vector<CUdeviceptr>& srcs,
+                         CUstream on) {
+    return CU(MemcpyBatchAsync)(dsts.data(), srcs.data(), sizes.data(), kCount, &attributes, &first,
+                                1, on);
+  };
+  REQUIRE(batch(to, from, copies) == CUDA_SUCCESS);
+  REQUIRE(batch(back, to, copies) == CUDA_SUCCESS);
+  REQUIRE(CU(StreamSynchronize)(copies) == CUDA_SUCCESS);
+  CHECK(got == sent);
+  CHECK(batch(back, to, nullptr) == CUDA_ERROR_INVALID_VALUE);
+  attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_INVALID;
+  CHECK(batch(back, to, copies) == CUDA_ERROR_INVALID_VALUE);
+  for (std::vector<std::byte>* const host : {&sent, &got}) CU(MemHostUnregister)(host->data());
+  CU(StreamDestroy)(copies);
+  CU(MemFree)(memory);
+}
+
 TEST_CASE("a stream waits for words that the device reaches, in order with its work") {
   const CudaDriver driver;
   const CUstream waits = stream();
