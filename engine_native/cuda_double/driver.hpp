@@ -82,7 +82,7 @@ class Driver {
     PointPtr recorded;
   };
   std::unordered_map<CUevent, Event> events_;
-  // Handles are numbers, and none is given out twice; the first ones mean streams of their own.
+  // Handles are numbers, and none is given out twice; 0, 1 and 2 mean special streams.
   std::uintptr_t last_handle_ = 0x1000;
   std::uint64_t seed_ = 1;
 };

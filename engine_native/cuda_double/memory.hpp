@@ -41,7 +41,7 @@ class Backing {
   int fd() const { return memfd_.get(); }
   std::byte* bytes() const { return bytes_; }
   std::size_t size() const { return size_; }
-  // What whoever uses it after its end reads.
+  // Fills it with bytes that show a use after its end.
   void poison();
 
  private:
@@ -95,8 +95,8 @@ class Memory {
   void drop(CUcontext context);
   // That which holds the address; null where nothing does.
   std::shared_ptr<Mapping> find(CUdeviceptr address) const;
-  // Where the bytes really are, in order; empty where a part of them is of nobody, or is not to be
-  // accessed. An address of plain host memory is `pageable`: one piece.
+  // Where the bytes really are, in order; empty where a part of them is not mapped, or access is not
+  // permitted. An address of plain host memory is `pageable`: one piece.
   struct Pieces {
     std::vector<std::span<std::byte>> bytes;
     std::vector<std::shared_ptr<Mapping>> of;

@@ -531,7 +531,7 @@ CUipcMemHandle from_hex(const std::string& text) {
 
 }  // namespace
 
-// In a process of its own: see the next case.
+// Runs in another process: see the next case.
 TEST_CASE("importer of a legacy handle" * doctest::skip()) {
   const CudaDriver driver;
   const CUipcMemHandle handle = from_hex(std::getenv(kHandleVariable));

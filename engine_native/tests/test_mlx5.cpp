@@ -325,7 +325,7 @@ TEST_CASE(
                                                 << transfers << " transfers");
 }
 
-TEST_CASE("a scatter reaches 64 peers, each over a queue pair of its own") {
+TEST_CASE("a scatter reaches 64 peers, each over its queue pair") {
   constexpr std::size_t kPeers = 64;
   constexpr std::size_t kRounds = 200;
   const auto driven = [] {

@@ -15,7 +15,7 @@ PointerGetAttributes pointer_get_attributes() {
   void* const driver = ::dlopen(kDriver, RTLD_NOW | RTLD_NOLOAD);
   if (!driver) return nullptr;
   void* const found = ::dlsym(driver, "cuPointerGetAttributes");
-  ::dlclose(driver);  // whoever loaded it keeps it
+  ::dlclose(driver);  // the process keeps it loaded
   return reinterpret_cast<PointerGetAttributes>(found);
 }
 

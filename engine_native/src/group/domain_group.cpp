@@ -22,7 +22,7 @@ constexpr std::uint64_t kWatchMostNs = 1'000'000u;
 constexpr std::uint64_t kWatchParts = 16;
 // How often NICs are looked at whose paths are being closed.
 constexpr std::uint64_t kClosingNs = 100'000u;
-// Messages that have arrived and nobody has drained.
+// Messages that have arrived and are not drained.
 constexpr std::size_t kMaxUnreadBytes = 64u << 20;
 
 // Equal for engines that share a kernel boot and a network namespace: only those can meet over
@@ -144,7 +144,7 @@ void DomainGroup::step() {
 void DomainGroup::tick(std::uint64_t now) {
   const auto interval = static_cast<std::uint64_t>(options_.heartbeat_interval.count());
   const std::uint64_t elapsed = now - std::exchange(last_tick_ns_, now);
-  // While this thread had no processor, or nothing to time, nobody was late.
+  // While this thread had no processor, or nothing to time, no peer was late.
   const std::uint64_t stalled = elapsed > 3 * interval ? elapsed - interval : 0;
   for (const auto& [id, peer] : peers_.all()) peer->tick(now, stalled, options_.peer_timeout);
   connections_.expire(now, stalled);

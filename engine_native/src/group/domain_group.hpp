@@ -83,7 +83,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   void tick(std::uint64_t now);
 
   // --- engine thread: how peers go
-  // First the fence; then whoever waits may take memory back.
+  // First the fence; then callers that wait may take memory back.
   void close_peer(PeerId id, const Error& error);
   void finish_closing(PeerId id);
   // False if it is not there any more.

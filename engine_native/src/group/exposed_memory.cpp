@@ -101,7 +101,7 @@ Result<std::vector<RegionPtr>> ExposedMemory::make_grants(Imm imm,
     }
     grants.push_back(MemoryRegion::grant(context_.engine, range, imm, *writer));
   }
-  // Nobody knows their keys yet.
+  // No peer knows their keys yet.
   for (const RegionPtr& grant : grants) context_.regions.insert(grant);
   return grants;
 }

@@ -41,7 +41,7 @@ class ExposedMemory {
   // --- grants
   // Any thread: ranges for the counter's writer, which count once they are tracked.
   Result<std::vector<RegionPtr>> make_grants(Imm imm, std::span<const RegionRange> ranges);
-  // Also any thread: nobody was told of them.
+  // Also any thread: no peer was told of them.
   void drop_grants(std::span<const RegionPtr> grants);
   // In order with releasing the counter and with taking regions back.
   void track_grants(Imm imm, const std::vector<RegionPtr>& grants);
@@ -55,7 +55,7 @@ class ExposedMemory {
   void forget(PeerId peer);
   // Resets the paths of peers that were asked and have not answered in time.
   void reset_late_writers(std::uint64_t now);
-  // When to call that next; UINT64_MAX where nobody is being asked.
+  // When to call that next; UINT64_MAX where no peer is being asked.
   std::uint64_t next_deadline_ns() const;
   // The region, with its grants, is a destination no more.
   void take_back(const RegionPtr& region);

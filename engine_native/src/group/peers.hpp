@@ -1,5 +1,5 @@
-// The peers of an engine: those that are connected, or being connected, and those of which
-// something may land still. Engine thread only, unless said otherwise.
+// The peers of an engine: connected or connecting ones, and lost ones whose writes may still land.
+// Engine thread only, unless said otherwise.
 #pragma once
 
 #include <future>
