@@ -95,8 +95,8 @@ class Memory {
   void drop(CUcontext context);
   // That which holds the address; null where nothing does.
   std::shared_ptr<Mapping> find(CUdeviceptr address) const;
-  // Where the bytes really are, in order; empty where a part of them is not mapped, or access is not
-  // permitted. An address of plain host memory is `pageable`: one piece.
+  // Where the bytes really are, in order; empty where a part of them is not mapped, or access is
+  // not permitted. An address of plain host memory is `pageable`: one piece.
   struct Pieces {
     std::vector<std::span<std::byte>> bytes;
     std::vector<std::shared_ptr<Mapping>> of;
