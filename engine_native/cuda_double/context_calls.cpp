@@ -10,14 +10,13 @@ using kvxfer::cuda_double::Driver;
 
 namespace {
 
-bool is_device(CUdevice device) { return device >= 0 && device < Driver::kDevices; }
+bool is_device(CUdevice device) { return Driver::instance().is_device(device); }
 
 }  // namespace
 
 CUresult CUDAAPI cuInit(unsigned int flags) {
   if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
-  Driver::instance().initialised = true;
-  return CUDA_SUCCESS;
+  return Driver::instance().initialise();
 }
 
 CUresult CUDAAPI cuDriverGetVersion(int* version) {
@@ -28,7 +27,7 @@ CUresult CUDAAPI cuDriverGetVersion(int* version) {
 
 CUresult CUDAAPI cuDeviceGetCount(int* count) {
   if (!Driver::instance().initialised) return CUDA_ERROR_NOT_INITIALIZED;
-  *count = Driver::kDevices;
+  *count = Driver::instance().devices();
   return CUDA_SUCCESS;
 }
 
@@ -41,20 +40,22 @@ CUresult CUDAAPI cuDeviceGet(CUdevice* device, int ordinal) {
 
 CUresult CUDAAPI cuDeviceGetName(char* name, int length, CUdevice device) {
   if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-  std::snprintf(name, static_cast<std::size_t>(length), "double of a GPU, number %d", device);
+  std::snprintf(name, static_cast<std::size_t>(length), "double of a GPU, number %d",
+                Driver::instance().physical(device));
   return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuDeviceGetUuid(CUuuid* uuid, CUdevice device) {
   if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
   std::memset(uuid->bytes, 'd', sizeof uuid->bytes);
-  uuid->bytes[15] = static_cast<char>(device);
+  uuid->bytes[15] = static_cast<char>(Driver::instance().physical(device));
   return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuDeviceGetPCIBusId(char* id, int length, CUdevice device) {
   if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-  std::snprintf(id, static_cast<std::size_t>(length), "0000:%02X:00.0", 0x10 + device);
+  std::snprintf(id, static_cast<std::size_t>(length), "0000:%02X:00.0",
+                0x10 + Driver::instance().physical(device));
   return CUDA_SUCCESS;
 }
 
@@ -62,6 +63,9 @@ CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, 
   if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
   switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
+    case CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY:
+    case CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS:
+    case CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED:
@@ -146,10 +150,29 @@ CUresult CUDAAPI cuCtxGetDevice(CUdevice* device) {
 CUresult CUDAAPI cuCtxSynchronize() {
   Context* context = nullptr;
   Driver& driver = Driver::instance();
-  if (const CUresult bad = driver.current(&context); bad != CUDA_SUCCESS) return bad;
+  if (const CUresult bad = driver.current_for_unsafe(&context); bad != CUDA_SUCCESS) return bad;
   driver.synchronize(*context);
   return context->sticky;
 }
+
+// --- peers -----------------------------------------------------------------------------------
+
+CUresult CUDAAPI cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {
+  if (!is_device(device) || !is_device(peer)) return CUDA_ERROR_INVALID_DEVICE;
+  *can = device == peer ? 0 : 1;
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuCtxEnablePeerAccess(CUcontext peer, unsigned int flags) {
+  if (flags != 0) return CUDA_ERROR_INVALID_VALUE;
+  return Driver::instance().set_peer(peer, true);
+}
+
+CUresult CUDAAPI cuCtxDisablePeerAccess(CUcontext peer) {
+  return Driver::instance().set_peer(peer, false);
+}
+
+// --- errors ----------------------------------------------------------------------------------
 
 CUresult CUDAAPI cuGetErrorName(CUresult error, const char** name) {
   switch (error) {
@@ -161,18 +184,31 @@ CUresult CUDAAPI cuGetErrorName(CUresult error, const char** name) {
     NAME(CUDA_ERROR_INVALID_VALUE);
     NAME(CUDA_ERROR_OUT_OF_MEMORY);
     NAME(CUDA_ERROR_NOT_INITIALIZED);
+    NAME(CUDA_ERROR_NO_DEVICE);
     NAME(CUDA_ERROR_INVALID_DEVICE);
     NAME(CUDA_ERROR_INVALID_CONTEXT);
     NAME(CUDA_ERROR_ALREADY_MAPPED);
     NAME(CUDA_ERROR_INVALID_HANDLE);
+    NAME(CUDA_ERROR_ILLEGAL_STATE);
     NAME(CUDA_ERROR_NOT_FOUND);
     NAME(CUDA_ERROR_NOT_READY);
     NAME(CUDA_ERROR_ILLEGAL_ADDRESS);
+    NAME(CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
+    NAME(CUDA_ERROR_PEER_ACCESS_NOT_ENABLED);
     NAME(CUDA_ERROR_CONTEXT_IS_DESTROYED);
     NAME(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
     NAME(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
     NAME(CUDA_ERROR_NOT_PERMITTED);
     NAME(CUDA_ERROR_NOT_SUPPORTED);
+    NAME(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    NAME(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+    NAME(CUDA_ERROR_STREAM_CAPTURE_MERGE);
+    NAME(CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
+    NAME(CUDA_ERROR_STREAM_CAPTURE_UNJOINED);
+    NAME(CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
+    NAME(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+    NAME(CUDA_ERROR_CAPTURED_EVENT);
+    NAME(CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
 #undef NAME
     default:
       *name = nullptr;

@@ -1,25 +1,31 @@
 // A CUDA driver without a GPU: libcuda.so.1 for tests, with what the engine calls of it and the
-// rules that a real one enforces. It has two devices, whose memory the processor cannot touch.
+// rules that a real one enforces. It has two devices, whose memory the processor cannot touch:
 //
-//   an address of device memory faults where the processor touches it  the CUDA programming guide
-//   work on two streams has no order but by events, words and the      CUDA driver API, "Stream
-//     legacy stream                                                      synchronization behavior"
-//   a call on a thread without a context is refused                    "Context management"
-//   work on memory that is gone poisons the context (sticky error)     CUDA_ERROR_ILLEGAL_ADDRESS
-//   freed memory reads as something else, and its address comes again  cuMemFree
-//   an event waits for what it was recorded for when it was waited for cuStreamWaitEvent
-//   pageable memory is read at once, and written before the call       "API synchronization
-//   behavior"
-//     returns
-//   copies of a batch have no order among them                         cuMemcpyBatchAsync
-//   a legacy handle is of cuMemAlloc memory only, of all of it, and    cuIpcGetMemHandle,
-//     not for the process that made it                                   cuIpcOpenMemHandle
-//   memory of cuMemCreate has the handles that were asked for          cuMemExportToShareableHandle
-//   a dmabuf is of whole pages; memory of cuMemCreate has to ask cuMemGetHandleForAddressRange,
-//                                                                        CUmemAllocationProp
+// - Device memory faults where the processor touches it (CUDA programming guide).
+// - A call on a thread without a context is refused ("Context Management").
+// - Work on two streams has no order but by events, words and the legacy stream ("Stream
+//   synchronization behavior").
+// - An event stands for what it was recorded for when it was waited for (cuStreamWaitEvent).
+// - What is queued on a captured stream becomes a graph. An event does not cross the border of a
+//   capture, a wait breaks it, and meanwhile other threads are forbidden unsafe calls
+//   (cuStreamBeginCapture, cuThreadExchangeStreamCaptureMode).
+// - The nodes of a graph have the order of their edges and no other (cuGraphLaunch).
+// - Pageable memory is read at once, and written before the call returns ("API synchronization
+//   behavior"). Copies of a batch have no order among them (cuMemcpyBatchAsync).
+// - Freed memory reads as something else, and its address comes again (cuMemFree). Work on memory
+//   that is gone poisons the context (CUDA_ERROR_ILLEGAL_ADDRESS).
+// - Memory of a pool exists from one point of a stream to another (cuMemAllocAsync).
+// - A kernel reaches memory of another device where that was enabled (cuCtxEnablePeerAccess).
+// - A legacy handle is for cuMemAlloc memory only, all of it, and other processes that see its
+//   device (cuIpcGetMemHandle, cuIpcOpenMemHandle, CUDA_VISIBLE_DEVICES).
+// - Memory of cuMemCreate has the handles that were asked for (cuMemExportToShareableHandle).
+// - A dmabuf is of whole pages; memory of cuMemCreate has to ask for it, and managed or pool memory
+//   has none (cuMemGetHandleForAddressRange, CUmemAllocationProp).
 //
-// The calls are those of cuda.h, which it is built with; what has no body there is found by name
-// below. Not there yet: capture, graphs, managed and pool memory, peers.
+// Stricter than a driver: pageable memory and memory of a pool are never captured, and a capture
+// that forbids to ask an event forbids to ask a stream, too.
+//
+// The calls are those of cuda.h, which it is built with; what cuda.h does not have is below.
 #pragma once
 
 #include <cuda.h>

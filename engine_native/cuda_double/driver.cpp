@@ -1,6 +1,9 @@
 #include "driver.hpp"
 
 #include <algorithm>
+#include <cstdlib>
+#include <sstream>
+#include <string>
 #include <utility>
 
 namespace kvxfer::cuda_double {
@@ -8,6 +11,27 @@ namespace kvxfer::cuda_double {
 Driver& Driver::instance() {
   static Driver* const driver = new Driver;  // its streams' threads outlive main()
   return *driver;
+}
+
+// --- devices ---------------------------------------------------------------------------------
+
+CUresult Driver::initialise() {
+  const std::lock_guard lock(mutex_);
+  if (!initialised) {
+    const char* const named = std::getenv("CUDA_VISIBLE_DEVICES");
+    std::istringstream numbers(named ? named : "0,1");
+    for (std::string number; std::getline(numbers, number, ',');) {
+      if (number != "0" && number != "1") break;
+      visible_.push_back(number == "1" ? 1 : 0);
+    }
+  }
+  initialised = !visible_.empty();
+  return initialised ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+}
+
+CUdevice Driver::visible(int physical) const {
+  const auto found = std::find(visible_.begin(), visible_.end(), physical);
+  return found == visible_.end() ? -1 : static_cast<CUdevice>(found - visible_.begin());
 }
 
 // --- contexts --------------------------------------------------------------------------------
@@ -20,8 +44,8 @@ std::vector<CUcontext>& Driver::stack() {
 CUresult Driver::retain(CUdevice device, CUcontext* context) {
   const std::lock_guard lock(mutex_);
   if (!initialised) return CUDA_ERROR_NOT_INITIALIZED;
-  if (device < 0 || device >= kDevices) return CUDA_ERROR_INVALID_DEVICE;
-  auto& known = contexts_[static_cast<std::size_t>(device)];
+  if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+  auto& known = contexts_[device];
   if (!known) {
     known = std::make_unique<Context>();
     known->handle = reinterpret_cast<CUcontext>(++last_handle_);
@@ -34,11 +58,11 @@ CUresult Driver::retain(CUdevice device, CUcontext* context) {
 }
 
 CUresult Driver::release(CUdevice device) {
-  if (device < 0 || device >= kDevices) return CUDA_ERROR_INVALID_DEVICE;
   std::unique_ptr<Context> ended;
   {
     const std::lock_guard lock(mutex_);
-    auto& known = contexts_[static_cast<std::size_t>(device)];
+    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    auto& known = contexts_[device];
     if (!known) return CUDA_ERROR_INVALID_CONTEXT;
     if (--known->retained == 0) ended = std::move(known);
   }
@@ -51,7 +75,7 @@ CUresult Driver::release(CUdevice device) {
 
 Context* Driver::of(CUcontext context) const {
   const std::lock_guard lock(mutex_);
-  for (const auto& known : contexts_) {
+  for (const auto& [device, known] : contexts_) {
     if (known && known->handle == context) return known.get();
   }
   return nullptr;
@@ -59,7 +83,40 @@ Context* Driver::of(CUcontext context) const {
 
 bool Driver::active(CUdevice device) const {
   const std::lock_guard lock(mutex_);
-  return contexts_[static_cast<std::size_t>(device)] != nullptr;
+  const auto found = contexts_.find(device);
+  return found != contexts_.end() && found->second;
+}
+
+bool Driver::reaches(CUcontext context, const Mapping& mapping) const {
+  const std::lock_guard lock(mutex_);
+  const Context* const from = of(context);
+  if (!from) return false;
+  switch (mapping.kind) {
+    case Kind::host:
+    case Kind::registered:
+    case Kind::managed:
+      return true;
+    case Kind::vmm:
+      return mapping.access.contains(from->device);
+    case Kind::pool:
+      return mapping.device == from->device;
+    case Kind::device:
+    case Kind::imported:
+      return mapping.context == context || from->peers.contains(mapping.context);
+  }
+  return false;
+}
+
+CUresult Driver::set_peer(CUcontext peer, bool enabled) {
+  const std::lock_guard lock(mutex_);
+  Context* context = nullptr;
+  if (const CUresult bad = current(&context); bad != CUDA_SUCCESS) return bad;
+  if (peer == context->handle || !of(peer)) return CUDA_ERROR_INVALID_CONTEXT;
+  if (enabled) {
+    return context->peers.insert(peer).second ? CUDA_SUCCESS
+                                              : CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
+  }
+  return context->peers.erase(peer) > 0 ? CUDA_SUCCESS : CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
 }
 
 CUresult Driver::current(Context** context) const {
@@ -70,6 +127,11 @@ CUresult Driver::current(Context** context) const {
   if (const CUresult sticky = found->sticky; sticky != CUDA_SUCCESS) return sticky;
   *context = found;
   return CUDA_SUCCESS;
+}
+
+CUresult Driver::current_for_unsafe(Context** context) {
+  if (const CUresult bad = current(context); bad != CUDA_SUCCESS) return bad;
+  return captures.unsafe();
 }
 
 // --- streams ---------------------------------------------------------------------------------
@@ -84,7 +146,7 @@ CUresult Driver::make_stream(CUcontext in, bool blocking, CUstream* stream) {
 
 CUresult Driver::destroy_stream(CUstream stream) {
   const std::lock_guard lock(mutex_);
-  for (const auto& context : contexts_) {
+  for (const auto& [device, context] : contexts_) {
     if (!context) continue;
     const auto found = context->streams.find(stream);
     if (found == context->streams.end()) continue;
@@ -102,22 +164,51 @@ CUresult Driver::place(CUstream stream, Place* place) {
     if (const CUresult bad = current(&place->context); bad != CUDA_SUCCESS) return bad;
     place->stream = place->context->legacy;
     for (const auto& [handle, other] : place->context->streams) {
-      if (other->blocking()) place->after.push_back(other->last());
+      if (!other->blocking()) continue;
+      if (const CapturePtr capture = captures.of(*other)) {
+        capture->invalidate();
+        return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+      }
+      place->after.push_back(other->last());
     }
     return CUDA_SUCCESS;
   }
   if (stream == CU_STREAM_PER_THREAD) return CUDA_ERROR_NOT_SUPPORTED;
-  for (const auto& context : contexts_) {
+  for (const auto& [device, context] : contexts_) {
     if (!context) continue;
     const auto found = context->streams.find(stream);
     if (found == context->streams.end()) continue;
     if (const CUresult sticky = context->sticky; sticky != CUDA_SUCCESS) return sticky;
     place->stream = found->second;
     place->context = context.get();
+    place->capture = captures.of(*place->stream);
+    if (place->capture) {
+      return place->capture->invalid() ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS;
+    }
     if (place->stream->blocking()) place->after.push_back(context->legacy->last());
     return CUDA_SUCCESS;
   }
   return CUDA_ERROR_INVALID_HANDLE;
+}
+
+CUresult Driver::place_for_wait(CUstream stream, Place* place) {
+  if (const CUresult bad = this->place(stream, place); bad != CUDA_SUCCESS) return bad;
+  if (!place->capture) return captures.unsafe();
+  place->capture->invalidate();
+  return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+}
+
+PointPtr Place::enqueue(std::function<void()> work) {
+  return enqueue_until([work = std::move(work)] {
+    work();
+    return true;
+  });
+}
+
+PointPtr Place::enqueue_until(std::function<bool()> done) {
+  if (!capture) return stream->enqueue_until(std::move(done), std::move(after));
+  capture->add(*stream, std::move(done));
+  return nullptr;
 }
 
 void Driver::synchronize(Context& context) {
@@ -151,11 +242,19 @@ CUresult Driver::destroy_event(CUevent event) {
   return events_.erase(event) > 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
-CUresult Driver::record(CUevent event, CUcontext in, PointPtr point) {
+CUresult Driver::record(CUevent event, const Place& place) {
   const std::lock_guard lock(mutex_);
   const auto found = events_.find(event);
-  if (found == events_.end() || found->second.context != in) return CUDA_ERROR_INVALID_HANDLE;
-  found->second.recorded = std::move(point);
+  if (found == events_.end() || found->second.context != place.context->handle) {
+    return CUDA_ERROR_INVALID_HANDLE;
+  }
+  if (place.capture) {
+    found->second.capture = place.capture;
+    found->second.nodes = place.capture->tails(*place.stream);
+  } else {
+    found->second.capture = nullptr;
+    found->second.recorded = place.stream->last();
+  }
   return CUDA_SUCCESS;
 }
 
@@ -163,7 +262,72 @@ CUresult Driver::recorded(CUevent event, PointPtr* point) const {
   const std::lock_guard lock(mutex_);
   const auto found = events_.find(event);
   if (found == events_.end()) return CUDA_ERROR_INVALID_HANDLE;
+  if (found->second.capture) return CUDA_ERROR_CAPTURED_EVENT;
   *point = found->second.recorded;
+  return CUDA_SUCCESS;
+}
+
+CUresult Driver::wait_for(CUevent event, Place& place) {
+  const std::lock_guard lock(mutex_);
+  const auto found = events_.find(event);
+  if (found == events_.end()) return CUDA_ERROR_INVALID_HANDLE;
+  const auto& [context, recorded, capture, nodes] = found->second;
+  if (capture && capture->ended()) return CUDA_ERROR_CAPTURED_EVENT;
+  if (capture && (!place.capture || place.capture == capture)) {
+    if (place.stream == place.context->legacy) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    if (capture->invalid()) return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    capture->join(*place.stream, nodes);
+    return CUDA_SUCCESS;
+  }
+  if (place.capture) {
+    place.capture->invalidate();
+    if (!capture) return CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
+    capture->invalidate();
+    return CUDA_ERROR_STREAM_CAPTURE_MERGE;
+  }
+  if (!recorded) return CUDA_SUCCESS;
+  place.after.push_back(recorded);
+  place.enqueue([] {});
+  return CUDA_SUCCESS;
+}
+
+// --- graphs ----------------------------------------------------------------------------------
+
+CUgraph Driver::keep_graph(std::unique_ptr<Graph> graph) {
+  const std::lock_guard lock(mutex_);
+  const auto handle = reinterpret_cast<CUgraph>(++last_handle_);
+  graphs_[handle] = std::move(graph);
+  return handle;
+}
+
+CUresult Driver::destroy_graph(CUgraph graph) {
+  const std::lock_guard lock(mutex_);
+  return graphs_.erase(graph) > 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult Driver::instantiate(CUgraph graph, CUgraphExec* exec) {
+  const std::lock_guard lock(mutex_);
+  const auto found = graphs_.find(graph);
+  if (!exec || found == graphs_.end()) return CUDA_ERROR_INVALID_VALUE;
+  *exec = reinterpret_cast<CUgraphExec>(++last_handle_);
+  executables_[*exec] = {.graph = found->second, .last = nullptr};
+  return CUDA_SUCCESS;
+}
+
+CUresult Driver::destroy_exec(CUgraphExec exec) {
+  const std::lock_guard lock(mutex_);
+  return executables_.erase(exec) > 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult Driver::launch(CUgraphExec exec, Place& place) {
+  const std::lock_guard lock(mutex_);
+  const auto found = executables_.find(exec);
+  if (found == executables_.end()) return CUDA_ERROR_INVALID_VALUE;
+  if (place.capture) return CUDA_ERROR_NOT_SUPPORTED;
+  auto& [graph, last] = found->second;
+  if (last) place.after.push_back(last);
+  const auto run = std::make_shared<GraphRun>(graph, static_cast<unsigned>(seed_++));
+  last = place.enqueue_until([run] { return run->step(); });
   return CUDA_SUCCESS;
 }
 

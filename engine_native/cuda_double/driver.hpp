@@ -4,14 +4,17 @@
 
 #include <cuda.h>
 
-#include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
+#include "capture.hpp"
 #include "memory.hpp"
 #include "stream.hpp"
 
@@ -26,47 +29,78 @@ struct Context {
   std::shared_ptr<Stream> legacy;
   std::unordered_map<CUstream, std::shared_ptr<Stream>> streams;
   std::vector<std::shared_ptr<Stream>> destroyed;  // they still run what was queued
+  std::set<CUcontext> peers;                       // whose memory its kernels reach
+};
+
+// Where work is to be queued.
+struct Place {
+  std::shared_ptr<Stream> stream;
+  Context* context = nullptr;
+  std::vector<PointPtr> after;
+  CapturePtr capture;  // or null
+
+  // As of Stream; the point is null where the work becomes part of a graph.
+  PointPtr enqueue(std::function<void()> work);
+  PointPtr enqueue_until(std::function<bool()> done);
 };
 
 class Driver {
  public:
-  static constexpr int kDevices = 2;
-
   static Driver& instance();
 
+  // With the devices that CUDA_VISIBLE_DEVICES names, of two.
+  CUresult initialise();
   bool initialised = false;
   Memory memory;
+  Captures captures;
+
+  // --- devices
+  int devices() const { return static_cast<int>(visible_.size()); }
+  bool is_device(CUdevice device) const { return device >= 0 && device < devices(); }
+  // Its number on the machine, and back: -1 where it is not visible.
+  int physical(CUdevice device) const { return visible_[static_cast<std::size_t>(device)]; }
+  CUdevice visible(int physical) const;
 
   // --- contexts
   CUresult retain(CUdevice device, CUcontext* context);
   CUresult release(CUdevice device);
   // The calling thread's, or why a call that needs one is refused.
   CUresult current(Context** context) const;
+  // The same, for a call that a capture may forbid.
+  CUresult current_for_unsafe(Context** context);
   static std::vector<CUcontext>& stack();
   // Null where it has been destroyed.
   Context* of(CUcontext context) const;
   bool active(CUdevice device) const;
+  // Whether kernels of the context reach the memory.
+  bool reaches(CUcontext context, const Mapping& mapping) const;
+  CUresult set_peer(CUcontext peer, bool enabled);
 
   // --- streams; 0 and CU_STREAM_LEGACY are the legacy one of the current context, which is ordered
   // with all blocking ones
   CUresult make_stream(CUcontext in, bool blocking, CUstream* stream);
   CUresult destroy_stream(CUstream stream);
-  // Where work is to be queued, and what it has to wait for there.
-  struct Place {
-    std::shared_ptr<Stream> stream;
-    Context* context = nullptr;
-    std::vector<PointPtr> after;
-  };
   CUresult place(CUstream stream, Place* place);
+  // To wait for what is queued there, or ask about it, which no capture allows.
+  CUresult place_for_wait(CUstream stream, Place* place);
   // All that is queued in the context.
   void synchronize(Context& context);
 
   // --- events
   CUevent make_event(CUcontext in);
   CUresult destroy_event(CUevent event);
-  CUresult record(CUevent event, CUcontext in, PointPtr point);
+  CUresult record(CUevent event, const Place& place);
   // Null, and no error, if it never was.
   CUresult recorded(CUevent event, PointPtr* point) const;
+  // What is queued there from now on comes after the event.
+  CUresult wait_for(CUevent event, Place& place);
+
+  // --- graphs
+  CUgraph keep_graph(std::unique_ptr<Graph> graph);
+  CUresult destroy_graph(CUgraph graph);
+  CUresult instantiate(CUgraph graph, CUgraphExec* exec);
+  CUresult destroy_exec(CUgraphExec exec);
+  CUresult launch(CUgraphExec exec, Place& place);
 
   // How often a call has made its thread wait for a stream. For tests: an engine thread must not.
   std::atomic<std::uint64_t> waits = 0;
@@ -76,12 +110,21 @@ class Driver {
   Driver() = default;
 
   mutable std::recursive_mutex mutex_;
-  std::array<std::unique_ptr<Context>, kDevices> contexts_;
+  std::vector<int> visible_;
+  std::map<CUdevice, std::unique_ptr<Context>> contexts_;
   struct Event {
     CUcontext context = nullptr;
     PointPtr recorded;
+    CapturePtr capture;  // where it was recorded in one, and after which nodes
+    std::set<std::size_t> nodes;
   };
   std::unordered_map<CUevent, Event> events_;
+  std::unordered_map<CUgraph, std::shared_ptr<const Graph>> graphs_;
+  struct Executable {
+    std::shared_ptr<const Graph> graph;
+    PointPtr last;  // one run at a time
+  };
+  std::unordered_map<CUgraphExec, Executable> executables_;
   // Handles are numbers, and none is given out twice; 0, 1 and 2 mean special streams.
   std::uintptr_t last_handle_ = 0x1000;
   std::uint64_t seed_ = 1;

@@ -30,7 +30,7 @@ CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** function, int versi
   Dl_info self{};
   if (::dladdr(reinterpret_cast<void*>(&cuInit), &self) == 0) return CUDA_ERROR_UNKNOWN;
   void* const library = ::dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD);
-  for (const char* suffix : {"_v2", ""}) {
+  for (const char* suffix : {"_v3", "_v2", "WithFlags", ""}) {
     *function = ::dlsym(library, (std::string(symbol) + suffix).c_str());
     if (*function) break;
   }
@@ -45,20 +45,22 @@ CUresult CUDAAPI cuGetProcAddress(const char* symbol, void** function, int versi
 
 CUresult cuda_double_launch(CUstream stream, cuda_double_kernel kernel, void* arguments) {
   Driver& driver = Driver::instance();
-  Driver::Place place;
+  Place place;
   if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
   Context& context = *place.context;
-  place.stream->enqueue(
-      [&context, kernel, arguments] {
-        if (!kernel(arguments)) context.sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
-      },
-      std::move(place.after));
+  place.enqueue([&context, kernel, arguments] {
+    if (!kernel(arguments)) context.sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
+  });
   return CUDA_SUCCESS;
 }
 
 void* cuda_double_alias(CUdeviceptr address, size_t size) {
-  const auto pieces = Driver::instance().memory.resolve(address, size, false);
-  return pieces.bytes.size() == 1 ? pieces.bytes.front().data() : nullptr;
+  const Driver& driver = Driver::instance();
+  const auto pieces = driver.memory.resolve(address, size, false);
+  if (pieces.bytes.size() != 1 || !pieces.ready()) return nullptr;
+  const CUcontext kernel = Stream::running();
+  return !kernel || driver.reaches(kernel, *pieces.of.front()) ? pieces.bytes.front().data()
+                                                               : nullptr;
 }
 
 size_t cuda_double_live(void) { return Driver::instance().memory.live(); }

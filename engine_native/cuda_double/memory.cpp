@@ -5,13 +5,16 @@
 
 #include <algorithm>
 #include <cstring>
+#include <filesystem>
 #include <iterator>
+#include <string>
 #include <utility>
 
 namespace kvxfer::cuda_double {
 namespace {
 
 constexpr int kPoison = 0xdb;
+constexpr std::string_view kName = "cuda-double-";  // and the device
 
 std::byte* map(int fd, std::size_t size) {
   void* const at = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -20,8 +23,9 @@ std::byte* map(int fd, std::size_t size) {
 
 }  // namespace
 
-std::shared_ptr<Backing> Backing::make(std::size_t size) {
-  UniqueFd memfd(::memfd_create("cuda-double", MFD_CLOEXEC));
+std::shared_ptr<Backing> Backing::make(std::size_t size, int device) {
+  const std::string name = std::string(kName) + std::to_string(device);
+  UniqueFd memfd(::memfd_create(name.c_str(), MFD_CLOEXEC));
   if (!memfd || ::ftruncate(memfd.get(), static_cast<off_t>(size)) != 0) return nullptr;
   return adopt(std::move(memfd));
 }
@@ -29,10 +33,16 @@ std::shared_ptr<Backing> Backing::make(std::size_t size) {
 std::shared_ptr<Backing> Backing::adopt(UniqueFd memfd) {
   struct stat found{};
   if (!memfd || ::fstat(memfd.get(), &found) != 0 || found.st_size <= 0) return nullptr;
+  std::error_code unknown;
+  const std::string name =
+      std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(memfd.get()), unknown);
+  const auto at = name.find(kName);
+  if (unknown || at == std::string::npos) return nullptr;
   const auto size = static_cast<std::size_t>(found.st_size);
   std::byte* const bytes = map(memfd.get(), size);
   if (!bytes) return nullptr;
-  return std::shared_ptr<Backing>(new Backing(std::move(memfd), bytes, size));
+  const int device = name[at + kName.size()] - '0';
+  return std::shared_ptr<Backing>(new Backing(std::move(memfd), bytes, size, device));
 }
 
 Backing::~Backing() { ::munmap(bytes_, size_); }
@@ -67,12 +77,14 @@ std::shared_ptr<Mapping> Memory::remove(CUdeviceptr base, Kind kind) {
 void Memory::end(const Mapping& mapping) {
   switch (mapping.kind) {
     case Kind::host:
+    case Kind::managed:
       ::munmap(mapping.alias(), mapping.size);
       return;
     case Kind::registered:
     case Kind::vmm:  // its address is still reserved
       return;
     case Kind::device:
+    case Kind::pool:
       mapping.backing->poison();
       break;
     case Kind::imported:
@@ -102,12 +114,18 @@ std::shared_ptr<Mapping> Memory::find(CUdeviceptr address) const {
   return address - mapping->base < mapping->size ? mapping : nullptr;
 }
 
+bool Memory::Pieces::ready() const {
+  return std::all_of(of.begin(), of.end(), [](const auto& mapping) {
+    return !mapping->allocated || mapping->allocated->reached();
+  });
+}
+
 Memory::Pieces Memory::resolve(CUdeviceptr address, std::size_t size, bool pageable_allowed) const {
   Pieces pieces;
   std::size_t done = 0;
   while (done < size) {
     const auto mapping = find(address + done);
-    if (!mapping || !mapping->accessible) break;
+    if (!mapping || !mapping->accessible()) break;
     const std::size_t offset = address + done - mapping->base;
     const std::size_t length = std::min(size - done, mapping->size - offset);
     pieces.bytes.emplace_back(mapping->alias() + offset, length);

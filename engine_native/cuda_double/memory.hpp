@@ -13,18 +13,22 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <span>
 #include <unordered_map>
 #include <vector>
 
 #include "fd.hpp"
+#include "stream.hpp"
 
 namespace kvxfer::cuda_double {
 
 enum class Kind : std::uint8_t {
   device,      // cuMemAlloc
   vmm,         // cuMemCreate and cuMemMap
+  pool,        // cuMemAllocAsync
   imported,    // cuIpcOpenMemHandle
+  managed,     // cuMemAllocManaged
   host,        // cuMemHostAlloc
   registered,  // cuMemHostRegister
 };
@@ -32,7 +36,8 @@ enum class Kind : std::uint8_t {
 // Physical memory; shared by processes through its descriptor.
 class Backing {
  public:
-  static std::shared_ptr<Backing> make(std::size_t size);
+  // Of a device, by its number on the machine.
+  static std::shared_ptr<Backing> make(std::size_t size, int device);
   static std::shared_ptr<Backing> adopt(UniqueFd memfd);  // null where it is none
   ~Backing();
   Backing(const Backing&) = delete;
@@ -41,16 +46,18 @@ class Backing {
   int fd() const { return memfd_.get(); }
   std::byte* bytes() const { return bytes_; }
   std::size_t size() const { return size_; }
+  int device() const { return device_; }
   // Fills it with bytes that show a use after its end.
   void poison();
 
  private:
-  Backing(UniqueFd memfd, std::byte* bytes, std::size_t size)
-      : memfd_(std::move(memfd)), bytes_(bytes), size_(size) {}
+  Backing(UniqueFd memfd, std::byte* bytes, std::size_t size, int device)
+      : memfd_(std::move(memfd)), bytes_(bytes), size_(size), device_(device) {}
 
   UniqueFd memfd_;
   std::byte* bytes_;
   std::size_t size_;
+  int device_;
 };
 
 struct Mapping {
@@ -59,16 +66,18 @@ struct Mapping {
   Kind kind = Kind::device;
   CUcontext context = nullptr;
   CUdevice device = 0;
-  std::shared_ptr<Backing> backing;  // null for host memory
+  std::shared_ptr<Backing> backing;  // null where the processor reaches it
   std::size_t offset = 0;            // within it
-  bool accessible = true;            // vmm: cuMemSetAccess() has permitted it
+  std::set<CUdevice> access;         // vmm: what cuMemSetAccess() has permitted
+  PointPtr allocated;                // pool: where its stream has come to the allocation
   bool mappable = true;              // may be registered with a NIC
   std::uint64_t buffer_id = 0;
   bool sync_memops = false;
 
   bool on_host() const { return kind == Kind::host || kind == Kind::registered; }
+  bool accessible() const { return kind != Kind::vmm || !access.empty(); }
   std::byte* alias() const {
-    return on_host() ? reinterpret_cast<std::byte*>(base) : backing->bytes() + offset;
+    return backing ? backing->bytes() + offset : reinterpret_cast<std::byte*>(base);
   }
 };
 
@@ -101,6 +110,7 @@ class Memory {
     std::vector<std::span<std::byte>> bytes;
     std::vector<std::shared_ptr<Mapping>> of;
     bool pageable = false;
+    bool ready() const;
   };
   Pieces resolve(CUdeviceptr address, std::size_t size, bool pageable_allowed) const;
 

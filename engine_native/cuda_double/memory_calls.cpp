@@ -11,8 +11,24 @@ namespace {
 
 CUdeviceptr address_of(const void* host) { return reinterpret_cast<CUdeviceptr>(host); }
 
+// Null where there is no more.
+void* host_memory(std::size_t size) {
+  void* const at = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  return at == MAP_FAILED ? nullptr : at;
+}
+
 CUmemorytype type_of(const Mapping& mapping) {
   return mapping.on_host() ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
+}
+
+// Whether it belongs to a device, not to a context.
+bool of_device(const Mapping& mapping) {
+  return mapping.kind == Kind::vmm || mapping.kind == Kind::pool;
+}
+
+// A device has one pool, its default.
+CUmemoryPool pool_of(CUdevice device) {
+  return reinterpret_cast<CUmemoryPool>(static_cast<std::uintptr_t>(0x100 + device));
 }
 
 // One attribute of an address; what an address without a mapping has is up to the caller.
@@ -24,20 +40,19 @@ CUresult attribute_of(const Mapping& mapping, CUpointer_attribute attribute, CUd
   };
   switch (attribute) {
     case CU_POINTER_ATTRIBUTE_CONTEXT:
-      // Memory of cuMemCreate belongs to a device, not to a context.
-      return put(mapping.kind == Kind::vmm ? CUcontext{} : mapping.context);
+      return put(of_device(mapping) ? CUcontext{} : mapping.context);
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
       return put(type_of(mapping));
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
       return put(address);
     case CU_POINTER_ATTRIBUTE_HOST_POINTER:
-      return mapping.on_host() ? put(address) : CUDA_ERROR_INVALID_VALUE;
+      return mapping.backing ? CUDA_ERROR_INVALID_VALUE : put(address);
     case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
       return put(static_cast<unsigned int>(mapping.sync_memops));
     case CU_POINTER_ATTRIBUTE_BUFFER_ID:
       return put(static_cast<unsigned long long>(mapping.buffer_id));
     case CU_POINTER_ATTRIBUTE_IS_MANAGED:
-      return put(0u);
+      return put(static_cast<unsigned int>(mapping.kind == Kind::managed));
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
       return put(static_cast<int>(mapping.device));
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
@@ -46,6 +61,11 @@ CUresult attribute_of(const Mapping& mapping, CUpointer_attribute attribute, CUd
       return put(mapping.base);
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
       return put(mapping.size);
+    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
+      return put(mapping.kind == Kind::pool ? pool_of(mapping.device) : CUmemoryPool{});
+    case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE:
+      return put(static_cast<unsigned int>(mapping.kind == Kind::device ||
+                                           (mapping.kind == Kind::vmm && mapping.mappable)));
     case CU_POINTER_ATTRIBUTE_MAPPED:
       return put(static_cast<unsigned int>(1));
     default:
@@ -56,12 +76,13 @@ CUresult attribute_of(const Mapping& mapping, CUpointer_attribute attribute, CUd
 CUresult free_mapping(CUdeviceptr base, Kind kind) {
   Driver& driver = Driver::instance();
   Context* context = nullptr;
-  if (const CUresult bad = driver.current(&context); bad != CUDA_SUCCESS) return bad;
+  if (const CUresult bad = driver.current_for_unsafe(&context); bad != CUDA_SUCCESS) return bad;
   if (!base) return CUDA_SUCCESS;
   const auto found = driver.memory.find(base);
   if (!found || found->base != base || found->kind != kind) return CUDA_ERROR_INVALID_VALUE;
-  // It waits for all that may use the memory, as the driver does.
-  if (Context* const owner = driver.of(found->context)) driver.synchronize(*owner);
+  // It waits for all that may use the memory, as the driver does, but for memory of a pool.
+  Context* const owner = kind == Kind::pool ? nullptr : driver.of(found->context);
+  if (owner) driver.synchronize(*owner);
   const auto removed = driver.memory.remove(base, kind);
   if (!removed) return CUDA_ERROR_INVALID_VALUE;
   driver.memory.end(*removed);
@@ -78,10 +99,10 @@ using namespace kvxfer::cuda_double;
 CUresult CUDAAPI cuMemAlloc(CUdeviceptr* address, size_t size) {
   Driver& driver = Driver::instance();
   Context* context = nullptr;
-  if (const CUresult bad = driver.current(&context); bad != CUDA_SUCCESS) return bad;
+  if (const CUresult bad = driver.current_for_unsafe(&context); bad != CUDA_SUCCESS) return bad;
   if (!address || size == 0) return CUDA_ERROR_INVALID_VALUE;
   const std::size_t whole = Memory::whole(size);
-  auto backing = Backing::make(whole);
+  auto backing = Backing::make(whole, driver.physical(context->device));
   const CUdeviceptr base = backing ? driver.memory.reserve(whole) : 0;
   if (!base) return CUDA_ERROR_OUT_OF_MEMORY;
   *address = base;
@@ -93,7 +114,29 @@ CUresult CUDAAPI cuMemAlloc(CUdeviceptr* address, size_t size) {
                             .backing = std::move(backing)});
 }
 
-CUresult CUDAAPI cuMemFree(CUdeviceptr address) { return free_mapping(address, Kind::device); }
+// Of each kind that has no call of its own.
+CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
+  const auto found = Driver::instance().memory.find(address);
+  const bool other = found && (found->kind == Kind::managed || found->kind == Kind::pool);
+  return free_mapping(address, other ? found->kind : Kind::device);
+}
+
+CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr* address, size_t size, unsigned int flags) {
+  Driver& driver = Driver::instance();
+  Context* context = nullptr;
+  if (const CUresult bad = driver.current_for_unsafe(&context); bad != CUDA_SUCCESS) return bad;
+  if (!address || size == 0 || (flags != CU_MEM_ATTACH_GLOBAL && flags != CU_MEM_ATTACH_HOST)) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  void* const at = host_memory(size);
+  if (!at) return CUDA_ERROR_OUT_OF_MEMORY;
+  *address = address_of(at);
+  return driver.memory.add({.base = *address,
+                            .size = size,
+                            .kind = Kind::managed,
+                            .context = Driver::stack().back(),
+                            .device = context->device});
+}
 
 CUresult CUDAAPI cuMemGetInfo(size_t* free, size_t* total) {
   Context* context = nullptr;
@@ -113,15 +156,63 @@ CUresult CUDAAPI cuMemGetAddressRange(CUdeviceptr* base, size_t* size, CUdevicep
   return CUDA_SUCCESS;
 }
 
+// --- memory of a pool, in the order of a stream ------------------------------------------------
+
+CUresult CUDAAPI cuDeviceGetDefaultMemPool(CUmemoryPool* pool, CUdevice device) {
+  if (!pool || !Driver::instance().is_device(device)) return CUDA_ERROR_INVALID_VALUE;
+  *pool = pool_of(device);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMemAllocAsync(CUdeviceptr* address, size_t size, CUstream stream) {
+  Driver& driver = Driver::instance();
+  Place place;
+  if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
+  if (!address || size == 0) return CUDA_ERROR_INVALID_VALUE;
+  if (place.capture) return CUDA_ERROR_NOT_SUPPORTED;
+  const CUdevice device = place.context->device;
+  const std::size_t whole = Memory::whole(size);
+  auto backing = Backing::make(whole, driver.physical(device));
+  *address = backing ? driver.memory.reserve(whole) : 0;
+  if (!*address) return CUDA_ERROR_OUT_OF_MEMORY;
+  return driver.memory.add({.base = *address,
+                            .size = size,
+                            .kind = Kind::pool,
+                            .context = place.context->handle,
+                            .device = device,
+                            .backing = std::move(backing),
+                            .allocated = place.enqueue([] {})});
+}
+
+CUresult CUDAAPI cuMemFreeAsync(CUdeviceptr address, CUstream stream) {
+  Driver& driver = Driver::instance();
+  Place place;
+  if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
+  const auto found = driver.memory.find(address);
+  if (!found || found->kind != Kind::pool || found->base != address) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  if (place.capture) return CUDA_ERROR_NOT_SUPPORTED;
+  Context& context = *place.context;
+  place.enqueue([&driver, &context, address] {
+    if (const auto removed = driver.memory.remove(address, Kind::pool)) {
+      driver.memory.end(*removed);
+    } else {
+      context.sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
+    }
+  });
+  return CUDA_SUCCESS;
+}
+
 // --- host memory -----------------------------------------------------------------------------
 
 CUresult CUDAAPI cuMemHostAlloc(void** host, size_t size, unsigned int) {
   Driver& driver = Driver::instance();
   Context* context = nullptr;
-  if (const CUresult bad = driver.current(&context); bad != CUDA_SUCCESS) return bad;
+  if (const CUresult bad = driver.current_for_unsafe(&context); bad != CUDA_SUCCESS) return bad;
   if (!host || size == 0) return CUDA_ERROR_INVALID_VALUE;
-  void* const at = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (at == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  void* const at = host_memory(size);
+  if (!at) return CUDA_ERROR_OUT_OF_MEMORY;
   *host = at;
   return driver.memory.add({.base = address_of(at),
                             .size = size,
@@ -135,7 +226,7 @@ CUresult CUDAAPI cuMemFreeHost(void* host) { return free_mapping(address_of(host
 CUresult CUDAAPI cuMemHostRegister(void* host, size_t size, unsigned int) {
   Driver& driver = Driver::instance();
   Context* context = nullptr;
-  if (const CUresult bad = driver.current(&context); bad != CUDA_SUCCESS) return bad;
+  if (const CUresult bad = driver.current_for_unsafe(&context); bad != CUDA_SUCCESS) return bad;
   if (!host || size == 0) return CUDA_ERROR_INVALID_VALUE;
   const CUresult added = driver.memory.add({.base = address_of(host),
                                             .size = size,
@@ -148,7 +239,7 @@ CUresult CUDAAPI cuMemHostRegister(void* host, size_t size, unsigned int) {
 CUresult CUDAAPI cuMemHostUnregister(void* host) {
   Driver& driver = Driver::instance();
   Context* context = nullptr;
-  if (const CUresult bad = driver.current(&context); bad != CUDA_SUCCESS) return bad;
+  if (const CUresult bad = driver.current_for_unsafe(&context); bad != CUDA_SUCCESS) return bad;
   const auto found = driver.memory.find(address_of(host));
   if (!found || found->kind != Kind::registered || found->base != address_of(host)) {
     return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;

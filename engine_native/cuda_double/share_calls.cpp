@@ -71,14 +71,17 @@ CUresult CUDAAPI cuIpcOpenMemHandle(CUdeviceptr* address, CUipcMemHandle handle,
   UniqueFd memfd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (!memfd || inode_of(memfd.get()) != exported.inode) return CUDA_ERROR_INVALID_HANDLE;
   auto backing = Backing::adopt(std::move(memfd));
-  const CUdeviceptr base = backing ? driver.memory.reserve(backing->size()) : 0;
+  if (!backing) return CUDA_ERROR_INVALID_HANDLE;
+  const CUdevice device = driver.visible(backing->device());
+  if (device < 0) return CUDA_ERROR_INVALID_DEVICE;
+  const CUdeviceptr base = driver.memory.reserve(backing->size());
   if (!base) return CUDA_ERROR_MAP_FAILED;
   *address = base;
   return driver.memory.add({.base = base,
                             .size = exported.size,
                             .kind = Kind::imported,
                             .context = Driver::stack().back(),
-                            .device = context->device,
+                            .device = device,
                             .backing = std::move(backing)});
 }
 
@@ -109,11 +112,11 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
   if (!driver.initialised) return CUDA_ERROR_NOT_INITIALIZED;
   if (!handle || !properties || flags != 0 || !whole(size) ||
       properties->type != CU_MEM_ALLOCATION_TYPE_PINNED ||
-      properties->location.type != CU_MEM_LOCATION_TYPE_DEVICE || properties->location.id < 0 ||
-      properties->location.id >= Driver::kDevices) {
+      properties->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
+      !driver.is_device(properties->location.id)) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  auto backing = Backing::make(size);
+  auto backing = Backing::make(size, driver.physical(properties->location.id));
   if (!backing) return CUDA_ERROR_OUT_OF_MEMORY;
   *handle = driver.memory.keep({.backing = std::move(backing), .properties = *properties});
   return CUDA_SUCCESS;
@@ -154,7 +157,6 @@ CUresult CUDAAPI cuMemMap(CUdeviceptr address, size_t size, size_t offset,
                             .kind = Kind::vmm,
                             .device = physical->properties.location.id,
                             .backing = physical->backing,
-                            .accessible = false,
                             .mappable = physical->properties.allocFlags.gpuDirectRDMACapable != 0});
 }
 
@@ -163,10 +165,20 @@ CUresult CUDAAPI cuMemSetAccess(CUdeviceptr address, size_t size, const CUmemAcc
   Driver& driver = Driver::instance();
   for (CUdeviceptr at = address; at < address + size;) {
     const auto mapping = driver.memory.find(at);
-    if (!mapping || mapping->kind != Kind::vmm || mapping->base != at || count != 1) {
+    if (!mapping || mapping->kind != Kind::vmm || mapping->base != at) {
       return CUDA_ERROR_INVALID_VALUE;
     }
-    mapping->accessible = access->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    for (std::size_t i = 0; i < count; ++i) {
+      const CUdevice device = access[i].location.id;
+      if (access[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE || !driver.is_device(device)) {
+        return CUDA_ERROR_INVALID_VALUE;
+      }
+      if (access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
+        mapping->access.insert(device);
+      } else {
+        mapping->access.erase(device);
+      }
+    }
     at += mapping->size;
   }
   return CUDA_SUCCESS;
@@ -210,10 +222,12 @@ CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* ha
   const int fd = static_cast<int>(reinterpret_cast<std::intptr_t>(from));
   auto backing = Backing::adopt(UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)));
   if (!backing) return CUDA_ERROR_INVALID_VALUE;
+  const CUdevice device = driver.visible(backing->device());
+  if (device < 0) return CUDA_ERROR_INVALID_DEVICE;
   CUmemAllocationProp properties{};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties.requestedHandleTypes = type;
-  properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, {context->device}};
+  properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, {device}};
   *handle = driver.memory.keep({.backing = std::move(backing), .properties = properties});
   return CUDA_SUCCESS;
 }
@@ -232,7 +246,8 @@ CUresult CUDAAPI cuMemGetHandleForAddressRange(void* handle, CUdeviceptr address
     return CUDA_ERROR_INVALID_VALUE;
   }
   const auto mapping = driver.memory.find(address);
-  if (!mapping || mapping->on_host() || !mapping->accessible ||
+  const bool fit = mapping && (mapping->kind == Kind::device || mapping->kind == Kind::vmm);
+  if (!fit || !mapping->accessible() ||
       size > (mapping->size + page - 1) / page * page - (address - mapping->base)) {
     return CUDA_ERROR_INVALID_VALUE;
   }

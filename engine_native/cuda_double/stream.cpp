@@ -45,15 +45,6 @@ Stream::~Stream() {
   thread_.join();
 }
 
-PointPtr Stream::enqueue(std::function<void()> work, std::vector<PointPtr> after) {
-  return enqueue_until(
-      [work = std::move(work)] {
-        work();
-        return true;
-      },
-      std::move(after));
-}
-
 PointPtr Stream::enqueue_until(std::function<bool()> done, std::vector<PointPtr> after) {
   auto end = std::make_shared<Point>();
   const std::lock_guard lock(mutex_);
@@ -68,7 +59,13 @@ PointPtr Stream::last() const {
   return last_;
 }
 
+CUcontext& Stream::running() {
+  thread_local CUcontext context = nullptr;
+  return context;
+}
+
 void Stream::serve(std::uint64_t seed) {
+  running() = context_;
   std::minstd_rand random(static_cast<std::minstd_rand::result_type>(seed));
   while (true) {
     Work work;

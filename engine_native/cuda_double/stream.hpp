@@ -42,12 +42,13 @@ class Stream {
   CUcontext context() const { return context_; }
   bool blocking() const { return blocking_; }
 
-  // Runs it once all before it has run, and these points are reached.
-  PointPtr enqueue(std::function<void()> work, std::vector<PointPtr> after = {});
-  // The same for what has to be tried until it says that it is done.
+  // Once all before it has run and these points are reached, it is run until it says that it is
+  // done.
   PointPtr enqueue_until(std::function<bool()> done, std::vector<PointPtr> after = {});
   // Where all that is queued now has run.
   PointPtr last() const;
+  // That of the stream whose work the calling thread runs; null for other threads.
+  static CUcontext& running();
 
  private:
   struct Work {

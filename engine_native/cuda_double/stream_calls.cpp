@@ -4,6 +4,8 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <span>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -17,7 +19,7 @@ void copy(Context& context, CUdeviceptr to, CUdeviceptr from, std::size_t size) 
   Driver& driver = Driver::instance();
   const auto source = driver.memory.resolve(from, size, true);
   const auto target = driver.memory.resolve(to, size, true);
-  if (source.bytes.empty() || target.bytes.empty()) {
+  if (source.bytes.empty() || target.bytes.empty() || !source.ready() || !target.ready()) {
     context.sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
     return;
   }
@@ -39,12 +41,18 @@ void copy(Context& context, CUdeviceptr to, CUdeviceptr from, std::size_t size) 
 CUresult copy_on(CUstream stream, CUdeviceptr to, CUdeviceptr from, std::size_t size,
                  bool synchronous) {
   Driver& driver = Driver::instance();
-  Driver::Place place;
-  if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
+  Place place;
+  const CUresult bad =
+      synchronous ? driver.place_for_wait(stream, &place) : driver.place(stream, &place);
+  if (bad != CUDA_SUCCESS) return bad;
   if (size == 0) return CUDA_SUCCESS;
   const auto source = driver.memory.resolve(from, size, true);
   const auto target = driver.memory.resolve(to, size, true);
   if (source.bytes.empty() || target.bytes.empty()) return CUDA_ERROR_INVALID_VALUE;
+  if (place.capture && (source.pageable || target.pageable)) {
+    place.capture->invalidate();
+    return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  }
   Context& context = *place.context;
   // Pageable memory is read at once, and written before the call returns.
   std::function<void()> work = [&context, to, from, size] { copy(context, to, from, size); };
@@ -54,48 +62,74 @@ CUresult copy_on(CUstream stream, CUdeviceptr to, CUdeviceptr from, std::size_t 
       copy(context, to, reinterpret_cast<CUdeviceptr>(staged.data()), staged.size());
     };
   }
-  const PointPtr end = place.stream->enqueue(std::move(work), std::move(place.after));
+  const PointPtr end = place.enqueue(std::move(work));
   if (synchronous || target.pageable) driver.wait(end);
   return synchronous ? context.sticky.load() : CUDA_SUCCESS;
 }
 
-std::atomic_ref<std::uint64_t> word_at(const Memory::Pieces& pieces) {
-  return std::atomic_ref<std::uint64_t>(*reinterpret_cast<std::uint64_t*>(pieces.bytes[0].data()));
-}
-
-bool holds(std::uint64_t found, std::uint64_t value, unsigned int flags) {
+template <typename Word>
+bool holds(Word found, Word value, unsigned int flags) {
   switch (flags & 0x3) {
     case CU_STREAM_WAIT_VALUE_GEQ:
-      return static_cast<std::int64_t>(found - value) >= 0;
+      return static_cast<std::make_signed_t<Word>>(found - value) >= 0;
     case CU_STREAM_WAIT_VALUE_EQ:
       return found == value;
     case CU_STREAM_WAIT_VALUE_AND:
       return (found & value) != 0;
     default:
-      return ~(found | value) != 0;
+      return static_cast<Word>(~(found | value)) != 0;
   }
 }
 
-CUresult memory_operation(CUstream stream, CUdeviceptr address,
-                          const std::function<bool(std::atomic_ref<std::uint64_t>)>& step) {
-  Driver& driver = Driver::instance();
-  Driver::Place place;
-  if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
-  if (address % sizeof(std::uint64_t) != 0 ||
-      driver.memory.resolve(address, sizeof(std::uint64_t), false).bytes.empty()) {
+// One operation on a word, tried once: whether it is done. A word that is gone poisons the context.
+template <typename Word>
+std::function<bool(Context&)> on_word(CUdeviceptr address,
+                                      const std::function<bool(std::atomic_ref<Word>)>& operation) {
+  const Memory& memory = Driver::instance().memory;
+  const auto find = [&memory, address] { return memory.resolve(address, sizeof(Word), false); };
+  if (address % sizeof(Word) != 0 || find().bytes.empty()) return nullptr;
+  return [find, operation](Context& context) {
+    const auto pieces = find();
+    if (pieces.bytes.empty() || !pieces.ready()) {
+      context.sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
+      return true;
+    }
+    return operation(std::atomic_ref<Word>(*reinterpret_cast<Word*>(pieces.bytes[0].data())));
+  };
+}
+
+template <typename Word>
+std::function<bool(Context&)> write_word(CUdeviceptr address, Word value) {
+  return on_word<Word>(address, [value](std::atomic_ref<Word> word) {
+    word.store(value, std::memory_order_release);
+    return true;
+  });
+}
+
+template <typename Word>
+std::function<bool(Context&)> wait_for_word(CUdeviceptr address, Word value, unsigned int flags) {
+  return on_word<Word>(address, [value, flags](std::atomic_ref<Word> word) {
+    return holds(word.load(std::memory_order_acquire), value, flags);
+  });
+}
+
+// One after the other, as one piece of work of the stream; null for what is no operation.
+CUresult memory_operations(CUstream stream, std::vector<std::function<bool(Context&)>> operations) {
+  Place place;
+  if (const CUresult bad = Driver::instance().place(stream, &place); bad != CUDA_SUCCESS) {
+    return bad;
+  }
+  if (std::find(operations.begin(), operations.end(), nullptr) != operations.end()) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   Context& context = *place.context;
-  place.stream->enqueue_until(
-      [&driver, &context, address, step] {
-        const auto pieces = driver.memory.resolve(address, sizeof(std::uint64_t), false);
-        if (pieces.bytes.empty()) {
-          context.sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
-          return true;
-        }
-        return step(word_at(pieces));
-      },
-      std::move(place.after));
+  place.enqueue_until(
+      [&context, operations = std::move(operations), next = std::size_t{0}]() mutable {
+        while (next < operations.size() && operations[next](context)) ++next;
+        if (next < operations.size()) return false;
+        next = 0;  // a graph runs it again
+        return true;
+      });
   return CUDA_SUCCESS;
 }
 
@@ -129,7 +163,7 @@ CUresult CUDAAPI cuStreamDestroy(CUstream stream) {
 }
 
 CUresult CUDAAPI cuStreamGetCtx(CUstream stream, CUcontext* context) {
-  Driver::Place place;
+  Place place;
   if (const CUresult bad = Driver::instance().place(stream, &place); bad != CUDA_SUCCESS) {
     return bad;
   }
@@ -138,8 +172,8 @@ CUresult CUDAAPI cuStreamGetCtx(CUstream stream, CUcontext* context) {
 }
 
 CUresult CUDAAPI cuStreamQuery(CUstream stream) {
-  Driver::Place place;
-  if (const CUresult bad = Driver::instance().place(stream, &place); bad != CUDA_SUCCESS) {
+  Place place;
+  if (const CUresult bad = Driver::instance().place_for_wait(stream, &place); bad != CUDA_SUCCESS) {
     return bad;
   }
   return place.stream->last()->reached() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
@@ -147,18 +181,18 @@ CUresult CUDAAPI cuStreamQuery(CUstream stream) {
 
 CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
   Driver& driver = Driver::instance();
-  Driver::Place place;
-  if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
+  Place place;
+  if (const CUresult bad = driver.place_for_wait(stream, &place); bad != CUDA_SUCCESS) return bad;
   driver.wait(place.stream->last());
   return place.context->sticky;
 }
 
 CUresult CUDAAPI cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {
-  Driver::Place place;
+  Place place;
   if (const CUresult bad = Driver::instance().place(stream, &place); bad != CUDA_SUCCESS) {
     return bad;
   }
-  place.stream->enqueue([function, data] { function(data); }, std::move(place.after));
+  place.enqueue([function, data] { function(data); });
   return CUDA_SUCCESS;
 }
 
@@ -177,22 +211,23 @@ CUresult CUDAAPI cuEventDestroy(CUevent event) { return Driver::instance().destr
 
 CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream) {
   Driver& driver = Driver::instance();
-  Driver::Place place;
+  Place place;
   if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
-  return driver.record(event, place.stream->context(), place.stream->last());
+  return driver.record(event, place);
 }
 
 CUresult CUDAAPI cuEventQuery(CUevent event) {
   PointPtr point;
-  if (const CUresult bad = Driver::instance().recorded(event, &point); bad != CUDA_SUCCESS) {
-    return bad;
-  }
+  Driver& driver = Driver::instance();
+  if (const CUresult bad = driver.captures.unsafe(); bad != CUDA_SUCCESS) return bad;
+  if (const CUresult bad = driver.recorded(event, &point); bad != CUDA_SUCCESS) return bad;
   return !point || point->reached() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
 CUresult CUDAAPI cuEventSynchronize(CUevent event) {
   PointPtr point;
   Driver& driver = Driver::instance();
+  if (const CUresult bad = driver.captures.unsafe(); bad != CUDA_SUCCESS) return bad;
   if (const CUresult bad = driver.recorded(event, &point); bad != CUDA_SUCCESS) return bad;
   if (point) driver.wait(point);
   return CUDA_SUCCESS;
@@ -201,14 +236,9 @@ CUresult CUDAAPI cuEventSynchronize(CUevent event) {
 // For what the event stands for now, whatever it is recorded for later.
 CUresult CUDAAPI cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int) {
   Driver& driver = Driver::instance();
-  Driver::Place place;
+  Place place;
   if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
-  PointPtr point;
-  if (const CUresult bad = driver.recorded(event, &point); bad != CUDA_SUCCESS) return bad;
-  if (!point) return CUDA_SUCCESS;
-  place.after.push_back(std::move(point));
-  place.stream->enqueue([] {}, std::move(place.after));
-  return CUDA_SUCCESS;
+  return driver.wait_for(event, place);
 }
 
 // --- copies ----------------------------------------------------------------------------------
@@ -247,7 +277,7 @@ CUresult CUDAAPI cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* 
                                     size_t attributes_count, CUstream stream) {
   Driver& driver = Driver::instance();
   if (stream == nullptr || stream == CU_STREAM_LEGACY) return CUDA_ERROR_INVALID_VALUE;
-  Driver::Place place;
+  Place place;
   if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
   if (count == 0 || attributes_count == 0 || attributes_count > count || first_of[0] != 0) {
     return CUDA_ERROR_INVALID_VALUE;
@@ -281,36 +311,86 @@ CUresult CUDAAPI cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* 
         return CUDA_ERROR_INVALID_VALUE;
     }
     pageable = pageable || target.pageable;
+    if (place.capture && (source.pageable || target.pageable)) {
+      place.capture->invalidate();
+      return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    }
   }
   static std::atomic<unsigned> seed = 1;
   std::shuffle(copies.begin(), copies.end(), std::minstd_rand(seed++));
   Context& context = *place.context;
-  const PointPtr end = place.stream->enqueue(
-      [&context, copies = std::move(copies)] {
-        for (const Copy& each : copies) {
-          const CUdeviceptr source =
-              each.staged.empty() ? each.from : address_of(each.staged.data());
-          copy(context, each.to, source, each.size);
-        }
-      },
-      std::move(place.after));
+  const PointPtr end = place.enqueue([&context, copies = std::move(copies)] {
+    for (const Copy& each : copies) {
+      const CUdeviceptr source = each.staged.empty() ? each.from : address_of(each.staged.data());
+      copy(context, each.to, source, each.size);
+    }
+  });
   if (pageable) driver.wait(end);
+  return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t size,
+                                 CUstream stream) {
+  Driver& driver = Driver::instance();
+  Place place;
+  if (const CUresult bad = driver.place(stream, &place); bad != CUDA_SUCCESS) return bad;
+  if (driver.memory.resolve(to, size, false).bytes.empty()) return CUDA_ERROR_INVALID_VALUE;
+  Context& context = *place.context;
+  place.enqueue([&driver, &context, to, value, size] {
+    const auto target = driver.memory.resolve(to, size, false);
+    if (target.bytes.empty() || !target.ready()) context.sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
+    for (const auto& piece : target.bytes) std::memset(piece.data(), value, piece.size());
+  });
   return CUDA_SUCCESS;
 }
 
 // --- words -----------------------------------------------------------------------------------
 
+CUresult CUDAAPI cuStreamWriteValue32(CUstream stream, CUdeviceptr address, cuuint32_t value,
+                                      unsigned int) {
+  return memory_operations(stream, {write_word<std::uint32_t>(address, value)});
+}
+
 CUresult CUDAAPI cuStreamWriteValue64(CUstream stream, CUdeviceptr address, cuuint64_t value,
                                       unsigned int) {
-  return memory_operation(stream, address, [value](std::atomic_ref<std::uint64_t> word) {
-    word.store(value, std::memory_order_release);
-    return true;
-  });
+  return memory_operations(stream, {write_word<std::uint64_t>(address, value)});
+}
+
+CUresult CUDAAPI cuStreamWaitValue32(CUstream stream, CUdeviceptr address, cuuint32_t value,
+                                     unsigned int flags) {
+  return memory_operations(stream, {wait_for_word<std::uint32_t>(address, value, flags)});
 }
 
 CUresult CUDAAPI cuStreamWaitValue64(CUstream stream, CUdeviceptr address, cuuint64_t value,
                                      unsigned int flags) {
-  return memory_operation(stream, address, [value, flags](std::atomic_ref<std::uint64_t> word) {
-    return holds(word.load(std::memory_order_acquire), value, flags);
-  });
+  return memory_operations(stream, {wait_for_word<std::uint64_t>(address, value, flags)});
+}
+
+CUresult CUDAAPI cuStreamBatchMemOp(CUstream stream, unsigned int count,
+                                    CUstreamBatchMemOpParams* given, unsigned int flags) {
+  if (count == 0 || count >= 256 || flags != 0) return CUDA_ERROR_INVALID_VALUE;
+  std::vector<std::function<bool(Context&)>> operations;
+  for (const auto& each : std::span(given, count)) {
+    switch (each.operation) {
+      case CU_STREAM_MEM_OP_WAIT_VALUE_32:
+        operations.push_back(wait_for_word<std::uint32_t>(
+            each.waitValue.address, each.waitValue.value, each.waitValue.flags));
+        break;
+      case CU_STREAM_MEM_OP_WAIT_VALUE_64:
+        operations.push_back(wait_for_word<std::uint64_t>(
+            each.waitValue.address, each.waitValue.value64, each.waitValue.flags));
+        break;
+      case CU_STREAM_MEM_OP_WRITE_VALUE_32:
+        operations.push_back(
+            write_word<std::uint32_t>(each.writeValue.address, each.writeValue.value));
+        break;
+      case CU_STREAM_MEM_OP_WRITE_VALUE_64:
+        operations.push_back(
+            write_word<std::uint64_t>(each.writeValue.address, each.writeValue.value64));
+        break;
+      default:
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
+  }
+  return memory_operations(stream, std::move(operations));
 }

@@ -1,19 +1,38 @@
 #include "cuda_driver.hpp"
 
 #include <dlfcn.h>
+#include <spawn.h>
+#include <sys/wait.h>
 
+#include <array>
 #include <cstdlib>
+#include <cstring>
+#include <sstream>
+#include <vector>
+
+extern char** environ;
 
 namespace kvxfer::test {
 namespace {
 
-void* library() {
-  static void* const loaded = [] {
-    const char* const chosen = std::getenv("KVXFER_TEST_CUDA");
-    return ::dlopen(chosen ? chosen : KVXFER_CUDA_DOUBLE, RTLD_NOW | RTLD_LOCAL);
-  }();
+constexpr const char* kHandleVariable = "KVXFER_TEST_IPC_HANDLE";
+
+const char* chosen() { return std::getenv("KVXFER_TEST_CUDA"); }
+
+void* load(const char* path) {
+  void* const loaded = ::dlopen(path, RTLD_NOW | RTLD_LOCAL);
   REQUIRE_MESSAGE(loaded, ::dlerror());
   return loaded;
+}
+
+void* library() {
+  static void* const loaded = load(chosen() ? chosen() : KVXFER_CUDA_DOUBLE);
+  return loaded;
+}
+
+std::optional<std::size_t> live() {
+  if (chosen()) return std::nullopt;
+  return DOUBLE(live)();
 }
 
 }  // namespace
@@ -31,15 +50,91 @@ void* CudaDriver::find(const char* name) {
   return function;
 }
 
+void* CudaDriver::find_in_double(const char* name) {
+  void* const found = ::dlsym(load(KVXFER_CUDA_DOUBLE), name);
+  REQUIRE_MESSAGE(found, name);
+  return found;
+}
+
 CudaDriver::CudaDriver() {
   REQUIRE(CU(Init)(0) == CUDA_SUCCESS);
   REQUIRE(CU(DevicePrimaryCtxRetain)(&context_, 0) == CUDA_SUCCESS);
   REQUIRE(CU(CtxPushCurrent)(context_) == CUDA_SUCCESS);
+  live_ = live();
 }
 
 CudaDriver::~CudaDriver() {
+  // What a context that has failed still had goes with it.
+  if (CU(CtxSynchronize)() == CUDA_SUCCESS) CHECK(live() == live_);
   CU(CtxPopCurrent)(nullptr);
   CU(DevicePrimaryCtxRelease)(0);
+}
+
+CUdeviceptr allocate(std::size_t size) {
+  CUdeviceptr address = 0;
+  REQUIRE(CU(MemAlloc)(&address, size) == CUDA_SUCCESS);
+  return address;
+}
+
+CUstream stream(unsigned int flags) {
+  CUstream made = nullptr;
+  REQUIRE(CU(StreamCreate)(&made, flags) == CUDA_SUCCESS);
+  return made;
+}
+
+void fill(CUdeviceptr address, int value, std::size_t size) {
+  const std::vector<std::byte> bytes(size, static_cast<std::byte>(value));
+  REQUIRE(CU(MemcpyHtoD)(address, bytes.data(), size) == CUDA_SUCCESS);
+}
+
+int first_byte(CUdeviceptr address) {
+  unsigned char byte = 0;
+  REQUIRE(CU(MemcpyDtoH)(&byte, address, 1) == CUDA_SUCCESS);
+  return byte;
+}
+
+HostWords::HostWords() {
+  void* at = nullptr;
+  REQUIRE(CU(MemHostAlloc)(&at, 4096, CU_MEMHOSTALLOC_DEVICEMAP) == CUDA_SUCCESS);
+  words_ = static_cast<std::uint64_t*>(at);
+  std::memset(at, 0, 4096);
+}
+
+Gate::Gate(CUstream on) {
+  REQUIRE(CU(StreamWaitValue64)(on, words_.address(0), 1, CU_STREAM_WAIT_VALUE_GEQ) ==
+          CUDA_SUCCESS);
+}
+
+int run_with_handle(const std::string& test_case, const CUipcMemHandle& handle,
+                    const std::string& visible_devices) {
+  std::string numbers;
+  for (const char byte : handle.reserved) numbers += std::to_string(byte) + " ";
+  ::setenv(kHandleVariable, numbers.c_str(), 1);
+  ::setenv("CUDA_VISIBLE_DEVICES", visible_devices.c_str(), 1);
+  const std::string filter = "--test-case=" + test_case;
+  std::array<const char*, 5> arguments{"/proc/self/exe", "--no-skip", "--no-version",
+                                       filter.c_str(), nullptr};
+  pid_t child = 0;
+  REQUIRE(::posix_spawn(&child, arguments[0], nullptr, nullptr,
+                        const_cast<char* const*>(arguments.data()), environ) == 0);
+  ::unsetenv(kHandleVariable);
+  ::unsetenv("CUDA_VISIBLE_DEVICES");
+  int status = 0;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  return status;
+}
+
+CUipcMemHandle handle_from_parent() {
+  const char* const given = std::getenv(kHandleVariable);
+  REQUIRE(given);
+  std::istringstream numbers(given);
+  CUipcMemHandle handle{};
+  for (char& byte : handle.reserved) {
+    int value = 0;
+    numbers >> value;
+    byte = static_cast<char>(value);
+  }
+  return handle;
 }
 
 }  // namespace kvxfer::test

@@ -5,13 +5,20 @@
 #include <cuda.h>
 #include <doctest/doctest.h>
 
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
 #include "cuda_double.hpp"
 
 namespace kvxfer::test {
 
 class CudaDriver {
  public:
-  // With device 0's primary context, which is current on the calling thread until this ends.
+  // With device 0's primary context, which is current on the calling thread until this ends. Checks
+  // that what was allocated meanwhile has been freed.
   CudaDriver();
   ~CudaDriver();
   CudaDriver(const CudaDriver&) = delete;
@@ -19,13 +26,60 @@ class CudaDriver {
 
   // Of this process' driver; fails the test where it has none of that name.
   static void* find(const char* name);
+  // What cuda_double.hpp has beside them.
+  static void* find_in_double(const char* name);
   CUcontext context() const { return context_; }
 
  private:
   CUcontext context_ = nullptr;
+  std::optional<std::size_t> live_;
 };
 
 // CU(MemAlloc)(arguments…): the driver's call of cuda.h.
 #define CU(name) reinterpret_cast<decltype(&cu##name)>(kvxfer::test::CudaDriver::find("cu" #name))
+#define DOUBLE(name)                               \
+  reinterpret_cast<decltype(&cuda_double_##name)>( \
+      kvxfer::test::CudaDriver::find_in_double("cuda_double_" #name))
+
+inline constexpr std::size_t kBytes = 4096;
+inline constexpr std::size_t kBlock = std::size_t{2} << 20;  // of cuMemCreate
+
+CUdeviceptr allocate(std::size_t size);
+CUstream stream(unsigned int flags = CU_STREAM_NON_BLOCKING);
+void fill(CUdeviceptr address, int value, std::size_t size = kBytes);
+int first_byte(CUdeviceptr address);
+
+// Memory that both processor and device reach.
+class HostWords {
+ public:
+  HostWords();
+  ~HostWords() { CU(MemFreeHost)(words_); }
+  HostWords(const HostWords&) = delete;
+  HostWords& operator=(const HostWords&) = delete;
+
+  std::atomic_ref<std::uint64_t> operator[](std::size_t i) {
+    return std::atomic_ref<std::uint64_t>(words_[i]);
+  }
+  CUdeviceptr address(std::size_t i) { return reinterpret_cast<CUdeviceptr>(words_ + i); }
+
+ private:
+  std::uint64_t* words_ = nullptr;
+};
+
+// A gate on a stream: nothing behind it runs before open().
+class Gate {
+ public:
+  explicit Gate(CUstream on);
+  void open() { words_[0].store(1); }
+
+ private:
+  HostWords words_;
+};
+
+// Runs a case of this program in another process, which has the handle and sees these devices.
+// Returns how it ended: 0 where all went well.
+int run_with_handle(const std::string& test_case, const CUipcMemHandle& handle,
+                    const std::string& visible_devices = "0,1");
+CUipcMemHandle handle_from_parent();
 
 }  // namespace kvxfer::test

@@ -1,21 +1,15 @@
 // The rules that the double of a CUDA driver enforces (cuda_double.hpp has where they are from).
 // Unless a case says that it is of the double alone, it holds on a GPU too.
-#include <dlfcn.h>
-#include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <csignal>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <future>
-#include <memory>
-#include <string>
 #include <vector>
 
 #include "cuda_driver.hpp"
@@ -25,80 +19,7 @@
 using namespace kvxfer;
 using namespace kvxfer::test;
 
-extern char** environ;
-
 namespace {
-
-constexpr std::size_t kBytes = 4096;
-constexpr std::size_t kBlock = std::size_t{2} << 20;
-
-template <typename Function>
-Function of_double(const char* name) {
-  void* const library = ::dlopen(KVXFER_CUDA_DOUBLE, RTLD_NOW | RTLD_LOCAL);
-  REQUIRE(library);
-  void* const found = ::dlsym(library, name);
-  REQUIRE(found);
-  return reinterpret_cast<Function>(found);
-}
-#define DOUBLE(name) of_double<decltype(&cuda_double_##name)>("cuda_double_" #name)
-
-CUdeviceptr allocate(std::size_t size) {
-  CUdeviceptr address = 0;
-  REQUIRE(CU(MemAlloc)(&address, size) == CUDA_SUCCESS);
-  return address;
-}
-
-CUstream stream(unsigned int flags = CU_STREAM_NON_BLOCKING) {
-  CUstream made = nullptr;
-  REQUIRE(CU(StreamCreate)(&made, flags) == CUDA_SUCCESS);
-  return made;
-}
-
-void fill(CUdeviceptr address, int value, std::size_t size = kBytes) {
-  const std::vector<std::byte> bytes(size, static_cast<std::byte>(value));
-  REQUIRE(CU(MemcpyHtoD)(address, bytes.data(), size) == CUDA_SUCCESS);
-}
-
-int first_byte(CUdeviceptr address) {
-  unsigned char byte = 0;
-  REQUIRE(CU(MemcpyDtoH)(&byte, address, 1) == CUDA_SUCCESS);
-  return byte;
-}
-
-// Memory that both processor and device reach.
-class HostWords {
- public:
-  HostWords() {
-    void* at = nullptr;
-    REQUIRE(CU(MemHostAlloc)(&at, 4096, CU_MEMHOSTALLOC_DEVICEMAP) == CUDA_SUCCESS);
-    words_ = static_cast<std::uint64_t*>(at);
-    std::memset(at, 0, 4096);
-  }
-  ~HostWords() { CU(MemFreeHost)(words_); }
-  HostWords(const HostWords&) = delete;
-  HostWords& operator=(const HostWords&) = delete;
-
-  std::atomic_ref<std::uint64_t> operator[](std::size_t i) {
-    return std::atomic_ref<std::uint64_t>(words_[i]);
-  }
-  CUdeviceptr address(std::size_t i) { return reinterpret_cast<CUdeviceptr>(words_ + i); }
-
- private:
-  std::uint64_t* words_ = nullptr;
-};
-
-// A gate on a stream: nothing behind it runs before open().
-class Gate {
- public:
-  explicit Gate(CUstream on) {
-    REQUIRE(CU(StreamWaitValue64)(on, words_.address(0), 1, CU_STREAM_WAIT_VALUE_GEQ) ==
-            CUDA_SUCCESS);
-  }
-  void open() { words_[0].store(1); }
-
- private:
-  HostWords words_;
-};
 
 CUmemAllocationProp properties(unsigned handles, bool rdma = false) {
   CUmemAllocationProp wanted{};
@@ -460,23 +381,23 @@ TEST_CASE("the double: memory of cuMemCreate that did not ask for GPUDirect has 
 
 TEST_CASE("the double: work on memory that is gone poisons the context, until that is made anew") {
   std::async(std::launch::async, [] {
-    auto driver = std::make_unique<CudaDriver>();
-    const CUstream copies = stream();
-    Mapped mapped(properties(CU_MEM_HANDLE_TYPE_NONE));
-    mapped.permit();
-    HostWords words;
     {
+      const CudaDriver driver;
+      const CUstream copies = stream();
+      Mapped mapped(properties(CU_MEM_HANDLE_TYPE_NONE));
+      mapped.permit();
+      HostWords words;
       Gate gate(copies);
       REQUIRE(CU(MemcpyAsync)(words.address(0), mapped.address, 8, copies) == CUDA_SUCCESS);
       REQUIRE(CU(MemUnmap)(mapped.address, kBlock) == CUDA_SUCCESS);
       mapped.mapped = false;
       gate.open();
       CHECK(CU(StreamSynchronize)(copies) == CUDA_ERROR_ILLEGAL_ADDRESS);
+      CUdeviceptr other = 0;
+      CHECK(CU(MemAlloc)(&other, kBytes) == CUDA_ERROR_ILLEGAL_ADDRESS);
     }
-    CUdeviceptr other = 0;
-    CHECK(CU(MemAlloc)(&other, kBytes) == CUDA_ERROR_ILLEGAL_ADDRESS);
-    driver.reset();
     const CudaDriver anew;
+    CUdeviceptr other = 0;
     CHECK(CU(MemAlloc)(&other, kBytes) == CUDA_SUCCESS);
     CHECK(CU(MemFree)(other) == CUDA_SUCCESS);
   }).get();
@@ -507,34 +428,10 @@ TEST_CASE("the double: a kernel reaches device memory by its other address, in s
   CU(MemFree)(arguments.address);
 }
 
-namespace {
-
-constexpr const char* kHandleVariable = "KVXFER_TEST_IPC_HANDLE";
-
-std::string hex(const CUipcMemHandle& handle) {
-  std::string text;
-  for (const char byte : handle.reserved) {
-    constexpr const char* kDigits = "0123456789abcdef";
-    const auto value = static_cast<unsigned char>(byte);
-    text += {kDigits[value >> 4], kDigits[value & 15]};
-  }
-  return text;
-}
-
-CUipcMemHandle from_hex(const std::string& text) {
-  CUipcMemHandle handle{};
-  for (std::size_t i = 0; i < sizeof handle.reserved; ++i) {
-    handle.reserved[i] = static_cast<char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
-  }
-  return handle;
-}
-
-}  // namespace
-
 // Runs in another process: see the next case.
 TEST_CASE("importer of a legacy handle" * doctest::skip()) {
   const CudaDriver driver;
-  const CUipcMemHandle handle = from_hex(std::getenv(kHandleVariable));
+  const CUipcMemHandle handle = handle_from_parent();
   CUdeviceptr opened = 0;
   REQUIRE(CU(IpcOpenMemHandle)(&opened, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) ==
           CUDA_SUCCESS);
@@ -558,25 +455,9 @@ TEST_CASE("a legacy handle opens the whole allocation in another process, and in
   CHECK(CU(IpcOpenMemHandle)(&opened, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) ==
         CUDA_ERROR_INVALID_CONTEXT);
 
-  ::setenv(kHandleVariable, hex(handle).c_str(), 1);
-  std::array<std::string, 4> words{"/proc/self/exe", "--no-skip", "--no-version",
-                                   "--test-case=importer of a legacy handle"};
-  std::array<char*, 5> arguments{};
-  std::transform(words.begin(), words.end(), arguments.begin(),
-                 [](std::string& word) { return word.data(); });
-  pid_t child = 0;
-  REQUIRE(::posix_spawn(&child, arguments[0], nullptr, nullptr, arguments.data(), environ) == 0);
-  int status = 0;
-  REQUIRE(::waitpid(child, &status, 0) == child);
-  ::unsetenv(kHandleVariable);
-  CHECK(status == 0);
+  CHECK(run_with_handle("importer of a legacy handle", handle) == 0);
   CHECK(first_byte(memory) == 8);
   CU(MemFree)(memory);
-}
-
-TEST_CASE("the double: nothing is left where all was given back") {
-  // Of the cases above, which this one comes after.
-  CHECK(DOUBLE(live)() == 0);
 }
 
 TEST_SUITE_END();
