@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _SEED: Final = "KVXFER_TEST_SEED"
 
+# Before anything imports Triton: its kernels run on the CPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # In parallel, a file is run by one process: those that take longest begin first.
 _LONG: Final = (
     "verify/simulation/test_simulation.py",

@@ -271,6 +271,10 @@ CUresult CUDAAPI cuMemcpyDtoH(void* to, CUdeviceptr from, size_t size) {
   return copy_on(nullptr, address_of(to), from, size, true);
 }
 
+CUresult CUDAAPI cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, size_t size) {
+  return copy_on(nullptr, to, from, size, true);
+}
+
 // In the stream's order as a whole, and within it in none.
 CUresult CUDAAPI cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count,
                                     CUmemcpyAttributes* attributes, size_t* first_of,

@@ -1,0 +1,63 @@
+"""Heads of blocks put into the cache's own order, in place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.kernels.runs import copy_runs
+from kvxfer.kv.plane_writes import Runs
+
+if TYPE_CHECKING:
+    from kvxfer.layout import HeadOrder, KvLayout
+
+
+def permute_heads(
+    layout: KvLayout,
+    plane: torch.Tensor,
+    block_stride: int,
+    ids: torch.Tensor,
+    arrived: HeadOrder,
+    scratch: torch.Tensor,
+) -> None:
+    """Swaps tokens and heads of blocks whose heads lie in the order `arrived`.
+
+    `plane` is a contiguous uint8 tensor whose block `b` begins at `b * block_stride`; `ids` are
+    [blocks], int32, each of them once. `scratch` is another of at least one block
+    (`layout.part_bytes`): as many blocks as it holds go through it at a time. Raises
+    InvalidArgument for a smaller one.
+    """
+    if arrived == layout.order:
+        return
+    part = layout.part_bytes
+    at_once = scratch.numel() // part
+    if at_once == 0:
+        raise InvalidArgument(
+            f"scratch of {scratch.numel()} bytes for blocks of {part}; pass at least one block's"
+        )
+    swapped = _vectors(layout, arrived, block_stride)
+    back = Runs(part, 1, 1, part, block_stride, np.zeros((1, 4), dtype=np.int64))
+    places = torch.arange(at_once, dtype=torch.int32, device=ids.device)
+    for begin in range(0, len(ids), at_once):
+        some = ids[begin : begin + at_once]
+        here = places[: len(some)]
+        copy_runs(swapped, plane, some, scratch, here)
+        copy_runs(back, scratch, here, plane, some)
+
+
+def _vectors(layout: KvLayout, arrived: HeadOrder, block_stride: int) -> Runs:
+    """From a block in one order to the same block, in another, packed in the scratch."""
+    vector, part = layout.vector_bytes, layout.part_bytes
+    tokens, heads = layout.block_size, layout.heads_per_rank
+    of_part = np.arange(part // vector).reshape(-1, tokens, heads)
+    if arrived == "HND":
+        of_part = of_part.reshape(-1, heads, tokens).swapaxes(1, 2)
+    # Where the vector of each (K or V, token, head) is now; where it goes is the other order.
+    before = of_part.ravel() if arrived == "HND" else of_part.swapaxes(1, 2).ravel()
+    rows = np.zeros((len(before), 4), dtype=np.int64)
+    rows[:, 1] = before * vector
+    rows[:, 3] = np.arange(len(before)) * vector
+    return Runs(vector, 1, 1, block_stride, part, rows)

@@ -1,0 +1,52 @@
+"""Runs hashed by a kernel, beside the engine's own checksum."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvxfer import Engine
+from kvxfer.errors import InvalidArgument
+from kvxfer.kernels import checksum_runs
+from tests.kernels.tensors import of, random_bytes
+
+NUMBERS = (0, 1, 1 << 40, (1 << 48) + 3, (1 << 63) - 1)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("length", [248, 256, 1016, 1024, 1032, 2048, 4096, 5000])
+async def test_it_is_the_host_s(length: int) -> None:
+    async with Engine(cluster_key=b"k" * 32, fabrics=("tcp",)) as engine:
+        memory = engine.alloc(64 * 1024)
+        bytes_ = random_bytes(memory.nbytes)
+        memoryview(memory)[:] = bytes_.tobytes()
+        count = 37  # more than one program's
+        offsets = np.arange(count, dtype=np.int64) * 8 * 61
+        numbers = np.resize(np.array(NUMBERS, dtype=np.int64), count)
+        there = memory.region.checksum(offsets, numbers, length)
+        here = checksum_runs(of(bytes_), of(offsets), of(numbers), length)
+        assert int(here) % (1 << 64) == there
+
+
+def test_a_byte_and_a_place_make_a_difference() -> None:
+    bytes_, numbers = random_bytes(4096), np.array([1, 2], dtype=np.int64)
+
+    def of_runs(*offsets: int) -> int:
+        return int(checksum_runs(of(bytes_), of(np.array(offsets)), of(numbers), 1024))
+
+    before = of_runs(0, 1024)
+    assert of_runs(1024, 0) != before
+    bytes_[1700] ^= 1
+    assert of_runs(0, 1024) != before
+
+
+def test_no_runs_are_zero() -> None:
+    none = of(np.zeros(0, dtype=np.int64))
+    assert int(checksum_runs(of(random_bytes(256)), none, none, 256)) == 0
+
+
+@pytest.mark.parametrize("length", [8, 240, 252])
+def test_lengths_that_only_the_host_hashes_are_refused(length: int) -> None:
+    one = of(np.zeros(1, dtype=np.int64))
+    with pytest.raises(InvalidArgument, match=rf"runs of {length} bytes"):
+        checksum_runs(of(random_bytes(512)), one, one, length)
