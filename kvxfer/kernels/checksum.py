@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -56,7 +57,7 @@ def _accumulate(sums, stripe, lane, key, there):
 
 @triton.jit
 def checksum_kernel(
-    memory,  # pointer to words
+    memory,  # pointer to bytes
     places,  # [count], int64: the word that each run begins with
     numbers,  # [count], int64
     constants,  # the words of the secret, then those of the first sums
@@ -67,7 +68,8 @@ def checksum_kernel(
 ):
     run = tl.program_id(0) * runs_at_once + tl.arange(0, runs_at_once)
     there = (run < count)[:, None]
-    begin = memory + tl.load(places + run, mask=run < count, other=0)[:, None]
+    words_of = memory.to(tl.pointer_type(tl.uint64))
+    begin = words_of + tl.load(places + run, mask=run < count, other=0)[:, None]
     seed = tl.load(numbers + run, mask=run < count, other=0).to(tl.uint64)[:, None]
     lane = tl.arange(0, 8)
     sums = tl.load(constants + 24 + lane)[None, :] + tl.zeros((runs_at_once, 8), tl.uint64)
@@ -98,6 +100,12 @@ def checksum_kernel(
     tl.store(sums_out + tl.program_id(0), tl.sum(hashed, axis=0))
 
 
+@lru_cache
+def _constants(device: torch.device) -> torch.Tensor:
+    words = [word - (1 << 64) if word >> 63 else word for word in (*_SECRET, *_FIRST)]
+    return torch.tensor(words, dtype=torch.int64).to(device).view(torch.uint64)
+
+
 def checksum_runs(
     memory: torch.Tensor, offsets: torch.Tensor, numbers: torch.Tensor, length: int
 ) -> torch.Tensor:
@@ -117,18 +125,14 @@ def checksum_runs(
         raise InvalidArgument(
             f"{list(offsets.shape)} runs with {list(numbers.shape)} numbers; pass one for each"
         )
-    constants = torch.tensor(
-        [word - (1 << 64) if word >> 63 else word for word in (*_SECRET, *_FIRST)],
-        dtype=torch.int64,
-    )
     programs = triton.cdiv(len(offsets), _RUNS)
     sums = torch.zeros(programs, dtype=torch.int64, device=memory.device)
     if programs:
         checksum_kernel[(programs,)](
-            memory.view(torch.uint64),
+            memory,
             offsets // 8,
             numbers,
-            constants.to(memory.device).view(torch.uint64),
+            _constants(memory.device),
             sums.view(torch.uint64),
             len(offsets),
             length // 8,

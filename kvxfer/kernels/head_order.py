@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,8 +39,7 @@ def permute_heads(
         raise InvalidArgument(
             f"scratch of {scratch.numel()} bytes for blocks of {part}; pass at least one block's"
         )
-    swapped = _vectors(layout, arrived, block_stride)
-    back = Runs(part, 1, 1, part, block_stride, np.zeros((1, 4), dtype=np.int64))
+    swapped, back = _there_and_back(layout, arrived, block_stride)
     places = torch.arange(at_once, dtype=torch.int32, device=ids.device)
     for begin in range(0, len(ids), at_once):
         some = ids[begin : begin + at_once]
@@ -48,8 +48,9 @@ def permute_heads(
         copy_runs(back, scratch, here, plane, some)
 
 
-def _vectors(layout: KvLayout, arrived: HeadOrder, block_stride: int) -> Runs:
-    """From a block in one order to the same block, in another, packed in the scratch."""
+@lru_cache(maxsize=256)
+def _there_and_back(layout: KvLayout, arrived: HeadOrder, block_stride: int) -> tuple[Runs, Runs]:
+    """From blocks in one order to packed ones in the other, and from these back."""
     vector, part = layout.vector_bytes, layout.part_bytes
     tokens, heads = layout.block_size, layout.heads_per_rank
     of_part = np.arange(part // vector).reshape(-1, tokens, heads)
@@ -60,4 +61,5 @@ def _vectors(layout: KvLayout, arrived: HeadOrder, block_stride: int) -> Runs:
     rows = np.zeros((len(before), 4), dtype=np.int64)
     rows[:, 1] = before * vector
     rows[:, 3] = np.arange(len(before)) * vector
-    return Runs(vector, 1, 1, block_stride, part, rows)
+    back = Runs(part, 1, 1, part, block_stride, np.zeros((1, 4), dtype=np.int64))
+    return Runs(vector, 1, 1, block_stride, part, rows), back

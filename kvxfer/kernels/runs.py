@@ -4,6 +4,7 @@ sizes, other ranks of heads."""
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -67,6 +68,12 @@ def copy_runs_kernel(
     tl.store(target.to(tl.pointer_type(word_type)) + target_word, moved, mask=mask)
 
 
+@lru_cache(maxsize=4096)
+def _of_cycle(runs: Runs, device: torch.device) -> torch.Tensor:
+    """Copied once: from pageable memory that waits for the device."""
+    return torch.from_numpy(runs.of_cycle).to(device)
+
+
 def copy_runs(
     runs: Runs,
     source: torch.Tensor,
@@ -99,7 +106,7 @@ def copy_runs(
     cycles = -(-len(source_ids) // runs.src_blocks)
     if cycles == 0:
         return
-    of_cycle = torch.from_numpy(runs.of_cycle).to(source.device)
+    of_cycle = _of_cycle(runs, source.device)
     aligned = _alignment(runs, source, target, source_begin, target_begin)
     word = min(aligned, 8)
     words = runs.length // word

@@ -44,7 +44,7 @@ def main(arch: int) -> dict[str, list[str]]:
         "of_cycle": "*i64",
     }
     wide = {"word_bytes": 8, "word_type": tl.uint64, "unit": 2}
-    words = {"memory": "*u64", "constants": "*u64", "sums_out": "*u64"}
+    words = {"memory": "*u8", "constants": "*u64", "sums_out": "*u64"}
     words |= {"places": "*i64", "numbers": "*i64"}
     return {
         "pages": accesses(

@@ -17,7 +17,7 @@ NUMBERS = (0, 1, 1 << 40, (1 << 48) + 3, (1 << 63) - 1)
 @pytest.mark.parametrize("length", [248, 256, 1016, 1024, 1032, 2048, 4096, 5000])
 async def test_it_is_the_host_s(length: int) -> None:
     async with Engine(cluster_key=b"k" * 32, fabrics=("tcp",)) as engine:
-        memory = engine.alloc(64 * 1024)
+        memory = engine.alloc(64 * 1024 + 3)
         bytes_ = random_bytes(memory.nbytes)
         memoryview(memory)[:] = bytes_.tobytes()
         count = 37  # more than one program's
