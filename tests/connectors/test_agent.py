@@ -175,6 +175,19 @@ def test_new_weights_are_a_new_epoch_and_another_identity() -> None:
             agent.close()
 
 
+def test_an_agent_that_gives_up_its_transfers_leaves_the_fleet() -> None:
+    with RunningControlPlane() as control_plane:
+        agent = Agent(settings_of(control_plane))
+        try:
+            agent.join([agent.start(cache_of, MODEL)])
+            agent.abandon()
+            assert agent.lost
+            instances = control_plane.url + "/v1/instances"
+            wait_until(lambda: not httpx2.get(instances).json()["instances"])
+        finally:
+            agent.close()
+
+
 def test_the_load_is_what_the_scheduler_has_told() -> None:
     with RunningControlPlane(lease_seconds=3) as control_plane:
         agent = Agent(settings_of(control_plane))

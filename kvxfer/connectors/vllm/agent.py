@@ -112,10 +112,13 @@ class Agent(LoopThread):
 
     def abandon(self) -> None:
         """Ends all transfers, whatever the loop does. Any thread; returns when nothing is under
-        way. The instance leaves the fleet with its lease."""
+        way. The first rank takes the instance out of the fleet, a loop that hangs with the
+        lease."""
         if not self._abandoned:
             self._engine.native.close()
             self._abandoned = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._stop)
 
     def watcher(self) -> Watcher:
         """A new word that writes may wait for. Any thread."""
