@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from kvxfer.client import Credentials, SyncControlPlaneClient
 
 _PANEL: Final = "Control plane"
-# A person waits: one that is starting up gets this long, one that is away is an error then.
-_DEADLINE_SECONDS: Final = 2.0
+# A person waits: one that is starting up, or busy, gets this long; then it is an error.
+_DEADLINE_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
