@@ -5,22 +5,21 @@
 
 namespace kvxfer::cuda_double {
 
-GraphRun::GraphRun(std::shared_ptr<const Graph> graph, unsigned seed)
-    : graph_(std::move(graph)), random_(seed) {
-  for (std::size_t node = 0; node < graph_->size(); ++node) left_.insert(node);
+GraphRun::GraphRun(Graph graph, unsigned seed) : graph_(std::move(graph)), random_(seed) {
+  for (std::size_t node = 0; node < graph_.size(); ++node) left_.insert(node);
 }
 
 bool GraphRun::step() {
   std::vector<std::size_t> ready;
   for (const std::size_t node : left_) {
-    const auto& after = (*graph_)[node].after;
+    const auto& after = graph_[node].after;
     if (std::none_of(after.begin(), after.end(), [&](auto n) { return left_.contains(n); })) {
       ready.push_back(node);
     }
   }
   std::shuffle(ready.begin(), ready.end(), random_);
   for (const std::size_t node : ready) {
-    if ((*graph_)[node].step()) left_.erase(node);
+    if (graph_[node].step()) left_.erase(node);
   }
   return left_.empty();
 }

@@ -27,11 +27,11 @@ using Graph = std::vector<Node>;
 // One run of a graph: nodes without an edge between them run in any order, and side by side.
 class GraphRun {
  public:
-  GraphRun(std::shared_ptr<const Graph> graph, unsigned seed);
+  GraphRun(Graph graph, unsigned seed);
   bool step();
 
  private:
-  std::shared_ptr<const Graph> graph_;
+  Graph graph_;  // its own: steps remember how far they got
   std::set<std::size_t> left_;
   std::minstd_rand random_;
 };

@@ -326,7 +326,7 @@ CUresult Driver::launch(CUgraphExec exec, Place& place) {
   if (place.capture) return CUDA_ERROR_NOT_SUPPORTED;
   auto& [graph, last] = found->second;
   if (last) place.after.push_back(last);
-  const auto run = std::make_shared<GraphRun>(graph, static_cast<unsigned>(seed_++));
+  const auto run = std::make_shared<GraphRun>(*graph, static_cast<unsigned>(seed_++));
   last = place.enqueue_until([run] { return run->step(); });
   return CUDA_SUCCESS;
 }

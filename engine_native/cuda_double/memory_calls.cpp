@@ -114,7 +114,7 @@ CUresult CUDAAPI cuMemAlloc(CUdeviceptr* address, size_t size) {
                             .backing = std::move(backing)});
 }
 
-// Of each kind that has no call of its own.
+// Also for managed memory and memory of a pool.
 CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
   const auto found = Driver::instance().memory.find(address);
   const bool other = found && (found->kind == Kind::managed || found->kind == Kind::pool);

@@ -126,9 +126,7 @@ CUresult memory_operations(CUstream stream, std::vector<std::function<bool(Conte
   place.enqueue_until(
       [&context, operations = std::move(operations), next = std::size_t{0}]() mutable {
         while (next < operations.size() && operations[next](context)) ++next;
-        if (next < operations.size()) return false;
-        next = 0;  // a graph runs it again
-        return true;
+        return next == operations.size();
       });
   return CUDA_SUCCESS;
 }

@@ -2,10 +2,16 @@
 // that it is of the double alone, it holds on a GPU too.
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <future>
+#include <thread>
+#include <utility>
 
+#include "clock.hpp"
 #include "cuda_driver.hpp"
+#include "support.hpp"
 
+using namespace kvxfer;
 using namespace kvxfer::test;
 
 namespace {
@@ -117,6 +123,35 @@ TEST_CASE("a graph runs after what its stream has before it, and after its own l
   REQUIRE(CU(StreamSynchronize)(s.second) == CUDA_SUCCESS);
   CHECK(CU(StreamQuery)(s.first) == CUDA_SUCCESS);
   CHECK(s.words[2].load() == 3);
+}
+
+TEST_CASE("two instances of a graph run side by side, each from its beginning") {
+  const CudaDriver driver;
+  Streams s;
+  std::array<CUstreamBatchMemOpParams, 2> batch{};
+  batch[0].writeValue = {CU_STREAM_MEM_OP_WRITE_VALUE_32, s.words.address(1), {1}, 0, 0};
+  batch[1].waitValue = {
+      CU_STREAM_MEM_OP_WAIT_VALUE_32, s.words.address(0), {1}, CU_STREAM_WAIT_VALUE_GEQ, 0};
+  begin(s.first);
+  REQUIRE(CU(StreamBatchMemOp)(s.first, 2, batch.data(), 0) == CUDA_SUCCESS);
+  CUgraph graph = nullptr;
+  REQUIRE(CU(StreamEndCapture)(s.first, &graph) == CUDA_SUCCESS);
+  std::array<CUgraphExec, 2> instances{};
+  for (CUgraphExec& instance : instances) {
+    REQUIRE(CU(GraphInstantiate)(&instance, graph, 0) == CUDA_SUCCESS);
+  }
+  REQUIRE(CU(GraphDestroy)(graph) == CUDA_SUCCESS);
+  for (const auto& [instance, on] :
+       {std::pair{instances[0], s.first}, std::pair{instances[1], s.second}}) {
+    s.words[1].store(0);
+    REQUIRE(CU(GraphLaunch)(instance, on) == CUDA_SUCCESS);
+    const std::uint64_t deadline = now_ns() + static_cast<std::uint64_t>(kDeadline.count());
+    while (s.words[1].load() == 0 && now_ns() < deadline) std::this_thread::yield();
+    CHECK(s.words[1].load() == 1);
+  }
+  s.words[0].store(1);
+  REQUIRE(CU(CtxSynchronize)() == CUDA_SUCCESS);
+  for (CUgraphExec instance : instances) CHECK(CU(GraphExecDestroy)(instance) == CUDA_SUCCESS);
 }
 
 TEST_CASE("a stream that waits for an event of a capture is captured with it") {

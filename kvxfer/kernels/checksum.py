@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvxfer.errors import InvalidArgument
+from kvxfer.kernels.runs import require_bytes
 
 SHORTEST_RUN: Final = 248
 """Bytes; XXH3 hashes what is no longer than 240 in other ways."""
@@ -113,9 +114,10 @@ def checksum_runs(
     its number; a tensor [], int64, on the device of `memory`.
 
     `memory` is contiguous uint8; `offsets` and `numbers` are [runs], int64, on its device. Length
-    and offsets are multiples of 8 bytes, the length at least 248. Raises InvalidArgument for
-    others; where an offset leads is up to the caller.
+    and offsets are multiples of 8 bytes, the length at least 248. Raises InvalidArgument for other
+    types and lengths. A kernel cannot raise: the caller checks the offsets.
     """
+    require_bytes("memory", memory)
     if length < SHORTEST_RUN or length % 8 or memory.data_ptr() % 8:
         raise InvalidArgument(
             f"runs of {length} bytes in memory at {memory.data_ptr():#x}; a GPU hashes runs of at "
@@ -124,6 +126,10 @@ def checksum_runs(
     if offsets.shape != numbers.shape or offsets.dim() != 1:
         raise InvalidArgument(
             f"{list(offsets.shape)} runs with {list(numbers.shape)} numbers; pass one for each"
+        )
+    if offsets.dtype != torch.int64 or numbers.dtype != torch.int64:
+        raise InvalidArgument(
+            f"offsets of {offsets.dtype} and numbers of {numbers.dtype}; pass int64"
         )
     programs = triton.cdiv(len(offsets), _RUNS)
     sums = torch.zeros(programs, dtype=torch.int64, device=memory.device)

@@ -53,11 +53,8 @@ def _there_and_back(layout: KvLayout, arrived: HeadOrder, block_stride: int) -> 
     """From blocks in one order to packed ones in the other, and from these back."""
     vector, part = layout.vector_bytes, layout.part_bytes
     tokens, heads = layout.block_size, layout.heads_per_rank
-    of_part = np.arange(part // vector).reshape(-1, tokens, heads)
-    if arrived == "HND":
-        of_part = of_part.reshape(-1, heads, tokens).swapaxes(1, 2)
-    # Where the vector of each (K or V, token, head) is now; where it goes is the other order.
-    before = of_part.ravel() if arrived == "HND" else of_part.swapaxes(1, 2).ravel()
+    outer, inner = (heads, tokens) if arrived == "HND" else (tokens, heads)
+    before = np.arange(part // vector).reshape(-1, outer, inner).swapaxes(1, 2).ravel()
     rows = np.zeros((len(before), 4), dtype=np.int64)
     rows[:, 1] = before * vector
     rows[:, 3] = np.arange(len(before)) * vector

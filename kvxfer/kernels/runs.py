@@ -7,6 +7,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -91,18 +92,17 @@ def copy_runs(
     and `target_begin` bytes. `source_ids` (int32, on the device) are the blocks of the prompt,
     `target_ids` those from its block `first_block` on; a run of a block that is beyond either table
     or whose id is negative is left out. Raises InvalidArgument for other types.
+
+    A kernel cannot raise. The caller checks that the ids are inside of the planes, and that no
+    block of the target is absent at the source, as `Runs.offsets` does.
     """
     for name, ids in (("source_ids", source_ids), ("target_ids", target_ids)):
         if ids.dtype != torch.int32 or ids.dim() != 1:
             raise InvalidArgument(
                 f"{name} is {list(ids.shape)} of {ids.dtype}; pass [blocks], int32"
             )
-    for name, pool in (("source", source), ("target", target)):
-        if pool.dtype != torch.uint8 or not pool.is_contiguous():
-            raise InvalidArgument(
-                f"{name} is a tensor of {pool.dtype}, contiguous: {pool.is_contiguous()}; pass "
-                "contiguous uint8, as by view(torch.uint8)"
-            )
+    require_bytes("source", source)
+    require_bytes("target", target)
     cycles = -(-len(source_ids) // runs.src_blocks)
     if cycles == 0:
         return
@@ -139,6 +139,15 @@ def copy_runs(
     )
 
 
+def require_bytes(name: str, tensor: torch.Tensor) -> None:
+    """Raises InvalidArgument for a tensor that is not of contiguous bytes."""
+    if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
+        raise InvalidArgument(
+            f"{name} is a tensor of {tensor.dtype}, contiguous: {tensor.is_contiguous()}; pass "
+            "contiguous uint8, as by view(torch.uint8)"
+        )
+
+
 def _alignment(runs: Runs, source: Any, target: Any, source_begin: int, target_begin: int) -> int:
     """Bytes, 16 at most, that all addresses and the length are multiples of."""
     return math.gcd(
@@ -148,6 +157,5 @@ def _alignment(runs: Runs, source: Any, target: Any, source_begin: int, target_b
         runs.dst_stride,
         source.data_ptr() + source_begin,
         target.data_ptr() + target_begin,
-        *(int(offset) for offset in runs.of_cycle[:, 1]),
-        *(int(offset) for offset in runs.of_cycle[:, 3]),
+        *map(int, np.gcd.reduce(runs.of_cycle[:, [1, 3]], axis=0)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from kvxfer import Engine
 from kvxfer.errors import InvalidArgument
@@ -43,6 +44,16 @@ def test_a_byte_and_a_place_make_a_difference() -> None:
 def test_no_runs_are_zero() -> None:
     none = of(np.zeros(0, dtype=np.int64))
     assert int(checksum_runs(of(random_bytes(256)), none, none, 256)) == 0
+
+
+def test_other_types_are_refused() -> None:
+    memory, one = of(random_bytes(512)), of(np.zeros(1, dtype=np.int64))
+    with pytest.raises(InvalidArgument, match=r"memory is a tensor of torch.int64"):
+        checksum_runs(memory.view(torch.int64), one, one, 256)
+    with pytest.raises(InvalidArgument, match=r"offsets of torch.int32"):
+        checksum_runs(memory, one.int(), one, 256)
+    with pytest.raises(InvalidArgument, match=r"\[1\] runs with \[0\] numbers"):
+        checksum_runs(memory, one, one[:0], 256)
 
 
 @pytest.mark.parametrize("length", [8, 240, 252])

@@ -112,8 +112,8 @@ class Agent(LoopThread):
 
     def abandon(self) -> None:
         """Ends all transfers, whatever the loop does. Any thread; returns when nothing is under
-        way. The first rank takes the instance out of the fleet, a loop that hangs with the
-        lease."""
+        way. If this is the first rank, the instance leaves the fleet: at once, or with its lease
+        if the loop hangs."""
         if not self._abandoned:
             self._engine.native.close()
             self._abandoned = True
