@@ -67,6 +67,8 @@ OfiBench::Joined OfiBench::join(std::uint32_t nic) {
   good(ends.writer.connect(ends.reader->endpoint()));
   ends.writer->open();
   ends.reader->open();
+  // Each has heard the other: one that is shut before takes no write, and loses none.
+  until([&] { return ends.writer->has_room(false) && ends.reader->has_room(false); });
   return ends;
 }
 
