@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-gpu test-sglang test-page test-stability lint bench bench-control bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate helm-test verify clean
+.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-gpu test-sglang test-page test-stability lint bench bench-control bench-gpu bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate helm-test verify clean
 
 demo:
 	@scripts/setup demo
@@ -53,6 +53,10 @@ bench:
 bench-control:
 	@scripts/setup test
 	@PYTHONPATH=$(CURDIR) $(VENV)/python -m benchmarks.control $(BENCH)
+
+# Without internet: docs/gpus.md says what has to be there.
+bench-gpu:
+	@scripts/bench-gpu
 
 bench-vllm:
 	@scripts/setup test

@@ -106,6 +106,12 @@ class FabricUnavailable(EngineError):
     code = "fabric-unavailable"
 
 
+class GpuLost(EngineError):
+    """A GPU whose memory is moved failed, here or at the peer; its process has to be restarted."""
+
+    code = "gpu-lost"
+
+
 class PeerError(EngineError):
     """The peer cannot be talked to."""
 

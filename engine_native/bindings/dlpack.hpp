@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <memory>
 
+#include "cuda/gpu.hpp"
 #include "memory_region.hpp"
 
 namespace kvxfer {
 
 inline constexpr int kDlpackCpu = 1;
+inline constexpr int kDlpackCuda = 2;
 
 // The layout of DLPack's unversioned DLManagedTensor (dlpack.h, ABI of versions 0.2 to 1.x).
 struct DlpackTensor {
@@ -43,9 +45,10 @@ inline pybind11::capsule to_dlpack(const RegionPtr& region) {
   auto owner = std::make_unique<DlpackRegion>();
   owner->region = region;
   owner->shape = static_cast<std::int64_t>(region->size());
-  owner->managed = {.tensor = {.data = region->data(),
-                               .device_type = kDlpackCpu,
-                               .device_id = 0,
+  const auto& gpu = region->gpu();
+  owner->managed = {.tensor = {.data = reinterpret_cast<void*>(region->address()),
+                               .device_type = gpu ? kDlpackCuda : kDlpackCpu,
+                               .device_id = gpu ? gpu->device() : 0,
                                .ndim = 1,
                                .type_code = 1,
                                .type_bits = 8,

@@ -76,10 +76,10 @@ EngineClass bind_engine(py::module_& module) {
            })
       .def(
           "allocate",
-          [](TransferEngine& engine, std::size_t nbytes) {
-            return unwrap(engine.allocate(nbytes));
+          [](TransferEngine& engine, std::size_t nbytes, std::optional<int> gpu) {
+            return unwrap(gpu ? engine.allocate_on_gpu(*gpu, nbytes) : engine.allocate(nbytes));
           },
-          py::arg("nbytes"), NoGil())
+          py::arg("nbytes"), py::arg("gpu"), NoGil())
       .def(
           "register_memory",
           [](TransferEngine& engine, std::uintptr_t address, std::size_t nbytes) {

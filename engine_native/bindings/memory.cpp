@@ -1,5 +1,6 @@
 // Memory regions.
 #include "bindings.hpp"
+#include "cuda/gpu.hpp"
 #include "dlpack.hpp"
 #include "memory_region.hpp"
 #include "page_checksum.hpp"
@@ -8,6 +9,21 @@
 namespace py = pybind11;
 
 namespace kvxfer::python {
+namespace {
+
+// For what the processor does with its bytes.
+std::byte* on_host(const MemoryRegion& region) {
+  if (region.host()) return region.host();
+  throw NativeError({Errc::invalid_argument, "the region is memory of " + region.gpu()->label() +
+                                                 ", which the processor cannot read"});
+}
+
+py::tuple dlpack_device(const MemoryRegion& region) {
+  return region.gpu() ? py::make_tuple(kDlpackCuda, region.gpu()->device())
+                      : py::make_tuple(kDlpackCpu, 0);
+}
+
+}  // namespace
 
 void bind_memory(py::module_& module) {
   py::class_<MemoryRegion, std::shared_ptr<MemoryRegion>>(module, "MemoryRegion",
@@ -15,11 +31,13 @@ void bind_memory(py::module_& module) {
       // Another handle of the same region, for the Python class that extends this one.
       .def(py::init([](const std::shared_ptr<MemoryRegion>& region) { return region; }),
            py::arg("region"))
-      .def_property_readonly("address",
-                             [](const MemoryRegion& region) {
-                               return reinterpret_cast<std::uintptr_t>(region.data());
-                             })
+      .def_property_readonly("address", &MemoryRegion::address)
       .def_property_readonly("nbytes", &MemoryRegion::size)
+      .def_property_readonly("gpu",
+                             [](const MemoryRegion& region) {
+                               return region.gpu() ? std::optional(region.gpu()->device())
+                                                   : std::nullopt;
+                             })
       .def_property_readonly("shareable", &MemoryRegion::shareable)
       .def_property_readonly(
           "descriptor",
@@ -32,14 +50,14 @@ void bind_memory(py::module_& module) {
             const PageList of(numbers, "numbers");
             const py::gil_scoped_release unlocked;
             return unwrap(
-                page_checksum({region.data(), region.size()}, runs.pages(), of.pages(), length));
+                page_checksum({on_host(region), region.size()}, runs.pages(), of.pages(), length));
           },
           py::arg("offsets"), py::arg("numbers"), py::arg("length"))
       .def("__dlpack__", [](const std::shared_ptr<MemoryRegion>& region,
                             const py::kwargs&) { return to_dlpack(region); })
-      .def("__dlpack_device__", [](const MemoryRegion&) { return py::make_tuple(kDlpackCpu, 0); })
+      .def("__dlpack_device__", [](const MemoryRegion& region) { return dlpack_device(region); })
       .def_buffer([](MemoryRegion& region) {
-        return py::buffer_info(region.data(), 1, py::format_descriptor<std::uint8_t>::format(),
+        return py::buffer_info(on_host(region), 1, py::format_descriptor<std::uint8_t>::format(),
                                static_cast<py::ssize_t>(region.size()));
       });
 }

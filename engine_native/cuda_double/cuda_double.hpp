@@ -22,8 +22,9 @@
 // - A dmabuf is of whole pages; memory of cuMemCreate has to ask for it, and managed or pool memory
 //   has none (cuMemGetHandleForAddressRange, CUmemAllocationProp).
 //
-// Stricter than a driver: pageable memory and memory of a pool are never captured, and a capture
-// that forbids to ask an event forbids to ask a stream, too.
+// Stricter than a driver: pageable memory and memory of a pool are never captured, a capture that
+// forbids to ask an event forbids to ask a stream, too, and cuMemFree needs a context (driver 580
+// finds it by the address).
 //
 // The calls are those of cuda.h, which it is built with; what cuda.h does not have is below.
 #pragma once

@@ -264,7 +264,8 @@ CUresult Driver::recorded(CUevent event, PointPtr* point) const {
   if (found == events_.end()) return CUDA_ERROR_INVALID_HANDLE;
   if (found->second.capture) return CUDA_ERROR_CAPTURED_EVENT;
   *point = found->second.recorded;
-  return CUDA_SUCCESS;
+  const Context* const context = of(found->second.context);
+  return context ? context->sticky.load() : CUDA_ERROR_CONTEXT_IS_DESTROYED;
 }
 
 CUresult Driver::wait_for(CUevent event, Place& place) {

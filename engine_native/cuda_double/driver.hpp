@@ -90,7 +90,7 @@ class Driver {
   CUevent make_event(CUcontext in);
   CUresult destroy_event(CUevent event);
   CUresult record(CUevent event, const Place& place);
-  // Null, and no error, if it never was.
+  // Null, and no error, if it never was. The error of its context, once that has one.
   CUresult recorded(CUevent event, PointPtr* point) const;
   // What is queued there from now on comes after the event.
   CUresult wait_for(CUevent event, Place& place);

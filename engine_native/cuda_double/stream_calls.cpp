@@ -228,7 +228,7 @@ CUresult CUDAAPI cuEventSynchronize(CUevent event) {
   if (const CUresult bad = driver.captures.unsafe(); bad != CUDA_SUCCESS) return bad;
   if (const CUresult bad = driver.recorded(event, &point); bad != CUDA_SUCCESS) return bad;
   if (point) driver.wait(point);
-  return CUDA_SUCCESS;
+  return driver.recorded(event, &point);
 }
 
 // For what the event stands for now, whatever it is recorded for later.

@@ -56,16 +56,16 @@ class Local {
     require(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0,
             "the system has sockets");
     peer_ = UniqueFd(ends[1]);
-    path_ = opened(
-        local::LocalPath::open({.socket = UniqueFd(ends[0]),
-                                .out = mapped_again(ours_),
-                                .in = mapped_again(theirs_),
-                                .wake_peer = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-                                .pid = ::getpid(),
-                                .pidfd = local::open_pidfd(::getpid()),
-                                .peer_reads_us = true,
-                                .we_read_peer = true},
-                               {kPeer, "peer"}, world_.poller, world_.receive_context(), books_));
+    path_ = opened(local::LocalPath::open(
+        {.socket = UniqueFd(ends[0]),
+         .out = mapped_again(ours_),
+         .in = mapped_again(theirs_),
+         .wake_peer = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+         .pid = ::getpid(),
+         .pidfd = local::open_pidfd(::getpid()),
+         .peer_reads_us = true,
+         .we_read_peer = true},
+        {kPeer, "peer"}, world_.poller, world_.receive_context(), books_, {gpus_, background_}));
   }
 
   void act(Input& input) {
@@ -165,13 +165,13 @@ class Local {
   }
 
   void post(Input& input) {
-    if (!path_->has_room(true)) return;
     static const RegionPtr shareable = opened(MemoryRegion::allocate({}, 4096));
     const std::size_t which = input.below(3);
     RegionPtr source = which == 0 ? shareable : nullptr;
     if (which == 1) source = opened(MemoryRegion::wrap({}, source_.data(), source_.size()));
     const std::uint64_t key = world_.key(input);
     const auto operation = world_.operation(input, std::move(source), key);
+    if (!path_->has_room(*operation, true)) return;
     operations_.push_back(operation);
     operation->took(path_->post(operation, operation->next()));
   }
@@ -201,6 +201,8 @@ class Local {
 
   World world_;
   Books books_;
+  cuda::Gpus gpus_;
+  Background background_{world_.poller};
   std::array<std::byte, 8192> source_{};
   std::vector<OperationPtr> operations_;
   UniqueFd peer_;

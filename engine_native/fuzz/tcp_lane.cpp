@@ -95,10 +95,10 @@ class Lane {
   }
 
   void post(Input& input) {
-    if (!path_->has_room(true)) return;
     RegionPtr from = input.flag() ? source() : nullptr;
     const std::uint64_t key = world_.key(input);
     const auto operation = world_.operation(input, std::move(from), key);
+    if (!path_->has_room(*operation, true)) return;
     operations_.push_back(operation);
     operation->took(path_->post(operation, operation->next()));
   }

@@ -65,7 +65,7 @@ class World {
     return memory_.data() + kGuard + region * (kRegion + kGuard);
   }
   static Bytes copy_of(const MemoryRegion& region) {
-    return {region.data(), region.data() + region.size()};
+    return {region.host(), region.host() + region.size()};
   }
 
   Bytes memory_;

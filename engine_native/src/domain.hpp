@@ -60,8 +60,8 @@ class Path {
   virtual PathRank rank() const = 0;
   // Whether this path can carry the operation at all: its source, its destination, its NIC.
   virtual bool reaches(const Operation& operation) const = 0;
-  // `counted`: for writes that carry an immediate.
-  virtual bool has_room(bool counted) const = 0;
+  // For writes of this operation. `counted`: they carry an immediate.
+  virtual bool has_room(const Operation& operation, bool counted) const = 0;
   // Posts the first of these writes as one batch. Returns how many; 0 if the path turns out to
   // have no room. Only with has_room().
   virtual std::size_t post(const OperationPtr& operation, const WriteRange& writes) = 0;

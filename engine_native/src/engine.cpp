@@ -69,8 +69,19 @@ Result<RegionPtr> TransferEngine::allocate(std::size_t bytes) {
   return region;
 }
 
+Result<RegionPtr> TransferEngine::allocate_on_gpu(int device, std::size_t bytes) {
+  auto gpu = group_->gpus().open(device);
+  if (!gpu) return gpu.error();
+  auto region = MemoryRegion::allocate_on(address().engine, std::move(*gpu), bytes);
+  if (!region) return region;
+  if (auto good = group_->register_region(*region); !good) return good.error();
+  return region;
+}
+
 Result<RegionPtr> TransferEngine::register_memory(void* data, std::size_t bytes) {
-  auto region = MemoryRegion::wrap(address().engine, data, bytes);
+  auto gpu = group_->gpus().owner_of(data, bytes);
+  if (!gpu) return gpu.error();
+  auto region = MemoryRegion::wrap(address().engine, data, bytes, std::move(*gpu));
   if (!region) return region;
   if (auto good = group_->register_region(*region); !good) return good.error();
   return region;
@@ -146,6 +157,9 @@ Result<void> TransferEngine::add(Submission& submission, const PeerHandlePtr& ha
   if (part.source) operation.source = *part.source;
   operation.destination_key = part.destination ? part.destination->key : 0;
   operation.destination_length = part.destination ? part.destination->length : 0;
+  if (part.destination && part.destination->kind == MemoryKind::cuda) {
+    operation.destination_gpu = part.destination->device;
+  }
   operation.imm = options.imm;
   operation.nic = options.nic;
   if (options.after.word) operation.after = options.after;

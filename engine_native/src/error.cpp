@@ -48,6 +48,8 @@ std::string_view name(Errc code) {
       return "fabric-unavailable";
     case Errc::nic_lost:
       return "nic-lost";
+    case Errc::gpu_lost:
+      return "gpu-lost";
   }
   return "protocol-error";
 }

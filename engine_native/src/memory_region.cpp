@@ -9,7 +9,7 @@
 #include <string>
 
 #include "aligned_mapping.hpp"
-#include "cuda/device_memory.hpp"
+#include "cuda/gpu.hpp"
 #include "error_text.hpp"
 #include "random.hpp"
 
@@ -20,6 +20,13 @@ Error cannot_allocate(std::size_t bytes) {
   return {Errc::out_of_memory, "cannot allocate " + std::to_string(bytes) +
                                    " bytes of shareable memory: " + errno_text() +
                                    "; free memory or raise the memory and open files limits"};
+}
+
+Error cannot_register(const void* address, std::size_t bytes) {
+  return {Errc::invalid_argument, "cannot register " + std::to_string(bytes) +
+                                      " bytes at address " +
+                                      std::to_string(reinterpret_cast<std::uintptr_t>(address)) +
+                                      "; pass memory of at least 1 byte"};
 }
 
 // MemAvailable of the kernel's own estimate; without it, no limit.
@@ -59,54 +66,68 @@ Result<RegionPtr> MemoryRegion::allocate(EngineId engine, std::size_t bytes) {
   populate_huge(data, mapped);
   // From now on nobody can write through the memfd that peers are given, this mapping apart.
   const bool sealed = ::fcntl(memfd.get(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) == 0;
-  RegionPtr region(new MemoryRegion(engine, data, bytes, std::move(memfd)));
+  RegionPtr region(new MemoryRegion(engine, reinterpret_cast<std::uint64_t>(data), bytes));
+  region->memfd_ = std::move(memfd);
   region->shareable_ = sealed;
   return region;
 }
 
-Result<RegionPtr> MemoryRegion::wrap(EngineId engine, void* address, std::size_t bytes) {
-  if (!address || bytes == 0 || reinterpret_cast<std::uintptr_t>(address) + bytes < bytes) {
-    return Error{Errc::invalid_argument,
-                 "cannot register " + std::to_string(bytes) + " bytes at address " +
-                     std::to_string(reinterpret_cast<std::uintptr_t>(address)) +
-                     "; pass memory of at least 1 byte"};
+Result<RegionPtr> MemoryRegion::allocate_on(EngineId engine, std::shared_ptr<cuda::Gpu> gpu,
+                                            std::size_t bytes) {
+  if (bytes == 0) return cannot_register(nullptr, bytes);
+  const auto address = gpu->allocate(bytes);
+  if (!address) return address.error();
+  RegionPtr region(new MemoryRegion(engine, *address, bytes));
+  region->ipc_handle_ = gpu->handle_of(*address);
+  region->gpu_ = std::move(gpu);
+  region->allocated_ = true;
+  return region;
+}
+
+Result<RegionPtr> MemoryRegion::wrap(EngineId engine, void* address, std::size_t bytes,
+                                     std::shared_ptr<cuda::Gpu> gpu) {
+  const auto start = reinterpret_cast<std::uint64_t>(address);
+  if (!address || bytes == 0 || start + bytes < bytes) return cannot_register(address, bytes);
+  RegionPtr region(new MemoryRegion(engine, start, bytes));
+  if (gpu) {
+    region->ipc_handle_ = gpu->handle_of(start);
+    region->ipc_offset_ = start - gpu->start_of(start);
+    region->gpu_ = std::move(gpu);
   }
-  if (const auto gpu = cuda::device_at(address)) {
-    return Error{Errc::invalid_argument,
-                 "cannot register " + std::to_string(bytes) + " bytes at address " +
-                     std::to_string(reinterpret_cast<std::uintptr_t>(address)) +
-                     ": they are memory of GPU " + std::to_string(*gpu) +
-                     ", and this engine moves host memory; copy them to host memory"};
-  }
-  return RegionPtr(new MemoryRegion(engine, static_cast<std::byte*>(address), bytes, UniqueFd()));
+  return region;
 }
 
 RegionPtr MemoryRegion::grant(EngineId engine, const RegionRange& range, Imm imm, PeerId writer) {
-  RegionPtr granted(
-      new MemoryRegion(engine, range.region->data() + range.offset, range.length, UniqueFd()));
+  RegionPtr granted(new MemoryRegion(engine, range.region->address() + range.offset, range.length));
+  granted->gpu_ = range.region->gpu_;
   granted->grant_ = Grant{.of = range.region, .imm = imm, .writer = writer};
   return granted;
 }
 
-MemoryRegion::MemoryRegion(EngineId engine, std::byte* data, std::size_t size, UniqueFd memfd)
-    : engine_(engine), data_(data), size_(size), memfd_(std::move(memfd)) {
+MemoryRegion::MemoryRegion(EngineId engine, std::uint64_t address, std::size_t size)
+    : engine_(engine), address_(address), size_(size) {
   random_bytes(&key_, sizeof key_);
 }
 
 MemoryRegion::~MemoryRegion() {
+  if (allocated_) gpu_->free(address_);
   if (!memfd_) return;
   const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  ::munmap(data_, (size_ + page - 1) / page * page);
+  ::munmap(host(), (size_ + page - 1) / page * page);
 }
 
 MrDescriptor MemoryRegion::descriptor() const {
   return {.engine = engine_,
           .key = key_,
-          .address = reinterpret_cast<std::uint64_t>(data_),
-          .length = size_};
+          .address = address_,
+          .length = size_,
+          .kind = gpu_ ? MemoryKind::cuda : MemoryKind::host,
+          .device = static_cast<std::uint8_t>(gpu_ ? gpu_->device() : 0)};
 }
 
-std::span<std::byte> bytes_of(const RegionPtr& region) { return {region->data(), region->size()}; }
+std::span<std::byte> bytes_of(const RegionPtr& region) {
+  return {region->host(), region->gpu() ? 0 : region->size()};
+}
 
 MrDescriptor descriptor_of(const RegionPtr& region) { return region->descriptor(); }
 

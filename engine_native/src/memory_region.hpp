@@ -9,9 +9,14 @@
 #include <unordered_map>
 #include <vector>
 
+#include "cuda/driver.hpp"
 #include "fabric/nic/nic_registration.hpp"
 #include "fd.hpp"
 #include "kvxfer/types.hpp"
+
+namespace kvxfer::cuda {
+class Gpu;
+}
 
 namespace kvxfer {
 
@@ -23,8 +28,14 @@ class MemoryRegion {
   // neither shrink nor grow under the peer, who cannot write to it. A kernel that cannot promise
   // the latter (before Linux 5.1) leaves it unshared. Huge pages are asked for.
   static Result<std::shared_ptr<MemoryRegion>> allocate(EngineId engine, std::size_t bytes);
+  // Memory of the GPU, in its engine's context.
+  static Result<std::shared_ptr<MemoryRegion>> allocate_on(EngineId engine,
+                                                           std::shared_ptr<cuda::Gpu> gpu,
+                                                           std::size_t bytes);
+  // Memory that somebody else owns, of the GPU where there is one.
   static Result<std::shared_ptr<MemoryRegion>> wrap(EngineId engine, void* address,
-                                                    std::size_t bytes);
+                                                    std::size_t bytes,
+                                                    std::shared_ptr<cuda::Gpu> gpu = nullptr);
   // A range of another region, for one peer and with one immediate only.
   struct Grant {
     std::shared_ptr<MemoryRegion> of;
@@ -37,8 +48,17 @@ class MemoryRegion {
   MemoryRegion(const MemoryRegion&) = delete;
   MemoryRegion& operator=(const MemoryRegion&) = delete;
 
-  std::byte* data() const { return data_; }
+  // What the processor may touch: null where it is a GPU's.
+  std::byte* host() const { return gpu_ ? nullptr : reinterpret_cast<std::byte*>(address_); }
+  // Of the first byte, in this process.
+  std::uint64_t address() const { return address_; }
   std::size_t size() const { return size_; }
+  // Whose memory it is; null for host memory.
+  const std::shared_ptr<cuda::Gpu>& gpu() const { return gpu_; }
+  // How other processes reach it; none for host memory, and where CUDA has no handle of it.
+  const std::optional<cuda::IpcHandle>& ipc_handle() const { return ipc_handle_; }
+  // Of the region, from the start of the allocation that the handle stands for.
+  std::uint64_t ipc_offset() const { return ipc_offset_; }
   std::uint64_t key() const { return key_; }
   bool shareable() const { return shareable_; }
   int memfd() const { return memfd_.get(); }
@@ -62,14 +82,18 @@ class MemoryRegion {
   Result<void> close_registrations() const;
 
  private:
-  MemoryRegion(EngineId engine, std::byte* data, std::size_t size, UniqueFd memfd);
+  MemoryRegion(EngineId engine, std::uint64_t address, std::size_t size);
 
   EngineId engine_;
-  std::byte* data_;
+  std::uint64_t address_;
   std::size_t size_;
   std::uint64_t key_;  // random: knowing it is the permission to write
   UniqueFd memfd_;     // owns the mapping where set
   bool shareable_ = false;
+  std::shared_ptr<cuda::Gpu> gpu_;
+  bool allocated_ = false;  // on the GPU, for the region
+  std::optional<cuda::IpcHandle> ipc_handle_;
+  std::uint64_t ipc_offset_ = 0;
   bool in_use_ = true;
   std::vector<std::shared_ptr<NicRegistration>> registrations_;
   bool registered_ = false;

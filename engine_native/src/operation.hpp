@@ -51,7 +51,8 @@ struct Operation {
   std::shared_ptr<PeerHandle> handle;  // of the peer; outlives it
   RegionPtr source;                    // null for an immediate without bytes
   std::uint64_t destination_key = 0;
-  std::uint64_t destination_length = 0;  // as its descriptor says
+  std::uint64_t destination_length = 0;         // as its descriptor says
+  std::optional<std::uint8_t> destination_gpu;  // by its number there; none for host memory
   std::optional<Imm> imm;
   std::optional<std::uint32_t> nic;  // only over this NIC of ours
   WatchFor after;

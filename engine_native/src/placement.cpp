@@ -12,19 +12,20 @@ Placement::Placement(ReceiveContext& receive_context, PeerId writer, std::uint64
   region_ = receive_context.regions.find(key);
   const auto* const grant = region_ && region_->granted() ? &*region_->granted() : nullptr;
   if (grant && (grant->imm != imm_ || grant->writer != writer)) region_.reset();
+  if (region_) gpu_ = region_->gpu();
 }
 
-std::byte* Placement::target(std::uint64_t offset, std::uint32_t length) {
-  if (status_ != Errc::ok) return nullptr;
+std::uint64_t Placement::target(std::uint64_t offset, std::uint32_t length) {
+  if (status_ != Errc::ok) return 0;
   if (!region_) {
     if (length > 0 || !imm_) status_ = Errc::unknown_region;  // an immediate alone needs none
-    return nullptr;
+    return 0;
   }
   if (offset > region_->size() || length > region_->size() - offset) {
     status_ = Errc::out_of_bounds;
-    return nullptr;
+    return 0;
   }
-  return region_->data() + offset;
+  return region_->address() + offset;
 }
 
 void Placement::finish(std::uint64_t writes, std::uint64_t immediates, std::uint64_t bytes) {

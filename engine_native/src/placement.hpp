@@ -1,11 +1,12 @@
 // Whether, and where, an arriving batch may be placed; the same rules on every fabric whose
-// receiver places the bytes.
+// receiver places the bytes. A batch for a GPU ends later than it arrives: when its copies have.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 
+#include "cuda/gpu.hpp"
 #include "domain.hpp"
 
 namespace kvxfer {
@@ -17,8 +18,10 @@ class Placement {
   Placement(ReceiveContext& receive_context, PeerId writer, std::uint64_t key,
             std::optional<Imm> imm);
 
-  // Where this write goes; null once the batch is refused.
-  std::byte* target(std::uint64_t offset, std::uint32_t length);
+  // Where this write goes; 0 once the batch is refused.
+  std::uint64_t target(std::uint64_t offset, std::uint32_t length);
+  // Whose memory that is; null where it is the host's, or the batch is refused.
+  const std::shared_ptr<cuda::Gpu>& gpu() const { return gpu_; }
   // Ends the batch: counts its immediates if it is still granted.
   void finish(std::uint64_t writes, std::uint64_t immediates, std::uint64_t bytes);
 
@@ -34,6 +37,7 @@ class Placement {
   std::uint64_t key_;
   std::optional<Imm> imm_;
   RegionPtr region_;
+  std::shared_ptr<cuda::Gpu> gpu_;  // of the region
   Errc status_ = Errc::ok;
 };
 

@@ -22,6 +22,9 @@ Error refusal(Errc status, const Operation& operation, std::string_view peer) {
     case Errc::out_of_memory:
       return {status, "write refused: no NIC has a memory window left for its grant" + at +
                           "; let fewer transfers run at once"};
+    case Errc::gpu_lost:
+      return {status, "write refused: the GPU of its destination has failed" + at +
+                          "; restart that process"};
     default:
       return {status, "write refused with " + std::string(name(status)) + at};
   }

@@ -7,7 +7,9 @@ namespace kvxfer {
 namespace {
 
 constexpr std::string_view kScheme = "kvx://";
-constexpr std::string_view kDescriptorMagic{"KMR\x01", 4};
+// Descriptors of host memory; those of a GPU's have its number in place of the fourth byte.
+constexpr std::string_view kHostMagic{"KMR\x01", 4};
+constexpr std::string_view kCudaMagic{"KMG", 3};
 
 int hex_digit(char c) {
   if (c >= '0' && c <= '9') return c - '0';
@@ -82,7 +84,12 @@ Result<EngineAddress> EngineAddress::parse(std::string_view text) {
 std::string MrDescriptor::encode() const {
   std::string bytes(kBytes, '\0');
   char* out = bytes.data();
-  std::memcpy(out, kDescriptorMagic.data(), 4);
+  if (kind == MemoryKind::host) {
+    std::memcpy(out, kHostMagic.data(), 4);
+  } else {
+    std::memcpy(out, kCudaMagic.data(), 3);
+    std::memcpy(out + 3, &device, 1);
+  }
   std::memcpy(out + 4, engine.bytes.data(), 16);
   std::memcpy(out + 20, &key, 8);
   std::memcpy(out + 28, &address, 8);
@@ -91,12 +98,17 @@ std::string MrDescriptor::encode() const {
 }
 
 Result<MrDescriptor> MrDescriptor::decode(std::string_view bytes) {
-  if (bytes.size() != kBytes || bytes.substr(0, 4) != kDescriptorMagic) {
+  const bool host = bytes.starts_with(kHostMagic);
+  if (bytes.size() != kBytes || !(host || bytes.starts_with(kCudaMagic))) {
     return Error{Errc::invalid_argument,
                  "not a memory region descriptor (" + std::to_string(bytes.size()) +
                      " bytes); pass MemoryRegion.descriptor of the receiving engine unchanged"};
   }
   MrDescriptor descriptor;
+  if (!host) {
+    descriptor.kind = MemoryKind::cuda;
+    std::memcpy(&descriptor.device, bytes.data() + 3, 1);
+  }
   std::memcpy(descriptor.engine.bytes.data(), bytes.data() + 4, 16);
   std::memcpy(&descriptor.key, bytes.data() + 20, 8);
   std::memcpy(&descriptor.address, bytes.data() + 28, 8);

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
+#include <string_view>
 #include <vector>
 
 extern char** environ;
@@ -45,7 +46,9 @@ void* CudaDriver::find(const char* name) {
   REQUIRE((get != nullptr));
   void* function = nullptr;
   CUdriverProcAddressQueryResult status{};
-  const CUresult found = get(name, &function, CUDA_VERSION, 0, &status);
+  // As cuda.h names them without a suffix; CUDA 13 has others of the same name.
+  const int version = std::string_view(name) == "cuMemcpyBatchAsync" ? 13000 : 12000;
+  const CUresult found = get(name, &function, version, 0, &status);
   REQUIRE_MESSAGE(found == CUDA_SUCCESS, name);
   return function;
 }

@@ -28,7 +28,7 @@ bool ofi_skipped() {
 
 std::size_t count_other_than(const RegionPtr& region, std::byte value) {
   return region->size() - static_cast<std::size_t>(
-                              std::count(region->data(), region->data() + region->size(), value));
+                              std::count(region->host(), region->host() + region->size(), value));
 }
 
 OfiBench::OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides)
@@ -68,7 +68,7 @@ OfiBench::Joined OfiBench::join(std::uint32_t nic) {
   ends.writer->open();
   ends.reader->open();
   // Each has heard the other: one that is shut before takes no write, and loses none.
-  until([&] { return ends.writer->has_room(false) && ends.reader->has_room(false); });
+  until([&] { return ends.writer->has_room({}, false) && ends.reader->has_room({}, false); });
   return ends;
 }
 
@@ -90,7 +90,7 @@ OperationPtr OfiBench::post(NicPath& path, const RegionPtr& source, const Remote
       operation_of(source, std::vector(nics_.size(), destination), pieces, piece_bytes, imm);
   until([&] {
     if (!made->wants_post() || lost.contains(&path)) return true;
-    if (path.has_room(imm.has_value())) made->took(path.post(made, made->next()));
+    if (path.has_room(*made, imm.has_value())) made->took(path.post(made, made->next()));
     return false;
   });
   return made;

@@ -23,7 +23,7 @@ constexpr std::size_t kBatch = 32;
 class SimulatedRegistration final : public NicRegistration {
  public:
   SimulatedRegistration(SimulatedNetwork& network, const MemoryRegion& region)
-      : network_(network), address_(reinterpret_cast<std::uint64_t>(region.data())) {
+      : network_(network), address_(region.address()) {
     const std::lock_guard lock(network_.mutex_);
     key_ = network_.random_();
     network_.keys_[key_] = {address_, region.size(), 0};
@@ -109,7 +109,7 @@ class SimulatedPath final : public NicPath {
         const RemoteKey& key = remote_key(*operation);
         packet.rkey = key.rkey;
         packet.address = key.address + write.destination;
-        packet.source = operation->source->data() + write.source;
+        packet.source = operation->source->host() + write.source;
         packet.length = write.length;
       }
       if (&write == &writes.back()) {
@@ -150,7 +150,7 @@ class SimulatedPath final : public NicPath {
   }
 
   bool open_window(const MemoryRegion& grant) override {
-    const auto address = reinterpret_cast<std::uint64_t>(grant.data());
+    const std::uint64_t address = grant.address();
     if (windows_.contains(grant.key())) return true;
     const std::lock_guard lock(network_.mutex_);
     const std::uint64_t key = network_.random_();
@@ -167,7 +167,7 @@ class SimulatedPath final : public NicPath {
     windows_.erase(found);
   }
   bool has_windows_of(const MemoryRegion& region) const override {
-    const auto begin = reinterpret_cast<std::uint64_t>(region.data());
+    const std::uint64_t begin = region.address();
     return std::any_of(windows_.begin(), windows_.end(), [&](const auto& entry) {
       return entry.second.address >= begin && entry.second.address < begin + region.size();
     });

@@ -53,7 +53,8 @@ TEST_CASE("managed memory is the processor's too, and says so") {
   CHECK(bytes[kBytes - 1] == 4);
   CHECK(attribute<unsigned>(CU_POINTER_ATTRIBUTE_IS_MANAGED, managed) == 1);
   CHECK_FALSE(shareable(managed));
-  CHECK(CU(MemAllocManaged)(&managed, kBytes, 0) == CUDA_ERROR_INVALID_VALUE);
+  CUdeviceptr none = 0;
+  CHECK(CU(MemAllocManaged)(&none, kBytes, 0) == CUDA_ERROR_INVALID_VALUE);
   CHECK(CU(MemFree)(managed) == CUDA_SUCCESS);
   CHECK(CU(MemFree)(managed) == CUDA_ERROR_INVALID_VALUE);
 }

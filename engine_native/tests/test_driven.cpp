@@ -56,7 +56,7 @@ void write_and_end(const std::string& fabric, Driven driven, Random& random) {
   DrivenPair pair(fabric, driven);
   const auto source = good(pair.writer->allocate(kPages * kPage));
   const auto destination = good(pair.reader->allocate(kPages * kPage));
-  random.fill(source->data(), kPages * kPage);
+  random.fill(source->host(), kPages * kPage);
   const auto pages = random.distinct_pages(kPages, kPages);
   const Imm imm = good(pair.reader->allocate_counter());
   const auto submitted =
@@ -65,7 +65,7 @@ void write_and_end(const std::string& fabric, Driven driven, Random& random) {
   good(pair.reader->expect(imm, submitted.immediates));
   CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
   CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
-  CHECK(std::memcmp(source->data(), destination->data(), kPages * kPage) == 0);
+  CHECK(std::memcmp(source->host(), destination->host(), kPages * kPage) == 0);
 
   good(pair.reader->send(pair.to_writer, "done"));
   CHECK(pair.writer.await(Kind::message).data == "done");

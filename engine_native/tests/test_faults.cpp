@@ -79,17 +79,17 @@ TEST_CASE("after fence returned nothing of the peer lands") {
     Pair pair(fabric);
     const auto source = good(pair.writer->allocate(32u << 20));
     const auto destination = good(pair.reader->allocate(32u << 20));
-    std::fill_n(source->data(), source->size(), std::byte{0x77});
+    std::fill_n(source->host(), source->size(), std::byte{0x77});
     const auto submitted =
         good(pair.writer->write(pair.to_reader, source, destination->descriptor(),
                                 {.length = 32u << 20}, {.timeout = kDeadline}));
     good(pair.reader->fence(pair.to_writer));
-    std::fill_n(destination->data(), destination->size(), std::byte{0x11});
+    std::fill_n(destination->host(), destination->size(), std::byte{0x11});
     const auto done = pair.writer.await(Kind::write, submitted.id);
     CHECK((done.code == Errc::peer_lost || done.code == Errc::ok));
     std::size_t changed = 0;
     for (std::size_t i = 0; i < destination->size(); ++i) {
-      changed += destination->data()[i] != std::byte{0x11};
+      changed += destination->host()[i] != std::byte{0x11};
     }
     CHECK(changed == 0);
     CHECK(pair.reader.await(Kind::peer_down).code == Errc::peer_lost);

@@ -18,7 +18,7 @@ constexpr std::uint64_t kLength = 64u << 10;
 
 struct Granted {
   explicit Granted(Pair& connected) : pair(connected) {
-    std::fill_n(source->data(), kSize, std::byte{0x5a});
+    std::fill_n(source->host(), kSize, std::byte{0x5a});
     imm = good(pair.reader->allocate_counter(pair.to_writer));
     const RegionRange range{destination, kOffset, kLength};
     descriptor = good(pair.reader->grant(imm, {&range, 1})).front();
@@ -29,7 +29,7 @@ struct Granted {
     return pair.writer.await(Kind::write, submitted.id);
   }
   bool untouched(std::uint64_t from, std::uint64_t to) const {
-    return std::all_of(destination->data() + from, destination->data() + to,
+    return std::all_of(destination->host() + from, destination->host() + to,
                        [](std::byte byte) { return byte == std::byte{0}; });
   }
 
@@ -59,10 +59,10 @@ TEST_CASE("a grant opens its range to its counter's writes, until the counter is
     CHECK(pair.reader.await(Kind::counter, granted.imm).code == Errc::ok);
     CHECK(granted.untouched(0, kOffset));
     CHECK(granted.untouched(kOffset + kLength, kSize));
-    CHECK(std::memcmp(granted.destination->data() + kOffset, granted.source->data(), kLength) == 0);
+    CHECK(std::memcmp(granted.destination->host() + kOffset, granted.source->host(), kLength) == 0);
 
     pair.reader->release_counter(granted.imm);
-    std::memset(granted.destination->data(), 0, kSize);
+    std::memset(granted.destination->host(), 0, kSize);
     const Imm next = good(pair.reader->allocate_counter(pair.to_writer));
     CHECK(granted.write(granted.descriptor, kLength, granted.imm).code != Errc::ok);
     CHECK(granted.write(granted.descriptor, kLength, next).code == Errc::unknown_region);
@@ -97,7 +97,7 @@ TEST_CASE("grants end with the region that they are of") {
     Granted granted(pair);
     CHECK(granted.write(granted.descriptor, kLength, granted.imm).code == Errc::ok);
     good(pair.reader->deregister(granted.destination));
-    std::memset(granted.destination->data(), 0, kSize);
+    std::memset(granted.destination->host(), 0, kSize);
     CHECK(granted.write(granted.descriptor, kLength, granted.imm).code != Errc::ok);
     CHECK(granted.untouched(0, kSize));
     const RegionRange range{granted.destination, 0, 1};
@@ -111,7 +111,7 @@ TEST_CASE("counters released under way leave the connection and other grants as 
     Pair pair(fabric);
     const auto source = good(pair.writer->allocate(16u << 20));
     const auto destination = good(pair.reader->allocate(16u << 20));
-    std::fill_n(source->data(), source->size(), std::byte{0x5a});
+    std::fill_n(source->host(), source->size(), std::byte{0x5a});
     const RegionRange first{destination, 0, 8u << 20};
     const RegionRange second{destination, 8u << 20, 8u << 20};
     for (int round = 0; round < 4; ++round) {
@@ -125,14 +125,14 @@ TEST_CASE("counters released under way leave the connection and other grants as 
           pair.writer->write(pair.to_reader, source, stays, {.length = 8u << 20}, {.imm = kept}));
       while (round % 2 == 1 && pair.reader->counter_value(revoked) == 0) std::this_thread::yield();
       pair.reader->release_counter(revoked);
-      std::memset(destination->data(), 0, 8u << 20);
+      std::memset(destination->host(), 0, 8u << 20);
       const auto done = pair.writer.await(Kind::write, wanted.id);
       CHECK_MESSAGE(done.code == Errc::ok, done.text);
       good(pair.reader->expect(kept, wanted.immediates));
       CHECK(pair.reader.await(Kind::counter, kept).code == Errc::ok);
-      CHECK(std::memcmp(destination->data() + (8u << 20), source->data(), 8u << 20) == 0);
+      CHECK(std::memcmp(destination->host() + (8u << 20), source->host(), 8u << 20) == 0);
       (void)pair.writer.await(Kind::write, lost.id);
-      CHECK(std::all_of(destination->data(), destination->data() + (8u << 20),
+      CHECK(std::all_of(destination->host(), destination->host() + (8u << 20),
                         [](std::byte byte) { return byte == std::byte{0}; }));
       pair.reader->release_counter(kept);
     }
@@ -181,7 +181,7 @@ struct Windows {
         to_writer(reader.await(Kind::peer_up).peer),
         source(good(writer->allocate(8u << 20))),
         destination(good(reader->allocate(8u << 20))) {
-    std::fill_n(source->data(), source->size(), std::byte{0x5a});
+    std::fill_n(source->host(), source->size(), std::byte{0x5a});
   }
   MrDescriptor grant(Imm imm) {
     const RegionRange range{destination, kOffset, (8u << 20) - kOffset};
@@ -197,10 +197,10 @@ struct Windows {
     CHECK_MESSAGE(done.code == Errc::ok, done.text);
     good(reader->expect(imm, submitted.immediates));
     CHECK(reader.await(Kind::counter, imm).code == Errc::ok);
-    CHECK(std::memcmp(source->data(), destination->data() + kOffset,
+    CHECK(std::memcmp(source->host(), destination->host() + kOffset,
                       destination->size() - kOffset) == 0);
     reader->release_counter(imm);
-    std::memset(destination->data(), 0, destination->size());
+    std::memset(destination->host(), 0, destination->size());
   }
 
   TestEngine writer;
@@ -238,8 +238,8 @@ TEST_CASE("a writer that does not stop when it is asked loses its paths, not its
   simulated_network().hold(false);
   CHECK(windows.writer.await(Kind::write, stuck.id).code == Errc::stale_counter);
   CHECK(windows.reader->stats().peers == 1);
-  CHECK(std::all_of(windows.destination->data(),
-                    windows.destination->data() + windows.destination->size(),
+  CHECK(std::all_of(windows.destination->host(),
+                    windows.destination->host() + windows.destination->size(),
                     [](std::byte byte) { return byte == std::byte{0}; }));
   windows.write_all();
 }
@@ -254,7 +254,7 @@ TEST_CASE("windows follow their grants to paths that come later") {
     simulated_network().set_link(nic, false);
     const auto done = windows.writer.await(Kind::write, submitted.id);
     CHECK_MESSAGE(done.code == Errc::ok, done.text);
-    CHECK(std::memcmp(windows.source->data(), windows.destination->data() + kOffset,
+    CHECK(std::memcmp(windows.source->host(), windows.destination->host() + kOffset,
                       granted.length) == 0);
     simulated_network().set_link(nic, true);
     // Until the path is there again and its window is open.
@@ -291,7 +291,7 @@ TEST_CASE("neither a counter nor a grant is of use to another peer than its writ
     const PeerId other_to_reader = other.connect_to(reader);
     const auto destination = good(reader->allocate(kSize));
     const auto source = good(other->allocate(kSize));
-    std::fill_n(source->data(), kSize, std::byte{0x5a});
+    std::fill_n(source->host(), kSize, std::byte{0x5a});
     const Imm imm = good(reader->allocate_counter(to_writer));
     const RegionRange range{destination, 0, kSize};
     const auto granted = good(reader->grant(imm, {&range, 1})).front();
@@ -301,7 +301,7 @@ TEST_CASE("neither a counter nor a grant is of use to another peer than its writ
     CHECK(other.await(Kind::write, stolen.id).code != Errc::ok);
     const auto guessed = good(other->write_imm(other_to_reader, imm));
     (void)other.await(Kind::write, guessed.id);
-    CHECK(std::all_of(destination->data(), destination->data() + kSize,
+    CHECK(std::all_of(destination->host(), destination->host() + kSize,
                       [](std::byte byte) { return byte == std::byte{0}; }));
     const auto counted = good(writer->write_imm(writer_to_reader, imm));
     CHECK(writer.await(Kind::write, counted.id).code == Errc::ok);

@@ -39,13 +39,13 @@ TEST_CASE("memory that a peer could write to is not shared") {
   const auto unsealed = good(MemoryRegion::allocate({}, 4096));
   before_linux_5_1 = false;
   CHECK(!unsealed->shareable());
-  std::memset(unsealed->data(), 7, 4096);
+  std::memset(unsealed->host(), 7, 4096);
 }
 
 TEST_CASE("allocated memory is zeroed, huge-page aligned and cannot shrink under a peer") {
   const auto region = good(MemoryRegion::allocate({}, 3u << 20));
-  CHECK(reinterpret_cast<std::uintptr_t>(region->data()) % (2u << 20) == 0);
-  for (std::size_t i = 0; i < region->size(); i += 4096) CHECK(region->data()[i] == std::byte{0});
+  CHECK(reinterpret_cast<std::uintptr_t>(region->host()) % (2u << 20) == 0);
+  for (std::size_t i = 0; i < region->size(); i += 4096) CHECK(region->host()[i] == std::byte{0});
   CHECK(local::sealed_against_shrinking(region->memfd()));
   CHECK(::ftruncate(region->memfd(), 0) != 0);
 }

@@ -53,8 +53,8 @@ struct Hosts {
       destination = good(reader->allocate(kPage * kPages));
     }
     Random random;
-    random.fill(source->data(), source->size());
-    std::memset(destination->data(), 0, destination->size());
+    random.fill(source->host(), source->size());
+    std::memset(destination->host(), 0, destination->size());
     std::vector<std::int64_t> pages(kPages);
     std::iota(pages.begin(), pages.end(), 0);
     std::shuffle(pages.begin(), pages.end(), random.engine);
@@ -68,7 +68,7 @@ struct Hosts {
     REQUIRE_MESSAGE(done.code == Errc::ok, done.text);
     good(reader->expect(imm, submitted.immediates));
     REQUIRE(reader.await(Kind::counter, imm).code == Errc::ok);
-    CHECK(std::memcmp(source->data(), destination->data(), source->size()) == 0);
+    CHECK(std::memcmp(source->host(), destination->host(), source->size()) == 0);
     reader->release_counter(imm);
   }
 
@@ -109,7 +109,7 @@ TEST_CASE("a grant of more than a window opens is served by its region's key, on
   const Reserved memory(size);
   const auto large = good(hosts.reader->register_memory(memory.data(), size));
   const auto source = good(hosts.writer->allocate(kPage));
-  std::memset(source->data(), 0x5a, kPage);
+  std::memset(source->host(), 0x5a, kPage);
   const std::size_t pairs = simulated_verbs().queue_pairs();
   const Imm imm = good(hosts.reader->allocate_counter(hosts.to_writer));
   const RegionRange all{large, 0, size};
@@ -121,7 +121,7 @@ TEST_CASE("a grant of more than a window opens is served by its region's key, on
   CHECK_MESSAGE(done.code == Errc::ok, done.text);
   good(hosts.reader->expect(imm, submitted.immediates));
   CHECK(hosts.reader.await(Kind::counter, imm).code == Errc::ok);
-  CHECK(std::memcmp(source->data(), memory.data() + size - kPage, kPage) == 0);
+  CHECK(std::memcmp(source->host(), memory.data() + size - kPage, kPage) == 0);
   CHECK(simulated_verbs().queue_pairs() == pairs);
   good(hosts.reader->deregister(large));
 }
@@ -355,7 +355,7 @@ TEST_CASE("a scatter reaches 64 peers, each over its queue pair") {
   }
   const auto source = good(sender->allocate(kPeers * kPage));
   Random random;
-  random.fill(source->data(), source->size());
+  random.fill(source->host(), source->size());
   const auto group = good(sender->peer_group(ids));
   std::vector<std::uint64_t> took_ns;
   for (std::size_t round = 0; round < kRounds; ++round) {
@@ -368,7 +368,7 @@ TEST_CASE("a scatter reaches 64 peers, each over its queue pair") {
   }
   for (std::size_t n = 0; n < kPeers; ++n) {
     CHECK((*engines[n])->counter_value(imm) == kRounds);
-    CHECK(std::memcmp(regions[n]->data(), source->data() + n * kPage, kPage) == 0);
+    CHECK(std::memcmp(regions[n]->host(), source->host() + n * kPage, kPage) == 0);
   }
   std::sort(took_ns.begin() + 1, took_ns.end());  // the first asks for the regions' keys
   MESSAGE("a scatter to 64 peers was posted in " << took_ns[kRounds / 2] / 1000 << " us");

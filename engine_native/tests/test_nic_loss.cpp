@@ -23,7 +23,7 @@ struct Load {
 
   // Writes pages at random, `disturb` meanwhile; then every byte and the count must be right.
   void run(const std::function<void()>& disturb) {
-    random_.fill(source->data(), source->size());
+    random_.fill(source->host(), source->size());
     const auto pages = random_.distinct_pages(3000, kManyPages);
     const Imm imm = good(pair.reader->allocate_counter(pair.to_writer));
     const auto submitted = good(pair.writer->write_pages(
@@ -39,7 +39,7 @@ struct Load {
     CHECK(pair.reader->counter_value(imm) == submitted.immediates);
     for (const auto page : pages) {
       const auto at = static_cast<std::size_t>(page) * kSmallPage;
-      REQUIRE(std::memcmp(source->data() + at, destination->data() + at, kSmallPage) == 0);
+      REQUIRE(std::memcmp(source->host() + at, destination->host() + at, kSmallPage) == 0);
     }
     pair.reader->release_counter(imm);
   }
@@ -148,7 +148,7 @@ TEST_CASE("of a path that kept order, only the groups that are not there are pos
   Pair pair("ordered");
   const RegionPtr source = good(pair.writer->allocate(kSmallPage * 128));
   const RegionPtr destination = good(pair.reader->allocate(kSmallPage * 128));
-  std::memset(source->data(), 7, source->size());
+  std::memset(source->host(), 7, source->size());
   std::vector<std::int64_t> pages;
   for (std::int64_t page = 0; page < 128; page += 2) pages.push_back(page);
   const Imm imm = good(pair.reader->allocate_counter(pair.to_writer));
@@ -173,7 +173,7 @@ TEST_CASE("of a path that kept order, only the groups that are not there are pos
   good(pair.reader->expect(imm, submitted.immediates));
   CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
   for (const auto page : pages) {
-    CHECK(destination->data()[static_cast<std::size_t>(page) * kSmallPage] == std::byte{7});
+    CHECK(destination->host()[static_cast<std::size_t>(page) * kSmallPage] == std::byte{7});
   }
 }
 

@@ -129,7 +129,7 @@ TEST_CASE("any mix of 1 to 8 NICs on both sides moves everything") {
       return nics;
     };
     NicPairOfEngines pair(with_nics("a", list(ours)), with_nics("b", list(theirs)));
-    random.fill(pair.source->data(), 1u << 20);
+    random.fill(pair.source->host(), 1u << 20);
     const auto pages = random.distinct_pages(2000, 4096);
     const Imm imm = good(pair.reader->allocate_counter());
     const auto submitted =
@@ -139,7 +139,7 @@ TEST_CASE("any mix of 1 to 8 NICs on both sides moves everything") {
     CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
     for (const auto page : pages) {
       const auto at = static_cast<std::size_t>(page) * 256;
-      REQUIRE(std::memcmp(pair.source->data() + at, pair.destination->data() + at, 256) == 0);
+      REQUIRE(std::memcmp(pair.source->host() + at, pair.destination->host() + at, 256) == 0);
     }
     for (std::size_t nic = 0; nic < static_cast<std::size_t>(ours); ++nic) {
       CHECK(delivered(pair.writer, nic) > 0);

@@ -27,7 +27,7 @@ TEST_CASE("null: writes are reported and immediates counted, though nothing is m
   CHECK(writer.await(Kind::peer_up).fabric == "null");
   const auto source = good(writer->allocate(2 * kPage * kPages));
   const auto destination = good(reader->allocate(2 * kPage * kPages));
-  std::memset(source->data(), 1, source->size());
+  std::memset(source->host(), 1, source->size());
   std::vector<std::int64_t> pages(kPages);
   for (std::size_t i = 0; i < kPages; ++i) pages[i] = static_cast<std::int64_t>(2 * i);
   const Imm imm = good(reader->allocate_counter());
@@ -43,7 +43,7 @@ TEST_CASE("null: writes are reported and immediates counted, though nothing is m
   }
   good(reader->expect(imm, total));
   CHECK(reader.await(Kind::counter, imm).code == Errc::ok);
-  CHECK(destination->data()[0] == std::byte{0});
+  CHECK(destination->host()[0] == std::byte{0});
 
   writer->disconnect(to_reader);
   CHECK(reader.await(Kind::peer_down).code == Errc::peer_lost);

@@ -37,8 +37,8 @@ struct Engines {
 
   // Scattered pages, every byte and the count checked.
   void write(Random& random) {
-    random.fill(source->data(), source->size());
-    std::fill_n(destination->data(), destination->size(), std::byte{0});
+    random.fill(source->host(), source->size());
+    std::fill_n(destination->host(), destination->size(), std::byte{0});
     const auto from = random.distinct_pages(kPages / 2, kPages);
     const auto to = random.distinct_pages(kPages / 2, kPages);
     const Imm imm = good(reader->allocate_counter());
@@ -56,8 +56,8 @@ struct Engines {
     std::size_t wrong = 0;
     for (std::size_t i = 0; i < to.size(); ++i) {
       wrong +=
-          std::memcmp(source->data() + static_cast<std::size_t>(from[i]) * kPage,
-                      destination->data() + static_cast<std::size_t>(to[i]) * kPage, kPage) != 0;
+          std::memcmp(source->host() + static_cast<std::size_t>(from[i]) * kPage,
+                      destination->host() + static_cast<std::size_t>(to[i]) * kPage, kPage) != 0;
     }
     CHECK(wrong == 0);
     reader->release_counter(imm);
@@ -137,7 +137,7 @@ TEST_CASE("ofi: a region is written under each registration of its own") {
   for (int round = 1; round <= 3; ++round) {
     const auto region = good(engines.reader->register_memory(memory.data(), memory.size()));
     CHECK(region->descriptor().key != old.key);
-    std::fill_n(engines.source->data(), memory.size(), static_cast<std::byte>(round));
+    std::fill_n(engines.source->host(), memory.size(), static_cast<std::byte>(round));
     const auto submitted =
         good(engines.writer->write(engines.to_reader, engines.source, region->descriptor(),
                                    {.length = memory.size()}, {.timeout = kDeadline}));
@@ -167,7 +167,7 @@ TEST_CASE("ofi: fencing one writer leaves the other's transfer whole") {
   const auto fine = good(reader->allocate(16u << 20));
   const auto source = good(fenced->allocate(16u << 20));
   const auto source_too = good(other->allocate(16u << 20));
-  std::fill_n(source_too->data(), source_too->size(), std::byte{0x22});
+  std::fill_n(source_too->host(), source_too->size(), std::byte{0x22});
   const auto mine = good(fenced->write(from_fenced, source, bad->descriptor(),
                                        {.length = 16u << 20}, {.timeout = kDeadline}));
   const auto theirs = good(other->write(from_other, source_too, fine->descriptor(),
@@ -186,7 +186,7 @@ TEST_CASE("ofi: a reader that leaves in mid-transfer leaves the other's whole") 
   TestEngine writer(strict_ofi_options("writer"));
   TestEngine reader(strict_ofi_options("reader"));
   const auto source = good(writer->allocate(kBytes));
-  std::fill_n(source->data(), kBytes, std::byte{0x22});
+  std::fill_n(source->host(), kBytes, std::byte{0x22});
   const auto write = [&](PeerId peer, const RegionPtr& destination, Imm imm) {
     return good(writer->write(peer, source, destination->descriptor(), {.length = kBytes},
                               {.imm = imm, .timeout = kDeadline}));
@@ -196,7 +196,7 @@ TEST_CASE("ofi: a reader that leaves in mid-transfer leaves the other's whole") 
   for (int round = 0; round < 3; ++round) {
     CAPTURE(round);
     const Imm imm = good(reader->allocate_counter());
-    std::fill_n(destination->data(), kBytes, std::byte{0});
+    std::fill_n(destination->host(), kBytes, std::byte{0});
     const auto kept = write(to_reader, destination, imm);
     OperationId cut = 0;
     {
@@ -239,7 +239,7 @@ TEST_CASE("ofi: a transfer outlives paths that are lost with another region, cou
   };
   for (int round = 1; round <= 4; ++round) {
     CAPTURE(round);
-    std::fill_n(source->data(), kBytes, static_cast<std::byte>(round));
+    std::fill_n(source->host(), kBytes, static_cast<std::byte>(round));
     const auto gone = good(reader->allocate(kBytes));
     const Imm begun = good(reader->allocate_counter());
     const auto late = write(gone, begun, 0);

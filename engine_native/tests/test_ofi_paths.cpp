@@ -24,7 +24,7 @@ TEST_CASE("ofi: a half-received write places nothing once its path or region was
     OfiBench bench(options, {});
     const auto source = bench.region(kPieces * kPiece);
     const auto destination = bench.region(kPieces * kPiece);
-    std::fill_n(source->data(), source->size(), std::byte{0x77});
+    std::fill_n(source->host(), source->size(), std::byte{0x77});
     const Imm imm = good(bench.counters.allocate());
     auto ends = bench.join(0);
     const auto key = bench.key_for(0, destination);
@@ -33,7 +33,7 @@ TEST_CASE("ofi: a half-received write places nothing once its path or region was
     bool half_way = false;
     bench.until([&] {
       for (std::size_t piece = 0; piece < kPieces; ++piece) {
-        const std::byte* const at = destination->data() + piece * kPiece;
+        const std::byte* const at = destination->host() + piece * kPiece;
         half_way = half_way || (at[64] == std::byte{0x77} && at[kPiece - 1] != std::byte{0x77});
       }
       return half_way || operation->done();
@@ -49,7 +49,7 @@ TEST_CASE("ofi: a half-received write places nothing once its path or region was
       const auto both = [&] { return returned.load(); };
       closed == Closed::region ? bench.until(both) : bench.until_polled(bench.reader(), both);
     }
-    std::fill_n(destination->data(), destination->size(), std::byte{0x11});
+    std::fill_n(destination->host(), destination->size(), std::byte{0x11});
     if (closed == Closed::region_of_frozen_writer && !operation->done()) {
       bench.until([&] { return bench.lost.contains(ends.reader.get()); });
     }
@@ -71,7 +71,7 @@ TEST_CASE("ofi: a key that is not one loses the path by name") {
   OfiBench bench(strict_ofi_options("bench", 2), {});
   const auto source = bench.region(1u << 20);
   const auto destination = bench.region(1u << 20);
-  std::fill_n(source->data(), source->size(), std::byte{0x77});
+  std::fill_n(source->host(), source->size(), std::byte{0x77});
   auto ends = bench.join(0);
   RemoteKey key = bench.key_for(0, destination);
   key.rkey ^= 1;
@@ -89,7 +89,7 @@ TEST_CASE("ofi: one key serves all peers, and none of a fenced peer's writes lan
   OfiBench bench(options, {});
   const auto source = bench.region(1u << 20);
   const auto destination = bench.region(1u << 20);
-  std::fill_n(source->data(), source->size(), std::byte{0x77});
+  std::fill_n(source->host(), source->size(), std::byte{0x77});
   auto fenced = bench.join(0);
   auto other = bench.join(1);
   const RemoteKey key = bench.key_for(0, destination);
@@ -159,7 +159,7 @@ TEST_CASE("ofi: nothing is read for a write whose path was shut, and other paths
   OfiBench bench(strict_ofi_options("bench", 3), {});
   const auto source = bench.region(kPieces * kPiece);
   const auto destination = bench.region(kPieces * kPiece);
-  std::fill_n(source->data(), source->size(), std::byte{0x77});
+  std::fill_n(source->host(), source->size(), std::byte{0x77});
   auto ends = bench.join(0);
   auto other = bench.join(1);
   const auto key = good(destination->registration(0)->share(0));
@@ -167,9 +167,9 @@ TEST_CASE("ofi: nothing is read for a write whose path was shut, and other paths
       bench.post(*ends.reader, source, key, kPieces, kPiece, good(bench.counters.allocate()));
   REQUIRE(!operation->done());
   ends.reader.shut();
-  std::fill_n(source->data(), source->size(), std::byte{0x11});
+  std::fill_n(source->host(), source->size(), std::byte{0x11});
   bench.settle();
-  CHECK(std::count(destination->data(), destination->data() + destination->size(),
+  CHECK(std::count(destination->host(), destination->host() + destination->size(),
                    std::byte{0x11}) == 0);
   const auto fine =
       bench.post(*other.writer, source, bench.key_for(1, destination), 1, kPage, std::nullopt);

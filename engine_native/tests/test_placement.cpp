@@ -25,8 +25,8 @@ struct Receiver {
 TEST_CASE("a granted batch gets its targets and counts once it is finished") {
   Receiver r;
   Placement placement(r.receive_context, kPlacedWriter, r.region->key(), r.imm);
-  CHECK(placement.target(0, 1000) == r.region->data());
-  CHECK(placement.target(999, 1) == r.region->data() + 999);
+  CHECK(placement.target(0, 1000) == r.region->address());
+  CHECK(placement.target(999, 1) == r.region->address() + 999);
   CHECK(r.counters.value(r.imm) == 0);
   placement.finish(2, 1, 1001);
   CHECK(r.counters.value(r.imm) == 1);
@@ -40,7 +40,7 @@ TEST_CASE("offsets that overflow do not pass the bounds check") {
                                        {UINT64_MAX, 2},
                                        {0, UINT32_MAX}}) {
     Placement placement(r.receive_context, kPlacedWriter, r.region->key(), r.imm);
-    CHECK(placement.target(offset, length) == nullptr);
+    CHECK(placement.target(offset, length) == 0);
     CHECK(placement.status() == Errc::out_of_bounds);
     placement.finish(1, 1, length);
     CHECK(r.counters.value(r.imm) == 0);

@@ -48,10 +48,10 @@ class Slots {
 
  private:
   std::byte* source(const Transfer& transfer) const {
-    return source_->data() + transfer.slot * kSlot;
+    return source_->host() + transfer.slot * kSlot;
   }
   std::byte* destination(const Transfer& transfer) const {
-    return destination_->data() + transfer.slot * kSlot;
+    return destination_->host() + transfer.slot * kSlot;
   }
 
   // Its link goes down, half of the time after completions were lost.

@@ -99,7 +99,7 @@ TEST_CASE("64 peers write to one reader at once") {
       auto& writer = *writers.emplace_back(
           std::make_unique<TestEngine>(with_one_nic("writer" + std::to_string(i))));
       const auto source = good(writer->allocate(kPart));
-      std::memset(source->data(), static_cast<int>(i + 1), kPart);
+      std::memset(source->host(), static_cast<int>(i + 1), kPart);
       const PeerId peer = writer.connect_to(reader);
       const auto submitted = good(writer->write(peer, source, destination->descriptor(),
                                                 {.destination_offset = i * kPart, .length = kPart},
@@ -112,8 +112,8 @@ TEST_CASE("64 peers write to one reader at once") {
     for (std::size_t i = 0; i < kPeers; ++i) {
       CHECK(writers[i]->await(Kind::write, operations[i]).code == Errc::ok);
       const std::byte expected{static_cast<unsigned char>(i + 1)};
-      CHECK(destination->data()[i * kPart] == expected);
-      CHECK(destination->data()[(i + 1) * kPart - 1] == expected);
+      CHECK(destination->host()[i * kPart] == expected);
+      CHECK(destination->host()[(i + 1) * kPart - 1] == expected);
     }
     CHECK(reader->stats().peers == kPeers);
   }
@@ -151,7 +151,7 @@ TEST_CASE("a peer that starts anew is a new one, and what was the old one's is r
     CAPTURE(fabric);
     TestEngine writer(options_for(fabric, "writer"));
     const auto source = good(writer->allocate(1u << 20));
-    std::memset(source->data(), 0x33, source->size());
+    std::memset(source->host(), 0x33, source->size());
     std::optional<MrDescriptor> old_region;
     EngineAddress old_address;
     {
@@ -175,7 +175,7 @@ TEST_CASE("a peer that starts anew is a new one, and what was the old one's is r
     REQUIRE(!stale);
     CHECK(stale.error().code == Errc::unknown_region);
     write_and_count(writer, peer, reader, source, region, {.length = 1u << 20});
-    CHECK(std::memcmp(region->data(), source->data(), 1u << 20) == 0);
+    CHECK(std::memcmp(region->host(), source->host(), 1u << 20) == 0);
   }
 }
 

@@ -42,7 +42,7 @@ TEST_CASE("a scatter gives every peer its part, and a barrier tells all") {
     Random random;
     CAPTURE(random.seed);
     Star star(fabric, 5);
-    random.fill(star.source->data(), star.source->size());
+    random.fill(star.source->host(), star.source->size());
     // The immediates are equal: each peer's first counter.
     for (const Imm imm : star.imms) REQUIRE(imm == star.imms[0]);
     std::vector<ScatterPart> parts;
@@ -60,8 +60,8 @@ TEST_CASE("a scatter gives every peer its part, and a barrier tells all") {
       good((*star.rim[i])->expect(star.imms[i], submitted.immediates[i]));
       CHECK(star.rim[i]->await(Kind::counter, star.imms[i]).code == Errc::ok);
       const std::size_t length = parts[i].write.length;
-      CHECK(std::memcmp(star.regions[i]->data(), star.source->data() + i * kPart, length) == 0);
-      if (length < kPart) CHECK(star.regions[i]->data()[length] == std::byte{0});
+      CHECK(std::memcmp(star.regions[i]->host(), star.source->host() + i * kPart, length) == 0);
+      if (length < kPart) CHECK(star.regions[i]->host()[length] == std::byte{0});
     }
     const auto told =
         good(star.centre->barrier(star.group(), star.imms[0], {.timeout = kDeadline}));
@@ -134,7 +134,7 @@ TEST_CASE("a list of writes between many regions is one operation with one total
     for (std::size_t i = 0; i < kRegions; ++i) {
       from.push_back(good(pair.writer->allocate(kBytes)));
       to.push_back(good(pair.reader->allocate(kBytes)));
-      random.fill(from.back()->data(), kBytes);
+      random.fill(from.back()->host(), kBytes);
       expected.emplace_back(kBytes);
     }
     std::vector<ListedWrite> list;
@@ -149,7 +149,7 @@ TEST_CASE("a list of writes between many regions is one operation with one total
       list.push_back({.source = from[source],
                       .destination = to[destination]->descriptor(),
                       .write = {offset, place, length}});
-      std::memcpy(expected[destination].data() + place, from[source]->data() + offset, length);
+      std::memcpy(expected[destination].data() + place, from[source]->host() + offset, length);
       bytes += length;
     }
     const Imm imm = good(pair.reader->allocate_counter());
@@ -162,7 +162,7 @@ TEST_CASE("a list of writes between many regions is one operation with one total
     const auto ended = pair.writer.await(Kind::write, submitted.id);
     CHECK_MESSAGE(ended.code == Errc::ok, ended.text);
     for (std::size_t i = 0; i < kRegions; ++i) {
-      CHECK(std::memcmp(to[i]->data(), expected[i].data(), kBytes) == 0);
+      CHECK(std::memcmp(to[i]->host(), expected[i].data(), kBytes) == 0);
     }
   }
 }
@@ -241,7 +241,7 @@ TEST_CASE("a write waits for its watched word") {
     }
     CHECK(pair.writer->stats().writes_posted == 0);
     for (std::size_t step = 0; step < kSteps; ++step) {
-      std::memset(source->data() + step * 1000, static_cast<int>(step + 1), 1000);
+      std::memset(source->host() + step * 1000, static_cast<int>(step + 1), 1000);
       word->value.fetch_add(1, std::memory_order_release);  // as compute does, telling nobody
       if (step % 2 == 0) pair.writer->wake();
       CHECK(pair.writer.await(Kind::write, operations[step]).code == Errc::ok);
@@ -249,7 +249,7 @@ TEST_CASE("a write waits for its watched word") {
     }
     good(pair.reader->expect(imm, kSteps));
     CHECK(pair.reader.await(Kind::counter, imm).code == Errc::ok);
-    CHECK(std::memcmp(source->data(), destination->data(), kSteps * 1000) == 0);
+    CHECK(std::memcmp(source->host(), destination->host(), kSteps * 1000) == 0);
   }
 }
 

@@ -67,7 +67,7 @@ struct Verbs {
 
   // Writes pages, `disturb` meanwhile; then every byte and the count must be right.
   void write(Random& random, const std::function<void()>& disturb = [] {}) {
-    random.fill(source->data(), source->size());
+    random.fill(source->host(), source->size());
     const auto pages = random.distinct_pages(kPages * 3 / 4, kPages);
     const Imm imm = good(reader->allocate_counter());
     const auto submitted = submit(pages, imm);
@@ -81,7 +81,7 @@ struct Verbs {
     CHECK(reader->counter_value(imm) == submitted.immediates);
     for (const auto page : pages) {
       const std::size_t at = static_cast<std::size_t>(page) * kPage;
-      REQUIRE(std::memcmp(source->data() + at, destination->data() + at, kPage) == 0);
+      REQUIRE(std::memcmp(source->host() + at, destination->host() + at, kPage) == 0);
     }
     reader->release_counter(imm);
   }
@@ -161,11 +161,11 @@ TEST_CASE("writes to a region that is being deregistered are refused, later ones
       std::this_thread::yield();
     }
     good(verbs.reader->deregister(target));
-    std::fill_n(target->data(), target->size(), std::byte{0x11});
+    std::fill_n(target->host(), target->size(), std::byte{0x11});
     const auto done = verbs.writer.await(Kind::write, submitted.id);
     CHECK_MESSAGE((done.code == Errc::unknown_region || done.code == Errc::ok), done.text);
     refused = refused || done.code == Errc::unknown_region;
-    CHECK(std::all_of(target->data(), target->data() + target->size(),
+    CHECK(std::all_of(target->host(), target->host() + target->size(),
                       [](std::byte byte) { return byte == std::byte{0x11}; }));
     verbs.write(random);
   }
@@ -268,18 +268,18 @@ TEST_CASE("nothing of a fenced peer lands, and it may come back") {
   Verbs verbs;
   for (int round = 0; round < 10; ++round) {
     CAPTURE(round);
-    std::fill_n(verbs.source->data(), verbs.source->size(), std::byte{0x77});
+    std::fill_n(verbs.source->host(), verbs.source->size(), std::byte{0x77});
     const Imm imm = good(verbs.reader->allocate_counter());
     const auto submitted = verbs.submit(random.distinct_pages(kPages, kPages), imm);
     const std::uint64_t begin = random.below(submitted.immediates / 2);
     while (verbs.reader->counter_value(imm) < begin) std::this_thread::yield();
     good(verbs.reader->fence(verbs.to_writer));
-    std::fill_n(verbs.destination->data(), verbs.destination->size(), std::byte{0x11});
+    std::fill_n(verbs.destination->host(), verbs.destination->size(), std::byte{0x11});
     const std::uint64_t counted = verbs.reader->counter_value(imm);
     const auto done = verbs.writer.await(Kind::write, submitted.id);
     CHECK((done.code == Errc::peer_lost || done.code == Errc::ok));
-    CHECK(std::all_of(verbs.destination->data(),
-                      verbs.destination->data() + verbs.destination->size(),
+    CHECK(std::all_of(verbs.destination->host(),
+                      verbs.destination->host() + verbs.destination->size(),
                       [](std::byte byte) { return byte == std::byte{0x11}; }));
     CHECK(verbs.reader->counter_value(imm) == counted);
     verbs.reader->release_counter(imm);

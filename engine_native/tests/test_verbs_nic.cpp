@@ -17,7 +17,7 @@ TEST_CASE("a wrong key ends the path with its cause, and no other path") {
     VerbsBench bench(fabric);
     const auto source = bench.region(1u << 20);
     const auto target = bench.region(1u << 20);
-    std::fill_n(target->data(), target->size(), std::byte{0x11});
+    std::fill_n(target->host(), target->size(), std::byte{0x11});
     const Imm imm = good(bench.counters.allocate());
     auto bad = bench.join();
     auto fine = bench.join();
@@ -44,7 +44,7 @@ TEST_CASE("a wrong key ends the path with its cause, and no other path") {
     CHECK(bad.reader->received().empty());
     CHECK(bad.writer->take_unfinished().size() == 1);
     CHECK(!bench.lost.contains(fine.writer.get()));
-    CHECK(std::all_of(target->data() + 4 * 4096, target->data() + target->size(),
+    CHECK(std::all_of(target->host() + 4 * 4096, target->host() + target->size(),
                       [](std::byte byte) { return byte == std::byte{0x11}; }));
   }
 }
@@ -70,7 +70,7 @@ TEST_CASE("what a path received and did not finish is final once it is shut") {
       bench.until([&] { return operation->finished + aside->finished >= some; });
       // Either end may be first.
       (round % 2 == 0 ? ends.reader : ends.writer).shut();
-      std::fill_n(target->data() + 100 * 64, target->size() - 100 * 64, std::byte{0x11});
+      std::fill_n(target->host() + 100 * 64, target->size() - 100 * 64, std::byte{0x11});
       (round % 2 == 0 ? ends.writer : ends.reader).shut();
       const auto received = ends.reader->received();
       const std::uint64_t came = received.empty() ? 0 : received.at(imm);
@@ -84,7 +84,7 @@ TEST_CASE("what a path received and did not finish is final once it is shut") {
       CHECK(bench.counters.value(imm) == came + 100);
       bystander.writer->add_credit(bystander.reader->consumed());
       if (round % 2 == 0) {
-        CHECK(std::all_of(target->data() + 100 * 64, target->data() + target->size(),
+        CHECK(std::all_of(target->host() + 100 * 64, target->host() + target->size(),
                           [](std::byte byte) { return byte == std::byte{0x11}; }));
       }
     }

@@ -34,14 +34,14 @@ void check_pages(Pair& pair, Source kind, std::size_t page, std::size_t count, s
                  Random& random) {
   SourcePool source(pair.writer, kind, kPool);
   const auto destination = good(pair.reader->allocate(kPool));
-  random.fill(source.region->data(), kPool);
+  random.fill(source.region->host(), kPool);
   std::vector<std::byte> expected(kPool);
   const std::size_t pool_pages = (kPool - page) / stride;
   const auto from = random.distinct_pages(count, pool_pages);
   const auto to = random.distinct_pages(count, pool_pages);
   for (std::size_t i = 0; i < count; ++i) {
     std::memcpy(expected.data() + static_cast<std::size_t>(to[i]) * stride,
-                source.region->data() + static_cast<std::size_t>(from[i]) * stride, page);
+                source.region->host() + static_cast<std::size_t>(from[i]) * stride, page);
   }
   const Imm imm = good(pair.reader->allocate_counter());
   const auto submitted =
@@ -58,7 +58,7 @@ void check_pages(Pair& pair, Source kind, std::size_t page, std::size_t count, s
   const auto done = pair.writer.await(Kind::write, submitted.id);
   CHECK_MESSAGE(done.code == Errc::ok, done.text);
   CHECK(pair.reader->counter_value(imm) == submitted.immediates);
-  CHECK(std::memcmp(destination->data(), expected.data(), kPool) == 0);
+  CHECK(std::memcmp(destination->host(), expected.data(), kPool) == 0);
   good(pair.writer->deregister(source.region));
   good(pair.reader->deregister(destination));
   pair.reader->release_counter(imm);
@@ -90,7 +90,7 @@ TEST_CASE("one large write is split and arrives whole") {
     Pair pair(fabric, 3);
     SourcePool source(pair.writer, Source::registered, 9u << 20);
     const auto destination = good(pair.reader->allocate(9u << 20));
-    random.fill(source.region->data(), source.region->size());
+    random.fill(source.region->host(), source.region->size());
     const Imm imm = good(pair.reader->allocate_counter());
     const auto submitted = good(
         pair.writer->write(pair.to_reader, source.region, destination->descriptor(),
@@ -100,9 +100,9 @@ TEST_CASE("one large write is split and arrives whole") {
     good(pair.reader->expect(imm, submitted.immediates));
     pair.reader.await(Kind::counter, imm);
     CHECK(pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
-    CHECK(std::memcmp(destination->data() + 1, source.region->data() + 3, (8u << 20) + 77) == 0);
-    CHECK(destination->data()[0] == std::byte{0});
-    CHECK(destination->data()[(8u << 20) + 78] == std::byte{0});
+    CHECK(std::memcmp(destination->host() + 1, source.region->host() + 3, (8u << 20) + 77) == 0);
+    CHECK(destination->host()[0] == std::byte{0});
+    CHECK(destination->host()[(8u << 20) + 78] == std::byte{0});
   }
 }
 
@@ -165,7 +165,7 @@ TEST_CASE("a refused write changes no byte, counts nothing and names the cause")
     Pair pair(fabric);
     const auto source = good(pair.writer->allocate(kPool));
     const auto destination = good(pair.reader->allocate(kPool));
-    std::memset(source->data(), 0x5a, kPool);
+    std::memset(source->host(), 0x5a, kPool);
     const Imm imm = good(pair.reader->allocate_counter());
     const auto attempt = [&](MrDescriptor descriptor, std::uint64_t offset, Imm with) {
       const auto submitted = good(pair.writer->write(
@@ -201,7 +201,7 @@ TEST_CASE("a refused write changes no byte, counts nothing and names the cause")
     CHECK(refused.error().code == Errc::unknown_region);
 
     CHECK(pair.reader->counter_value(imm) == 0);
-    for (std::size_t i = 0; i < kPool; ++i) REQUIRE(destination->data()[i] == std::byte{0});
+    for (std::size_t i = 0; i < kPool; ++i) REQUIRE(destination->host()[i] == std::byte{0});
     CHECK(pair.reader->stats().writes_refused.total > 0);
 
     // The connection survived all of it.
@@ -254,7 +254,7 @@ TEST_CASE("after release_counter returned, no write with that immediate lands") 
     Pair pair(fabric);
     const auto source = good(pair.writer->allocate(kPool));
     const auto destination = good(pair.reader->allocate(kPool));
-    std::memset(source->data(), 0x77, kPool);
+    std::memset(source->host(), 0x77, kPool);
     const auto pages = random.distinct_pages(4096, 4096);
     for (int round = 0; round < 30; ++round) {
       const Imm imm = good(pair.reader->allocate_counter());
@@ -264,11 +264,11 @@ TEST_CASE("after release_counter returned, no write with that immediate lands") 
       while (pair.reader->counter_value(imm) == 0 && random.below(4) != 0) {
       }
       pair.reader->release_counter(imm);
-      std::memset(destination->data(), 0x11, kPool);  // the pages belong to somebody else now
+      std::memset(destination->host(), 0x11, kPool);  // the pages belong to somebody else now
       const auto done = pair.writer.await(Kind::write, submitted.id);
       CHECK((done.code == Errc::ok || done.code == Errc::stale_counter));
       std::size_t changed = 0;
-      for (std::size_t i = 0; i < kPool; ++i) changed += destination->data()[i] != std::byte{0x11};
+      for (std::size_t i = 0; i < kPool; ++i) changed += destination->host()[i] != std::byte{0x11};
       REQUIRE(changed == 0);
     }
   }

@@ -81,7 +81,7 @@ OperationPtr VerbsBench::operation(const RegionPtr& source, const RemoteKey& des
 }
 
 void VerbsBench::post(NicPath& path, const OperationPtr& operation) {
-  while (operation->wants_post() && path.has_room(operation->imm.has_value())) {
+  while (operation->wants_post() && path.has_room(*operation, operation->imm.has_value())) {
     const std::size_t posted = path.post(operation, operation->next());
     if (posted == 0) return;
     operation->took(posted);

@@ -194,8 +194,8 @@ def measure_scatter(
         sender, *receivers = (
             stack.enter_context(closing(_engine(key, nics, thread=False))) for _ in range(peers + 1)
         )
-        source = sender.allocate(peers * PAGE_BYTES)
-        regions = [receiver.allocate(PAGE_BYTES) for receiver in receivers]
+        source = sender.allocate(peers * PAGE_BYTES, None)
+        regions = [receiver.allocate(PAGE_BYTES, None) for receiver in receivers]
         imms = {receiver.allocate_counter(None) for receiver in receivers}
         if len(imms) != 1:
             raise BenchError("the first counters of new engines differ")

@@ -121,17 +121,28 @@ class EngineCore(ABC):
 
     # --- memory and counters
 
-    def alloc(self, nbytes: int) -> Memory:
-        """Zeroed memory that peers on this host can map; the fastest source. Raises OutOfMemory."""
+    def alloc(self, nbytes: int, gpu: int | None = None) -> Memory:
+        """Zeroed memory that peers on this host can map; the fastest source.
+
+        gpu: CUDA's number, in this process, of the GPU whose memory it is; None for host memory.
+
+        Raises OutOfMemory; of a GPU, FabricUnavailable where there is no CUDA driver,
+        InvalidArgument where there is no such GPU, and GpuLost.
+        """
         if nbytes < 1:
             raise InvalidArgument(f"alloc({nbytes}): ask for at least 1 byte")
         with translated():
-            handle = self.native.allocate(nbytes)
+            handle = self.native.allocate(nbytes, gpu)
         return Memory(MemoryRegion(self.native, handle))
 
     def register(self, target: Any, nbytes: int | None = None) -> MemoryRegion:
-        """Registers memory that somebody else allocated: a numpy array, a torch CPU tensor, a
-        writable buffer, or an address with `nbytes`. It must stay valid until close()."""
+        """Registers memory that somebody else allocated: a numpy array, a torch tensor on the CPU
+        or a CUDA GPU, a writable buffer, an object with `__cuda_array_interface__` or DLPack on a
+        CUDA GPU, or an address with `nbytes`. It must be contiguous, and stay valid until close().
+
+        CUDA's driver says whether an address is memory of a GPU: `MemoryRegion.gpu`. Raises
+        InvalidArgument, OutOfBounds where memory of a GPU is less than was passed, and GpuLost.
+        """
         region = register(self.native, target, nbytes, on_close=self._regions.discard)
         self._regions.add(region)  # peers may write into it until it is closed: its owner must live
         return region

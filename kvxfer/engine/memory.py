@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvxfer.engine.foreign_memory import foreign_memory
 from kvxfer.engine.native import native, translated
 from kvxfer.errors import InvalidArgument
 
@@ -41,6 +42,11 @@ class MemoryRegion:
         return self.handle.address
 
     @property
+    def gpu(self) -> int | None:
+        """CUDA's number, in this process, of the GPU whose memory it is; None for host memory."""
+        return self.handle.gpu
+
+    @property
     def nbytes(self) -> int:
         """Its length in bytes."""
         return self.handle.nbytes
@@ -59,7 +65,7 @@ class MemoryRegion:
         """The sum, modulo 2**64, of XXH3 of each run of `length` bytes at `offsets[i]`, seeded with
         `numbers[i]`: the same wherever the runs lie, and in whatever order they are given.
 
-        Raises OutOfBounds. Runs without the GIL.
+        Raises OutOfBounds, and InvalidArgument for memory of a GPU. Runs without the GIL.
         """
         with translated():
             return self.handle.checksum(offsets, numbers, length)
@@ -79,20 +85,35 @@ class MemoryRegion:
                 self._on_close(self)
 
     def __repr__(self) -> str:
-        return f"MemoryRegion(address={self.address:#x}, nbytes={self.nbytes})"
+        on = "" if self.gpu is None else f", gpu={self.gpu}"
+        return f"MemoryRegion(address={self.address:#x}, nbytes={self.nbytes}{on})"
 
 
 class Memory(native.MemoryRegion):
-    """Zeroed shareable memory, already registered: a writable buffer of bytes.
+    """Zeroed shareable memory, already registered: bytes of the host or of a GPU.
 
-    Use it as `memoryview(memory)`, `numpy.frombuffer(memory, dtype)`, or through DLPack
-    (`numpy.from_dlpack`, `torch.from_dlpack`; uint8, one dimension). The memory stays mapped for
-    as long as any of these views lives.
+    Host memory is a writable buffer: use it as `memoryview(memory)`, `numpy.frombuffer(memory,
+    dtype)`, or through DLPack (`numpy.from_dlpack`, `torch.from_dlpack`; uint8, one dimension).
+    Memory of a GPU offers DLPack (`torch.from_dlpack`, `cupy.from_dlpack`) and
+    `__cuda_array_interface__`. The memory stays allocated for as long as any of these views lives.
     """
 
     def __init__(self, region: MemoryRegion) -> None:
         super().__init__(region.handle)
         self.region = region
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """As Numba's documentation describes it, version 3; only of memory of a GPU."""
+        if self.gpu is None:
+            raise AttributeError("__cuda_array_interface__ is of memory of a GPU only")
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "strides": None,
+            "version": 3,
+        }
 
     def close(self) -> None:
         """Deregisters the region; see MemoryRegion.close."""
@@ -105,53 +126,19 @@ def register(
     nbytes: int | None,
     on_close: Callable[[MemoryRegion], None],
 ) -> MemoryRegion:
-    """Registers a numpy array, a torch CPU tensor, a writable buffer, or an address and length.
+    """Registers memory that somebody else allocated (kvxfer.engine.foreign_memory says what can be
+    passed), all of it or its first `nbytes`.
 
-    Arrays and tensors must be contiguous. Raises InvalidArgument naming what was passed.
+    CUDA's driver says whether it is memory of a GPU. Raises InvalidArgument naming what was passed,
+    also where the driver and the object disagree.
     """
-    if isinstance(target, int):
-        if nbytes is None:
-            raise InvalidArgument("register(address) needs nbytes, the length in bytes")
-        address, length, owner = target, nbytes, None
-    elif hasattr(target, "data_ptr"):  # torch, without importing it
-        address, length, owner = _tensor_range(target), target.nbytes, target
-    else:
-        view = _writable_view(target)  # as owner: a bytearray cannot move while it is exported
-        address, length, owner = _address_of(view), view.nbytes, view
-    if nbytes is not None and nbytes > length:
-        raise InvalidArgument(f"nbytes={nbytes} is more than the {length} bytes that were passed")
+    memory = foreign_memory(target, nbytes)
     with translated():
-        handle = engine.register_memory(address, length if nbytes is None else nbytes)
-    return MemoryRegion(engine, handle, owner, on_close)
-
-
-def _tensor_range(tensor: Any) -> int:
-    if tensor.device.type != "cpu":
-        raise InvalidArgument(
-            f"a tensor on {tensor.device} cannot be registered by this version; copy it to the CPU"
-        )
-    if not tensor.is_contiguous():
-        raise InvalidArgument("the tensor is not contiguous; register tensor.contiguous()")
-    return int(tensor.data_ptr())
-
-
-def _writable_view(target: Any) -> memoryview:
+        handle = engine.register_memory(memory.address, memory.nbytes)
+    region = MemoryRegion(engine, handle, memory.owner, on_close)
     try:
-        view = memoryview(target)
-    except TypeError:
-        raise InvalidArgument(
-            f"cannot register a {type(target).__name__}; pass a numpy array, a torch CPU tensor, "
-            "a writable buffer, or an address and nbytes"
-        ) from None
-    if view.readonly or not view.c_contiguous or view.nbytes == 0:
-        raise InvalidArgument(
-            f"the {type(target).__name__} cannot be registered: it must be writable, contiguous "
-            "and not empty"
-        )
-    return view
-
-
-def _address_of(view: memoryview) -> int:
-    import numpy as np
-
-    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+        memory.check_gpu(region.gpu)
+    except InvalidArgument:
+        region.close()
+        raise
+    return region

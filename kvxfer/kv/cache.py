@@ -29,6 +29,11 @@ returns when the last byte is in place."""
 # What is copied aside at a time: it stays in the processor's cache.
 _CHUNK_BYTES: Final = 1 << 20
 
+REORDERS: Final = (
+    "permute_on_host cannot reorder heads there; pass permute=None, or a function that reorders "
+    "them on the GPU"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class KvPlane:
@@ -42,7 +47,9 @@ class KvPlane:
 
 def permute_on_host(cache: KvCache, blocks: BlockIds, arrived: HeadOrder) -> None:
     """The `Permute` for a cache in host memory: swaps tokens and heads of blocks in place, a MiB at
-    a time. `blocks` has their ids, [blocks]; `arrived` is the order that they are in."""
+    a time. `blocks` has their ids, [blocks]; `arrived` is the order that they are in. Raises
+    InvalidArgument for memory of a GPU."""
+    cache.require_host_memory(REORDERS)
     at_once = max(1, _CHUNK_BYTES // cache.layout.part_bytes)
     for plane in (plane for layer in cache.planes for plane in layer):
         before = _blocks_of(plane, cache, arrived)
@@ -74,8 +81,9 @@ class KvCache:
 
     `planes[layer][i]` is the plane of `layout.parts[i]`, layers counted from 0 on this rank.
     `permute` reorders the heads of blocks from a peer with the other head order; with None they are
-    put in order on the way, in many small writes. Raises InvalidArgument where a plane is missing
-    or leaves its memory region.
+    put in order on the way, in many small writes. Planes may be memory of a GPU; what only the
+    processor does, checksums and permute_on_host, is refused then. Raises InvalidArgument where a
+    plane is missing or leaves its memory region.
     """
 
     def __init__(
@@ -107,6 +115,14 @@ class KvCache:
                 )
             for part, plane in zip(layout.parts, layer, strict=True):
                 self._check_plane(index, part, plane)
+        regions = [plane.region for layer in self.planes for plane in layer]
+        self.gpu = next((region.gpu for region in regions if region.gpu is not None), None)
+        """A GPU that planes are memory of, by CUDA's number; None where all are host memory."""
+
+    def require_host_memory(self, why: str) -> None:
+        """Raises InvalidArgument, which says why, where a plane is memory of a GPU."""
+        if self.gpu is not None:
+            raise InvalidArgument(f"the KvCache is memory of GPU {self.gpu}: {why}")
 
     def _check_plane(self, layer: int, part: Part, plane: KvPlane) -> None:
         if plane.offset < 0 or plane.block_stride < self.layout.part_bytes:
@@ -173,7 +189,7 @@ class KvCache:
     ) -> KvCache:
         """A cache in memory that the caller has: `arrays[layer][i]` for `layout.parts[i]`.
 
-        Each array (numpy array, torch tensor or writable buffer) is contiguous with the block as
+        Each array (whatever Engine.register() takes but an address) is contiguous with the block as
         its first dimension; one that several layers share is registered once. The cache owns the
         registrations, the caller keeps the memory.
         """

@@ -23,6 +23,7 @@ from kvxfer.errors import (
 )
 from kvxfer.instances import Role
 from kvxfer.kv.blocks import by_group
+from kvxfer.kv.cache import REORDERS, permute_on_host
 from kvxfer.kv.messages import NEWEST, OLDEST, TELLS_MODEL, Hello, Message, encode
 from kvxfer.kv.plan import TransferPlan, plan_transfer
 from kvxfer.kv.plane_writes import PlaneArrival, PlaneWrite, bind_arrivals, bind_plan
@@ -293,6 +294,18 @@ class Connection:
         that of `side`."""
         models = (self._identity.model, self.hello.model)
         require_same_model(*(models if side is Role.PREFILL else models[::-1]))
+
+    def require_touchable(self, side: Side) -> None:
+        """Raises InvalidArgument where a transfer takes the processor to read or reorder our cache,
+        and it is memory of a GPU. `side` is ours. Raises LayoutMismatch, too."""
+        if self.checksums:
+            self._cache.require_host_memory(
+                f"checksums, which {self.hello.instance_id!r} wants, need host memory; start both "
+                "sides without checksums"
+            )
+        on_host = self._cache.permute is permute_on_host
+        if side is Role.DECODE and on_host and self.inbound_plan.permutes:
+            self._cache.require_host_memory(REORDERS)
 
     @cached_property
     def outbound_plan(self) -> TransferPlan:

@@ -73,7 +73,8 @@ class KvEndpoint:
     request; prefill_session() or decline() with its ticket answers it.
 
     `checksums`: every transfer with this endpoint, in both directions, is checked by a checksum of
-    its blocks before they are used, whatever the other side's setting.
+    its blocks before they are used, whatever the other side's setting. The cache is host memory
+    then on both sides: one of a GPU raises InvalidArgument here, or where the transfer begins.
 
     `tracer`: transfers whose ticket names a trace have spans; those that begin in a traced task
     have them anyway.
@@ -108,6 +109,8 @@ class KvEndpoint:
                 f"the pool has {pool.num_blocks} blocks, the cache {cache.num_blocks}; "
                 "make both with the same number"
             )
+        if checksums:
+            cache.require_host_memory("checksums need host memory; pass checksums=False")
         self._identity = Identity(instance_id, epoch, ticket_key, clock, model)
         self._engine = engine
         self._cache = cache
@@ -324,8 +327,9 @@ class KvEndpoint:
         prefill has connected here and expects the OFFER, takes the blocks then, and leaves the
         OFFER at the control plane while the session begins.
 
-        Raises TicketInvalid, TicketExpired, LayoutMismatch and BlockPoolExhausted; with an address
-        InvalidArgument where a rank's address is missing or is not that of the rank,
+        Raises TicketInvalid, TicketExpired, LayoutMismatch, BlockPoolExhausted, and InvalidArgument
+        where the processor would have to check or reorder blocks in memory of a GPU; with an
+        address InvalidArgument where a rank's address is missing or is not that of the rank,
         ConnectFailed, PeerRestarted and other EngineErrors of the connection, or DeadlineExceeded
         where no KV endpoint answers there; without one LeaseExpired where prefill does not come,
         and TransferCancelled or PeerLost where it has given up or is gone already.
@@ -396,6 +400,7 @@ class KvEndpoint:
             raise InvalidArgument(f"first_block is {first_block}; pass 0 or more")
         for connection in connections:
             connection.require_same_model(Role.DECODE)
+            connection.require_touchable(Role.DECODE)
         with contextlib.ExitStack() as undo:
             blocks = self._blocks(wanted)
             undo.callback(blocks.release)

@@ -150,8 +150,9 @@ class PrefillSide:
             failure = session.error if session else self._ledger.failure(ticket.transfer_id)
             if failure is not None:
                 raise failure
-            # These raise LayoutMismatch, before any byte moves.
+            # These raise LayoutMismatch or InvalidArgument, before any byte moves.
             connection.require_same_model(Role.PREFILL)
+            connection.require_touchable(Role.PREFILL)
             _ = connection.writes
             blocks = unpack_block_table(
                 offer.blocks, connection.hello.num_blocks, connection.hello.layout

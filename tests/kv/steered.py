@@ -22,6 +22,7 @@ from kvxfer.errors import Backpressure, Cancelled, KvxferError, PeerLost, StaleC
 class Region:
     data: np.ndarray[Any, np.dtype[np.uint8]]
     descriptor: bytes
+    gpu: int | None = None
 
     @property
     def nbytes(self) -> int:

@@ -60,6 +60,9 @@ async def test_arrays_that_do_not_fit_the_layout_are_refused() -> None:
 class _Region:
     nbytes = 10 * PART
 
+    def __init__(self, gpu: int | None = None) -> None:
+        self.gpu = gpu
+
 
 @pytest.mark.parametrize(
     ("offset", "stride", "num_blocks", "named"),
@@ -79,6 +82,14 @@ def test_a_plane_that_leaves_its_region_is_named(
     planes = [[KvPlane(region, offset, stride)] * 2] * 2
     with pytest.raises(InvalidArgument, match=named):
         KvCache(LAYOUT, num_blocks, planes)
+
+
+def test_a_cache_says_on_which_gpu_planes_of_it_are() -> None:
+    host: Any = _Region()
+    device: Any = _Region(gpu=3)
+    planes = [[KvPlane(host, 0, PART), KvPlane(region, 0, PART)] for region in (host, device)]
+    assert KvCache(LAYOUT, 10, planes).gpu == 3
+    assert KvCache(LAYOUT, 10, planes[:1] * 2).gpu is None
 
 
 def test_a_plane_may_end_with_its_region() -> None:

@@ -11,15 +11,22 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvxfer.errors import ChecksumMismatch, OutOfBounds, ProtocolError
+from kvxfer.errors import (
+    ChecksumMismatch,
+    InvalidArgument,
+    OutOfBounds,
+    ProtocolError,
+    TransferRefused,
+)
 from kvxfer.kv.connection import Connection
+from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.messages import Done
 from kvxfer.layout import KvLayout
 from verify.polling import PATIENCE
 
 from .ranks import TOKENS
 from .test_different_layouts import HND, MLA, transfer
-from .workers import LAYERS, LAYOUT, Worker, accepted, make_ticket, receive, send, worker
+from .workers import KEY, LAYERS, LAYOUT, Worker, accepted, make_ticket, receive, send, worker
 
 pytestmark = pytest.mark.native
 
@@ -152,6 +159,25 @@ async def test_a_checksum_that_cannot_be_is_refused(
             await send(p, ticket, 3, rng)
             with pytest.raises((ProtocolError, ChecksumMismatch), match=text):
                 await asyncio.wait_for(session.wait(), PATIENCE)
+
+
+async def test_blocks_in_memory_of_a_gpu_have_no_checksums(fabric: str) -> None:
+    async with worker("p", fabric) as p, worker("d", fabric, checksums=True) as d:
+        text = "the KvCache is memory of GPU 0: checksums, which '{}' wants, need host memory"
+        p.cache.gpu = 0
+        ticket = make_ticket(p, d)
+        with p.pool.hold(2) as hold:
+            sending = await p.endpoint.prefill_session(ticket, hold)
+            receiving = await d.endpoint.decode_session(ticket, p.engine.address, 2)
+            with pytest.raises(InvalidArgument, match=text.format("d")):
+                await asyncio.wait_for(sending.wait(), PATIENCE)
+            with pytest.raises(TransferRefused, match=text.format("d")):
+                await asyncio.wait_for(receiving.wait(), PATIENCE)
+        with pytest.raises(InvalidArgument, match=text.format("d")):
+            await p.endpoint.decode_session(make_ticket(d, p), d.engine.address, 2)
+        identity = {"instance_id": "p", "epoch": 1, "ticket_key": KEY}
+        with pytest.raises(InvalidArgument, match="GPU 0: checksums need host memory; pass check"):
+            KvEndpoint(p.engine, p.cache, p.pool, **identity, checksums=True)
 
 
 async def test_a_region_sums_only_what_is_in_it(fabric: str) -> None:

@@ -143,6 +143,22 @@ async def test_a_cache_that_cannot_reorder_heads_gets_them_in_order(
         np.testing.assert_array_equal(*await transfer(p, d, 11, rng))
 
 
+async def test_heads_in_memory_of_a_gpu_are_not_reordered_on_the_host(
+    fabric: str, rng: random.Random
+) -> None:
+    theirs = dataclasses.replace(LAYOUT, order="HND")
+    async with worker("p", fabric) as p, worker("d", fabric, layout=theirs) as d:
+        d.cache.gpu = 0
+        text = "memory of GPU 0: permute_on_host cannot reorder heads there; pass permute=None"
+        with pytest.raises(InvalidArgument, match=text):
+            await d.endpoint.decode_session(make_ticket(p, d), p.engine.address, 2)
+        with pytest.raises(InvalidArgument, match=text):
+            permute_on_host(d.cache, np.zeros(1, np.int32), "NHD")
+    async with worker("p", fabric) as p, worker("d", fabric, layout=theirs, permute=None) as d:
+        d.cache.gpu = 0
+        np.testing.assert_array_equal(*await transfer(p, d, 11, rng))
+
+
 async def test_blocks_that_no_prompt_takes_on_both_sides_are_refused(
     fabric: str, rng: random.Random
 ) -> None:

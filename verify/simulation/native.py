@@ -29,6 +29,8 @@ _EVENT_FD = 3
 class Region:
     """Registered memory, and its handle."""
 
+    gpu = None
+
     def __init__(self, data: Bytes, descriptor: bytes) -> None:
         self.data = data
         self.descriptor = descriptor
@@ -117,7 +119,8 @@ class NativeEngine:
 
     # --- memory and counters
 
-    def allocate(self, nbytes: int) -> Region:
+    def allocate(self, nbytes: int, gpu: int | None) -> Region:
+        assert gpu is None, "there are no GPUs here"
         return Region(np.zeros(nbytes, np.uint8), self.new_name())
 
     def deregister(self, region: Region) -> None:

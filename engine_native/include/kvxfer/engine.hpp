@@ -23,7 +23,8 @@ using PeerHandlePtr = std::shared_ptr<PeerHandle>;
 using SubmissionPtr = std::shared_ptr<Submission>;
 using RegionPtr = std::shared_ptr<MemoryRegion>;
 
-// Registered memory, which an engine gives out: its bytes, and what a peer needs to write there.
+// Registered memory, which an engine gives out: its bytes (none of a GPU's, which the processor
+// cannot touch), and what a peer needs to write there.
 std::span<std::byte> bytes_of(const RegionPtr& region);
 MrDescriptor descriptor_of(const RegionPtr& region);
 
@@ -65,7 +66,10 @@ class TransferEngine {
   // --- memory
   // Zeroed memory that peers on this host can map: the fastest source for the local fabric.
   Result<RegionPtr> allocate(std::size_t bytes);
-  // Memory that somebody else owns; it must stay valid until deregister() returned.
+  // Likewise on a GPU, by CUDA's number in this process. Loads CUDA's driver.
+  Result<RegionPtr> allocate_on_gpu(int device, std::size_t bytes);
+  // Memory that somebody else owns, of the host or of a GPU: the driver that the process has loaded
+  // says which. It must stay valid until deregister() returned.
   Result<RegionPtr> register_memory(void* address, std::size_t bytes);
   // Cancels the operations that read the region and waits for them. No write of any peer lands
   // in it after this returned.

@@ -100,12 +100,17 @@ struct EngineOptions {
   Duration spin = std::chrono::microseconds(200);         // busy polling after the last progress
 };
 
+// Where memory is, which decides by what ways it is reached.
+enum class MemoryKind : std::uint8_t { host, cuda };
+
 // What a peer needs to write into a region: opaque bytes of fixed size, safe to pass on.
 struct MrDescriptor {
   EngineId engine;
   std::uint64_t key = 0;
   std::uint64_t address = 0;
   std::uint64_t length = 0;
+  MemoryKind kind = MemoryKind::host;
+  std::uint8_t device = 0;  // of cuda: its number in the process that registered the region
 
   static constexpr std::size_t kBytes = 4 + 16 + 3 * 8;
   std::string encode() const;

@@ -22,6 +22,8 @@ constexpr std::uint64_t kWatchMostNs = 1'000'000u;
 constexpr std::uint64_t kWatchParts = 16;
 // How often NICs are looked at whose paths are being closed.
 constexpr std::uint64_t kClosingNs = 100'000u;
+// How often a sleeping thread looks at copies that a GPU has under way.
+constexpr std::uint64_t kCopiesNs = 20'000u;
 // Messages that have arrived and are not drained.
 constexpr std::size_t kMaxUnreadBytes = 64u << 20;
 
@@ -86,6 +88,7 @@ DomainGroup::DomainGroup(EngineOptions options, Poller poller,
                 .fabrics = fabrics_,
                 .peers = peers_,
                 .background = background_,
+                .gpus = gpus_,
                 .counters = counters_,
                 .regions = regions_,
                 .completions = *completions_,
@@ -106,6 +109,7 @@ Result<void> DomainGroup::start() {
                                  .engine = address_.engine,
                                  .poller = loop_.poller(),
                                  .background = background_,
+                                 .gpus = gpus_,
                                  .receive_context = {regions_, counters_, stats_, loop_.activity()},
                                  .completions = *completions_,
                                  .events = *this,
@@ -121,6 +125,7 @@ DomainGroup::~DomainGroup() { close(); }
 // --- the loop --------------------------------------------------------------------------------
 
 void DomainGroup::step() {
+  loop_.activity() += gpus_.poll();
   fabrics_.send_owed();
   loop_.poll_sockets(fabrics_.only_sockets());
   loop_.run_commands();
@@ -159,6 +164,7 @@ std::uint64_t DomainGroup::next_step_ns(std::uint64_t now, std::uint64_t quiet_n
   if (operations_.holds_any()) {
     next = std::min(next, now + std::clamp(quiet_ns / kWatchParts, kWatchNs, kWatchMostNs));
   }
+  if (gpus_.busy()) next = std::min(next, now + kCopiesNs);
   return std::min(next, exposed_.next_deadline_ns());
 }
 
@@ -175,8 +181,9 @@ void DomainGroup::shut_down() {
     close_peer(id, {Errc::engine_closed, "this engine was closed"});
   }
   fabrics_.close_local();
-  while (!peers_.closing().empty() || !background_.idle()) {
+  while (!peers_.closing().empty() || !background_.idle() || gpus_.busy()) {
     if (!background_.ready()) loop_.poller().poll(kClosingNs);
+    gpus_.poll();
     background_.finish();
     fabrics_.poll();
   }
@@ -225,17 +232,24 @@ Result<void> DomainGroup::deregister(const RegionPtr& region) {
     fabrics_.forget_source(*region);
     deregistering_.push_back({region, unused});
     operations_.fail_reading(region);
+    gpus_.after_copies([this, region] {
+      for (Deregistering& waiting : deregistering_) {
+        if (waiting.region == region) waiting.copied = true;
+      }
+    });
     end_deregistrations();
   });
   posted ? loop_.await(unused->get_future()) : loop_.await_end();
   return region->close_registrations();  // on the caller's thread: unpinning takes long
 }
 
-// Once no write reads the region, and no path's window of it is open.
+// Once no write reads the region, no path's window of it is open, and no GPU copies.
 void DomainGroup::end_deregistrations() {
   std::erase_if(deregistering_, [this](const Deregistering& waiting) {
     const MemoryRegion& region = *waiting.region;
-    if (operations_.reads(region) || exposed_.has_windows_of(region)) return false;
+    if (!waiting.copied || operations_.reads(region) || exposed_.has_windows_of(region)) {
+      return false;
+    }
     waiting.unused->set_value();
     return true;
   });
@@ -340,7 +354,7 @@ void DomainGroup::close_peer(PeerId id, const Error& error) {
   }
   Peer& peer = peers_.begin_closing(id, error);
   if (error.code == Errc::nic_lost) peer.say_goodbye(error);
-  peer.close_paths([this, id] { finish_closing(id); });
+  peer.close_paths([this, id] { gpus_.after_copies([this, id] { finish_closing(id); }); });
 }
 
 void DomainGroup::finish_closing(PeerId id) {

@@ -12,6 +12,7 @@
 
 #include "background.hpp"
 #include "completion_queue.hpp"
+#include "cuda/gpus.hpp"
 #include "group/connections.hpp"
 #include "group/engine_loop.hpp"
 #include "group/exposed_memory.hpp"
@@ -33,6 +34,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   const EngineOptions& options() const { return options_; }
   CompletionQueue& completions() { return *completions_; }
   ImmCounters& counters() { return counters_; }
+  cuda::Gpus& gpus() { return gpus_; }
   SpareWrites& spare_writes() { return operations_.spare_writes(); }
   OperationId next_operation_id() { return operations_.next_id(); }
   // What the engine's NICs are, by their numbers.
@@ -68,6 +70,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   struct Deregistering {
     RegionPtr region;
     std::shared_ptr<std::promise<void>> unused;
+    bool copied = false;  // no GPU has a copy under way any more that was then
   };
 
   DomainGroup(EngineOptions options, Poller poller, std::unique_ptr<CompletionQueue> completions,
@@ -116,6 +119,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   ImmCounters counters_;
   RegionTable regions_;
   EngineStats stats_;
+  cuda::Gpus gpus_;
   EngineLoop loop_;  // drives what follows until close(); its poller outlives that
   Operations operations_;
   Fabrics fabrics_;

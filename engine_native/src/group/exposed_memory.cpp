@@ -63,7 +63,7 @@ void ExposedMemory::share(Peer& peer, const RegionPtr& region) {
   context_.background.run(
       [id = peer.id(), region, remote, shared] {
         const MemoryRegion& of = region->granted() ? *region->granted()->of : *region;
-        const auto offset = static_cast<std::uint64_t>(region->data() - of.data());
+        const std::uint64_t offset = region->address() - of.address();
         for (const std::uint32_t n : shared) {
           auto key = of.registration(n)->share(id);
           if (!key) continue;
@@ -165,20 +165,29 @@ void ExposedMemory::close_grants_of(const RegionPtr& region) {
 // --- revoking --------------------------------------------------------------------------------
 
 bool ExposedMemory::release_counter(Imm imm, std::shared_ptr<std::promise<void>> done) {
-  auto asked = revoke(imm);
-  if (asked.empty()) return false;
+  auto [asked, copying] = revoke(imm);
+  if (asked.empty() && !copying) return false;
   auto granted = grants_.extract(imm);
   revocations_.push_back(
       {.imm = imm,
        .asked = std::move(asked),
        .grants = granted ? std::move(granted.mapped()) : std::vector<RegionPtr>(),
        .deadline_ns = now_ns() + kAskNs,
+       .copying = copying,
        .done = std::move(done)});
+  if (copying) {
+    context_.gpus.after_copies([this, imm] {
+      for (Revocation& revocation : revocations_) {
+        if (revocation.imm == imm) revocation.copying = false;
+      }
+      end_revocations();
+    });
+  }
   return true;
 }
 
-// Which peers have to be waited for; where there are none, its grants are closed.
-std::vector<PeerId> ExposedMemory::revoke(Imm imm) {
+// What has to be waited for; where there is nothing, its grants are closed.
+ExposedMemory::Revoked ExposedMemory::revoke(Imm imm) {
   const auto writer = context_.counters.writer(imm);
   const auto released = context_.counters.release(imm);
   const auto granted = grants_.find(imm);
@@ -198,8 +207,9 @@ std::vector<PeerId> ExposedMemory::revoke(Imm imm) {
     const bool may_write = closing.peer->nics() && (!writer || *writer == id);
     if (may_write && released == ImmCounters::Released::pending) asked.push_back(id);
   }
-  if (asked.empty() && granted != grants_.end()) grants_.erase(granted);
-  return asked;
+  const bool copying = released == ImmCounters::Released::pending && context_.gpus.busy();
+  if (asked.empty() && !copying && granted != grants_.end()) grants_.erase(granted);
+  return {std::move(asked), copying};
 }
 
 void ExposedMemory::on_revoked(PeerId peer, Imm imm) {
@@ -223,7 +233,7 @@ void ExposedMemory::forget(PeerId peer) {
 
 void ExposedMemory::end_revocations() {
   std::erase_if(revocations_, [this](const Revocation& revocation) {
-    if (!revocation.asked.empty()) return false;
+    if (!revocation.asked.empty() || revocation.copying) return false;
     for (const auto& [id, peer] : context_.peers.all()) {
       if (peer->nics()) peer->nics()->close_grants(revocation.grants);
     }
@@ -239,7 +249,7 @@ void ExposedMemory::end_revocations() {
 void ExposedMemory::reset_late_writers(std::uint64_t now) {
   bool ended = false;
   for (Revocation& revocation : revocations_) {
-    if (now < revocation.deadline_ns) continue;
+    if (revocation.asked.empty() || now < revocation.deadline_ns) continue;
     const bool first = !std::exchange(revocation.reset, true);
     // Those that are closed meanwhile are forgotten once nothing of them lands.
     ended |= std::erase_if(revocation.asked, [&](PeerId id) {
@@ -255,7 +265,9 @@ void ExposedMemory::reset_late_writers(std::uint64_t now) {
 
 std::uint64_t ExposedMemory::next_deadline_ns() const {
   std::uint64_t next = UINT64_MAX;
-  for (const Revocation& revocation : revocations_) next = std::min(next, revocation.deadline_ns);
+  for (const Revocation& revocation : revocations_) {
+    if (!revocation.asked.empty()) next = std::min(next, revocation.deadline_ns);
+  }
   return next;
 }
 

@@ -26,6 +26,7 @@ class ExposedMemory {
     const Fabrics& fabrics;
     const Peers& peers;
     Background& background;
+    cuda::Gpus& gpus;
     ImmCounters& counters;
     RegionTable& regions;
     CompletionQueue& completions;
@@ -47,8 +48,8 @@ class ExposedMemory {
   void track_grants(Imm imm, const std::vector<RegionPtr>& grants);
 
   // --- taking back
-  // False if it is done. Otherwise peers are asked to stop, because no NIC could be told to refuse;
-  // then `done` is set, or without one Completion::Kind::released follows.
+  // False if it is done. Otherwise peers are asked to stop, because no NIC could be told to refuse,
+  // or a GPU is copying; then `done` is set, or without one Completion::Kind::released follows.
   bool release_counter(Imm imm, std::shared_ptr<std::promise<void>> done);
   void on_revoked(PeerId peer, Imm imm);
   // Nothing of the peer lands any more. What is registered for it alone is closed, some time later.
@@ -70,13 +71,18 @@ class ExposedMemory {
     std::vector<RegionPtr> grants;  // made with its counter
     std::uint64_t deadline_ns;      // then their paths are reset
     bool reset = false;
+    bool copying = false;                      // a GPU, some of what arrived before
     std::shared_ptr<std::promise<void>> done;  // null: a completion tells
   };
 
   void share(Peer& peer, const RegionPtr& region);
   void close_grants(const std::vector<RegionPtr>& grants);
   void close_grants_of(const RegionPtr& region);
-  std::vector<PeerId> revoke(Imm imm);
+  struct Revoked {
+    std::vector<PeerId> asked;
+    bool copying;
+  };
+  Revoked revoke(Imm imm);
   void end_revocations();
 
   Context context_;

@@ -68,7 +68,8 @@ Result<void> Fabrics::open(const Context& context, Introduction& introduction) {
 Result<void> Fabrics::open_local(const Context& context, Introduction& introduction) {
   if (!context.options.local) return {};
   auto domain = local::LocalDomain::open(context.engine, context.poller, context.receive_context,
-                                         context.events, context.local_events);
+                                         context.events, context.local_events,
+                                         {context.gpus, context.background});
   if (domain) {
     local_ = std::move(*domain);
     return {};
@@ -152,6 +153,15 @@ Result<void> Fabrics::open_nics(const Context& context, Introduction& introducti
 }
 
 Result<void> Fabrics::register_memory(MemoryRegion& region, CompletionQueue& completions) const {
+  if (region.gpu() && !nics_.empty()) {
+    const std::string what = "NICs do not reach memory of " + region.gpu()->label() + " yet";
+    if (lanes_.empty()) {
+      return Error{Errc::fabric_unavailable, what + "; use the tcp fabric, too, or host memory"};
+    }
+    completions.push(
+        {.kind = Completion::Kind::notice, .text = what + "; it goes over tcp instead"});
+    return {};
+  }
   std::vector<std::shared_ptr<NicRegistration>> registrations;
   for (const auto& nic : nics_) {
     auto registration = nic->register_memory(region);

@@ -9,6 +9,7 @@
 #include "background.hpp"
 #include "bootstrap/handshake.hpp"
 #include "completion_queue.hpp"
+#include "cuda/gpus.hpp"
 #include "domain.hpp"
 #include "fabric/local/local_domain.hpp"
 #include "fabric/nic/nic_domain.hpp"
@@ -26,6 +27,7 @@ class Fabrics {
     const EngineId& engine;
     Poller& poller;
     Background& background;
+    cuda::Gpus& gpus;
     ReceiveContext receive_context;
     CompletionQueue& completions;  // for notices
     NicEvents& events;

@@ -6,6 +6,7 @@
 
 #include "bootstrap/bytes.hpp"
 #include "clock.hpp"
+#include "cuda/gpu.hpp"
 #include "refusal.hpp"
 
 namespace kvxfer {
@@ -181,7 +182,7 @@ void Peer::come_up() {
 Path* Peer::path_for(const Operation& operation, bool counted) {
   if (choices_.size() == 1) {
     Path* const only = choices_.front();
-    return only->reaches(operation) && only->has_room(counted) ? only : nullptr;
+    return only->reaches(operation) && only->has_room(operation, counted) ? only : nullptr;
   }
   Path* best = nullptr;
   auto rank = PathRank::tcp;
@@ -194,7 +195,8 @@ Path* Peer::path_for(const Operation& operation, bool counted) {
       rank = path.rank();
       best = nullptr;
     }
-    if (path.has_room(counted) && (!best || path.load_ns() < best->load_ns())) best = &path;
+    if (path.has_room(operation, counted) && (!best || path.load_ns() < best->load_ns()))
+      best = &path;
   }
   return best;
 }
@@ -266,6 +268,11 @@ void Peer::queue(const OperationPtr& operation) {
 }
 
 Peer::Posted Peer::post(const OperationPtr& operation) {
+  const auto& source = operation->source;
+  if (source && source->gpu() && source->gpu()->failure()) {
+    operations_.fail(operation, Errc::gpu_lost, source->gpu()->failure()->text);
+    return Posted::all;
+  }
   while (operation->wants_post()) {
     WriteRange writes = operation->next();
     Path* const path =

@@ -20,8 +20,8 @@ constexpr std::size_t kMaxRendezvous = 256;
 
 Result<std::unique_ptr<LocalDomain>> LocalDomain::open(const EngineId& engine, Poller& poller,
                                                        ReceiveContext receive_context,
-                                                       PathEvents& path_events,
-                                                       LocalEvents& events) {
+                                                       PathEvents& path_events, LocalEvents& events,
+                                                       GpuContext gpus) {
   auto listener = listen_unix(socket_name(engine));
   if (!listener) return listener.error();
   UniqueFd wake(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -30,7 +30,7 @@ Result<std::unique_ptr<LocalDomain>> LocalDomain::open(const EngineId& engine, P
                                           "; raise the open files limit"};
   }
   std::unique_ptr<LocalDomain> domain(new LocalDomain(std::move(*listener), std::move(wake), poller,
-                                                      receive_context, path_events, events));
+                                                      receive_context, path_events, events, gpus));
   if (auto good = poller.add(domain->wake_.get(), EPOLLIN, *domain); !good) return good.error();
   LocalDomain& self = *domain;
   auto listening =
@@ -41,13 +41,14 @@ Result<std::unique_ptr<LocalDomain>> LocalDomain::open(const EngineId& engine, P
 
 LocalDomain::LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller,
                          ReceiveContext receive_context, PathEvents& path_events,
-                         LocalEvents& events)
+                         LocalEvents& events, GpuContext gpus)
     : listener_(std::move(listener)),
       wake_(std::move(wake)),
       poller_(poller),
       receive_context_(receive_context),
       path_events_(path_events),
-      events_(events) {
+      events_(events),
+      gpus_(gpus) {
   host_.wake_fd = wake_.get();
   random_bytes(host_.probe.data(), host_.probe.size());
 }
@@ -81,8 +82,8 @@ Result<void> LocalDomain::connect(const Session& session) {
 }
 
 Result<std::unique_ptr<Path>> LocalDomain::open_path(LocalLink link, PathPeer peer) {
-  auto path =
-      LocalPath::open(std::move(link), std::move(peer), poller_, receive_context_, path_events_);
+  auto path = LocalPath::open(std::move(link), std::move(peer), poller_, receive_context_,
+                              path_events_, gpus_);
   if (!path) return path.error();
   LocalPath& opened = **path;
   paths_.push_back(&opened);

@@ -29,7 +29,8 @@ class LocalDomain final : public Domain, private EventSink {
  public:
   static Result<std::unique_ptr<LocalDomain>> open(const EngineId& engine, Poller& poller,
                                                    ReceiveContext receive_context,
-                                                   PathEvents& path_events, LocalEvents& events);
+                                                   PathEvents& path_events, LocalEvents& events,
+                                                   GpuContext gpus);
   ~LocalDomain() override;
 
   std::string_view fabric() const override { return "local"; }
@@ -47,7 +48,7 @@ class LocalDomain final : public Domain, private EventSink {
 
  private:
   LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller, ReceiveContext receive_context,
-              PathEvents& path_events, LocalEvents& events);
+              PathEvents& path_events, LocalEvents& events, GpuContext gpus);
 
   void on_events(std::uint32_t events) override;
   void forget(const LocalPath& path);
@@ -62,6 +63,7 @@ class LocalDomain final : public Domain, private EventSink {
   ReceiveContext receive_context_;
   PathEvents& path_events_;
   LocalEvents& events_;
+  GpuContext gpus_;
   LocalHost host_;
   std::vector<LocalPath*> paths_;  // owned by their peers
   std::vector<std::unique_ptr<Rendezvous>> rendezvous_;

@@ -1,12 +1,12 @@
 #include "fabric/local/local_path.hpp"
 
 #include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "fabric/local/region_message.hpp"
-#include "fabric/local/unix_socket.hpp"
 #include "refusal.hpp"
 
 namespace kvxfer::local {
@@ -14,6 +14,13 @@ namespace {
 
 // Per call of poll(), so that heartbeats and other peers get their turn.
 constexpr std::uint64_t kPollBytes = 4u << 20;
+// What a copy costs of that which a GPU does.
+constexpr std::uint64_t kGpuCopyBytes = 256;
+// Batches that are being copied out of a GPU.
+constexpr std::size_t kMostStaged = 4;
+// Launches that keep a GPU busy. What arrives meanwhile becomes one launch: a large one costs as
+// much as a small one.
+constexpr std::size_t kFewLaunches = 2;
 // More than the socket holds, so all that came before a batch is seen; and then others get their
 // turn.
 constexpr int kPollMessages = 1024;
@@ -26,9 +33,9 @@ Error malformed(const char* what) {
 
 Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, PathPeer peer, Poller& poller,
                                                    ReceiveContext receive_context,
-                                                   PathEvents& events) {
+                                                   PathEvents& events, GpuContext gpus) {
   std::unique_ptr<LocalPath> path(
-      new LocalPath(std::move(link), std::move(peer), poller, receive_context, events));
+      new LocalPath(std::move(link), std::move(peer), poller, receive_context, events, gpus));
   if (auto good = poller.add(path->socket_.get(), EPOLLIN, *path); !good) {
     path->lost_ = true;
     return good.error();
@@ -37,7 +44,7 @@ Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, PathPeer peer
 }
 
 LocalPath::LocalPath(LocalLink link, PathPeer peer, Poller& poller, ReceiveContext receive_context,
-                     PathEvents& events)
+                     PathEvents& events, GpuContext gpus)
     : socket_(std::move(link.socket)),
       out_(std::move(link.out)),
       in_(std::move(link.in)),
@@ -47,7 +54,8 @@ LocalPath::LocalPath(LocalLink link, PathPeer peer, Poller& poller, ReceiveConte
       peer_(std::move(peer)),
       poller_(poller),
       receive_context_(receive_context),
-      events_(events) {}
+      events_(events),
+      gpu_sources_(gpus) {}
 
 LocalPath::~LocalPath() {
   // Before any source memory of ours can be used again: see RingMemory::revoked.
@@ -58,52 +66,132 @@ LocalPath::~LocalPath() {
 
 // --- sending ---------------------------------------------------------------------------------
 
+bool LocalPath::reaches(const Operation& operation) const {
+  const auto& source = operation.source;
+  if (operation.nic) return false;
+  if (!source || source->shareable() || peer_reads_us_) return true;
+  return source->gpu() && source->gpu()->to_send().shareable();
+}
+
+// Of writes, beside the head of their batch.
+std::size_t LocalPath::room() const {
+  const std::uint64_t used = produced_ - reaped_;
+  return used < kRingSlots ? kRingSlots - used - 1 : 0;
+}
+
 // The ring is the window: nothing of a write but its entry is stored on the way.
-bool LocalPath::has_room(bool) const {
-  return !lost_ && kRingSlots - (produced_ - reaped_) > kMaxGroupWrites;
+bool LocalPath::has_room(const Operation&, bool) const {
+  return !lost_ && room() >= kMaxGroupWrites;
 }
 
 std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& range) {
-  BatchHead head{.key = operation->destination_key,
-                 .imm = operation->imm.value_or(0),
-                 .has_imm = operation->imm && range.counted};
-  const MemoryRegion* source = operation->source.get();
-  std::uint64_t base = 0;  // of an address over here, where the source is not shared
-  if (source && source->shareable()) {
-    const auto number = share(*source);
-    if (!number) return 0;
-    head.from_region = 1;
-    head.region = *number;
+  const MemoryRegion* const source = operation->source.get();
+  std::optional<Origin> origin = Origin{};
+  if (source && source->gpu()) {
+    const auto shared = may_open(*operation) ? share_gpu(*source) : Shared{};
+    if (shared.state == Shared::State::asked) return 0;
+    const bool opened = shared.state == Shared::State::opened;
+    if (!opened || shared.device != *operation->destination_gpu) return stage(operation, range);
+    origin->region = shared.number;
   } else if (source) {
-    base = reinterpret_cast<std::uint64_t>(source->data());
+    origin = origin_of(*source);
   }
+  if (!origin) return 0;
+  const std::size_t most = std::min<std::size_t>(room(), kMaxBatchWrites);
+  const std::size_t count = operation->batch(range, most, kMaxBatchBytes);
+  produce({.operation = operation,
+           .writes = {range.first, count, range.counted},
+           .last = count == range.count},
+          *origin, false);
+  return count;
+}
 
-  const auto& writes = operation->writes;
-  const std::size_t room = kRingSlots - (produced_ - reaped_) - 1;
-  const std::size_t first = range.first;
-  const std::size_t end =
-      first + operation->batch(range, std::min<std::size_t>(room, kMaxBatchWrites), kMaxBatchBytes);
-  std::uint64_t bytes = 0;
-  for (std::size_t i = first; i < end; ++i) {
-    const WireWrite& write = writes[i];
-    out_.slot(produced_ + 1 + (i - first)).write = {base + write.source, write.destination,
-                                                    write.length, write.grouped};
-    bytes += write.length;
+// None while the peer cannot be told of the region.
+std::optional<LocalPath::Origin> LocalPath::origin_of(const MemoryRegion& region) {
+  if (!region.shareable()) return Origin{.base = region.address()};
+  const auto number = share(region);
+  return number ? std::optional(Origin{.region = *number}) : std::nullopt;
+}
+
+// Into the ring. `packed`: its writes lie one behind the other from the origin's base on.
+void LocalPath::produce(Batch batch, const Origin& origin, bool packed) {
+  const Operation& operation = *batch.operation;
+  const BatchHead head{.key = operation.destination_key,
+                       .count = static_cast<std::uint32_t>(batch.writes.count),
+                       .imm = operation.imm.value_or(0),
+                       .has_imm = operation.imm && batch.writes.counted,
+                       .from_region = origin.region.has_value(),
+                       .region = origin.region.value_or(0)};
+  std::uint64_t next = produced_;
+  out_.slot(next++).head = head;
+  for (const WireWrite& write : operation.writes.subspan(batch.writes.first, head.count)) {
+    const std::uint64_t offset = packed ? batch.bytes : write.source;
+    out_.slot(next++).write = {origin.base + offset, write.destination, write.length,
+                               write.grouped};
+    batch.bytes += write.length;
   }
-  head.count = static_cast<std::uint32_t>(end - first);
-  out_.slot(produced_).head = head;
-  const std::uint64_t next = produced_ + 1 + head.count;
-  unacked_.push_back({operation,
-                      {first, end - first, range.counted},
-                      bytes,
-                      produced_,
-                      next,
-                      end == first + range.count});
+  batch.head = produced_;
+  batch.end = next;
+  unacked_.push_back(std::move(batch));
   produced_ = next;
   out_->produced.store(produced_);
   if (out_->consumer_sleeps.load() != 0 && out_->consumer_sleeps.exchange(0) != 0) wake_peer();
-  return end - first;
 }
+
+// --- out of a GPU ----------------------------------------------------------------------------
+
+// The peer's GPU may read it where it is, if it is that GPU's memory over there, too.
+bool LocalPath::may_open(const Operation& operation) const {
+  const bool has_name = operation.source->ipc_handle() || source_.pid() == ::getpid();
+  return operation.destination_gpu && has_name;
+}
+
+// By way of host memory, which the peer reads.
+std::size_t LocalPath::stage(const OperationPtr& operation, const WriteRange& range) {
+  if (staged_.size() >= kMostStaged) return 0;
+  const MemoryRegion& source = *operation->source;
+  const auto copies = source.gpu()->room();
+  if (copies.empty()) return 0;
+  auto slot = source.gpu()->slot_to_send();
+  if (!slot) return 0;
+  const std::size_t count = operation->batch(range, kMaxBatchWrites, kMaxBatchBytes);
+  std::size_t copied = 0;
+  std::uint64_t at = slot->address();
+  for (const WireWrite& write : operation->writes.subspan(range.first, count)) {
+    if (write.length == 0) continue;
+    copies[copied++] = {source.address() + write.source, at, write.length};
+    at += write.length;
+  }
+  staged_.push_back({.batch = {.operation = operation,
+                               .writes = {range.first, count, range.counted},
+                               .last = count == range.count,
+                               .slot = std::move(slot)},
+                     .gpu = source.gpu(),
+                     .copied = copied > 0 ? source.gpu()->launch(copied) : 0});
+  return count;
+}
+
+bool LocalPath::post_staged() {
+  bool any = false;
+  for (; !staged_.empty(); any = true) {
+    Staged& next = staged_.front();
+    if (!next.gpu->ended(next.copied) || room() < next.batch.writes.count) break;
+    const cuda::Gpu& gpu = *next.gpu;
+    auto origin = origin_of(gpu.to_send());
+    if (!gpu.failure() && !origin) break;
+    Staged staged = std::move(next);
+    staged_.pop_front();
+    if (gpu.failure()) {
+      events_.on_finished(staged.batch.operation, staged.batch.writes, *gpu.failure());
+      continue;
+    }
+    origin->base += staged.batch.slot->address() - gpu.to_send().address();
+    produce(std::move(staged.batch), *origin, true);
+  }
+  return any;
+}
+
+// --- sharing regions -------------------------------------------------------------------------
 
 std::optional<std::uint32_t> LocalPath::share(const MemoryRegion& region) {
   if (const auto known = shared_.find(region.key()); known != shared_.end()) return known->second;
@@ -115,14 +203,44 @@ std::optional<std::uint32_t> LocalPath::share(const MemoryRegion& region) {
   return next_number_++;
 }
 
+// How far the peer is with opening it, which it is asked for first.
+LocalPath::Shared LocalPath::share_gpu(const MemoryRegion& region) {
+  Shared& shared = shared_gpu_[region.key()];
+  if (shared.state != Shared::State::unasked) return shared;
+  const GpuRegionMessage message{.head = {.kind = RegionMessage::Kind::share_gpu,
+                                          .number = next_number_,
+                                          .size = region.size()},
+                                 .offset = region.ipc_offset(),
+                                 .address = region.address(),
+                                 .gpu = region.gpu()->uuid(),
+                                 .handle = region.ipc_handle().value_or(cuda::IpcHandle{})};
+  const auto sent = send_message(socket_.get(), message.bytes(), {});
+  if (sent && *sent) shared = {.number = next_number_++, .state = Shared::State::asked};
+  return {.state = Shared::State::asked};
+}
+
+void LocalPath::on_shared(const RegionMessage& answer) {
+  for (auto& [key, shared] : shared_gpu_) {
+    if (shared.number != answer.number || shared.state != Shared::State::asked) continue;
+    const bool opened = answer.kind == RegionMessage::Kind::opened;
+    shared.state = opened ? Shared::State::opened : Shared::State::refused;
+    shared.device = answer.size;
+    ++receive_context_.activity;
+  }
+}
+
 void LocalPath::forget_source(const MemoryRegion& region) {
-  const auto known = shared_.find(region.key());
-  if (known == shared_.end()) return;
-  const RegionMessage message{
-      .kind = RegionMessage::Kind::forget, .number = known->second, .size = 0};
+  RegionMessage message{.kind = RegionMessage::Kind::forget, .number = 0, .size = 0};
+  if (const auto known = shared_.extract(region.key())) {
+    message.number = known.mapped();
+  } else if (const auto on_gpu = shared_gpu_.extract(region.key());
+             on_gpu && on_gpu.mapped().state != Shared::State::unasked) {
+    message.number = on_gpu.mapped().number;
+  } else {
+    return;
+  }
   // If the socket is full the peer keeps its mapping until the path ends: no more than memory.
   (void)send_message(socket_.get(), message.bytes(), {});
-  shared_.erase(known);
 }
 
 bool LocalPath::reap() {
@@ -134,8 +252,9 @@ bool LocalPath::reap() {
   }
   bool moved = false;
   while (!unacked_.empty() && unacked_.front().end <= consumed) {
-    const Batch batch = std::move(unacked_.front());
+    Batch batch = std::move(unacked_.front());
     unacked_.pop_front();
+    batch.slot.reset();  // first: the operation's end may be what wants its room
     reaped_ = batch.end;
     const auto status = static_cast<Errc>(out_.slot(batch.head).head.status);
     if (status == Errc::ok) {
@@ -153,74 +272,163 @@ bool LocalPath::reap() {
 // --- receiving -------------------------------------------------------------------------------
 
 bool LocalPath::consume() {
-  const std::uint64_t start = consumed_;
+  const std::uint64_t start = taken_;
   const std::uint64_t produced = in_->produced.load(std::memory_order_acquire);
   if (produced - consumed_ > kRingSlots) {
     lose(malformed("more entries than slots"));
     return true;
   }
+  waits_ = false;
   std::uint64_t budget = kPollBytes;
-  while (consumed_ != produced && budget > 0 && !lost_) {
-    const BatchHead head = in_.slot(consumed_).head;
-    if (head.count == 0 || head.count > kMaxBatchWrites || head.count >= produced - consumed_) {
+  while (taken_ != produced && budget > 0 && !lost_) {
+    const BatchHead head = in_.slot(taken_).head;
+    if (head.count == 0 || head.count > kMaxBatchWrites || head.count >= produced - taken_) {
       lose(malformed("a batch leaves the ring"));
       break;
     }
-    Errc status = Errc::ok;
-    const auto bytes = place(head, status);
-    if (!bytes) {
-      lose(bytes.error());
+    const auto placed = place(head, budget);
+    if (!placed) {
+      lose(placed.error());
       break;
     }
-    budget -= std::min(budget, *bytes);
-    in_.slot(consumed_).head.status = static_cast<std::uint16_t>(status);
-    consumed_ += 1 + head.count;
-    in_->consumed.store(consumed_);
+    waits_ = !*placed;
+    if (waits_) break;
+    taken_ += 1 + head.count;
+    if (placing_.size() == 1) end_placed();
   }
-  if (consumed_ == start) return lost_;
+  launch();
+  const bool ended = end_placed();
+  if (taken_ == start && !ended) return lost_;
   auto& until = in_->producer_sleeps_until;
   std::uint64_t seen = until.load();
   if (seen <= consumed_ && until.compare_exchange_strong(seen, RingMemory::kAwake)) wake_peer();
   return true;
 }
 
-Result<std::uint64_t> LocalPath::place(const BatchHead& head, Errc& status) {
-  Placement placement(receive_context_, peer_.id, head.key,
-                      head.has_imm ? std::optional<Imm>(head.imm) : std::nullopt);
+Result<bool> LocalPath::place(const BatchHead& head, std::uint64_t& budget) {
+  Placing batch{.placement = {receive_context_, peer_.id, head.key,
+                              head.has_imm ? std::optional<Imm>(head.imm) : std::nullopt},
+                .head = taken_,
+                .end = taken_ + 1 + head.count,
+                .writes = head.count};
   // The message that shares a region was sent before the batch that uses it.
   if (head.from_region && !source_.has_region(head.region)) receive_regions();
-  copies_.clear();
-  std::uint64_t bytes = 0;
-  std::uint64_t immediates = 0;
+  entries_.clear();
   for (std::uint32_t i = 1; i <= head.count; ++i) {
-    const WriteEntry entry = in_.slot(consumed_ + i).write;
-    bytes += entry.length;
-    immediates += entry.grouped == 0 ? 1 : 0;
-    std::byte* const destination = placement.target(entry.destination, entry.length);
-    if (!destination || entry.length == 0) continue;
-    const std::byte* source = reinterpret_cast<const std::byte*>(entry.source);
+    const WriteEntry entry = in_.slot(taken_ + i).write;
+    batch.bytes += entry.length;
+    batch.immediates += entry.grouped == 0 ? 1 : 0;
+    const std::uint64_t target = batch.placement.target(entry.destination, entry.length);
+    if (target != 0 && entry.length > 0) entries_.push_back({entry.source, target, entry.length});
+  }
+  if (batch.bytes > kMaxBatchBytes) return malformed("an oversized batch");
+  std::uint64_t cost = batch.bytes;
+  if (batch.placement.status() == Errc::ok && !entries_.empty()) {
+    const bool by_gpu = batch.placement.gpu() != nullptr;
+    const auto copied = by_gpu ? copy_by_gpu(head, batch, cost) : copy_from_host(head, batch);
+    if (!copied || !*copied) return copied;
+  }
+  budget -= std::min(budget, cost);
+  placing_.push_back(std::move(batch));
+  return true;
+}
+
+// To where the entries say, or one behind the other to `slot`.
+Result<bool> LocalPath::copy_from_host(const BatchHead& head, Placing& batch, std::byte* slot) {
+  copies_.clear();
+  for (const cuda::DeviceCopy& entry : entries_) {
+    const auto* source = reinterpret_cast<const std::byte*>(entry.source);
     if (head.from_region) source = source_.in_region(head.region, entry.source, entry.length);
     if (head.from_region && !source) {
-      placement.refuse(Errc::out_of_bounds);
+      batch.placement.refuse(Errc::out_of_bounds);
+      return true;
+    }
+    auto* const target = slot ? slot : reinterpret_cast<std::byte*>(entry.destination);
+    copies_.push_back({source, target, entry.length});
+    if (slot) slot += entry.length;
+  }
+  if (head.from_region) {
+    copy_pages(copies_);
+    return true;
+  }
+  const Errc read = source_.read(copies_);
+  if (read == Errc::peer_lost) return Error{read, "the peer process is gone"};
+  batch.placement.refuse(read);
+  return true;
+}
+
+// With the launch that is being collected. `cost`: of the budget of a poll.
+Result<bool> LocalPath::copy_by_gpu(const BatchHead& head, Placing& batch, std::uint64_t& cost) {
+  const std::shared_ptr<cuda::Gpu>& gpu = batch.placement.gpu();
+  const bool full = collected_ + entries_.size() > cuda::Gpu::kMaxCopies;
+  if (collecting_ && (collecting_ != gpu || full)) launch();
+  const auto room = gpu->room();
+  if (gpu->failure()) {
+    batch.placement.refuse(Errc::gpu_lost);
+    return true;
+  }
+  if (room.empty() || (!collecting_ && gpu->under_way() >= kFewLaunches)) return false;
+  const bool from_gpu = head.from_region && !source_.has_region(head.region);
+  if (from_gpu) {
+    cost = entries_.size() * kGpuCopyBytes;
+    for (cuda::DeviceCopy& entry : entries_) {
+      entry.source = gpu_sources_.in_region(head.region, entry.source, entry.length, *gpu);
+      if (entry.source == 0) batch.placement.refuse(Errc::out_of_bounds);
+    }
+  } else {
+    auto slot = gpu->slot_to_receive();
+    if (!slot) return false;
+    const auto copied = copy_from_host(head, batch, slot->bytes());
+    if (!copied) return copied;
+    std::uint64_t at = slot->address();
+    for (cuda::DeviceCopy& entry : entries_) entry.source = std::exchange(at, at + entry.length);
+    collected_slots_.push_back(std::move(*slot));
+  }
+  if (batch.placement.status() != Errc::ok) return true;
+  std::copy(entries_.begin(), entries_.end(),
+            room.begin() + static_cast<std::ptrdiff_t>(collected_));
+  collected_ += entries_.size();
+  collecting_ = gpu;
+  batch.copied = gpu->next();
+  return true;
+}
+
+void LocalPath::launch() {
+  if (collecting_) collecting_->launch(collected_);
+  collecting_.reset();
+  collected_ = 0;
+  collected_slots_.clear();
+}
+
+bool LocalPath::end_placed() {
+  bool any = false;
+  for (; !placing_.empty() && !lost_; any = true) {
+    Placing& batch = placing_.front();
+    if (batch.copied != 0) {
+      const cuda::Gpu& gpu = *batch.placement.gpu();
+      if (!gpu.ended(batch.copied)) break;
+      if (gpu.failure()) batch.placement.refuse(Errc::gpu_lost);
+    }
+    // A read-modify-write, so that no read of the copy can move behind it.
+    if (in_->revoked.fetch_add(0, std::memory_order_acq_rel) != 0) {
+      lose({Errc::peer_lost, "the peer closed the connection"});
       break;
     }
-    copies_.push_back({source, destination, entry.length});
+    batch.placement.finish(batch.writes, batch.immediates, batch.bytes);
+    in_.slot(batch.head).head.status = static_cast<std::uint16_t>(batch.placement.status());
+    consumed_ = batch.end;
+    in_->consumed.store(consumed_);
+    placing_.pop_front();
   }
-  if (bytes > kMaxBatchBytes) return malformed("an oversized batch");
-  if (placement.status() == Errc::ok && head.from_region) {
-    copy_pages(copies_);
-  } else if (placement.status() == Errc::ok && !copies_.empty()) {
-    const Errc read = source_.read(copies_);
-    if (read == Errc::peer_lost) return Error{read, "the peer process is gone"};
-    placement.refuse(read);
-  }
-  // A read-modify-write, so that no read of the copy can move behind it.
-  if (in_->revoked.fetch_add(0, std::memory_order_acq_rel) != 0) {
-    return Error{Errc::peer_lost, "the peer closed the connection"};
-  }
-  placement.finish(head.count, immediates, bytes);
-  status = placement.status();
-  return bytes;
+  return any;
+}
+
+void LocalPath::revoke_counter(Imm imm) {
+  for (Placing& batch : placing_) batch.placement.revoke_counter(imm);
+}
+
+void LocalPath::revoke_region(std::uint64_t key) {
+  for (Placing& batch : placing_) batch.placement.revoke_region(key);
 }
 
 void LocalPath::receive_regions() {
@@ -228,25 +436,50 @@ void LocalPath::receive_regions() {
     auto message = receive_message(socket_.get());
     if (!message) return lose(message.error());
     if (message->bytes.empty()) return;
-    const auto region = RegionMessage::parse(message->bytes);
-    if (region && region->kind == RegionMessage::Kind::forget) {
-      source_.remove_region(region->number);
-    } else if (region && message->descriptors.size() == 1) {
-      auto good =
-          source_.add_region(region->number, std::move(message->descriptors[0]), region->size);
-      if (!good) return lose(good.error());
-    } else {
-      return lose({Errc::protocol_error, "the peer sent a malformed region message"});
-    }
+    if (auto good = on_region(*message); !good) return lose(good.error());
   }
+}
+
+Result<void> LocalPath::on_region(UnixMessage& message) {
+  if (const auto on_gpu = GpuRegionMessage::parse(message.bytes)) {
+    gpu_sources_.add(*on_gpu, source_.pid() == ::getpid(),
+                     [this](std::uint32_t number, const Result<int>& device) {
+                       answer_gpu_region(number, device);
+                     });
+    return {};
+  }
+  const auto region = RegionMessage::parse(message.bytes);
+  if (region && region->kind == RegionMessage::Kind::forget) {
+    source_.remove_region(region->number);
+    gpu_sources_.remove(region->number);
+    return {};
+  }
+  if (region && region->kind == RegionMessage::Kind::share && message.descriptors.size() == 1) {
+    return source_.add_region(region->number, std::move(message.descriptors[0]), region->size);
+  }
+  if (region && region->kind != RegionMessage::Kind::share) {
+    on_shared(*region);
+    return {};
+  }
+  return Error{Errc::protocol_error, "the peer sent a malformed region message"};
+}
+
+void LocalPath::answer_gpu_region(std::uint32_t number, const Result<int>& device) {
+  const RegionMessage answer{
+      .kind = device ? RegionMessage::Kind::opened : RegionMessage::Kind::refused,
+      .number = number,
+      .size = static_cast<std::uint64_t>(device ? *device : 0)};
+  const auto sent = send_message(socket_.get(), answer.bytes(), {});
+  if (!sent || !*sent) lose({Errc::backpressure, "the peer does not read what it is sent"});
 }
 
 // --- both ------------------------------------------------------------------------------------
 
 void LocalPath::poll() {
   if (lost_) return;
+  const bool posted = post_staged();
   const bool consumed = consume();
-  if (reap() || consumed) ++receive_context_.activity;
+  if (reap() || consumed || posted) ++receive_context_.activity;
 }
 
 bool LocalPath::prepare_sleep() {
@@ -254,7 +487,8 @@ bool LocalPath::prepare_sleep() {
   in_->consumer_sleeps.store(1);
   const std::uint64_t wanted = wanted_progress();
   out_->producer_sleeps_until.store(wanted);
-  return in_->produced.load() == consumed_ && (unacked_.empty() || out_->consumed.load() < wanted);
+  return (in_->produced.load() == taken_ || waits_) &&
+         (unacked_.empty() || out_->consumed.load() < wanted);
 }
 
 void LocalPath::finish_sleep() {

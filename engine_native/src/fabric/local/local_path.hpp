@@ -1,5 +1,7 @@
 // Both directions between two engines of one host. The receiver copies out of the sender's memory:
-// a sender that is frozen and wakes up later can change nothing at the receiver.
+// a sender that is frozen and wakes up later can change nothing at the receiver. Memory of a GPU is
+// copied by that GPU, many batches with one launch; they count once it has ended, and in their
+// order.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +12,11 @@
 #include <vector>
 
 #include "domain.hpp"
+#include "fabric/local/gpu_sources.hpp"
 #include "fabric/local/page_copy.hpp"
 #include "fabric/local/ring.hpp"
 #include "fabric/local/source_memory.hpp"
+#include "fabric/local/unix_socket.hpp"
 #include "fd.hpp"
 #include "placement.hpp"
 #include "poller.hpp"
@@ -34,23 +38,19 @@ struct LocalLink {
 class LocalPath final : public Path, private EventSink {
  public:
   static Result<std::unique_ptr<LocalPath>> open(LocalLink link, PathPeer peer, Poller& poller,
-                                                 ReceiveContext receive_context,
-                                                 PathEvents& events);
+                                                 ReceiveContext receive_context, PathEvents& events,
+                                                 GpuContext gpus);
   ~LocalPath() override;
   // What follows when it is destroyed.
   void on_destroyed(std::function<void()> then) { then_ = std::move(then); }
 
   std::string_view fabric() const override { return "local"; }
   PathRank rank() const override { return PathRank::local; }
-  bool reaches(const Operation& operation) const override {
-    const auto& source = operation.source;
-    return !operation.nic && (!source || source->shareable() || peer_reads_us_);
-  }
-  bool has_room(bool counted) const override;
+  bool reaches(const Operation& operation) const override;
+  bool has_room(const Operation& operation, bool counted) const override;
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
-  // Batches are placed whole within poll(), so nothing is ever half placed here.
-  void revoke_counter(Imm) override {}
-  void revoke_region(std::uint64_t) override {}
+  void revoke_counter(Imm imm) override;
+  void revoke_region(std::uint64_t key) override;
 
   pid_t pid() const override { return source_.pid(); }
   void poll();
@@ -63,24 +63,69 @@ class LocalPath final : public Path, private EventSink {
   struct Batch {
     OperationPtr operation;
     WriteRange writes;
-    std::uint64_t bytes;
+    bool last;  // of its operation
+    std::uint64_t bytes = 0;
+    std::uint64_t head = 0;  // position in the ring
+    std::uint64_t end = 0;
+    std::optional<cuda::StagingSlot> slot{};  // that the peer reads it from
+  };
+  // Being copied out of a GPU; then it is posted.
+  struct Staged {
+    Batch batch;
+    std::shared_ptr<cuda::Gpu> gpu;
+    cuda::Ticket copied;
+  };
+  // Where the writes of a batch are read from: offsets in a shared region, or addresses over here.
+  struct Origin {
+    std::optional<std::uint32_t> region;
+    std::uint64_t base = 0;
+  };
+
+  // What arrived, and is to be counted in its turn.
+  struct Placing {
+    Placement placement;
     std::uint64_t head;  // position in the ring
     std::uint64_t end;
-    bool last;  // of its operation
+    cuda::Ticket copied = 0;  // 0: the processor has copied it
+    std::uint32_t writes = 0;
+    std::uint64_t immediates = 0;
+    std::uint64_t bytes = 0;
+  };
+  // A region of a GPU of ours, as the peer has said.
+  struct Shared {
+    enum class State : std::uint8_t { unasked, asked, opened, refused };
+    std::uint32_t number = 0;
+    State state = State::unasked;
+    std::uint64_t device = 0;  // opened: which it is over there
   };
 
   LocalPath(LocalLink link, PathPeer peer, Poller& poller, ReceiveContext receive_context,
-            PathEvents& events);
+            PathEvents& events, GpuContext gpus);
 
   void on_events(std::uint32_t events) override;
 
   // Sending.
   std::optional<std::uint32_t> share(const MemoryRegion& region);
+  Shared share_gpu(const MemoryRegion& region);
+  bool may_open(const Operation& operation) const;
+  std::optional<Origin> origin_of(const MemoryRegion& region);
+  std::size_t room() const;
+  void produce(Batch batch, const Origin& origin, bool packed);
+  std::size_t stage(const OperationPtr& operation, const WriteRange& range);
+  bool post_staged();
+  void on_shared(const RegionMessage& answer);
   bool reap();
   // Receiving.
   bool consume();
-  Result<std::uint64_t> place(const BatchHead& head, Errc& status);
+  // False: it has to wait for room at a GPU. Takes what it costs from the budget.
+  Result<bool> place(const BatchHead& head, std::uint64_t& budget);
+  Result<bool> copy_from_host(const BatchHead& head, Placing& batch, std::byte* slot = nullptr);
+  Result<bool> copy_by_gpu(const BatchHead& head, Placing& batch, std::uint64_t& cost);
+  void launch();
+  bool end_placed();
   void receive_regions();
+  Result<void> on_region(UnixMessage& message);
+  void answer_gpu_region(std::uint32_t number, const Result<int>& device);
 
   std::uint64_t wanted_progress() const;
   void wake_peer();
@@ -100,11 +145,22 @@ class LocalPath final : public Path, private EventSink {
   std::uint64_t produced_ = 0;
   std::uint64_t reaped_ = 0;
   std::deque<Batch> unacked_;
+  std::deque<Staged> staged_;
   std::unordered_map<std::uint64_t, std::uint32_t> shared_;  // region key → number
+  std::unordered_map<std::uint64_t, Shared> shared_gpu_;     // likewise
   std::uint32_t next_number_ = 0;
 
-  std::uint64_t consumed_ = 0;
+  std::uint64_t taken_ = 0;                // looked at
+  std::uint64_t consumed_ = 0;             // and counted
+  std::vector<cuda::DeviceCopy> entries_;  // of one batch
   std::vector<PageCopy> copies_;
+  std::deque<Placing> placing_;
+  bool waits_ = false;  // for room at a GPU
+  GpuSources gpu_sources_;
+  // The launch that batches are being collected for.
+  std::shared_ptr<cuda::Gpu> collecting_;
+  std::size_t collected_ = 0;
+  std::vector<cuda::StagingSlot> collected_slots_;
   bool lost_ = false;
   std::function<void()> then_;
 };

@@ -6,24 +6,48 @@
 #include <optional>
 #include <string_view>
 
+#include "cuda/driver.hpp"
+
 namespace kvxfer::local {
 
 struct RegionMessage {
-  // share: comes with the region's memfd.
-  enum class Kind : std::uint32_t { share = 1, forget = 2 };
+  // share: comes with the region's memfd. share_gpu: begins a GpuRegionMessage, which the other
+  // side answers with opened or refused.
+  enum class Kind : std::uint32_t { share = 1, forget = 2, share_gpu = 3, opened = 4, refused = 5 };
   Kind kind;
   std::uint32_t number;
-  std::uint64_t size;
+  std::uint64_t size;  // opened: of the GPU, by its number there
 
   std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
   static std::optional<RegionMessage> parse(std::string_view bytes) {
     RegionMessage message;
     if (bytes.size() != sizeof message) return std::nullopt;
     std::memcpy(&message, bytes.data(), sizeof message);
-    if (message.kind != Kind::share && message.kind != Kind::forget) return std::nullopt;
-    return message;
+    const bool known = message.kind == Kind::share || message.kind == Kind::forget ||
+                       message.kind == Kind::opened || message.kind == Kind::refused;
+    return known ? std::optional(message) : std::nullopt;
   }
 };
 static_assert(sizeof(RegionMessage) == 16);
+
+// A region of a GPU's memory: by the handle of the allocation that it lies in, or by its address
+// where both engines are in one process.
+struct GpuRegionMessage {
+  RegionMessage head;
+  std::uint64_t offset;   // of the region in that allocation
+  std::uint64_t address;  // of the region in the sender's process
+  cuda::Uuid gpu;
+  cuda::IpcHandle handle;
+
+  std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
+  static std::optional<GpuRegionMessage> parse(std::string_view bytes) {
+    GpuRegionMessage message;
+    if (bytes.size() != sizeof message) return std::nullopt;
+    std::memcpy(&message, bytes.data(), sizeof message);
+    if (message.head.kind != RegionMessage::Kind::share_gpu) return std::nullopt;
+    return message;
+  }
+};
+static_assert(sizeof(GpuRegionMessage) == 112);
 
 }  // namespace kvxfer::local

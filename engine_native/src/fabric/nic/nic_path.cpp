@@ -27,7 +27,7 @@ bool NicPath::reaches(const Operation& operation) const {
          operation.destination->key(identity_.id, identity_.remote_nic);
 }
 
-bool NicPath::has_room(bool counted) const {
+bool NicPath::has_room(const Operation&, bool counted) const {
   return outstanding_bytes_ < kWindowBytes &&
          (!counted || imms_sent_ - imms_consumed_ < peer_imm_window_);
 }

@@ -97,7 +97,7 @@ class NicPath : public Path {
   // --- Path
   PathRank rank() const final { return PathRank::nic; }
   bool reaches(const Operation& operation) const final;
-  bool has_room(bool counted) const override;
+  bool has_room(const Operation& operation, bool counted) const override;
   std::uint64_t load_ns() const override { return load_.ns(); }
   std::uint64_t bits_per_second() const override { return load_.bits_per_second; }
   void revoke_counter(Imm imm) final { received_.erase(imm); }

@@ -57,15 +57,15 @@ class NullPath final : public NicPath {
     then();
   }
 
-  bool has_room(bool counted) const override {
-    return sends_left_ >= kMaxGroupWrites && NicPath::has_room(counted);
+  bool has_room(const Operation& operation, bool counted) const override {
+    return sends_left_ >= kMaxGroupWrites && NicPath::has_room(operation, counted);
   }
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override {
     const std::size_t count =
         batch_limit(operation, writes, std::min<std::size_t>(sends_left_, kMaxChain));
     if (count == 0) return 0;
     const bool counted = operation->imm && writes.counted;
-    const std::byte* const source = operation->source ? operation->source->data() : nullptr;
+    const std::byte* const source = operation->source ? operation->source->host() : nullptr;
     std::uint64_t bytes = 0;
     WorkRequest* request = nullptr;
     for (std::size_t i = 0; i < count; ++i) {

@@ -93,9 +93,9 @@ void OfiPath::flush() {
   if (took(post_to_landing(kFlushSequence, std::nullopt))) flushing_ = wanted;
 }
 
-bool OfiPath::has_room(bool counted) const {
-  return heard_ && NicPath::has_room(counted) && !shutting_ && in_flight_ < kMaxWritesOfPath &&
-         endpoint_->has_room();
+bool OfiPath::has_room(const Operation& operation, bool counted) const {
+  return heard_ && NicPath::has_room(operation, counted) && !shutting_ &&
+         in_flight_ < kMaxWritesOfPath && endpoint_->has_room();
 }
 
 std::size_t OfiPath::post(const OperationPtr& operation, const WriteRange& writes) {
@@ -122,7 +122,7 @@ ssize_t OfiPath::post_one(const Operation& operation, const WireWrite& write, bo
       static_cast<const OfiRegistration*>(operation.source->registration(identity().nic));
   const RemoteKey& key = remote_key(operation);
   return endpoint_->post({.sequence = next_sequence_,
-                          .source = operation.source->data() + write.source,
+                          .source = operation.source->host() + write.source,
                           .descriptor = registration->descriptor(),
                           .length = write.length,
                           .address = key.address + write.destination,

@@ -32,7 +32,7 @@ class OfiPath final : public NicPath, private CompletionSink {
   std::string_view fabric() const override { return "ofi"; }
   std::string endpoint() const override;
   void connect(std::string_view endpoint, Connected then) override;
-  bool has_room(bool counted) const override;
+  bool has_room(const Operation& operation, bool counted) const override;
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
   void shut(std::function<void()> then) override;
 

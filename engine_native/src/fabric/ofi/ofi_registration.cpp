@@ -8,7 +8,7 @@ namespace kvxfer::ofi {
 Result<std::shared_ptr<NicRegistration>> OfiRegistration::create(
     std::shared_ptr<const OpenDomain> domain, std::shared_ptr<Flushes> flushes,
     const MemoryRegion& region) {
-  auto memory = domain->register_memory(region.data(), region.size(), FI_WRITE | FI_REMOTE_WRITE);
+  auto memory = domain->register_memory(region.host(), region.size(), FI_WRITE | FI_REMOTE_WRITE);
   if (!memory) return memory.error();
   return std::shared_ptr<NicRegistration>(
       new OfiRegistration(std::move(domain), std::move(flushes), std::move(*memory), region));
@@ -19,7 +19,7 @@ OfiRegistration::OfiRegistration(std::shared_ptr<const OpenDomain> domain,
                                  const MemoryRegion& region)
     : domain_(std::move(domain)),
       flushes_(std::move(flushes)),
-      key_{.address = domain_->remote_start(region.data()),
+      key_{.address = domain_->remote_start(region.host()),
            .rkey = ::fi_mr_key(memory.get()),
            .valid = true},
       descriptor_(domain_->local_keys ? ::fi_mr_desc(memory.get()) : nullptr),

@@ -27,6 +27,7 @@ Result<std::uint64_t> Receiver::pump() {
   const std::uint64_t first = sequence_;
   std::uint64_t budget = kPumpBytes;
   drained_ = false;
+  waits_ = false;
   // What was read ahead is used up in any case: no event tells of it again.
   while (budget > 0 || ahead_first_ < ahead_end_) {
     const std::uint64_t before = unread_;
@@ -132,14 +133,19 @@ Result<void> Receiver::begin_batch() {
   next_iovec_ = 0;
   batch_bytes_ = 0;
   batch_immediates_ = 0;
+  copies_.clear();
+  const bool on_gpu = placement_->gpu() != nullptr;
   for (const WriteDescriptor& write : descriptors_) {
+    const std::uint64_t target = placement_->target(write.offset, write.length);
+    if (target != 0 && write.length > 0 && on_gpu) {
+      copies_.push_back({batch_bytes_, target, write.length});
+    } else if (target != 0 && write.length > 0) {
+      auto* const page = reinterpret_cast<std::byte*>(target);
+      iovecs_.push_back({page, write.length});
+      prefetch_to_write(page, write.length);
+    }
     batch_bytes_ += write.length;
     batch_immediates_ += write.grouped == 0 ? 1 : 0;
-    std::byte* const target = placement_->target(write.offset, write.length);
-    if (target && write.length > 0) {
-      iovecs_.push_back({target, write.length});
-      prefetch_to_write(target, write.length);
-    }
   }
   if (batch_bytes_ > kMaxBatchBytes) {
     return bad_frame("a batch of " + std::to_string(batch_bytes_) + " bytes");
@@ -150,12 +156,25 @@ Result<void> Receiver::begin_batch() {
   return {};
 }
 
+// All of the batch goes there, one write behind the other.
+bool Receiver::take_slot() {
+  slot_ = placement_->gpu()->slot_to_receive();
+  if (!slot_) return false;
+  iovecs_.push_back({slot_->bytes(), batch_bytes_});
+  for (cuda::DeviceCopy& copy : copies_) copy.source += slot_->address();
+  return true;
+}
+
 Result<bool> Receiver::read_payload() {
-  const bool granted = placement_->status() == Errc::ok;
+  if (granted() && placement_->gpu() && !slot_ && !take_slot()) {
+    waits_ = true;
+    return false;
+  }
+  if (unread_ == 0) return finish_batch();
   Result<std::size_t> got = std::size_t{0};
   if (ahead_first_ < ahead_end_) {
     const std::size_t most = std::min<std::uint64_t>(unread_, ahead_end_ - ahead_first_);
-    if (granted) {
+    if (granted()) {
       const iovec& next = iovecs_[next_iovec_];
       got = read(next.iov_base, std::min(most, next.iov_len));
     } else {  // refused: nobody reads it
@@ -165,13 +184,12 @@ Result<bool> Receiver::read_payload() {
   } else {
     std::array<std::byte, kScratchBytes> scratch;
     iovec nowhere{scratch.data(), std::min<std::uint64_t>(unread_, scratch.size())};
-    got = receive(granted ? std::span(iovecs_).subspan(next_iovec_) : std::span(&nowhere, 1));
+    got = receive(granted() ? std::span(iovecs_).subspan(next_iovec_) : std::span(&nowhere, 1));
   }
   if (!got) return got.error();
   if (*got == 0) return false;
   placed(*got);
-  if (unread_ == 0) finish_batch();
-  return true;
+  return unread_ > 0 || finish_batch();
 }
 
 void Receiver::placed(std::size_t size) {
@@ -186,20 +204,63 @@ void Receiver::placed(std::size_t size) {
   }
 }
 
-void Receiver::finish_batch() {
-  placement_->finish(header_.count, batch_immediates_, batch_bytes_);
-  const Errc status = placement_->status();
+bool Receiver::finish_batch() {
+  cuda::Ticket copied = 0;
+  if (granted() && slot_) {
+    cuda::Gpu& gpu = *placement_->gpu();
+    const auto room = gpu.room();
+    if (gpu.failure()) {
+      placement_->refuse(Errc::gpu_lost);
+    } else if (room.empty()) {
+      waits_ = true;
+      return false;
+    } else {
+      std::copy(copies_.begin(), copies_.end(), room.begin());
+      copied = gpu.launch(copies_.size());
+    }
+  }
+  Placing batch{.placement = std::move(*placement_),
+                .copied = copied,
+                .writes = header_.count,
+                .immediates = batch_immediates_,
+                .bytes = batch_bytes_};
   placement_.reset();
+  slot_.reset();
   state_ = State::header;
-  sink_.on_batch_done(++sequence_, status);
+  if (placing_.empty() && copied == 0) {
+    end(batch);
+  } else {
+    placing_.push_back(std::move(batch));
+  }
+  return true;
+}
+
+void Receiver::end_placed() {
+  while (!placing_.empty()) {
+    Placing& batch = placing_.front();
+    if (batch.copied != 0) {
+      const cuda::Gpu& gpu = *batch.placement.gpu();
+      if (!gpu.ended(batch.copied)) return;
+      if (gpu.failure()) batch.placement.refuse(Errc::gpu_lost);
+    }
+    end(batch);
+    placing_.pop_front();
+  }
+}
+
+void Receiver::end(Placing& batch) {
+  batch.placement.finish(batch.writes, batch.immediates, batch.bytes);
+  sink_.on_batch_done(++sequence_, batch.placement.status());
 }
 
 void Receiver::revoke_counter(Imm imm) {
   if (placement_) placement_->revoke_counter(imm);
+  for (Placing& batch : placing_) batch.placement.revoke_counter(imm);
 }
 
 void Receiver::revoke_region(std::uint64_t key) {
   if (placement_) placement_->revoke_region(key);
+  for (Placing& batch : placing_) batch.placement.revoke_region(key);
 }
 
 }  // namespace kvxfer::tcp

@@ -1,5 +1,6 @@
 // The receiving half of a lane: reads frames and places payload straight into its pages, but for
-// what came in one read with the header.
+// what came in one read with the header. Payload for a GPU goes by a staging slot; then the batch
+// is "placing" until its copies have ended, and those behind it wait for their turn to be counted.
 #pragma once
 
 #include <sys/uio.h>
@@ -7,10 +8,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <span>
 #include <vector>
 
+#include "cuda/gpu.hpp"
 #include "fabric/tcp/wire.hpp"
 #include "placement.hpp"
 
@@ -34,18 +37,36 @@ class Receiver {
   // Reads what is there, up to a budget that keeps lanes and heartbeats fair; how much payload that
   // was.
   Result<std::uint64_t> pump();
+  // Ends the batches whose copies have ended, in the order in which they came.
+  void end_placed();
+  // A GPU is copying: end_placed() is to be called again; or it has no room yet: pump() is.
+  bool waits_for_gpu() const { return waits_ || !placing_.empty(); }
+  bool waits_for_room() const { return waits_; }
 
   void revoke_counter(Imm imm);
   void revoke_region(std::uint64_t key);
 
  private:
+  // A batch that has arrived.
+  struct Placing {
+    Placement placement;
+    cuda::Ticket copied = 0;  // 0: it needed no copy
+    std::uint32_t writes = 0;
+    std::uint64_t immediates = 0;
+    std::uint64_t bytes = 0;
+  };
+
   // True: go on; false: the socket is empty.
   Result<bool> read_header();
   Result<bool> read_descriptors();
   Result<bool> read_payload();
   Result<void> begin_batch();
-  void finish_batch();
+  // False: the GPU has no room for it now.
+  bool finish_batch();
+  void end(Placing& batch);
   void placed(std::size_t size);
+  bool granted() const { return placement_->status() == Errc::ok; }
+  bool take_slot();
   // From the bytes read ahead, which it fills once they are used up.
   Result<std::size_t> read(void* out, std::size_t size);
   // 0: the socket is empty.
@@ -76,6 +97,13 @@ class Receiver {
   std::uint64_t unread_ = 0;   // payload bytes of this batch
   std::vector<iovec> iovecs_;  // where they go; not used once the batch is refused
   std::size_t next_iovec_ = 0;
+
+  // Of a batch for a GPU.
+  std::vector<cuda::DeviceCopy> copies_;  // out of the slot, whose address is added later
+  std::optional<cuda::StagingSlot> slot_;
+  bool waits_ = false;
+
+  std::deque<Placing> placing_;
 };
 
 }  // namespace kvxfer::tcp

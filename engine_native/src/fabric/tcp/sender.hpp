@@ -1,4 +1,5 @@
 // The sending half of a lane: batches of writes straight from their pages, and acknowledgements.
+// Pages of a GPU are copied to a staging slot first; batches go out in the order of their posting.
 #pragma once
 
 #include <sys/uio.h>
@@ -6,8 +7,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <vector>
 
+#include "cuda/gpu.hpp"
 #include "domain.hpp"
 #include "fabric/tcp/wire.hpp"
 #include "refusal.hpp"
@@ -18,7 +21,11 @@ class Sender {
  public:
   Sender(int fd, std::size_t window_bytes) : fd_(fd), window_bytes_(window_bytes) {}
 
-  bool has_room() const { return !sending() && unacked_bytes_ < window_bytes_; }
+  bool has_room(const Operation& operation) const {
+    if (unacked_bytes_ >= window_bytes_) return false;
+    const bool on_gpu = operation.source && operation.source->gpu();
+    return on_gpu ? staged_.size() < kMostStaged : !sending() && !staging();
+  }
   // Of the peer's batches, as far as it has not read them.
   std::size_t acks_waiting() const { return acks_.size() + sending_acks_.size(); }
   // Whether some of them were not given to the socket yet.
@@ -26,8 +33,15 @@ class Sender {
   // Whether bytes wait for the socket to become writable.
   bool blocked() const { return sending() || !acks_.empty(); }
 
-  // Posts the first of these writes as one batch; returns how many.
+  // Posts the first of these writes as one batch; returns how many. 0: it has no room for such.
   std::size_t post(const OperationPtr& operation, const WriteRange& writes);
+  // Whether batches wait for a GPU.
+  bool staging() const { return !staged_.empty(); }
+  // Whether the next of them is copied, and nothing else is being sent: then send_staged().
+  bool may_send_staged() const;
+  void send_staged();
+  // Those whose GPU has failed are not sent, and fail.
+  void drop_lost(PathEvents& events);
   void acknowledge(std::uint64_t sequence, Errc status);
   // Writes until everything is out or the socket is full.
   Result<void> flush();
@@ -43,8 +57,21 @@ class Sender {
     std::uint64_t bytes;
   };
 
+  // Copied, or being copied, out of a GPU. They are the last of unacked_.
+  struct Staged {
+    FrameHeader header;
+    std::vector<WriteDescriptor> descriptors;
+    cuda::StagingSlot slot;
+    std::size_t bytes;
+    std::shared_ptr<cuda::Gpu> gpu;
+    cuda::Ticket copied;
+  };
+  static constexpr std::size_t kMostStaged = 4;
+
   bool sending() const { return next_iovec_ < iovecs_.size(); }
   void load_acks();
+  std::size_t stage(const OperationPtr& operation, const WriteRange& writes);
+  FrameHeader header_of(const Operation& operation, const WriteRange& batch) const;
 
   int fd_;
   std::size_t window_bytes_;
@@ -56,6 +83,8 @@ class Sender {
   std::vector<iovec> iovecs_;
   std::size_t next_iovec_ = 0;
   bool sending_batch_ = false;  // not acks
+  std::optional<cuda::StagingSlot> sending_slot_;
+  std::deque<Staged> staged_;
 
   std::vector<FrameHeader> acks_;  // to be written before or between batches
   std::deque<Batch> unacked_;      // in order of sequence

@@ -21,17 +21,18 @@ class TcpDomain final : public Domain {
         window_bytes_(window_bytes) {}
 
   std::string_view fabric() const override { return "tcp"; }
-  // Sends what paths owe since the last one.
+  // Goes on with what GPUs have copied, then sends what paths owe since the last one.
   void poll() override {
-    for (TcpPath* const path : std::exchange(owing_, {})) path->send_acks();
+    for (TcpPath* const path : std::exchange(due_.copying, {})) path->step();
+    for (TcpPath* const path : std::exchange(due_.owing, {})) path->send_acks();
   }
-  bool prepare_sleep() override { return owing_.empty(); }
+  bool prepare_sleep() override { return due_.owing.empty(); }
   void finish_sleep() override {}
   void forget_source(const MemoryRegion&) override {}
 
   // Takes over a connected, authenticated socket.
   Result<std::unique_ptr<Path>> open_path(UniqueFd socket, PathPeer peer) {
-    auto path = TcpPath::open(std::move(socket), std::move(peer), window_bytes_, poller_, owing_,
+    auto path = TcpPath::open(std::move(socket), std::move(peer), window_bytes_, poller_, due_,
                               receive_context_, events_);
     if (!path) return path.error();
     return std::unique_ptr<Path>(std::move(*path));
@@ -42,7 +43,7 @@ class TcpDomain final : public Domain {
   ReceiveContext receive_context_;
   PathEvents& events_;
   std::size_t window_bytes_;
-  OwingPaths owing_;
+  DuePaths due_;
 };
 
 }  // namespace kvxfer::tcp

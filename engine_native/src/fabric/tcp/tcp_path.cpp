@@ -14,20 +14,20 @@ constexpr std::uint64_t kMuchBytes = 64u << 10;
 
 Result<std::unique_ptr<TcpPath>> TcpPath::open(UniqueFd socket, PathPeer peer,
                                                std::size_t window_bytes, Poller& poller,
-                                               OwingPaths& owing, ReceiveContext receive_context,
+                                               DuePaths& due, ReceiveContext receive_context,
                                                PathEvents& events) {
   std::unique_ptr<TcpPath> path(new TcpPath(std::move(socket), std::move(peer), window_bytes,
-                                            poller, owing, receive_context, events));
+                                            poller, due, receive_context, events));
   if (auto good = poller.add(path->socket_.get(), EPOLLIN, *path); !good) return good.error();
   return path;
 }
 
 TcpPath::TcpPath(UniqueFd socket, PathPeer peer, std::size_t window_bytes, Poller& poller,
-                 OwingPaths& owing, ReceiveContext receive_context, PathEvents& events)
+                 DuePaths& due, ReceiveContext receive_context, PathEvents& events)
     : socket_(std::move(socket)),
       peer_(std::move(peer)),
       poller_(poller),
-      owing_(owing),
+      due_(due),
       receive_context_(receive_context),
       events_(events),
       sender_(socket_.get(), window_bytes),
@@ -36,7 +36,8 @@ TcpPath::TcpPath(UniqueFd socket, PathPeer peer, std::size_t window_bytes, Polle
 TcpPath::~TcpPath() {
   // What was placed was delivered, also where this end goes.
   if (!lost_ && !waiting_for_room_) (void)sender_.flush();
-  if (owes_) std::erase(owing_, this);
+  if (owes_) std::erase(due_.owing, this);
+  if (copies_) std::erase(due_.copying, this);
   poller_.remove(socket_.get(), *this);
 }
 
@@ -49,22 +50,52 @@ std::size_t TcpPath::post(const OperationPtr& operation, const WriteRange& write
 void TcpPath::on_events(std::uint32_t events) {
   if (lost_) return;
   ++receive_context_.activity;
-  bool much = false;
+  std::uint64_t read = 0;
   if (events & (EPOLLIN | EPOLLERR | EPOLLHUP)) {
-    const auto read = receiver_.pump();
-    if (!read) return lose(read.error());
-    much = *read > kMuchBytes;
+    if (!receive(read)) return;
     last_heard_ns_ = now_ns();
-    if (sender_.acks_waiting() > kMaxAcksWaiting) {
-      return lose({Errc::backpressure, "it does not read what became of its writes"});
-    }
   }
-  if (waiting_for_room_ || much) {
+  if (waiting_for_room_ || read > kMuchBytes) {
     flush();
-  } else if (sender_.owes_acks() && !owes_) {
-    owes_ = true;
-    owing_.push_back(this);
+  } else {
+    owe();
   }
+  note_copies();
+}
+
+void TcpPath::step() {
+  copies_ = false;
+  if (lost_) return;
+  sender_.drop_lost(events_);
+  receiver_.end_placed();
+  std::uint64_t read = 0;
+  if (receiver_.waits_for_room() && !receive(read)) return;
+  flush();
+  note_copies();
+}
+
+bool TcpPath::receive(std::uint64_t& read) {
+  const auto pumped = receiver_.pump();
+  if (!pumped) {
+    lose(pumped.error());
+  } else if (sender_.acks_waiting() > kMaxAcksWaiting) {
+    lose({Errc::backpressure, "it does not read what became of its writes"});
+  } else {
+    read = *pumped;
+  }
+  return !lost_;
+}
+
+void TcpPath::owe() {
+  if (!sender_.owes_acks() || owes_) return;
+  owes_ = true;
+  due_.owing.push_back(this);
+}
+
+void TcpPath::note_copies() {
+  if (copies_ || lost_ || !(sender_.staging() || receiver_.waits_for_gpu())) return;
+  copies_ = true;
+  due_.copying.push_back(this);
 }
 
 void TcpPath::send_acks() {
@@ -82,7 +113,11 @@ Result<void> TcpPath::on_ack(std::uint64_t sequence, Errc status) {
 
 void TcpPath::flush() {
   if (lost_) return;
-  if (auto good = sender_.flush(); !good) return lose(good.error());
+  do {
+    if (sender_.may_send_staged()) sender_.send_staged();
+    if (auto good = sender_.flush(); !good) return lose(good.error());
+  } while (sender_.may_send_staged());
+  note_copies();
   if (sender_.blocked() != waiting_for_room_) {
     waiting_for_room_ = sender_.blocked();
     poller_.modify(socket_.get(), waiting_for_room_ ? EPOLLIN | EPOLLOUT : EPOLLIN, *this);

@@ -228,13 +228,15 @@ void VerbsPath::write_request(std::size_t at, const Operation& operation, const 
   if (write.length == 0) return;
   const auto& source = static_cast<const VerbsRegistration&>(
       *operation.source->registration(identity_.nic));  // our own: it has our number
-  piece = {.addr = reinterpret_cast<std::uint64_t>(operation.source->data() + write.source),
+  piece = {.addr = operation.source->address() + write.source,
            .length = write.length,
            .lkey = source.local_key()};
   request.num_sge = 1;
   request.wr.rdma = {.remote_addr = key.address + write.destination,
                      .rkey = static_cast<std::uint32_t>(key.rkey)};
-  if (write.length <= pair_->max_inline()) request.send_flags = IBV_SEND_INLINE;
+  // The processor reads what is inlined.
+  const bool inlined = write.length <= pair_->max_inline() && operation.source->host();
+  if (inlined) request.send_flags = IBV_SEND_INLINE;
 }
 
 // --- grants ----------------------------------------------------------------------------------
@@ -243,9 +245,7 @@ bool VerbsPath::open_window(const MemoryRegion& grant) {
   auto* const registration =
       static_cast<VerbsRegistration*>(grant.granted()->of->registration(identity_.nic));
   ibv_mr* const region = registration ? registration->get() : nullptr;
-  const WindowRange range{.region = region,
-                          .address = reinterpret_cast<std::uint64_t>(grant.data()),
-                          .length = grant.size()};
+  const WindowRange range{.region = region, .address = grant.address(), .length = grant.size()};
   if (!region) return false;
   windows_.open(grant.key(), range);
   make_windows();

@@ -36,8 +36,8 @@ class VerbsPath final : public NicPath {
   std::string_view fabric() const override { return "verbs"; }
   std::string endpoint() const override { return ours_.encode(); }
   void connect(std::string_view endpoint, Connected then) override;
-  bool has_room(bool counted) const override {
-    return sends_left_ >= kMaxGroupWrites && NicPath::has_room(counted);
+  bool has_room(const Operation& operation, bool counted) const override {
+    return sends_left_ >= kMaxGroupWrites && NicPath::has_room(operation, counted);
   }
   std::size_t post(const OperationPtr& operation, const WriteRange& writes) override;
   void shut(std::function<void()> then) override;

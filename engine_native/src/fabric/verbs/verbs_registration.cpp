@@ -48,9 +48,8 @@ Result<std::shared_ptr<NicRegistration>> VerbsRegistration::create(
     std::shared_ptr<const VerbsDevice> device, const MemoryRegion& region) {
   const unsigned access = kAccess | (device->has_windows() ? IBV_ACCESS_MW_BIND : 0);
   errno = 0;
-  ibv_mr* const registered =
-      device->library().reg_mr_iova2(device->pd(), region.data(), region.size(),
-                                     reinterpret_cast<std::uint64_t>(region.data()), access);
+  ibv_mr* const registered = device->library().reg_mr_iova2(
+      device->pd(), region.host(), region.size(), region.address(), access);
   if (!registered) return cannot_register(device->name(), region.size(), errno);
   return std::shared_ptr<NicRegistration>(new VerbsRegistration(std::move(device), registered));
 }

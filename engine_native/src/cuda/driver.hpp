@@ -1,0 +1,104 @@
+// CUDA's driver, loaded at run time: a host without it runs all the same, and nothing of CUDA is
+// needed to build. What the engine uses of cuda.h stands here; where cuda.h is there,
+// tests/test_cuda_driver.cpp compares. Any thread.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "kvxfer/error.hpp"
+
+namespace kvxfer::cuda {
+
+using Status = int;  // CUresult
+inline constexpr Status kSuccess = 0;
+inline constexpr Status kInvalidValue = 1;
+inline constexpr Status kOutOfMemory = 2;
+inline constexpr Status kNotInitialized = 3;
+inline constexpr Status kNotReady = 600;
+
+using Address = unsigned long long;  // CUdeviceptr
+using Context = struct CUctx_st*;    // NOLINT(bugprone-reserved-identifier)
+using StreamHandle = struct CUstream_st*;
+using EventHandle = struct CUevent_st*;
+using Module = struct CUmod_st*;
+using Function = struct CUfunc_st*;
+
+// CUipcMemHandle, CUuuid
+struct IpcHandle {
+  std::array<char, 64> bytes{};
+};
+struct Uuid {
+  std::array<char, 16> bytes{};
+  bool operator==(const Uuid&) const = default;
+};
+
+// CUpointer_attribute, CUmemorytype
+inline constexpr int kContextOf = 1;
+inline constexpr int kMemoryType = 2;
+inline constexpr int kIsManaged = 8;
+inline constexpr int kDeviceOrdinal = 9;
+inline constexpr int kRangeStart = 11;
+inline constexpr int kRangeSize = 12;
+inline constexpr unsigned kOnDevice = 2;
+// Flags and modes
+inline constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
+inline constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
+inline constexpr unsigned kPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE
+inline constexpr unsigned kLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+inline constexpr int kRelaxed = 2;              // CU_STREAM_CAPTURE_MODE_RELAXED
+
+struct Driver {
+  // The one that the process has loaded; null where it has none: then it has no device memory.
+  static std::shared_ptr<const Driver> loaded();
+  // Loads it if it must. Fails with fabric-unavailable.
+  static Result<std::shared_ptr<const Driver>> load();
+
+  // "CUDA_ERROR_ILLEGAL_ADDRESS"
+  std::string name_of(Status status) const;
+
+  // Named as in cuda.h, without the prefix; in the form that CUDA 12.0 has of them.
+  Status (*init)(unsigned flags) = nullptr;
+  Status (*get_error_name)(Status status, const char** name) = nullptr;
+  Status (*device_get_count)(int* count) = nullptr;
+  Status (*device_get_name)(char* name, int length, int device) = nullptr;
+  Status (*device_get_uuid)(Uuid* uuid, int device) = nullptr;
+  Status (*device_primary_ctx_retain)(Context* context, int device) = nullptr;
+  Status (*device_primary_ctx_release)(int device) = nullptr;
+  Status (*ctx_push_current)(Context context) = nullptr;
+  Status (*ctx_pop_current)(Context* context) = nullptr;
+  Status (*thread_exchange_stream_capture_mode)(int* mode) = nullptr;
+  Status (*stream_create)(StreamHandle* stream, unsigned flags) = nullptr;
+  Status (*stream_destroy)(StreamHandle stream) = nullptr;
+  Status (*stream_synchronize)(StreamHandle stream) = nullptr;
+  Status (*event_create)(EventHandle* event, unsigned flags) = nullptr;
+  Status (*event_destroy)(EventHandle event) = nullptr;
+  Status (*event_record)(EventHandle event, StreamHandle stream) = nullptr;
+  Status (*event_query)(EventHandle event) = nullptr;
+  Status (*module_load_data)(Module* module, const void* image) = nullptr;
+  Status (*module_unload)(Module module) = nullptr;
+  Status (*module_get_function)(Function* function, Module module, const char* name) = nullptr;
+  Status (*launch_kernel)(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                          unsigned block_x, unsigned block_y, unsigned block_z,
+                          unsigned shared_bytes, StreamHandle stream, void** parameters,
+                          void** extra) = nullptr;
+  Status (*mem_alloc)(Address* address, std::size_t bytes) = nullptr;
+  Status (*mem_free)(Address address) = nullptr;
+  Status (*memset_d8_async)(Address address, unsigned char value, std::size_t bytes,
+                            StreamHandle stream) = nullptr;
+  Status (*mem_host_alloc)(void** address, std::size_t bytes, unsigned flags) = nullptr;
+  Status (*mem_free_host)(void* address) = nullptr;
+  Status (*mem_host_register)(void* address, std::size_t bytes, unsigned flags) = nullptr;
+  Status (*mem_host_unregister)(void* address) = nullptr;
+  Status (*pointer_get_attributes)(unsigned count, int* attributes, void** data,
+                                   Address address) = nullptr;
+  Status (*ipc_get_mem_handle)(IpcHandle* handle, Address address) = nullptr;
+  Status (*ipc_open_mem_handle)(Address* address, IpcHandle handle, unsigned flags) = nullptr;
+  Status (*ipc_close_mem_handle)(Address address) = nullptr;
+};
+
+}  // namespace kvxfer::cuda

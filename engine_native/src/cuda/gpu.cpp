@@ -1,0 +1,239 @@
+#include "cuda/gpu.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "memory_region.hpp"
+
+namespace kvxfer::cuda {
+namespace {
+
+constexpr std::size_t kCopiesBytes = Gpu::kMaxCopies * sizeof(DeviceCopy);
+
+}  // namespace
+
+// --- its life --------------------------------------------------------------------------------
+
+Result<std::shared_ptr<Gpu>> Gpu::open(std::shared_ptr<const Driver> driver, int device) {
+  std::shared_ptr<Gpu> gpu(new Gpu(std::move(driver), device));
+  if (auto good = gpu->start(); !good) return good.error();
+  return gpu;
+}
+
+Gpu::Gpu(std::shared_ptr<const Driver> driver, int device)
+    : driver_(std::move(driver)), device_(device), label_("GPU " + std::to_string(device)) {}
+
+Result<void> Gpu::start() {
+  const Driver& cuda = *driver_;
+  int count = 0;
+  if (auto good = check(cuda.device_get_count(&count), "cuDeviceGetCount"); !good) return good;
+  if (device_ < 0 || device_ >= count) {
+    return Error{Errc::invalid_argument, "there is no GPU " + std::to_string(device_) +
+                                             "; this process sees " + std::to_string(count) +
+                                             " (CUDA_VISIBLE_DEVICES)"};
+  }
+  std::array<char, 128> name{};
+  if (cuda.device_get_name(name.data(), static_cast<int>(name.size()), device_) == kSuccess) {
+    label_ += " (" + std::string(name.data()) + ")";
+  }
+  if (auto good = check(cuda.device_get_uuid(&uuid_, device_), "cuDeviceGetUuid"); !good) {
+    return good;
+  }
+  if (const Status status = cuda.device_primary_ctx_retain(&context_, device_);
+      status != kSuccess) {
+    context_ = nullptr;
+    return check(status, "cuDevicePrimaryCtxRetain");
+  }
+  const Current current(cuda, context_);
+  if (auto good = check(cuda.stream_create(&stream_, kNonBlocking), "cuStreamCreate"); !good) {
+    return good;
+  }
+  if (auto good = check(cuda.module_load_data(&module_, kCopyPtx), "cuModuleLoadData"); !good) {
+    return good;
+  }
+  if (auto good =
+          check(cuda.module_get_function(&kernel_, module_, kCopyKernel), "cuModuleGetFunction");
+      !good) {
+    return good;
+  }
+  for (EventHandle& event : events_) {
+    if (auto good = check(cuda.event_create(&event, kDisableTiming), "cuEventCreate"); !good) {
+      return good;
+    }
+  }
+  constexpr std::size_t kCopies = kLaunches * kCopiesBytes;
+  constexpr std::size_t kStaging = kSlots * kSlotBytes;
+  void* memory = nullptr;
+  const Status pinned = cuda.mem_host_alloc(&memory, kCopies + kStaging, kPortable);
+  if (auto good = check(pinned, "cuMemHostAlloc"); !good) return good;
+  pinned_ = static_cast<std::byte*>(memory);
+  receiving_.emplace(std::span(pinned_ + kCopies, kStaging));
+  auto shared = MemoryRegion::allocate({}, kStaging);
+  if (!shared) return shared.error();
+  const Status registered = cuda.mem_host_register((*shared)->host(), kStaging, kPortable);
+  if (auto good = check(registered, "cuMemHostRegister"); !good) return good;
+  to_send_ = std::move(*shared);
+  sending_.emplace(std::span(to_send_->host(), kStaging));
+  return {};
+}
+
+Gpu::~Gpu() {
+  if (!context_) return;
+  {
+    const Current current(*driver_, context_);
+    // Waits for what is under way.
+    if (pinned_) driver_->mem_free_host(pinned_);
+    if (to_send_) driver_->mem_host_unregister(to_send_->host());
+    for (EventHandle event : events_) {
+      if (event) driver_->event_destroy(event);
+    }
+    if (module_) driver_->module_unload(module_);
+    if (stream_) driver_->stream_destroy(stream_);
+  }
+  driver_->device_primary_ctx_release(device_);
+}
+
+Result<void> Gpu::check(Status status, const char* call) const {
+  if (status == kSuccess) return {};
+  return Error{Errc::gpu_lost, label_ + ": " + call + " failed with " + driver_->name_of(status)};
+}
+
+void Gpu::fail(Status status, const char* call) {
+  failure_ = check(status, call).error();
+  ended_ = issued_;
+}
+
+// --- memory ----------------------------------------------------------------------------------
+
+Result<Address> Gpu::allocate(std::size_t bytes) const {
+  const Current current(*driver_, context_);
+  Address address = 0;
+  const Status status = driver_->mem_alloc(&address, bytes);
+  if (status == kOutOfMemory) {
+    return Error{Errc::out_of_memory, "cannot allocate " + std::to_string(bytes) + " bytes of " +
+                                          label_ + ": " + driver_->name_of(status) +
+                                          "; free memory of the GPU"};
+  }
+  if (auto good = check(status, "cuMemAlloc"); !good) return good.error();
+  // On a stream that nobody computes on: the default one would make others wait.
+  Status zeroed = driver_->memset_d8_async(address, 0, bytes, stream_);
+  if (zeroed == kSuccess) zeroed = driver_->stream_synchronize(stream_);
+  if (auto good = check(zeroed, "cuMemsetD8Async"); !good) {
+    driver_->mem_free(address);
+    return good.error();
+  }
+  return address;
+}
+
+void Gpu::free(Address address) const {
+  const Current current(*driver_, context_);
+  driver_->mem_free(address);
+}
+
+std::optional<IpcHandle> Gpu::handle_of(Address address) const {
+  const Current current(*driver_, context_);
+  IpcHandle handle;
+  if (driver_->ipc_get_mem_handle(&handle, address) != kSuccess) return std::nullopt;
+  return handle;
+}
+
+Address Gpu::start_of(Address address) const {
+  int wanted = kRangeStart;
+  Address start = address;
+  void* answer = &start;
+  driver_->pointer_get_attributes(1, &wanted, &answer, address);
+  return start;
+}
+
+bool Gpu::holds(Address address, std::size_t bytes) const {
+  std::array<int, 2> wanted{kRangeStart, kRangeSize};
+  Address start = 0;
+  std::size_t size = 0;
+  std::array<void*, 2> answers{&start, &size};
+  return driver_->pointer_get_attributes(2, wanted.data(), answers.data(), address) == kSuccess &&
+         size >= bytes && address - start <= size - bytes;
+}
+
+Result<std::unique_ptr<ImportedMemory>> Gpu::import(const IpcHandle& handle) {
+  const Current current(*driver_, context_);
+  Address base = 0;
+  if (auto good =
+          check(driver_->ipc_open_mem_handle(&base, handle, kLazyPeerAccess), "cuIpcOpenMemHandle");
+      !good) {
+    return good.error();
+  }
+  return std::make_unique<ImportedMemory>(shared_from_this(), base);
+}
+
+ImportedMemory::~ImportedMemory() { gpu_->close_imported(base_); }
+
+void Gpu::close_imported(Address base) const {
+  const Current current(*driver_, context_);
+  driver_->ipc_close_mem_handle(base);
+}
+
+// --- copies ----------------------------------------------------------------------------------
+
+std::span<DeviceCopy> Gpu::room() {
+  if (failure_ || under_way() >= kLaunches) return {};
+  return copies_of(next());
+}
+
+std::span<DeviceCopy> Gpu::copies_of(Ticket ticket) const {
+  return {reinterpret_cast<DeviceCopy*>(pinned_ + ticket % kLaunches * kCopiesBytes), kMaxCopies};
+}
+
+Ticket Gpu::launch(std::size_t count) {
+  const std::span<DeviceCopy> copies = copies_of(next()).first(count);
+  const auto longest = std::max_element(copies.begin(), copies.end(),
+                                        [](auto& a, auto& b) { return a.length < b.length; });
+  const unsigned rows = (longest->length + kBytesPerBlock - 1) / kBytesPerBlock;
+  const Current current(*driver_, context_);
+  const Ticket ticket = ++issued_;
+  const DeviceCopy* entries = copies.data();
+  void* parameter = &entries;
+  const Status launched =
+      driver_->launch_kernel(kernel_, static_cast<unsigned>(count), rows, 1, kCopyThreads, 1, 1, 0,
+                             stream_, &parameter, nullptr);
+  if (launched != kSuccess) {
+    fail(launched, "cuLaunchKernel");
+    return ticket;
+  }
+  const Status recorded = driver_->event_record(events_[ticket % kLaunches], stream_);
+  if (recorded != kSuccess) fail(recorded, "cuEventRecord");
+  return ticket;
+}
+
+std::size_t Gpu::poll() {
+  if (!busy()) return 0;
+  const Ticket before = ended_;
+  const Current current(*driver_, context_);
+  while (busy()) {
+    const Status status = driver_->event_query(events_[(ended_ + 1) % kLaunches]);
+    if (status == kNotReady) break;
+    if (status != kSuccess) {
+      fail(status, "a copy");
+      break;
+    }
+    ++ended_;
+  }
+  return ended_ - before;
+}
+
+std::optional<StagingSlot> Gpu::slot_to_send() {
+  std::byte* const bytes = sending_->take(ended_);
+  if (!bytes) return std::nullopt;
+  return StagingSlot(shared_from_this(), true, bytes);
+}
+
+std::optional<StagingSlot> Gpu::slot_to_receive() {
+  std::byte* const bytes = receiving_->take(ended_);
+  if (!bytes) return std::nullopt;
+  return StagingSlot(shared_from_this(), false, bytes);
+}
+
+void Gpu::give_back(std::byte* slot, bool sends) {
+  (sends ? *sending_ : *receiving_).give_back(slot, issued_);
+}
+
+}  // namespace kvxfer::cuda

@@ -1,0 +1,145 @@
+// A GPU as one engine uses it: its primary context, a stream of the engine's own, the kernel that
+// copies, and pinned memory. Only allocating and the end wait for the GPU.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cuda/copy_kernel.hpp"
+#include "cuda/driver.hpp"
+#include "cuda/staging.hpp"
+#include "kvxfer/error.hpp"
+
+namespace kvxfer {
+class MemoryRegion;
+}
+
+namespace kvxfer::cuda {
+
+// Makes a context the calling thread's while it lives. A capture of another thread's forbids to ask
+// an event only to threads that have not said that they are relaxed (cuda.h).
+class Current {
+ public:
+  Current(const Driver& driver, Context context) : driver_(driver) {
+    pushed_ = driver.ctx_push_current(context) == kSuccess;
+    driver.thread_exchange_stream_capture_mode(&mode_);
+  }
+  ~Current() {
+    driver_.thread_exchange_stream_capture_mode(&mode_);
+    if (pushed_) driver_.ctx_pop_current(nullptr);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+ private:
+  const Driver& driver_;
+  int mode_ = kRelaxed;
+  bool pushed_ = false;
+};
+
+// Memory of a GPU of this host, opened by a handle of another process; closed with its owner, which
+// may take long.
+class ImportedMemory {
+ public:
+  ImportedMemory(std::shared_ptr<Gpu> gpu, Address base) : gpu_(std::move(gpu)), base_(base) {}
+  ~ImportedMemory();
+  ImportedMemory(const ImportedMemory&) = delete;
+  ImportedMemory& operator=(const ImportedMemory&) = delete;
+
+  Address base() const { return base_; }
+
+ private:
+  std::shared_ptr<Gpu> gpu_;
+  Address base_;
+};
+
+class Gpu : public std::enable_shared_from_this<Gpu> {
+ public:
+  // Of one launch.
+  static constexpr std::size_t kMaxCopies = 16384;
+
+  // `device`: by CUDA's number in this process.
+  static Result<std::shared_ptr<Gpu>> open(std::shared_ptr<const Driver> driver, int device);
+  ~Gpu();
+  Gpu(const Gpu&) = delete;
+  Gpu& operator=(const Gpu&) = delete;
+
+  // --- any thread
+  int device() const { return device_; }
+  const Uuid& uuid() const { return uuid_; }
+  // "GPU 0 (NVIDIA H200)"
+  const std::string& label() const { return label_; }
+  // Zeroed.
+  Result<Address> allocate(std::size_t bytes) const;
+  void free(Address address) const;
+  // Of the whole allocation that holds the address; none where CUDA has no such handle of it.
+  std::optional<IpcHandle> handle_of(Address address) const;
+  Result<std::unique_ptr<ImportedMemory>> import(const IpcHandle& handle);
+  void close_imported(Address base) const;
+  // Where that allocation begins.
+  Address start_of(Address address) const;
+  // Whether all these bytes are of one allocation.
+  bool holds(Address address, std::size_t bytes) const;
+  // Whether the memory belongs to another context than the engine's.
+  bool foreign(Context context) const { return context && context != context_; }
+
+  // --- engine thread: copies. Launches run in order, and none beside another.
+  // Where to put the copies of the next launch; empty while too many are under way.
+  std::span<DeviceCopy> room();
+  // Queues the first `count` of them.
+  Ticket launch(std::size_t count);
+  // Which number launch() will return next.
+  Ticket next() const { return issued_ + 1; }
+  bool ended(Ticket ticket) const { return ticket <= ended_; }
+  Ticket issued() const { return issued_; }
+  std::size_t under_way() const { return issued_ - ended_; }
+  bool busy() const { return under_way() > 0; }
+  // Looks how far the GPU got; how many launches have ended since.
+  std::size_t poll();
+  // Set once CUDA has reported that the context is lost: nothing is copied any more, and what was
+  // under way has not arrived.
+  const std::optional<Error>& failure() const { return failure_; }
+
+  // None while all are in use. Those to send are parts of to_send(), which peers on this host map.
+  std::optional<StagingSlot> slot_to_send();
+  const MemoryRegion& to_send() const { return *to_send_; }
+  std::optional<StagingSlot> slot_to_receive();
+  void give_back(std::byte* slot, bool sends);
+
+ private:
+  static constexpr std::size_t kLaunches = 16;  // under way at most
+  static constexpr std::size_t kSlots = 8;      // of each direction
+
+  Gpu(std::shared_ptr<const Driver> driver, int device);
+  Result<void> start();
+  std::span<DeviceCopy> copies_of(Ticket ticket) const;
+  // The error of a call, if it is one.
+  Result<void> check(Status status, const char* call) const;
+  void fail(Status status, const char* call);
+
+  std::shared_ptr<const Driver> driver_;
+  int device_;
+  Uuid uuid_;
+  std::string label_;
+  Context context_ = nullptr;
+  StreamHandle stream_ = nullptr;
+  Module module_ = nullptr;
+  Function kernel_ = nullptr;
+  std::array<EventHandle, kLaunches> events_{};  // launch n has number n % kLaunches
+  std::byte* pinned_ = nullptr;            // the copies of all launches, then slots to receive
+  std::shared_ptr<MemoryRegion> to_send_;  // null until it is pinned, too
+  std::optional<Staging> sending_;
+  std::optional<Staging> receiving_;
+
+  Ticket issued_ = 0;
+  Ticket ended_ = 0;
+  std::optional<Error> failure_;
+};
+
+}  // namespace kvxfer::cuda

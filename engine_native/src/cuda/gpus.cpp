@@ -1,0 +1,156 @@
+#include "cuda/gpus.hpp"
+
+#include <algorithm>
+#include <array>
+#include <string>
+
+namespace kvxfer::cuda {
+namespace {
+
+struct Attributes {
+  Context context = nullptr;
+  std::uint32_t type = 0;
+  std::uint32_t managed = 0;
+  int device = 0;
+  Address start = 0;
+  std::size_t size = 0;
+
+  bool on_device() const { return type == kOnDevice && managed == 0; }
+};
+
+// Needs no context. What CUDA does not know is no device memory, and before cuInit() there is none.
+Result<Attributes> attributes_of(const Driver& driver, Address address) {
+  Attributes found;
+  std::array<int, 6> wanted{kContextOf,     kMemoryType, kIsManaged,
+                            kDeviceOrdinal, kRangeStart, kRangeSize};
+  std::array<void*, 6> answers{&found.context, &found.type,  &found.managed,
+                               &found.device,  &found.start, &found.size};
+  const Status status = driver.pointer_get_attributes(static_cast<unsigned>(wanted.size()),
+                                                      wanted.data(), answers.data(), address);
+  if (status == kSuccess) return found;
+  if (status == kInvalidValue || status == kNotInitialized) return Attributes{};
+  return Error{Errc::gpu_lost, "CUDA cannot say whose memory address " + std::to_string(address) +
+                                   " is (" + driver.name_of(status) + "); restart this process"};
+}
+
+}  // namespace
+
+// --- any thread ------------------------------------------------------------------------------
+
+Result<std::shared_ptr<const Driver>> Gpus::driver() {
+  const std::lock_guard lock(opening_);
+  if (driver_) return driver_;
+  auto loaded = Driver::load();
+  if (loaded) driver_ = *loaded;
+  return loaded;
+}
+
+std::shared_ptr<Gpu> Gpus::find(int device) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = std::find_if(open_.begin(), open_.end(),
+                                  [device](const auto& gpu) { return gpu->device() == device; });
+  return found == open_.end() ? nullptr : *found;
+}
+
+Result<std::shared_ptr<Gpu>> Gpus::open(int device) {
+  auto cuda = driver();
+  if (!cuda) return cuda.error();
+  const std::lock_guard opening(opening_);
+  if (auto known = find(device)) return known;
+  auto gpu = Gpu::open(*cuda, device);
+  if (!gpu) return gpu;
+  const std::lock_guard lock(mutex_);
+  open_.push_back(*gpu);
+  return gpu;
+}
+
+Result<std::shared_ptr<Gpu>> Gpus::open(const Uuid& uuid) {
+  auto cuda = driver();
+  if (!cuda) return cuda.error();
+  int count = 0;
+  (*cuda)->device_get_count(&count);
+  for (int device = 0; device < count; ++device) {
+    Uuid own;
+    if ((*cuda)->device_get_uuid(&own, device) == kSuccess && own == uuid) return open(device);
+  }
+  return Error{Errc::fabric_unavailable,
+               "this process does not see the peer's GPU (CUDA_VISIBLE_DEVICES)"};
+}
+
+Result<std::shared_ptr<Gpu>> Gpus::owner_of(const void* address, std::size_t bytes) {
+  std::shared_ptr<const Driver> cuda;
+  {
+    const std::lock_guard lock(opening_);
+    if (!driver_) driver_ = Driver::loaded();
+    cuda = driver_;
+  }
+  if (!cuda) return std::shared_ptr<Gpu>();
+  const auto first = reinterpret_cast<Address>(address);
+  const auto begin = attributes_of(*cuda, first);
+  if (!begin) return begin.error();
+  if (!begin->on_device()) return std::shared_ptr<Gpu>();
+  const std::string what = "cannot register " + std::to_string(bytes) + " bytes at address " +
+                           std::to_string(first) + ": they ";
+  // One allocation, or the mappings of a reserved range (cuMemMap), one after the other.
+  bool foreign_context = false;
+  auto gpu = open(begin->device);
+  if (!gpu) return gpu;
+  for (Address at = first; at < first + bytes;) {
+    const auto part = attributes_of(*cuda, at);
+    if (!part) return part.error();
+    if (!part->on_device() || part->device != begin->device) {
+      return Error{Errc::out_of_bounds, what + "leave the memory of GPU " +
+                                            std::to_string(begin->device) + ", which has " +
+                                            std::to_string(at - first) +
+                                            " bytes from there; register what was allocated"};
+    }
+    foreign_context = foreign_context || (*gpu)->foreign(part->context);
+    at = part->start + part->size;
+  }
+  if (foreign_context) {
+    return Error{Errc::invalid_argument,
+                 what + "belong to another CUDA context than the primary one of " +
+                     (*gpu)->label() + "; allocate them in the primary context, as PyTorch does"};
+  }
+  return gpu;
+}
+
+// --- engine thread ---------------------------------------------------------------------------
+
+bool Gpus::busy() const {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(open_.begin(), open_.end(), [](const auto& gpu) { return gpu->busy(); });
+}
+
+std::size_t Gpus::poll() {
+  std::size_t ended = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& gpu : open_) ended += gpu->poll();
+  }
+  if (waiting_.empty()) return ended;
+  std::vector<std::function<void()>> ready;
+  std::erase_if(waiting_, [&](Waiting& waiting) {
+    const bool done = std::all_of(waiting.until.begin(), waiting.until.end(),
+                                  [](const auto& each) { return each.first->ended(each.second); });
+    if (done) ready.push_back(std::move(waiting.then));
+    return done;
+  });
+  for (const auto& then : ready) then();
+  return ended + ready.size();
+}
+
+void Gpus::after_copies(std::function<void()> then) {
+  Waiting waiting;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& gpu : open_) {
+      if (gpu->busy()) waiting.until.emplace_back(gpu, gpu->issued());
+    }
+  }
+  if (waiting.until.empty()) return then();
+  waiting.then = std::move(then);
+  waiting_.push_back(std::move(waiting));
+}
+
+}  // namespace kvxfer::cuda

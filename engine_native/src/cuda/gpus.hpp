@@ -1,0 +1,51 @@
+// The GPUs that an engine has memory of, each opened when it is first needed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "cuda/gpu.hpp"
+
+namespace kvxfer::cuda {
+
+class Gpus {
+ public:
+  // --- any thread
+  Result<std::shared_ptr<Gpu>> open(int device);
+  // By what its name is on every host and in every process.
+  Result<std::shared_ptr<Gpu>> open(const Uuid& uuid);
+  // Whose memory this is; null where the processor may touch it: host memory, pinned or not, and
+  // managed memory. Fails where no engine could move all of it.
+  Result<std::shared_ptr<Gpu>> owner_of(const void* address, std::size_t bytes);
+
+  // --- engine thread
+  // Looks how far copies got; how many launches have ended since.
+  std::size_t poll();
+  bool busy() const;
+  // Runs `then` once every copy that is under way now has ended: at once where none is. So what was
+  // taken back before lands nowhere any more.
+  void after_copies(std::function<void()> then);
+
+ private:
+  struct Waiting {
+    std::vector<std::pair<std::shared_ptr<Gpu>, Ticket>> until;
+    std::function<void()> then;
+  };
+
+  Result<std::shared_ptr<const Driver>> driver();
+  std::shared_ptr<Gpu> find(int device) const;
+
+  std::mutex opening_;  // one after the other, each for up to seconds; guards driver_
+  std::shared_ptr<const Driver> driver_;
+  mutable std::mutex mutex_;  // guards open_
+  std::vector<std::shared_ptr<Gpu>> open_;
+  // Engine thread.
+  std::vector<Waiting> waiting_;
+};
+
+}  // namespace kvxfer::cuda

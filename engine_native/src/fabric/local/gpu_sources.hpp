@@ -1,0 +1,57 @@
+// The sender's GPU memory as its receiver reaches it. Opening and closing a handle may take long,
+// so both happen in the background. Engine thread only.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <unordered_map>
+
+#include "background.hpp"
+#include "cuda/gpus.hpp"
+#include "fabric/local/region_message.hpp"
+#include "kvxfer/error.hpp"
+
+namespace kvxfer::local {
+
+// What opens memory of a GPU.
+struct GpuContext {
+  cuda::Gpus& gpus;
+  Background& background;
+};
+
+class GpuSources {
+ public:
+  explicit GpuSources(GpuContext context) : context_(context) {}
+  ~GpuSources();
+  GpuSources(const GpuSources&) = delete;
+  GpuSources& operator=(const GpuSources&) = delete;
+
+  // `then`: the GPU that it is on, or why it cannot be read; now or later, and not at all once this
+  // is destroyed. `same_process`: its address is valid here.
+  using Opened = std::function<void(std::uint32_t number, Result<int> device)>;
+  void add(const GpuRegionMessage& message, bool same_process, Opened then);
+  // After the copies that read it now.
+  void remove(std::uint32_t number);
+
+  // Where that part of the region is; 0 if it leaves it, or is of another GPU.
+  std::uint64_t in_region(std::uint32_t number, std::uint64_t offset, std::uint32_t length,
+                          const cuda::Gpu& gpu) const;
+
+ private:
+  struct Region {
+    std::shared_ptr<cuda::Gpu> gpu;                // null while it is being opened
+    std::shared_ptr<cuda::ImportedMemory> memory;  // null within one process
+    std::uint64_t address = 0;
+    std::uint64_t size = 0;
+  };
+
+  static Result<Region> open(cuda::Gpus& gpus, const GpuRegionMessage& message, bool same_process);
+  void close(std::shared_ptr<cuda::ImportedMemory> memory);
+
+  GpuContext context_;
+  std::unordered_map<std::uint32_t, Region> regions_;
+  std::shared_ptr<GpuSources*> self_ = std::make_shared<GpuSources*>(this);
+};
+
+}  // namespace kvxfer::local

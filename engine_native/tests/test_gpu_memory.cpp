@@ -1,0 +1,106 @@
+// Device memory at the engine's door, on the double of a driver or on a GPU.
+#include <cstddef>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "cuda/driver.hpp"
+#include "cuda/gpus.hpp"
+#include "cuda_driver.hpp"
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+
+// What cuda/driver.hpp says without cuda.h.
+static_assert(cuda::kSuccess == CUDA_SUCCESS && cuda::kNotReady == CUDA_ERROR_NOT_READY);
+static_assert(cuda::kInvalidValue == CUDA_ERROR_INVALID_VALUE);
+static_assert(cuda::kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);
+static_assert(cuda::kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);
+static_assert(cuda::kContextOf == CU_POINTER_ATTRIBUTE_CONTEXT);
+static_assert(cuda::kMemoryType == CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
+static_assert(cuda::kIsManaged == CU_POINTER_ATTRIBUTE_IS_MANAGED);
+static_assert(cuda::kDeviceOrdinal == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
+static_assert(cuda::kRangeStart == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR);
+static_assert(cuda::kRangeSize == CU_POINTER_ATTRIBUTE_RANGE_SIZE);
+static_assert(cuda::kOnDevice == CU_MEMORYTYPE_DEVICE);
+static_assert(cuda::kNonBlocking == CU_STREAM_NON_BLOCKING);
+static_assert(cuda::kDisableTiming == CU_EVENT_DISABLE_TIMING);
+static_assert(cuda::kPortable == CU_MEMHOSTALLOC_PORTABLE);
+static_assert(cuda::kLazyPeerAccess == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+static_assert(cuda::kRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
+static_assert(sizeof(cuda::IpcHandle) == sizeof(CUipcMemHandle));
+static_assert(sizeof(cuda::Uuid) == sizeof(CUuuid));
+static_assert(sizeof(cuda::Address) == sizeof(CUdeviceptr));
+static_assert(sizeof(CUpointer_attribute) == sizeof(int) && sizeof(CUresult) == sizeof(int));
+
+TEST_SUITE_BEGIN("cuda");
+
+namespace {
+
+void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
+
+}  // namespace
+
+TEST_CASE("the engine knows a device's memory from the host's") {
+  const CudaDriver driver;
+  cuda::Gpus gpus;
+  const CUdeviceptr device = allocate(kBytes);
+  void* pinned = nullptr;
+  REQUIRE(CU(MemHostAlloc)(&pinned, kBytes, 0) == CUDA_SUCCESS);
+  const int plain = 0;
+  CHECK(good(gpus.owner_of(pointer(device), kBytes))->device() == 0);
+  CHECK(good(gpus.owner_of(pointer(device + kBytes - 1), 1))->device() == 0);
+  CHECK(!good(gpus.owner_of(pinned, kBytes)));
+  CHECK(!good(gpus.owner_of(&plain, sizeof plain)));
+  CU(MemFree)(device);
+  CHECK(!good(gpus.owner_of(pointer(device), kBytes)));
+  CU(MemFreeHost)(pinned);
+}
+
+TEST_CASE("a region of a GPU says so, and has no bytes for the processor") {
+  const CudaDriver driver;
+  TestEngine engine(options_for("tcp", "engine"));
+  const CUdeviceptr device = allocate(kBytes);
+  const RegionPtr region = good(engine->register_memory(pointer(device), kBytes));
+  CHECK(region->host() == nullptr);
+  CHECK(bytes_of(region).empty());
+  CHECK(region->address() == device);
+  const MrDescriptor descriptor = good(MrDescriptor::decode(descriptor_of(region).encode()));
+  CHECK(descriptor.kind == MemoryKind::cuda);
+  CHECK(descriptor.device == 0);
+  good(engine->deregister(region));
+  CU(MemFree)(device);
+}
+
+TEST_CASE("an engine allocates zeroed memory on a GPU, and frees it with the region") {
+  const CudaDriver driver;
+  TestEngine engine(options_for("tcp", "engine"));
+  RegionPtr region = good(engine->allocate_on_gpu(0, kBytes));
+  CHECK(first_byte(region->address()) == 0);
+  good(engine->deregister(region));
+  const std::uint64_t address = region->address();
+  region.reset();
+  cuda::Gpus gpus;
+  // The engine thread may hold it for a moment longer.
+  while (good(gpus.owner_of(pointer(address), 1))) std::this_thread::yield();
+}
+
+TEST_CASE("memory of a GPU that cannot be registered is refused by name") {
+  const CudaDriver driver;
+  TestEngine engine(options_for("tcp", "engine"));
+  const auto says = [](const auto& refused, Errc code, const char* text) {
+    REQUIRE(!refused);
+    CHECK(refused.error().code == code);
+    CHECK_MESSAGE(refused.error().text.find(text) != std::string::npos, refused.error().text);
+  };
+  const CUdeviceptr device = allocate(kBlock);
+  says(engine->register_memory(pointer(device), kBlock + 1), Errc::out_of_bounds,
+       "leave the memory of GPU 0");
+  CU(MemFree)(device);
+  says(engine->allocate_on_gpu(77, kBytes), Errc::invalid_argument, "there is no GPU 77");
+  says(engine->allocate_on_gpu(0, 0), Errc::invalid_argument, "at least 1 byte");
+  says(engine->allocate_on_gpu(0, std::size_t{1} << 50), Errc::out_of_memory, "of GPU 0");
+}
+
+TEST_SUITE_END();

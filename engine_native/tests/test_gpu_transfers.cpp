@@ -1,0 +1,240 @@
+// Transfers from and to memory of a GPU, on the double of a driver or on a GPU.
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cuda_driver.hpp"
+#include "support.hpp"
+
+using namespace kvxfer;
+using namespace kvxfer::test;
+
+TEST_SUITE_BEGIN("cuda");
+
+namespace {
+
+using Bytes = std::vector<std::byte>;
+
+// Memory of an engine, of the host or of GPU 0, whose bytes a test may read and write.
+class Memory {
+ public:
+  Memory(TestEngine& engine, bool on_gpu, std::size_t size)
+      : engine_(engine),
+        region_(good(on_gpu ? engine->allocate_on_gpu(0, size) : engine->allocate(size))) {}
+  ~Memory() { good(engine_->deregister(region_)); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  const RegionPtr& region() const { return region_; }
+  Bytes read() const {
+    Bytes bytes(region_->size());
+    if (region_->host()) {
+      std::copy_n(region_->host(), bytes.size(), bytes.begin());
+    } else {
+      REQUIRE(CU(MemcpyDtoH)(bytes.data(), region_->address(), bytes.size()) == CUDA_SUCCESS);
+    }
+    return bytes;
+  }
+  void write(const Bytes& bytes) const {
+    if (region_->host()) {
+      std::copy(bytes.begin(), bytes.end(), region_->host());
+    } else {
+      REQUIRE(CU(MemcpyHtoD)(region_->address(), bytes.data(), bytes.size()) == CUDA_SUCCESS);
+    }
+  }
+
+ private:
+  TestEngine& engine_;
+  RegionPtr region_;
+};
+
+struct Way {
+  const char* fabric;
+  bool from_gpu;
+  bool to_gpu;
+};
+const std::vector<Way> kWays{{"tcp", true, true},   {"tcp", true, false},   {"tcp", false, true},
+                             {"local", true, true}, {"local", true, false}, {"local", false, true}};
+
+Bytes random_bytes_of(Random& random, std::size_t size) {
+  Bytes bytes(size);
+  random.fill(bytes.data(), size);
+  return bytes;
+}
+
+}  // namespace
+
+TEST_CASE("scattered pages go from and to memory of a GPU") {
+  const CudaDriver driver;
+  Random random;
+  INFO("KVXFER_TEST_SEED=", random.seed);
+  for (const Way& way : kWays) {
+    INFO(way.fabric, way.from_gpu ? " GPU" : " host", way.to_gpu ? " to GPU" : " to host");
+    Pair pair(way.fabric);
+    for (const std::size_t page : {std::size_t{64}, std::size_t{1000}, std::size_t{4096},
+                                   std::size_t{65536}, std::size_t{100'000}}) {
+      constexpr std::size_t kPool = 96;
+      const Memory source(pair.writer, way.from_gpu, kPool * page);
+      const Memory destination(pair.reader, way.to_gpu, kPool * page);
+      const Bytes sent = random_bytes_of(random, kPool * page);
+      source.write(sent);
+      const auto from = random.distinct_pages(64, kPool);
+      const auto to = random.distinct_pages(64, kPool);
+      const Imm imm = good(pair.reader->allocate_counter());
+      const auto submitted = good(pair.writer->write_pages(pair.to_reader, source.region(),
+                                                           destination.region()->descriptor(),
+                                                           {.page_length = page,
+                                                            .source_pages = from,
+                                                            .destination_pages = to,
+                                                            .source_stride = page,
+                                                            .destination_stride = page},
+                                                           {.imm = imm, .timeout = kDeadline}));
+      good(pair.reader->expect(imm, submitted.immediates));
+      CHECK(pair.reader.await(Completion::Kind::counter, imm).code == Errc::ok);
+      const Bytes got = destination.read();
+      Bytes expected(kPool * page);
+      for (std::size_t i = 0; i < from.size(); ++i) {
+        std::copy_n(sent.begin() + from[i] * static_cast<std::ptrdiff_t>(page), page,
+                    expected.begin() + to[i] * static_cast<std::ptrdiff_t>(page));
+      }
+      CHECK(got == expected);
+      const auto done = pair.writer.await(Completion::Kind::write, submitted.id);
+      CHECK_MESSAGE(done.code == Errc::ok, done.text);
+      pair.reader->release_counter(imm);
+    }
+  }
+}
+
+TEST_CASE("more pages than a ring has slots go to a GPU") {
+  const CudaDriver driver;
+  constexpr std::size_t kSmall = 64;
+  constexpr std::size_t kMany = 60'000;
+  Pair pair("local");
+  const Memory source(pair.writer, true, kSmall * kMany);
+  const Memory destination(pair.reader, true, kSmall * kMany);
+  Random random;
+  INFO("KVXFER_TEST_SEED=", random.seed);
+  const Bytes sent = random_bytes_of(random, kSmall * kMany);
+  source.write(sent);
+  const auto pages = random.distinct_pages(kMany, kMany);
+  const Imm imm = good(pair.reader->allocate_counter());
+  const auto submitted = good(
+      pair.writer->write_pages(pair.to_reader, source.region(), destination.region()->descriptor(),
+                               same_pages(kSmall, pages), {.imm = imm, .timeout = kDeadline}));
+  good(pair.reader->expect(imm, submitted.immediates));
+  CHECK(pair.reader.await(Completion::Kind::counter, imm).code == Errc::ok);
+  CHECK(destination.read() == sent);
+}
+
+TEST_CASE("a batch for the host that comes behind one for a GPU is counted after it") {
+  const CudaDriver driver;
+  for (const std::string fabric : {"tcp", "local"}) {
+    Pair pair(fabric, 1);
+    const Memory source(pair.writer, false, kBytes);
+    const Memory on_gpu(pair.reader, true, kBytes);
+    const Memory on_host(pair.reader, false, kBytes);
+    source.write(Bytes(kBytes, std::byte{7}));
+    const Imm imm = good(pair.reader->allocate_counter());
+    for (int round = 0; round < 50; ++round) {
+      for (const Memory* to : {&on_gpu, &on_host}) {
+        good(pair.writer->write(pair.to_reader, source.region(), to->region()->descriptor(),
+                                {0, 0, kBytes}, {.imm = imm, .timeout = kDeadline}));
+      }
+    }
+    good(pair.reader->expect(imm, 100));
+    CHECK(pair.reader.await(Completion::Kind::counter, imm).code == Errc::ok);
+    CHECK(on_gpu.read() == Bytes(kBytes, std::byte{7}));
+    CHECK(on_host.read() == Bytes(kBytes, std::byte{7}));
+  }
+}
+
+TEST_CASE("after a counter is released, or its region closed, nothing lands on the GPU") {
+  const CudaDriver driver;
+  Random random;
+  INFO("KVXFER_TEST_SEED=", random.seed);
+  constexpr std::size_t kPage = 16384;
+  constexpr std::size_t kCount = 128;
+  for (const Way& way : kWays) {
+    if (!way.to_gpu) continue;
+    INFO(way.fabric, way.from_gpu ? " GPU" : " host");
+    Pair pair(way.fabric);
+    const Memory source(pair.writer, way.from_gpu, kCount * kPage);
+    source.write(Bytes(kCount * kPage, std::byte{1}));
+    for (int round = 0; round < 20; ++round) {
+      auto destination = std::make_unique<Memory>(pair.reader, true, kCount * kPage);
+      const RegionPtr region = destination->region();
+      const Imm imm = good(pair.reader->allocate_counter());
+      const auto pages = random.distinct_pages(kCount, kCount);
+      const auto submitted =
+          good(pair.writer->write_pages(pair.to_reader, source.region(), region->descriptor(),
+                                        same_pages(kPage, pages), {.imm = imm}));
+      while (pair.reader->counter_value(imm) < random.below(kCount / 4)) {
+        std::this_thread::yield();
+      }
+      if (round % 2 == 0) {
+        pair.reader->release_counter(imm);
+      } else {
+        destination.reset();
+      }
+      // Overwritten by its owner: a late copy would show.
+      fill(region->address(), 0, region->size());
+      pair.writer.await(Completion::Kind::write, submitted.id);
+      Bytes now(region->size());
+      REQUIRE(CU(MemcpyDtoH)(now.data(), region->address(), now.size()) == CUDA_SUCCESS);
+      CHECK(now == Bytes(region->size()));
+      pair.reader->release_counter(imm);
+    }
+  }
+}
+
+TEST_CASE("after a peer is fenced off, nothing of it lands on the GPU") {
+  const CudaDriver driver;
+  Random random;
+  constexpr std::size_t kPage = 16384;
+  constexpr std::size_t kCount = 128;
+  for (const Way& way : kWays) {
+    if (!way.to_gpu) continue;
+    INFO(way.fabric, way.from_gpu ? " GPU" : " host");
+    for (int round = 0; round < 10; ++round) {
+      Pair pair(way.fabric);
+      const Memory source(pair.writer, way.from_gpu, kCount * kPage);
+      const Memory destination(pair.reader, true, kCount * kPage);
+      source.write(Bytes(kCount * kPage, std::byte{1}));
+      const Imm imm = good(pair.reader->allocate_counter());
+      const auto pages = random.distinct_pages(kCount, kCount);
+      const auto submitted = good(pair.writer->write_pages(pair.to_reader, source.region(),
+                                                           destination.region()->descriptor(),
+                                                           same_pages(kPage, pages), {.imm = imm}));
+      while (pair.reader->counter_value(imm) == 0) std::this_thread::yield();
+      good(pair.reader->fence(pair.to_writer));
+      destination.write(Bytes(kCount * kPage));
+      pair.writer.await(Completion::Kind::write, submitted.id);
+      CHECK(destination.read() == Bytes(kCount * kPage));
+    }
+  }
+}
+
+TEST_CASE("the double: pages go to another GPU by way of host memory") {
+  const CudaDriver driver;
+  Random random;
+  INFO("KVXFER_TEST_SEED=", random.seed);
+  for (const std::string fabric : {"tcp", "local"}) {
+    Pair pair(fabric);
+    const RegionPtr there = good(pair.reader->allocate_on_gpu(1, kBlock));
+    const Memory source(pair.writer, true, kBlock);
+    const Bytes sent = random_bytes_of(random, kBlock);
+    source.write(sent);
+    write_and_count(pair.writer, pair.to_reader, pair.reader, source.region(), there,
+                    {0, 0, kBlock});
+    Bytes got(kBlock);
+    REQUIRE(CU(MemcpyDtoH)(got.data(), there->address(), kBlock) == CUDA_SUCCESS);
+    CHECK(got == sent);
+    good(pair.reader->deregister(there));
+  }
+}
+
+TEST_SUITE_END();

@@ -1,0 +1,44 @@
+"""A GPU's memory as its driver sees it; for processes that run_on_driver() has started."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from cuda.bindings import driver
+
+from tests.cuda.bindings import good
+
+
+def allocate(nbytes: int) -> int:
+    return int(good(driver.cuMemAlloc(nbytes)))
+
+
+def free(address: int) -> None:
+    good(driver.cuMemFree(address))
+
+
+def write(address: int, data: bytes) -> None:
+    good(driver.cuMemcpyHtoD(address, data, len(data)))
+
+
+def read(address: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    good(driver.cuMemcpyDtoH(data, address, nbytes))
+    return bytes(data)
+
+
+def is_known(address: int) -> bool:
+    """Whether it is memory that CUDA knows."""
+    kind = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    error, _ = driver.cuPointerGetAttribute(kind, address)
+    return bool(error == driver.CUresult.CUDA_SUCCESS)
+
+
+def live() -> int | None:
+    """Allocations and mappings that the double counts; None of a real driver."""
+    library: Any = ctypes.CDLL("libcuda.so.1")
+    if not hasattr(library, "cuda_double_live"):
+        return None
+    library.cuda_double_live.restype = ctypes.c_size_t
+    return int(library.cuda_double_live())

@@ -1,0 +1,28 @@
+"""Programs that need a CUDA driver, each in a process of its own: pytest's loads none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+from verify.polling import PATIENCE
+from verify.processes.process import ROOT, Process
+
+DOUBLE: Final = ROOT / "build/tests/engine_native/cuda_double"
+
+
+def run_on_driver(module: str, *arguments: str, libraries: Path = DOUBLE) -> None:
+    """Runs `python -m MODULE ARGUMENTS...`, which has to end with 0: on the driver of this machine
+    where KVXFER_TEST_CUDA is set, else on the one in a folder, the double by default."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+    }
+    if libraries != DOUBLE or "KVXFER_TEST_CUDA" not in environment:
+        assert (libraries / "libcuda.so.1").exists(), "the double is not built: run make test"
+        environment["LD_LIBRARY_PATH"] = str(libraries)
+    command = (sys.executable, "-m", module, *arguments)
+    with Process("program", *command, environment=environment) as program:
+        program.ends(8 * PATIENCE)

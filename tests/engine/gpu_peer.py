@@ -1,0 +1,50 @@
+"""Another process with memory of a GPU: `python -m tests.engine.gpu_peer NAME FABRIC`, which
+verify/processes/worker.py starts."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Final
+
+from kvxfer import Engine
+from tests.cuda import device_memory
+from tests.cuda.bindings import context
+from tests.engine.conftest import new_engine
+from verify.polling import PATIENCE
+from verify.processes.commands import commands, report
+
+NBYTES: Final = 4 << 20
+
+
+async def serve(engine: Engine) -> None:
+    memory = engine.alloc(NBYTES, gpu=0)
+    report("ready", address=engine.address)
+    async for command in commands():
+        match command["do"]:
+            case "describe":
+                report(id=command["id"], descriptor=memory.region.descriptor.hex())
+            case "fill":
+                device_memory.write(memory.region.address, bytes([command["with"]]) * NBYTES)
+                report(id=command["id"])
+            case "read":
+                found = device_memory.read(memory.region.address, NBYTES)
+                report(id=command["id"], data=found.hex())
+            case "write":  # again and again where `times` is 0
+                peer = await engine.connect(command["address"], PATIENCE)
+                target, imm = bytes.fromhex(command["descriptor"]), command["imm"]
+                written = 0
+                while not command["times"] or written < command["times"]:
+                    await peer.write(memory.region, target, length=NBYTES, imm=imm)
+                    written += 1
+                report(id=command["id"])
+
+
+async def main(name: str, fabric: str) -> None:
+    async with new_engine(fabric, name) as engine:
+        await serve(engine)
+
+
+if __name__ == "__main__":
+    context()
+    asyncio.run(main(*sys.argv[1:]))

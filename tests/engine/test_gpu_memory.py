@@ -1,0 +1,38 @@
+"""Memory of a GPU, on the double of a CUDA driver or on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cuda.on_driver import run_on_driver
+from tests.engine.gpu_memory import BETWEEN, MEMORY
+
+PROGRAM = "tests.engine.gpu_memory"
+FABRICS = ("tcp", "local")
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("case", MEMORY)
+def test_memory_of_a_gpu_is_registered(case: str) -> None:
+    run_on_driver(PROGRAM, case)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("fabric", FABRICS)
+@pytest.mark.parametrize("case", BETWEEN)
+def test_memory_of_a_gpu_is_written(case: str, fabric: str) -> None:
+    run_on_driver(PROGRAM, case, fabric)
+
+
+@pytest.mark.realtime
+@pytest.mark.parametrize("fabric", FABRICS)
+def test_a_process_that_is_killed_leaves_memory_of_a_gpu_usable(fabric: str) -> None:
+    run_on_driver(PROGRAM, "killed", fabric)
+
+
+@pytest.mark.native
+def test_without_a_driver_there_is_host_memory_only(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").write_bytes(b"")
+    run_on_driver(PROGRAM, "without_driver", libraries=tmp_path)
