@@ -130,6 +130,23 @@ TEST_CASE("more pages than a ring has slots go to a GPU") {
   CHECK(destination.read() == sent);
 }
 
+TEST_CASE("paths that have nothing to send keep no staging memory from others") {
+  const CudaDriver driver;
+  constexpr std::size_t kSize = std::size_t{8} << 20;  // over both lanes, and more than one batch
+  TestEngine writer(options_for("tcp", "writer"));
+  const Memory source(writer, true, kSize);
+  source.write(Bytes(kSize, std::byte{5}));
+  std::vector<std::unique_ptr<TestEngine>> readers;
+  for (int i = 0; i < 6; ++i) {
+    readers.push_back(std::make_unique<TestEngine>(options_for("tcp", "reader")));
+    const PeerId to = writer.connect_to(*readers.back());
+    const Memory destination(*readers.back(), false, kSize);
+    write_and_count(writer, to, *readers.back(), source.region(), destination.region(),
+                    {0, 0, kSize});
+    CHECK(destination.read() == Bytes(kSize, std::byte{5}));
+  }
+}
+
 TEST_CASE("a batch for the host that comes behind one for a GPU is counted after it") {
   const CudaDriver driver;
   for (const std::string fabric : {"tcp", "local"}) {

@@ -99,8 +99,7 @@ Result<void> Gpu::check(Status status, const char* call) const {
 }
 
 void Gpu::fail(Status status, const char* call) {
-  failure_ = check(status, call).error();
-  ended_ = issued_;
+  if (!failure_) failure_ = check(status, call).error();
 }
 
 // --- memory ----------------------------------------------------------------------------------
@@ -189,18 +188,23 @@ Ticket Gpu::launch(std::size_t count) {
                                         [](auto& a, auto& b) { return a.length < b.length; });
   const unsigned rows = (longest->length + kBytesPerBlock - 1) / kBytesPerBlock;
   const Current current(*driver_, context_);
-  const Ticket ticket = ++issued_;
+  const Ticket ticket = next();
   const DeviceCopy* entries = copies.data();
-  void* parameter = &entries;
+  void* parameter = static_cast<void*>(&entries);
   const Status launched =
       driver_->launch_kernel(kernel_, static_cast<unsigned>(count), rows, 1, kCopyThreads, 1, 1, 0,
                              stream_, &parameter, nullptr);
   if (launched != kSuccess) {
-    fail(launched, "cuLaunchKernel");
+    fail(launched, "cuLaunchKernel");  // what was launched before goes on
     return ticket;
   }
+  issued_ = ticket;
   const Status recorded = driver_->event_record(events_[ticket % kLaunches], stream_);
-  if (recorded != kSuccess) fail(recorded, "cuEventRecord");
+  if (recorded != kSuccess) {
+    fail(recorded, "cuEventRecord");
+    driver_->stream_synchronize(stream_);  // no other way to know when it ends
+    ended_ = issued_;
+  }
   return ticket;
 }
 
@@ -213,6 +217,7 @@ std::size_t Gpu::poll() {
     if (status == kNotReady) break;
     if (status != kSuccess) {
       fail(status, "a copy");
+      ended_ = issued_;  // the context is lost, and all that ran in it
       break;
     }
     ++ended_;

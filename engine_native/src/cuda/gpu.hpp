@@ -96,7 +96,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   Ticket launch(std::size_t count);
   // Which number launch() will return next.
   Ticket next() const { return issued_ + 1; }
-  bool ended(Ticket ticket) const { return ticket <= ended_; }
+  bool ended(Ticket ticket) const { return ticket <= ended_ || (failure_ && !busy()); }
   Ticket issued() const { return issued_; }
   std::size_t under_way() const { return issued_ - ended_; }
   bool busy() const { return under_way() > 0; }

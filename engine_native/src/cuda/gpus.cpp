@@ -23,8 +23,12 @@ Result<Attributes> attributes_of(const Driver& driver, Address address) {
   Attributes found;
   std::array<int, 6> wanted{kContextOf,     kMemoryType, kIsManaged,
                             kDeviceOrdinal, kRangeStart, kRangeSize};
-  std::array<void*, 6> answers{&found.context, &found.type,  &found.managed,
-                               &found.device,  &found.start, &found.size};
+  std::array<void*, 6> answers{static_cast<void*>(&found.context),
+                               &found.type,
+                               &found.managed,
+                               &found.device,
+                               &found.start,
+                               &found.size};
   const Status status = driver.pointer_get_attributes(static_cast<unsigned>(wanted.size()),
                                                       wanted.data(), answers.data(), address);
   if (status == kSuccess) return found;
@@ -118,6 +122,7 @@ Result<std::shared_ptr<Gpu>> Gpus::owner_of(const void* address, std::size_t byt
 // --- engine thread ---------------------------------------------------------------------------
 
 bool Gpus::busy() const {
+  if (!waiting_.empty()) return true;
   const std::lock_guard lock(mutex_);
   return std::any_of(open_.begin(), open_.end(), [](const auto& gpu) { return gpu->busy(); });
 }

@@ -207,7 +207,8 @@ ExposedMemory::Revoked ExposedMemory::revoke(Imm imm) {
     const bool may_write = closing.peer->nics() && (!writer || *writer == id);
     if (may_write && released == ImmCounters::Released::pending) asked.push_back(id);
   }
-  const bool copying = released == ImmCounters::Released::pending && context_.gpus.busy();
+  // Also of a complete one: more than was announced may be under way.
+  const bool copying = released != ImmCounters::Released::was_not_live && context_.gpus.busy();
   if (asked.empty() && !copying && granted != grants_.end()) grants_.erase(granted);
   return {std::move(asked), copying};
 }

@@ -6,7 +6,9 @@
 namespace kvxfer::local {
 namespace {
 
-constexpr std::size_t kMaxGpuRegions = 8192;  // of one peer
+// Of one peer.
+constexpr std::size_t kMaxGpuRegions = 8192;
+constexpr std::size_t kMaxOpening = 64;
 
 }  // namespace
 
@@ -14,26 +16,32 @@ GpuSources::~GpuSources() {
   for (auto& [number, region] : regions_) close(std::move(region.memory));
 }
 
-void GpuSources::add(const GpuRegionMessage& message, bool same_process, Opened then) {
+Result<void> GpuSources::add(const GpuRegionMessage& message, bool same_process, Opened then) {
   const std::uint32_t number = message.head.number;
-  if (regions_.size() >= kMaxGpuRegions) {
-    return then(number, Error{Errc::backpressure, "more than " + std::to_string(kMaxGpuRegions) +
-                                                      " memory regions of GPUs are open"});
+  if (regions_.contains(number) || regions_.size() >= kMaxGpuRegions || under_way_ >= kMaxOpening) {
+    return Error{Errc::protocol_error, "the peer shares a region of a GPU twice, or too many"};
   }
-  regions_[number];
+  const std::uint64_t opening = ++last_opening_;
+  ++under_way_;
+  regions_[number].opening = opening;
   context_.background.run<Result<Region>>(
       [&gpus = context_.gpus, message, same_process] { return open(gpus, message, same_process); },
-      [this, number, then = std::move(then), self = std::weak_ptr(self_)](Result<Region> opened) {
+      [this, number, opening, then = std::move(then),
+       self = std::weak_ptr(self_)](Result<Region> opened) {
         if (self.expired()) return;  // closed with what has opened it
+        --under_way_;
         const auto region = regions_.find(number);
-        if (region == regions_.end()) return;  // removed meanwhile: likewise
+        // Removed meanwhile: likewise.
+        if (region == regions_.end() || region->second.opening != opening) return;
         if (!opened) {
           regions_.erase(region);
           return then(number, opened.error());
         }
         region->second = std::move(*opened);
+        region->second.opening = opening;
         then(number, region->second.gpu->device());
       });
+  return {};
 }
 
 Result<GpuSources::Region> GpuSources::open(cuda::Gpus& gpus, const GpuRegionMessage& message,
@@ -49,7 +57,8 @@ Result<GpuSources::Region> GpuSources::open(cuda::Gpus& gpus, const GpuRegionMes
   if (!memory) return memory.error();
   region.memory = std::move(*memory);
   region.address = region.memory->base() + message.offset;
-  if (!region.gpu->holds(region.address, region.size)) {
+  const bool wraps = message.offset > UINT64_MAX - region.size;
+  if (wraps || !region.gpu->holds(region.memory->base(), message.offset + region.size)) {
     return Error{Errc::out_of_bounds, "the peer's region leaves the allocation of its handle"};
   }
   return region;

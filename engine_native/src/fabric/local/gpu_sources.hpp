@@ -29,10 +29,12 @@ class GpuSources {
 
   // `then`: the GPU that it is on, or why it cannot be read; now or later, and not at all once this
   // is destroyed. `same_process`: its address is valid here.
+  // Fails where the peer breaks the protocol.
   using Opened = std::function<void(std::uint32_t number, Result<int> device)>;
-  void add(const GpuRegionMessage& message, bool same_process, Opened then);
+  Result<void> add(const GpuRegionMessage& message, bool same_process, Opened then);
   // After the copies that read it now.
   void remove(std::uint32_t number);
+  bool has(std::uint32_t number) const { return regions_.contains(number); }
 
   // Where that part of the region is; 0 if it leaves it, or is of another GPU.
   std::uint64_t in_region(std::uint32_t number, std::uint64_t offset, std::uint32_t length,
@@ -44,6 +46,7 @@ class GpuSources {
     std::shared_ptr<cuda::ImportedMemory> memory;  // null within one process
     std::uint64_t address = 0;
     std::uint64_t size = 0;
+    std::uint64_t opening = 0;  // which of all
   };
 
   static Result<Region> open(cuda::Gpus& gpus, const GpuRegionMessage& message, bool same_process);
@@ -51,6 +54,8 @@ class GpuSources {
 
   GpuContext context_;
   std::unordered_map<std::uint32_t, Region> regions_;
+  std::uint64_t last_opening_ = 0;
+  std::size_t under_way_ = 0;
   std::shared_ptr<GpuSources*> self_ = std::make_shared<GpuSources*>(this);
 };
 

@@ -57,6 +57,8 @@ LocalDomain::~LocalDomain() { poller_.remove(wake_.get(), *this); }
 
 void LocalDomain::poll() {
   ended_.clear();
+  // Each is the first in its turn: they share the GPUs.
+  if (paths_.size() > 1) std::rotate(paths_.begin(), paths_.begin() + 1, paths_.end());
   for (LocalPath* path : paths_) path->poll();
 }
 

@@ -14,10 +14,11 @@ namespace {
 
 // Per call of poll(), so that heartbeats and other peers get their turn.
 constexpr std::uint64_t kPollBytes = 4u << 20;
+static_assert(kMaxBatchBytes <= cuda::kSlotBytes);
 // What a copy costs of that which a GPU does.
 constexpr std::uint64_t kGpuCopyBytes = 256;
-// Batches that are being copied out of a GPU.
-constexpr std::size_t kMostStaged = 4;
+// Staging slots of a path to send, until the peer has read them: it must not keep all.
+constexpr std::size_t kMostSlots = 3;
 // Launches that keep a GPU busy. What arrives meanwhile becomes one launch: a large one costs as
 // much as a small one.
 constexpr std::size_t kFewLaunches = 2;
@@ -110,7 +111,7 @@ std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& ran
 std::optional<LocalPath::Origin> LocalPath::origin_of(const MemoryRegion& region) {
   if (!region.shareable()) return Origin{.base = region.address()};
   const auto number = share(region);
-  return number ? std::optional(Origin{.region = *number}) : std::nullopt;
+  return number ? std::optional(Origin{.region = number}) : std::nullopt;
 }
 
 // Into the ring. `packed`: its writes lie one behind the other from the origin's base on.
@@ -148,7 +149,7 @@ bool LocalPath::may_open(const Operation& operation) const {
 
 // By way of host memory, which the peer reads.
 std::size_t LocalPath::stage(const OperationPtr& operation, const WriteRange& range) {
-  if (staged_.size() >= kMostStaged) return 0;
+  if (slots_ >= kMostSlots) return 0;
   const MemoryRegion& source = *operation->source;
   const auto copies = source.gpu()->room();
   if (copies.empty()) return 0;
@@ -162,6 +163,7 @@ std::size_t LocalPath::stage(const OperationPtr& operation, const WriteRange& ra
     copies[copied++] = {source.address() + write.source, at, write.length};
     at += write.length;
   }
+  ++slots_;
   staged_.push_back({.batch = {.operation = operation,
                                .writes = {range.first, count, range.counted},
                                .last = count == range.count,
@@ -182,6 +184,7 @@ bool LocalPath::post_staged() {
     Staged staged = std::move(next);
     staged_.pop_front();
     if (gpu.failure()) {
+      --slots_;
       events_.on_finished(staged.batch.operation, staged.batch.writes, *gpu.failure());
       continue;
     }
@@ -254,6 +257,7 @@ bool LocalPath::reap() {
   while (!unacked_.empty() && unacked_.front().end <= consumed) {
     Batch batch = std::move(unacked_.front());
     unacked_.pop_front();
+    if (batch.slot) --slots_;
     batch.slot.reset();  // first: the operation's end may be what wants its room
     reaped_ = batch.end;
     const auto status = static_cast<Errc>(out_.slot(batch.head).head.status);
@@ -274,7 +278,8 @@ bool LocalPath::reap() {
 bool LocalPath::consume() {
   const std::uint64_t start = taken_;
   const std::uint64_t produced = in_->produced.load(std::memory_order_acquire);
-  if (produced - consumed_ > kRingSlots) {
+  const bool back = produced - consumed_ < taken_ - consumed_;
+  if (back || produced - consumed_ > kRingSlots) {
     lose(malformed("more entries than slots"));
     return true;
   }
@@ -312,7 +317,8 @@ Result<bool> LocalPath::place(const BatchHead& head, std::uint64_t& budget) {
                 .end = taken_ + 1 + head.count,
                 .writes = head.count};
   // The message that shares a region was sent before the batch that uses it.
-  if (head.from_region && !source_.has_region(head.region)) receive_regions();
+  const bool known = source_.has_region(head.region) || gpu_sources_.has(head.region);
+  if (head.from_region && !known) receive_regions();
   entries_.clear();
   for (std::uint32_t i = 1; i <= head.count; ++i) {
     const WriteEntry entry = in_.slot(taken_ + i).write;
@@ -367,7 +373,7 @@ Result<bool> LocalPath::copy_by_gpu(const BatchHead& head, Placing& batch, std::
     batch.placement.refuse(Errc::gpu_lost);
     return true;
   }
-  if (room.empty() || (!collecting_ && gpu->under_way() >= kFewLaunches)) return false;
+  if (room.empty() || (!collecting_ && launches_.size() >= kFewLaunches)) return false;
   const bool from_gpu = head.from_region && !source_.has_region(head.region);
   if (from_gpu) {
     cost = entries_.size() * kGpuCopyBytes;
@@ -394,7 +400,12 @@ Result<bool> LocalPath::copy_by_gpu(const BatchHead& head, Placing& batch, std::
 }
 
 void LocalPath::launch() {
-  if (collecting_) collecting_->launch(collected_);
+  if (collecting_ && in_->revoked.load() != 0) {
+    lose({Errc::peer_lost, "the peer closed the connection"});  // its memory may be gone
+  } else if (collecting_) {
+    const cuda::Ticket ticket = collecting_->launch(collected_);
+    launches_.emplace_back(collecting_, ticket);
+  }
   collecting_.reset();
   collected_ = 0;
   collected_slots_.clear();
@@ -402,6 +413,9 @@ void LocalPath::launch() {
 
 bool LocalPath::end_placed() {
   bool any = false;
+  while (!launches_.empty() && launches_.front().first->ended(launches_.front().second)) {
+    launches_.pop_front();
+  }
   for (; !placing_.empty() && !lost_; any = true) {
     Placing& batch = placing_.front();
     if (batch.copied != 0) {
@@ -442,15 +456,15 @@ void LocalPath::receive_regions() {
 
 Result<void> LocalPath::on_region(UnixMessage& message) {
   if (const auto on_gpu = GpuRegionMessage::parse(message.bytes)) {
-    gpu_sources_.add(*on_gpu, source_.pid() == ::getpid(),
-                     [this](std::uint32_t number, const Result<int>& device) {
-                       answer_gpu_region(number, device);
-                     });
-    return {};
+    return gpu_sources_.add(*on_gpu, source_.pid() == ::getpid(),
+                            [this](std::uint32_t number, const Result<int>& device) {
+                              answer_gpu_region(number, device);
+                            });
   }
   const auto region = RegionMessage::parse(message.bytes);
   if (region && region->kind == RegionMessage::Kind::forget) {
     source_.remove_region(region->number);
+    launch();  // what is collected may read it
     gpu_sources_.remove(region->number);
     return {};
   }

@@ -67,7 +67,7 @@ class LocalPath final : public Path, private EventSink {
     std::uint64_t bytes = 0;
     std::uint64_t head = 0;  // position in the ring
     std::uint64_t end = 0;
-    std::optional<cuda::StagingSlot> slot{};  // that the peer reads it from
+    std::optional<cuda::StagingSlot> slot;  // that the peer reads it from
   };
   // Being copied out of a GPU; then it is posted.
   struct Staged {
@@ -146,6 +146,7 @@ class LocalPath final : public Path, private EventSink {
   std::uint64_t reaped_ = 0;
   std::deque<Batch> unacked_;
   std::deque<Staged> staged_;
+  std::size_t slots_ = 0;                                    // of both
   std::unordered_map<std::uint64_t, std::uint32_t> shared_;  // region key → number
   std::unordered_map<std::uint64_t, Shared> shared_gpu_;     // likewise
   std::uint32_t next_number_ = 0;
@@ -161,6 +162,7 @@ class LocalPath final : public Path, private EventSink {
   std::shared_ptr<cuda::Gpu> collecting_;
   std::size_t collected_ = 0;
   std::vector<cuda::StagingSlot> collected_slots_;
+  std::deque<std::pair<std::shared_ptr<cuda::Gpu>, cuda::Ticket>> launches_;  // under way
   bool lost_ = false;
   std::function<void()> then_;
 };

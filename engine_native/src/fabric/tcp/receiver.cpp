@@ -16,6 +16,9 @@ namespace {
 
 constexpr std::size_t kScratchBytes = 64u << 10;
 constexpr std::uint64_t kPumpBytes = 4u << 20;
+constexpr unsigned kPumpBatches = 256;
+// Batches that wait for a GPU; more are not read.
+constexpr std::size_t kMostPlacing = 1024;
 
 Error bad_frame(const std::string& what) {
   return {Errc::protocol_error, "received a malformed frame: " + what};
@@ -24,7 +27,7 @@ Error bad_frame(const std::string& what) {
 }  // namespace
 
 Result<std::uint64_t> Receiver::pump() {
-  const std::uint64_t first = sequence_;
+  finished_ = 0;
   std::uint64_t budget = kPumpBytes;
   drained_ = false;
   waits_ = false;
@@ -45,7 +48,7 @@ Result<std::uint64_t> Receiver::pump() {
         break;
     }
     if (!more) return more.error();
-    if (!*more || (sequence_ - first >= 256 && ahead_first_ == ahead_end_)) break;
+    if (!*more || (finished_ >= kPumpBatches && ahead_first_ == ahead_end_)) break;
   }
   return kPumpBytes - budget;
 }
@@ -87,6 +90,10 @@ Result<std::size_t> Receiver::read(void* out, std::size_t size) {
 }
 
 Result<bool> Receiver::read_header() {
+  if (placing_.size() >= kMostPlacing) {
+    waits_ = true;
+    return false;
+  }
   auto got = read(reinterpret_cast<std::byte*>(&header_) + got_, sizeof header_ - got_);
   if (!got) return got.error();
   got_ += *got;
@@ -227,6 +234,7 @@ bool Receiver::finish_batch() {
   placement_.reset();
   slot_.reset();
   state_ = State::header;
+  ++finished_;
   if (placing_.empty() && copied == 0) {
     end(batch);
   } else {

@@ -90,6 +90,7 @@ class Receiver {
   std::size_t got_ = 0;  // bytes of the header or of the descriptors
   std::vector<WriteDescriptor> descriptors_;
   std::uint64_t sequence_ = 0;
+  unsigned finished_ = 0;  // batches, by one pump()
 
   std::optional<Placement> placement_;
   std::uint64_t batch_bytes_ = 0;

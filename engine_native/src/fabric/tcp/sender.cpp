@@ -36,7 +36,6 @@ std::size_t Sender::post(const OperationPtr& operation, const WriteRange& range)
   descriptors_.clear();
   iovecs_.clear();
   next_iovec_ = 0;
-  sending_slot_.reset();
   if (with_acks) load_acks();
   iovecs_.push_back({&header_, sizeof header_});
   const std::size_t more = iovecs_.size();  // descriptors, once their number is known
@@ -59,6 +58,8 @@ std::size_t Sender::post(const OperationPtr& operation, const WriteRange& range)
   unacked_bytes_ += bytes;
   return count;
 }
+
+static_assert(kMaxBatchBytes <= cuda::kSlotBytes);
 
 // --- out of a GPU ----------------------------------------------------------------------------
 
@@ -171,6 +172,7 @@ Result<void> Sender::flush() {
       partly.iov_base = static_cast<std::byte*>(partly.iov_base) + left;
       partly.iov_len -= left;
     }
+    if (!sending()) sending_slot_.reset();  // others wait for it
   }
   return {};
 }

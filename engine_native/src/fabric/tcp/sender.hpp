@@ -66,7 +66,7 @@ class Sender {
     std::shared_ptr<cuda::Gpu> gpu;
     cuda::Ticket copied;
   };
-  static constexpr std::size_t kMostStaged = 4;
+  static constexpr std::size_t kMostStaged = 2;
 
   bool sending() const { return next_iovec_ < iovecs_.size(); }
   void load_acks();
