@@ -32,7 +32,7 @@ class MemoryRegion {
   static Result<std::shared_ptr<MemoryRegion>> allocate_on(EngineId engine,
                                                            std::shared_ptr<cuda::Gpu> gpu,
                                                            std::size_t bytes);
-  // Memory that somebody else owns, of the GPU where there is one.
+  // Memory of the caller's, of the GPU where there is one.
   static Result<std::shared_ptr<MemoryRegion>> wrap(EngineId engine, void* address,
                                                     std::size_t bytes,
                                                     std::shared_ptr<cuda::Gpu> gpu = nullptr);

@@ -136,7 +136,7 @@ class EngineCore(ABC):
         return Memory(MemoryRegion(self.native, handle))
 
     def register(self, target: Any, nbytes: int | None = None) -> MemoryRegion:
-        """Registers memory that somebody else allocated: a numpy array, a torch tensor on the CPU
+        """Registers memory of the caller's: a numpy array, a torch tensor on the CPU
         or a CUDA GPU, a writable buffer, an object with `__cuda_array_interface__` or DLPack on a
         CUDA GPU, or an address with `nbytes`. It must be contiguous, and stay valid until close().
 

@@ -1,4 +1,4 @@
-"""Memory that somebody else allocated: where the object lies that was passed, and on which GPU, as
+"""Memory of the caller's: where the object lies that was passed, and on which GPU, as
 it says itself. Arrays and tensors are known by what they offer; no library of theirs is imported.
 """
 

@@ -126,7 +126,7 @@ def register(
     nbytes: int | None,
     on_close: Callable[[MemoryRegion], None],
 ) -> MemoryRegion:
-    """Registers memory that somebody else allocated (kvxfer.engine.foreign_memory says what can be
+    """Registers memory of the caller's (kvxfer.engine.foreign_memory says what can be
     passed), all of it or its first `nbytes`.
 
     CUDA's driver says whether it is memory of a GPU. Raises InvalidArgument naming what was passed,

@@ -1,4 +1,4 @@
-"""Programs that need a CUDA driver, each in a process of its own: pytest's loads none."""
+"""Programs that need a CUDA driver, each in a separate process: pytest's loads none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers between KV caches of which some are memory of a GPU: `python -m tests.kv.gpu_caches
+"""Transfers between KV caches, some in memory of a GPU: `python -m tests.kv.gpu_caches
 FABRIC`."""
 
 from __future__ import annotations

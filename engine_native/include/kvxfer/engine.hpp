@@ -68,7 +68,7 @@ class TransferEngine {
   Result<RegionPtr> allocate(std::size_t bytes);
   // Likewise on a GPU, by CUDA's number in this process. Loads CUDA's driver.
   Result<RegionPtr> allocate_on_gpu(int device, std::size_t bytes);
-  // Memory that somebody else owns, of the host or of a GPU: the driver that the process has loaded
+  // Memory of the caller's, of the host or of a GPU: the CUDA driver that the process has loaded
   // says which. It must stay valid until deregister() returned.
   Result<RegionPtr> register_memory(void* address, std::size_t bytes);
   // Cancels the operations that read the region and waits for them. No write of any peer lands

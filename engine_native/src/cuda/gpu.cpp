@@ -114,7 +114,7 @@ Result<Address> Gpu::allocate(std::size_t bytes) const {
                                           "; free memory of the GPU"};
   }
   if (auto good = check(status, "cuMemAlloc"); !good) return good.error();
-  // On a stream that nobody computes on: the default one would make others wait.
+  // Not on the default stream, which compute would wait for.
   Status zeroed = driver_->memset_d8_async(address, 0, bytes, stream_);
   if (zeroed == kSuccess) zeroed = driver_->stream_synchronize(stream_);
   if (auto good = check(zeroed, "cuMemsetD8Async"); !good) {
