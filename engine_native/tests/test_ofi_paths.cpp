@@ -1,8 +1,13 @@
 // Paths of libfabric's NICs, without engines: their fence, their keys, their endpoints.
+#include <sys/socket.h>
+
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <thread>
 
+#include "fabric/ofi/path_endpoint.hpp"
+#include "fd.hpp"
 #include "ofi_bench.hpp"
 #include "support.hpp"
 
@@ -175,6 +180,29 @@ TEST_CASE("ofi: nothing is read for a write whose path was shut, and other paths
       bench.post(*other.writer, source, bench.key_for(1, destination), 1, kPage, std::nullopt);
   bench.until([&] { return fine->done(); });
   CHECK(!bench.lost.contains(other.reader.get()));
+}
+
+// libfabric's tcp would read freed memory when such a connection speaks: see TcpListener.
+TEST_CASE("ofi: a connection that has said nothing ends with the path, and other paths go on") {
+  if (ofi_skipped()) return;
+  OfiBench bench(ofi_options("bench", 2), {});
+  auto other = bench.join(0);
+  auto ends = bench.join(0);
+  const std::string to = ofi::PathEndpoint::decode(ends.reader->endpoint())->address;
+  const auto* const address = reinterpret_cast<const sockaddr*>(to.data());
+  const UniqueFd silent(::socket(address->sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  REQUIRE(::connect(silent.get(), address, static_cast<socklen_t>(to.size())) == 0);
+  bench.settle();  // it is accepted
+  ends.reader.shut();
+  bench.until([&] {
+    char byte = 0;
+    const ssize_t got = ::recv(silent.get(), &byte, 1, MSG_DONTWAIT);
+    return got == 0 || (got < 0 && errno == ECONNRESET);
+  });
+  const auto region = bench.region(kPage);
+  const auto fine =
+      bench.post(*other.writer, region, bench.key_for(0, region), 1, kPage, std::nullopt);
+  bench.until([&] { return fine->done(); });
 }
 
 TEST_SUITE_END();

@@ -3,6 +3,8 @@
 #include <array>
 #include <utility>
 
+#include "clock.hpp"
+#include "fabric/ofi/tcp_listener.hpp"
 #include "operation.hpp"
 
 namespace kvxfer::ofi {
@@ -12,6 +14,8 @@ constexpr std::size_t kMaxAddressBytes = 256;
 constexpr std::size_t kCompletionBatch = 64;
 // Of one endpoint at one poll, so that no other waits for long.
 constexpr int kBatches = 8;
+// libfabric ends a shut connection when it sees it, at once.
+constexpr std::uint64_t kEndConnectionsNs = 1'000'000'000u;
 
 std::string_view remedy(int error) {
   switch (error) {
@@ -52,10 +56,7 @@ Result<std::shared_ptr<Endpoint>> Endpoint::open(std::shared_ptr<const OpenDomai
 
 Endpoint::Endpoint(std::shared_ptr<const OpenDomain> domain, const Poller& poller,
                    const Options& options)
-    : domain_(std::move(domain)),
-      poller_(poller),
-      options_(options),
-      may_close_(domain_->device.network != "ofi-tcp") {
+    : domain_(std::move(domain)), poller_(poller), options_(options) {
   if (options_.disorder_seed) disorder_.emplace(*options_.disorder_seed);
 }
 
@@ -159,8 +160,19 @@ void Endpoint::leave(Poller& poller) {
 
 void Endpoint::close() {
   const std::lock_guard lock(gate_);
+  if (endpoint_ && domain_->device.network == "ofi-tcp") end_connections();
   endpoint_.reset();
   closed_ = true;
+}
+
+// By the queue alone, read for no entry: libfabric serves its sockets then.
+void Endpoint::end_connections() {
+  const auto serve_sockets = [this] { ::fi_cq_read(queue_.get(), nullptr, 0); };
+  TcpListener listener(address_);
+  listener.shut();
+  serve_sockets();  // what another thread was accepting is there now
+  const std::uint64_t deadline = now_ns() + kEndConnectionsNs;
+  while (listener.shut_accepted() > 0 && now_ns() < deadline) serve_sockets();
 }
 
 void Endpoint::reset() {
@@ -291,7 +303,6 @@ ssize_t Endpoint::read_completions() {
 
 void Endpoint::take(const fi_cq_data_entry& entry) {
   if ((entry.flags & FI_REMOTE_CQ_DATA) != 0) {
-    allow_close();  // it is connected
     // It consumed a receive only if it says which; its context means nothing otherwise.
     Context* const receive =
         domain_->device.mode(FI_RX_CQ_DATA) ? context_of(entry.op_context) : nullptr;

@@ -51,22 +51,15 @@ class Endpoint final : private EventSink {
   // --- any thread; these take long, and so does its end
   static Result<std::shared_ptr<Endpoint>> open(std::shared_ptr<const OpenDomain> domain,
                                                 const Poller& poller, const Options& options);
-  ~Endpoint() = default;
+  ~Endpoint() { close(); }
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
   // Where writes go. Once, before any.
   Result<void> attach(const std::string& peer_address);
-  // Nothing lands through it any more, and it reads nothing. Completions stay. Only if it may.
+  // Nothing lands through it any more, and it reads nothing. Completions stay.
   void close();
   // Closes it; its path is told at the next poll.
   void reset();
-  // libfabric's tcp (2.5.1) uses freed memory if an endpoint is closed while a peer is connecting
-  // to it. So one of its endpoints that awaits its peer's greeting is left open. Rarely a peer
-  // connects later: libfabric does by itself, for a write after the connection broke.
-  bool may_close() const { return may_close_; }
-  void allow_close() { may_close_ = true; }
-  // For one that may not be closed yet.
-  void refuse_greetings() { landing_memory_.reset(); }
   bool open() const { return !closed_; }
 
   // --- engine thread
@@ -113,6 +106,7 @@ class Endpoint final : private EventSink {
   // Nothing guards it against running over; receives end up there too when the endpoint is closed.
   std::size_t queue_size() const { return options_.writes + 2 * (options_.immediates + 1); }
   Error failed(std::string_view what, ssize_t error) const;
+  void end_connections();
   void post_receives();
   Context* context_of(void* space) const;
   void put_back(Context& context);
@@ -139,7 +133,6 @@ class Endpoint final : private EventSink {
   UniqueFid<fid_av> peers_;
   fi_addr_t to_ = FI_ADDR_NOTAVAIL;
   UniqueFid<fid_cq> queue_;
-  std::atomic<bool> may_close_;
   // Held while it is closed, which takes long: the engine thread only tries.
   mutable std::mutex gate_;
   UniqueFid<fid_ep> endpoint_;  // guarded

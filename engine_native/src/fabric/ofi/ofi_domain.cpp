@@ -19,8 +19,6 @@ constexpr std::uint32_t kPollsBetweenEvents = 256;
 // Where nothing can wake the thread, it looks again after this long, and longer each time.
 constexpr std::uint64_t kFirstNapNs = 50'000;
 constexpr std::uint64_t kLongestNapNs = 2'000'000;
-// By then nobody connects to an endpoint whose path was shut.
-constexpr std::uint64_t kParkNs = 10'000'000'000u;
 
 std::uint64_t random_seed() {
   std::uint64_t seed = 0;
@@ -100,7 +98,7 @@ void OfiDomain::open_path(NicPathIdentity identity, Opened then) {
           return then(made.error());
         }
         if (!usable_) {
-          destroy(std::move(*made));
+          take_back(std::move(*made));
           return then(Error{Errc::nic_lost, "NIC " + info_.name + " is down"});
         }
         then(
@@ -110,20 +108,7 @@ void OfiDomain::open_path(NicPathIdentity identity, Opened then) {
 
 void OfiDomain::take_back(std::shared_ptr<Endpoint> endpoint) {
   endpoint->leave(context_.poller);
-  if (!endpoint->open()) return destroy(std::move(endpoint));
-  parked_.emplace_back(std::move(endpoint), now_ns());
-}
-
-void OfiDomain::destroy(std::shared_ptr<Endpoint> endpoint) {
   context_.background.run([endpoint = std::move(endpoint)] {}, [this] { --endpoints_; });
-}
-
-void OfiDomain::end_parked() {
-  std::erase_if(parked_, [this, now = now_ns()](auto& parked) {
-    if (now - parked.second < kParkNs) return false;
-    destroy(std::move(parked.first));
-    return true;
-  });
 }
 
 // --- progress --------------------------------------------------------------------------------
@@ -137,7 +122,6 @@ void OfiDomain::poll() {
 bool OfiDomain::prepare_sleep() {
   if (!usable_) return true;
   check_device();
-  end_parked();
   bool blind = false;
   for (const OfiPath* path : paths_) {
     Endpoint* const endpoint = path->served();

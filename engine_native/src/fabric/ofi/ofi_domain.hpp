@@ -54,10 +54,8 @@ class OfiDomain final : public NicDomain, private EventSink {
   OfiDomain(std::shared_ptr<const OpenDomain> domain, const NicContext& context, NicInfo info,
             const Settings& settings);
   Endpoint::Options endpoint_options() const;
-  void destroy(std::shared_ptr<Endpoint> endpoint);
   void break_down(const Error& why);
   void check_device();
-  void end_parked();
   void set_timer(std::uint64_t ns);
   void on_events(std::uint32_t) override;
 
@@ -68,9 +66,7 @@ class OfiDomain final : public NicDomain, private EventSink {
   NicLoad load_;
   bool usable_ = true;
   std::vector<OfiPath*> paths_;  // owned by their links
-  // Of paths that are no more, which may not be closed yet, and since when.
-  std::vector<std::pair<std::shared_ptr<Endpoint>, std::uint64_t>> parked_;
-  std::size_t endpoints_ = 0;  // all, also those that are being made or destroyed
+  std::size_t endpoints_ = 0;    // all, also those that are being made or destroyed
   std::uint32_t polls_ = 0;
   std::uint64_t seen_activity_ = 0;
   std::uint64_t nap_ns_ = 0;

@@ -57,7 +57,6 @@ void OfiPath::on_joined(Result<void> joined, const PathEndpoint& theirs) {
     landing_key_ = theirs.landing_key;
     set_peer_imm_window(theirs.imm_window);
     may_greet_ = may_greet_ || told_;
-    if (may_greet_) endpoint_->allow_close();
   }
   std::exchange(then_connected_, nullptr)(std::move(joined));
 }
@@ -189,11 +188,8 @@ void OfiPath::shut(std::function<void()> then) {
 }
 
 void OfiPath::stop() {
-  domain_.context().background.run(
-      [endpoint = endpoint_, close = endpoint_->may_close()] {
-        close ? endpoint->close() : endpoint->refuse_greetings();
-      },
-      [this] { end(); });
+  domain_.context().background.run([endpoint = endpoint_] { endpoint->close(); },
+                                   [this] { end(); });
 }
 
 // What had arrived before the fence is counted.

@@ -1,8 +1,7 @@
 // A path over libfabric: a pair of endpoints, one of them ours.
 //
 // It carries writes once each end has had a greeting from the other's, a write to its landing with
-// an immediate that no counter has. The initiator greets first. So a path that is open works, and
-// both know of it: see Endpoint::may_close().
+// an immediate that no counter has. The initiator greets first. So a path that is open works.
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,31 @@
+// The socket with which libfabric's tcp listens for an endpoint, and those that it accepted there.
+// Up to 2.6 libfabric frees the listener when the endpoint is closed, and reads it again when a
+// connection that it had accepted sends its first message (the TODO of xnet_pep_close() in
+// prov/tcp/src/xnet_pep.c). A peer connects whenever it writes, also after a connection broke, so
+// these are ended first. libfabric lends none of its sockets: they are found by their address.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <string>
+#include <utility>
+
+namespace kvxfer::ofi {
+
+class TcpListener {
+ public:
+  // A sockaddr, as fi_getname gives it.
+  explicit TcpListener(std::string address) : address_(std::move(address)) {}
+
+  // Nobody connects any more.
+  void shut();
+  // Shuts what it accepted and libfabric has not closed yet; returns how many that were.
+  std::size_t shut_accepted();
+
+ private:
+  std::string address_;
+  ino_t inode_ = 0;  // once shut
+};
+
+}  // namespace kvxfer::ofi
