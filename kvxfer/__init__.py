@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ReceivePool,
         RemotePool,
         Scattered,
+        StreamWait,
         Watcher,
         WatchFor,
     )
@@ -45,6 +46,7 @@ __all__ = [
     "Received",
     "RemotePool",
     "Scattered",
+    "StreamWait",
     "WatchFor",
     "Watcher",
     "__version__",

@@ -112,10 +112,45 @@ void bind_watch_word(py::module_& module) {
           py::arg("by") = 1);
 }
 
+void bind_streams(py::module_& module, EngineClass& bound) {
+  const auto stream_of = [](std::uintptr_t handle) { return reinterpret_cast<void*>(handle); };
+  py::class_<StreamWord, std::shared_ptr<StreamWord>>(module, "StreamWord")
+      .def_property_readonly(
+          "word",
+          [](const StreamWord& word) { return std::const_pointer_cast<WatchWord>(word.word()); })
+      .def(
+          "add_on",
+          [=](StreamWord& word, std::uintptr_t stream, std::uint64_t by) {
+            unwrap(word.add_on(stream_of(stream), by));
+          },
+          py::arg("stream"), py::arg("by"), py::call_guard<py::gil_scoped_release>());
+  py::class_<StreamWait, std::shared_ptr<StreamWait>>(module, "StreamWait")
+      .def("reached", [](const StreamWait& wait) { return unwrap(wait.reached()); })
+      .def_property_readonly("address", [](const StreamWait& wait) {
+        return reinterpret_cast<std::uintptr_t>(&wait.word());
+      });
+  bound
+      .def(
+          "stream_word",
+          [](TransferEngine& engine, int gpu) { return unwrap(engine.stream_word(gpu)); },
+          py::arg("gpu"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "wait_on_stream",
+          [=](TransferEngine& engine, int gpu, std::uintptr_t stream, Imm imm, std::uint64_t total,
+              double timeout, bool at_least) {
+            return unwrap(engine.wait_on_stream(gpu, stream_of(stream), imm, total,
+                                                seconds(timeout),
+                                                at_least ? Expect::at_least : Expect::exactly));
+          },
+          py::arg("gpu"), py::arg("stream"), py::arg("imm"), py::arg("total"), py::kw_only(),
+          py::arg("timeout"), py::arg("at_least"), py::call_guard<py::gil_scoped_release>());
+}
+
 }  // namespace
 
 void bind_writes(py::module_& module, EngineClass& bound) {
   bind_watch_word(module);
+  bind_streams(module, bound);
   bound
       .def(
           "write",

@@ -1,6 +1,7 @@
 // Modules and kernels. The double cannot run PTX: a kernel that a module has by name runs what
 // stands for it here, and one that nothing stands for is not found.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -9,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/copy_kernel.hpp"
+#include "cuda/kernels.hpp"
 #include "driver.hpp"
 
 namespace kvxfer::cuda_double {
@@ -66,6 +67,23 @@ bool copy_pages(const Grid& grid, const std::vector<std::byte>& parameters) {
   return true;
 }
 
+// kvxfer_count, of one thread.
+bool count(const Grid& grid, const std::vector<std::byte>& parameters) {
+  const CUcontext context = Stream::running();
+  cuda::StreamCount count;
+  std::memcpy(&count, parameters.data(), sizeof count);
+  const auto counter = reached(context, count.counter, sizeof(std::uint64_t));
+  const auto word = reached(context, count.word, sizeof(std::uint64_t));
+  if (counter.size() != 1 || word.size() != 1 || grid.x * grid.y * grid.z * grid.threads != 1) {
+    return false;
+  }
+  const auto at = [](const auto& bytes) {
+    return std::atomic_ref(*reinterpret_cast<std::uint64_t*>(bytes.data()));
+  };
+  at(word[0]).store(at(counter[0]).fetch_add(count.by) + count.by, std::memory_order_release);
+  return true;
+}
+
 struct Kernel {
   std::size_t parameter_bytes;
   bool (*run)(const Grid& grid, const std::vector<std::byte>& parameters);
@@ -73,7 +91,8 @@ struct Kernel {
 
 const std::map<std::string, Kernel>& kernels() {
   static const std::map<std::string, Kernel> known{
-      {cuda::kCopyKernel, {.parameter_bytes = sizeof(CUdeviceptr), .run = copy_pages}}};
+      {cuda::kCopyKernel, {.parameter_bytes = sizeof(CUdeviceptr), .run = copy_pages}},
+      {cuda::kCountKernel, {.parameter_bytes = sizeof(cuda::StreamCount), .run = count}}};
   return known;
 }
 

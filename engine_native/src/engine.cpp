@@ -78,6 +78,29 @@ Result<RegionPtr> TransferEngine::allocate_on_gpu(int device, std::size_t bytes)
   return region;
 }
 
+Result<std::shared_ptr<StreamWord>> TransferEngine::stream_word(int device) {
+  auto gpu = group_->gpus().open(device);
+  if (!gpu) return gpu.error();
+  return cuda::CountedWord::create(std::move(*gpu));
+}
+
+Result<std::shared_ptr<StreamWait>> TransferEngine::wait_on_stream(int device, void* stream,
+                                                                   Imm imm, std::uint64_t total,
+                                                                   Duration timeout,
+                                                                   Expect expect) {
+  auto gpu = group_->gpus().open(device);
+  if (!gpu) return gpu.error();
+  auto queued = cuda::QueuedWait::queue(std::move(*gpu), stream);
+  if (!queued) return queued.error();
+  if (timeout == Duration::zero()) timeout = group_->options().operation_timeout;
+  group_->wait_for_stream({.wait = *queued,
+                           .imm = imm,
+                           .total = total,
+                           .expect = expect,
+                           .deadline_ns = now_ns() + static_cast<std::uint64_t>(timeout.count())});
+  return std::shared_ptr<StreamWait>(std::move(*queued));
+}
+
 Result<RegionPtr> TransferEngine::register_memory(void* data, std::size_t bytes) {
   auto gpu = group_->gpus().owner_of(data, bytes);
   if (!gpu) return gpu.error();

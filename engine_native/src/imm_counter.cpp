@@ -39,10 +39,10 @@ Result<Imm> ImmCounters::allocate(std::optional<PeerId> writer) {
   return make_imm(slot.generation, index);
 }
 
-std::uint64_t ImmCounters::value(Imm imm) const {
+std::optional<std::uint64_t> ImmCounters::count(Imm imm) const {
   const std::lock_guard lock(mutex_);
   const Slot* slot = find(imm);
-  return slot ? slot->count : 0;
+  return slot ? std::optional(slot->count) : std::nullopt;
 }
 
 bool ImmCounters::live(Imm imm) const {
@@ -87,6 +87,7 @@ bool ImmCounters::add(Imm imm, PeerId from, std::uint64_t arrived) {
   const std::lock_guard lock(mutex_);
   Slot* slot = find(imm);
   if (!counts(slot, from)) return false;
+  ++changes_;
   slot->count += arrived;
   slot->last_arrival_ns = now_ns();
   slot->complete = false;  // more than was announced
@@ -103,6 +104,7 @@ ImmCounters::Released ImmCounters::release(Imm imm) {
   const std::lock_guard lock(mutex_);
   Slot* slot = find(imm);
   if (!slot) return Released::was_not_live;
+  ++changes_;
   const bool complete = slot->complete;
   if (slot->total) {
     completions_.push({.kind = Completion::Kind::counter,

@@ -28,7 +28,9 @@ class ImmCounters {
 
   // Any thread. `writer`: the only peer whose writes count, if any.
   Result<Imm> allocate(std::optional<PeerId> writer = std::nullopt);
-  std::uint64_t value(Imm imm) const;
+  std::uint64_t value(Imm imm) const { return count(imm).value_or(0); }
+  // None where it is not live.
+  std::optional<std::uint64_t> count(Imm imm) const;
   bool live(Imm imm) const;
   // A completion follows once the count is `total`: protocol-error if it is more, unless any
   // count from there on will do. In place of an earlier total, also of its completion where nobody
@@ -46,6 +48,8 @@ class ImmCounters {
   bool add(Imm imm, PeerId from, std::uint64_t arrived);
   Released release(Imm imm);
   std::optional<PeerId> writer(Imm imm) const;
+  // Grows with every arrival and release.
+  std::uint64_t changes() const { return changes_; }
 
  private:
   struct Slot {
@@ -78,6 +82,7 @@ class ImmCounters {
   mutable std::mutex mutex_;
   std::vector<Slot> slots_;
   std::deque<std::uint16_t> free_;
+  std::uint64_t changes_ = 0;  // engine thread
 };
 
 }  // namespace kvxfer

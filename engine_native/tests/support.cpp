@@ -1,3 +1,5 @@
+// And doctest's own code, with its main().
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "support.hpp"
 
 #include <poll.h>

@@ -184,3 +184,23 @@ TEST_CASE("a name that is no text is carried as bytes") {
   a.connect_to(b);
   CHECK(a.await(Kind::peer_up).text == "\xff\xfe");
 }
+
+TEST_CASE("engine addresses survive a round trip") {
+  EngineAddress address{.host = "127.0.0.1", .port = 4321};
+  address.engine.bytes.fill(0xab);
+  CHECK(good(EngineAddress::parse(address.text())).text() == address.text());
+  address.host = "fe80::1";
+  CHECK(address.text().starts_with("kvx://[fe80::1]:4321/"));
+  CHECK(good(EngineAddress::parse(address.text())).host == "fe80::1");
+}
+
+TEST_CASE("malformed engine addresses are refused") {
+  const std::string id(32, 'a');
+  for (const std::string& text :
+       {std::string(), std::string("kvx://"), "kvx://host/" + id, "kvx://:1/" + id,
+        "kvx://h:0/" + id, "kvx://h:65536/" + id, "kvx://h:1x/" + id, "kvx://h:1/" + id + "a",
+        "kvx://h:1/" + std::string(32, 'G'), "tcp://h:1/" + id}) {
+    CAPTURE(text);
+    CHECK(EngineAddress::parse(text).error().code == Errc::invalid_argument);
+  }
+}

@@ -14,6 +14,10 @@ using namespace kvxfer::test;
 
 // What cuda/driver.hpp says without cuda.h.
 static_assert(cuda::kSuccess == CUDA_SUCCESS && cuda::kNotReady == CUDA_ERROR_NOT_READY);
+static_assert(cuda::kInvalidContext == CUDA_ERROR_INVALID_CONTEXT &&
+              cuda::kInvalidHandle == CUDA_ERROR_INVALID_HANDLE);
+static_assert(cuda::kCapturing == CU_STREAM_CAPTURE_STATUS_ACTIVE &&
+              cuda::kAtLeast == CU_STREAM_WAIT_VALUE_GEQ);
 static_assert(cuda::kInvalidValue == CUDA_ERROR_INVALID_VALUE);
 static_assert(cuda::kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);
 static_assert(cuda::kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);

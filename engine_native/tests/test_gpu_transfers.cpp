@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cuda_driver.hpp"
-#include "support.hpp"
+#include "transfer_slots.hpp"
 
 using namespace kvxfer;
 using namespace kvxfer::test;
@@ -16,8 +16,6 @@ using namespace kvxfer::test;
 TEST_SUITE_BEGIN("cuda");
 
 namespace {
-
-using Bytes = std::vector<std::byte>;
 
 // Memory of an engine, of the host or of GPU 0, whose bytes a test may read and write.
 class Memory {
@@ -30,20 +28,23 @@ class Memory {
   Memory& operator=(const Memory&) = delete;
 
   const RegionPtr& region() const { return region_; }
-  Bytes read() const {
-    Bytes bytes(region_->size());
+  Bytes read() const { return read(0, region_->size()); }
+  Bytes read(std::size_t offset, std::size_t size) const {
+    Bytes bytes(size);
     if (region_->host()) {
-      std::copy_n(region_->host(), bytes.size(), bytes.begin());
+      std::copy_n(region_->host() + offset, size, bytes.begin());
     } else {
-      REQUIRE(CU(MemcpyDtoH)(bytes.data(), region_->address(), bytes.size()) == CUDA_SUCCESS);
+      REQUIRE(CU(MemcpyDtoH)(bytes.data(), region_->address() + offset, size) == CUDA_SUCCESS);
     }
     return bytes;
   }
-  void write(const Bytes& bytes) const {
+  void write(const Bytes& bytes) const { write(0, bytes); }
+  void write(std::size_t offset, const Bytes& bytes) const {
     if (region_->host()) {
-      std::copy(bytes.begin(), bytes.end(), region_->host());
+      std::copy(bytes.begin(), bytes.end(), region_->host() + offset);
     } else {
-      REQUIRE(CU(MemcpyHtoD)(region_->address(), bytes.data(), bytes.size()) == CUDA_SUCCESS);
+      REQUIRE(CU(MemcpyHtoD)(region_->address() + offset, bytes.data(), bytes.size()) ==
+              CUDA_SUCCESS);
     }
   }
 
@@ -231,6 +232,25 @@ TEST_CASE("after a peer is fenced off, nothing of it lands on the GPU") {
       destination.write(Bytes(kCount * kPage));
       pair.writer.await(Completion::Kind::write, submitted.id);
       CHECK(destination.read() == Bytes(kCount * kPage));
+    }
+  }
+}
+
+TEST_CASE("whatever befalls transfers of a GPU, each has its bytes, and what was released none") {
+  constexpr int kRounds = 2000;
+  const CudaDriver driver;
+  Random random;
+  INFO("KVXFER_TEST_SEED=", random.seed);
+  using Slots = TransferSlots<Memory>;
+  for (const Way& way : kWays) {
+    INFO(way.fabric, way.from_gpu ? " GPU" : " host", way.to_gpu ? " to GPU" : " to host");
+    Pair pair(way.fabric);
+    const Memory source(pair.writer, way.from_gpu, Slots::kSize);
+    const Memory destination(pair.reader, way.to_gpu, Slots::kSize);
+    Slots slots(random, pair, source, destination);
+    for (std::size_t round = 0; round < kRounds / kWays.size() + 1; ++round) {
+      CAPTURE(round);
+      slots.round();
     }
   }
 }

@@ -71,3 +71,16 @@ TEST_CASE("a ring that its creator could shrink is not mapped") {
   REQUIRE(::ftruncate(unsealed.get(), sizeof(local::RingMemory)) == 0);
   CHECK(!local::SharedRing::map(std::move(unsealed)));
 }
+
+TEST_CASE("region descriptors survive a round trip, and garbage is refused") {
+  MrDescriptor descriptor{.key = 7, .address = 9, .length = 11};
+  descriptor.engine.bytes.fill(3);
+  const std::string bytes = descriptor.encode();
+  const auto decoded = good(MrDescriptor::decode(bytes));
+  CHECK(decoded.key == 7);
+  CHECK(decoded.address == 9);
+  CHECK(decoded.length == 11);
+  CHECK(decoded.engine == descriptor.engine);
+  CHECK(!MrDescriptor::decode(bytes.substr(1)));
+  CHECK(!MrDescriptor::decode(std::string(bytes.size(), 'x')));
+}

@@ -17,7 +17,7 @@ from kvxfer.engine.peer_group import PeerGroup
 from kvxfer.engine.polled import PolledEngine
 from kvxfer.engine.receive_pool import Received, ReceivePool
 from kvxfer.engine.remote_pool import RemotePool
-from kvxfer.engine.watcher import Watcher, WatchFor
+from kvxfer.engine.watcher import StreamWait, Watcher, WatchFor
 
 __all__ = [
     "Counter",
@@ -35,6 +35,7 @@ __all__ = [
     "Received",
     "RemotePool",
     "Scattered",
+    "StreamWait",
     "WatchFor",
     "Watcher",
 ]

@@ -177,9 +177,14 @@ class EngineCore(ABC):
         else:
             self._revoking[imm] = then
 
-    def watcher(self) -> Watcher:
-        """A new word at zero that holds writes back until compute has added to it."""
-        return Watcher(self.native)
+    def watcher(self, *, gpu: int | None = None) -> Watcher:
+        """A new word at zero that holds writes back until compute has added to it: the processor,
+        or with `gpu` streams of that GPU, by `Watcher.add_on()`. Raises InvalidArgument if there is
+        no such GPU."""
+        if gpu is None:
+            return Watcher(self.native)
+        with translated():
+            return Watcher(self.native, self.native.stream_word(gpu))
 
     # --- operations
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvxfer.engine.callback import tell
 from kvxfer.engine.memory import MemoryRegion
 from kvxfer.engine.native import native, translated
+from kvxfer.engine.watcher import StreamWait, stream_handle
 from kvxfer.errors import DeadlineExceeded, InvalidArgument, StaleCounter
 
 
@@ -77,6 +79,35 @@ class Counter:
         """Returns once `total` or more have arrived: for a counter that runs freely, and
         is waited for again and again. The count is never taken back. Raises as wait() does."""
         await self._wait(total, timeout, at_least=True)
+
+    def wait_on(
+        self,
+        stream: Any,
+        total: int,
+        timeout: float | None = None,
+        *,
+        gpu: int = 0,
+        at_least: bool = False,
+    ) -> StreamWait:
+        """Queues on a CUDA stream of a GPU that what follows in it waits until `total` immediates
+        have arrived. No thread waits, and the stream is let go on in any case: so call
+        `StreamWait.reached()` before any result of it is used.
+
+        stream: a torch.cuda.Stream, an object with `__cuda_stream__`, or a CUstream as an int.
+        timeout: seconds; operation_timeout by default. at_least: more may have arrived. Raises
+        InvalidArgument for a stream of another GPU, and for one that is captured. Any thread.
+        """
+        with translated():
+            return StreamWait(
+                self._engine.wait_on_stream(
+                    gpu,
+                    stream_handle(stream),
+                    self.imm,
+                    total,
+                    timeout=timeout or 0.0,
+                    at_least=at_least,
+                )
+            )
 
     def on_arrival(self, callback: Callable[[int], object]) -> None:
         """Calls with the value, on the event loop, whenever it has grown since the last call.

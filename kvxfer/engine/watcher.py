@@ -1,11 +1,11 @@
-"""Words that compute counts up, to start transfers."""
+"""Words that compute counts up, to start transfers, and waits of streams for transfers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvxfer.engine.native import native
+from kvxfer.engine.native import native, translated
 from kvxfer.errors import InvalidArgument
 
 
@@ -15,6 +15,21 @@ class WatchFor(NamedTuple):
 
     word: native.WatchWord
     value: int
+
+
+def stream_handle(stream: Any) -> int:
+    """Of a CUstream, a torch.cuda.Stream, or what has `__cuda_stream__`. Raises InvalidArgument."""
+    if isinstance(stream, int):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        _version, handle = stream.__cuda_stream__()
+        return int(handle)
+    if hasattr(stream, "cuda_stream"):
+        return int(stream.cuda_stream)
+    raise InvalidArgument(
+        f"a {type(stream).__name__} is no CUDA stream; pass a torch.cuda.Stream, an object with "
+        "__cuda_stream__, or a CUstream as an int"
+    )
 
 
 class Watcher:
@@ -27,18 +42,24 @@ class Watcher:
     a sixteenth of the time that the engine has moved nothing for where that is longer, 1 ms at
     most. One engine thread, the one that moves the bytes, serves all watchers of an engine.
 
-    Keep the watcher for as long as anybody adds to `address`. Any thread.
+    A watcher of a GPU is counted up by streams alone, with add_on().
+
+    Keep the watcher for as long as anybody adds to `address`, or runs a graph that does. Any
+    thread.
     """
 
-    __slots__ = ("_engine", "_word", "count")
+    __slots__ = ("_engine", "_on_gpu", "_word", "count")
 
     count: Callable[[int], int]
     """Adds without a call that wakes the engine. Returns the new value."""
 
-    def __init__(self, engine: native.TransferEngine) -> None:
+    def __init__(
+        self, engine: native.TransferEngine, on_gpu: native.StreamWord | None = None
+    ) -> None:
         self._engine = engine
-        self._word = native.WatchWord()
-        self.count = self._word.add
+        self._on_gpu = on_gpu
+        self._word = native.WatchWord() if on_gpu is None else on_gpu.word
+        self.count = self._word.add if on_gpu is None else _refuse_count
 
     @property
     def address(self) -> int:
@@ -52,9 +73,24 @@ class Watcher:
 
     def add(self, by: int = 1) -> int:
         """Adds, and starts what waited for that. Returns the new value."""
-        value = self._word.add(by)
+        value = self.count(by)
         self._engine.wake()
         return value
+
+    def add_on(self, stream: Any, by: int = 1) -> None:
+        """Queues on a CUDA stream that the word grows by `by` once all that the stream has before
+        it has ended. No thread waits. A stream that is captured counts at each run of the graph.
+
+        stream: a torch.cuda.Stream, an object with `__cuda_stream__`, or a CUstream as an int, of
+        the watcher's GPU. To go on with another stream, let that wait for this one. Raises
+        InvalidArgument for a watcher of no GPU.
+        """
+        if self._on_gpu is None:
+            raise InvalidArgument(
+                "a stream cannot count up a watcher of no GPU; make it with engine.watcher(gpu=…)"
+            )
+        with translated():
+            self._on_gpu.add_on(stream_handle(stream), by)
 
     def at(self, value: int) -> WatchFor:
         """For the `after` of a write."""
@@ -64,3 +100,34 @@ class Watcher:
 
     def __repr__(self) -> str:
         return f"Watcher(address={self.address:#x}, value={self.value})"
+
+
+def _refuse_count(by: int = 1) -> int:
+    raise InvalidArgument(
+        f"streams of a GPU count this watcher up; use add_on(stream, {by}), or a watcher of no GPU"
+    )
+
+
+class StreamWait:
+    """A CUDA stream's wait for a counter: `Counter.wait_on()` makes it."""
+
+    __slots__ = ("_native",)
+
+    def __init__(self, wait: native.StreamWait) -> None:
+        self._native = wait
+
+    def reached(self) -> bool:
+        """False while the stream waits for the counter, then true.
+
+        Raises what has ended the wait instead: StaleCounter, DeadlineExceeded, EngineClosed, or
+        EngineError if more arrived than announced. Then the stream goes on without the bytes. So
+        call this once the stream has been synchronized, before any result of it is used.
+        """
+        with translated():
+            return self._native.reached()
+
+    @property
+    def address(self) -> int:
+        """Where kernels read the same: 8 bytes, whose lowest is 1 once the counter got there, and
+        more if it failed."""
+        return self._native.address

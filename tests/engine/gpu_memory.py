@@ -13,24 +13,28 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from cuda.bindings import driver
 
-from kvxfer import Engine, Memory, MemoryRegion, Peer
+from kvxfer import Engine, Memory, MemoryRegion, Peer, StreamWait
 from kvxfer.errors import (
+    DeadlineExceeded,
     FabricUnavailable,
     GpuLost,
     InvalidArgument,
     OutOfBounds,
     OutOfMemory,
     PeerLost,
+    StaleCounter,
 )
 from tests.cuda import device_memory
-from tests.cuda.bindings import context
+from tests.cuda.bindings import context, good
 from tests.engine.conftest import bytes_of, new_engine
 from tests.engine.gpu_peer import NBYTES as PEER_BYTES
 from verify.polling import PATIENCE, eventually
 from verify.processes.worker import WorkerProcess
 
 NBYTES: Final = 1 << 20
+_NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING
 
 
 class CudaArray:
@@ -458,6 +462,89 @@ async def lost(fabric: str) -> None:
         assert contents(destination.region) == data
 
 
+class Stream:
+    """A CUDA stream of GPU 0, as cuda.core and PyTorch show theirs."""
+
+    def __init__(self) -> None:
+        self.cuda_stream = int(good(driver.cuStreamCreate(_NON_BLOCKING)))
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.cuda_stream)
+
+    def fill(self, region: MemoryRegion, value: int) -> None:
+        good(driver.cuMemsetD8Async(region.address, value, region.nbytes, self.cuda_stream))
+
+    def copy(self, target: MemoryRegion, source: MemoryRegion) -> None:
+        good(
+            driver.cuMemcpyDtoDAsync(
+                target.address, source.address, target.nbytes, self.cuda_stream
+            )
+        )
+
+    async def synchronize(self) -> None:
+        def wait() -> None:
+            context()
+            good(driver.cuStreamSynchronize(self.cuda_stream))
+
+        await asyncio.to_thread(wait)
+
+
+async def streams(fabric: str) -> None:
+    """A stream starts a write, another waits for it: each moves what the one before had made."""
+    async with new_engine(fabric, "sender") as sender, new_engine(fabric, "target") as target:
+        peer = await sender.connect(target.address, PATIENCE)
+        source, there = sender.alloc(NBYTES, gpu=0).region, target.alloc(NBYTES, gpu=0).region
+        seen = target.alloc(NBYTES, gpu=0).region
+        makes, uses = Stream(), Stream()
+        watcher = sender.watcher(gpu=0)
+        for round_ in range(1, 6):
+            counter = target.counter()
+            write = peer.write(
+                source,
+                there.descriptor,
+                length=NBYTES,
+                imm=counter.imm,
+                after=watcher.at(round_),
+            )
+            wait = counter.wait_on(uses, write.immediates, PATIENCE)
+            uses.copy(seen, there)
+            assert not wait.reached()
+            makes.fill(source, round_)
+            watcher.add_on((makes, makes.cuda_stream, SimpleNamespace(**vars(makes)))[round_ % 3])
+            await uses.synchronize()
+            assert wait.reached()
+            assert ctypes.c_uint8.from_address(wait.address).value == 1
+            assert contents(seen) == bytes([round_]) * NBYTES
+            await write
+            counter.release()
+
+        never = target.counter()
+        late, released = never.wait_on(uses, 1, 0.05), never.wait_on(uses, 1)
+        await eventually(lambda: has_ended(late))
+        never.release()
+        await uses.synchronize()
+        with pytest.raises(DeadlineExceeded, match="but it stands at 0 at the deadline"):
+            late.reached()
+        with pytest.raises(StaleCounter, match="to reach 1, but it was released"):
+            released.reached()
+
+        with pytest.raises(InvalidArgument, match=r"use add_on\(stream, 3\)"):
+            watcher.add(3)
+        with pytest.raises(InvalidArgument, match=r"engine\.watcher\(gpu=…\)"):
+            sender.watcher().add_on(makes)
+        with pytest.raises(InvalidArgument, match="a str is no CUDA stream"):
+            watcher.add_on("default")
+        with pytest.raises(InvalidArgument, match="there is no GPU 77"):
+            sender.watcher(gpu=77)
+
+
+def has_ended(wait: StreamWait) -> bool:
+    try:
+        return wait.reached()
+    except DeadlineExceeded:
+        return True
+
+
 async def descriptor_of(other: WorkerProcess) -> bytes:
     """That of the memory that it has."""
     await other.started()
@@ -472,7 +559,7 @@ MEMORY: Final[dict[str, Callable[[], Awaitable[None]]]] = {
     case.__name__: case for case in (allocated, freed, registered, refused)
 }
 BETWEEN: Final[dict[str, Callable[[str], Awaitable[None]]]] = {
-    case.__name__: case for case in (writes, two_processes, lost)
+    case.__name__: case for case in (writes, two_processes, lost, streams)
 }
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+KERNELS = Path(__file__).parents[2] / "engine_native/src/cuda/kernels.hpp"
 
 
 @pytest.mark.native
@@ -25,3 +28,25 @@ def test_they_compile_and_copy_16_bytes_at_once(arch: int, tmp_path: Path) -> No
     accesses = json.loads(ran.stdout)
     for kernel in ("pages", "vectors"):
         assert {"ld.global.v2.b64", "st.global.v2.b64"} <= set(accesses[kernel]), accesses
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_those_of_the_engine_assemble(arch: int, tmp_path: Path) -> None:
+    """Their PTX stands in C++, for the driver to compile; Triton brings NVIDIA's assembler."""
+    triton = importlib.util.find_spec("triton")
+    assert triton is not None
+    folder = Path(str(triton.origin)).parent / "backends/nvidia/bin"
+    assembler = folder / ("ptxas-blackwell" if arch >= 100 else "ptxas")
+    ptx = KERNELS.read_text().split('R"(')[1].split(')"')[0]
+    (tmp_path / "kernels.ptx").write_text(ptx)
+    out = tmp_path / "kernels.cubin"
+    ran = subprocess.run(
+        [assembler, f"-arch=sm_{arch}", tmp_path / "kernels.ptx", "-o", out, "-v"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    for kernel in ("kvxfer_copy_pages", "kvxfer_count"):
+        assert f"Compiling entry function '{kernel}'" in ran.stderr

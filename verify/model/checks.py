@@ -52,12 +52,13 @@ SMALL: Final = Check("one transfer, 2 strikes, NIC", _alone(2, "NIC"))
 CHECKS: Final = (
     Check("one transfer, 3 strikes, receiver", _alone(3, "WITH_KEEP")),
     Check("one transfer, 3 strikes, NIC", _alone(3, "NIC", "WITH_KEEP")),
+    Check("one transfer, 3 strikes, GPU", _alone(3, "GPU", "WITH_KEEP")),
     Check("the same without leases", _alone(3, "NIC", "WITH_KEEP", "WITHOUT_LEASES")),
     Check("one transfer, 3 strikes, NIC, groups", _alone(3, "NIC", "WITH_KEEP", "GROUPED")),
     *(
         Check(f"{name}, 1 strike, {placer}", _together(2, topology, 1, *switches))
         for name, topology in _PAIRS.items()
-        for placer, switches in (("receiver", ()), ("NIC", ("NIC",)))
+        for placer, switches in (("receiver", ()), ("NIC", ("NIC",)), ("GPU", ("GPU",)))
     ),
     Check(
         "two pairs, one decode worker, without leases",
@@ -107,6 +108,8 @@ MUTATIONS: Final = (
     _mutation("cancel frees at once, the NIC is not asked", 1, "NIC", "WITHOUT_REVOKE"),
     _mutation("path of a late writer is not reset", 1, "NIC", "WITHOUT_RESET"),
     _mutation("grants are not checked", 1, "WITHOUT_GRANTS"),
+    _mutation("a counter is released without waiting for copies", 1, "GPU", "WITHOUT_COPY_WAIT"),
+    _mutation("a batch counts before its copy has ended", 1, "GPU", "WITHOUT_COPY_END"),
     _mutation("prefill frees what is under way", 1, "WITHOUT_PINS"),
     _mutation("a group is split over two queue pairs", 1, "NIC", "GROUPED", "SPLIT_GROUP"),
     _mutation("leases never end", 2, "WITH_ENDLESS_LEASES"),

@@ -18,18 +18,37 @@ end:
   do
   :: d_step { x[n].queued > 0 && PREFILL_RUNS(n) -> x[n].queued--; x[n].posted++ }
 
+#ifdef GPU
+  :: d_step { x[n].posted > 0 && LANDS(n) && PLACES(n) && GRANTED(n) ->
+       x[n].posted--;
+       x[n].copying++;
+#ifdef WITHOUT_COPY_END
+       x[n].count++
+#endif
+     }
+  :: d_step { x[n].copying > 0 && UP(DECODE_OF(n)) -> end_copy(n); retire(n) }
+  :: d_step { x[n].revoking && x[n].copying == 0 && UP(DECODE_OF(n)) ->
+       end_revocation(n);
+       retire(n)
+     }
+#else
   :: d_step { x[n].posted > 0 && LANDS(n) && PLACES(n) && GRANTED(n) ->
        x[n].posted--;
        x[n].landed++;
        land(n)
      }
+#endif
   :: d_step { x[n].posted > 0 && LANDS(n) && PLACES(n) && !GRANTED(n) ->
        x[n].posted--;
        x[n].refused++
      }
   :: d_step { x[n].orphaned > 0 && LANDS(n) && PLACES(n) ->
        x[n].orphaned--;
+#ifdef GPU
+       if :: GRANTED(n) -> x[n].copying++ :: else fi;
+#else
        if :: GRANTED(n) -> land(n) :: else fi;
+#endif
        retire(n)
      }
 
@@ -72,7 +91,7 @@ end:
          if
          :: OVER(i, n) ->
               drop_orphans(i);
-              if :: x[i].revoking -> end_revocation(i) :: else fi;
+              if :: x[i].revoking && COPYING(i) == 0 -> end_revocation(i) :: else fi;
               retire(i)
          :: else
          fi

@@ -64,6 +64,9 @@ inline decode_worker_dies(w)
          x[i].came = 0;
 #endif
          x[i].revoking = 0;
+#ifdef GPU
+         x[i].copying = 0; /* its memory is gone with it */
+#endif
          x[i].slot = 0;
          if :: x[i].decode_request == KEPT -> x[i].decode_request = SERVED :: else fi;
          retire(i)

@@ -68,6 +68,20 @@ inline land(t)
   if :: x[t].live && COUNTS(t) -> x[t].count++ :: else fi
 }
 
+#ifdef GPU
+/* The copy has ended. Only then it counts, and not where the peer was lost meanwhile. */
+inline end_copy(t)
+{
+  x[t].copying--;
+  REQUIRE(invariant_1, owner[BLOCK_OF(t)] == t &&
+          (block[BLOCK_OF(t)] == OFFERED || block[BLOCK_OF(t)] == RECEIVING));
+#ifndef WITHOUT_COPY_END
+  if :: x[t].live && !FENCED(t) -> x[t].count++ :: else fi;
+#endif
+  if :: !FENCED(t) && !CONNECTION(t).prefill_lost -> x[t].landed++ :: else fi
+}
+#endif
+
 inline free_block(t)
 {
   block_becomes(BLOCK_OF(t), FREE);
@@ -79,7 +93,7 @@ inline free_block(t)
 }
 
 /* counter.revoke(): afterwards no write with its immediate lands. Where NICs place the bytes, that
-   takes an answer, or a reset of the paths. */
+   takes an answer, or a reset of the paths; where a GPU does, the end of its copies. */
 inline revoke(t)
 {
   if
@@ -89,6 +103,11 @@ inline revoke(t)
 #if defined(NIC) && !defined(WITHOUT_REVOKE)
        if
        :: CONNECTION(t).decode_lost -> free_block(t)
+       :: else -> x[t].revoking = 1
+       fi
+#elif defined(GPU) && !defined(WITHOUT_COPY_WAIT)
+       if
+       :: x[t].copying == 0 -> free_block(t)
        :: else -> x[t].revoking = 1
        fi
 #else

@@ -6,6 +6,7 @@
      TOPOLOGY        which workers they are between, below
      SLOTS           blocks of a decode worker; a transfer takes one, and writes its two halves
      NIC             who places the bytes: the NIC (verbs, ofi) or, without, the receiving engine
+     GPU             decode's blocks are a GPU's, which the receiving engine asks to copy
      FAULTS          how often the environment may strike
      WITHOUT_LEASES  no lease ever ends: whoever learns of the other's end learns it from the peer
      WITH_KEEP       decode may say KEEP before it offers
@@ -108,6 +109,9 @@ typedef Transfer {
   /* Writes, which are alike: they land in any order. */
   unsigned queued : 2;   /* the engine has them, no path yet */
   unsigned posted : 2;
+#ifdef GPU
+  unsigned copying : 2;  /* by decode's GPU, which nothing stops */
+#endif
   unsigned landed : 2;   /* placed; the sender does not know yet */
   unsigned refused : 2;  /* not placed; the sender does not know yet */
   unsigned orphaned : 2; /* their sender is gone, or has given the connection up */
@@ -160,7 +164,14 @@ inline forget(messages)
   od
 }
 
-#define UNDER_WAY(t) (x[t].queued + x[t].posted + x[t].landed + x[t].refused)
+#ifdef GPU
+#define COPYING(t) x[t].copying
+#else
+#define COPYING(t) 0
+#endif
+/* Prefill waits for copies until it gives the connection up. */
+#define AWAITED(t) ((COPYING(t) > 0 && !CONNECTION(t).prefill_lost) -> COPYING(t) : 0)
+#define UNDER_WAY(t) (x[t].queued + x[t].posted + AWAITED(t) + x[t].landed + x[t].refused)
 #define POSTED(t) (x[t].posted + x[t].landed + x[t].refused)
 
 /* The process that a ticket names is no more. */
@@ -175,7 +186,7 @@ inline retire(t)
      x[t].prefill_request == SERVED && x[t].decode_request == SERVED &&
      (x[t].prefill != P_NONE || x[t].failure || GONE_FOR(PREFILL_OF(t), x[t].ticket_prefill)) &&
      (x[t].decode != D_NONE || GONE_FOR(DECODE_OF(t), x[t].ticket_decode)) &&
-     owner[BLOCK_OF(t)] != t && UNDER_WAY(t) + x[t].orphaned == 0 &&
+     owner[BLOCK_OF(t)] != t && UNDER_WAY(t) + x[t].orphaned + COPYING(t) == 0 &&
      len(to_prefill[t]) + len(to_decode[t]) == 0 ->
        x[t].prefill = P_CANCELLED;
        x[t].decode = D_CANCELLED;

@@ -108,6 +108,8 @@ class TransferEngine {
   // the time that nothing was moved for, where that is longer: 1 ms at most.
   static std::shared_ptr<WatchWord> watch_word() { return std::make_shared<WatchWord>(); }
   void wake();
+  // Likewise a word that streams of this GPU count up.
+  Result<std::shared_ptr<StreamWord>> stream_word(int device);
   // Stops posting; what is posted is waited for. The completion says cancelled, or ok if the
   // operation was faster.
   void cancel(OperationId operation);
@@ -119,6 +121,14 @@ class TransferEngine {
   // Completion::Kind::counter follows once the counter has reached `total`; none of an earlier
   // total, reached or not, that was not drained before.
   Result<void> expect(Imm imm, std::uint64_t total, Expect expect = Expect::exactly);
+  // Queues on a CUstream of this GPU's primary context that what follows in it waits until the
+  // counter has reached `total`. It is let go on, too, when the counter is released, when more
+  // arrive than `expect` allows, after `timeout` (0: the engine's operation_timeout), and when the
+  // engine is closed: read StreamWait::reached() before anything that the stream computed behind it
+  // is used. Not for a stream that is captured.
+  Result<std::shared_ptr<StreamWait>> wait_on_stream(int device, void* stream, Imm imm,
+                                                     std::uint64_t total, Duration timeout,
+                                                     Expect expect = Expect::exactly);
   // Completion::Kind::arrival follows whenever the counter has grown since take_arrivals(), which
   // returns its count.
   Result<void> subscribe(Imm imm);

@@ -147,6 +147,30 @@ struct WatchFor {
   std::uint64_t value = 0;
 };
 
+// A watch word that streams of a GPU count up: see TransferEngine::stream_word.
+class StreamWord {
+ public:
+  virtual ~StreamWord() = default;
+  // Queues on a CUstream of the GPU's primary context that the word grows by `by` when all that the
+  // stream has before it has ended; where the stream is captured, at each run of the graph. One
+  // stream at a time: the word must not be destroyed, nor another stream be used, before.
+  virtual Result<void> add_on(void* stream, std::uint64_t by) = 0;
+  // For WriteOptions::after.
+  virtual std::shared_ptr<const WatchWord> word() const = 0;
+};
+
+// What a stream of a GPU waits for: see TransferEngine::wait_on_stream.
+class StreamWait {
+ public:
+  virtual ~StreamWait() = default;
+  // False while the stream waits. Fails with what has ended the wait in place of the counter: then
+  // what follows in the stream runs without the bytes.
+  virtual Result<bool> reached() const = 0;
+  // The same for work of the GPU: the lowest byte is 1 once the counter got there, more where it
+  // failed. Pinned host memory, at the address that the GPU knows it by.
+  virtual const std::atomic<std::uint64_t>& word() const = 0;
+};
+
 struct WriteOptions {
   std::optional<Imm> imm;            // counts at the receiver: see Submitted
   Duration timeout{};                // 0: the engine's operation_timeout

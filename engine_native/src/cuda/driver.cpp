@@ -45,6 +45,8 @@ std::shared_ptr<const Driver> calls_of(void* library) {
   find("cuThreadExchangeStreamCaptureMode", driver->thread_exchange_stream_capture_mode);
   find("cuStreamCreate", driver->stream_create)("cuStreamDestroy", driver->stream_destroy);
   find("cuStreamSynchronize", driver->stream_synchronize);
+  find("cuStreamIsCapturing", driver->stream_is_capturing);
+  find("cuStreamWaitValue64", driver->stream_wait_value64);
   find("cuEventCreate", driver->event_create)("cuEventDestroy", driver->event_destroy);
   find("cuEventRecord", driver->event_record)("cuEventQuery", driver->event_query);
   find("cuModuleLoadData", driver->module_load_data)("cuModuleUnload", driver->module_unload);

@@ -19,6 +19,8 @@ inline constexpr Status kSuccess = 0;
 inline constexpr Status kInvalidValue = 1;
 inline constexpr Status kOutOfMemory = 2;
 inline constexpr Status kNotInitialized = 3;
+inline constexpr Status kInvalidContext = 201;
+inline constexpr Status kInvalidHandle = 400;
 inline constexpr Status kNotReady = 600;
 
 using Address = unsigned long long;  // CUdeviceptr
@@ -51,6 +53,8 @@ inline constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
 inline constexpr unsigned kPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE
 inline constexpr unsigned kLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 inline constexpr int kRelaxed = 2;              // CU_STREAM_CAPTURE_MODE_RELAXED
+inline constexpr int kCapturing = 1;            // CU_STREAM_CAPTURE_STATUS_ACTIVE
+inline constexpr unsigned kAtLeast = 0;         // CU_STREAM_WAIT_VALUE_GEQ
 
 struct Driver {
   // The one that the process has loaded; null where it has none: then it has no device memory.
@@ -75,6 +79,9 @@ struct Driver {
   Status (*stream_create)(StreamHandle* stream, unsigned flags) = nullptr;
   Status (*stream_destroy)(StreamHandle stream) = nullptr;
   Status (*stream_synchronize)(StreamHandle stream) = nullptr;
+  Status (*stream_is_capturing)(StreamHandle stream, int* status) = nullptr;
+  Status (*stream_wait_value64)(StreamHandle stream, Address address, std::uint64_t value,
+                                unsigned flags) = nullptr;
   Status (*event_create)(EventHandle* event, unsigned flags) = nullptr;
   Status (*event_destroy)(EventHandle event) = nullptr;
   Status (*event_record)(EventHandle event, StreamHandle stream) = nullptr;

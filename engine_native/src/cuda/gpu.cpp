@@ -48,13 +48,13 @@ Result<void> Gpu::start() {
   if (auto good = check(cuda.stream_create(&stream_, kNonBlocking), "cuStreamCreate"); !good) {
     return good;
   }
-  if (auto good = check(cuda.module_load_data(&module_, kCopyPtx), "cuModuleLoadData"); !good) {
+  if (auto good = check(cuda.module_load_data(&module_, kPtx), "cuModuleLoadData"); !good) {
     return good;
   }
-  if (auto good =
-          check(cuda.module_get_function(&kernel_, module_, kCopyKernel), "cuModuleGetFunction");
-      !good) {
-    return good;
+  for (const auto& [kernel, entry] :
+       {std::pair(&copy_kernel_, kCopyKernel), std::pair(&count_kernel_, kCountKernel)}) {
+    const Status found = cuda.module_get_function(kernel, module_, entry);
+    if (auto good = check(found, "cuModuleGetFunction"); !good) return good;
   }
   for (EventHandle& event : events_) {
     if (auto good = check(cuda.event_create(&event, kDisableTiming), "cuEventCreate"); !good) {
@@ -63,11 +63,15 @@ Result<void> Gpu::start() {
   }
   constexpr std::size_t kCopies = kLaunches * kCopiesBytes;
   constexpr std::size_t kStaging = kSlots * kSlotBytes;
+  constexpr std::size_t kAllWords = 2 * kWords * sizeof(WatchWord);
   void* memory = nullptr;
-  const Status pinned = cuda.mem_host_alloc(&memory, kCopies + kStaging, kPortable);
+  const Status pinned = cuda.mem_host_alloc(&memory, kCopies + kStaging + kAllWords, kPortable);
   if (auto good = check(pinned, "cuMemHostAlloc"); !good) return good;
   pinned_ = static_cast<std::byte*>(memory);
   receiving_.emplace(std::span(pinned_ + kCopies, kStaging));
+  auto* const words = new (pinned_ + kCopies + kStaging) WatchWord[2 * kWords];
+  counted_words_.emplace(std::span(words, kWords));
+  awaited_words_.emplace(std::span(words + kWords, kWords));
   auto shared = MemoryRegion::allocate({}, kStaging);
   if (!shared) return shared.error();
   const Status registered = cuda.mem_host_register((*shared)->host(), kStaging, kPortable);
@@ -171,6 +175,38 @@ void Gpu::close_imported(Address base) const {
   driver_->ipc_close_mem_handle(base);
 }
 
+// --- order with streams of others ------------------------------------------------------------
+
+Result<void> Gpu::check_stream(Status status, const char* call, StreamHandle stream) const {
+  if (status != kInvalidHandle && status != kInvalidContext) return check(status, call);
+  return Error{Errc::invalid_argument,
+               "stream " + std::to_string(reinterpret_cast<std::uintptr_t>(stream)) +
+                   " is none of the primary context of " + label_ + " (" +
+                   driver_->name_of(status) + "); pass a stream of that GPU"};
+}
+
+Result<void> Gpu::count_on(StreamHandle stream, const StreamCount& count) const {
+  const Current current(*driver_, context_);
+  StreamCount parameter = count;
+  void* parameters = &parameter;
+  return check_stream(
+      driver_->launch_kernel(count_kernel_, 1, 1, 1, 1, 1, 1, 0, stream, &parameters, nullptr),
+      "cuLaunchKernel", stream);
+}
+
+Result<void> Gpu::wait_on(StreamHandle stream, const Word& word, std::uint64_t value) const {
+  const Current current(*driver_, context_);
+  int capturing = 0;
+  if (driver_->stream_is_capturing(stream, &capturing) == kSuccess && capturing == kCapturing) {
+    return Error{Errc::invalid_argument,
+                 "a wait for a counter cannot be captured, as later runs of the graph would not "
+                 "wait; queue it before the graph is launched"};
+  }
+  return check_stream(
+      driver_->stream_wait_value64(stream, reinterpret_cast<Address>(&word), value, kAtLeast),
+      "cuStreamWaitValue64", stream);
+}
+
 // --- copies ----------------------------------------------------------------------------------
 
 std::span<DeviceCopy> Gpu::room() {
@@ -192,8 +228,8 @@ Ticket Gpu::launch(std::size_t count) {
   const DeviceCopy* entries = copies.data();
   void* parameter = static_cast<void*>(&entries);
   const Status launched =
-      driver_->launch_kernel(kernel_, static_cast<unsigned>(count), rows, 1, kCopyThreads, 1, 1, 0,
-                             stream_, &parameter, nullptr);
+      driver_->launch_kernel(copy_kernel_, static_cast<unsigned>(count), rows, 1, kCopyThreads, 1,
+                             1, 0, stream_, &parameter, nullptr);
   if (launched != kSuccess) {
     fail(launched, "cuLaunchKernel");  // what was launched before goes on
     return ticket;

@@ -11,9 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "cuda/copy_kernel.hpp"
 #include "cuda/driver.hpp"
+#include "cuda/kernels.hpp"
 #include "cuda/staging.hpp"
+#include "cuda/stream_order.hpp"
 #include "kvxfer/error.hpp"
 
 namespace kvxfer {
@@ -63,6 +64,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
  public:
   // Of one launch.
   static constexpr std::size_t kMaxCopies = 16384;
+  // That streams count up, and as many that streams wait for.
+  static constexpr std::size_t kWords = 1024;
 
   // `device`: by CUDA's number in this process.
   static Result<std::shared_ptr<Gpu>> open(std::shared_ptr<const Driver> driver, int device);
@@ -88,6 +91,13 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   bool holds(Address address, std::size_t bytes) const;
   // Whether the memory belongs to another context than the engine's.
   bool foreign(Context context) const { return context && context != context_; }
+
+  // --- any thread: order with streams of this context, which are others'
+  Words& counted_words() { return *counted_words_; }
+  Words& awaited_words() { return *awaited_words_; }
+  Result<void> count_on(StreamHandle stream, const StreamCount& count) const;
+  // The stream waits until the word, which is one of ours, is at `value` or above it.
+  Result<void> wait_on(StreamHandle stream, const Word& word, std::uint64_t value) const;
 
   // --- engine thread: copies. Launches run in order, and none beside another.
   // Where to put the copies of the next launch; empty while too many are under way.
@@ -122,6 +132,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // The error of a call, if it is one.
   Result<void> check(Status status, const char* call) const;
   void fail(Status status, const char* call);
+  // Likewise of a call on a stream of others.
+  Result<void> check_stream(Status status, const char* call, StreamHandle stream) const;
 
   std::shared_ptr<const Driver> driver_;
   int device_;
@@ -130,12 +142,15 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   Context context_ = nullptr;
   StreamHandle stream_ = nullptr;
   Module module_ = nullptr;
-  Function kernel_ = nullptr;
+  Function copy_kernel_ = nullptr;
+  Function count_kernel_ = nullptr;
   std::array<EventHandle, kLaunches> events_{};  // launch n has number n % kLaunches
-  std::byte* pinned_ = nullptr;            // the copies of all launches, then slots to receive
+  std::byte* pinned_ = nullptr;  // the copies of all launches, then slots to receive, then words
   std::shared_ptr<MemoryRegion> to_send_;  // null until it is pinned, too
   std::optional<Staging> sending_;
   std::optional<Staging> receiving_;
+  std::optional<Words> counted_words_;
+  std::optional<Words> awaited_words_;
 
   Ticket issued_ = 0;
   Ticket ended_ = 0;

@@ -137,6 +137,7 @@ void DomainGroup::step() {
     if (peer->nics()) peer->nics()->step(now);
     if (peer->up() && peer->has_backlog()) peer->pump();
   }
+  loop_.activity() += stream_waits_.poll(now);
   exposed_.reset_late_writers(now);
   bury_lost_peers();
   if (now - last_tick_ns_ >= static_cast<std::uint64_t>(options_.heartbeat_interval.count())) {
@@ -165,7 +166,7 @@ std::uint64_t DomainGroup::next_step_ns(std::uint64_t now, std::uint64_t quiet_n
     next = std::min(next, now + std::clamp(quiet_ns / kWatchParts, kWatchNs, kWatchMostNs));
   }
   if (gpus_.busy()) next = std::min(next, now + kCopiesNs);
-  return std::min(next, exposed_.next_deadline_ns());
+  return std::min({next, exposed_.next_deadline_ns(), stream_waits_.next_deadline_ns()});
 }
 
 bool DomainGroup::prepare_sleep() {
@@ -188,6 +189,7 @@ void DomainGroup::shut_down() {
     fabrics_.poll();
   }
   end_deregistrations();
+  stream_waits_.end_all({Errc::engine_closed, "this engine was closed"});
   for (const RegionPtr& region : regions_.all()) {
     const auto closed = region->close_registrations();
     if (closed) continue;
@@ -214,6 +216,11 @@ void DomainGroup::submit(const SubmissionPtr& submission) {
 
 void DomainGroup::cancel(OperationId operation) {
   loop_.post([this, operation] { operations_.cancel(operation); });
+}
+
+void DomainGroup::wait_for_stream(StreamWaits::Waiting waiting) {
+  if (loop_.post([this, waiting] { stream_waits_.add(waiting); })) return;
+  waiting.wait->end(Error{Errc::engine_closed, "this engine was closed"});
 }
 
 // --- memory ----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@
 #include "group/fabrics.hpp"
 #include "group/operations.hpp"
 #include "group/peers.hpp"
+#include "group/stream_waits.hpp"
 #include "imm_counter.hpp"
 #include "kvxfer/types.hpp"
 
@@ -53,6 +54,8 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   void connect(OperationId id, const EngineAddress& address, Duration timeout);
   // Without an engine thread: one step of it on the caller's.
   bool poll() { return loop_.poll(); }
+  // Ends the wait, in any case.
+  void wait_for_stream(StreamWaits::Waiting waiting);
   // These return once the engine thread has done it.
   void disconnect(PeerId peer);
   bool fence(PeerId peer);
@@ -125,6 +128,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   Fabrics fabrics_;
   Peers peers_;  // after fabrics_, whose domains outlive their paths
   ExposedMemory exposed_;
+  StreamWaits stream_waits_{counters_};
   Connections connections_;
 
   // Engine thread.

@@ -1,11 +1,12 @@
-// The kernel that moves pages. Copies of single pages cost the driver 3 to 4 µs each (H200,
-// docs/performance.md); one launch moves any number of them, between any two memories that the GPU
-// reaches. In PTX, which the driver compiles: nothing of CUDA is needed to build the engine.
+// The engine's kernels, in PTX, which the driver compiles: nothing of CUDA is needed to build.
 #pragma once
 
 #include <cstdint>
 
 namespace kvxfer::cuda {
+
+// --- pages. Copies of single pages cost the driver 3 to 4 µs each (H200, docs/performance.md); one
+// launch moves any number of them, between any two memories that the GPU reaches.
 
 // One copy. The addresses are of this process: device memory, or host memory that CUDA has pinned.
 struct DeviceCopy {
@@ -22,10 +23,24 @@ inline constexpr const char* kCopyKernel = "kvxfer_copy_pages";
 inline constexpr unsigned kCopyThreads = 256;
 inline constexpr std::uint32_t kBytesPerBlock = 16384;
 
+// --- words that streams count up. The count is device memory, since not every host lets a GPU add
+// to its memory; the word is pinned host memory.
+
+// What void kvxfer_count(StreamCount count) does, with one thread: *counter += by, *word =
+// *counter.
+struct StreamCount {
+  std::uint64_t counter = 0;
+  std::uint64_t word = 0;
+  std::uint64_t by = 0;
+};
+inline constexpr const char* kCountKernel = "kvxfer_count";
+
+// --- both
+
 // void kvxfer_copy_pages(const DeviceCopy* copies): 16 bytes per access where both addresses and
 // the length allow it, else 1. Four accesses of a thread are under way at once. Streaming (.cs):
 // nobody reads these lines of the cache soon.
-inline constexpr const char* kCopyPtx = R"(
+inline constexpr const char* kPtx = R"(
 .version 7.0
 .target sm_80
 .address_size 64
@@ -97,6 +112,18 @@ BYTES:
   bra BYTES;
 
 END:
+  ret;
+}
+
+.visible .entry kvxfer_count(.param .align 8 .b8 count[24])
+{
+  .reg .b64 %counter, %word, %by, %total;
+  ld.param.u64 %counter, [count];
+  ld.param.u64 %word, [count+8];
+  ld.param.u64 %by, [count+16];
+  atom.global.add.u64 %total, [%counter], %by;
+  add.u64 %total, %total, %by;
+  st.release.sys.global.u64 [%word], %total;
   ret;
 }
 )";

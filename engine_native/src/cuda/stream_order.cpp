@@ -1,0 +1,89 @@
+#include "cuda/stream_order.hpp"
+
+#include <utility>
+
+#include "cuda/gpu.hpp"
+
+namespace kvxfer::cuda {
+namespace {
+
+constexpr unsigned kCodeBits = 8;
+static_assert(kErrcs < 1u << kCodeBits);
+
+Error no_words(const Gpu& gpu, const char* what) {
+  return {Errc::backpressure, "all " + std::to_string(Gpu::kWords) + " words of " + gpu.label() +
+                                  " for " + what + " are in use; drop those that have ended"};
+}
+
+}  // namespace
+
+Words::Words(std::span<WatchWord> words) {
+  for (WatchWord& word : words) free_.push_back(&word);
+}
+
+WatchWord* Words::take() {
+  const std::lock_guard lock(mutex_);
+  if (free_.empty()) return nullptr;
+  WatchWord* const word = free_.back();
+  free_.pop_back();
+  return word;
+}
+
+void Words::give_back(WatchWord* word) {
+  const std::lock_guard lock(mutex_);
+  free_.push_back(word);
+}
+
+// --- a stream counts -------------------------------------------------------------------------
+
+Result<std::shared_ptr<StreamWord>> CountedWord::create(std::shared_ptr<Gpu> gpu) {
+  WatchWord* const word = gpu->counted_words().take();
+  if (!word) return no_words(*gpu, "watchers");
+  word->value.store(0, std::memory_order_relaxed);
+  std::shared_ptr<CountedWord> made(new CountedWord(std::move(gpu), word));
+  const auto counter = made->gpu_->allocate(sizeof(std::uint64_t));
+  if (!counter) return counter.error();
+  made->counter_ = *counter;
+  return std::shared_ptr<StreamWord>(std::move(made));
+}
+
+CountedWord::~CountedWord() {
+  if (counter_) gpu_->free(counter_);
+  gpu_->counted_words().give_back(word_);
+}
+
+Result<void> CountedWord::add_on(void* stream, std::uint64_t by) {
+  return gpu_->count_on(
+      static_cast<StreamHandle>(stream),
+      {.counter = counter_, .word = reinterpret_cast<std::uint64_t>(&word_->value), .by = by});
+}
+
+// --- a stream waits --------------------------------------------------------------------------
+
+Result<std::shared_ptr<QueuedWait>> QueuedWait::queue(std::shared_ptr<Gpu> gpu, void* stream) {
+  WatchWord* const word = gpu->awaited_words().take();
+  if (!word) return no_words(*gpu, "waits of streams");
+  std::shared_ptr<QueuedWait> made(new QueuedWait(std::move(gpu), word));
+  made->use_ = (word->value.load(std::memory_order_relaxed) >> kCodeBits) + 1;
+  const auto queued = made->gpu_->wait_on(static_cast<StreamHandle>(stream), word->value,
+                                          made->use_ << kCodeBits | 1);
+  if (!queued) return queued.error();
+  return made;
+}
+
+QueuedWait::~QueuedWait() { gpu_->awaited_words().give_back(word_); }
+
+void QueuedWait::end(const std::optional<Error>& error) {
+  error_ = error;
+  const std::uint64_t code = error ? static_cast<std::uint64_t>(error->code) : 0;
+  word_->value.store(use_ << kCodeBits | (1 + code), std::memory_order_release);
+}
+
+Result<bool> QueuedWait::reached() const {
+  const std::uint64_t now = word_->value.load(std::memory_order_acquire);
+  if (now >> kCodeBits != use_) return false;
+  if (error_) return *error_;
+  return true;
+}
+
+}  // namespace kvxfer::cuda

@@ -1,0 +1,84 @@
+// Order between the engine and streams of others on a GPU: words in pinned host memory, which a
+// stream writes and the engine watches, or the other way round. Neither waits for the other on a
+// processor. Any thread.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "cuda/driver.hpp"
+#include "kvxfer/types.hpp"
+
+namespace kvxfer::cuda {
+
+class Gpu;
+
+using Word = std::atomic<std::uint64_t>;
+static_assert(sizeof(WatchWord) == 64);
+
+// Words, each with a cache line to itself. They keep their values from use to use.
+class Words {
+ public:
+  // Of zeroes.
+  explicit Words(std::span<WatchWord> words);
+
+  // Null where all are in use.
+  WatchWord* take();
+  void give_back(WatchWord* word);
+
+ private:
+  std::mutex mutex_;
+  std::vector<WatchWord*> free_;
+};
+
+// The count is kept on the GPU, where it may be added to by any work; each sum is then stored.
+class CountedWord final : public StreamWord, public std::enable_shared_from_this<CountedWord> {
+ public:
+  static Result<std::shared_ptr<StreamWord>> create(std::shared_ptr<Gpu> gpu);
+  ~CountedWord() override;
+  CountedWord(const CountedWord&) = delete;
+  CountedWord& operator=(const CountedWord&) = delete;
+
+  Result<void> add_on(void* stream, std::uint64_t by) override;
+  std::shared_ptr<const WatchWord> word() const override { return {shared_from_this(), word_}; }
+
+ private:
+  CountedWord(std::shared_ptr<Gpu> gpu, WatchWord* word) : gpu_(std::move(gpu)), word_(word) {}
+
+  std::shared_ptr<Gpu> gpu_;
+  WatchWord* word_;
+  Address counter_ = 0;
+};
+
+// The word's upper bits number its uses, and only grow: a stream that gets to an old wait late
+// passes it. The lowest byte is 0 until this ends, then 1, and the code of the error that ended it
+// added.
+class QueuedWait final : public StreamWait {
+ public:
+  // Queues the wait. Whoever has called this ends it, in any case.
+  static Result<std::shared_ptr<QueuedWait>> queue(std::shared_ptr<Gpu> gpu, void* stream);
+  ~QueuedWait() override;
+  QueuedWait(const QueuedWait&) = delete;
+  QueuedWait& operator=(const QueuedWait&) = delete;
+
+  // Once.
+  void end(const std::optional<Error>& error);
+  Result<bool> reached() const override;
+  const Word& word() const override { return word_->value; }
+
+ private:
+  QueuedWait(std::shared_ptr<Gpu> gpu, WatchWord* word) : gpu_(std::move(gpu)), word_(word) {}
+
+  std::shared_ptr<Gpu> gpu_;
+  WatchWord* word_;
+  std::uint64_t use_ = 0;
+  std::optional<Error> error_;  // written before the word
+};
+
+}  // namespace kvxfer::cuda
