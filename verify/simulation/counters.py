@@ -24,6 +24,8 @@ class _Counter:
     closed: bool = False
     """Nothing of it lands any more."""
     count: int = 0
+    copying: int = 0
+    """Copies of a GPU that are under way."""
     total: int | None = None
     exact: bool = True
     grants: list[bytes] = field(default_factory=list)
@@ -101,10 +103,13 @@ class Counters:
         counter.live = False
         end = counter.writer
         complete = counter.total is not None and counter.count == counter.total
+        network = self._native.network
+        if counter.copying and not network.defects.forgets_copies:
+            network.count("copies waited for")
+            return False
         if complete or end is None or end.state == "lost" or not end.link.places_by_nic:
             self._close(imm, counter)
             return True
-        network = self._native.network
         network.oracle.require(
             not wait, f"{self._native.process.name} blocks until {end.name} stops writing"
         )
@@ -112,6 +117,16 @@ class Counters:
         end.link.carry(end.index, lambda: end.other.native.counters.spare(end.other, imm))
         network.clock.after(ASK_SECONDS, lambda: self._reset(imm), self._native.process)
         return False
+
+    def copy_begins(self, imm: int) -> None:
+        if counter := self._counters.get(imm):
+            counter.copying += 1
+
+    def copy_ended(self, imm: int) -> None:
+        if counter := self._counters.get(imm):
+            counter.copying -= 1
+            if not counter.live and not counter.copying:
+                self.spared(imm)
 
     def spare(self, end: End, imm: int) -> None:
         """The peer wants no more writes with this immediate, and to know when none is under way."""
@@ -149,7 +164,7 @@ class Counters:
     def forget_writer(self, end: End) -> None:
         """The peer is fenced."""
         for imm, counter in list(self._counters.items()):
-            if counter.writer is end and not counter.live:
+            if counter.writer is end and not counter.live and not counter.copying:
                 self.spared(imm)
         for key in [key for key in self._answered if key[0] is end]:
             del self._answered[key]

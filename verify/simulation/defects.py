@@ -24,6 +24,7 @@ class Defects:
 
     lands_late: bool = False
     splits_groups: bool = False
+    forgets_copies: bool = False
     patches: tuple[tuple[type, str, Callable[..., Any]], ...] = ()
 
     @contextlib.contextmanager
@@ -83,6 +84,7 @@ NONE: Final = Defects()
 DEFECTS: Final[dict[str, Defects]] = {
     "fence and revocation ignored": Defects(lands_late=True),
     "groups split over two queue pairs": Defects(splits_groups=True),
+    "copies of a GPU not waited for": Defects(forgets_copies=True),
     "epoch not checked": _patch(Identity, "require", _does_nothing),
     "target blocks freed at cancel": _patch(DecodeSession, "give_up", _frees_target_at_once),
     "source blocks freed at cancel": _patch(PrefillSession, "_give_up", _frees_source_at_once),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,15 @@ if TYPE_CHECKING:
     from .native import NativeEngine
     from .network import Network
     from .writes import PostedOperation
+
+
+class Placer(enum.Enum):
+    """Who puts what has arrived where it belongs."""
+
+    ENGINE = "engine"
+    NIC = "NIC"
+    GPU = "GPU"
+
 
 PEER_TIMEOUT = 0.7
 HEARTBEAT = 0.1
@@ -119,13 +129,14 @@ class End:
 class Link:
     """Both ends, and what may happen to them.
 
-    On fabric "tcp" the receiving engine places the bytes, on "verbs" its NIC does: also while the
-    process is stopped, and until its paths are reset.
+    A NIC also places bytes while the process is stopped, and until its paths are reset. A GPU does
+    so until the copy has ended that the receiving engine asked for.
     """
 
     def __init__(self, network: Network, dialer: NativeEngine, acceptor: NativeEngine) -> None:
         self.network = network
-        self.fabric = network.fabric
+        self.placer = network.placer
+        self.fabric = "verbs" if self.places_by_nic else "tcp"
         self.paths = 0
         """Raised when the paths are reset: what was on the old ones is gone."""
         self._cut_at: list[float | None] = [None, None]
@@ -137,7 +148,11 @@ class Link:
 
     @property
     def places_by_nic(self) -> bool:
-        return self.fabric == "verbs"
+        return self.placer is Placer.NIC
+
+    @property
+    def places_by_gpu(self) -> bool:
+        return self.placer is Placer.GPU
 
     @property
     def alive(self) -> bool:

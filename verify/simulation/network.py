@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .link import End, Link
+from .link import End, Link, Placer
 
 if TYPE_CHECKING:
     from .clock import Clock
@@ -34,7 +34,7 @@ class Network:
         self.oracle = oracle
         self.defects = defects
         self.note = note
-        self.fabric = rng.choice(["tcp", "verbs"])
+        self.placer = rng.choice(list(Placer))
         self.group_writes = rng.choice([1, 2, 32])
         self.max_queued = rng.choice([2, 1000, 1000, 1000, 1000])
         self.max_messages = rng.choice([1, 3, 1000, 1000, 1000])

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .link import Placer
+
 if TYPE_CHECKING:
     from .link import End
 
@@ -38,6 +40,8 @@ class Group:
     writes: list[Write]
     stage: Stage = Stage.QUEUED
     counted: bool = False
+    copied_at: float = 0.0
+    """When a GPU has placed what has come of it: one after the other."""
 
 
 class PostedOperation:
@@ -146,6 +150,23 @@ class PostedOperation:
             self._acknowledge(group, text)
             return
         place = target[write.offset : write.offset + len(data)]
+        if self.end.link.places_by_gpu:
+            native.counters.copy_begins(self.imm)
+            now = network.clock.now
+            group.copied_at = max(group.copied_at, now) + network.latency() / 4
+            end_copy = lambda: self._end_copy(group, write, data, place)  # noqa: E731
+            network.clock.after(group.copied_at - now, end_copy)
+        else:
+            self._place(group, write, data, place)
+
+    def _end_copy(self, group: Group, write: Write, data: Bytes, place: Bytes) -> None:
+        """Whatever happened meanwhile, the GPU has put the bytes there, unless its process died."""
+        if self.end.other.native.process.alive:
+            self._place(group, write, data, place)
+            self.end.other.native.counters.copy_ended(self.imm)
+
+    def _place(self, group: Group, write: Write, data: Bytes, place: Bytes) -> None:
+        network, native = self._network, self.end.other.native
         network.note(
             "landed", lambda: f"{self.end.name} {write.transfer} {self.imm:#x} {len(data)} B"
         )
@@ -156,10 +177,12 @@ class PostedOperation:
             return
         group.counted = True
         count = lambda: native.counters.add(self.imm)  # noqa: E731
-        if self.end.link.places_by_nic:
-            network.clock.after(network.latency() / 4, count, native.process)
-        else:
+        if self.end.link.places_by_gpu and self.end.other.state == "lost":
+            return
+        if self.end.link.placer is Placer.ENGINE:
             count()
+        else:
+            network.clock.after(network.latency() / 4, count, native.process)
         self._acknowledge(group, "")
 
     def _acknowledge(self, group: Group, refusal: str) -> None:
