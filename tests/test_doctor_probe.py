@@ -460,13 +460,17 @@ def test_each_nic_is_tried_over_its_own_fabric_and_the_others_as_well(
 ) -> None:
     roce(sysfs)
 
-    def send(fabric: str, nic: str | None) -> Loopback:
-        return Loopback(fabric, nic, Verdict.OK, (Sent(16 << 10, 1, 0.001),))
+    def send(fabric: str, nic: str | None, gpu: int | None) -> Loopback:
+        return Loopback(fabric, nic, Verdict.OK, (Sent(16 << 10, 1, 0.001),), gpu=gpu)
 
-    found = send_loopbacks([only_nic(sysfs)], send)
+    found = send_loopbacks([only_nic(sysfs)], send=send)
     assert [each.name for each in found] == ["verbs mlx5_0", "tcp", "local"]
     assert [row.name for row in loopback_findings(found)] == ["verbs mlx5_0", "tcp", "local"]
-    alone = loopback_findings(send_loopbacks([], send))
+    with_gpus = send_loopbacks([], 2, send)
+    assert [each.name for each in with_gpus] == [
+        *("tcp", "local", "tcp, GPU 0", "local, GPU 0", "tcp, GPU 1", "local, GPU 1")
+    ]
+    alone = loopback_findings(send_loopbacks([], send=send))
     assert [(row.name, row.status) for row in alone] == [
         ("RDMA", Status.ABSENT),
         ("tcp", Status.OK),

@@ -102,11 +102,16 @@ def _probed(host: Host) -> tuple[list[Finding], dict[str, Any]]:
     from dataclasses import asdict
 
     from kvxfer.cli.output import err
+    from kvxfer.doctor.devices import cuda_device_count
     from kvxfer.doctor.examination import Hardware, loopback_findings, send_loopbacks, software
 
     hardware = Hardware.read(host)
-    err.print("sending bytes through each NIC, and over tcp and local …", style="dim")
-    loopbacks = send_loopbacks(hardware.nics)
+    try:
+        gpus = cuda_device_count()
+    except OSError:
+        gpus = 0
+    err.print("sending bytes through each NIC and GPU, and over tcp and local …", style="dim")
+    loopbacks = send_loopbacks(hardware.nics, gpus)
     findings = [*hardware.findings(), *loopback_findings(loopbacks)]
     return findings, {
         "software": software(),

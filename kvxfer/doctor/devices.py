@@ -15,7 +15,7 @@ _NVIDIA_SMI = (
     "--query-gpu=name,memory.total,driver_version",
     "--format=csv,noheader",
 )
-_HOST_MEMORY_ONLY = "this version moves host memory only"
+_WAYS = "its memory goes over local and tcp, no NIC reaches it yet"
 
 
 def nics(host: Host) -> list[Finding]:
@@ -72,7 +72,7 @@ def gpus(
     try:
         lines = (query or _nvidia_smi)()
     except OSError:
-        return [_counted(count or _cuda_device_count)]
+        return [_counted(count or cuda_device_count)]
     found = []
     for index, line in enumerate(lines):
         name, memory, driver = (part.strip() for part in line.split(",", 2))
@@ -81,7 +81,7 @@ def gpus(
                 Area.GPUS,
                 f"GPU {index}",
                 Status.INFO,
-                f"{name}, {memory}, driver {driver}; {_HOST_MEMORY_ONLY}",
+                f"{name}, {memory}, driver {driver}; {_WAYS}",
             )
         )
     return found or [_no_gpu("nvidia-smi lists none")]
@@ -94,13 +94,11 @@ def _counted(count: Callable[[], int]) -> Finding:
         return _no_gpu(f"neither nvidia-smi nor libcuda works ({error})")
     if devices == 0:
         return _no_gpu("libcuda finds none")
-    return Finding(
-        Area.GPUS, "GPUs", Status.INFO, f"{devices} found by libcuda; {_HOST_MEMORY_ONLY}"
-    )
+    return Finding(Area.GPUS, "GPUs", Status.INFO, f"{devices} found by libcuda; {_WAYS}")
 
 
 def _no_gpu(reason: str) -> Finding:
-    return Finding(Area.GPUS, "GPU", Status.ABSENT, f"none: {reason}; {_HOST_MEMORY_ONLY}")
+    return Finding(Area.GPUS, "GPU", Status.ABSENT, f"none: {reason}")
 
 
 def _nvidia_smi() -> list[str]:
@@ -113,7 +111,8 @@ def _nvidia_smi() -> list[str]:
     return [line for line in result.stdout.splitlines() if line.strip()]
 
 
-def _cuda_device_count() -> int:
+def cuda_device_count() -> int:
+    """What this process sees of them. Raises OSError where libcuda cannot say."""
     cuda = ctypes.CDLL("libcuda.so.1")
     devices = ctypes.c_int()
     status = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(devices))

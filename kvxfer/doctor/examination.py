@@ -82,11 +82,16 @@ class Hardware:
 
 
 def send_loopbacks(
-    nics: Sequence[NicDetails], send: Callable[[str, str | None], Loopback] = loopback.loopback
+    nics: Sequence[NicDetails],
+    gpus: int = 0,
+    send: Callable[[str, str | None, int | None], Loopback] = loopback.loopback,
 ) -> list[Loopback]:
-    """Through each NIC alone, and over the fabrics that need none, one after the other."""
-    ways = [(nic.fabric, nic.name) for nic in nics]
-    return [send(fabric, nic) for fabric, nic in [*ways, ("tcp", None), ("local", None)]]
+    """Through each NIC alone, over the fabrics that need none, and over these from and to each of
+    so many GPUs, one after the other."""
+    ways: list[tuple[str, str | None, int | None]] = [(nic.fabric, nic.name, None) for nic in nics]
+    for gpu in (None, *range(gpus)):
+        ways += [("tcp", None, gpu), ("local", None, gpu)]
+    return [send(*way) for way in ways]
 
 
 def loopback_findings(found: Sequence[Loopback]) -> list[Finding]:

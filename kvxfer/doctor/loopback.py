@@ -1,4 +1,4 @@
-"""Bytes sent through one NIC, or one fabric, from this process to itself."""
+"""Bytes sent through one NIC, or one fabric, or from and to a GPU, from this process to itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvxfer.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvxfer.engine import Engine
+    from kvxfer.engine import Engine, MemoryRegion, Peer
 
 DEADLINE_SECONDS = 15.0
 _WRITE_BYTES = (16 << 10, 4 << 20)
@@ -40,17 +40,19 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A write whose bytes have arrived. `seconds` run from its submission until it is counted."""
+    """A write whose bytes have arrived. `seconds` run from its submission until it is counted.
+    `way`: between which memories, where a GPU is tried."""
 
     nbytes: int
     writes: int
     seconds: float
+    way: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Loopback:
-    """How it went. `nic` is None for a fabric without NICs; `code` and `error` are those of a
-    KvxferError, None where all is well."""
+    """How it went. `nic` is None for a fabric without NICs, `gpu` for host memory; `code` and
+    `error` are those of a KvxferError, None where all is well."""
 
     fabric: str
     nic: str | None
@@ -58,9 +60,12 @@ class Loopback:
     sent: tuple[Sent, ...]
     code: str | None = None
     error: str | None = None
+    gpu: int | None = None
 
     @property
     def name(self) -> str:
+        if self.gpu is not None:
+            return f"{self.fabric}, GPU {self.gpu}"
         return self.fabric if self.nic is None else f"{self.fabric} {self.nic}"
 
 
@@ -70,6 +75,7 @@ class _Attempt:
 
     fabric: str
     nic: str | None
+    gpu: int | None
     deadline_seconds: float
     clock: Clock
     stage: str = "loading the engine"
@@ -79,31 +85,33 @@ class _Attempt:
     @property
     def step_seconds(self) -> float:
         """For connecting and for each write: their errors say more than that there was no end."""
-        return self.deadline_seconds / (len(_WRITE_BYTES) + 1)
+        writes = len(_WRITE_BYTES) * (1 if self.gpu is None else 3)
+        return self.deadline_seconds / (writes + 1)
 
     def ended(self, error: KvxferError | None) -> Loopback:
         if error is None:
-            return Loopback(self.fabric, self.nic, Verdict.OK, tuple(self.sent))
+            return Loopback(self.fabric, self.nic, Verdict.OK, tuple(self.sent), gpu=self.gpu)
         verdict = Verdict.REFUSED if isinstance(error, _REFUSALS) else Verdict.FAILED
-        return Loopback(
-            self.fabric, self.nic, verdict, tuple(self.sent), error.code, f"{self.stage}: {error}"
-        )
+        why = f"{self.stage}: {error}"
+        return Loopback(self.fabric, self.nic, verdict, tuple(self.sent), error.code, why, self.gpu)
 
 
 def loopback(
     fabric: str,
     nic: str | None = None,
+    gpu: int | None = None,
     *,
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Loopback:
     """Two engines of this process send each other some KiB and some MiB over `fabric`, through
-    `nic` alone if that is given, and compare every byte. Never raises a KvxferError.
+    `nic` alone if that is given, and compare every byte. With `gpu` the bytes go from the host to
+    that GPU, between two places there, and back. Never raises a KvxferError.
 
     A call into a driver that does not return costs a thread of this process and no more: after
     twice `deadline_seconds` it is reported and left behind.
     """
-    attempt = _Attempt(fabric, nic, deadline_seconds, clock)
+    attempt = _Attempt(fabric, nic, gpu, deadline_seconds, clock)
     try:
         # Before the deadline runs: on a busy host loading takes longer than any write.
         for module in ("kvxfer.engine", "numpy"):
@@ -129,13 +137,15 @@ def finding(found: Loopback) -> Finding:
     name = found.name
     if found.verdict is Verdict.OK:
         sent = ", ".join(
-            f"{_amount(each.nbytes)} in {1e3 * each.seconds:.3g} ms" for each in found.sent
+            f"{_amount(each.nbytes)}{f' {each.way}' if each.way else ''} in "
+            f"{1e3 * each.seconds:.3g} ms"
+            for each in found.sent
         )
         return Finding(Area.LOOPBACK, name, Status.OK, f"{sent}; every byte compared")
     return Finding(
         Area.LOOPBACK,
         name,
-        Status.BROKEN if found.fabric == "tcp" else Status.LIMITED,
+        Status.BROKEN if found.fabric == "tcp" and found.gpu is None else Status.LIMITED,
         f"{found.verdict} [{found.code}] {found.error}",
         _remedy(found),
     )
@@ -144,6 +154,8 @@ def finding(found: Loopback) -> Finding:
 def _remedy(found: Loopback) -> str:
     if found.verdict is Verdict.REFUSED:
         return f"the line of {found.fabric} above, among the fabrics, has the remedy"
+    if found.gpu is not None:
+        return "look at the lines of the GPUs above, and into the kernel's log: dmesg | grep NVRM"
     if found.nic is not None:
         return (
             f"look at the lines of {found.nic} above, at its cable and switch, and into the "
@@ -193,30 +205,51 @@ async def _exchange(attempt: _Attempt) -> None:
 
 async def _send(attempt: _Attempt, sender: Engine, receiver: Engine) -> None:
     attempt.stage = "connecting"
-    limit = attempt.step_seconds
-    peer = await sender.connect(receiver.address, limit)
+    peer = await sender.connect(receiver.address, attempt.step_seconds)
     for nbytes in _WRITE_BYTES:
-        attempt.stage = f"writing {_amount(nbytes)}"
         sent, arrived = secrets.token_bytes(nbytes), bytearray(nbytes)
         # Both kinds of memory: that of the engine, and such as others have allocated.
         source, destination = sender.alloc(nbytes), receiver.register(arrived)
         with memoryview(source) as view:
             view[:] = sent
-        counter = receiver.counter()
-        start = attempt.clock.monotonic()
-        operation = peer.write(
-            source.region, destination.descriptor, length=nbytes, imm=counter.imm, timeout=limit
-        )
-        await operation
-        await counter.wait(operation.immediates, limit)
-        seconds = attempt.clock.monotonic() - start
-        counter.release()
-        destination.close()
-        source.close()
+        hops = [(None, source.region, destination)]
+        if attempt.gpu is not None:
+            first, second = (receiver.alloc(nbytes, gpu=attempt.gpu) for _ in range(2))
+            hops = [
+                ("to the GPU", source.region, first.region),
+                ("on the GPU", sender.register(first), second.region),
+                ("from the GPU", sender.register(second), destination),
+            ]
+        for way, from_, to in hops:
+            attempt.stage = f"writing {_amount(nbytes)}{f' {way}' if way else ''}"
+            attempt.sent.append(await _write(attempt, peer, receiver, way, from_, to))
+        for _, from_, to in hops:
+            from_.close()
+            to.close()
         if arrived != sent:
             wrong = sum(one != other for one, other in zip(arrived, sent, strict=True))
             raise ChecksumMismatch(f"{wrong} of {nbytes} bytes are not those that were sent")
-        attempt.sent.append(Sent(nbytes, operation.writes, seconds))
+
+
+async def _write(
+    attempt: _Attempt,
+    peer: Peer,
+    receiver: Engine,
+    way: str | None,
+    source: MemoryRegion,
+    destination: MemoryRegion,
+) -> Sent:
+    limit, nbytes = attempt.step_seconds, source.nbytes
+    counter = receiver.counter()
+    start = attempt.clock.monotonic()
+    operation = peer.write(
+        source, destination.descriptor, length=nbytes, imm=counter.imm, timeout=limit
+    )
+    await operation
+    await counter.wait(operation.immediates, limit)
+    seconds = attempt.clock.monotonic() - start
+    counter.release()
+    return Sent(nbytes, operation.writes, seconds, way)
 
 
 def _amount(nbytes: int) -> str:

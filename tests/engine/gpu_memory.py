@@ -16,6 +16,7 @@ import pytest
 from cuda.bindings import driver
 
 from kvxfer import Engine, Memory, MemoryRegion, Peer, StreamWait
+from kvxfer.doctor.loopback import Verdict, loopback
 from kvxfer.errors import (
     DeadlineExceeded,
     FabricUnavailable,
@@ -545,6 +546,21 @@ def has_ended(wait: StreamWait) -> bool:
         return True
 
 
+async def probed(fabric: str) -> None:
+    """What `kvxfer doctor --probe` does with a GPU."""
+    before = device_memory.live()
+    found = await asyncio.to_thread(loopback, fabric, None, 0)
+    assert (found.verdict, found.error) == (Verdict.OK, None)
+    ways = ["to the GPU", "on the GPU", "from the GPU"]
+    assert [(each.nbytes, each.way) for each in found.sent] == [
+        (nbytes, way) for nbytes in (16 << 10, 4 << 20) for way in ways
+    ]
+    missing = await asyncio.to_thread(loopback, fabric, None, 77)
+    assert missing.verdict is Verdict.FAILED
+    assert "there is no GPU 77" in str(missing.error)
+    await all_is_freed(before)
+
+
 async def descriptor_of(other: WorkerProcess) -> bytes:
     """That of the memory that it has."""
     await other.started()
@@ -559,7 +575,7 @@ MEMORY: Final[dict[str, Callable[[], Awaitable[None]]]] = {
     case.__name__: case for case in (allocated, freed, registered, refused)
 }
 BETWEEN: Final[dict[str, Callable[[str], Awaitable[None]]]] = {
-    case.__name__: case for case in (writes, two_processes, lost, streams)
+    case.__name__: case for case in (writes, two_processes, lost, streams, probed)
 }
 
 if __name__ == "__main__":
