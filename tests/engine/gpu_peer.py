@@ -15,27 +15,29 @@ from verify.polling import PATIENCE
 from verify.processes.commands import commands, report
 
 NBYTES: Final = 4 << 20
+_OFFSET: Final = 3 << 12  # in its allocation, of which a handle is
 
 
 async def serve(engine: Engine) -> None:
-    memory = engine.alloc(NBYTES, gpu=0)
+    memory = engine.alloc(_OFFSET + NBYTES, gpu=0)
+    region = engine.register(memory.region.address + _OFFSET, NBYTES)
     report("ready", address=engine.address)
     async for command in commands():
         match command["do"]:
             case "describe":
-                report(id=command["id"], descriptor=memory.region.descriptor.hex())
+                report(id=command["id"], descriptor=region.descriptor.hex())
             case "fill":
-                device_memory.write(memory.region.address, bytes([command["with"]]) * NBYTES)
+                device_memory.write(region.address, bytes([command["with"]]) * NBYTES)
                 report(id=command["id"])
             case "read":
-                found = device_memory.read(memory.region.address, NBYTES)
+                found = device_memory.read(region.address, NBYTES)
                 report(id=command["id"], data=found.hex())
             case "write":  # again and again where `times` is 0
                 peer = await engine.connect(command["address"], PATIENCE)
                 target, imm = bytes.fromhex(command["descriptor"]), command["imm"]
                 written = 0
                 while not command["times"] or written < command["times"]:
-                    await peer.write(memory.region, target, length=NBYTES, imm=imm)
+                    await peer.write(region, target, length=NBYTES, imm=imm)
                     written += 1
                 report(id=command["id"])
 

@@ -218,7 +218,7 @@ void DomainGroup::cancel(OperationId operation) {
   loop_.post([this, operation] { operations_.cancel(operation); });
 }
 
-void DomainGroup::wait_for_stream(StreamWaits::Waiting waiting) {
+void DomainGroup::wait_for_stream(const StreamWaits::Waiting& waiting) {
   if (loop_.post([this, waiting] { stream_waits_.add(waiting); })) return;
   waiting.wait->end(Error{Errc::engine_closed, "this engine was closed"});
 }

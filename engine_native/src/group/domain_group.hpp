@@ -55,7 +55,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   // Without an engine thread: one step of it on the caller's.
   bool poll() { return loop_.poll(); }
   // Ends the wait, in any case.
-  void wait_for_stream(StreamWaits::Waiting waiting);
+  void wait_for_stream(const StreamWaits::Waiting& waiting);
   // These return once the engine thread has done it.
   void disconnect(PeerId peer);
   bool fence(PeerId peer);
