@@ -16,7 +16,8 @@ _REACHED = (
     *FAULTS, *REQUEST_FAULTS, "direct", "bearer", "brokered", "by offer", "plain",
     "MLA", "layer groups", "pipeline stages", "epoch followed", "declined", "kept", "backpressure",
     "messages held back",
-    "asked to revoke", "paths reset", "heads put in order", "restarted peer refused",
+    "asked to revoke", "paths reset", "copies waited for", "heads put in order",
+    "restarted peer refused",
     "request to nobody", "has to be told",
     *(f"prefill: {end}" for end in (
         "ok", "aborted", "died", "TransferCancelled", "LeaseExpired", "PeerLost", "PeerTimeout",
