@@ -212,7 +212,9 @@ async def _send(attempt: _Attempt, sender: Engine, receiver: Engine) -> None:
         source, destination = sender.alloc(nbytes), receiver.register(arrived)
         with memoryview(source) as view:
             view[:] = sent
-        hops = [(None, source.region, destination)]
+        hops: list[tuple[str | None, MemoryRegion, MemoryRegion]] = [
+            (None, source.region, destination)
+        ]
         if attempt.gpu is not None:
             first, second = (receiver.alloc(nbytes, gpu=attempt.gpu) for _ in range(2))
             hops = [
