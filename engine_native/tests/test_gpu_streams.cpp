@@ -176,12 +176,12 @@ TEST_CASE("a stream is let go on when what it waits for never comes, and the wai
   CHECK(ended(*o.wait(late, 2)) == Errc::engine_closed);
 }
 
-TEST_CASE("a stream that comes to its waits late passes them, whoever has their words by then") {
+TEST_CASE("a stream that comes to its waits late passes them, also if their words are used again") {
   const CudaDriver driver;
   Ordered o("local");
   const Imm imm = good(o.pair.reader->allocate_counter());
   Gate gate(o.compute);
-  for (int i = 0; i < 1500; ++i) {  // more than there are words, of which each is used again
+  for (int i = 0; i < 1500; ++i) {  // more than there are words, so all are used again
     const auto wait = o.wait(imm, 0);
     while (!good(wait->reached())) std::this_thread::yield();
   }

@@ -240,7 +240,8 @@ TEST_CASE("after a peer is fenced off, nothing of it lands on the GPU") {
   }
 }
 
-TEST_CASE("whatever befalls transfers of a GPU, each has its bytes, and what was released none") {
+TEST_CASE(
+    "with faults in transfers of a GPU, each has its bytes, and what was released gets none") {
   constexpr int kRounds = 2000;
   const CudaDriver driver;
   Random random;

@@ -1,4 +1,4 @@
-// Many small transfers at once between two memories, each with a fault of its own: every one has
+// Many small transfers at once between two memories, each with its own fault: every one has
 // its bytes, and what was released gets none.
 #pragma once
 
@@ -93,7 +93,7 @@ class TransferSlots {
     if (transfer.fault == Fault::cancelled) {
       pair_.writer->cancel(transfer.submitted.id);
       pair_.writer.await(Kind::write, transfer.submitted.id);
-      source_.write(transfer.slot * kSlot, all(std::byte{0xee}));  // nobody reads it any more
+      source_.write(transfer.slot * kSlot, all(std::byte{0xee}));  // nothing reads it now
     }
     pair_.reader->release_counter(transfer.imm);
     // Somebody else's from now on.

@@ -15,7 +15,7 @@ from verify.polling import PATIENCE
 from verify.processes.commands import commands, report
 
 NBYTES: Final = 4 << 20
-_OFFSET: Final = 3 << 12  # in its allocation, of which a handle is
+_OFFSET: Final = 3 << 12  # where the region begins in its allocation
 
 
 async def serve(engine: Engine) -> None:

@@ -160,7 +160,7 @@ class PostedOperation:
             self._place(group, write, data, place)
 
     def _end_copy(self, group: Group, write: Write, data: Bytes, place: Bytes) -> None:
-        """Whatever happened meanwhile, the GPU has put the bytes there, unless its process died."""
+        """The GPU has put the bytes there, also after a revocation, unless its process died."""
         if self.end.other.native.process.alive:
             self._place(group, write, data, place)
             self.end.other.native.counters.copy_ended(self.imm)

@@ -108,7 +108,7 @@ class TransferEngine {
   // the time that nothing was moved for, where that is longer: 1 ms at most.
   static std::shared_ptr<WatchWord> watch_word() { return std::make_shared<WatchWord>(); }
   void wake();
-  // Likewise a word that streams of this GPU count up.
+  // A watch word that streams of this GPU count up.
   Result<std::shared_ptr<StreamWord>> stream_word(int device);
   // Stops posting; what is posted is waited for. The completion says cancelled, or ok if the
   // operation was faster.

@@ -61,7 +61,7 @@ class CountedWord final : public StreamWord, public std::enable_shared_from_this
 // added.
 class QueuedWait final : public StreamWait {
  public:
-  // Queues the wait. Whoever has called this ends it, in any case.
+  // Queues the wait. The caller must end it.
   static Result<std::shared_ptr<QueuedWait>> queue(std::shared_ptr<Gpu> gpu, void* stream);
   ~QueuedWait() override;
   QueuedWait(const QueuedWait&) = delete;

@@ -174,6 +174,8 @@ bool DomainGroup::prepare_sleep() {
 }
 
 void DomainGroup::shut_down() {
+  // First: closing a handle of CUDA's, in the background, may wait for the stream.
+  stream_waits_.end_all({Errc::engine_closed, "this engine was closed"});
   connections_.close();
   std::vector<PeerId> ids;
   for (const auto& [id, peer] : peers_.all()) ids.push_back(id);
@@ -189,7 +191,6 @@ void DomainGroup::shut_down() {
     fabrics_.poll();
   }
   end_deregistrations();
-  stream_waits_.end_all({Errc::engine_closed, "this engine was closed"});
   for (const RegionPtr& region : regions_.all()) {
     const auto closed = region->close_registrations();
     if (closed) continue;

@@ -18,7 +18,7 @@ class TcpListener {
   // A sockaddr, as fi_getname gives it.
   explicit TcpListener(std::string address) : address_(std::move(address)) {}
 
-  // Nobody connects any more.
+  // No peer can connect after this.
   void shut();
   // Shuts what it accepted and libfabric has not closed yet; returns how many that were.
   std::size_t shut_accepted();
