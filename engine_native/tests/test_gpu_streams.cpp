@@ -189,6 +189,22 @@ TEST_CASE("a stream that comes to its waits late passes them, also if their word
   o.synchronize();
 }
 
+TEST_CASE("transfers do not break a capture that runs meanwhile on another thread") {
+  const CudaDriver driver;
+  for (const char* fabric : {"local", "tcp"}) {
+    CAPTURE(fabric);
+    Ordered o(fabric);
+    const Imm imm = good(o.pair.reader->allocate_counter());
+    REQUIRE(CU(StreamBeginCapture)(o.compute, CU_STREAM_CAPTURE_MODE_GLOBAL) == CUDA_SUCCESS);
+    set(o.compute, o.source, 1);
+    const auto submitted = o.write(imm);
+    CHECK(o.pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+    CUgraph graph = nullptr;
+    REQUIRE(CU(StreamEndCapture)(o.compute, &graph) == CUDA_SUCCESS);
+    CU(GraphDestroy)(graph);
+  }
+}
+
 TEST_CASE("waits that cannot be queued are refused by name") {
   const CudaDriver driver;
   Ordered o("local");
