@@ -103,16 +103,12 @@ def worker(
     import dataclasses
 
     from kvxfer.cluster_key import read_cluster_key
-
-    cluster_key = read_cluster_key(cluster_key_file)
-
     from kvxfer.engine.operator_options import parse_options
-    from kvxfer.reference.worker.process import serve_worker
     from kvxfer.ticket import watch_ticket_keys
 
     logs.configure()
     settings = WorkerSettings(
-        cluster_key=cluster_key,
+        cluster_key=read_cluster_key(cluster_key_file),
         control_plane=control_plane.url,
         credentials=control_plane.credentials(),
         ticket_keys=None if ticket_keys_file is None else watch_ticket_keys(ticket_keys_file),
@@ -123,6 +119,9 @@ def worker(
         labels=dict(_label(text) for text in label or ()),
         **given,
     )
+
+    # Imports torch, which takes seconds.
+    from kvxfer.reference.worker.process import serve_worker
 
     def announce(ready: Ready) -> None:
         if as_json:

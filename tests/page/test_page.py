@@ -81,7 +81,7 @@ def test_what_goes_on_is_seen_in_light_in_dark_and_on_a_phone(page, fleet, packa
         expect(kv).to_have_text(re.compile(r"KV in use [1-9]\d? %"))
         change = page.locator("#scaling li.up").first
         expect(change).to_contain_text("requests running and")
-        shown_again(page, 15)  # lines need some points
+        shown_again(page, 8)  # lines need some points
         take_picture(page, "page-light", 1160)
         assert barriers(page, packages) == []
         page.emulate_media(color_scheme="dark")
