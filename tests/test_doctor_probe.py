@@ -466,9 +466,9 @@ def test_each_nic_is_tried_over_its_own_fabric_and_the_others_as_well(
     found = send_loopbacks([only_nic(sysfs)], send=send)
     assert [each.name for each in found] == ["verbs mlx5_0", "tcp", "local"]
     assert [row.name for row in loopback_findings(found)] == ["verbs mlx5_0", "tcp", "local"]
-    with_gpus = send_loopbacks([], 2, send)
-    assert [each.name for each in with_gpus] == [
-        *("tcp", "local", "tcp, GPU 0", "local, GPU 0", "tcp, GPU 1", "local, GPU 1")
+    with_gpu = send_loopbacks([only_nic(sysfs)], 1, send)
+    assert [each.name for each in with_gpu] == [
+        *("verbs mlx5_0", "tcp", "local", "verbs mlx5_0, GPU 0", "tcp, GPU 0", "local, GPU 0")
     ]
     alone = loopback_findings(send_loopbacks([], send=send))
     assert [(row.name, row.status) for row in alone] == [

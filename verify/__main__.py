@@ -58,6 +58,7 @@ STEPS: Final = (
     Step("attack", {}, "a hostile peer, on every fabric"),
     Step("simulate", {"SEEDS": "20000"}, "the code of sessions on virtual time"),
     Step("sanitize", {"WHOLE": "1"}, "the engine under ASan with UBSan, and under TSan"),
+    Step("test-gpu", {}, "memory of GPUs, and that defects there are caught"),
     Step("test-verbs", {}, "Soft-RoCE with one, two and four devices"),
     Step("test-vllm", {}, "the connector in the real vLLM"),
     Step("chaos-vllm", {}, "vLLM servers killed and frozen under load"),

@@ -76,16 +76,20 @@ EngineClass bind_engine(py::module_& module) {
            })
       .def(
           "allocate",
-          [](TransferEngine& engine, std::size_t nbytes, std::optional<int> gpu) {
-            return unwrap(gpu ? engine.allocate_on_gpu(*gpu, nbytes) : engine.allocate(nbytes));
+          [](TransferEngine& engine, std::size_t nbytes, std::optional<int> gpu,
+             bool require_nics) {
+            return unwrap(gpu ? engine.allocate_on_gpu(*gpu, nbytes, require_nics)
+                              : engine.allocate(nbytes, require_nics));
           },
-          py::arg("nbytes"), py::arg("gpu"), NoGil())
+          py::arg("nbytes"), py::arg("gpu"), py::arg("require_nics") = false, NoGil())
       .def(
           "register_memory",
-          [](TransferEngine& engine, std::uintptr_t address, std::size_t nbytes) {
-            return unwrap(engine.register_memory(reinterpret_cast<void*>(address), nbytes));
+          [](TransferEngine& engine, std::uintptr_t address, std::size_t nbytes,
+             bool require_nics) {
+            return unwrap(
+                engine.register_memory(reinterpret_cast<void*>(address), nbytes, require_nics));
           },
-          py::arg("address"), py::arg("nbytes"), NoGil())
+          py::arg("address"), py::arg("nbytes"), py::arg("require_nics") = false, NoGil())
       .def(
           "deregister",
           [](TransferEngine& engine, const RegionPtr& region) {

@@ -38,6 +38,15 @@ void bind_memory(py::module_& module) {
                                return region.gpu() ? std::optional(region.gpu()->device())
                                                    : std::nullopt;
                              })
+      .def_property_readonly("nics",
+                             [](const MemoryRegion& region) {
+                               py::list ways;
+                               for (const auto& each : region.registrations()) {
+                                 each ? ways.append(std::string(each->way()))
+                                      : ways.append(py::none());
+                               }
+                               return py::tuple(ways);
+                             })
       .def_property_readonly("shareable", &MemoryRegion::shareable)
       .def_property_readonly(
           "descriptor",

@@ -44,6 +44,10 @@ CUresult cuda_double_launch(CUstream stream, cuda_double_kernel kernel, void* ar
 // Where device memory really is; null where it is not, or not in one piece.
 void* cuda_double_alias(CUdeviceptr address, size_t size);
 
+// Called by cuFlushGPUDirectRDMAWrites(): a NIC's writes may lie before the device's memory until
+// then. Stricter than a device, which orders them some time.
+void cuda_double_on_flush(void (*flush)(void));
+
 // Allocations and mappings that there are.
 size_t cuda_double_live(void);
 

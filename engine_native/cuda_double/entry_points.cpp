@@ -63,6 +63,8 @@ void* cuda_double_alias(CUdeviceptr address, size_t size) {
                                                                : nullptr;
 }
 
+void cuda_double_on_flush(void (*flush)(void)) { Driver::instance().on_flush = flush; }
+
 size_t cuda_double_live(void) { return Driver::instance().memory.live(); }
 
 uint64_t cuda_double_waits(void) { return Driver::instance().waits; }

@@ -259,3 +259,17 @@ CUresult CUDAAPI cuMemGetHandleForAddressRange(void* handle, CUdeviceptr address
   std::memcpy(handle, &fd, sizeof fd);
   return CUDA_SUCCESS;
 }
+
+CUresult CUDAAPI cuFlushGPUDirectRDMAWrites(CUflushGPUDirectRDMAWritesTarget target,
+                                            CUflushGPUDirectRDMAWritesScope scope) {
+  Driver& driver = Driver::instance();
+  Context* context = nullptr;
+  if (const CUresult bad = driver.current(&context); bad != CUDA_SUCCESS) return bad;
+  if (target != CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX ||
+      (scope != CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER &&
+       scope != CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_ALL_DEVICES)) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  if (auto* const flush = driver.on_flush.load()) flush();
+  return CUDA_SUCCESS;
+}

@@ -62,19 +62,20 @@ const std::vector<NicInfo>& TransferEngine::nics() const { return group_->nics()
 
 // --- memory ----------------------------------------------------------------------------------
 
-Result<RegionPtr> TransferEngine::allocate(std::size_t bytes) {
+Result<RegionPtr> TransferEngine::allocate(std::size_t bytes, bool require_nics) {
   auto region = MemoryRegion::allocate(address().engine, bytes);
   if (!region) return region;
-  if (auto good = group_->register_region(*region); !good) return good.error();
+  if (auto good = group_->register_region(*region, require_nics); !good) return good.error();
   return region;
 }
 
-Result<RegionPtr> TransferEngine::allocate_on_gpu(int device, std::size_t bytes) {
+Result<RegionPtr> TransferEngine::allocate_on_gpu(int device, std::size_t bytes,
+                                                  bool require_nics) {
   auto gpu = group_->gpus().open(device);
   if (!gpu) return gpu.error();
   auto region = MemoryRegion::allocate_on(address().engine, std::move(*gpu), bytes);
   if (!region) return region;
-  if (auto good = group_->register_region(*region); !good) return good.error();
+  if (auto good = group_->register_region(*region, require_nics); !good) return good.error();
   return region;
 }
 
@@ -101,12 +102,13 @@ Result<std::shared_ptr<StreamWait>> TransferEngine::wait_on_stream(int device, v
   return std::shared_ptr<StreamWait>(std::move(*queued));
 }
 
-Result<RegionPtr> TransferEngine::register_memory(void* data, std::size_t bytes) {
+Result<RegionPtr> TransferEngine::register_memory(void* data, std::size_t bytes,
+                                                  bool require_nics) {
   auto gpu = group_->gpus().owner_of(data, bytes);
   if (!gpu) return gpu.error();
   auto region = MemoryRegion::wrap(address().engine, data, bytes, std::move(*gpu));
   if (!region) return region;
-  if (auto good = group_->register_region(*region); !good) return good.error();
+  if (auto good = group_->register_region(*region, require_nics); !good) return good.error();
   return region;
 }
 

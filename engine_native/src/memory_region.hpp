@@ -74,6 +74,9 @@ class MemoryRegion {
   NicRegistration* registration(std::uint32_t nic) const {
     return nic < registrations_.size() ? registrations_[nic].get() : nullptr;
   }
+  const std::vector<std::shared_ptr<NicRegistration>>& registrations() const {
+    return registrations_;
+  }
   // Whether any NIC reaches it.
   bool registered() const { return registered_; }
   // See NicRegistration.

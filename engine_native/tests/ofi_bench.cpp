@@ -44,6 +44,7 @@ OfiBench::OfiBench(EngineOptions options, ofi::OfiFactory::Overrides overrides)
         ofi::OfiFactory(overrides).open({.options = options_,
                                          .poller = poller_,
                                          .background = background_,
+                                         .gpus = gpus_,
                                          .receive_context = {regions_, counters, stats, activity_},
                                          .events = events,
                                          .first_number = reader() + 1}));

@@ -66,6 +66,7 @@ class OfiBench final : private NicEvents {
   Poller poller_;
   RegionTable regions_;
   std::uint64_t activity_ = 0;
+  cuda::Gpus gpus_;
   std::vector<std::unique_ptr<NicDomain>> nics_;
   Background background_{poller_};
   PathId last_path_ = 0;

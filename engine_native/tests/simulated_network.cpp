@@ -8,6 +8,8 @@ namespace kvxfer::test::mlx5 {
 namespace {
 
 constexpr std::uint64_t kReceiverNotReadyNs = 4'000'000;  // code 18 of IBTA 1.4, table 45
+// Of bytes that nobody flushes.
+constexpr std::uint64_t kUnflushedNs = 50'000'000;
 
 }  // namespace
 
@@ -17,8 +19,9 @@ void Network::run(const std::stop_token& stop) {
   std::unique_lock lock(mutex);
   while (!stop.stop_requested()) {
     const std::uint64_t now = now_ns();
+    flush(now);
     std::vector<QueuePair*> busy;
-    bool idle = true;
+    bool idle = unflushed.empty();
     for (const auto& [number, pair] : pairs) {
       land_some(*pair);
       idle = idle && pair->landings.empty() && pair->requests.empty();
@@ -90,26 +93,26 @@ void Network::step(QueuePair& pair, std::uint64_t now) {
   pair.not_ready = 0;
   const std::uint32_t length = asked.num_sge > 0 ? request.piece.length : 0;
   if (length > 0) {
-    const auto* source = reinterpret_cast<const std::byte*>(request.piece.addr);
+    const std::byte* source = request.inlined.data();
     if (request.inlined.empty()) {
-      const auto region = regions.find(request.piece.lkey);
-      const auto* const begin =
-          region == regions.end() ? nullptr : static_cast<std::byte*>(region->second->addr);
-      if (!begin || region->second->pd != pair.pd || source < begin ||
-          source + length > begin + region->second->length) {
+      const auto found = regions.find(request.piece.lkey);
+      const Region* const region = found == regions.end() ? nullptr : found->second;
+      if (!region || region->pd != pair.pd || !region->holds(request.piece.addr, length)) {
         return finish(pair, IBV_WC_LOC_PROT_ERR);
       }
-    } else {
-      source = request.inlined.data();
+      source = region->bytes + (request.piece.addr - region->begin);
     }
-    std::byte* const at = destination(*there, asked, length);
-    if (!at) {
+    const Region* const into = destination(*there, asked, length);
+    if (!into) {
       context_of(there->context)
           .tell({.element = {.qp = there}, .event_type = IBV_EVENT_QP_ACCESS_ERR});
       break_pair(*there);
       return finish(pair, IBV_WC_REM_ACCESS_ERR);
     }
-    there->landings.push_back({at, {source, source + length}});
+    const bool lost = into->on_gpu && device_of(there->context).traits.loses_writes_to_gpus;
+    std::byte* const at = into->bytes + (asked.wr.rdma.remote_addr - into->begin);
+    if (!lost)
+      there->landings.push_back({at, {source, source + length}, into->on_gpu, into->mapping});
   }
   if (counted) {
     land_all(*there);
@@ -133,27 +136,22 @@ void Network::step(QueuePair& pair, std::uint64_t now) {
   finish(pair, IBV_WC_SUCCESS);
 }
 
-// Null where the other end refuses the write.
-std::byte* Network::destination(const QueuePair& there, const ibv_send_wr& asked,
-                                std::uint32_t length) {
+const Region* Network::destination(const QueuePair& there, const ibv_send_wr& asked,
+                                   std::uint32_t length) const {
   if ((there.attributes.qp_access_flags & IBV_ACCESS_REMOTE_WRITE) == 0) return nullptr;
   const std::uint64_t address = asked.wr.rdma.remote_addr;
   const std::uint32_t key = asked.wr.rdma.rkey;
-  std::uint64_t begin = 0;
-  std::uint64_t size = 0;
   if (const auto region = regions.find(key); region != regions.end()) {
     const Region& of = *region->second;
-    if (of.pd != there.pd || (of.access & IBV_ACCESS_REMOTE_WRITE) == 0) return nullptr;
-    begin = reinterpret_cast<std::uint64_t>(of.addr);
-    size = of.length;
-  } else if (const auto window = windows.find(key & ~kKeyTag); window != windows.end()) {
-    const Window& of = *window->second;
-    if (!of.of || of.key != key || of.pair != there.qp_num) return nullptr;
-    begin = of.address;
-    size = of.length;
+    const bool may = of.pd == there.pd && (of.access & IBV_ACCESS_REMOTE_WRITE) != 0;
+    return may && of.holds(address, length) ? &of : nullptr;
   }
-  const bool within = address >= begin && length <= size && address - begin <= size - length;
-  return within ? reinterpret_cast<std::byte*>(address) : nullptr;
+  const auto window = windows.find(key & ~kKeyTag);
+  if (window == windows.end()) return nullptr;
+  const Window& of = *window->second;
+  const bool within =
+      address >= of.address && length <= of.length && address - of.address <= of.length - length;
+  return of.of && of.key == key && of.pair == there.qp_num && within ? of.of : nullptr;
 }
 
 ibv_wc_status Network::change_window(const QueuePair& pair, const ibv_send_wr& asked) {
@@ -169,11 +167,10 @@ ibv_wc_status Network::change_window(const QueuePair& pair, const ibv_send_wr& a
   auto& window = static_cast<Window&>(*asked.bind_mw.mw);
   const ibv_mw_bind_info& range = asked.bind_mw.bind_info;
   auto& region = static_cast<Region&>(*range.mr);
-  const auto begin = reinterpret_cast<std::uint64_t>(region.addr);
   const bool good = !window.of && window.pd == pair.pd && region.pd == pair.pd &&
                     regions.contains(region.rkey) && (region.access & IBV_ACCESS_MW_BIND) != 0 &&
-                    (region.access & IBV_ACCESS_LOCAL_WRITE) != 0 && range.addr >= begin &&
-                    range.addr + range.length <= begin + region.length;
+                    (region.access & IBV_ACCESS_LOCAL_WRITE) != 0 &&
+                    region.holds(range.addr, range.length);
   if (!good) return IBV_WC_MW_BIND_ERR;
   window.of = &region;
   window.key = asked.bind_mw.rkey;
@@ -189,16 +186,28 @@ void Network::land_some(QueuePair& pair) {
   const std::size_t one = random() % (2 * pair.landings.size());
   if (one >= pair.landings.size()) return;
   std::swap(pair.landings[one], pair.landings.back());
-  const Landing& last = pair.landings.back();
-  std::memcpy(last.at, last.bytes.data(), last.bytes.size());
+  land(std::move(pair.landings.back()));
   pair.landings.pop_back();
+}
+
+void Network::land(Landing landing) {
+  if (landing.on_gpu) {
+    unflushed.push_back({std::move(landing), now_ns() + kUnflushedNs});
+  } else {
+    std::memcpy(landing.at, landing.bytes.data(), landing.bytes.size());
+  }
+}
+
+void Network::flush(std::uint64_t now) {
+  for (; !unflushed.empty() && unflushed.front().until_ns <= now; unflushed.pop_front()) {
+    const Landing& landing = unflushed.front().landing;
+    std::memcpy(landing.at, landing.bytes.data(), landing.bytes.size());
+  }
 }
 
 void Network::land_all(QueuePair& pair) {
   std::shuffle(pair.landings.begin(), pair.landings.end(), random);
-  for (const Landing& each : pair.landings) {
-    std::memcpy(each.at, each.bytes.data(), each.bytes.size());
-  }
+  for (Landing& each : pair.landings) land(std::move(each));
   pair.landings.clear();
 }
 

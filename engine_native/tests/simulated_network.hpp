@@ -95,8 +95,16 @@ struct Channel : ibv_comp_channel {
 };
 
 struct Region : ibv_mr {
+  std::uint64_t begin = 0;     // as work requests name it
+  std::byte* bytes = nullptr;  // where that is
+  bool on_gpu = false;
+  std::shared_ptr<void> mapping;  // of a dmabuf
   int access = 0;
   unsigned windows = 0;  // that are open
+
+  bool holds(std::uint64_t address, std::uint64_t size) const {
+    return address >= begin && size <= length && address - begin <= length - size;
+  }
 };
 
 struct Window : ibv_mw {
@@ -135,6 +143,13 @@ struct Request {
 struct Landing {
   std::byte* at;
   std::vector<std::byte> bytes;
+  bool on_gpu = false;
+  std::shared_ptr<void> mapping = nullptr;
+};
+// Bytes of which a GPU may not know yet.
+struct Unflushed {
+  Landing landing;
+  std::uint64_t until_ns;
 };
 
 struct QueuePair : ibv_qp {
@@ -163,6 +178,7 @@ struct Network {
   std::map<std::uint32_t, QueuePair*> pairs;
   std::map<std::uint32_t, Region*> regions;  // lkey and rkey are equal, as in mlx5
   std::map<std::uint32_t, Window*> windows;  // by key without its tag
+  std::deque<Unflushed> unflushed;
   std::uint32_t last_pair = 0x100;
   std::uint32_t last_key = 0x1000;
   std::atomic<std::size_t> commands_of_pollers = 0;
@@ -179,11 +195,16 @@ struct Network {
   void run(const std::stop_token& stop);
   void step(QueuePair& pair, std::uint64_t now);
   QueuePair* other_end(const QueuePair& pair);
-  std::byte* destination(const QueuePair& there, const ibv_send_wr& asked, std::uint32_t length);
+  // Null where the other end refuses the write.
+  const Region* destination(const QueuePair& there, const ibv_send_wr& asked,
+                            std::uint32_t length) const;
   ibv_wc_status change_window(const QueuePair& pair, const ibv_send_wr& asked);
   void land_some(QueuePair& pair);
 
   // --- any thread
+  void land(Landing landing);
+  // What GPUs were given up to now, or by then, is in their memory.
+  void flush(std::uint64_t now = UINT64_MAX);
   void land_all(QueuePair& pair);
   void push(ibv_cq* queue, const Entry& entry);
   void finish(QueuePair& pair, ibv_wc_status status);

@@ -1,6 +1,10 @@
 // libibverbs' functions, over the simulated network.
 #include "simulated_verbs.hpp"
 
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cerrno>
 #include <optional>
 #include <utility>
@@ -157,22 +161,82 @@ int dealloc_pd(ibv_pd* pd) {
   return 0;
 }
 
-ibv_mr* reg_mr(ibv_pd* pd, void* address, std::size_t length, std::uint64_t, unsigned int access) {
-  run_command(pd->context);
+// Of the double of a CUDA driver, where this process has loaded it.
+template <class Call>
+Call* find_in_cuda(const char* name) {
+  void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  if (!library) return nullptr;
+  auto* const found = reinterpret_cast<Call*>(::dlsym(library, name));
+  ::dlclose(library);
+  return found;
+}
+
+void flush() {
   const Held lock(*network);
-  auto* const region = new Region;
+  network->flush();
+}
+
+ibv_mr* add_region(ibv_pd* pd, Region made) {
+  if (made.on_gpu) {
+    if (const auto on_flush = find_in_cuda<void(void (*)())>("cuda_double_on_flush")) {
+      on_flush(flush);
+    }
+  }
+  const Held lock(*network);
   network->last_key += kKeyTag + 1;
-  static_cast<ibv_mr&>(*region) = {.context = pd->context,
-                                   .pd = pd,
-                                   .addr = address,
-                                   .length = length,
-                                   .handle = 0,
-                                   .lkey = network->last_key,
-                                   .rkey = network->last_key};
-  region->access = static_cast<int>(access);
+  made.context = pd->context;
+  made.pd = pd;
+  made.lkey = made.rkey = network->last_key;
+  auto* const region = new Region(made);
   network->regions[region->rkey] = region;
   return region;
 }
+
+ibv_mr* reg_mr(ibv_pd* pd, void* address, std::size_t length, std::uint64_t iova,
+               unsigned int access) {
+  run_command(pd->context);
+  Region region;
+  region.addr = address;
+  region.length = length;
+  region.begin = iova;
+  region.bytes = static_cast<std::byte*>(address);
+  region.access = static_cast<int>(access);
+  if (const auto alias = find_in_cuda<void*(std::uint64_t, std::size_t)>("cuda_double_alias")) {
+    void* const there = alias(reinterpret_cast<std::uint64_t>(address), length);
+    region.on_gpu = there && there != address;
+    if (region.on_gpu) region.bytes = static_cast<std::byte*>(there);
+  }
+  if (region.on_gpu && !device_of(pd->context).traits.peermem) return refused_with<ibv_mr>(EFAULT);
+  return add_region(pd, region);
+}
+
+ibv_mr* reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, std::uint64_t iova,
+                      int fd, int access) {
+  run_command(pd->context);
+  constexpr int kAllowed = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE |
+                           IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC |
+                           IBV_ACCESS_RELAXED_ORDERING;
+  const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  if (!device_of(pd->context).traits.dmabuf) return refused_with<ibv_mr>(EOPNOTSUPP);
+  if ((access & ~kAllowed) != 0 || offset % page != iova % page) {
+    return refused_with<ibv_mr>(EINVAL);
+  }
+  Region region;
+  region.addr = reinterpret_cast<void*>(offset);
+  region.length = length;
+  region.begin = iova;
+  region.access = access;
+  region.on_gpu = true;
+  // The double's dmabuf is a memfd whose position is where it begins.
+  const std::size_t size = offset + length;
+  void* const mapped =
+      ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, ::lseek(fd, 0, SEEK_CUR));
+  if (mapped == MAP_FAILED) return refused_with<ibv_mr>(EINVAL);
+  region.mapping = std::shared_ptr<void>(mapped, [size](void* all) { ::munmap(all, size); });
+  region.bytes = static_cast<std::byte*>(mapped) + offset;
+  return add_region(pd, region);
+}
+
 int dereg_mr(ibv_mr* given) {
   run_command(given->context);
   const Held lock(*network);
@@ -252,7 +316,7 @@ int get_cq_event(ibv_comp_channel* given, ibv_cq** queue, void**) {
 void ack_cq_events(ibv_cq*, unsigned int) {}
 
 int poll_cq(ibv_cq* given, int most, ibv_wc* into) {
-  polls = true;
+  polls = polls || given->channel;
   const Held lock(*network);
   auto& entries = static_cast<CompletionQueue*>(given)->entries;
   int count = 0;
@@ -453,6 +517,7 @@ std::shared_ptr<const verbs::VerbsLibrary> SimulatedVerbs::library() const {
   library->alloc_pd = mlx5::alloc_pd;
   library->dealloc_pd = mlx5::dealloc_pd;
   library->reg_mr_iova2 = mlx5::reg_mr;
+  library->reg_dmabuf_mr = mlx5::reg_dmabuf_mr;
   library->dereg_mr = mlx5::dereg_mr;
   library->create_comp_channel = mlx5::create_comp_channel;
   library->destroy_comp_channel = mlx5::destroy_comp_channel;

@@ -11,11 +11,15 @@
 //   each state of a queue pair asks for its attributes          man ibv_modify_qp
 //   destroying a queue pair removes its completions             mlx5/cq.c, __mlx5_cq_clean
 //   two limited members of a partition do not hear each other   IBTA 1.4, 10.9
+//   a dmabuf's region takes no windows (EINVAL), has the       man ibv_reg_dmabuf_mr
+//     page offset of its iova, and no address
+//   a GPU's address is registered with nvidia-peermem only     GPUDirect RDMA, 1.4
 //   without a receive an immediate is tried again, then fails   IBTA 1.4, 9.7.5.2.8
 //   an overrun completion queue is lost                         man ibv_get_async_event
 //
 // Paths are those of rdma-core at 691953d. Bytes land late and in any order: at the latest when a
-// completion tells of them, at either end, or when their queue pair has stopped.
+// completion tells of them, at either end, or when their queue pair has stopped. Those for a GPU
+// come to its memory when they are flushed, or 50 ms later (cuda_double_on_flush()).
 #pragma once
 
 #include <chrono>
@@ -38,6 +42,9 @@ struct SimulatedDevice {
   std::vector<std::uint16_t> pkeys{0xffff};
   std::uint8_t rail = 0;  // its subnet
   bool windows = true;
+  bool dmabuf = true;    // the kernel has peer-to-peer support
+  bool peermem = false;  // nvidia-peermem is loaded
+  bool loses_writes_to_gpus = false;
   int max_srq_wr = 32767;
   // Of a command that goes through the firmware: a queue pair or a window is made or destroyed, a
   // queue pair is changed, a region registered or deregistered.

@@ -1,6 +1,8 @@
 // Transfers from and to memory of a GPU, on the double of a driver or on a GPU.
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -9,6 +11,10 @@
 
 #include "cuda_driver.hpp"
 #include "transfer_slots.hpp"
+#ifdef KVXFER_HAVE_VERBS
+#include "fabric/verbs/verbs_factory.hpp"
+#include "simulated_verbs.hpp"
+#endif
 
 using namespace kvxfer;
 using namespace kvxfer::test;
@@ -58,8 +64,24 @@ struct Way {
   bool from_gpu;
   bool to_gpu;
 };
-const std::vector<Way> kWays{{"tcp", true, true},   {"tcp", true, false},   {"tcp", false, true},
-                             {"local", true, true}, {"local", true, false}, {"local", false, true}};
+// NICs with GPUDirect there are on the double alone: a GPU's memory is no use to simulated ones.
+std::vector<Way> ways() {
+  std::vector<Way> all{{"tcp", true, true},   {"tcp", true, false},   {"tcp", false, true},
+                       {"local", true, true}, {"local", true, false}, {"local", false, true}};
+#ifdef KVXFER_HAVE_VERBS
+  if (!std::getenv("KVXFER_TEST_CUDA")) {
+    all.insert(all.end(), {{"mlx5", true, true}, {"mlx5", true, false}, {"mlx5", false, true}});
+  }
+#endif
+  return all;
+}
+
+// What a NIC has written and a GPU has not seen comes to its memory now.
+void flush() {
+  const auto flush_writes = CU(FlushGPUDirectRDMAWrites);
+  flush_writes(CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
+               CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER);
+}
 
 Bytes random_bytes_of(Random& random, std::size_t size) {
   Bytes bytes(size);
@@ -73,7 +95,7 @@ TEST_CASE("scattered pages go from and to memory of a GPU") {
   const CudaDriver driver;
   Random random;
   INFO("KVXFER_TEST_SEED=", random.seed);
-  for (const Way& way : kWays) {
+  for (const Way& way : ways()) {
     INFO(way.fabric, way.from_gpu ? " GPU" : " host", way.to_gpu ? " to GPU" : " to host");
     Pair pair(way.fabric);
     for (const std::size_t page : {std::size_t{64}, std::size_t{1000}, std::size_t{4096},
@@ -117,7 +139,7 @@ TEST_CASE("more pages than there is room for go from and to a GPU") {
   constexpr std::size_t kMany = 60'000;
   Random random;
   INFO("KVXFER_TEST_SEED=", random.seed);
-  for (const Way& way : kWays) {
+  for (const Way& way : ways()) {
     INFO(way.fabric, way.from_gpu ? " GPU" : " host", way.to_gpu ? " to GPU" : " to host");
     Pair pair(way.fabric);
     const Memory source(pair.writer, way.from_gpu, kSmall * kMany);
@@ -180,7 +202,7 @@ TEST_CASE("after a counter is released, or its region closed, nothing lands on t
   INFO("KVXFER_TEST_SEED=", random.seed);
   constexpr std::size_t kPage = 16384;
   constexpr std::size_t kCount = 128;
-  for (const Way& way : kWays) {
+  for (const Way& way : ways()) {
     if (!way.to_gpu) continue;
     INFO(way.fabric, way.from_gpu ? " GPU" : " host");
     Pair pair(way.fabric);
@@ -204,6 +226,7 @@ TEST_CASE("after a counter is released, or its region closed, nothing lands on t
       }
       // Overwritten by its owner: a late copy would show.
       fill(region->address(), 0, region->size());
+      flush();
       pair.writer.await(Completion::Kind::write, submitted.id);
       Bytes now(region->size());
       REQUIRE(CU(MemcpyDtoH)(now.data(), region->address(), now.size()) == CUDA_SUCCESS);
@@ -218,7 +241,7 @@ TEST_CASE("after a peer is fenced off, nothing of it lands on the GPU") {
   Random random;
   constexpr std::size_t kPage = 16384;
   constexpr std::size_t kCount = 128;
-  for (const Way& way : kWays) {
+  for (const Way& way : ways()) {
     if (!way.to_gpu) continue;
     INFO(way.fabric, way.from_gpu ? " GPU" : " host");
     for (int round = 0; round < 10; ++round) {
@@ -234,6 +257,7 @@ TEST_CASE("after a peer is fenced off, nothing of it lands on the GPU") {
       while (pair.reader->counter_value(imm) == 0) std::this_thread::yield();
       good(pair.reader->fence(pair.to_writer));
       destination.write(Bytes(kCount * kPage));
+      flush();
       pair.writer.await(Completion::Kind::write, submitted.id);
       CHECK(destination.read() == Bytes(kCount * kPage));
     }
@@ -247,13 +271,14 @@ TEST_CASE(
   Random random;
   INFO("KVXFER_TEST_SEED=", random.seed);
   using Slots = TransferSlots<Memory>;
-  for (const Way& way : kWays) {
+  const auto all = ways();
+  for (const Way& way : all) {
     INFO(way.fabric, way.from_gpu ? " GPU" : " host", way.to_gpu ? " to GPU" : " to host");
     Pair pair(way.fabric);
     const Memory source(pair.writer, way.from_gpu, Slots::kSize);
     const Memory destination(pair.reader, way.to_gpu, Slots::kSize);
     Slots slots(random, pair, source, destination);
-    for (std::size_t round = 0; round < kRounds / kWays.size() + 1; ++round) {
+    for (std::size_t round = 0; round < kRounds / all.size() + 1; ++round) {
       CAPTURE(round);
       slots.round();
     }
@@ -278,5 +303,133 @@ TEST_CASE("the double: pages go to another GPU by way of host memory") {
     good(pair.reader->deregister(there));
   }
 }
+
+#ifdef KVXFER_HAVE_VERBS
+
+namespace {
+
+// An engine with NICs like these, and with tcp.
+EngineOptions options_with_nics(const std::vector<SimulatedDevice>& like) {
+  static std::atomic<unsigned> hosts = 0;
+  EngineOptions options = options_for("tcp", "host");
+  const std::string prefix = "gpudirect" + std::to_string(++hosts) + "_";
+  for (std::size_t n = 0; n < like.size(); ++n) {
+    SimulatedDevice device = like[n];
+    device.name = prefix + std::to_string(n);
+    options.nics.push_back(device.name);
+    simulated_verbs().add(device);
+  }
+  options.more_nics = std::make_shared<verbs::VerbsFactory>(simulated_verbs().library());
+  return options;
+}
+
+std::vector<std::string> ways_of(const RegionPtr& region, std::uint32_t nics) {
+  std::vector<std::string> ways;
+  for (std::uint32_t n = 0; n < nics; ++n) {
+    const NicRegistration* const registration = region->registration(n);
+    ways.emplace_back(registration ? registration->way() : "none");
+  }
+  return ways;
+}
+
+}  // namespace
+
+TEST_CASE("the double: a NIC takes dmabuf, else nvidia-peermem, else says once why it cannot") {
+  const CudaDriver driver;
+  TestEngine engine(options_with_nics(
+      {{.peermem = true}, {.dmabuf = false, .peermem = true}, {.dmabuf = false}}));
+  const Memory first(engine, true, kBlock);
+  const Memory second(engine, true, kBlock);
+  const std::vector<std::string> expected{"dmabuf", "peermem", "none"};
+  CHECK(ways_of(first.region(), 3) == expected);
+  CHECK(ways_of(second.region(), 3) == expected);
+  const std::string notice = engine.await(Completion::Kind::notice).text;
+  for (const char* part : {"_2 does not reach memory of GPU 0", "by dmabuf, NIC",
+                           "by nvidia-peermem, NIC", "Bad address", "it goes over tcp instead"}) {
+    CHECK_MESSAGE(notice.find(part) != std::string::npos, notice);
+  }
+  CHECK(std::ranges::none_of(
+      engine->drain(), [](const Completion& one) { return one.kind == Completion::Kind::notice; }));
+}
+
+// As without peer-to-peer support in the kernel: everything is registered, and nothing arrives.
+TEST_CASE(
+    "the double: a NIC whose writes do not arrive on the GPU is found out before it is used") {
+  const CudaDriver driver;
+  EngineOptions options = options_with_nics({{.loses_writes_to_gpus = true}});
+  {
+    TestEngine engine(options);
+    const Memory memory(engine, true, kBlock);
+    CHECK(ways_of(memory.region(), 1) == std::vector<std::string>{"none"});
+    const std::string notice = engine.await(Completion::Kind::notice).text;
+    CHECK_MESSAGE(notice.find("by dmabuf, what the NIC wrote did not arrive") != std::string::npos,
+                  notice);
+  }
+  options.tcp = false;
+  TestEngine without_tcp(options);
+  const auto refused = without_tcp->allocate_on_gpu(0, kBlock);
+  REQUIRE(!refused);
+  CHECK(refused.error().code == Errc::fabric_unavailable);
+}
+
+TEST_CASE("the double: a NIC whose link is down is tried again with the next region") {
+  const CudaDriver driver;
+  const EngineOptions options = options_with_nics({{}});
+  TestEngine engine(options);
+  simulated_verbs().set_link(options.nics[0], false);
+  const Memory before(engine, true, kBlock);
+  CHECK(ways_of(before.region(), 1) == std::vector<std::string>{"none"});
+  simulated_verbs().set_link(options.nics[0], true);
+  const Memory after(engine, true, kBlock);
+  CHECK(ways_of(after.region(), 1) == std::vector<std::string>{"dmabuf"});
+}
+
+// A dmabuf takes no windows: a grant in it is the region's key, and ends when the writer is asked.
+TEST_CASE("the double: grants of GPU memory, by dmabuf and peermem, on either end of a page") {
+  const CudaDriver driver;
+  Random random;
+  INFO("KVXFER_TEST_SEED=", random.seed);
+  for (const SimulatedDevice& like :
+       {SimulatedDevice{}, SimulatedDevice{.dmabuf = false, .peermem = true}}) {
+    const auto options = [&like] {
+      EngineOptions made = options_with_nics({like, {}});
+      made.tcp = false;
+      return made;
+    };
+    TestEngine writer(options());
+    TestEngine reader(options());
+    const PeerId to = writer.connect_to(reader);
+    const PeerId from = reader.await(Completion::Kind::peer_up).peer;
+    const Memory all(reader, true, kBlock);
+    const Memory source(writer, true, kBytes);
+    // Not of whole pages.
+    constexpr std::size_t kOffset = 1000;
+    const RegionPtr part = good(reader->register_memory(
+        reinterpret_cast<void*>(all.region()->address() + kOffset), kBlock - 2 * kOffset));
+    CHECK(ways_of(part, 2) == ways_of(all.region(), 2));
+    for (int round = 0; round < 20; ++round) {
+      const Bytes sent = random_bytes_of(random, kBytes);
+      source.write(sent);
+      const Imm imm = good(reader->allocate_counter(from));
+      const std::size_t at = random.below(part->size() - kBytes);
+      const RegionRange range{part, at, kBytes};
+      const auto grant = good(reader->grant(imm, {&range, 1})).front();
+      const auto submitted = good(writer->write(to, source.region(), grant, {0, 0, kBytes},
+                                                {.imm = imm, .timeout = kDeadline}));
+      good(reader->expect(imm, submitted.immediates));
+      REQUIRE(reader.await(Completion::Kind::counter, imm).code == Errc::ok);
+      CHECK(all.read(kOffset + at, kBytes) == sent);
+      reader->release_counter(imm);
+      good(reader->send(from, "released"));
+      writer.await(Completion::Kind::message);
+      const auto late =
+          good(writer->write(to, source.region(), grant, {0, 0, kBytes}, {.imm = imm}));
+      CHECK(writer.await(Completion::Kind::write, late.id).code != Errc::ok);
+    }
+    good(reader->deregister(part));
+  }
+}
+
+#endif
 
 TEST_SUITE_END();

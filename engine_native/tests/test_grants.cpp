@@ -62,6 +62,11 @@ TEST_CASE("a grant opens its range to its counter's writes, until the counter is
     CHECK(std::memcmp(granted.destination->host() + kOffset, granted.source->host(), kLength) == 0);
 
     pair.reader->release_counter(granted.imm);
+    if (places_by_nic(fabric)) {
+      // Some NICs leave it to the writer, which need not answer once all has arrived.
+      good(pair.reader->send(pair.to_writer, "released"));
+      pair.writer.await(Kind::message);
+    }
     std::memset(granted.destination->host(), 0, kSize);
     const Imm next = good(pair.reader->allocate_counter(pair.to_writer));
     CHECK(granted.write(granted.descriptor, kLength, granted.imm).code != Errc::ok);

@@ -29,6 +29,7 @@ VerbsBench::VerbsBench(const std::string& fabric)
   nics_ = good(factory.open({.options = options_,
                              .poller = poller,
                              .background = background_,
+                             .gpus = gpus_,
                              .receive_context = {regions_, counters, stats, activity_},
                              .events = events,
                              .first_number = 0}))

@@ -62,6 +62,7 @@ class VerbsBench final : private NicEvents {
   EngineOptions options_;
   RegionTable regions_;
   std::uint64_t activity_ = 0;
+  cuda::Gpus gpus_;
   std::vector<std::unique_ptr<NicDomain>> nics_;
   Background background_{poller};
   PathId last_path_ = 0;

@@ -15,7 +15,7 @@ _NVIDIA_SMI = (
     "--query-gpu=name,memory.total,driver_version",
     "--format=csv,noheader",
 )
-_WAYS = "its memory goes over local and tcp, no NIC reaches it yet"
+_WAYS = "its memory goes over local, tcp and the NICs of verbs that reach it"
 
 
 def nics(host: Host) -> list[Finding]:

@@ -86,10 +86,11 @@ def send_loopbacks(
     gpus: int = 0,
     send: Callable[[str, str | None, int | None], Loopback] = loopback.loopback,
 ) -> list[Loopback]:
-    """Through each NIC alone, over the fabrics that need none, and over these from and to each of
-    so many GPUs, one after the other."""
-    ways: list[tuple[str, str | None, int | None]] = [(nic.fabric, nic.name, None) for nic in nics]
+    """Through each NIC alone, over the fabrics that need none, and by all of these from and to each
+    of so many GPUs, one after the other."""
+    ways: list[tuple[str, str | None, int | None]] = []
     for gpu in (None, *range(gpus)):
+        ways += [(nic.fabric, nic.name, gpu) for nic in nics]
         ways += [("tcp", None, gpu), ("local", None, gpu)]
     return [send(*way) for way in ways]
 

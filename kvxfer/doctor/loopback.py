@@ -52,7 +52,8 @@ class Sent:
 @dataclass(frozen=True, slots=True)
 class Loopback:
     """How it went. `nic` is None for a fabric without NICs, `gpu` for host memory; `code` and
-    `error` are those of a KvxferError, None where all is well."""
+    `error` are those of a KvxferError, None where all is well. `gpu_by`: how the NIC reaches memory
+    of the GPU (`MemoryRegion.nics`)."""
 
     fabric: str
     nic: str | None
@@ -61,12 +62,12 @@ class Loopback:
     code: str | None = None
     error: str | None = None
     gpu: int | None = None
+    gpu_by: str | None = None
 
     @property
     def name(self) -> str:
-        if self.gpu is not None:
-            return f"{self.fabric}, GPU {self.gpu}"
-        return self.fabric if self.nic is None else f"{self.fabric} {self.nic}"
+        way = self.fabric if self.nic is None else f"{self.fabric} {self.nic}"
+        return way if self.gpu is None else f"{way}, GPU {self.gpu}"
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class _Attempt:
     clock: Clock
     stage: str = "loading the engine"
     sent: list[Sent] = field(default_factory=list)
+    gpu_by: str | None = None
     failed: KvxferError | None = None  # known while the engines are closed
 
     @property
@@ -90,7 +92,10 @@ class _Attempt:
 
     def ended(self, error: KvxferError | None) -> Loopback:
         if error is None:
-            return Loopback(self.fabric, self.nic, Verdict.OK, tuple(self.sent), gpu=self.gpu)
+            sent = tuple(self.sent)
+            return Loopback(
+                self.fabric, self.nic, Verdict.OK, sent, gpu=self.gpu, gpu_by=self.gpu_by
+            )
         verdict = Verdict.REFUSED if isinstance(error, _REFUSALS) else Verdict.FAILED
         why = f"{self.stage}: {error}"
         return Loopback(self.fabric, self.nic, verdict, tuple(self.sent), error.code, why, self.gpu)
@@ -141,7 +146,8 @@ def finding(found: Loopback) -> Finding:
             f"{1e3 * each.seconds:.3g} ms"
             for each in found.sent
         )
-        return Finding(Area.LOOPBACK, name, Status.OK, f"{sent}; every byte compared")
+        by = "" if found.gpu_by is None else f"; the NIC reaches the GPU by {found.gpu_by}"
+        return Finding(Area.LOOPBACK, name, Status.OK, f"{sent}; every byte compared{by}")
     return Finding(
         Area.LOOPBACK,
         name,
@@ -152,6 +158,11 @@ def finding(found: Loopback) -> Finding:
 
 
 def _remedy(found: Loopback) -> str:
+    if found.gpu is not None and found.nic is not None:
+        over = "memory of this GPU goes over tcp"
+        if found.fabric != "verbs":
+            return f"{over}, as with all NICs of {found.fabric}"
+        return f"{over}; load nvidia-peermem, or use a kernel and a driver with dmabuf"
     if found.verdict is Verdict.REFUSED:
         return f"the line of {found.fabric} above, among the fabrics, has the remedy"
     if found.gpu is not None:
@@ -217,6 +228,7 @@ async def _send(attempt: _Attempt, sender: Engine, receiver: Engine) -> None:
         ]
         if attempt.gpu is not None:
             first, second = (receiver.alloc(nbytes, gpu=attempt.gpu) for _ in range(2))
+            attempt.gpu_by = next(iter(first.region.nics), None)
             hops = [
                 ("to the GPU", source.region, first.region),
                 ("on the GPU", sender.register(first), second.region),

@@ -121,10 +121,11 @@ class EngineCore(ABC):
 
     # --- memory and counters
 
-    def alloc(self, nbytes: int, gpu: int | None = None) -> Memory:
+    def alloc(self, nbytes: int, gpu: int | None = None, *, require_nics: bool = False) -> Memory:
         """Zeroed memory that peers on this host can map; the fastest source.
 
         gpu: CUDA's number, in this process, of the GPU whose memory it is; None for host memory.
+        require_nics: never over tcp. See register().
 
         Raises OutOfMemory; of a GPU, FabricUnavailable where there is no CUDA driver,
         InvalidArgument where there is no such GPU, and GpuLost.
@@ -132,18 +133,24 @@ class EngineCore(ABC):
         if nbytes < 1:
             raise InvalidArgument(f"alloc({nbytes}): ask for at least 1 byte")
         with translated():
-            handle = self.native.allocate(nbytes, gpu)
+            handle = self.native.allocate(nbytes, gpu, require_nics)
         return Memory(MemoryRegion(self.native, handle))
 
-    def register(self, target: Any, nbytes: int | None = None) -> MemoryRegion:
+    def register(
+        self, target: Any, nbytes: int | None = None, *, require_nics: bool = False
+    ) -> MemoryRegion:
         """Registers memory of the caller's: a numpy array, a torch tensor on the CPU
         or a CUDA GPU, a writable buffer, an object with `__cuda_array_interface__` or DLPack on a
         CUDA GPU, or an address with `nbytes`. It must be contiguous, and stay valid until close().
 
+        require_nics: FabricUnavailable is raised, with the reason, where one of this engine's NICs
+        does not reach the memory itself, or there is none. Otherwise such memory goes over tcp; a
+        notice says so once, and `MemoryRegion.nics` at any time.
+
         CUDA's driver says whether an address is memory of a GPU: `MemoryRegion.gpu`. Raises
         InvalidArgument, OutOfBounds where memory of a GPU is less than was passed, and GpuLost.
         """
-        region = register(self.native, target, nbytes, on_close=self._regions.discard)
+        region = register(self.native, target, nbytes, require_nics, on_close=self._regions.discard)
         self._regions.add(region)  # peers may write into it until it is closed: its owner must live
         return region
 

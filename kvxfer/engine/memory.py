@@ -47,6 +47,13 @@ class MemoryRegion:
         return self.handle.gpu
 
     @property
+    def nics(self) -> tuple[str | None, ...]:
+        """How each of `Engine.nics`, in their order, reaches it: "host" for host memory, "dmabuf"
+        or "peermem" (nvidia-peermem) for memory of a GPU; None where it does not, and writes take
+        tcp instead."""
+        return self.handle.nics
+
+    @property
     def nbytes(self) -> int:
         """Its length in bytes."""
         return self.handle.nbytes
@@ -124,6 +131,7 @@ def register(
     engine: native.TransferEngine,
     target: Any,
     nbytes: int | None,
+    require_nics: bool,
     on_close: Callable[[MemoryRegion], None],
 ) -> MemoryRegion:
     """Registers memory of the caller's (kvxfer.engine.foreign_memory says what can be
@@ -134,7 +142,7 @@ def register(
     """
     memory = foreign_memory(target, nbytes)
     with translated():
-        handle = engine.register_memory(memory.address, memory.nbytes)
+        handle = engine.register_memory(memory.address, memory.nbytes, require_nics)
     region = MemoryRegion(engine, handle, memory.owner, on_close)
     try:
         memory.check_gpu(region.gpu)

@@ -29,7 +29,8 @@ from kvxfer.errors import (
 )
 from tests.cuda import device_memory
 from tests.cuda.bindings import context, good
-from tests.engine.conftest import bytes_of, new_engine
+from tests.engine.conftest import KEY, bytes_of, new_engine
+from tests.engine.fabrics import chosen, engine_options
 from tests.engine.gpu_peer import NBYTES as PEER_BYTES
 from verify.polling import PATIENCE, eventually
 from verify.processes.worker import WorkerProcess
@@ -181,6 +182,18 @@ async def freed() -> None:
         assert device_memory.is_known(address)  # it is registered
         region.close()
         await eventually(lambda: not device_memory.is_known(address))
+
+
+async def not_on_nics() -> None:
+    """A NIC that cannot reach it is named, and a fall to tcp can be forbidden."""
+    if "ofi" not in chosen():
+        return
+    options = {**engine_options("ofi"), "fabrics": ["ofi", "tcp"]}
+    async with Engine(cluster_key=KEY, name="engine", **options) as engine:
+        assert engine.alloc(NBYTES, gpu=0).region.nics == (None,) * len(engine.nics)
+        with pytest.raises(FabricUnavailable, match="of fabric ofi does not reach memory of GPU 0"):
+            engine.alloc(NBYTES, gpu=0, require_nics=True)
+        assert engine.alloc(NBYTES, require_nics=True).region.nics == ("host",) * len(engine.nics)
 
 
 async def registered() -> None:
@@ -572,7 +585,7 @@ async def ask(other: WorkerProcess, do: str, **arguments: Any) -> dict[str, Any]
 
 
 MEMORY: Final[dict[str, Callable[[], Awaitable[None]]]] = {
-    case.__name__: case for case in (allocated, freed, registered, refused)
+    case.__name__: case for case in (allocated, freed, registered, refused, not_on_nics)
 }
 BETWEEN: Final[dict[str, Callable[[str], Awaitable[None]]]] = {
     case.__name__: case for case in (writes, two_processes, lost, streams, probed)

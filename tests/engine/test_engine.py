@@ -22,6 +22,7 @@ from kvxfer.errors import (
     DeadlineExceeded,
     EngineClosed,
     EngineError,
+    FabricUnavailable,
     InvalidArgument,
     OutOfBounds,
     PeerError,
@@ -123,6 +124,19 @@ async def test_registered_arrays_are_sources_and_targets(pair: Pair) -> None:
     source = pair.writer.register(array)
     await pair.to_reader.write(source, pair.reader.register(target).descriptor, length=8000)
     assert np.array_equal(target, array)
+
+
+async def test_memory_says_which_nics_reach_it_and_can_require_them(pair: Pair) -> None:
+    engine = pair.writer
+    by_nics = ("host",) * len(engine.nics)
+    array = np.zeros(4096, np.uint8)
+    assert engine.alloc(4096).region.nics == engine.register(array).nics == by_nics
+    if engine.nics:
+        assert engine.alloc(4096, require_nics=True).region.nics == by_nics
+        return
+    for make in (engine.alloc, engine.register):
+        with pytest.raises(FabricUnavailable, match="this engine has none"):
+            make(4096 if make == engine.alloc else array, require_nics=True)
 
 
 async def test_registered_tensors_are_targets(pair: Pair, torch: ModuleType) -> None:

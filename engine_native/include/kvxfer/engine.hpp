@@ -64,13 +64,15 @@ class TransferEngine {
   std::vector<Completion> drain();
 
   // --- memory
+  // `require_nics`: fails with fabric-unavailable where there is no NIC, or one does not reach the
+  // memory itself; else such memory goes over tcp, and a notice tells of it once.
   // Zeroed memory that peers on this host can map: the fastest source for the local fabric.
-  Result<RegionPtr> allocate(std::size_t bytes);
+  Result<RegionPtr> allocate(std::size_t bytes, bool require_nics = false);
   // Likewise on a GPU, by CUDA's number in this process. Loads CUDA's driver.
-  Result<RegionPtr> allocate_on_gpu(int device, std::size_t bytes);
+  Result<RegionPtr> allocate_on_gpu(int device, std::size_t bytes, bool require_nics = false);
   // Memory of the caller's, of the host or of a GPU: the CUDA driver that the process has loaded
   // says which. It must stay valid until deregister() returned.
-  Result<RegionPtr> register_memory(void* address, std::size_t bytes);
+  Result<RegionPtr> register_memory(void* address, std::size_t bytes, bool require_nics = false);
   // Cancels the operations that read the region and waits for them. No write of any peer lands
   // in it after this returned.
   Result<void> deregister(const RegionPtr& region);

@@ -39,6 +39,7 @@ std::shared_ptr<const Driver> calls_of(void* library) {
   find("cuInit", driver->init)("cuGetErrorName", driver->get_error_name);
   find("cuDeviceGetCount", driver->device_get_count)("cuDeviceGetName", driver->device_get_name);
   find("cuDeviceGetUuid", driver->device_get_uuid);
+  find("cuDeviceGetAttribute", driver->device_get_attribute);
   find("cuDevicePrimaryCtxRetain", driver->device_primary_ctx_retain);
   find("cuDevicePrimaryCtxRelease", driver->device_primary_ctx_release);
   find("cuCtxPushCurrent", driver->ctx_push_current)("cuCtxPopCurrent", driver->ctx_pop_current);
@@ -54,10 +55,14 @@ std::shared_ptr<const Driver> calls_of(void* library) {
   find("cuLaunchKernel", driver->launch_kernel);
   find("cuMemAlloc", driver->mem_alloc)("cuMemFree", driver->mem_free);
   find("cuMemsetD8Async", driver->memset_d8_async);
+  find("cuMemcpyDtoHAsync", driver->memcpy_dtoh_async);
   find("cuMemHostAlloc", driver->mem_host_alloc)("cuMemFreeHost", driver->mem_free_host);
   find("cuMemHostRegister", driver->mem_host_register);
   find("cuMemHostUnregister", driver->mem_host_unregister);
   find("cuPointerGetAttributes", driver->pointer_get_attributes);
+  find("cuPointerSetAttribute", driver->pointer_set_attribute);
+  find("cuMemGetHandleForAddressRange", driver->mem_get_handle_for_address_range);
+  find("cuFlushGPUDirectRDMAWrites", driver->flush_gpu_direct_rdma_writes);
   find("cuIpcGetMemHandle", driver->ipc_get_mem_handle);
   find("cuIpcOpenMemHandle", driver->ipc_open_mem_handle);
   find("cuIpcCloseMemHandle", driver->ipc_close_mem_handle);

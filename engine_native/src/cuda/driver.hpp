@@ -47,7 +47,16 @@ inline constexpr int kDeviceOrdinal = 9;
 inline constexpr int kRangeStart = 11;
 inline constexpr int kRangeSize = 12;
 inline constexpr unsigned kOnDevice = 2;
+inline constexpr int kSyncMemops = 6;
+// CUdevice_attribute, and what they say
+inline constexpr int kRdmaFlushOptions = 117;
+inline constexpr int kRdmaWritesOrdering = 118;
+inline constexpr int kFlushByHost = 1;        // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
+inline constexpr int kOrderedForOwner = 100;  // CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
 // Flags and modes
+inline constexpr int kFlushContext = 0;        // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
+inline constexpr int kFlushForOwner = 100;     // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+inline constexpr int kDmabuf = 1;              // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 inline constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
 inline constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
 inline constexpr unsigned kPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE
@@ -71,6 +80,7 @@ struct Driver {
   Status (*device_get_count)(int* count) = nullptr;
   Status (*device_get_name)(char* name, int length, int device) = nullptr;
   Status (*device_get_uuid)(Uuid* uuid, int device) = nullptr;
+  Status (*device_get_attribute)(int* value, int attribute, int device) = nullptr;
   Status (*device_primary_ctx_retain)(Context* context, int device) = nullptr;
   Status (*device_primary_ctx_release)(int device) = nullptr;
   Status (*ctx_push_current)(Context context) = nullptr;
@@ -97,12 +107,18 @@ struct Driver {
   Status (*mem_free)(Address address) = nullptr;
   Status (*memset_d8_async)(Address address, unsigned char value, std::size_t bytes,
                             StreamHandle stream) = nullptr;
+  Status (*memcpy_dtoh_async)(void* to, Address from, std::size_t bytes,
+                              StreamHandle stream) = nullptr;
   Status (*mem_host_alloc)(void** address, std::size_t bytes, unsigned flags) = nullptr;
   Status (*mem_free_host)(void* address) = nullptr;
   Status (*mem_host_register)(void* address, std::size_t bytes, unsigned flags) = nullptr;
   Status (*mem_host_unregister)(void* address) = nullptr;
   Status (*pointer_get_attributes)(unsigned count, int* attributes, void** data,
                                    Address address) = nullptr;
+  Status (*pointer_set_attribute)(const void* value, int attribute, Address address) = nullptr;
+  Status (*mem_get_handle_for_address_range)(void* handle, Address address, std::size_t bytes,
+                                             int type, unsigned long long flags) = nullptr;
+  Status (*flush_gpu_direct_rdma_writes)(int target, int scope) = nullptr;
   Status (*ipc_get_mem_handle)(IpcHandle* handle, Address address) = nullptr;
   Status (*ipc_open_mem_handle)(Address* address, IpcHandle handle, unsigned flags) = nullptr;
   Status (*ipc_close_mem_handle)(Address address) = nullptr;

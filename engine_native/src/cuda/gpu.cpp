@@ -1,5 +1,7 @@
 #include "cuda/gpu.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -44,6 +46,12 @@ Result<void> Gpu::start() {
     context_ = nullptr;
     return check(status, "cuDevicePrimaryCtxRetain");
   }
+  int ordering = 0;
+  int flush = 0;
+  cuda.device_get_attribute(&ordering, kRdmaWritesOrdering, device_);
+  cuda.device_get_attribute(&flush, kRdmaFlushOptions, device_);
+  needs_flush_ = ordering < kOrderedForOwner;
+  can_flush_ = (flush & kFlushByHost) != 0;
   const Current current(cuda, context_);
   if (auto good = check(cuda.stream_create(&stream_, kNonBlocking), "cuStreamCreate"); !good) {
     return good;
@@ -173,6 +181,43 @@ ImportedMemory::~ImportedMemory() { gpu_->close_imported(base_); }
 void Gpu::close_imported(Address base) const {
   const Current current(*driver_, context_);
   driver_->ipc_close_mem_handle(base);
+}
+
+// --- memory that NICs reach ------------------------------------------------------------------
+
+Result<Gpu::Dmabuf> Gpu::dmabuf(Address address, std::size_t bytes) const {
+  const auto page = static_cast<Address>(::sysconf(_SC_PAGESIZE));
+  const Address begin = address / page * page;
+  const Address end = (address + bytes + page - 1) / page * page;
+  const Current current(*driver_, context_);
+  int fd = -1;
+  const Status status =
+      driver_->mem_get_handle_for_address_range(&fd, begin, end - begin, kDmabuf, 0);
+  if (auto good = check(status, "cuMemGetHandleForAddressRange"); !good) return good.error();
+  return Dmabuf{.fd = UniqueFd(fd), .offset = address - begin};
+}
+
+Result<void> Gpu::order_with_nics(Address address) const {
+  if (needs_flush_ && !can_flush_) {
+    return Error{Errc::fabric_unavailable,
+                 label_ + " neither orders what NICs write nor lets this process flush it"};
+  }
+  const Current current(*driver_, context_);
+  const unsigned on = 1;
+  return check(driver_->pointer_set_attribute(&on, kSyncMemops, address), "cuPointerSetAttribute");
+}
+
+Result<void> Gpu::flush_writes() const {
+  const Current current(*driver_, context_);
+  return check(driver_->flush_gpu_direct_rdma_writes(kFlushContext, kFlushForOwner),
+               "cuFlushGPUDirectRDMAWrites");
+}
+
+Result<void> Gpu::read(Address from, std::span<std::byte> into) const {
+  const Current current(*driver_, context_);
+  Status status = driver_->memcpy_dtoh_async(into.data(), from, into.size(), stream_);
+  if (status == kSuccess) status = driver_->stream_synchronize(stream_);
+  return check(status, "cuMemcpyDtoHAsync");
 }
 
 // --- order with streams of others ------------------------------------------------------------

@@ -15,6 +15,7 @@
 #include "cuda/kernels.hpp"
 #include "cuda/staging.hpp"
 #include "cuda/stream_order.hpp"
+#include "fd.hpp"
 #include "kvxfer/error.hpp"
 
 namespace kvxfer {
@@ -92,6 +93,23 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // Whether the memory belongs to another context than the engine's.
   bool foreign(Context context) const { return context && context != context_; }
 
+  // --- any thread: memory that NICs reach themselves (GPUDirect)
+  // A file that stands for whole pages; those bytes begin at `offset` of it.
+  struct Dmabuf {
+    UniqueFd fd;
+    std::uint64_t offset;
+  };
+  Result<Dmabuf> dmabuf(Address address, std::size_t bytes) const;
+  // What CUDA copies of that allocation is ordered with what NICs write there ("GPUDirect RDMA",
+  // synchronizing). Fails where kernels might not see what NICs wrote, and no flush() helps.
+  Result<void> order_with_nics(Address address) const;
+  // After it, kernels that begin later see what NICs had completed. Needed where
+  // writes_need_flush().
+  bool writes_need_flush() const { return needs_flush_; }
+  Result<void> flush_writes() const;
+  // Into host memory; waits for that alone.
+  Result<void> read(Address from, std::span<std::byte> into) const;
+
   // --- any thread: order with streams of this context, which are others'
   Words& counted_words() { return *counted_words_; }
   Words& awaited_words() { return *awaited_words_; }
@@ -145,6 +163,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   Function copy_kernel_ = nullptr;
   Function count_kernel_ = nullptr;
   std::array<EventHandle, kLaunches> events_{};  // launch n has number n % kLaunches
+  bool needs_flush_ = false;
+  bool can_flush_ = false;
   std::byte* pinned_ = nullptr;  // the copies of all launches, then slots to receive, then words
   std::shared_ptr<MemoryRegion> to_send_;  // null until it is pinned, too
   std::optional<Staging> sending_;

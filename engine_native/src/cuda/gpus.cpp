@@ -119,6 +119,20 @@ Result<std::shared_ptr<Gpu>> Gpus::owner_of(const void* address, std::size_t byt
   return gpu;
 }
 
+void Gpus::expect_nic_writes(const std::shared_ptr<Gpu>& gpu) {
+  if (!gpu->writes_need_flush()) return;
+  const std::lock_guard lock(mutex_);
+  if (std::find(flushed_.begin(), flushed_.end(), gpu) != flushed_.end()) return;
+  flushed_.push_back(gpu);
+  flushing_.store(true, std::memory_order_release);
+}
+
+// Where it fails the context is lost, and with it all kernels that could read those bytes.
+void Gpus::flush_all() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& gpu : flushed_) (void)gpu->flush_writes();
+}
+
 // --- engine thread ---------------------------------------------------------------------------
 
 bool Gpus::busy() const {
@@ -146,6 +160,7 @@ std::size_t Gpus::poll() {
 }
 
 void Gpus::after_copies(std::function<void()> then) {
+  flush_nic_writes();
   Waiting waiting;
   {
     const std::lock_guard lock(mutex_);

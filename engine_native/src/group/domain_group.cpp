@@ -226,8 +226,10 @@ void DomainGroup::wait_for_stream(const StreamWaits::Waiting& waiting) {
 
 // --- memory ----------------------------------------------------------------------------------
 
-Result<void> DomainGroup::register_region(const RegionPtr& region) {
-  if (auto good = fabrics_.register_memory(*region, *completions_); !good) return good;
+Result<void> DomainGroup::register_region(const RegionPtr& region, bool require_nics) {
+  if (auto good = fabrics_.register_memory(*region, require_nics, *completions_); !good) {
+    return good;
+  }
   regions_.insert(region);
   return {};
 }
@@ -248,7 +250,9 @@ Result<void> DomainGroup::deregister(const RegionPtr& region) {
     end_deregistrations();
   });
   posted ? loop_.await(unused->get_future()) : loop_.await_end();
-  return region->close_registrations();  // on the caller's thread: unpinning takes long
+  auto closed = region->close_registrations();  // on the caller's thread: unpinning takes long
+  gpus_.flush_nic_writes();
+  return closed;
 }
 
 // Once no write reads the region, no path's window of it is open, and no GPU copies.

@@ -43,7 +43,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   // The fabrics in use, in the order in which they are preferred.
   const std::vector<std::string>& fabrics() const { return fabrics_.names(); }
   // Registers memory with every NIC that can reach it, then lets peers write into it.
-  Result<void> register_region(const RegionPtr& region);
+  Result<void> register_region(const RegionPtr& region, bool require_nics);
   std::shared_ptr<PeerHandle> find_peer(PeerId peer) const { return peers_.handle(peer); }
 
   void submit(const SubmissionPtr& submission);

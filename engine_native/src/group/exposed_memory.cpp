@@ -45,11 +45,11 @@ void ExposedMemory::share(Peer& peer, const RegionPtr& region) {
   const MemoryRegion& registered = grant ? *grant->of : *region;
   std::vector<std::uint32_t> shared;
   for (std::uint32_t n = 0; n < nics.size(); ++n) {
-    const bool windows =
-        grant && region->size() <= nics[n]->max_window() && registered.registration(n);
-    if (windows) {
+    const NicRegistration* const registration = registered.registration(n);
+    if (!registration) continue;
+    if (grant && region->size() <= nics[n]->max_window() && registration->takes_windows()) {
       remote->windowed = true;
-    } else if (registered.registration(n)) {
+    } else {
       shared.push_back(n);
     }
   }
@@ -235,6 +235,7 @@ void ExposedMemory::forget(PeerId peer) {
 void ExposedMemory::end_revocations() {
   std::erase_if(revocations_, [this](const Revocation& revocation) {
     if (!revocation.asked.empty() || revocation.copying) return false;
+    context_.gpus.flush_nic_writes();
     for (const auto& [id, peer] : context_.peers.all()) {
       if (peer->nics()) peer->nics()->close_grants(revocation.grants);
     }

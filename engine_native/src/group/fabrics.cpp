@@ -41,6 +41,13 @@ Result<void> all_there(const std::vector<std::string>& chosen, const std::set<st
                    joined({there.begin(), there.end()}) + ", or leave nics out"};
 }
 
+Result<std::shared_ptr<NicRegistration>> gpu_unknown(const NicDomain& nic,
+                                                     const MemoryRegion& region) {
+  return Error{Errc::fabric_unavailable,
+               "NIC " + nic.info().name + " of fabric " + std::string(nic.fabric()) +
+                   " does not reach memory of " + region.gpu()->label() + " yet"};
+}
+
 }  // namespace
 
 Result<void> Fabrics::open(const Context& context, Introduction& introduction) {
@@ -90,6 +97,7 @@ Result<void> Fabrics::open_nics(const Context& context, Introduction& introducti
     auto opened = factory.open({.options = options,
                                 .poller = context.poller,
                                 .background = context.background,
+                                .gpus = context.gpus,
                                 .receive_context = context.receive_context,
                                 .events = context.events,
                                 .first_number = static_cast<std::uint32_t>(nics_.size())});
@@ -152,29 +160,31 @@ Result<void> Fabrics::open_nics(const Context& context, Introduction& introducti
   return {};
 }
 
-Result<void> Fabrics::register_memory(MemoryRegion& region, CompletionQueue& completions) const {
-  if (region.gpu() && !nics_.empty()) {
-    const std::string what = "NICs do not reach memory of " + region.gpu()->label() + " yet";
-    if (lanes_.empty()) {
-      return Error{Errc::fabric_unavailable, what + "; use the tcp fabric, too, or host memory"};
-    }
-    completions.push(
-        {.kind = Completion::Kind::notice, .text = what + "; it goes over tcp instead"});
-    return {};
+Result<void> Fabrics::register_memory(MemoryRegion& region, bool require_nics,
+                                      CompletionQueue& completions) {
+  if (require_nics && nics_.empty()) {
+    return Error{
+        Errc::fabric_unavailable,
+        "memory is required to be reached by NICs, and this engine has none; kvxfer doctor "
+        "says what is missing"};
   }
   std::vector<std::shared_ptr<NicRegistration>> registrations;
   for (const auto& nic : nics_) {
-    auto registration = nic->register_memory(region);
-    // Without another way to the memory it is an error, otherwise that way is taken.
-    if (!registration && lanes_.empty()) return registration.error();
-    registrations.push_back(registration ? std::move(*registration) : nullptr);
-    if (!registration) {
-      completions.push({.kind = Completion::Kind::notice,
-                        .text = registration.error().text + "; it goes over tcp instead"});
-    }
+    auto registration = region.gpu() && !nic->knows_gpus() ? gpu_unknown(*nic, region)
+                                                           : nic->register_memory(region);
+    registrations.push_back(registration ? *registration : nullptr);
+    if (registration) continue;
+    if (require_nics || lanes_.empty()) return registration.error();
+    tell_once(registration.error().text + "; it goes over tcp instead", completions);
   }
   region.set_registrations(std::move(registrations));
   return {};
+}
+
+void Fabrics::tell_once(std::string text, CompletionQueue& completions) {
+  const std::lock_guard lock(mutex_);
+  if (!told_.insert(text).second) return;
+  completions.push({.kind = Completion::Kind::notice, .text = std::move(text)});
 }
 
 // --- driving them ----------------------------------------------------------------------------

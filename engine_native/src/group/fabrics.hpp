@@ -3,6 +3,8 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -59,18 +61,23 @@ class Fabrics {
   // Engines of this host cannot connect any more.
   void close_local();
 
-  // Any thread: registers it with every NIC that reaches it.
-  Result<void> register_memory(MemoryRegion& region, CompletionQueue& completions) const;
+  // Any thread: registers it with every NIC that reaches it. Fails where one does not, if NICs are
+  // required or there is no other way.
+  Result<void> register_memory(MemoryRegion& region, bool require_nics,
+                               CompletionQueue& completions);
 
  private:
   Result<void> open_local(const Context& context, Introduction& introduction);
   Result<void> open_nics(const Context& context, Introduction& introduction);
+  void tell_once(std::string text, CompletionQueue& completions);
 
   std::unique_ptr<local::LocalDomain> local_;
   std::vector<std::unique_ptr<NicDomain>> nics_;
   std::vector<std::unique_ptr<tcp::TcpDomain>> lanes_;
   std::vector<Domain*> all_;  // in the order in which they are asked before a sleep
   std::vector<std::string> names_;
+  std::mutex mutex_;
+  std::set<std::string> told_;  // why memory is not registered; guarded by mutex_
 };
 
 }  // namespace kvxfer

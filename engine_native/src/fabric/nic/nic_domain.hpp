@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "background.hpp"
+#include "cuda/gpus.hpp"
 #include "domain.hpp"
 #include "fabric/nic/nic_path.hpp"
 #include "fabric/nic/nic_registration.hpp"
@@ -37,7 +38,10 @@ class NicDomain : public Domain {
   // Each of its paths delivers writes, and their immediates, in the order in which they were
   // posted.
   virtual bool keeps_order() const = 0;
-  // Pins and registers memory for reading from and writing into. Any thread.
+  // Whether it may be asked to register memory of GPUs.
+  virtual bool knows_gpus() const { return false; }
+  // Pins and registers memory for reading from and writing into. Any thread. Fails with
+  // fabric-unavailable where the memory is a GPU's that the NIC does not reach.
   virtual Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) = 0;
   // The longest part of registered memory, in bytes, that its paths can open, and close without the
   // peer's help. 0: none.
@@ -53,6 +57,7 @@ struct NicContext {
   const EngineOptions& options;
   Poller& poller;
   Background& background;
+  cuda::Gpus& gpus;
   ReceiveContext receive_context;
   NicEvents& events;
   std::uint32_t first_number;  // of the NICs that the factory makes

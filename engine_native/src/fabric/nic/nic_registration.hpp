@@ -1,6 +1,8 @@
 // A memory region as one NIC knows it. Any thread.
 #pragma once
 
+#include <string_view>
+
 #include "fabric/nic/remote_region.hpp"
 #include "kvxfer/types.hpp"
 
@@ -10,6 +12,10 @@ class NicRegistration {
  public:
   virtual ~NicRegistration() = default;
 
+  // Whether paths can open parts of it (NicDomain::max_window()).
+  virtual bool takes_windows() const { return true; }
+  // How the NIC reaches the memory: "host", "dmabuf" or "peermem".
+  virtual std::string_view way() const { return "host"; }
   // What this peer needs to write into the region. May take as long as registering did.
   virtual Result<RemoteKey> share(PeerId peer) = 0;
   // The peer is gone, and what it wrote with: close() need not think of it.

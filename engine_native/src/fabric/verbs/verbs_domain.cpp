@@ -30,7 +30,7 @@ Result<std::unique_ptr<NicDomain>> VerbsDomain::open(
   const auto port = device->query_port();
   if (!port) return Error{Errc::fabric_unavailable, port.error().text};
   std::unique_ptr<VerbsDomain> domain(new VerbsDomain(device, context, *port));
-  auto queues = NicQueues::create(device, port->bits_per_second, context.poller);
+  auto queues = NicQueues::create(device, port->bits_per_second, context.poller, context.gpus);
   if (!queues) return queues.error();
   if (auto good = (*queues)->watch(); !good) return good.error();
   domain->nic_.queues.push_back(std::move(*queues));
@@ -48,10 +48,16 @@ VerbsDomain::VerbsDomain(std::shared_ptr<const VerbsDevice> device, const NicCon
       nic_{.device = std::move(device),
            .context = context,
            .port = port,
-           .load = {.bits_per_second = port.bits_per_second}} {}
+           .load = {.bits_per_second = port.bits_per_second}},
+      gpu_ways_(nic_.device) {}
 
 Result<std::shared_ptr<NicRegistration>> VerbsDomain::register_memory(const MemoryRegion& region) {
-  return VerbsRegistration::create(nic_.device, region);
+  if (!region.gpu()) return VerbsRegistration::create(nic_.device, region, MemoryWay::host);
+  const auto way = gpu_ways_.find(region.gpu());
+  if (!way) return way.error();
+  if (auto good = region.gpu()->order_with_nics(region.address()); !good) return good.error();
+  nic_.context.gpus.expect_nic_writes(region.gpu());
+  return VerbsRegistration::create(nic_.device, region, *way);
 }
 
 void VerbsDomain::open_path(NicPathIdentity identity, Opened then) {

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "fabric/nic/nic_domain.hpp"
+#include "fabric/verbs/gpu_ways.hpp"
 #include "fabric/verbs/verbs_path.hpp"
 
 namespace kvxfer::verbs {
@@ -18,6 +19,7 @@ class VerbsDomain final : public NicDomain, private AsyncEventHandler {
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return nic_.usable(); }
   bool keeps_order() const override { return true; }  // reliable connections
+  bool knows_gpus() const override { return true; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
   std::uint64_t max_window() const override;
   void open_path(NicPathIdentity identity, Opened then) override;
@@ -35,6 +37,7 @@ class VerbsDomain final : public NicDomain, private AsyncEventHandler {
 
   NicInfo info_;
   VerbsNic nic_;
+  GpuWays gpu_ways_;
 };
 
 }  // namespace kvxfer::verbs

@@ -62,6 +62,7 @@ Result<std::shared_ptr<const VerbsLibrary>> VerbsLibrary::load() {
     return Error{Errc::fabric_unavailable,
                  std::string(kName) + " of this host is too old; rdma-core 32 or later is needed"};
   }
+  find(library, "ibv_reg_dmabuf_mr", verbs->reg_dmabuf_mr);
   return std::shared_ptr<const VerbsLibrary>(std::move(verbs));
 }
 

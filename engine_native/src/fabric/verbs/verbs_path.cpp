@@ -244,7 +244,8 @@ void VerbsPath::write_request(std::size_t at, const Operation& operation, const 
 bool VerbsPath::open_window(const MemoryRegion& grant) {
   auto* const registration =
       static_cast<VerbsRegistration*>(grant.granted()->of->registration(identity_.nic));
-  ibv_mr* const region = registration ? registration->get() : nullptr;
+  const bool takes = registration && registration->takes_windows();
+  ibv_mr* const region = takes ? registration->get() : nullptr;
   const WindowRange range{.region = region, .address = grant.address(), .length = grant.size()};
   if (!region) return false;
   windows_.open(grant.key(), range);

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "clock.hpp"
+#include "cuda/gpu.hpp"
 #include "error_text.hpp"
 #include "memory_region.hpp"
 
@@ -42,16 +43,59 @@ Error cannot_register(const std::string& nic, std::size_t bytes, int error) {
       what + errno_text(error) + "; it must be mapped, readable and writable, for all its bytes"};
 }
 
+Error cannot_register_gpu(const std::string& nic, const MemoryRegion& region, int error) {
+  const bool full = error == ENOMEM || error == ENOSPC;
+  return {full ? Errc::out_of_memory : Errc::fabric_unavailable,
+          "NIC " + nic + " cannot register " + std::to_string(region.size()) + " bytes of " +
+              region.gpu()->label() + ": " + errno_text(error) +
+              (full ? "; its BAR1 may be too small or full: nvidia-smi -q -d MEMORY" : "")};
+}
+
+// Null, with errno, where the NIC refuses it.
+Result<ibv_mr*> register_dmabuf(const VerbsDevice& device, const MemoryRegion& region) {
+  if (!device.library().reg_dmabuf_mr) {
+    return Error{Errc::fabric_unavailable, "libibverbs is older than rdma-core 34"};
+  }
+  const auto dmabuf = region.gpu()->dmabuf(region.address(), region.size());
+  if (!dmabuf) return dmabuf.error();
+  errno = 0;
+  return device.library().reg_dmabuf_mr(device.pd(), dmabuf->offset, region.size(),
+                                        region.address(), dmabuf->fd.get(),
+                                        static_cast<int>(kAccess));
+}
+
 }  // namespace
 
 Result<std::shared_ptr<NicRegistration>> VerbsRegistration::create(
-    std::shared_ptr<const VerbsDevice> device, const MemoryRegion& region) {
-  const unsigned access = kAccess | (device->has_windows() ? IBV_ACCESS_MW_BIND : 0);
-  errno = 0;
-  ibv_mr* const registered = device->library().reg_mr_iova2(
-      device->pd(), region.host(), region.size(), region.address(), access);
+    std::shared_ptr<const VerbsDevice> device, const MemoryRegion& region, MemoryWay way) {
+  const auto address = region.address();
+  ibv_mr* registered = nullptr;
+  if (way == MemoryWay::dmabuf) {
+    auto made = register_dmabuf(*device, region);
+    if (!made) return made.error();
+    registered = *made;
+  } else {
+    const unsigned access = kAccess | (device->has_windows() ? IBV_ACCESS_MW_BIND : 0);
+    errno = 0;
+    registered = device->library().reg_mr_iova2(device->pd(), reinterpret_cast<void*>(address),
+                                                region.size(), address, access);
+  }
+  if (!registered && region.gpu()) return cannot_register_gpu(device->name(), region, errno);
   if (!registered) return cannot_register(device->name(), region.size(), errno);
-  return std::shared_ptr<NicRegistration>(new VerbsRegistration(std::move(device), registered));
+  return std::shared_ptr<NicRegistration>(
+      new VerbsRegistration(std::move(device), registered, address, way));
+}
+
+std::string_view VerbsRegistration::way() const {
+  switch (way_) {
+    case MemoryWay::dmabuf:
+      return "dmabuf";
+    case MemoryWay::peermem:
+      return "peermem";
+    case MemoryWay::host:
+      break;
+  }
+  return "host";
 }
 
 Result<RemoteKey> VerbsRegistration::share(PeerId) {
@@ -60,9 +104,7 @@ Result<RemoteKey> VerbsRegistration::share(PeerId) {
     return Error{Errc::unknown_region,
                  "the memory region is not registered with NIC " + device_->name() + " any more"};
   }
-  return RemoteKey{.address = reinterpret_cast<std::uint64_t>(region_->addr),
-                   .rkey = region_->rkey,
-                   .valid = true};
+  return RemoteKey{.address = address_, .rkey = remote_key_, .valid = true};
 }
 
 ibv_mr* VerbsRegistration::get() {

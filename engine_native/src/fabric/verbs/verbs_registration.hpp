@@ -1,8 +1,10 @@
 // A memory region registered with one device. Any thread.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string_view>
 
 #include "fabric/nic/nic_registration.hpp"
 #include "fabric/verbs/verbs_device.hpp"
@@ -13,12 +15,22 @@ class MemoryRegion;
 
 namespace kvxfer::verbs {
 
+// How a NIC reaches memory.
+enum class MemoryWay : std::uint8_t {
+  host,
+  dmabuf,   // a GPU's, by a file that its driver gives out
+  peermem,  // a GPU's, by its address: the kernel module nvidia-peermem
+};
+
 class VerbsRegistration final : public NicRegistration {
  public:
   static Result<std::shared_ptr<NicRegistration>> create(std::shared_ptr<const VerbsDevice> device,
-                                                         const MemoryRegion& region);
+                                                         const MemoryRegion& region, MemoryWay way);
   ~VerbsRegistration() override { (void)close(); }
 
+  // A region made of a dmabuf takes none (man ibv_reg_dmabuf_mr).
+  bool takes_windows() const override { return way_ != MemoryWay::dmabuf; }
+  std::string_view way() const override;
   Result<RemoteKey> share(PeerId peer) override;
   void unshare(PeerId) override {}
   Result<void> close() override;
@@ -26,15 +38,25 @@ class VerbsRegistration final : public NicRegistration {
   // Null once closed, which is after the engine thread has closed all windows of the region.
   ibv_mr* get();
   std::uint32_t local_key() const { return local_key_; }
+  std::uint32_t remote_key() const { return remote_key_; }
 
  private:
-  VerbsRegistration(std::shared_ptr<const VerbsDevice> device, ibv_mr* region)
-      : device_(std::move(device)), region_(region), local_key_(region->lkey) {}
+  VerbsRegistration(std::shared_ptr<const VerbsDevice> device, ibv_mr* region,
+                    std::uint64_t address, MemoryWay way)
+      : device_(std::move(device)),
+        region_(region),
+        address_(address),
+        local_key_(region->lkey),
+        remote_key_(region->rkey),
+        way_(way) {}
 
   std::shared_ptr<const VerbsDevice> device_;
   std::mutex mutex_;
-  ibv_mr* region_;  // null once closed; guarded by mutex_
+  ibv_mr* region_;         // null once closed; guarded by mutex_
+  std::uint64_t address_;  // ibv_mr::addr of a dmabuf is none
   std::uint32_t local_key_;
+  std::uint32_t remote_key_;
+  MemoryWay way_;
 };
 
 }  // namespace kvxfer::verbs

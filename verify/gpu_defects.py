@@ -1,0 +1,201 @@
+"""Puts defects into the engine, one at a time, and sees that the tests of GPU memory catch each.
+
+`make test-gpu` calls it where there is no GPU: on a double of CUDA's driver. Each defect is built
+into a copy of the sources, below build/defects. It is caught if the C++ suite "cuda" fails, or does
+not end.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT: Final = Path(__file__).parents[1]
+WORK: Final = ROOT / "build/defects"
+
+_SECONDS: Final = 150  # the whole suite takes a tenth of it
+_CASE: Final = re.compile(r"^TEST CASE: +(.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Defect:
+    """What is wrong, and the text of a file of the engine's that is `there` without it."""
+
+    name: str
+    file: str
+    there: str
+    instead: str
+
+
+DEFECTS: Final = (
+    Defect(
+        "local: counted before the copy has ended",
+        "fabric/local/local_path.cpp",
+        "      if (!gpu.ended(batch.copied)) break;\n",
+        "",
+    ),
+    Defect(
+        "tcp: counted before the copy has ended",
+        "fabric/tcp/receiver.cpp",
+        "      if (!gpu.ended(batch.copied)) return;\n",
+        "",
+    ),
+    Defect(
+        "staging memory is used again while it is copied",
+        "cuda/gpu.cpp",
+        "give_back(slot, issued_)",
+        "give_back(slot, 0)",
+    ),
+    Defect(
+        "release, fence and close do not wait for copies",
+        "cuda/gpus.cpp",
+        "  if (waiting.until.empty()) return then();",
+        "  return then();",
+    ),
+    Defect(
+        "no event is recorded behind a copy",
+        "cuda/gpu.cpp",
+        "driver_->event_record(events_[ticket % kLaunches], stream_)",
+        "(kSuccess)",
+    ),
+    Defect(
+        "the processor copies to a GPU's address",
+        "fabric/local/local_path.cpp",
+        "const bool by_gpu = batch.placement.gpu() != nullptr;",
+        "const bool by_gpu = false;",
+    ),
+    Defect(
+        "the NIC is given bytes of a GPU inline",
+        "fabric/verbs/verbs_path.cpp",
+        " && operation.source->host();",
+        ";",
+    ),
+    Defect(
+        "no context is current",
+        "cuda/gpu.hpp",
+        "    pushed_ = driver.ctx_push_current(context) == kSuccess;",
+        "    (void)context;",
+    ),
+    Defect(
+        "a stream's count runs on another stream",
+        "cuda/gpu.cpp",
+        "1, 1, 1, 1, 1, 1, 0, stream,",
+        "1, 1, 1, 1, 1, 1, 0, stream_,",
+    ),
+    Defect(
+        "a stream's wait is satisfied by the one before it",
+        "cuda/stream_order.cpp",
+        ">> kCodeBits) + 1;",
+        ">> kCodeBits);",
+    ),
+    Defect(
+        "a stream waits for ever where its counter is released",
+        "group/stream_waits.cpp",
+        '  if (!count) return failed(Errc::stale_counter, "it was released");',
+        "  if (!count) return false;",
+    ),
+    Defect(
+        "writes of a NIC are not flushed before they count",
+        "fabric/verbs/nic_queues.cpp",
+        "    gpus_.flush_nic_writes();\n",
+        "",
+    ),
+    Defect(
+        "writes of a NIC are not flushed before a fence has ended",
+        "cuda/gpus.cpp",
+        "  flush_nic_writes();\n  Waiting",
+        "  Waiting",
+    ),
+    Defect(
+        "a NIC is used although nothing that it writes arrives",
+        "fabric/verbs/gpu_ways.cpp",
+        "  if (std::memcmp(seen.data(), bytes, kBytes) != 0) {",
+        "  if (false) {",
+    ),
+    Defect(
+        "a window is opened in a dmabuf",
+        "fabric/verbs/verbs_registration.hpp",
+        "return way_ != MemoryWay::dmabuf;",
+        "return true;",
+    ),
+)
+
+
+def copy_sources() -> None:
+    """What changed since the last time; so ninja compiles that alone."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(
+        [*command, "CMakeLists.txt", "pyproject.toml", "engine_native", "verify"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        source, copy = ROOT / name, WORK / name
+        if not source.exists():
+            continue
+        content = source.read_bytes()
+        if not copy.exists() or copy.read_bytes() != content:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(content)
+
+
+def build() -> None:
+    folders = ("-S", WORK, "-B", WORK / "build", "-G", "Ninja")
+    options = ("CMAKE_BUILD_TYPE=Release", "KVXFER_PYTHON=OFF", "KVXFER_TESTS=ON")
+    defined = [f"-D{option}" for option in (*options, "KVXFER_WERROR=OFF")]
+    subprocess.run(["cmake", *folders, *defined], stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(["cmake", "--build", WORK / "build", "--", "--quiet"], check=True)
+
+
+def caught_by(defect: Defect) -> str | None:
+    """The test that fails with the defect, or how the suite ended; None where it passes."""
+    file = WORK / "engine_native/src" / defect.file
+    right = file.read_text()
+    if right.count(defect.there) != 1:
+        raise SystemExit(f"gpu_defects: {defect.file} does not have once: {defect.there!r}")
+    file.write_text(right.replace(defect.there, defect.instead))
+    try:
+        build()
+        tests = WORK / "build/engine_native/tests/kvxfer_tests"
+        suite = [tests, "--no-version", "--test-suite=cuda", "--abort-after=1"]
+        ended = subprocess.run(
+            suite, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end after {_SECONDS} s"
+    finally:
+        file.write_text(right)
+    if ended.returncode == 0:
+        return None
+    found = _CASE.search(ended.stdout)
+    return found[1] if found else f"exit status {ended.returncode}"
+
+
+def main() -> int:
+    console = Console(stderr=True)
+    table = Table("defect", "caught by", title="defects of the engine, on the double")
+    missed = 0
+    copy_sources()
+    with console.status("building") as status:
+        build()
+        for number, defect in enumerate(DEFECTS, 1):
+            status.update(f"{number} of {len(DEFECTS)}: {defect.name}")
+            found = caught_by(defect)
+            missed += found is None
+            table.add_row(defect.name, found or "MISSED")
+    Console(width=120).print(table)
+    print(f"proved: {len(DEFECTS) - missed} of {len(DEFECTS)} defects are caught")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
