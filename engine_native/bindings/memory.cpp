@@ -1,4 +1,7 @@
 // Memory regions.
+#include <cstring>
+#include <span>
+
 #include "bindings.hpp"
 #include "cuda/gpu.hpp"
 #include "dlpack.hpp"
@@ -16,6 +19,34 @@ std::byte* on_host(const MemoryRegion& region) {
   if (region.host()) return region.host();
   throw NativeError({Errc::invalid_argument, "the region is memory of " + region.gpu()->label() +
                                                  ", which the processor cannot read"});
+}
+
+// As much of the region as the buffer holds.
+std::uint64_t place_of(const MemoryRegion& region, std::size_t offset, std::size_t bytes) {
+  if (offset <= region.size() && bytes <= region.size() - offset) return region.address() + offset;
+  throw NativeError({Errc::out_of_bounds, std::to_string(bytes) + " bytes from " +
+                                              std::to_string(offset) + " leave the region of " +
+                                              std::to_string(region.size()) + " bytes"});
+}
+
+void read(const MemoryRegion& region, const py::buffer& into, std::size_t offset) {
+  const py::buffer_info info = into.request(true);
+  const std::span bytes(static_cast<std::byte*>(info.ptr),
+                        static_cast<std::size_t>(info.size * info.itemsize));
+  const std::uint64_t from = place_of(region, offset, bytes.size());
+  const py::gil_scoped_release unlocked;
+  if (region.gpu()) return unwrap(region.gpu()->read(from, bytes));
+  std::memcpy(bytes.data(), region.host() + offset, bytes.size());
+}
+
+void write(const MemoryRegion& region, const py::buffer& data, std::size_t offset) {
+  const py::buffer_info info = data.request();
+  const std::span bytes(static_cast<const std::byte*>(info.ptr),
+                        static_cast<std::size_t>(info.size * info.itemsize));
+  const std::uint64_t to = place_of(region, offset, bytes.size());
+  const py::gil_scoped_release unlocked;
+  if (region.gpu()) return unwrap(region.gpu()->write(to, bytes));
+  std::memcpy(region.host() + offset, bytes.data(), bytes.size());
 }
 
 py::tuple dlpack_device(const MemoryRegion& region) {
@@ -62,6 +93,8 @@ void bind_memory(py::module_& module) {
                 page_checksum({on_host(region), region.size()}, runs.pages(), of.pages(), length));
           },
           py::arg("offsets"), py::arg("numbers"), py::arg("length"))
+      .def("read", &read, py::arg("into"), py::arg("offset"))
+      .def("write", &write, py::arg("data"), py::arg("offset"))
       .def("__dlpack__", [](const std::shared_ptr<MemoryRegion>& region,
                             const py::kwargs&) { return to_dlpack(region); })
       .def("__dlpack_device__", [](const MemoryRegion& region) { return dlpack_device(region); })

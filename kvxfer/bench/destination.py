@@ -6,10 +6,10 @@ from contextlib import AsyncExitStack
 
 from kvxfer.bench import pattern
 from kvxfer.bench.errors import BenchError
-from kvxfer.bench.pages import PageDraw
+from kvxfer.bench.pages import PageDraw, PageLists
 from kvxfer.bench.pool import anonymous_pool
 from kvxfer.bench.settings import PEER_TIMEOUT_SECONDS
-from kvxfer.engine import Counter, Engine
+from kvxfer.engine import Counter, Engine, MemoryRegion
 from kvxfer.errors import EngineError
 
 # The sender's operation is complete before it asks: what is still missing then stays missing.
@@ -17,10 +17,15 @@ _ARRIVAL_TIMEOUT = 10.0
 
 
 class Destination:
-    """One pool, one engine at a time. Used on the event loop."""
+    """One pool, one engine at a time. Used on the event loop.
 
-    def __init__(self, pool_bytes: int) -> None:
+    `pool` is what is received into, or where that is memory of a GPU, what was read from there.
+    """
+
+    def __init__(self, pool_bytes: int, gpu: int | None = None) -> None:
         self.pool = anonymous_pool(pool_bytes)
+        self._gpu = gpu
+        self._on_gpu: MemoryRegion | None = None
         self._engine: Engine | None = None
         self._open = AsyncExitStack()
         self._counters: list[Counter] = []
@@ -38,7 +43,10 @@ class Destination:
 
     def use_engine(self, engine: Engine) -> bytes:
         """Registers the pool with an engine that is open; returns the region's descriptor."""
-        region = engine.register(self.pool)
+        if self._gpu is None:
+            region = engine.register(self.pool)
+        else:
+            region = self._on_gpu = engine.alloc(len(self.pool), gpu=self._gpu).region
         self._open.callback(region.close)
         self._engine = engine
         return region.descriptor
@@ -48,7 +56,7 @@ class Destination:
         for counter in self._counters:
             counter.release()
         self._counters = []
-        self._engine = None
+        self._engine = self._on_gpu = None
         await self._open.aclose()
 
     def new_counters(self, count: int) -> list[int]:
@@ -88,7 +96,15 @@ class Destination:
 
     def check_pages(self, draw: PageDraw) -> None:
         """Checks that the pool holds the draw's pages and nothing else, and wipes it."""
-        for pages in draw.draw():
+        self.check(draw.draw())
+        pattern.verify_blank(self.pool)
+
+    def check(self, requests: list[PageLists]) -> None:
+        """Checks that the pool holds these pages, and wipes them."""
+        if self._on_gpu is not None:
+            self._on_gpu.read(self.pool)
+        for pages in requests:
             pattern.verify(self.pool, pages)
             pattern.wipe(self.pool, pages)
-        pattern.verify_blank(self.pool)
+        if self._on_gpu is not None:
+            self._on_gpu.write(self.pool)

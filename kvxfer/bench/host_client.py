@@ -46,6 +46,7 @@ from kvxfer.errors import (
     FabricUnavailable,
     InvalidArgument,
     PeerError,
+    PermissionDenied,
 )
 
 FABRICS: Final = ("verbs", "ofi", "tcp")
@@ -124,6 +125,7 @@ class _Run:
     channel: PeerChannel
     engine_id: str
     receiver: End
+    gpu: int | None
 
 
 async def measure_host(
@@ -131,9 +133,11 @@ async def measure_host(
     cluster_key: bytes,
     settings: Settings,
     fabrics: tuple[str, ...] | None,
+    gpu: int | None,
     ask: Ask,
 ) -> HostReport:
-    """Measures from here to the server, over `fabrics` or all that both ends have but local.
+    """Measures from here, from memory of `gpu` or of the host, to the server, over `fabrics` or all
+    that both ends have but local.
 
     Raises ConnectFailed, AuthenticationFailed, FabricUnavailable, BenchError, or WrongBytes as soon
     as one byte is wrong.
@@ -145,10 +149,10 @@ async def measure_host(
         peer_timeout=PEER_TIMEOUT_SECONDS,
     )
     async with control:
-        here = this_end(control)
+        here = this_end(control, gpu)
         channel, engine_id = await _connect(control, server)
         there = await _greet(channel, here, server)
-        run = _Run(server, cluster_key, settings, ask, channel, engine_id, there)
+        run = _Run(server, cluster_key, settings, ask, channel, engine_id, there, gpu)
         figures = [
             await _measure_fabric(run, fabric, named=fabrics is not None)
             for fabric in _common(fabrics, here, there)
@@ -211,7 +215,7 @@ async def _measure_fabric(run: _Run, fabric: str, *, named: bool) -> FabricFigur
     )
     memory, pool_bytes = SourceMemory.ALLOCATED, run.settings.pool_bytes
     try:
-        async with connected_pair(run.channel, receiver, memory, pool_bytes) as pair:
+        async with connected_pair(run.channel, receiver, memory, pool_bytes, run.gpu) as pair:
             # Both ends touch all of their pools once before anything is timed.
             await pair.transfer(run.settings.sweep(max(run.settings.page_bytes)))
             pinned = range(len(pair.engine.nics)) if len(pair.engine.nics) > 1 else ()
@@ -227,7 +231,8 @@ async def _measure_fabric(run: _Run, fabric: str, *, named: bool) -> FabricFigur
         if named:
             raise ConnectFailed(text) from error
         return FabricFigures(fabric, skipped=text)
-    except NotAvailableHere as error:
+    # NICs that do not reach the memory of a GPU, at this end or the other.
+    except (NotAvailableHere, FabricUnavailable, PermissionDenied) as error:
         if named:
             raise
         return FabricFigures(fabric, skipped=str(error))

@@ -207,7 +207,8 @@ def _end(end: End) -> str:
     nics = ", ".join(f"{nic.name} {nic.bits_per_second / 1e9:g} Gbit/s" for nic in end.nics)
     return (
         f"{end.host}: {machine.cores} cores, {machine.cpu}, Linux {machine.kernel}, load average "
-        f"{machine.load_average:.1f}; {nics or 'no NICs of verbs or ofi'}"
+        f"{machine.load_average:.1f}; {nics or 'no NICs of verbs or ofi'}; "
+        f"{'host memory' if end.gpu is None else f'memory of GPU {end.gpu}'}"
     )
 
 

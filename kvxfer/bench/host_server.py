@@ -19,7 +19,6 @@ import numpy as np
 
 from kvxfer import _probes
 from kvxfer.bench import messages as m
-from kvxfer.bench import pattern
 from kvxfer.bench.destination import Destination
 from kvxfer.bench.errors import BenchError
 from kvxfer.bench.machine import End, this_end
@@ -63,13 +62,14 @@ async def serve_hosts(
     host: str,
     port: int,
     *,
+    gpu: int | None,
     once: bool,
     announce: Callable[[int], None],
     tell: Callable[[str], None],
 ) -> None:
     """Serves clients until it is cancelled; with `once` until the first has gone, whose failure it
-    raises. `announce` is called with the port once it listens; `tell` gets a line for each client
-    that comes, and for its end."""
+    raises. They write into memory of `gpu`, or of the host. `announce` is called with the port once
+    it listens; `tell` gets a line for each client that comes, and for its end."""
     engine = Engine(
         cluster_key=cluster_key,
         name=f"bench on {socket.gethostname()}"[:128],
@@ -78,13 +78,15 @@ async def serve_hosts(
         peer_timeout=PEER_TIMEOUT_SECONDS,
     )
     async with engine:
+        if gpu is not None:
+            engine.alloc(1, gpu=gpu).close()  # fails now, and not with the first client
         clients = _Clients()
         engine.handler = clients
         announce(int(engine.address.rpartition("/")[0].rpartition(":")[2]))
         while True:
             client = await clients.arrived.get()
             try:
-                await _serve_client(engine, client, host, tell)
+                await _serve_client(engine, client, host, gpu, tell)
             except KvxferError as error:
                 if once:
                     raise
@@ -149,14 +151,14 @@ def _answer(peer: Peer, answer: m.Answer) -> None:
 
 
 async def _serve_client(
-    engine: Engine, client: _Client, host: str, tell: Callable[[str], None]
+    engine: Engine, client: _Client, host: str, gpu: int | None, tell: Callable[[str], None]
 ) -> None:
     """Until it leaves. Raises its error where it is lost, BenchError where it is silent or is
     refused."""
     peer = client.peer
     tell(f"{peer.name} has come")
     with engine_notices() as notices:
-        session = _Session(engine, host, notices)
+        session = _Session(engine, host, gpu, notices)
         serving = asyncio.create_task(_serve_requests(session, client))
         lost = asyncio.Event()
         peer.on_lost(lambda _: lost.set())
@@ -204,9 +206,9 @@ async def _serve_requests(session: _Session, client: _Client) -> None:
 class _Session:
     """What one client has of this host."""
 
-    def __init__(self, engine: Engine, host: str, notices: list[str]) -> None:
-        self._engine, self._host, self._notices = engine, host, notices
-        self._end: End = this_end(engine)
+    def __init__(self, engine: Engine, host: str, gpu: int | None, notices: list[str]) -> None:
+        self._engine, self._host, self._gpu, self._notices = engine, host, gpu, notices
+        self._end: End = this_end(engine, gpu)
         self._destination: Destination | None = None
         self._probes: ProbeEnd | None = None
         self._echo: asyncio.Task[None] | None = None
@@ -223,7 +225,7 @@ class _Session:
                 return m.Welcome(self._end)
             case m.OpenPool(pool_bytes):
                 await self.close()
-                self._destination = destination = _new_destination(pool_bytes)
+                self._destination = destination = _new_destination(pool_bytes, self._gpu)
                 mailbox = mmap.mmap(-1, _probes.MAILBOX_BYTES)
                 self._probes = ProbeEnd(destination.pool, mailbox, self._host)
                 return m.PoolOpened(destination.use_engine(self._engine))
@@ -275,9 +277,7 @@ class _Session:
         self._echo = None
         destination, _ = self._pool()
         first = np.zeros(1, np.int64)
-        pages = PageLists(nbytes, first, first)
-        pattern.verify(destination.pool, pages)
-        pattern.wipe(destination.pool, pages)
+        destination.check([PageLists(nbytes, first, first)])
 
 
 async def _echo(peer: Peer, counter: Counter, imm: int, count: int) -> None:
@@ -292,10 +292,10 @@ async def _echo(peer: Peer, counter: Counter, imm: int, count: int) -> None:
         counter.release()
 
 
-def _new_destination(pool_bytes: int) -> Destination:
+def _new_destination(pool_bytes: int, gpu: int | None) -> Destination:
     """Raises BenchError where this host has no memory for it."""
     try:
-        return Destination(pool_bytes)
+        return Destination(pool_bytes, gpu)
     except (OSError, OverflowError, ValueError) as error:
         raise BenchError(
             f"there is no memory for a pool of {pool_bytes >> 20} MiB on {socket.gethostname()}: "

@@ -41,15 +41,18 @@ def this_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One of the two hosts of a run: its name, kvxfer's version there, and what its engine has."""
+    """One of the two hosts of a run: its name, kvxfer's version there, what its engine has, and the
+    GPU whose memory its pool is (None: host memory)."""
 
     host: str
     version: str
     machine: Machine
     fabrics: tuple[str, ...]
     nics: list[Nic]
+    gpu: int | None
 
 
-def this_end(engine: Engine) -> End:
+def this_end(engine: Engine, gpu: int | None) -> End:
     """Called before anything is measured."""
-    return End(socket.gethostname(), __version__, this_machine(), engine.fabrics, engine.nics)
+    host = socket.gethostname()
+    return End(host, __version__, this_machine(), engine.fabrics, engine.nics, gpu)

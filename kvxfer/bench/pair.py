@@ -106,8 +106,11 @@ class Transfer:
 
 
 @contextmanager
-def source_memory(engine: Engine, memory: SourceMemory, nbytes: int) -> Iterator[MemoryRegion]:
-    """A source pool of this engine, filled with the pattern."""
+def source_memory(
+    engine: Engine, memory: SourceMemory, nbytes: int, gpu: int | None = None
+) -> Iterator[MemoryRegion]:
+    """A source pool of this engine, filled with the pattern; what is allocated, of the GPU if one
+    is given."""
     match memory:
         case SourceMemory.REGISTERED:
             pool = anonymous_pool(nbytes)
@@ -118,9 +121,14 @@ def source_memory(engine: Engine, memory: SourceMemory, nbytes: int) -> Iterator
             finally:
                 region.close()
         case SourceMemory.ALLOCATED:
-            allocated = engine.alloc(nbytes)
+            allocated = engine.alloc(nbytes, gpu=gpu)
             try:
-                pattern.fill(np.frombuffer(memoryview(allocated), np.uint8))
+                if gpu is None:
+                    pattern.fill(np.frombuffer(memoryview(allocated), np.uint8))
+                else:
+                    pool = anonymous_pool(nbytes)
+                    pattern.fill(pool)
+                    allocated.region.write(pool)
                 yield allocated.region
             finally:
                 allocated.close()
@@ -151,13 +159,17 @@ async def open_pair(channel: Channel, case: Case, pool_bytes: int) -> AsyncItera
 
 @asynccontextmanager
 async def connected_pair(
-    channel: Channel, receiver: ReceiverEngine, memory: SourceMemory, pool_bytes: int
+    channel: Channel,
+    receiver: ReceiverEngine,
+    memory: SourceMemory,
+    pool_bytes: int,
+    gpu: int | None = None,
 ) -> AsyncIterator[Pair]:
     """A new sender of the receiver's one fabric. Raises NotAvailableHere where they talk
     another."""
     (fabric,) = receiver.fabrics
     async with receiver.sender() as engine:
-        with source_memory(engine, memory, pool_bytes) as region:
+        with source_memory(engine, memory, pool_bytes, gpu) as region:
             peer = await engine.connect(receiver.address, _CONNECT_SECONDS)
             if peer.fabric != fabric:
                 raise NotAvailableHere(

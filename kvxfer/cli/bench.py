@@ -20,10 +20,10 @@ CASES = "tcp,local,local-cma"
 PORT: Final = 7480
 
 _PANEL: Final = "Two hosts"
-_OF_SERVE: Final = {"host", "port", "once", "cluster_key_file"}
+_OF_SERVE: Final = {"host", "port", "once", "gpu", "cluster_key_file"}
 _OF_TO: Final = {
     *("sizes", "fabrics", "rounds", "total", "pool", "seed", "quick", "as_json"),
-    *("pull", "cluster_key_file"),
+    *("pull", "gpu", "cluster_key_file"),
 }
 
 
@@ -129,6 +129,16 @@ def bench(
             rich_help_panel=_PANEL,
         ),
     ] = False,
+    gpu: Annotated[
+        int | None,
+        typer.Option(
+            help="With --serve or --to: receive into, or send from, memory of this GPU, by CUDA's "
+            "number in this process.",
+            min=0,
+            show_default="host memory",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
     cluster_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -151,7 +161,7 @@ def bench(
 
     _check_options(context)
     if serve:
-        _serve(host, port, once, cluster_key_file)
+        _serve(host, port, gpu, once, cluster_key_file)
         return
 
     from kvxfer.bench.cases import cases_by_name
@@ -173,7 +183,7 @@ def bench(
         rounds=rounds,
     )
     if to is not None:
-        _measure_to(to, settings, fabrics, pull, cluster_key_file, as_json=as_json)
+        _measure_to(to, settings, fabrics, gpu, pull, cluster_key_file, as_json=as_json)
         return
     if plot is not None:
         check_plot_path(plot)
@@ -257,7 +267,9 @@ def _check_options(context: typer.Context) -> None:
         raise InvalidArgument(f"{option} {fault}; leave it out")
 
 
-def _serve(host: str, port: int, once: bool, cluster_key_file: Path | None) -> None:
+def _serve(
+    host: str, port: int, gpu: int | None, once: bool, cluster_key_file: Path | None
+) -> None:
     import asyncio
     import contextlib
     import socket
@@ -281,6 +293,7 @@ def _serve(host: str, port: int, once: bool, cluster_key_file: Path | None) -> N
                 read_cluster_key(cluster_key_file),
                 host,
                 port,
+                gpu=gpu,
                 once=once,
                 announce=announce,
                 tell=tell,
@@ -292,6 +305,7 @@ def _measure_to(
     to: str,
     settings: Settings,
     fabrics: str | None,
+    gpu: int | None,
     pull: bool,
     cluster_key_file: Path | None,
     *,
@@ -314,7 +328,7 @@ def _measure_to(
 
     with _progress_bar(None) as step:
         ask = Ask(progress=step, pull=ask_pull if pull else None)
-        report = asyncio.run(measure_host(server, key, settings, named, ask))
+        report = asyncio.run(measure_host(server, key, settings, named, gpu, ask))
     if as_json:
         show_json(msgspec.to_builtins(report))
     else:

@@ -11,6 +11,7 @@ from kvxfer.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import numpy as np
+    from typing_extensions import Buffer
 
 
 class MemoryRegion:
@@ -62,6 +63,20 @@ class MemoryRegion:
     def descriptor(self) -> bytes:
         """What peers pass as the destination of their writes: 44 opaque bytes, safe to send on."""
         return self.handle.descriptor
+
+    def read(self, into: Buffer | np.ndarray[Any, Any], offset: int = 0) -> None:
+        """Copies bytes of the region, of the host or a GPU, into a writable contiguous buffer: as
+        many as it holds, from byte `offset` on. Waits for that copy alone, without the GIL.
+
+        Raises OutOfBounds and GpuLost.
+        """
+        with translated():
+            self.handle.read(into, offset)
+
+    def write(self, data: Buffer | np.ndarray[Any, Any], offset: int = 0) -> None:
+        """The other way round: the buffer's bytes come to the region, from byte `offset` on."""
+        with translated():
+            self.handle.write(data, offset)
 
     def checksum(
         self,

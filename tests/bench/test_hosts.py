@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from kvxfer.engine import Engine
 from kvxfer.engine.core import Nic
 from kvxfer.errors import InvalidArgument
 from kvxfer.version import __version__
+from tests.cuda.on_driver import DOUBLE
 from tests.engine.fabrics import chosen, rdma_devices
 from verify.faults.link import Host, link, why_no_links
 from verify.processes.process import ROOT, START_SECONDS, Process
@@ -51,6 +53,8 @@ SETTINGS = Settings(
 def run(name: str, *arguments: str, key: str = KEY, host: Host | None = None) -> Process:
     command = kvxfer("bench", *arguments)
     environment = clean_environment(KVXFER_CLUSTER_KEY=key)
+    if "--gpu" in arguments and "KVXFER_TEST_CUDA" not in os.environ:
+        environment["LD_LIBRARY_PATH"] = str(DOUBLE)
     return Process(
         name, *(command if host is None else host.command(*command)), environment=environment
     )
@@ -110,6 +114,24 @@ def test_a_report_has_both_ends_and_every_figure_and_the_server_serves_the_next(
         server.ready(lambda: server.output.count("has its figures") == 2)
 
 
+@pytest.mark.parametrize(("sends", "receives"), [(0, 0), (0, None), (None, 0)])
+def test_memory_of_gpus_is_measured(sends: int | None, receives: int | None) -> None:
+    def of(gpu: int | None) -> tuple[str, ...]:
+        return () if gpu is None else ("--gpu", str(gpu))
+
+    with serving(*of(receives)) as (_, address):
+        report = measured(address, *of(sends), "--fabrics", "tcp")
+    assert (report["sender"]["gpu"], report["receiver"]["gpu"]) == (sends, receives)
+    assert report["verified_bytes"] == 2 * (2 + 1) * 2 * MIB
+
+
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    with run("server", "--serve", "--port", "0", "--gpu", "77") as server:
+        server.ready(lambda: server.exit_code is not None)
+        assert server.exit_code == 1
+        assert "there is no GPU 77" in server.output
+
+
 def test_the_figures_are_a_table_and_once_ends_the_server() -> None:
     with serving("--once") as (server, address):
         with run("client", "--to", address, *SMALL, "--fabrics", "tcp", "--pull") as client:
@@ -152,7 +174,7 @@ async def test_another_version_is_refused_and_the_server_goes_on(
 async def measure(address: str) -> HostReport:
     server = Server.parse(address, 1)
     ask = Ask(progress=lambda _: None, pull=None)
-    return await measure_host(server, KEY.encode(), SETTINGS, ("tcp",), ask)
+    return await measure_host(server, KEY.encode(), SETTINGS, ("tcp",), None, ask)
 
 
 async def test_a_second_client_is_told_who_is_being_served() -> None:
@@ -161,7 +183,7 @@ async def test_a_second_client_is_told_who_is_being_served() -> None:
             server = Server.parse(address, 1)
             peer = await engine.connect(server.engine_address("0" * 32), START_SECONDS)
             channel = PeerChannel(peer, address)
-            await channel.call(m.Greet(machine.this_end(engine)), m.Welcome)
+            await channel.call(m.Greet(machine.this_end(engine, None)), m.Welcome)
             with pytest.raises(BenchError, match="is measuring with the first"):
                 await measure(address)
             await channel.call(m.Leave(), m.Done)

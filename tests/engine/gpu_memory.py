@@ -172,6 +172,10 @@ async def freed() -> None:
     """What is allocated goes back when the last that holds it is gone."""
     async with new_engine("tcp", "engine") as engine:
         memory = engine.alloc(NBYTES, gpu=0)
+        memory.region.write(b"abc", NBYTES - 3)
+        seen = bytearray(4)
+        memory.region.read(seen, NBYTES - 4)
+        assert seen == b"\0abc"
         address, capsule = memory.region.address, memory.__dlpack__()
         region = engine.register(DlpackArray(memory))
         memory.close()

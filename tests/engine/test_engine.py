@@ -139,6 +139,17 @@ async def test_memory_says_which_nics_reach_it_and_can_require_them(pair: Pair) 
             make(4096 if make == engine.alloc else array, require_nics=True)
 
 
+async def test_memory_is_read_and_written_by_its_owner(pair: Pair) -> None:
+    region = pair.writer.alloc(4096).region
+    region.write(b"abcdef", 10)
+    seen = bytearray(8)
+    region.read(seen, 9)
+    assert seen == b"\0abcdef\0"
+    for move in (region.read, region.write):
+        with pytest.raises(OutOfBounds, match="8 bytes from 4089 leave the region of 4096 bytes"):
+            move(seen, 4089)
+
+
 async def test_registered_tensors_are_targets(pair: Pair, torch: ModuleType) -> None:
     array = np.arange(1000, dtype=np.int64)
     tensor = torch.zeros(1000, dtype=torch.int64)

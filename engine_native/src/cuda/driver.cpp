@@ -55,6 +55,7 @@ std::shared_ptr<const Driver> calls_of(void* library) {
   find("cuLaunchKernel", driver->launch_kernel);
   find("cuMemAlloc", driver->mem_alloc)("cuMemFree", driver->mem_free);
   find("cuMemsetD8Async", driver->memset_d8_async);
+  find("cuMemcpyHtoDAsync", driver->memcpy_htod_async);
   find("cuMemcpyDtoHAsync", driver->memcpy_dtoh_async);
   find("cuMemHostAlloc", driver->mem_host_alloc)("cuMemFreeHost", driver->mem_free_host);
   find("cuMemHostRegister", driver->mem_host_register);

@@ -107,6 +107,8 @@ struct Driver {
   Status (*mem_free)(Address address) = nullptr;
   Status (*memset_d8_async)(Address address, unsigned char value, std::size_t bytes,
                             StreamHandle stream) = nullptr;
+  Status (*memcpy_htod_async)(Address to, const void* from, std::size_t bytes,
+                              StreamHandle stream) = nullptr;
   Status (*memcpy_dtoh_async)(void* to, Address from, std::size_t bytes,
                               StreamHandle stream) = nullptr;
   Status (*mem_host_alloc)(void** address, std::size_t bytes, unsigned flags) = nullptr;

@@ -141,6 +141,20 @@ void Gpu::free(Address address) const {
   driver_->mem_free(address);
 }
 
+Result<void> Gpu::read(Address from, std::span<std::byte> into) const {
+  const Current current(*driver_, context_);
+  Status status = driver_->memcpy_dtoh_async(into.data(), from, into.size(), stream_);
+  if (status == kSuccess) status = driver_->stream_synchronize(stream_);
+  return check(status, "cuMemcpyDtoHAsync");
+}
+
+Result<void> Gpu::write(Address to, std::span<const std::byte> from) const {
+  const Current current(*driver_, context_);
+  Status status = driver_->memcpy_htod_async(to, from.data(), from.size(), stream_);
+  if (status == kSuccess) status = driver_->stream_synchronize(stream_);
+  return check(status, "cuMemcpyHtoDAsync");
+}
+
 std::optional<IpcHandle> Gpu::handle_of(Address address) const {
   const Current current(*driver_, context_);
   IpcHandle handle;
@@ -211,13 +225,6 @@ Result<void> Gpu::flush_writes() const {
   const Current current(*driver_, context_);
   return check(driver_->flush_gpu_direct_rdma_writes(kFlushContext, kFlushForOwner),
                "cuFlushGPUDirectRDMAWrites");
-}
-
-Result<void> Gpu::read(Address from, std::span<std::byte> into) const {
-  const Current current(*driver_, context_);
-  Status status = driver_->memcpy_dtoh_async(into.data(), from, into.size(), stream_);
-  if (status == kSuccess) status = driver_->stream_synchronize(stream_);
-  return check(status, "cuMemcpyDtoHAsync");
 }
 
 // --- order with streams of others ------------------------------------------------------------

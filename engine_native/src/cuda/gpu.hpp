@@ -82,6 +82,9 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // Zeroed.
   Result<Address> allocate(std::size_t bytes) const;
   void free(Address address) const;
+  // Between the GPU and host memory; wait for that copy alone.
+  Result<void> read(Address from, std::span<std::byte> into) const;
+  Result<void> write(Address to, std::span<const std::byte> from) const;
   // Of the whole allocation that holds the address; none where CUDA has no such handle of it.
   std::optional<IpcHandle> handle_of(Address address) const;
   Result<std::unique_ptr<ImportedMemory>> import(const IpcHandle& handle);
@@ -107,9 +110,6 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // writes_need_flush().
   bool writes_need_flush() const { return needs_flush_; }
   Result<void> flush_writes() const;
-  // Into host memory; waits for that alone.
-  Result<void> read(Address from, std::span<std::byte> into) const;
-
   // --- any thread: order with streams of this context, which are others'
   Words& counted_words() { return *counted_words_; }
   Words& awaited_words() { return *awaited_words_; }
