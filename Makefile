@@ -4,8 +4,7 @@ VENV := .venv/bin
 .PHONY: demo test test-verbs test-vllm test-vllm-smoke test-gpu test-sglang test-page test-stability lint bench bench-control bench-gpu bench-vllm sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate helm-test verify clean
 
 demo:
-	@scripts/setup demo
-	@$(VENV)/kvxfer demo
+	@DEVICE=$(DEVICE) scripts/demo
 
 test:
 	@scripts/setup test

@@ -29,10 +29,29 @@ std::uint64_t place_of(const MemoryRegion& region, std::size_t offset, std::size
                                               std::to_string(region.size()) + " bytes"});
 }
 
+// The bytes of a contiguous buffer.
+class Contiguous {
+ public:
+  Contiguous(const py::buffer& of, bool writable) {
+    if (PyObject_GetBuffer(of.ptr(), &view_, writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO) != 0) {
+      throw py::error_already_set();
+    }
+  }
+  ~Contiguous() { PyBuffer_Release(&view_); }
+  Contiguous(const Contiguous&) = delete;
+  Contiguous& operator=(const Contiguous&) = delete;
+
+  std::span<std::byte> bytes() const {
+    return {static_cast<std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)};
+  }
+
+ private:
+  Py_buffer view_{};
+};
+
 void read(const MemoryRegion& region, const py::buffer& into, std::size_t offset) {
-  const py::buffer_info info = into.request(true);
-  const std::span bytes(static_cast<std::byte*>(info.ptr),
-                        static_cast<std::size_t>(info.size * info.itemsize));
+  const Contiguous buffer(into, true);
+  const auto bytes = buffer.bytes();
   const std::uint64_t from = place_of(region, offset, bytes.size());
   const py::gil_scoped_release unlocked;
   if (region.gpu()) return unwrap(region.gpu()->read(from, bytes));
@@ -40,9 +59,8 @@ void read(const MemoryRegion& region, const py::buffer& into, std::size_t offset
 }
 
 void write(const MemoryRegion& region, const py::buffer& data, std::size_t offset) {
-  const py::buffer_info info = data.request();
-  const std::span bytes(static_cast<const std::byte*>(info.ptr),
-                        static_cast<std::size_t>(info.size * info.itemsize));
+  const Contiguous buffer(data, false);
+  const auto bytes = buffer.bytes();
   const std::uint64_t to = place_of(region, offset, bytes.size());
   const py::gil_scoped_release unlocked;
   if (region.gpu()) return unwrap(region.gpu()->write(to, bytes));

@@ -21,6 +21,7 @@
 // - Memory of cuMemCreate has the handles that were asked for (cuMemExportToShareableHandle).
 // - A dmabuf is of whole pages; memory of cuMemCreate has to ask for it, and managed or pool memory
 //   has none (cuMemGetHandleForAddressRange, CUmemAllocationProp).
+// - Memory of cuMemCreate takes no SYNC_MEMOPS (openucx/ucx#9895), nor does that of a pool.
 //
 // Stricter than a driver: pageable memory and memory of a pool are never captured, a capture that
 // forbids to ask an event forbids to ask a stream, too, and cuMemFree needs a context (driver 580

@@ -299,6 +299,7 @@ CUresult CUDAAPI cuPointerSetAttribute(const void* value, CUpointer_attribute at
   if (!mapping || mapping->on_host() || attribute != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS) {
     return CUDA_ERROR_INVALID_VALUE;
   }
+  if (mapping->kind == Kind::vmm || mapping->kind == Kind::pool) return CUDA_ERROR_NOT_SUPPORTED;
   unsigned int set = 0;
   std::memcpy(&set, value, sizeof set);
   mapping->sync_memops = set != 0;

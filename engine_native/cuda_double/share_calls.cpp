@@ -252,9 +252,10 @@ CUresult CUDAAPI cuMemGetHandleForAddressRange(void* handle, CUdeviceptr address
     return CUDA_ERROR_INVALID_VALUE;
   }
   if (!mapping->mappable) return CUDA_ERROR_NOT_SUPPORTED;
-  const int fd = ::fcntl(mapping->backing->fd(), F_DUPFD_CLOEXEC, 0);
+  // A dmabuf begins at the range; a memfd knows its position, each time that it is opened.
+  const std::string file = "/proc/self/fd/" + std::to_string(mapping->backing->fd());
+  const int fd = ::open(file.c_str(), O_RDWR);
   if (fd < 0) return CUDA_ERROR_OUT_OF_MEMORY;
-  // A dmabuf begins at the range; a memfd knows its position.
   ::lseek(fd, static_cast<off_t>(mapping->offset + (address - mapping->base)), SEEK_SET);
   std::memcpy(handle, &fd, sizeof fd);
   return CUDA_SUCCESS;

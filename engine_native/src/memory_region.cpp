@@ -110,6 +110,7 @@ MemoryRegion::MemoryRegion(EngineId engine, std::uint64_t address, std::size_t s
 }
 
 MemoryRegion::~MemoryRegion() {
+  registrations_.clear();  // no NIC reaches what is freed
   if (allocated_) gpu_->free(address_);
   if (!memfd_) return;
   const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));

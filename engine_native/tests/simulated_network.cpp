@@ -103,7 +103,9 @@ void Network::step(QueuePair& pair, std::uint64_t now) {
       source = region->bytes + (request.piece.addr - region->begin);
     }
     const Region* const into = destination(*there, asked, length);
-    if (!into) {
+    const bool fails =
+        into && into->mapping && device_of(there->context).traits.fails_writes_to_dmabufs;
+    if (!into || fails) {
       context_of(there->context)
           .tell({.element = {.qp = there}, .event_type = IBV_EVENT_QP_ACCESS_ERR});
       break_pair(*there);

@@ -45,6 +45,7 @@ struct SimulatedDevice {
   bool dmabuf = true;    // the kernel has peer-to-peer support
   bool peermem = false;  // nvidia-peermem is loaded
   bool loses_writes_to_gpus = false;
+  bool fails_writes_to_dmabufs = false;  // with an error
   int max_srq_wr = 32767;
   // Of a command that goes through the firmware: a queue pair or a window is made or destroyed, a
   // queue pair is changed, a region registered or deregistered.

@@ -18,6 +18,9 @@ static_assert(cuda::kInvalidContext == CUDA_ERROR_INVALID_CONTEXT &&
               cuda::kInvalidHandle == CUDA_ERROR_INVALID_HANDLE);
 static_assert(cuda::kCapturing == CU_STREAM_CAPTURE_STATUS_ACTIVE &&
               cuda::kAtLeast == CU_STREAM_WAIT_VALUE_GEQ);
+static_assert(cuda::kNotSupported == CUDA_ERROR_NOT_SUPPORTED);
+static_assert(cuda::kHostPageTables ==
+              CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES);
 static_assert(cuda::kInvalidValue == CUDA_ERROR_INVALID_VALUE);
 static_assert(cuda::kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);
 static_assert(cuda::kNotInitialized == CUDA_ERROR_NOT_INITIALIZED);

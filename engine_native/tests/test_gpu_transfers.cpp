@@ -59,6 +59,38 @@ class Memory {
   RegionPtr region_;
 };
 
+// An address of GPU 0 behind which memory of cuMemCreate comes and goes, as where an inference
+// engine sleeps and wakes.
+class Sleeper {
+ public:
+  Sleeper() { REQUIRE(CU(MemAddressReserve)(&address_, kBlock, 0, 0, 0) == CUDA_SUCCESS); }
+  ~Sleeper() { CU(MemAddressFree)(address_, kBlock); }
+  Sleeper(const Sleeper&) = delete;
+  Sleeper& operator=(const Sleeper&) = delete;
+
+  void wake() {
+    CUmemAllocationProp wanted{};
+    wanted.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    wanted.allocFlags.gpuDirectRDMACapable = 1;
+    REQUIRE(CU(MemCreate)(&handle_, kBlock, &wanted, 0) == CUDA_SUCCESS);
+    REQUIRE(CU(MemMap)(address_, kBlock, 0, handle_, 0) == CUDA_SUCCESS);
+    CUmemAccessDesc access{};
+    access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    REQUIRE(CU(MemSetAccess)(address_, kBlock, &access, 1) == CUDA_SUCCESS);
+  }
+  void sleep() const {
+    REQUIRE(CU(MemUnmap)(address_, kBlock) == CUDA_SUCCESS);
+    REQUIRE(CU(MemRelease)(handle_) == CUDA_SUCCESS);
+  }
+  CUdeviceptr address() const { return address_; }
+
+ private:
+  CUdeviceptr address_ = 0;
+  CUmemGenericAllocationHandle handle_ = 0;
+};
+
 struct Way {
   const char* fabric;
   bool from_gpu;
@@ -236,6 +268,43 @@ TEST_CASE("after a counter is released, or its region closed, nothing lands on t
   }
 }
 
+TEST_CASE("memory that sleeps and wakes, or is freed and allocated again, is new each time") {
+  const CudaDriver driver;
+  Random random;
+  INFO("KVXFER_TEST_SEED=", random.seed);
+  for (const Way& way : ways()) {
+    if (!way.to_gpu) continue;
+    INFO(way.fabric, way.from_gpu ? " GPU" : " host");
+    Pair pair(way.fabric);
+    const Memory source(pair.writer, way.from_gpu, kBlock);
+    Sleeper sleeper;
+    CUdeviceptr last = 0;
+    for (int round = 0; round < 10; ++round) {
+      CAPTURE(round);
+      const bool sleeps = round % 2 == 0;
+      if (sleeps) sleeper.wake();
+      const CUdeviceptr address = sleeps ? sleeper.address() : allocate(kBlock);
+      const RegionPtr region =
+          good(pair.reader->register_memory(reinterpret_cast<void*>(address), kBlock));
+      const Bytes sent = random_bytes_of(random, kBlock);
+      source.write(sent);
+      write_and_count(pair.writer, pair.to_reader, pair.reader, source.region(), region,
+                      {0, 0, kBlock});
+      Bytes got(kBlock);
+      REQUIRE(CU(MemcpyDtoH)(got.data(), address, kBlock) == CUDA_SUCCESS);
+      CHECK(got == sent);
+      good(pair.reader->deregister(region));
+      if (sleeps) {
+        sleeper.sleep();
+      } else {
+        CU(MemFree)(address);
+        if (last != 0 && !std::getenv("KVXFER_TEST_CUDA")) CHECK(address == last);
+        last = address;
+      }
+    }
+  }
+}
+
 TEST_CASE("after a peer is fenced off, nothing of it lands on the GPU") {
   const CudaDriver driver;
   Random random;
@@ -336,16 +405,18 @@ std::vector<std::string> ways_of(const RegionPtr& region, std::uint32_t nics) {
 
 TEST_CASE("the double: a NIC takes dmabuf, else nvidia-peermem, else says once why it cannot") {
   const CudaDriver driver;
-  TestEngine engine(options_with_nics(
-      {{.peermem = true}, {.dmabuf = false, .peermem = true}, {.dmabuf = false}}));
+  TestEngine engine(options_with_nics({{.peermem = true},
+                                       {.dmabuf = false, .peermem = true},
+                                       {.dmabuf = false},
+                                       {.peermem = true, .fails_writes_to_dmabufs = true}}));
   const Memory first(engine, true, kBlock);
   const Memory second(engine, true, kBlock);
-  const std::vector<std::string> expected{"dmabuf", "peermem", "none"};
-  CHECK(ways_of(first.region(), 3) == expected);
-  CHECK(ways_of(second.region(), 3) == expected);
+  const std::vector<std::string> expected{"dmabuf", "peermem", "none", "peermem"};
+  CHECK(ways_of(first.region(), 4) == expected);
+  CHECK(ways_of(second.region(), 4) == expected);
   const std::string notice = engine.await(Completion::Kind::notice).text;
   for (const char* part : {"_2 does not reach memory of GPU 0", "by dmabuf, NIC",
-                           "by nvidia-peermem, NIC", "Bad address", "it goes over tcp instead"}) {
+                           "by nvidia-peermem, NIC", "Bad address", "it goes another way"}) {
     CHECK_MESSAGE(notice.find(part) != std::string::npos, notice);
   }
   CHECK(std::ranges::none_of(
@@ -374,14 +445,17 @@ TEST_CASE(
 
 TEST_CASE("the double: a NIC whose link is down is tried again with the next region") {
   const CudaDriver driver;
-  const EngineOptions options = options_with_nics({{}});
+  EngineOptions options = options_with_nics({{}, {}});
+  options.tcp = false;
   TestEngine engine(options);
-  simulated_verbs().set_link(options.nics[0], false);
+  for (const std::string& nic : options.nics) simulated_verbs().set_link(nic, false);
+  CHECK(engine->allocate_on_gpu(0, kBlock).error().code == Errc::nic_lost);
+  simulated_verbs().set_link(options.nics[1], true);
   const Memory before(engine, true, kBlock);
-  CHECK(ways_of(before.region(), 1) == std::vector<std::string>{"none"});
+  CHECK(ways_of(before.region(), 2) == std::vector<std::string>{"none", "dmabuf"});
   simulated_verbs().set_link(options.nics[0], true);
   const Memory after(engine, true, kBlock);
-  CHECK(ways_of(after.region(), 1) == std::vector<std::string>{"dmabuf"});
+  CHECK(ways_of(after.region(), 2) == std::vector<std::string>{"dmabuf", "dmabuf"});
 }
 
 // A dmabuf takes no windows: a grant in it is the region's key, and ends when the writer is asked.
@@ -392,7 +466,7 @@ TEST_CASE("the double: grants of GPU memory, by dmabuf and peermem, on either en
   for (const SimulatedDevice& like :
        {SimulatedDevice{}, SimulatedDevice{.dmabuf = false, .peermem = true}}) {
     const auto options = [&like] {
-      EngineOptions made = options_with_nics({like, {}});
+      EngineOptions made = options_with_nics({{}, like});
       made.tcp = false;
       return made;
     };

@@ -47,6 +47,15 @@ def demo(
     fabric: Annotated[
         Fabric, typer.Option(help="How the KV cache moves; auto picks the best.")
     ] = Fabric.AUTO,
+    gpu: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Move it between memory of this GPU, by CUDA's number. The model computes on the "
+            "processor.",
+            show_default="host memory",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every figure as JSON.")] = False,
 ) -> None:
     """Move real KV caches between two processes, and check the tokens.
@@ -69,6 +78,7 @@ def demo(
         tokens=tokens,
         model=model,
         fabrics=None if fabric is Fabric.AUTO else (fabric.value,),
+        gpu=gpu,
     )
     with _progress_bar(prompts) as progress:
         report = asyncio.run(run_demo(settings, progress))

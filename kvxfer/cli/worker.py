@@ -41,6 +41,7 @@ def worker(
             ),
             instance_id=typer.Option(envvar="KVXFER_INSTANCE_ID", show_default="made up"),
             model=typer.Option(show_default="a small model with seeded weights and byte tokens"),
+            gpu=typer.Option(show_default="host memory"),
             threads=typer.Option(show_default="torch's choice"),
         ),
     ],

@@ -59,7 +59,12 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def start_cluster(
-    *, model: Path | None, fabrics: Sequence[str] | None, blocks: int, threads: int
+    *,
+    model: Path | None,
+    fabrics: Sequence[str] | None,
+    gpu: int | None,
+    blocks: int,
+    threads: int,
 ) -> AsyncIterator[Cluster]:
     """A cluster whose workers are registered and take requests, over all fabrics this host has
     unless some are named.
@@ -80,6 +85,8 @@ async def start_cluster(
         options += ["--peer-timeout", _PEER_TIMEOUT]
         if model is not None:
             options += ["--model", str(model)]
+        if gpu is not None:
+            options += ["--gpu", str(gpu)]
         workers = [
             await stack.enter_async_context(
                 Child(f"{role} worker", ["worker", "--role", role, *options], environment)

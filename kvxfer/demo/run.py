@@ -32,6 +32,8 @@ class DemoSettings:
     model: Path | None
     fabrics: Sequence[str] | None
     """None takes all that this host has."""
+    gpu: int | None
+    """Whose memory the caches are that KV moves between; None for host memory."""
 
 
 async def run_demo(settings: DemoSettings, progress: Callable[[Phase, int], None]) -> DemoReport:
@@ -51,6 +53,7 @@ async def run_demo(settings: DemoSettings, progress: Callable[[Phase, int], None
         start_cluster(
             model=settings.model,
             fabrics=settings.fabrics,
+            gpu=settings.gpu,
             blocks=max(_MIN_BLOCKS, runner.cache.num_blocks),
             threads=threads,
         ) as cluster,

@@ -158,7 +158,8 @@ def finding(found: Loopback) -> Finding:
 
 
 def _remedy(found: Loopback) -> str:
-    if found.gpu is not None and found.nic is not None:
+    unreached = found.code == FabricUnavailable.code
+    if found.gpu is not None and found.nic is not None and unreached:
         over = "memory of this GPU goes over tcp"
         if found.fabric != "verbs":
             return f"{over}, as with all NICs of {found.fabric}"

@@ -125,7 +125,7 @@ class EngineCore(ABC):
         """Zeroed memory that peers on this host can map; the fastest source.
 
         gpu: CUDA's number, in this process, of the GPU whose memory it is; None for host memory.
-        require_nics: never over tcp. See register().
+        require_nics: see register().
 
         Raises OutOfMemory; of a GPU, FabricUnavailable where there is no CUDA driver,
         InvalidArgument where there is no such GPU, and GpuLost.
@@ -144,8 +144,9 @@ class EngineCore(ABC):
         CUDA GPU, or an address with `nbytes`. It must be contiguous, and stay valid until close().
 
         require_nics: FabricUnavailable is raised, with the reason, where one of this engine's NICs
-        does not reach the memory itself, or there is none. Otherwise such memory goes over tcp; a
-        notice says so once, and `MemoryRegion.nics` at any time.
+        does not reach the memory itself, or there is none; NicLost where all are down. Otherwise
+        such memory takes other NICs or tcp; a notice says so once, `MemoryRegion.nics` at any time.
+        tcp still takes over where no path of a NIC is left, or the other end's memory needs it.
 
         CUDA's driver says whether an address is memory of a GPU: `MemoryRegion.gpu`. Raises
         InvalidArgument, OutOfBounds where memory of a GPU is less than was passed, and GpuLost.

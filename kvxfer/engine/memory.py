@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvxfer.engine.foreign_memory import foreign_memory
 from kvxfer.engine.native import native, translated
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgument, UnknownRegion
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +51,7 @@ class MemoryRegion:
     def nics(self) -> tuple[str | None, ...]:
         """How each of `Engine.nics`, in their order, reaches it: "host" for host memory, "dmabuf"
         or "peermem" (nvidia-peermem) for memory of a GPU; None where it does not, and writes take
-        tcp instead."""
+        other NICs or tcp."""
         return self.handle.nics
 
     @property
@@ -66,17 +66,25 @@ class MemoryRegion:
 
     def read(self, into: Buffer | np.ndarray[Any, Any], offset: int = 0) -> None:
         """Copies bytes of the region, of the host or a GPU, into a writable contiguous buffer: as
-        many as it holds, from byte `offset` on. Waits for that copy alone, without the GIL.
+        many as it holds, from byte `offset` on. Waits for that copy, without the GIL.
 
-        Raises OutOfBounds and GpuLost.
+        Raises OutOfBounds, UnknownRegion once the region is closed, and GpuLost; for a buffer that
+        is not contiguous or not writable, BufferError or ValueError, as its type does.
         """
+        self._check_open()
         with translated():
             self.handle.read(into, offset)
 
     def write(self, data: Buffer | np.ndarray[Any, Any], offset: int = 0) -> None:
         """The other way round: the buffer's bytes come to the region, from byte `offset` on."""
+        self._check_open()
         with translated():
             self.handle.write(data, offset)
+
+    def _check_open(self) -> None:
+        """Memory of the caller's may be gone afterwards."""
+        if not self._open:
+            raise UnknownRegion("the region was closed; its memory is no longer registered")
 
     def checksum(
         self,

@@ -145,15 +145,19 @@ class KvCache:
         layout: KvLayout,
         num_blocks: int,
         *,
+        gpu: int | None = None,
         permute: Permute | None = permute_on_host,
     ) -> KvCache:
         """A cache in new shareable memory of the engine, plane after plane, layer after layer.
 
-        The cache owns the memory; `buffer()` gives access to it.
+        gpu: CUDA's number, in this process, of the GPU whose memory it is; None for host memory.
+
+        The cache owns the memory; `buffer()` gives access to it, and of a GPU
+        `MemoryRegion.read` and `write`.
         """
         plane_bytes = num_blocks * layout.part_bytes
         num_planes = layout.layers_per_rank * len(layout.parts)
-        memory = engine.alloc(num_planes * plane_bytes)
+        memory = engine.alloc(num_planes * plane_bytes, gpu=gpu)
         try:
             cache = cls(
                 layout,

@@ -52,6 +52,11 @@ class PagedKvCache:
     def num_tokens(self) -> int:
         return self.num_blocks * self.block_size
 
+    @property
+    def planes(self) -> list[tuple[Tensor, Tensor]]:
+        """K and V of each layer, [tokens of the cache, num_kv_heads, head_size]."""
+        return self._planes
+
     def slots(self, blocks: Tensor, start: int, stop: int) -> Tensor:
         """int64 [stop - start]: where positions start..stop of a sequence lie in the planes, for
         its int64 block table."""

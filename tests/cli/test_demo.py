@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from tests.cuda.on_driver import DOUBLE
 from verify.polling import wait_until
 
 pytestmark = pytest.mark.native
@@ -55,7 +56,12 @@ def demo(*arguments: str | Path) -> list[str]:
 
 
 def run_demo(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(demo(*arguments), capture_output=True, text=True, check=False)
+    environment = dict(os.environ)
+    if "--gpu" in arguments and "KVXFER_TEST_CUDA" not in environment:
+        environment["LD_LIBRARY_PATH"] = str(DOUBLE)
+    result = subprocess.run(
+        demo(*arguments), capture_output=True, text=True, check=False, env=environment
+    )
     print(result.stderr)
     return result
 
@@ -128,11 +134,16 @@ def running_demo(model: Path, text: Path) -> Iterator[RunningDemo]:
     demo.process.communicate()
 
 
-@pytest.mark.parametrize("fabric", ["local", "tcp"])
-def test_all_tokens_are_those_of_a_single_process(fabric: str, model: Path, text: Path) -> None:
+@pytest.mark.parametrize(
+    ("fabric", "memory"),
+    [("local", ()), ("tcp", ()), ("local", ("--gpu", "0")), ("tcp", ("--gpu", "0"))],
+)
+def test_all_tokens_are_those_of_a_single_process(
+    fabric: str, memory: tuple[str, ...], model: Path, text: Path
+) -> None:
     result = run_demo(
         *("--model", model, "--prompt-file", text, "--prompts", "5", "--tokens", "12"),
-        *("--fabric", fabric, "--json"),
+        *("--fabric", fabric, *memory, "--json"),
     )
     assert result.returncode == 0
     report = json.loads(result.stdout)

@@ -148,6 +148,11 @@ async def test_memory_is_read_and_written_by_its_owner(pair: Pair) -> None:
     for move in (region.read, region.write):
         with pytest.raises(OutOfBounds, match="8 bytes from 4089 leave the region of 4096 bytes"):
             move(seen, 4089)
+        with pytest.raises((BufferError, ValueError), match="contiguous"):
+            move(np.zeros(8, np.uint8)[::2])
+    region.close()
+    with pytest.raises(UnknownRegion, match="was closed"):
+        region.read(seen)
 
 
 async def test_registered_tensors_are_targets(pair: Pair, torch: ModuleType) -> None:

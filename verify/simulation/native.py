@@ -119,8 +119,9 @@ class NativeEngine:
 
     # --- memory and counters
 
-    def allocate(self, nbytes: int, gpu: int | None) -> Region:
+    def allocate(self, nbytes: int, gpu: int | None, require_nics: bool) -> Region:
         assert gpu is None, "there are no GPUs here"
+        assert not require_nics, "there are no NICs here"
         return Region(np.zeros(nbytes, np.uint8), self.new_name())
 
     def deregister(self, region: Region) -> None:

@@ -64,8 +64,8 @@ class TransferEngine {
   std::vector<Completion> drain();
 
   // --- memory
-  // `require_nics`: fails with fabric-unavailable where there is no NIC, or one does not reach the
-  // memory itself; else such memory goes over tcp, and a notice tells of it once.
+  // `require_nics`: fails with fabric-unavailable where there is no NIC, or one that is up does not
+  // reach the memory itself; else it goes another way there, and a notice tells of it once.
   // Zeroed memory that peers on this host can map: the fastest source for the local fabric.
   Result<RegionPtr> allocate(std::size_t bytes, bool require_nics = false);
   // Likewise on a GPU, by CUDA's number in this process. Loads CUDA's driver.

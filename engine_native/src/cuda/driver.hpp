@@ -22,6 +22,7 @@ inline constexpr Status kNotInitialized = 3;
 inline constexpr Status kInvalidContext = 201;
 inline constexpr Status kInvalidHandle = 400;
 inline constexpr Status kNotReady = 600;
+inline constexpr Status kNotSupported = 801;
 
 using Address = unsigned long long;  // CUdeviceptr
 using Context = struct CUctx_st*;    // NOLINT(bugprone-reserved-identifier)
@@ -49,6 +50,7 @@ inline constexpr int kRangeSize = 12;
 inline constexpr unsigned kOnDevice = 2;
 inline constexpr int kSyncMemops = 6;
 // CUdevice_attribute, and what they say
+inline constexpr int kHostPageTables = 100;  // PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
 inline constexpr int kRdmaFlushOptions = 117;
 inline constexpr int kRdmaWritesOrdering = 118;
 inline constexpr int kFlushByHost = 1;        // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST

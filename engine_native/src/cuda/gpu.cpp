@@ -1,5 +1,6 @@
 #include "cuda/gpu.hpp"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -50,6 +51,9 @@ Result<void> Gpu::start() {
   int flush = 0;
   cuda.device_get_attribute(&ordering, kRdmaWritesOrdering, device_);
   cuda.device_get_attribute(&flush, kRdmaFlushOptions, device_);
+  int host_tables = 0;
+  cuda.device_get_attribute(&host_tables, kHostPageTables, device_);
+  coherent_ = host_tables != 0;
   needs_flush_ = ordering < kOrderedForOwner;
   can_flush_ = (flush & kFlushByHost) != 0;
   const Current current(cuda, context_);
@@ -141,18 +145,33 @@ void Gpu::free(Address address) const {
   driver_->mem_free(address);
 }
 
-Result<void> Gpu::read(Address from, std::span<std::byte> into) const {
+// The engine's own stream would make it wait for copies of transfers, and these for it.
+Result<void> Gpu::copy(const std::function<Status(StreamHandle)>& start, const char* call) const {
   const Current current(*driver_, context_);
-  Status status = driver_->memcpy_dtoh_async(into.data(), from, into.size(), stream_);
-  if (status == kSuccess) status = driver_->stream_synchronize(stream_);
-  return check(status, "cuMemcpyDtoHAsync");
+  StreamHandle stream = nullptr;
+  if (auto good = check(driver_->stream_create(&stream, kNonBlocking), "cuStreamCreate"); !good) {
+    return good;
+  }
+  Status status = start(stream);
+  if (status == kSuccess) status = driver_->stream_synchronize(stream);
+  driver_->stream_destroy(stream);
+  return check(status, call);
+}
+
+Result<void> Gpu::read(Address from, std::span<std::byte> into) const {
+  return copy(
+      [&](StreamHandle stream) {
+        return driver_->memcpy_dtoh_async(into.data(), from, into.size(), stream);
+      },
+      "cuMemcpyDtoHAsync");
 }
 
 Result<void> Gpu::write(Address to, std::span<const std::byte> from) const {
-  const Current current(*driver_, context_);
-  Status status = driver_->memcpy_htod_async(to, from.data(), from.size(), stream_);
-  if (status == kSuccess) status = driver_->stream_synchronize(stream_);
-  return check(status, "cuMemcpyHtoDAsync");
+  return copy(
+      [&](StreamHandle stream) {
+        return driver_->memcpy_htod_async(to, from.data(), from.size(), stream);
+      },
+      "cuMemcpyHtoDAsync");
 }
 
 std::optional<IpcHandle> Gpu::handle_of(Address address) const {
@@ -207,18 +226,35 @@ Result<Gpu::Dmabuf> Gpu::dmabuf(Address address, std::size_t bytes) const {
   int fd = -1;
   const Status status =
       driver_->mem_get_handle_for_address_range(&fd, begin, end - begin, kDmabuf, 0);
+  if (status == kNotSupported || status == kInvalidValue) {
+    return Error{Errc::fabric_unavailable,
+                 "CUDA has no dmabuf of it (" + driver_->name_of(status) +
+                     "): memory of cuMemCreate has to ask for gpuDirectRDMACapable, and memory of "
+                     "pools has none"};
+  }
   if (auto good = check(status, "cuMemGetHandleForAddressRange"); !good) return good.error();
+  ::fcntl(fd, F_SETFD, FD_CLOEXEC);
   return Dmabuf{.fd = UniqueFd(fd), .offset = address - begin};
 }
 
-Result<void> Gpu::order_with_nics(Address address) const {
-  if (needs_flush_ && !can_flush_) {
+Result<void> Gpu::takes_nic_writes() const {
+  if (coherent_) {
+    // A completion and the bytes may take different ways, and CUDA leaves their order to its users
+    // (cuFlushGPUDirectRDMAWrites).
     return Error{Errc::fabric_unavailable,
-                 label_ + " neither orders what NICs write nor lets this process flush it"};
+                 label_ +
+                     " is coherent with the processor, where a NIC's completion may overtake "
+                     "its bytes; this engine does not use GPUDirect there"};
   }
+  if (!needs_flush_ || can_flush_) return {};
+  return Error{Errc::fabric_unavailable,
+               label_ + " neither orders what NICs write nor lets this process flush it"};
+}
+
+void Gpu::order_copies(Address address) const {
   const Current current(*driver_, context_);
   const unsigned on = 1;
-  return check(driver_->pointer_set_attribute(&on, kSyncMemops, address), "cuPointerSetAttribute");
+  driver_->pointer_set_attribute(&on, kSyncMemops, address);
 }
 
 Result<void> Gpu::flush_writes() const {

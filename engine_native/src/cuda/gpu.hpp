@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -82,7 +83,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // Zeroed.
   Result<Address> allocate(std::size_t bytes) const;
   void free(Address address) const;
-  // Between the GPU and host memory; wait for that copy alone.
+  // Between the GPU and host memory; wait for that copy.
   Result<void> read(Address from, std::span<std::byte> into) const;
   Result<void> write(Address to, std::span<const std::byte> from) const;
   // Of the whole allocation that holds the address; none where CUDA has no such handle of it.
@@ -103,9 +104,11 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     std::uint64_t offset;
   };
   Result<Dmabuf> dmabuf(Address address, std::size_t bytes) const;
-  // What CUDA copies of that allocation is ordered with what NICs write there ("GPUDirect RDMA",
-  // synchronizing). Fails where kernels might not see what NICs wrote, and no flush() helps.
-  Result<void> order_with_nics(Address address) const;
+  // Fails where kernels might not see what NICs wrote, and no flush helps.
+  Result<void> takes_nic_writes() const;
+  // CUDA's own synchronous copies of that allocation are ordered with NICs, where CUDA offers it:
+  // not for memory of cuMemCreate ("GPUDirect RDMA", SYNC_MEMOPS).
+  void order_copies(Address address) const;
   // After it, kernels that begin later see what NICs had completed. Needed where
   // writes_need_flush().
   bool writes_need_flush() const { return needs_flush_; }
@@ -147,6 +150,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   Gpu(std::shared_ptr<const Driver> driver, int device);
   Result<void> start();
   std::span<DeviceCopy> copies_of(Ticket ticket) const;
+  // On a stream of its own, and waits for it.
+  Result<void> copy(const std::function<Status(StreamHandle)>& start, const char* call) const;
   // The error of a call, if it is one.
   Result<void> check(Status status, const char* call) const;
   void fail(Status status, const char* call);
@@ -165,6 +170,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::array<EventHandle, kLaunches> events_{};  // launch n has number n % kLaunches
   bool needs_flush_ = false;
   bool can_flush_ = false;
+  bool coherent_ = false;        // with the processor, over a link of its own
   std::byte* pinned_ = nullptr;  // the copies of all launches, then slots to receive, then words
   std::shared_ptr<MemoryRegion> to_send_;  // null until it is pinned, too
   std::optional<Staging> sending_;

@@ -169,14 +169,23 @@ Result<void> Fabrics::register_memory(MemoryRegion& region, bool require_nics,
         "says what is missing"};
   }
   std::vector<std::shared_ptr<NicRegistration>> registrations;
+  bool reached = false;
+  Error failed{Errc::ok, {}};
   for (const auto& nic : nics_) {
     auto registration = region.gpu() && !nic->knows_gpus() ? gpu_unknown(*nic, region)
                                                            : nic->register_memory(region);
     registrations.push_back(registration ? *registration : nullptr);
-    if (registration) continue;
-    if (require_nics || lanes_.empty()) return registration.error();
-    tell_once(registration.error().text + "; it goes over tcp instead", completions);
+    if (registration) {
+      reached = true;
+      continue;
+    }
+    // A link that is down hinders nobody where another NIC reaches the memory.
+    const bool down = registration.error().code == Errc::nic_lost;
+    if (!down && (require_nics || lanes_.empty())) return registration.error();
+    failed = registration.error();
+    tell_once(failed.text + "; it goes another way", completions);
   }
+  if (!reached && !nics_.empty() && (require_nics || lanes_.empty())) return failed;
   region.set_registrations(std::move(registrations));
   return {};
 }

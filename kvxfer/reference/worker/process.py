@@ -28,6 +28,7 @@ from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.runner import BLOCK_SIZE, SEED, ModelRunner, load_model
 from kvxfer.reference.worker.app import make_app
 from kvxfer.reference.worker.compute import ComputeThread
+from kvxfer.reference.worker.gpu_blocks import GpuBlocks
 from kvxfer.reference.worker.http_server import HttpServer
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.service import WorkerService
@@ -82,8 +83,11 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
                 **options,
             )
         )
-        cache = stack.enter_context(KvCache.allocate(engine, layout, settings.blocks))
+        cache = stack.enter_context(
+            KvCache.allocate(engine, layout, settings.blocks, gpu=settings.gpu)
+        )
         runner = ModelRunner(model, tokenizer, torch_view(cache, model.config))
+        on_gpu = None if settings.gpu is None else GpuBlocks(cache, runner.cache)
         # The first run loads and tunes kernels; no request should pay for that.
         runner.generate([0], max_tokens=2)
         pool = BlockPool(settings.blocks)
@@ -116,7 +120,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
                 credentials=settings.credentials,
             )
         )
-        service = WorkerService(role, runner, cache, pool, endpoint, engine, compute)
+        service = WorkerService(role, runner, cache, pool, endpoint, engine, compute, on_gpu)
         server = HttpServer(make_app(service, tracer))
         ready = Ready(instance_id, role, model.config.name, url_of(listener), engine.address)
         spec = InstanceSpec(
@@ -180,7 +184,10 @@ def model_identity(folder: Path | None, config: LlamaConfig) -> ModelIdentity:
 
 
 def torch_view(cache: KvCache, config: LlamaConfig) -> PagedKvCache:
-    """The memory of an allocated KvCache, as the model reads and writes it."""
+    """The memory of an allocated KvCache, as the model reads and writes it; of one in memory of a
+    GPU, as much memory beside it."""
+    if cache.gpu is not None:
+        return PagedKvCache(config, cache.num_blocks, cache.layout.block_size)
     return PagedKvCache(
         config,
         cache.num_blocks,

@@ -33,6 +33,7 @@ from kvxfer.reference.worker.completions import (
     Usage,
 )
 from kvxfer.reference.worker.compute import Abandon, ComputeThread
+from kvxfer.reference.worker.gpu_blocks import GpuBlocks
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
 from kvxfer.reference.worker.text_stream import TextStream
@@ -77,6 +78,7 @@ class WorkerService:
         endpoint: KvEndpoint,
         engine: MeteredEngine,
         compute: ComputeThread,
+        on_gpu: GpuBlocks | None = None,
     ) -> None:
         self.role, self.runner = role, runner
         self._pool = pool
@@ -84,6 +86,7 @@ class WorkerService:
         self._endpoint = endpoint
         self._engine = engine
         self._compute = compute
+        self._on_gpu = on_gpu
         self._metrics = WorkerMetrics(engine, endpoint)
         self._requests = 0
         self._clock = endpoint.clock
@@ -220,6 +223,8 @@ class WorkerService:
 
         def on_layer(layer: int) -> None:
             abandon.check()
+            if self._on_gpu is not None:
+                self._on_gpu.push(layer, blocks)
             session.write_layer(layer)
 
         abandon.check()
@@ -255,6 +260,9 @@ class WorkerService:
                 complete_at, run.first_token_at = self._clock.unix(), self._clock.monotonic()
                 self._meter.first_token(run.first_token_at - run.arrived)
                 received = blocks.enter_context(session.take())
+            if self._on_gpu is not None:
+                pull, ids = self._on_gpu.pull, received.ids.tolist()
+                await self._compute.run(lambda: pull(ids))
             tail = decode_tail(data, model=self.runner.config.name, tokens=tokens)
             run.request_id, run.created, run.prompt = session.request_id, int(complete_at), tokens
             run.prefill = tail.prefill_seconds

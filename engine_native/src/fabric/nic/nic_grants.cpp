@@ -15,25 +15,39 @@ void send_region(NicLinkOwner& owner, std::uint64_t key, Errc status, const Remo
   owner.send_nic_frame(NicFrame::region, writer.take());
 }
 
+namespace {
+
+// A NIC's paths have either the region's key or windows.
+bool has_key(const RemoteRegion& keys, const NicPath& path) {
+  const std::uint32_t nic = path.identity().nic;
+  return nic < keys.keys.size() && keys.keys[nic].valid;
+}
+
+}  // namespace
+
 void NicGrants::add(const RegionPtr& grant, RemoteRegion keys, std::span<NicPath* const> paths) {
   const bool known = open_.contains(grant->key());
   std::vector<const NicPath*> open;
+  bool reached = false;
   if (keys.windowed) {
     for (NicPath* const path : paths) {
+      reached = reached || has_key(keys, *path);
+      if (has_key(keys, *path)) continue;
       if (known && path->window(grant->key())) open.push_back(path);
       // Else on_window() tells of it.
       if (path->open_window(*grant)) ++keys.opening;
     }
   }
   open_.insert_or_assign(grant->key(), Open{grant, keys});
-  const bool none = keys.windowed && keys.opening == 0 && !paths.empty();
+  const bool none = keys.windowed && keys.opening == 0 && !reached && !paths.empty();
   send_region(owner_, grant->key(), none ? Errc::out_of_memory : Errc::ok, keys);
   for (const NicPath* const path : open) send_window(*path, grant->key());
 }
 
 void NicGrants::open_on(NicPath& path) {
   for (auto& [key, open] : open_) {
-    if (open.keys.windowed && !path.open_window(*open.grant)) expect_no_window(key, open);
+    if (!open.keys.windowed || has_key(open.keys, path)) continue;
+    if (!path.open_window(*open.grant)) expect_no_window(key, open);
   }
 }
 

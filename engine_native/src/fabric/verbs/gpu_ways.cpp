@@ -111,8 +111,16 @@ Result<void> Loop::write(std::uint64_t from, std::uint32_t local_key, std::uint6
 
 // Host to GPU and back. In between CUDA is asked: a NIC that reaches the wrong memory would find
 // its own bytes again.
-Result<void> try_way(Loop& loop, const std::shared_ptr<const VerbsDevice>& device,
-                     const std::shared_ptr<cuda::Gpu>& gpu, MemoryWay way) {
+//
+// Whether it works is the value. An error says nothing about the way, or only for now: no memory, a
+// link that went down.
+using Verdict = Result<void>;
+Result<Verdict> try_way(const std::shared_ptr<const VerbsDevice>& device, const Port& port,
+                        const std::shared_ptr<cuda::Gpu>& gpu, MemoryWay way) {
+  // A write that failed or did not end would spoil the next way's.
+  const auto opened = Loop::open(device, port);
+  if (!opened) return opened.error();
+  Loop& loop = **opened;
   const auto on_host = MemoryRegion::allocate({}, 2 * kBytes);
   if (!on_host) return on_host.error();
   const auto on_gpu = MemoryRegion::allocate_on({}, gpu, kBytes);
@@ -120,7 +128,10 @@ Result<void> try_way(Loop& loop, const std::shared_ptr<const VerbsDevice>& devic
   const auto host = VerbsRegistration::create(device, **on_host, MemoryWay::host);
   if (!host) return host.error();
   const auto memory = VerbsRegistration::create(device, **on_gpu, way);
-  if (!memory) return memory.error();
+  if (!memory) {
+    if (memory.error().code == Errc::fabric_unavailable) return Verdict(memory.error());
+    return memory.error();
+  }
   const auto& of_host = static_cast<const VerbsRegistration&>(**host);
   const auto& of_gpu = static_cast<const VerbsRegistration&>(**memory);
 
@@ -132,21 +143,21 @@ Result<void> try_way(Loop& loop, const std::shared_ptr<const VerbsDevice>& devic
     return good;
   }
   if (gpu->writes_need_flush()) {
-    if (auto good = gpu->flush_writes(); !good) return good;
+    if (auto good = gpu->flush_writes(); !good) return good.error();
   }
   std::vector<std::byte> seen(kBytes);
-  if (auto good = gpu->read(there, seen); !good) return good;
+  if (auto good = gpu->read(there, seen); !good) return good.error();
   if (std::memcmp(seen.data(), bytes, kBytes) != 0) {
-    return broken("what the NIC wrote did not arrive");
+    return Verdict(broken("what the NIC wrote did not arrive"));
   }
   if (auto good = loop.write(there, of_gpu.local_key(), sent + kBytes, of_host.remote_key());
       !good) {
     return good;
   }
   if (std::memcmp(bytes, bytes + kBytes, kBytes) != 0) {
-    return broken("the NIC read other bytes than the GPU has");
+    return Verdict(broken("the NIC read other bytes than the GPU has"));
   }
-  return {};
+  return Verdict();
 }
 
 }  // namespace
@@ -157,22 +168,24 @@ Result<MemoryWay> GpuWays::find(const std::shared_ptr<cuda::Gpu>& gpu) {
                                   [&](const auto& each) { return each.first == gpu; });
   if (known != known_.end()) return known->second;
   const std::string what = "NIC " + device_->name() + " does not reach memory of " + gpu->label();
+  const Error down{Errc::nic_lost, what +
+                                       ": its link is down, so it could not be tried; register "
+                                       "the memory again when it is up"};
   const auto port = device_->query_port();
-  if (!port || !port->active) {
-    return broken(what +
-                  ": its link is down, so it could not be tried; register the memory "
-                  "again when it is up");
-  }
-  const auto loop = Loop::open(device_, *port);
-  if (!loop) return broken(what + ": " + loop.error().text);
+  if (!port || !port->active) return down;
   std::string reasons;
   for (const auto& [way, name] :
        {std::pair{MemoryWay::dmabuf, "dmabuf"}, std::pair{MemoryWay::peermem, "nvidia-peermem"}}) {
-    const auto works = try_way(**loop, device_, gpu, way);
-    if (works) return known_.emplace_back(gpu, way).second;
+    const auto tried = try_way(device_, *port, gpu, way);
+    if (!tried) {
+      return Error{tried.error().code, what + ", as far as could be tried: " + tried.error().text};
+    }
+    if (*tried) return known_.emplace_back(gpu, way).second;
     reasons +=
-        (reasons.empty() ? ": by " : "; by ") + std::string(name) + ", " + works.error().text;
+        (reasons.empty() ? ": by " : "; by ") + std::string(name) + ", " + tried->error().text;
   }
+  const auto still = device_->query_port();
+  if (!still || !still->active) return down;
   return known_.emplace_back(gpu, broken(what + reasons)).second;
 }
 

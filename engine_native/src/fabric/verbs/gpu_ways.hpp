@@ -17,8 +17,9 @@ class GpuWays {
  public:
   explicit GpuWays(std::shared_ptr<const VerbsDevice> device) : device_(std::move(device)) {}
 
-  // dmabuf if it works, else peermem; fails with fabric-unavailable and what is wrong with each.
-  // Some milliseconds, the first time; asks again where the link was down.
+  // dmabuf if it works, else peermem; fails with fabric-unavailable and what is wrong with each,
+  // and with other codes where it could not be tried, nic-lost where the link is down: then it is
+  // tried again the next time. Some milliseconds, the first time.
   Result<MemoryWay> find(const std::shared_ptr<cuda::Gpu>& gpu);
 
  private:

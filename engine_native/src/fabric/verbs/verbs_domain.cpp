@@ -53,11 +53,14 @@ VerbsDomain::VerbsDomain(std::shared_ptr<const VerbsDevice> device, const NicCon
 
 Result<std::shared_ptr<NicRegistration>> VerbsDomain::register_memory(const MemoryRegion& region) {
   if (!region.gpu()) return VerbsRegistration::create(nic_.device, region, MemoryWay::host);
+  if (auto good = region.gpu()->takes_nic_writes(); !good) return good.error();
   const auto way = gpu_ways_.find(region.gpu());
   if (!way) return way.error();
-  if (auto good = region.gpu()->order_with_nics(region.address()); !good) return good.error();
+  auto registered = VerbsRegistration::create(nic_.device, region, *way);
+  if (!registered) return registered;
+  region.gpu()->order_copies(region.address());
   nic_.context.gpus.expect_nic_writes(region.gpu());
-  return VerbsRegistration::create(nic_.device, region, *way);
+  return registered;
 }
 
 void VerbsDomain::open_path(NicPathIdentity identity, Opened then) {
