@@ -157,7 +157,8 @@ class KvCache:
         """
         plane_bytes = num_blocks * layout.part_bytes
         num_planes = layout.layers_per_rank * len(layout.parts)
-        memory = engine.alloc(num_planes * plane_bytes, gpu=gpu)
+        nbytes = num_planes * plane_bytes
+        memory = engine.alloc(nbytes) if gpu is None else engine.alloc(nbytes, gpu=gpu)
         try:
             cache = cls(
                 layout,
