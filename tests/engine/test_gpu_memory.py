@@ -7,32 +7,31 @@ from pathlib import Path
 import pytest
 
 from tests.cuda.on_driver import run_on_driver
-from tests.engine.gpu_memory import BETWEEN, MEMORY
+from tests.engine import gpu_memory, gpu_transfers
 
-PROGRAM = "tests.engine.gpu_memory"
 FABRICS = ("tcp", "local")
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("case", MEMORY)
+@pytest.mark.parametrize("case", gpu_memory.CASES)
 def test_memory_of_a_gpu_is_registered(case: str) -> None:
-    run_on_driver(PROGRAM, case)
+    run_on_driver(gpu_memory.__name__, case)
 
 
 @pytest.mark.native
 @pytest.mark.parametrize("fabric", FABRICS)
-@pytest.mark.parametrize("case", BETWEEN)
+@pytest.mark.parametrize("case", [each for each in gpu_transfers.CASES if each != "killed"])
 def test_memory_of_a_gpu_is_written(case: str, fabric: str) -> None:
-    run_on_driver(PROGRAM, case, fabric)
+    run_on_driver(gpu_transfers.__name__, case, fabric)
 
 
 @pytest.mark.realtime
 @pytest.mark.parametrize("fabric", FABRICS)
 def test_a_process_that_is_killed_leaves_memory_of_a_gpu_usable(fabric: str) -> None:
-    run_on_driver(PROGRAM, "killed", fabric)
+    run_on_driver(gpu_transfers.__name__, "killed", fabric)
 
 
 @pytest.mark.native
 def test_without_a_driver_there_is_host_memory_only(tmp_path: Path) -> None:
     (tmp_path / "libcuda.so.1").write_bytes(b"")
-    run_on_driver(PROGRAM, "without_driver", libraries=tmp_path)
+    run_on_driver(gpu_memory.__name__, "without_driver", libraries=tmp_path)

@@ -263,6 +263,7 @@ class WorkerService:
             if self._on_gpu is not None:
                 pull, ids = self._on_gpu.pull, received.ids.tolist()
                 await self._compute.run(lambda: pull(ids))
+                run.first_token_at = self._clock.monotonic()
             tail = decode_tail(data, model=self.runner.config.name, tokens=tokens)
             run.request_id, run.created, run.prompt = session.request_id, int(complete_at), tokens
             run.prefill = tail.prefill_seconds
