@@ -51,6 +51,7 @@ EngineClass bind_engine(py::module_& module) {
              }
              py::dict stats;
              stats["bytes_sent"] = s.bytes_sent;
+             stats["bytes_staged"] = s.bytes_staged;
              stats["bytes_received"] = s.bytes_received;
              stats["writes_posted"] = s.writes_posted;
              stats["writes_sent"] = s.writes_sent;

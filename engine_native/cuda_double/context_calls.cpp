@@ -159,7 +159,7 @@ CUresult CUDAAPI cuCtxSynchronize() {
 
 CUresult CUDAAPI cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {
   if (!is_device(device) || !is_device(peer)) return CUDA_ERROR_INVALID_DEVICE;
-  *can = device == peer ? 0 : 1;
+  *can = device != peer && Driver::instance().peers_reach ? 1 : 0;
   return CUDA_SUCCESS;
 }
 
@@ -193,6 +193,7 @@ CUresult CUDAAPI cuGetErrorName(CUresult error, const char** name) {
     NAME(CUDA_ERROR_NOT_FOUND);
     NAME(CUDA_ERROR_NOT_READY);
     NAME(CUDA_ERROR_ILLEGAL_ADDRESS);
+    NAME(CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
     NAME(CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
     NAME(CUDA_ERROR_PEER_ACCESS_NOT_ENABLED);
     NAME(CUDA_ERROR_CONTEXT_IS_DESTROYED);

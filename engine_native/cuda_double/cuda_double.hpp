@@ -15,7 +15,9 @@
 // - Freed memory reads as something else, and its address comes again (cuMemFree). Work on memory
 //   that is gone poisons the context (CUDA_ERROR_ILLEGAL_ADDRESS).
 // - Memory of a pool exists from one point of a stream to another (cuMemAllocAsync).
-// - A kernel reaches memory of another device where that was enabled (cuCtxEnablePeerAccess).
+// - A kernel reaches memory of another device where that was enabled and is possible, and was got
+// by
+//   cuMemAlloc (cuCtxEnablePeerAccess, cuIpcOpenMemHandle, cuMemSetAccess).
 // - A legacy handle is for cuMemAlloc memory only, all of it, and other processes that see its
 //   device (cuIpcGetMemHandle, cuIpcOpenMemHandle, CUDA_VISIBLE_DEVICES).
 // - Memory of cuMemCreate has the handles that were asked for (cuMemExportToShareableHandle).
@@ -48,6 +50,9 @@ void* cuda_double_alias(CUdeviceptr address, size_t size);
 // Called by cuFlushGPUDirectRDMAWrites(): a NIC's writes may lie before the device's memory until
 // then. Stricter than a device, which orders them some time.
 void cuda_double_on_flush(void (*flush)(void));
+
+// Whether the devices reach each other; they do until told otherwise.
+void cuda_double_peers(bool reach);
 
 // Allocations and mappings that there are.
 size_t cuda_double_live(void);

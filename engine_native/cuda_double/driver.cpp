@@ -112,6 +112,7 @@ CUresult Driver::set_peer(CUcontext peer, bool enabled) {
   Context* context = nullptr;
   if (const CUresult bad = current(&context); bad != CUDA_SUCCESS) return bad;
   if (peer == context->handle || !of(peer)) return CUDA_ERROR_INVALID_CONTEXT;
+  if (enabled && !peers_reach) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
   if (enabled) {
     return context->peers.insert(peer).second ? CUDA_SUCCESS
                                               : CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;

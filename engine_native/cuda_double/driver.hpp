@@ -105,6 +105,7 @@ class Driver {
   // How often a call has made its thread wait for a stream. For tests: an engine thread must not.
   std::atomic<std::uint64_t> waits = 0;
   std::atomic<void (*)(void)> on_flush = nullptr;
+  std::atomic<bool> peers_reach = true;
   void wait(const PointPtr& point);
 
  private:

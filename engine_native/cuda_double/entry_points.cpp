@@ -65,6 +65,8 @@ void* cuda_double_alias(CUdeviceptr address, size_t size) {
 
 void cuda_double_on_flush(void (*flush)(void)) { Driver::instance().on_flush = flush; }
 
+void cuda_double_peers(bool reach) { Driver::instance().peers_reach = reach; }
+
 size_t cuda_double_live(void) { return Driver::instance().memory.live(); }
 
 uint64_t cuda_double_waits(void) { return Driver::instance().waits; }

@@ -74,6 +74,7 @@ CUresult CUDAAPI cuIpcOpenMemHandle(CUdeviceptr* address, CUipcMemHandle handle,
   if (!backing) return CUDA_ERROR_INVALID_HANDLE;
   const CUdevice device = driver.visible(backing->device());
   if (device < 0) return CUDA_ERROR_INVALID_DEVICE;
+  if (device != context->device && !driver.peers_reach) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
   const CUdeviceptr base = driver.memory.reserve(backing->size());
   if (!base) return CUDA_ERROR_MAP_FAILED;
   *address = base;

@@ -45,7 +45,6 @@ static_assert(cuda::kFlushContext == CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURR
 static_assert(cuda::kFlushForOwner == CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER);
 static_assert(cuda::kDmabuf == CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD);
 static_assert(sizeof(cuda::IpcHandle) == sizeof(CUipcMemHandle));
-static_assert(sizeof(cuda::Uuid) == sizeof(CUuuid));
 static_assert(sizeof(cuda::Address) == sizeof(CUdeviceptr));
 static_assert(sizeof(CUpointer_attribute) == sizeof(int) && sizeof(CUresult) == sizeof(int));
 

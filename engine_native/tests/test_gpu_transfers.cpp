@@ -354,22 +354,60 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("the double: pages go to another GPU by way of host memory") {
+namespace {
+
+// Pages from a region to memory of GPU 1, twice; returns the bytes that were staged.
+std::uint64_t write_to_second_gpu(Pair& pair, const RegionPtr& source, Random& random) {
+  const RegionPtr there = good(pair.reader->allocate_on_gpu(1, source->size()));
+  for (int round = 0; round < 2; ++round) {
+    const Bytes sent = random_bytes_of(random, source->size());
+    REQUIRE(CU(MemcpyHtoD)(source->address(), sent.data(), sent.size()) == CUDA_SUCCESS);
+    write_and_count(pair.writer, pair.to_reader, pair.reader, source, there,
+                    {0, 0, source->size()});
+    Bytes got(source->size());
+    REQUIRE(CU(MemcpyDtoH)(got.data(), there->address(), got.size()) == CUDA_SUCCESS);
+    CHECK(got == sent);
+  }
+  good(pair.reader->deregister(there));
+  return pair.writer->stats().bytes_staged;
+}
+
+}  // namespace
+
+TEST_CASE("the double: pages go to another GPU, which reads them, else by way of host memory") {
   const CudaDriver driver;
   Random random;
   INFO("KVXFER_TEST_SEED=", random.seed);
-  for (const std::string fabric : {"tcp", "local"}) {
-    Pair pair(fabric);
-    const RegionPtr there = good(pair.reader->allocate_on_gpu(1, kBlock));
-    const Memory source(pair.writer, true, kBlock);
-    const Bytes sent = random_bytes_of(random, kBlock);
-    source.write(sent);
-    write_and_count(pair.writer, pair.to_reader, pair.reader, source.region(), there,
-                    {0, 0, kBlock});
-    Bytes got(kBlock);
-    REQUIRE(CU(MemcpyDtoH)(got.data(), there->address(), kBlock) == CUDA_SUCCESS);
-    CHECK(got == sent);
-    good(pair.reader->deregister(there));
+  {
+    Pair tcp("tcp");
+    const Memory source(tcp.writer, true, kBlock);
+    CHECK(write_to_second_gpu(tcp, source.region(), random) == 2 * kBlock);
+  }
+  Pair pair("local");
+  const Memory source(pair.writer, true, kBlock);
+  CHECK(write_to_second_gpu(pair, source.region(), random) == 0);
+
+  // Said once for each way that is not taken.
+  Sleeper sleeper;
+  sleeper.wake();
+  const RegionPtr created =
+      good(pair.writer->register_memory(reinterpret_cast<void*>(sleeper.address()), kBlock));
+  CHECK(write_to_second_gpu(pair, created, random) == 2 * kBlock);
+  good(pair.writer->deregister(created));
+  sleeper.sleep();
+  const std::string no_handle = pair.writer.await(Completion::Kind::notice).text;
+  CHECK_MESSAGE(no_handle.find("by way of host memory: CUDA has no handle") != std::string::npos,
+                no_handle);
+
+  DOUBLE(peers)(false);
+  Pair apart("local");
+  const Memory from(apart.writer, true, kBlock);
+  CHECK(write_to_second_gpu(apart, from.region(), random) == 2 * kBlock);
+  DOUBLE(peers)(true);
+  const std::string refused = apart.writer.await(Completion::Kind::notice).text;
+  for (const char* part : {"memory of GPU 0 goes to GPU 1 of", "by way of host memory: GPU 1",
+                           "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"}) {
+    CHECK_MESSAGE(refused.find(part) != std::string::npos, refused);
   }
 }
 

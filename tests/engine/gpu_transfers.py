@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import logging
 import random
 import sys
 from collections.abc import Awaitable, Callable
@@ -151,6 +152,54 @@ async def two_processes(fabric: str) -> None:
     with WorkerProcess("tests.engine.gpu_peer", "there", fabric) as other:
         await run(other)
     await all_is_freed(before)
+
+
+async def other_gpus(fabric: str) -> None:
+    """From memory of one GPU to another one, of another process: that GPU reads it where it sees
+    the first; else it goes by way of host memory, which is said once."""
+    if good(driver.cuDeviceGetCount()) < 2:
+        return
+    before = device_memory.live()
+    notices = Notices()
+
+    async def run(other: WorkerProcess) -> int:
+        async with new_engine(fabric, "here") as engine:
+            theirs = await descriptor_of(other)
+            memory = engine.alloc(PEER_BYTES, gpu=0)
+            peer = await engine.connect(other.address, PATIENCE)
+            for round_ in range(2):
+                data = random.Random(round_).randbytes(PEER_BYTES)
+                fill(memory, data)
+                await peer.write(memory.region, theirs, length=PEER_BYTES)
+                assert bytes.fromhex((await ask(other, "read"))["data"]) == data
+            memory.close()
+            return engine.stats()["bytes_staged"]
+
+    # What the other process calls GPU 0 is GPU 1 here.
+    for visible, reads in (("1,0", True), ("1", False)):
+        by_host = fabric != "local" or not reads
+        with WorkerProcess(
+            "tests.engine.gpu_peer",
+            "there",
+            fabric,
+            environment={"CUDA_VISIBLE_DEVICES": visible},
+        ) as other:
+            assert await run(other) == (2 * PEER_BYTES if by_host else 0)
+        said = [each for each in notices.seen if "by way of host memory" in each]
+        assert len(said) == (fabric == "local" and not reads), said
+    await all_is_freed(before)
+
+
+class Notices(logging.Handler):
+    """What the engines of this process say from now on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        logging.getLogger("kvxfer").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.getMessage())
 
 
 async def killed(fabric: str) -> None:
@@ -338,7 +387,7 @@ async def ask(other: WorkerProcess, do: str, **arguments: Any) -> dict[str, Any]
 
 
 CASES: Final[dict[str, Callable[[str], Awaitable[None]]]] = {
-    case.__name__: case for case in (writes, two_processes, lost, streams, probed, killed)
+    case.__name__: case for case in (writes, two_processes, other_gpus, lost, streams, probed, killed)
 }
 
 if __name__ == "__main__":

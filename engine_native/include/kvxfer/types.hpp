@@ -264,6 +264,7 @@ struct Refusals {
 
 struct EngineStats {
   std::uint64_t bytes_sent = 0;       // delivered payload
+  std::uint64_t bytes_staged = 0;     // of that, out of a GPU by way of host memory
   std::uint64_t bytes_received = 0;   // payload placed by this engine: NICs do not tell
   std::uint64_t writes_posted = 0;    // given to a path, also again
   std::uint64_t writes_sent = 0;      // of those, delivered

@@ -38,11 +38,11 @@ std::shared_ptr<const Driver> calls_of(void* library) {
   Finder find(library);
   find("cuInit", driver->init)("cuGetErrorName", driver->get_error_name);
   find("cuDeviceGetCount", driver->device_get_count)("cuDeviceGetName", driver->device_get_name);
-  find("cuDeviceGetUuid", driver->device_get_uuid);
   find("cuDeviceGetAttribute", driver->device_get_attribute);
   find("cuDevicePrimaryCtxRetain", driver->device_primary_ctx_retain);
   find("cuDevicePrimaryCtxRelease", driver->device_primary_ctx_release);
   find("cuCtxPushCurrent", driver->ctx_push_current)("cuCtxPopCurrent", driver->ctx_pop_current);
+  find("cuCtxEnablePeerAccess", driver->ctx_enable_peer_access);
   find("cuThreadExchangeStreamCaptureMode", driver->thread_exchange_stream_capture_mode);
   find("cuStreamCreate", driver->stream_create)("cuStreamDestroy", driver->stream_destroy);
   find("cuStreamSynchronize", driver->stream_synchronize);

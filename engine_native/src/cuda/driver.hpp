@@ -22,6 +22,7 @@ inline constexpr Status kNotInitialized = 3;
 inline constexpr Status kInvalidContext = 201;
 inline constexpr Status kInvalidHandle = 400;
 inline constexpr Status kNotReady = 600;
+inline constexpr Status kPeerAccessEnabled = 704;
 inline constexpr Status kNotSupported = 801;
 
 using Address = unsigned long long;  // CUdeviceptr
@@ -31,13 +32,9 @@ using EventHandle = struct CUevent_st*;
 using Module = struct CUmod_st*;
 using Function = struct CUfunc_st*;
 
-// CUipcMemHandle, CUuuid
+// CUipcMemHandle
 struct IpcHandle {
   std::array<char, 64> bytes{};
-};
-struct Uuid {
-  std::array<char, 16> bytes{};
-  bool operator==(const Uuid&) const = default;
 };
 
 // CUpointer_attribute, CUmemorytype
@@ -81,12 +78,12 @@ struct Driver {
   Status (*get_error_name)(Status status, const char** name) = nullptr;
   Status (*device_get_count)(int* count) = nullptr;
   Status (*device_get_name)(char* name, int length, int device) = nullptr;
-  Status (*device_get_uuid)(Uuid* uuid, int device) = nullptr;
   Status (*device_get_attribute)(int* value, int attribute, int device) = nullptr;
   Status (*device_primary_ctx_retain)(Context* context, int device) = nullptr;
   Status (*device_primary_ctx_release)(int device) = nullptr;
   Status (*ctx_push_current)(Context context) = nullptr;
   Status (*ctx_pop_current)(Context* context) = nullptr;
+  Status (*ctx_enable_peer_access)(Context peer, unsigned flags) = nullptr;
   Status (*thread_exchange_stream_capture_mode)(int* mode) = nullptr;
   Status (*stream_create)(StreamHandle* stream, unsigned flags) = nullptr;
   Status (*stream_destroy)(StreamHandle stream) = nullptr;

@@ -39,9 +39,6 @@ Result<void> Gpu::start() {
   if (cuda.device_get_name(name.data(), static_cast<int>(name.size()), device_) == kSuccess) {
     label_ += " (" + std::string(name.data()) + ")";
   }
-  if (auto good = check(cuda.device_get_uuid(&uuid_, device_), "cuDeviceGetUuid"); !good) {
-    return good;
-  }
   if (const Status status = cuda.device_primary_ctx_retain(&context_, device_);
       status != kSuccess) {
     context_ = nullptr;
@@ -207,6 +204,20 @@ Result<std::unique_ptr<ImportedMemory>> Gpu::import(const IpcHandle& handle) {
     return good.error();
   }
   return std::make_unique<ImportedMemory>(shared_from_this(), base);
+}
+
+Result<void> Gpu::reach(int device) const {
+  if (device == device_) return {};
+  Context peer = nullptr;
+  if (auto good =
+          check(driver_->device_primary_ctx_retain(&peer, device), "cuDevicePrimaryCtxRetain");
+      !good) {
+    return good;
+  }
+  const Current current(*driver_, context_);
+  const Status enabled = driver_->ctx_enable_peer_access(peer, 0);
+  driver_->device_primary_ctx_release(device);
+  return enabled == kPeerAccessEnabled ? Result<void>() : check(enabled, "cuCtxEnablePeerAccess");
 }
 
 ImportedMemory::~ImportedMemory() { gpu_->close_imported(base_); }

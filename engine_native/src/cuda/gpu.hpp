@@ -77,7 +77,6 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
 
   // --- any thread
   int device() const { return device_; }
-  const Uuid& uuid() const { return uuid_; }
   // "GPU 0 (NVIDIA H200)"
   const std::string& label() const { return label_; }
   // Zeroed.
@@ -88,7 +87,10 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   Result<void> write(Address to, std::span<const std::byte> from) const;
   // Of the whole allocation that holds the address; none where CUDA has no such handle of it.
   std::optional<IpcHandle> handle_of(Address address) const;
+  // Also of another GPU that this one reaches.
   Result<std::unique_ptr<ImportedMemory>> import(const IpcHandle& handle);
+  // From now on kernels here reach what cuMemAlloc gives on that GPU, at its address.
+  Result<void> reach(int device) const;
   void close_imported(Address base) const;
   // Where that allocation begins.
   Address start_of(Address address) const;
@@ -160,7 +162,6 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
 
   std::shared_ptr<const Driver> driver_;
   int device_;
-  Uuid uuid_;
   std::string label_;
   Context context_ = nullptr;
   StreamHandle stream_ = nullptr;

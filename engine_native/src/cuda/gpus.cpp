@@ -68,19 +68,6 @@ Result<std::shared_ptr<Gpu>> Gpus::open(int device) {
   return gpu;
 }
 
-Result<std::shared_ptr<Gpu>> Gpus::open(const Uuid& uuid) {
-  auto cuda = driver();
-  if (!cuda) return cuda.error();
-  int count = 0;
-  (*cuda)->device_get_count(&count);
-  for (int device = 0; device < count; ++device) {
-    Uuid own;
-    if ((*cuda)->device_get_uuid(&own, device) == kSuccess && own == uuid) return open(device);
-  }
-  return Error{Errc::fabric_unavailable,
-               "this process does not see the peer's GPU (CUDA_VISIBLE_DEVICES)"};
-}
-
 Result<std::shared_ptr<Gpu>> Gpus::owner_of(const void* address, std::size_t bytes) {
   std::shared_ptr<const Driver> cuda;
   {

@@ -18,8 +18,8 @@ class Gpus {
  public:
   // --- any thread
   Result<std::shared_ptr<Gpu>> open(int device);
-  // By what its name is on every host and in every process.
-  Result<std::shared_ptr<Gpu>> open(const Uuid& uuid);
+  // Null where open() has not opened it.
+  std::shared_ptr<Gpu> find(int device) const;
   // Whose memory this is; null where the processor may touch it: host memory, pinned or not, and
   // managed memory. Fails where no engine could move all of it.
   Result<std::shared_ptr<Gpu>> owner_of(const void* address, std::size_t bytes);
@@ -48,7 +48,6 @@ class Gpus {
   };
 
   Result<std::shared_ptr<const Driver>> driver();
-  std::shared_ptr<Gpu> find(int device) const;
   void flush_all();
 
   std::mutex opening_;  // one after the other, each for up to seconds; guards driver_

@@ -74,9 +74,13 @@ Result<void> Fabrics::open(const Context& context, Introduction& introduction) {
 
 Result<void> Fabrics::open_local(const Context& context, Introduction& introduction) {
   if (!context.options.local) return {};
-  auto domain = local::LocalDomain::open(context.engine, context.poller, context.receive_context,
-                                         context.events, context.local_events,
-                                         {context.gpus, context.background});
+  auto domain = local::LocalDomain::open(
+      context.engine, context.poller, context.receive_context, context.events, context.local_events,
+      {.gpus = context.gpus,
+       .background = context.background,
+       .tell = [&completions = context.completions](auto text) {
+         completions.push({.kind = Completion::Kind::notice, .text = std::move(text)});
+       }});
   if (domain) {
     local_ = std::move(*domain);
     return {};

@@ -39,20 +39,29 @@ Result<void> GpuSources::add(const GpuRegionMessage& message, bool same_process,
         }
         region->second = std::move(*opened);
         region->second.opening = opening;
-        then(number, region->second.gpu->device());
+        then(number, {});
       });
   return {};
 }
 
 Result<GpuSources::Region> GpuSources::open(cuda::Gpus& gpus, const GpuRegionMessage& message,
                                             bool same_process) {
-  auto gpu = gpus.open(message.gpu);
-  if (!gpu) return gpu.error();
-  Region region{.gpu = std::move(*gpu),
+  // A peer knows its number from a region that lies there.
+  auto gpu = gpus.find(static_cast<int>(message.reader));
+  if (!gpu) {
+    return Error{Errc::invalid_argument,
+                 "this engine has no memory of GPU " + std::to_string(message.reader)};
+  }
+  Region region{.gpu = std::move(gpu),
                 .memory = nullptr,
                 .address = message.address,
                 .size = message.head.size};
-  if (same_process) return region;
+  if (same_process) {
+    if (auto good = region.gpu->reach(static_cast<int>(message.device)); !good) {
+      return good.error();
+    }
+    return region;
+  }
   auto memory = region.gpu->import(message.handle);
   if (!memory) return memory.error();
   region.memory = std::move(*memory);

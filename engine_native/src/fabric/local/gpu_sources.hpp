@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "background.hpp"
 #include "cuda/gpus.hpp"
@@ -18,31 +20,31 @@ namespace kvxfer::local {
 struct GpuContext {
   cuda::Gpus& gpus;
   Background& background;
+  std::function<void(std::string notice)> tell;
 };
 
 class GpuSources {
  public:
-  explicit GpuSources(GpuContext context) : context_(context) {}
+  explicit GpuSources(GpuContext context) : context_(std::move(context)) {}
   ~GpuSources();
   GpuSources(const GpuSources&) = delete;
   GpuSources& operator=(const GpuSources&) = delete;
 
-  // `then`: the GPU that it is on, or why it cannot be read; now or later, and not at all once this
-  // is destroyed. `same_process`: its address is valid here.
-  // Fails where the peer breaks the protocol.
-  using Opened = std::function<void(std::uint32_t number, Result<int> device)>;
+  // `then`: whether the reading GPU reaches it; now or later, and not at all once this is
+  // destroyed. `same_process`: its address is valid here. Fails where the peer breaks the protocol.
+  using Opened = std::function<void(std::uint32_t number, Result<void> opened)>;
   Result<void> add(const GpuRegionMessage& message, bool same_process, Opened then);
   // After the copies that read it now.
   void remove(std::uint32_t number);
   bool has(std::uint32_t number) const { return regions_.contains(number); }
 
-  // Where that part of the region is; 0 if it leaves it, or is of another GPU.
+  // Where that GPU finds this part of the region; 0 if it leaves it, or is for another GPU.
   std::uint64_t in_region(std::uint32_t number, std::uint64_t offset, std::uint32_t length,
                           const cuda::Gpu& gpu) const;
 
  private:
   struct Region {
-    std::shared_ptr<cuda::Gpu> gpu;                // null while it is being opened
+    std::shared_ptr<cuda::Gpu> gpu;                // that reads it; null while it is being opened
     std::shared_ptr<cuda::ImportedMemory> memory;  // null within one process
     std::uint64_t address = 0;
     std::uint64_t size = 0;

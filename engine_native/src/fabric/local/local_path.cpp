@@ -17,6 +17,8 @@ constexpr std::uint64_t kPollBytes = 4u << 20;
 static_assert(kMaxBatchBytes <= cuda::kSlotBytes);
 // What a copy costs of that which a GPU does.
 constexpr std::uint64_t kGpuCopyBytes = 256;
+// Regions of GPUs that the peer is opening; it takes a few more.
+constexpr std::ptrdiff_t kMostAsked = 32;
 // Staging slots of a path to send, until the peer has read them: it must not keep all.
 constexpr std::size_t kMostSlots = 3;
 // Launches that keep a GPU busy. What arrives meanwhile becomes one launch: a large one costs as
@@ -35,8 +37,8 @@ Error malformed(const char* what) {
 Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, PathPeer peer, Poller& poller,
                                                    ReceiveContext receive_context,
                                                    PathEvents& events, GpuContext gpus) {
-  std::unique_ptr<LocalPath> path(
-      new LocalPath(std::move(link), std::move(peer), poller, receive_context, events, gpus));
+  std::unique_ptr<LocalPath> path(new LocalPath(std::move(link), std::move(peer), poller,
+                                                receive_context, events, std::move(gpus)));
   if (auto good = poller.add(path->socket_.get(), EPOLLIN, *path); !good) {
     path->lost_ = true;
     return good.error();
@@ -56,7 +58,8 @@ LocalPath::LocalPath(LocalLink link, PathPeer peer, Poller& poller, ReceiveConte
       poller_(poller),
       receive_context_(receive_context),
       events_(events),
-      gpu_sources_(gpus) {}
+      tell_(gpus.tell),
+      gpu_sources_(std::move(gpus)) {}
 
 LocalPath::~LocalPath() {
   // Before any source memory of ours can be used again: see RingMemory::revoked.
@@ -89,10 +92,10 @@ std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& ran
   const MemoryRegion* const source = operation->source.get();
   std::optional<Origin> origin = Origin{};
   if (source && source->gpu()) {
-    const auto shared = may_open(*operation) ? share_gpu(*source) : Shared{};
+    const Shared shared =
+        may_open(*operation) ? share_gpu(*source, *operation->destination_gpu) : Shared{};
     if (shared.state == Shared::State::asked) return 0;
-    const bool opened = shared.state == Shared::State::opened;
-    if (!opened || shared.device != *operation->destination_gpu) return stage(operation, range);
+    if (shared.state != Shared::State::opened) return stage(operation, range);
     origin->region = shared.number;
   } else if (source) {
     origin = origin_of(*source);
@@ -141,10 +144,22 @@ void LocalPath::produce(Batch batch, const Origin& origin, bool packed) {
 
 // --- out of a GPU ----------------------------------------------------------------------------
 
-// The peer's GPU may read it where it is, if it is that GPU's memory over there, too.
-bool LocalPath::may_open(const Operation& operation) const {
-  const bool has_name = operation.source->ipc_handle() || source_.pid() == ::getpid();
-  return operation.destination_gpu && has_name;
+// Whether to ask the peer if its GPU reads it where it is. Within one process the GPU that memory
+// of cuMemCreate or a pool is of reads it; other GPUs may not.
+bool LocalPath::may_open(const Operation& operation) {
+  if (!operation.destination_gpu) return false;
+  const int from = operation.source->gpu()->device();
+  const int to = static_cast<int>(*operation.destination_gpu);
+  if (operation.source->ipc_handle() || (source_.pid() == ::getpid() && from == to)) return true;
+  tell_staged(from, to, "CUDA has no handle of it, which memory of cuMemAlloc has");
+  return false;
+}
+
+// Said once, as it is much slower.
+void LocalPath::tell_staged(int from, int to, std::string_view why) {
+  if (!told_staged_.emplace(from, to).second) return;
+  tell_("memory of GPU " + std::to_string(from) + " goes to GPU " + std::to_string(to) + " of " +
+        peer_.label + " by way of host memory: " + std::string(why));
 }
 
 // By way of host memory, which the peer reads.
@@ -207,43 +222,53 @@ std::optional<std::uint32_t> LocalPath::share(const MemoryRegion& region) {
 }
 
 // How far the peer is with opening it, which it is asked for first.
-LocalPath::Shared LocalPath::share_gpu(const MemoryRegion& region) {
-  Shared& shared = shared_gpu_[region.key()];
+LocalPath::Shared LocalPath::share_gpu(const MemoryRegion& region, int reader) {
+  Shared& shared = shared_gpu_[{region.key(), reader}];
   if (shared.state != Shared::State::unasked) return shared;
   const GpuRegionMessage message{.head = {.kind = RegionMessage::Kind::share_gpu,
                                           .number = next_number_,
                                           .size = region.size()},
                                  .offset = region.ipc_offset(),
                                  .address = region.address(),
-                                 .gpu = region.gpu()->uuid(),
+                                 .device = static_cast<std::uint32_t>(region.gpu()->device()),
+                                 .reader = static_cast<std::uint32_t>(reader),
                                  .handle = region.ipc_handle().value_or(cuda::IpcHandle{})};
-  const auto sent = send_message(socket_.get(), message.bytes(), {});
-  if (sent && *sent) shared = {.number = next_number_++, .state = Shared::State::asked};
+  const auto asked = std::count_if(shared_gpu_.begin(), shared_gpu_.end(), [](const auto& each) {
+    return each.second.state == Shared::State::asked;
+  });
+  if (asked < kMostAsked) {
+    const auto sent = send_message(socket_.get(), message.bytes(), {});
+    if (sent && *sent) {
+      shared = {.number = next_number_++,
+                .device = region.gpu()->device(),
+                .state = Shared::State::asked};
+    }
+  }
   return {.state = Shared::State::asked};
 }
 
-void LocalPath::on_shared(const RegionMessage& answer) {
-  for (auto& [key, shared] : shared_gpu_) {
+void LocalPath::on_shared(const RegionMessage& answer, std::string_view reason) {
+  for (auto& [to, shared] : shared_gpu_) {
     if (shared.number != answer.number || shared.state != Shared::State::asked) continue;
     const bool opened = answer.kind == RegionMessage::Kind::opened;
     shared.state = opened ? Shared::State::opened : Shared::State::refused;
-    shared.device = answer.size;
+    if (!opened) tell_staged(shared.device, to.second, reason);
     ++receive_context_.activity;
   }
 }
 
 void LocalPath::forget_source(const MemoryRegion& region) {
-  RegionMessage message{.kind = RegionMessage::Kind::forget, .number = 0, .size = 0};
-  if (const auto known = shared_.extract(region.key())) {
-    message.number = known.mapped();
-  } else if (const auto on_gpu = shared_gpu_.extract(region.key());
-             on_gpu && on_gpu.mapped().state != Shared::State::unasked) {
-    message.number = on_gpu.mapped().number;
-  } else {
-    return;
-  }
   // If the socket is full the peer keeps its mapping until the path ends: no more than memory.
-  (void)send_message(socket_.get(), message.bytes(), {});
+  const auto forget = [this](std::uint32_t number) {
+    const RegionMessage message{.kind = RegionMessage::Kind::forget, .number = number, .size = 0};
+    (void)send_message(socket_.get(), message.bytes(), {});
+  };
+  if (const auto known = shared_.extract(region.key())) forget(known.mapped());
+  for (auto known = shared_gpu_.lower_bound({region.key(), 0});
+       known != shared_gpu_.end() && known->first.first == region.key();
+       known = shared_gpu_.erase(known)) {
+    if (known->second.state != Shared::State::unasked) forget(known->second.number);
+  }
 }
 
 bool LocalPath::reap() {
@@ -257,12 +282,14 @@ bool LocalPath::reap() {
   while (!unacked_.empty() && unacked_.front().end <= consumed) {
     Batch batch = std::move(unacked_.front());
     unacked_.pop_front();
-    if (batch.slot) --slots_;
+    const bool staged = batch.slot.has_value();
+    if (staged) --slots_;
     batch.slot.reset();  // first: the operation's end may be what wants its room
     reaped_ = batch.end;
     const auto status = static_cast<Errc>(out_.slot(batch.head).head.status);
     if (status == Errc::ok) {
       receive_context_.stats.bytes_sent += batch.bytes;
+      if (staged) receive_context_.stats.bytes_staged += batch.bytes;
       receive_context_.stats.writes_sent += batch.writes.count;
     }
     events_.on_finished(
@@ -457,8 +484,8 @@ void LocalPath::receive_regions() {
 Result<void> LocalPath::on_region(UnixMessage& message) {
   if (const auto on_gpu = GpuRegionMessage::parse(message.bytes)) {
     return gpu_sources_.add(*on_gpu, source_.pid() == ::getpid(),
-                            [this](std::uint32_t number, const Result<int>& device) {
-                              answer_gpu_region(number, device);
+                            [this](std::uint32_t number, const Result<void>& opened) {
+                              answer_gpu_region(number, opened);
                             });
   }
   const auto region = RegionMessage::parse(message.bytes);
@@ -472,18 +499,20 @@ Result<void> LocalPath::on_region(UnixMessage& message) {
     return source_.add_region(region->number, std::move(message.descriptors[0]), region->size);
   }
   if (region && region->kind != RegionMessage::Kind::share) {
-    on_shared(*region);
+    on_shared(*region, std::string_view(message.bytes).substr(sizeof *region));
     return {};
   }
   return Error{Errc::protocol_error, "the peer sent a malformed region message"};
 }
 
-void LocalPath::answer_gpu_region(std::uint32_t number, const Result<int>& device) {
+void LocalPath::answer_gpu_region(std::uint32_t number, const Result<void>& opened) {
+  const std::string reason =
+      opened ? "" : opened.error().text.substr(0, RegionMessage::kMostReason);
   const RegionMessage answer{
-      .kind = device ? RegionMessage::Kind::opened : RegionMessage::Kind::refused,
+      .kind = opened ? RegionMessage::Kind::opened : RegionMessage::Kind::refused,
       .number = number,
-      .size = static_cast<std::uint64_t>(device ? *device : 0)};
-  const auto sent = send_message(socket_.get(), answer.bytes(), {});
+      .size = reason.size()};
+  const auto sent = send_message(socket_.get(), std::string(answer.bytes()) + reason, {});
   if (!sent || !*sent) lose({Errc::backpressure, "the peer does not read what it is sent"});
 }
 

@@ -7,8 +7,12 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
+#include <set>
 #include <string>
+#include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "domain.hpp"
@@ -91,12 +95,12 @@ class LocalPath final : public Path, private EventSink {
     std::uint64_t immediates = 0;
     std::uint64_t bytes = 0;
   };
-  // A region of a GPU of ours, as the peer has said.
+  // A region of a GPU of ours, as one GPU of the peer's reaches it.
   struct Shared {
     enum class State : std::uint8_t { unasked, asked, opened, refused };
     std::uint32_t number = 0;
+    int device = 0;  // that it is memory of
     State state = State::unasked;
-    std::uint64_t device = 0;  // opened: which it is over there
   };
 
   LocalPath(LocalLink link, PathPeer peer, Poller& poller, ReceiveContext receive_context,
@@ -106,14 +110,15 @@ class LocalPath final : public Path, private EventSink {
 
   // Sending.
   std::optional<std::uint32_t> share(const MemoryRegion& region);
-  Shared share_gpu(const MemoryRegion& region);
-  bool may_open(const Operation& operation) const;
+  Shared share_gpu(const MemoryRegion& region, int reader);
+  bool may_open(const Operation& operation);
   std::optional<Origin> origin_of(const MemoryRegion& region);
   std::size_t room() const;
   void produce(Batch batch, const Origin& origin, bool packed);
   std::size_t stage(const OperationPtr& operation, const WriteRange& range);
   bool post_staged();
-  void on_shared(const RegionMessage& answer);
+  void on_shared(const RegionMessage& answer, std::string_view reason);
+  void tell_staged(int from, int to, std::string_view why);
   bool reap();
   // Receiving.
   bool consume();
@@ -125,7 +130,7 @@ class LocalPath final : public Path, private EventSink {
   bool end_placed();
   void receive_regions();
   Result<void> on_region(UnixMessage& message);
-  void answer_gpu_region(std::uint32_t number, const Result<int>& device);
+  void answer_gpu_region(std::uint32_t number, const Result<void>& opened);
 
   std::uint64_t wanted_progress() const;
   void wake_peer();
@@ -146,10 +151,11 @@ class LocalPath final : public Path, private EventSink {
   std::uint64_t reaped_ = 0;
   std::deque<Batch> unacked_;
   std::deque<Staged> staged_;
-  std::size_t slots_ = 0;                                    // of both
-  std::unordered_map<std::uint64_t, std::uint32_t> shared_;  // region key → number
-  std::unordered_map<std::uint64_t, Shared> shared_gpu_;     // likewise
+  std::size_t slots_ = 0;                                       // of both
+  std::unordered_map<std::uint64_t, std::uint32_t> shared_;     // region key → number
+  std::map<std::pair<std::uint64_t, int>, Shared> shared_gpu_;  // also by the reading GPU
   std::uint32_t next_number_ = 0;
+  std::set<std::pair<int, int>> told_staged_;  // between which GPUs
 
   std::uint64_t taken_ = 0;                // looked at
   std::uint64_t consumed_ = 0;             // and counted
@@ -157,6 +163,7 @@ class LocalPath final : public Path, private EventSink {
   std::vector<PageCopy> copies_;
   std::deque<Placing> placing_;
   bool waits_ = false;  // for room at a GPU
+  std::function<void(std::string notice)> tell_;
   GpuSources gpu_sources_;
   // The launch that batches are being collected for.
   std::shared_ptr<cuda::Gpu> collecting_;

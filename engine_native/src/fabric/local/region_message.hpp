@@ -12,17 +12,20 @@ namespace kvxfer::local {
 
 struct RegionMessage {
   // share: comes with the region's memfd. share_gpu: begins a GpuRegionMessage, which the other
-  // side answers with opened or refused.
+  // side answers with opened, or with refused and the reason behind it.
   enum class Kind : std::uint32_t { share = 1, forget = 2, share_gpu = 3, opened = 4, refused = 5 };
+  static constexpr std::size_t kMostReason = 400;
   Kind kind;
   std::uint32_t number;
-  std::uint64_t size;  // opened: of the GPU, by its number there
+  std::uint64_t size;  // shared: of the region; refused: of the reason
 
   std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
   static std::optional<RegionMessage> parse(std::string_view bytes) {
     RegionMessage message;
-    if (bytes.size() != sizeof message) return std::nullopt;
+    if (bytes.size() < sizeof message) return std::nullopt;
     std::memcpy(&message, bytes.data(), sizeof message);
+    const std::size_t reason = message.kind == Kind::refused ? message.size : 0;
+    if (reason > kMostReason || bytes.size() != sizeof message + reason) return std::nullopt;
     const bool known = message.kind == Kind::share || message.kind == Kind::forget ||
                        message.kind == Kind::opened || message.kind == Kind::refused;
     return known ? std::optional(message) : std::nullopt;
@@ -30,13 +33,14 @@ struct RegionMessage {
 };
 static_assert(sizeof(RegionMessage) == 16);
 
-// A region of a GPU's memory: by the handle of the allocation that it lies in, or by its address
-// where both engines are in one process.
+// A region of a GPU's memory, for one GPU of the peer's to read: by the handle of the allocation
+// that it lies in, or by its address where both engines are in one process.
 struct GpuRegionMessage {
   RegionMessage head;
   std::uint64_t offset;   // of the region in that allocation
   std::uint64_t address;  // of the region in the sender's process
-  cuda::Uuid gpu;
+  std::uint32_t device;   // that it is memory of, by its number there
+  std::uint32_t reader;   // that is to read it, by its number over here
   cuda::IpcHandle handle;
 
   std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
@@ -48,6 +52,6 @@ struct GpuRegionMessage {
     return message;
   }
 };
-static_assert(sizeof(GpuRegionMessage) == 112);
+static_assert(sizeof(GpuRegionMessage) == 104);
 
 }  // namespace kvxfer::local

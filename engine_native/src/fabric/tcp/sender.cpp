@@ -88,7 +88,7 @@ std::size_t Sender::stage(const OperationPtr& operation, const WriteRange& range
                      .bytes = bytes,
                      .gpu = source.gpu(),
                      .copied = copies > 0 ? source.gpu()->launch(copies) : 0});
-  unacked_.push_back({operation, batch, bytes});
+  unacked_.push_back({operation, batch, bytes, true});
   unacked_bytes_ += bytes;
   return count;
 }
@@ -191,6 +191,7 @@ Result<void> Sender::on_ack(std::uint64_t sequence, Errc status, std::string_vie
     const bool refused = last_acked_ == sequence && status != Errc::ok;
     if (!refused) {
       stats.bytes_sent += batch.bytes;
+      if (batch.staged) stats.bytes_staged += batch.bytes;
       stats.writes_sent += batch.writes.count;
     }
     events.on_finished(batch.operation, batch.writes,

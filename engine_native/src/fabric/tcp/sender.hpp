@@ -55,6 +55,7 @@ class Sender {
     OperationPtr operation;
     WriteRange writes;
     std::uint64_t bytes;
+    bool staged = false;
   };
 
   // Copied, or being copied, out of a GPU. They are the last of unacked_.

@@ -1,0 +1,13 @@
+// How soon a write begins that waits for a stream.
+#pragma once
+
+namespace kvxfer::gpu_bench {
+
+// Medians of many rounds, in nanoseconds after a stream may go on behind what it waits for.
+struct Reactions {
+  double spinner;  // until a thread that does nothing else sees the word that the stream counts up
+  double written;  // until the first bytes of a write that waits for that word are at the peer
+};
+Reactions measure_reactions();
+
+}  // namespace kvxfer::gpu_bench
