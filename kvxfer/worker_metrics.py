@@ -65,6 +65,12 @@ class WorkerMetrics(Collector):
         )
         read(
             "counter",
+            "kvxfer_engine_staged_bytes_total",
+            "Payload bytes that were delivered out of a GPU by way of host memory.",
+            samples=lambda: {(): self._engine.stats()["bytes_staged"]},
+        )
+        read(
+            "counter",
             "kvxfer_engine_writes_total",
             "Writes that were delivered (sent) or placed (received).",
             "direction",

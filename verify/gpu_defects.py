@@ -80,8 +80,26 @@ DEFECTS: Final = (
     Defect(
         "no context is current",
         "cuda/gpu.hpp",
-        "    pushed_ = driver.ctx_push_current(context) == kSuccess;",
-        "    (void)context;",
+        "    pushed_ = driver.ctx_push_current(context);",
+        "    pushed_ = context ? kSuccess : kInvalidContext;",
+    ),
+    Defect(
+        "another GPU's memory is read before that is permitted",
+        "cuda/gpu.cpp",
+        "driver_->ctx_enable_peer_access(peer, 0)",
+        "(kSuccess)",
+    ),
+    Defect(
+        "mapped memory is read before that is permitted",
+        "cuda/gpu.cpp",
+        "driver_->mem_set_access(base, total, &access, 1)",
+        "(void(access), kSuccess)",
+    ),
+    Defect(
+        "where the context is gone, another GPU's memory is taken",
+        "cuda/gpu.hpp",
+        'return check(current.status(), "cuCtxPushCurrent");',
+        "return current.status() == kSuccess ? Result<void>() : Result<void>();",
     ),
     Defect(
         "a stream's count runs on another stream",

@@ -100,6 +100,10 @@ CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice device) {
   return Driver::instance().release(device);
 }
 
+CUresult CUDAAPI cuDevicePrimaryCtxReset(CUdevice device) {
+  return Driver::instance().reset(device);
+}
+
 CUresult CUDAAPI cuDevicePrimaryCtxGetState(CUdevice device, unsigned int* flags, int* active) {
   if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
   *flags = 0;

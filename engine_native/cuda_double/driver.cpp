@@ -73,6 +73,16 @@ CUresult Driver::release(CUdevice device) {
   return CUDA_SUCCESS;
 }
 
+CUresult Driver::reset(CUdevice device) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    if (!contexts_[device]) return CUDA_SUCCESS;
+    contexts_[device]->retained = 1;
+  }
+  return release(device);
+}
+
 Context* Driver::of(CUcontext context) const {
   const std::lock_guard lock(mutex_);
   for (const auto& [device, known] : contexts_) {

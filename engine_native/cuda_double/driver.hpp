@@ -64,6 +64,8 @@ class Driver {
   // --- contexts
   CUresult retain(CUdevice device, CUcontext* context);
   CUresult release(CUdevice device);
+  // All that the context has ends with it, whoever retains it.
+  CUresult reset(CUdevice device);
   // The calling thread's, or why a call that needs one is refused.
   CUresult current(Context** context) const;
   // The same, for a call that a capture may forbid.

@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
 #include <unordered_map>
@@ -60,6 +61,12 @@ class Backing {
   int device_;
 };
 
+// Memory that cuMemCreate made, or that was imported.
+struct Physical {
+  std::shared_ptr<Backing> backing;
+  CUmemAllocationProp properties{};
+};
+
 struct Mapping {
   CUdeviceptr base = 0;
   std::size_t size = 0;
@@ -68,24 +75,21 @@ struct Mapping {
   CUdevice device = 0;
   std::shared_ptr<Backing> backing;  // null where the processor reaches it
   std::size_t offset = 0;            // within it
+  std::optional<Physical> physical;  // vmm
   std::set<CUdevice> access;         // vmm: what cuMemSetAccess() has permitted
   PointPtr allocated;                // pool: where its stream has come to the allocation
-  bool mappable = true;              // may be registered with a NIC
   std::uint64_t buffer_id = 0;
   bool sync_memops = false;
 
   bool on_host() const { return kind == Kind::host || kind == Kind::registered; }
   bool accessible() const { return kind != Kind::vmm || !access.empty(); }
+  // May be registered with a NIC.
+  bool mappable() const {
+    return !physical || physical->properties.allocFlags.gpuDirectRDMACapable != 0;
+  }
   std::byte* alias() const {
     return backing ? backing->bytes() + offset : reinterpret_cast<std::byte*>(base);
   }
-};
-
-// Memory that cuMemCreate made, or that was imported.
-struct Physical {
-  std::shared_ptr<Backing> backing;
-  CUmemAllocationProp properties{};
-  unsigned references = 1;
 };
 
 // All that one process has. Any thread.

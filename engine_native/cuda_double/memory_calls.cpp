@@ -65,7 +65,7 @@ CUresult attribute_of(const Mapping& mapping, CUpointer_attribute attribute, CUd
       return put(mapping.kind == Kind::pool ? pool_of(mapping.device) : CUmemoryPool{});
     case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE:
       return put(static_cast<unsigned int>(mapping.kind == Kind::device ||
-                                           (mapping.kind == Kind::vmm && mapping.mappable)));
+                                           (mapping.kind == Kind::vmm && mapping.mappable())));
     case CU_POINTER_ATTRIBUTE_MAPPED:
       return put(static_cast<unsigned int>(1));
     default:

@@ -158,7 +158,16 @@ CUresult CUDAAPI cuMemMap(CUdeviceptr address, size_t size, size_t offset,
                             .kind = Kind::vmm,
                             .device = physical->properties.location.id,
                             .backing = physical->backing,
-                            .mappable = physical->properties.allocFlags.gpuDirectRDMACapable != 0});
+                            .physical = *physical});
+}
+
+// A handle of what is mapped there, to be released like any other.
+CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address) {
+  Driver& driver = Driver::instance();
+  const auto mapping = driver.memory.find(reinterpret_cast<CUdeviceptr>(address));
+  if (!handle || !mapping || !mapping->physical) return CUDA_ERROR_INVALID_VALUE;
+  *handle = driver.memory.keep(*mapping->physical);
+  return CUDA_SUCCESS;
 }
 
 CUresult CUDAAPI cuMemSetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc* access,
@@ -173,6 +182,9 @@ CUresult CUDAAPI cuMemSetAccess(CUdeviceptr address, size_t size, const CUmemAcc
       const CUdevice device = access[i].location.id;
       if (access[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE || !driver.is_device(device)) {
         return CUDA_ERROR_INVALID_VALUE;
+      }
+      if (device != mapping->device && !driver.peers_reach) {
+        return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
       }
       if (access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
         mapping->access.insert(device);
@@ -252,7 +264,7 @@ CUresult CUDAAPI cuMemGetHandleForAddressRange(void* handle, CUdeviceptr address
       size > (mapping->size + page - 1) / page * page - (address - mapping->base)) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  if (!mapping->mappable) return CUDA_ERROR_NOT_SUPPORTED;
+  if (!mapping->mappable()) return CUDA_ERROR_NOT_SUPPORTED;
   // A dmabuf begins at the range; a memfd knows its position, each time that it is opened.
   const std::string file = "/proc/self/fd/" + std::to_string(mapping->backing->fd());
   const int fd = ::open(file.c_str(), O_RDWR);

@@ -56,16 +56,17 @@ class Local {
     require(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0,
             "the system has sockets");
     peer_ = UniqueFd(ends[1]);
-    path_ = opened(local::LocalPath::open(
-        {.socket = UniqueFd(ends[0]),
-         .out = mapped_again(ours_),
-         .in = mapped_again(theirs_),
-         .wake_peer = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-         .pid = ::getpid(),
-         .pidfd = local::open_pidfd(::getpid()),
-         .peer_reads_us = true,
-         .we_read_peer = true},
-        {kPeer, "peer"}, world_.poller, world_.receive_context(), books_, {gpus_, background_}));
+    path_ = opened(
+        local::LocalPath::open({.socket = UniqueFd(ends[0]),
+                                .out = mapped_again(ours_),
+                                .in = mapped_again(theirs_),
+                                .wake_peer = UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+                                .pid = ::getpid(),
+                                .pidfd = local::open_pidfd(::getpid()),
+                                .peer_reads_us = true,
+                                .we_read_peer = true},
+                               {kPeer, "peer"}, world_.poller, world_.receive_context(), books_,
+                               {gpus_, background_, [](const std::string&) {}}));
   }
 
   void act(Input& input) {

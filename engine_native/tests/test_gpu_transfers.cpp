@@ -60,11 +60,13 @@ class Memory {
 };
 
 // An address of GPU 0 behind which memory of cuMemCreate comes and goes, as where an inference
-// engine sleeps and wakes.
+// engine sleeps and wakes. `files`: other processes may map it.
 class Sleeper {
  public:
-  Sleeper() { REQUIRE(CU(MemAddressReserve)(&address_, kBlock, 0, 0, 0) == CUDA_SUCCESS); }
-  ~Sleeper() { CU(MemAddressFree)(address_, kBlock); }
+  explicit Sleeper(std::size_t blocks = 1, bool files = false) : files_(files), handles_(blocks) {
+    REQUIRE(CU(MemAddressReserve)(&address_, size(), 0, 0, 0) == CUDA_SUCCESS);
+  }
+  ~Sleeper() { CU(MemAddressFree)(address_, size()); }
   Sleeper(const Sleeper&) = delete;
   Sleeper& operator=(const Sleeper&) = delete;
 
@@ -73,22 +75,28 @@ class Sleeper {
     wanted.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     wanted.allocFlags.gpuDirectRDMACapable = 1;
-    REQUIRE(CU(MemCreate)(&handle_, kBlock, &wanted, 0) == CUDA_SUCCESS);
-    REQUIRE(CU(MemMap)(address_, kBlock, 0, handle_, 0) == CUDA_SUCCESS);
+    if (files_) wanted.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    CUdeviceptr at = address_;
+    for (CUmemGenericAllocationHandle& handle : handles_) {
+      REQUIRE(CU(MemCreate)(&handle, kBlock, &wanted, 0) == CUDA_SUCCESS);
+      REQUIRE(CU(MemMap)(std::exchange(at, at + kBlock), kBlock, 0, handle, 0) == CUDA_SUCCESS);
+    }
     CUmemAccessDesc access{};
     access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    REQUIRE(CU(MemSetAccess)(address_, kBlock, &access, 1) == CUDA_SUCCESS);
+    REQUIRE(CU(MemSetAccess)(address_, size(), &access, 1) == CUDA_SUCCESS);
   }
   void sleep() const {
-    REQUIRE(CU(MemUnmap)(address_, kBlock) == CUDA_SUCCESS);
-    REQUIRE(CU(MemRelease)(handle_) == CUDA_SUCCESS);
+    REQUIRE(CU(MemUnmap)(address_, size()) == CUDA_SUCCESS);
+    for (const auto handle : handles_) REQUIRE(CU(MemRelease)(handle) == CUDA_SUCCESS);
   }
   CUdeviceptr address() const { return address_; }
+  std::size_t size() const { return handles_.size() * kBlock; }
 
  private:
+  bool files_;
   CUdeviceptr address_ = 0;
-  CUmemGenericAllocationHandle handle_ = 0;
+  std::vector<CUmemGenericAllocationHandle> handles_;
 };
 
 struct Way {
@@ -168,7 +176,7 @@ TEST_CASE("scattered pages go from and to memory of a GPU") {
 TEST_CASE("more pages than there is room for go from and to a GPU") {
   const CudaDriver driver;
   constexpr std::size_t kSmall = 64;
-  constexpr std::size_t kMany = 60'000;
+  constexpr std::size_t kMany = 20'000;
   Random random;
   INFO("KVXFER_TEST_SEED=", random.seed);
   for (const Way& way : ways()) {
@@ -387,17 +395,28 @@ TEST_CASE("the double: pages go to another GPU, which reads them, else by way of
   const Memory source(pair.writer, true, kBlock);
   CHECK(write_to_second_gpu(pair, source.region(), random) == 0);
 
+  // Memory of cuMemCreate, from the middle of one allocation to the end of the next but one.
+  const auto staged_of = [&](Sleeper& memory) {
+    memory.wake();
+    const std::uint64_t before = pair.writer->stats().bytes_staged;
+    constexpr std::size_t kInto = 4096;
+    const RegionPtr region = good(pair.writer->register_memory(
+        reinterpret_cast<void*>(memory.address() + kInto), memory.size() - kInto));
+    const std::uint64_t after = write_to_second_gpu(pair, region, random);
+    good(pair.writer->deregister(region));
+    memory.sleep();
+    return after - before;
+  };
+  Sleeper with_files(3, true);
+  CHECK(staged_of(with_files) == 0);
+  CHECK(staged_of(with_files) == 0);
+
   // Said once for each way that is not taken.
-  Sleeper sleeper;
-  sleeper.wake();
-  const RegionPtr created =
-      good(pair.writer->register_memory(reinterpret_cast<void*>(sleeper.address()), kBlock));
-  CHECK(write_to_second_gpu(pair, created, random) == 2 * kBlock);
-  good(pair.writer->deregister(created));
-  sleeper.sleep();
-  const std::string no_handle = pair.writer.await(Completion::Kind::notice).text;
-  CHECK_MESSAGE(no_handle.find("by way of host memory: CUDA has no handle") != std::string::npos,
-                no_handle);
+  Sleeper without(2);
+  CHECK(staged_of(without) > 0);
+  const std::string no_file = pair.writer.await(Completion::Kind::notice).text;
+  CHECK_MESSAGE(no_file.find("by way of host memory: CUDA has no file of it") != std::string::npos,
+                no_file);
 
   DOUBLE(peers)(false);
   Pair apart("local");
@@ -409,6 +428,40 @@ TEST_CASE("the double: pages go to another GPU, which reads them, else by way of
                            "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"}) {
     CHECK_MESSAGE(refused.find(part) != std::string::npos, refused);
   }
+}
+
+TEST_CASE("the double: a GPU whose context is destroyed is lost, and gives no other's memory") {
+  const CudaDriver driver;
+  CUcontext second = nullptr;
+  REQUIRE(CU(DevicePrimaryCtxRetain)(&second, 1) == CUDA_SUCCESS);
+  for (const std::string fabric : {"tcp", "local"}) {
+    CAPTURE(fabric);
+    Pair pair(fabric);
+    const RegionPtr source = good(pair.writer->allocate_on_gpu(0, kBlock));
+    const RegionPtr there = good(pair.reader->allocate_on_gpu(0, kBlock));
+    const Memory from_host(pair.writer, false, kBlock);
+    const Memory to_host(pair.reader, false, kBlock);
+    write_and_count(pair.writer, pair.to_reader, pair.reader, source, there, {0, 0, kBlock});
+    REQUIRE(CU(DevicePrimaryCtxReset)(0) == CUDA_SUCCESS);
+    for (const auto& [from, to] : {std::pair(source, there), std::pair(source, to_host.region()),
+                                   std::pair(from_host.region(), there)}) {
+      const auto lost =
+          good(pair.writer->write(pair.to_reader, from, to->descriptor(), {0, 0, kBlock}));
+      CHECK(pair.writer.await(Completion::Kind::write, lost.id).code == Errc::gpu_lost);
+    }
+    REQUIRE(CU(CtxPushCurrent)(second) == CUDA_SUCCESS);
+    const auto refused = pair.writer->allocate_on_gpu(0, kBlock);
+    REQUIRE(CU(CtxPopCurrent)(nullptr) == CUDA_SUCCESS);
+    REQUIRE(!refused);
+    CHECK(refused.error().code == Errc::gpu_lost);
+    from_host.write(Bytes(kBlock, std::byte{3}));
+    write_and_count(pair.writer, pair.to_reader, pair.reader, from_host.region(), to_host.region(),
+                    {0, 0, kBlock});
+    CHECK(to_host.read() == Bytes(kBlock, std::byte{3}));
+    good(pair.writer->deregister(source));
+    good(pair.reader->deregister(there));
+  }
+  REQUIRE(CU(DevicePrimaryCtxRelease)(1) == CUDA_SUCCESS);
 }
 
 #ifdef KVXFER_HAVE_VERBS

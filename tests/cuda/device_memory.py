@@ -18,6 +18,26 @@ def free(address: int) -> None:
     good(driver.cuMemFree(address))
 
 
+def create(nbytes: int) -> int:
+    """Memory of cuMemCreate that other processes may map, of GPU 0; for good."""
+    location = driver.CUmemLocation()
+    location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    location.id = 0
+    wanted = driver.CUmemAllocationProp()
+    wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.location = location
+    wanted.requestedHandleTypes = (
+        driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    )
+    access = driver.CUmemAccessDesc()
+    access.location = location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    address = good(driver.cuMemAddressReserve(nbytes, 0, 0, 0))
+    good(driver.cuMemMap(address, nbytes, 0, good(driver.cuMemCreate(nbytes, wanted, 0)), 0))
+    good(driver.cuMemSetAccess(address, nbytes, [access], 1))
+    return int(address)
+
+
 def write(address: int, data: bytes) -> None:
     good(driver.cuMemcpyHtoD(address, data, len(data)))
 

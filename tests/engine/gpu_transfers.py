@@ -168,10 +168,7 @@ async def other_gpus(fabric: str) -> None:
             memory = engine.alloc(PEER_BYTES, gpu=0)
             peer = await engine.connect(other.address, PATIENCE)
             for round_ in range(2):
-                data = random.Random(round_).randbytes(PEER_BYTES)
-                fill(memory, data)
-                await peer.write(memory.region, theirs, length=PEER_BYTES)
-                assert bytes.fromhex((await ask(other, "read"))["data"]) == data
+                await write_there(peer, memory.region, theirs, other, round_)
             memory.close()
             return engine.stats()["bytes_staged"]
 
@@ -188,6 +185,31 @@ async def other_gpus(fabric: str) -> None:
         said = [each for each in notices.seen if "by way of host memory" in each]
         assert len(said) == (fabric == "local" and not reads), said
     await all_is_freed(before)
+
+
+async def write_there(
+    peer: Peer, region: MemoryRegion, theirs: bytes, other: WorkerProcess, seed: int
+) -> None:
+    """All of the other process' memory, which it then reads."""
+    data = random.Random(seed).randbytes(PEER_BYTES)
+    device_memory.write(region.address, data)
+    await peer.write(region, theirs, length=PEER_BYTES)
+    assert bytes.fromhex((await ask(other, "read"))["data"]) == data
+
+
+async def created(fabric: str) -> None:
+    """Memory of cuMemCreate that has files is mapped by the other process."""
+    mapped = device_memory.create(PEER_BYTES)
+    with WorkerProcess("tests.engine.gpu_peer", "there", fabric) as other:
+        async with new_engine(fabric, "here") as engine:
+            theirs = await descriptor_of(other)
+            region = engine.register(mapped, PEER_BYTES)
+            peer = await engine.connect(other.address, PATIENCE)
+            for round_ in range(2):
+                await write_there(peer, region, theirs, other, round_)
+            by_host = 0 if fabric == "local" else 2 * PEER_BYTES
+            assert engine.stats()["bytes_staged"] == by_host
+            region.close()
 
 
 class Notices(logging.Handler):
@@ -387,7 +409,8 @@ async def ask(other: WorkerProcess, do: str, **arguments: Any) -> dict[str, Any]
 
 
 CASES: Final[dict[str, Callable[[str], Awaitable[None]]]] = {
-    case.__name__: case for case in (writes, two_processes, other_gpus, lost, streams, probed, killed)
+    case.__name__: case
+    for case in (writes, two_processes, other_gpus, created, lost, streams, probed, killed)
 }
 
 if __name__ == "__main__":

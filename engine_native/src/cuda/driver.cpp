@@ -57,7 +57,6 @@ std::shared_ptr<const Driver> calls_of(void* library) {
   find("cuMemsetD8Async", driver->memset_d8_async);
   find("cuMemcpyHtoDAsync", driver->memcpy_htod_async);
   find("cuMemcpyDtoHAsync", driver->memcpy_dtoh_async);
-  find("cuMemHostAlloc", driver->mem_host_alloc)("cuMemFreeHost", driver->mem_free_host);
   find("cuMemHostRegister", driver->mem_host_register);
   find("cuMemHostUnregister", driver->mem_host_unregister);
   find("cuPointerGetAttributes", driver->pointer_get_attributes);
@@ -67,6 +66,14 @@ std::shared_ptr<const Driver> calls_of(void* library) {
   find("cuIpcGetMemHandle", driver->ipc_get_mem_handle);
   find("cuIpcOpenMemHandle", driver->ipc_open_mem_handle);
   find("cuIpcCloseMemHandle", driver->ipc_close_mem_handle);
+  find("cuMemRetainAllocationHandle", driver->mem_retain_allocation_handle);
+  find("cuMemRelease", driver->mem_release);
+  find("cuMemExportToShareableHandle", driver->mem_export_to_shareable_handle);
+  find("cuMemImportFromShareableHandle", driver->mem_import_from_shareable_handle);
+  find("cuMemAddressReserve", driver->mem_address_reserve);
+  find("cuMemAddressFree", driver->mem_address_free);
+  find("cuMemMap", driver->mem_map)("cuMemUnmap", driver->mem_unmap);
+  find("cuMemSetAccess", driver->mem_set_access);
   return find.complete() ? driver : nullptr;
 }
 

@@ -32,9 +32,17 @@ using EventHandle = struct CUevent_st*;
 using Module = struct CUmod_st*;
 using Function = struct CUfunc_st*;
 
+using AllocationHandle = unsigned long long;  // CUmemGenericAllocationHandle
+
 // CUipcMemHandle
 struct IpcHandle {
   std::array<char, 64> bytes{};
+};
+// CUmemAccessDesc
+struct MemAccess {
+  int location_type;
+  int location;
+  int flags;
 };
 
 // CUpointer_attribute, CUmemorytype
@@ -55,10 +63,13 @@ inline constexpr int kOrderedForOwner = 100;  // CU_GPU_DIRECT_RDMA_WRITES_ORDER
 // Flags and modes
 inline constexpr int kFlushContext = 0;        // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
 inline constexpr int kFlushForOwner = 100;     // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+inline constexpr int kPosixFile = 1;           // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+inline constexpr int kLocationDevice = 1;      // CU_MEM_LOCATION_TYPE_DEVICE
+inline constexpr int kReadWrite = 3;           // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 inline constexpr int kDmabuf = 1;              // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 inline constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
 inline constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
-inline constexpr unsigned kPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_PORTABLE
+inline constexpr unsigned kPortable = 1;       // CU_MEMHOSTREGISTER_PORTABLE
 inline constexpr unsigned kLazyPeerAccess = 1;  // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 inline constexpr int kRelaxed = 2;              // CU_STREAM_CAPTURE_MODE_RELAXED
 inline constexpr int kCapturing = 1;            // CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -110,8 +121,6 @@ struct Driver {
                               StreamHandle stream) = nullptr;
   Status (*memcpy_dtoh_async)(void* to, Address from, std::size_t bytes,
                               StreamHandle stream) = nullptr;
-  Status (*mem_host_alloc)(void** address, std::size_t bytes, unsigned flags) = nullptr;
-  Status (*mem_free_host)(void* address) = nullptr;
   Status (*mem_host_register)(void* address, std::size_t bytes, unsigned flags) = nullptr;
   Status (*mem_host_unregister)(void* address) = nullptr;
   Status (*pointer_get_attributes)(unsigned count, int* attributes, void** data,
@@ -123,6 +132,20 @@ struct Driver {
   Status (*ipc_get_mem_handle)(IpcHandle* handle, Address address) = nullptr;
   Status (*ipc_open_mem_handle)(Address* address, IpcHandle handle, unsigned flags) = nullptr;
   Status (*ipc_close_mem_handle)(Address address) = nullptr;
+  Status (*mem_retain_allocation_handle)(AllocationHandle* handle, void* address) = nullptr;
+  Status (*mem_release)(AllocationHandle handle) = nullptr;
+  Status (*mem_export_to_shareable_handle)(void* to, AllocationHandle handle, int type,
+                                           unsigned long long flags) = nullptr;
+  Status (*mem_import_from_shareable_handle)(AllocationHandle* handle, void* from,
+                                             int type) = nullptr;
+  Status (*mem_address_reserve)(Address* address, std::size_t bytes, std::size_t alignment,
+                                Address wanted, unsigned long long flags) = nullptr;
+  Status (*mem_address_free)(Address address, std::size_t bytes) = nullptr;
+  Status (*mem_map)(Address address, std::size_t bytes, std::size_t offset, AllocationHandle handle,
+                    unsigned long long flags) = nullptr;
+  Status (*mem_unmap)(Address address, std::size_t bytes) = nullptr;
+  Status (*mem_set_access)(Address address, std::size_t bytes, const MemAccess* access,
+                           std::size_t count) = nullptr;
 };
 
 }  // namespace kvxfer::cuda

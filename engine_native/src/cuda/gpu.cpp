@@ -73,19 +73,19 @@ Result<void> Gpu::start() {
   constexpr std::size_t kCopies = kLaunches * kCopiesBytes;
   constexpr std::size_t kStaging = kSlots * kSlotBytes;
   constexpr std::size_t kAllWords = 2 * kWords * sizeof(WatchWord);
-  void* memory = nullptr;
-  const Status pinned = cuda.mem_host_alloc(&memory, kCopies + kStaging + kAllWords, kPortable);
-  if (auto good = check(pinned, "cuMemHostAlloc"); !good) return good;
-  pinned_ = static_cast<std::byte*>(memory);
-  receiving_.emplace(std::span(pinned_ + kCopies, kStaging));
-  auto* const words = new (pinned_ + kCopies + kStaging) WatchWord[2 * kWords];
+  for (const auto& [memory, bytes] :
+       {std::pair(&own_, kCopies + kStaging + kAllWords), std::pair(&to_send_, kStaging)}) {
+    auto made = MemoryRegion::allocate({}, bytes);
+    if (!made) return made.error();
+    const Status registered = cuda.mem_host_register((*made)->host(), bytes, kPortable);
+    if (auto good = check(registered, "cuMemHostRegister"); !good) return good;
+    *memory = std::move(*made);
+  }
+  std::byte* const staging = own_->host() + kCopies;
+  receiving_.emplace(std::span(staging, kStaging));
+  auto* const words = new (staging + kStaging) WatchWord[2 * kWords];
   counted_words_.emplace(std::span(words, kWords));
   awaited_words_.emplace(std::span(words + kWords, kWords));
-  auto shared = MemoryRegion::allocate({}, kStaging);
-  if (!shared) return shared.error();
-  const Status registered = cuda.mem_host_register((*shared)->host(), kStaging, kPortable);
-  if (auto good = check(registered, "cuMemHostRegister"); !good) return good;
-  to_send_ = std::move(*shared);
   sending_.emplace(std::span(to_send_->host(), kStaging));
   return {};
 }
@@ -94,9 +94,10 @@ Gpu::~Gpu() {
   if (!context_) return;
   {
     const Current current(*driver_, context_);
-    // Waits for what is under way.
-    if (pinned_) driver_->mem_free_host(pinned_);
-    if (to_send_) driver_->mem_host_unregister(to_send_->host());
+    if (stream_) driver_->stream_synchronize(stream_);
+    for (const auto& memory : {own_, to_send_}) {
+      if (memory) driver_->mem_host_unregister(memory->host());
+    }
     for (EventHandle event : events_) {
       if (event) driver_->event_destroy(event);
     }
@@ -119,6 +120,7 @@ void Gpu::fail(Status status, const char* call) {
 
 Result<Address> Gpu::allocate(std::size_t bytes) const {
   const Current current(*driver_, context_);
+  if (auto good = check(current); !good) return good.error();
   Address address = 0;
   const Status status = driver_->mem_alloc(&address, bytes);
   if (status == kOutOfMemory) {
@@ -145,6 +147,7 @@ void Gpu::free(Address address) const {
 // The engine's own stream would make it wait for copies of transfers, and these for it.
 Result<void> Gpu::copy(const std::function<Status(StreamHandle)>& start, const char* call) const {
   const Current current(*driver_, context_);
+  if (auto good = check(current); !good) return good;
   StreamHandle stream = nullptr;
   if (auto good = check(driver_->stream_create(&stream, kNonBlocking), "cuStreamCreate"); !good) {
     return good;
@@ -186,6 +189,14 @@ Address Gpu::start_of(Address address) const {
   return start;
 }
 
+std::size_t Gpu::size_of(Address address) const {
+  int wanted = kRangeSize;
+  std::size_t size = 0;
+  void* answer = &size;
+  driver_->pointer_get_attributes(1, &wanted, &answer, address);
+  return size;
+}
+
 bool Gpu::holds(Address address, std::size_t bytes) const {
   std::array<int, 2> wanted{kRangeStart, kRangeSize};
   Address start = 0;
@@ -197,13 +208,79 @@ bool Gpu::holds(Address address, std::size_t bytes) const {
 
 Result<std::unique_ptr<ImportedMemory>> Gpu::import(const IpcHandle& handle) {
   const Current current(*driver_, context_);
+  if (auto good = check(current); !good) return good.error();
   Address base = 0;
   if (auto good =
           check(driver_->ipc_open_mem_handle(&base, handle, kLazyPeerAccess), "cuIpcOpenMemHandle");
       !good) {
     return good.error();
   }
-  return std::make_unique<ImportedMemory>(shared_from_this(), base);
+  return std::make_unique<ImportedMemory>(shared_from_this(), base, 0);
+}
+
+Result<FileParts> Gpu::files_of(Address address, std::size_t bytes) const {
+  const Current current(*driver_, context_);
+  FileParts files{.offset = address - start_of(address)};
+  for (Address at = address - files.offset; at < address + bytes;) {
+    if (files.parts.size() == FileParts::kMost) {
+      return Error{Errc::fabric_unavailable,
+                   "it lies in more than " + std::to_string(FileParts::kMost) + " allocations"};
+    }
+    AllocationHandle handle = 0;
+    if (driver_->mem_retain_allocation_handle(&handle, reinterpret_cast<void*>(at)) != kSuccess) {
+      return Error{Errc::fabric_unavailable,
+                   "CUDA has no handle of it; memory of cuMemAlloc and of cuMemCreate has one"};
+    }
+    int fd = -1;
+    const Status exported = driver_->mem_export_to_shareable_handle(&fd, handle, kPosixFile, 0);
+    driver_->mem_release(handle);
+    if (exported != kSuccess) {
+      return Error{Errc::fabric_unavailable,
+                   "CUDA has no file of it (" + driver_->name_of(exported) +
+                       "); cuMemCreate has to ask for one by requestedHandleTypes"};
+    }
+    ::fcntl(fd, F_SETFD, FD_CLOEXEC);
+    files.parts.push_back({.file = UniqueFd(fd), .size = size_of(at)});
+    at += files.parts.back().size;
+  }
+  return files;
+}
+
+Result<std::unique_ptr<ImportedMemory>> Gpu::import(const FileParts& files) {
+  std::size_t total = 0;
+  for (const auto& part : files.parts) total += part.size;
+  const Current current(*driver_, context_);
+  if (auto good = check(current); !good) return good.error();
+  Address base = 0;
+  if (auto good = check(driver_->mem_address_reserve(&base, total, 0, 0, 0), "cuMemAddressReserve");
+      !good) {
+    return good.error();
+  }
+  Address at = base;
+  const auto map = [&](const FileParts::Part& part) -> Result<void> {
+    AllocationHandle handle = 0;
+    void* const file = reinterpret_cast<void*>(static_cast<std::intptr_t>(part.file.get()));
+    if (auto good = check(driver_->mem_import_from_shareable_handle(&handle, file, kPosixFile),
+                          "cuMemImportFromShareableHandle");
+        !good) {
+      return good;
+    }
+    const Status mapped = driver_->mem_map(at, part.size, 0, handle, 0);
+    driver_->mem_release(handle);  // the mapping keeps the memory
+    if (mapped == kSuccess) at += part.size;
+    return check(mapped, "cuMemMap");
+  };
+  Result<void> all;
+  for (const auto& part : files.parts) {
+    if (all) all = map(part);
+  }
+  const MemAccess access{
+      .location_type = kLocationDevice, .location = device_, .flags = kReadWrite};
+  if (all) all = check(driver_->mem_set_access(base, total, &access, 1), "cuMemSetAccess");
+  if (all) return std::make_unique<ImportedMemory>(shared_from_this(), base, total);
+  if (at > base) driver_->mem_unmap(base, at - base);
+  driver_->mem_address_free(base, total);
+  return all.error();
 }
 
 Result<void> Gpu::reach(int device) const {
@@ -220,11 +297,21 @@ Result<void> Gpu::reach(int device) const {
   return enabled == kPeerAccessEnabled ? Result<void>() : check(enabled, "cuCtxEnablePeerAccess");
 }
 
-ImportedMemory::~ImportedMemory() { gpu_->close_imported(base_); }
+ImportedMemory::~ImportedMemory() { gpu_->close_imported(base_, mapped_); }
 
-void Gpu::close_imported(Address base) const {
+bool ImportedMemory::holds(std::uint64_t offset, std::uint64_t bytes) const {
+  if (mapped_ > 0) return offset <= mapped_ && bytes <= mapped_ - offset;
+  return offset <= UINT64_MAX - bytes && gpu_->holds(base_, offset + bytes);
+}
+
+void Gpu::close_imported(Address base, std::size_t mapped) const {
   const Current current(*driver_, context_);
-  driver_->ipc_close_mem_handle(base);
+  if (mapped == 0) {
+    driver_->ipc_close_mem_handle(base);
+  } else {
+    driver_->mem_unmap(base, mapped);
+    driver_->mem_address_free(base, mapped);
+  }
 }
 
 // --- memory that NICs reach ------------------------------------------------------------------
@@ -314,7 +401,8 @@ std::span<DeviceCopy> Gpu::room() {
 }
 
 std::span<DeviceCopy> Gpu::copies_of(Ticket ticket) const {
-  return {reinterpret_cast<DeviceCopy*>(pinned_ + ticket % kLaunches * kCopiesBytes), kMaxCopies};
+  return {reinterpret_cast<DeviceCopy*>(own_->host() + ticket % kLaunches * kCopiesBytes),
+          kMaxCopies};
 }
 
 Ticket Gpu::launch(std::size_t count) {

@@ -30,36 +30,55 @@ namespace kvxfer::cuda {
 class Current {
  public:
   Current(const Driver& driver, Context context) : driver_(driver) {
-    pushed_ = driver.ctx_push_current(context) == kSuccess;
+    pushed_ = driver.ctx_push_current(context);
     driver.thread_exchange_stream_capture_mode(&mode_);
   }
   ~Current() {
     driver_.thread_exchange_stream_capture_mode(&mode_);
-    if (pushed_) driver_.ctx_pop_current(nullptr);
+    if (pushed_ == kSuccess) driver_.ctx_pop_current(nullptr);
   }
   Current(const Current&) = delete;
   Current& operator=(const Current&) = delete;
 
+  // Fails once the context is destroyed: then another one is the thread's.
+  Status status() const { return pushed_; }
+
  private:
   const Driver& driver_;
   int mode_ = kRelaxed;
-  bool pushed_ = false;
+  Status pushed_;
 };
 
-// Memory of a GPU of this host, opened by a handle of another process; closed with its owner, which
-// may take long.
+// Allocations of cuMemCreate that lie one behind the other, as files that another process maps.
+struct FileParts {
+  static constexpr std::size_t kMost = 240;  // that one message of a unix socket carries
+  struct Part {
+    UniqueFd file;
+    std::uint64_t size;
+  };
+  std::vector<Part> parts;
+  std::uint64_t offset = 0;  // from the start of the first to what is meant
+};
+
+// Memory of a GPU of this host, opened by a handle or files of another process; closed with its
+// owner, which may take long.
 class ImportedMemory {
  public:
-  ImportedMemory(std::shared_ptr<Gpu> gpu, Address base) : gpu_(std::move(gpu)), base_(base) {}
+  // `mapped`: of files so many bytes; 0: it came by a handle.
+  ImportedMemory(std::shared_ptr<Gpu> gpu, Address base, std::size_t mapped)
+      : gpu_(std::move(gpu)), base_(base), mapped_(mapped) {}
   ~ImportedMemory();
   ImportedMemory(const ImportedMemory&) = delete;
   ImportedMemory& operator=(const ImportedMemory&) = delete;
 
   Address base() const { return base_; }
+  // Whether this range, which begins at `offset`, is of it.
+  bool holds(std::uint64_t offset, std::uint64_t bytes) const;
 
  private:
   std::shared_ptr<Gpu> gpu_;
   Address base_;
+  std::size_t mapped_;
 };
 
 class Gpu : public std::enable_shared_from_this<Gpu> {
@@ -87,13 +106,17 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   Result<void> write(Address to, std::span<const std::byte> from) const;
   // Of the whole allocation that holds the address; none where CUDA has no such handle of it.
   std::optional<IpcHandle> handle_of(Address address) const;
+  // Fails where the memory is not of cuMemCreate, or did not ask for files.
+  Result<FileParts> files_of(Address address, std::size_t bytes) const;
   // Also of another GPU that this one reaches.
   Result<std::unique_ptr<ImportedMemory>> import(const IpcHandle& handle);
+  Result<std::unique_ptr<ImportedMemory>> import(const FileParts& files);
   // From now on kernels here reach what cuMemAlloc gives on that GPU, at its address.
   Result<void> reach(int device) const;
-  void close_imported(Address base) const;
-  // Where that allocation begins.
+  void close_imported(Address base, std::size_t mapped) const;
+  // Where that allocation begins, and its size.
   Address start_of(Address address) const;
+  std::size_t size_of(Address address) const;
   // Whether all these bytes are of one allocation.
   bool holds(Address address, std::size_t bytes) const;
   // Whether the memory belongs to another context than the engine's.
@@ -154,6 +177,9 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::span<DeviceCopy> copies_of(Ticket ticket) const;
   // On a stream of its own, and waits for it.
   Result<void> copy(const std::function<Status(StreamHandle)>& start, const char* call) const;
+  Result<void> check(const Current& current) const {
+    return check(current.status(), "cuCtxPushCurrent");
+  }
   // The error of a call, if it is one.
   Result<void> check(Status status, const char* call) const;
   void fail(Status status, const char* call);
@@ -171,9 +197,10 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::array<EventHandle, kLaunches> events_{};  // launch n has number n % kLaunches
   bool needs_flush_ = false;
   bool can_flush_ = false;
-  bool coherent_ = false;        // with the processor, over a link of its own
-  std::byte* pinned_ = nullptr;  // the copies of all launches, then slots to receive, then words
-  std::shared_ptr<MemoryRegion> to_send_;  // null until it is pinned, too
+  bool coherent_ = false;  // with the processor, over a link of its own
+  // Null until they are pinned. CUDA's own memory for that would go with the context.
+  std::shared_ptr<MemoryRegion> own_;  // the copies of all launches, then slots to receive, words
+  std::shared_ptr<MemoryRegion> to_send_;
   std::optional<Staging> sending_;
   std::optional<Staging> receiving_;
   std::optional<Words> counted_words_;

@@ -16,7 +16,8 @@ GpuSources::~GpuSources() {
   for (auto& [number, region] : regions_) close(std::move(region.memory));
 }
 
-Result<void> GpuSources::add(const GpuRegionMessage& message, bool same_process, Opened then) {
+Result<void> GpuSources::add(const GpuRegionMessage& message, cuda::FileParts files,
+                             bool same_process, Opened then) {
   const std::uint32_t number = message.head.number;
   if (regions_.contains(number) || regions_.size() >= kMaxGpuRegions || under_way_ >= kMaxOpening) {
     return Error{Errc::protocol_error, "the peer shares a region of a GPU twice, or too many"};
@@ -25,7 +26,10 @@ Result<void> GpuSources::add(const GpuRegionMessage& message, bool same_process,
   ++under_way_;
   regions_[number].opening = opening;
   context_.background.run<Result<Region>>(
-      [&gpus = context_.gpus, message, same_process] { return open(gpus, message, same_process); },
+      [&gpus = context_.gpus, message, same_process,
+       files = std::make_shared<cuda::FileParts>(std::move(files))] {
+        return open(gpus, message, *files, same_process);
+      },
       [this, number, opening, then = std::move(then),
        self = std::weak_ptr(self_)](Result<Region> opened) {
         if (self.expired()) return;  // closed with what has opened it
@@ -45,7 +49,7 @@ Result<void> GpuSources::add(const GpuRegionMessage& message, bool same_process,
 }
 
 Result<GpuSources::Region> GpuSources::open(cuda::Gpus& gpus, const GpuRegionMessage& message,
-                                            bool same_process) {
+                                            const cuda::FileParts& files, bool same_process) {
   // A peer knows its number from a region that lies there.
   auto gpu = gpus.find(static_cast<int>(message.reader));
   if (!gpu) {
@@ -56,19 +60,19 @@ Result<GpuSources::Region> GpuSources::open(cuda::Gpus& gpus, const GpuRegionMes
                 .memory = nullptr,
                 .address = message.address,
                 .size = message.head.size};
-  if (same_process) {
+  const bool by_files = !files.parts.empty();
+  if (same_process && !by_files) {
     if (auto good = region.gpu->reach(static_cast<int>(message.device)); !good) {
       return good.error();
     }
     return region;
   }
-  auto memory = region.gpu->import(message.handle);
+  auto memory = by_files ? region.gpu->import(files) : region.gpu->import(message.handle);
   if (!memory) return memory.error();
   region.memory = std::move(*memory);
   region.address = region.memory->base() + message.offset;
-  const bool wraps = message.offset > UINT64_MAX - region.size;
-  if (wraps || !region.gpu->holds(region.memory->base(), message.offset + region.size)) {
-    return Error{Errc::out_of_bounds, "the peer's region leaves the allocation of its handle"};
+  if (!region.memory->holds(message.offset, region.size)) {
+    return Error{Errc::out_of_bounds, "the peer's region leaves what it shares"};
   }
   return region;
 }

@@ -33,7 +33,8 @@ class GpuSources {
   // `then`: whether the reading GPU reaches it; now or later, and not at all once this is
   // destroyed. `same_process`: its address is valid here. Fails where the peer breaks the protocol.
   using Opened = std::function<void(std::uint32_t number, Result<void> opened)>;
-  Result<void> add(const GpuRegionMessage& message, bool same_process, Opened then);
+  Result<void> add(const GpuRegionMessage& message, cuda::FileParts files, bool same_process,
+                   Opened then);
   // After the copies that read it now.
   void remove(std::uint32_t number);
   bool has(std::uint32_t number) const { return regions_.contains(number); }
@@ -51,7 +52,8 @@ class GpuSources {
     std::uint64_t opening = 0;  // which of all
   };
 
-  static Result<Region> open(cuda::Gpus& gpus, const GpuRegionMessage& message, bool same_process);
+  static Result<Region> open(cuda::Gpus& gpus, const GpuRegionMessage& message,
+                             const cuda::FileParts& files, bool same_process);
   void close(std::shared_ptr<cuda::ImportedMemory> memory);
 
   GpuContext context_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "error_text.hpp"
 #include "fabric/local/unix_socket.hpp"
@@ -30,7 +31,8 @@ Result<std::unique_ptr<LocalDomain>> LocalDomain::open(const EngineId& engine, P
                                           "; raise the open files limit"};
   }
   std::unique_ptr<LocalDomain> domain(new LocalDomain(std::move(*listener), std::move(wake), poller,
-                                                      receive_context, path_events, events, gpus));
+                                                      receive_context, path_events, events,
+                                                      std::move(gpus)));
   if (auto good = poller.add(domain->wake_.get(), EPOLLIN, *domain); !good) return good.error();
   LocalDomain& self = *domain;
   auto listening =
@@ -48,7 +50,7 @@ LocalDomain::LocalDomain(UniqueFd listener, UniqueFd wake, Poller& poller,
       receive_context_(receive_context),
       path_events_(path_events),
       events_(events),
-      gpus_(gpus) {
+      gpus_(std::move(gpus)) {
   host_.wake_fd = wake_.get();
   random_bytes(host_.probe.data(), host_.probe.size());
 }

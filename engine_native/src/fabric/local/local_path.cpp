@@ -17,8 +17,6 @@ constexpr std::uint64_t kPollBytes = 4u << 20;
 static_assert(kMaxBatchBytes <= cuda::kSlotBytes);
 // What a copy costs of that which a GPU does.
 constexpr std::uint64_t kGpuCopyBytes = 256;
-// Regions of GPUs that the peer is opening; it takes a few more.
-constexpr std::ptrdiff_t kMostAsked = 32;
 // Staging slots of a path to send, until the peer has read them: it must not keep all.
 constexpr std::size_t kMostSlots = 3;
 // Launches that keep a GPU busy. What arrives meanwhile becomes one launch: a large one costs as
@@ -30,6 +28,10 @@ constexpr int kPollMessages = 1024;
 
 Error malformed(const char* what) {
   return {Errc::protocol_error, std::string("the peer's descriptor ring is malformed: ") + what};
+}
+
+Error malformed_message() {
+  return {Errc::protocol_error, "the peer sent a malformed region message"};
 }
 
 }  // namespace
@@ -58,7 +60,7 @@ LocalPath::LocalPath(LocalLink link, PathPeer peer, Poller& poller, ReceiveConte
       poller_(poller),
       receive_context_(receive_context),
       events_(events),
-      tell_(gpus.tell),
+      gpu_shares_(gpus, socket_.get(), source_.pid() == ::getpid(), peer_.label, next_number_),
       gpu_sources_(std::move(gpus)) {}
 
 LocalPath::~LocalPath() {
@@ -92,11 +94,11 @@ std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& ran
   const MemoryRegion* const source = operation->source.get();
   std::optional<Origin> origin = Origin{};
   if (source && source->gpu()) {
-    const Shared shared =
-        may_open(*operation) ? share_gpu(*source, *operation->destination_gpu) : Shared{};
-    if (shared.state == Shared::State::asked) return 0;
-    if (shared.state != Shared::State::opened) return stage(operation, range);
-    origin->region = shared.number;
+    GpuShares::Share share{.state = GpuShares::State::refused};
+    if (operation->destination_gpu) share = gpu_shares_.find(*source, *operation->destination_gpu);
+    if (share.state == GpuShares::State::asked) return 0;
+    if (share.state == GpuShares::State::refused) return stage(operation, range);
+    origin->region = share.number;
   } else if (source) {
     origin = origin_of(*source);
   }
@@ -143,24 +145,6 @@ void LocalPath::produce(Batch batch, const Origin& origin, bool packed) {
 }
 
 // --- out of a GPU ----------------------------------------------------------------------------
-
-// Whether to ask the peer if its GPU reads it where it is. Within one process the GPU that memory
-// of cuMemCreate or a pool is of reads it; other GPUs may not.
-bool LocalPath::may_open(const Operation& operation) {
-  if (!operation.destination_gpu) return false;
-  const int from = operation.source->gpu()->device();
-  const int to = static_cast<int>(*operation.destination_gpu);
-  if (operation.source->ipc_handle() || (source_.pid() == ::getpid() && from == to)) return true;
-  tell_staged(from, to, "CUDA has no handle of it, which memory of cuMemAlloc has");
-  return false;
-}
-
-// Said once, as it is much slower.
-void LocalPath::tell_staged(int from, int to, std::string_view why) {
-  if (!told_staged_.emplace(from, to).second) return;
-  tell_("memory of GPU " + std::to_string(from) + " goes to GPU " + std::to_string(to) + " of " +
-        peer_.label + " by way of host memory: " + std::string(why));
-}
 
 // By way of host memory, which the peer reads.
 std::size_t LocalPath::stage(const OperationPtr& operation, const WriteRange& range) {
@@ -221,54 +205,14 @@ std::optional<std::uint32_t> LocalPath::share(const MemoryRegion& region) {
   return next_number_++;
 }
 
-// How far the peer is with opening it, which it is asked for first.
-LocalPath::Shared LocalPath::share_gpu(const MemoryRegion& region, int reader) {
-  Shared& shared = shared_gpu_[{region.key(), reader}];
-  if (shared.state != Shared::State::unasked) return shared;
-  const GpuRegionMessage message{.head = {.kind = RegionMessage::Kind::share_gpu,
-                                          .number = next_number_,
-                                          .size = region.size()},
-                                 .offset = region.ipc_offset(),
-                                 .address = region.address(),
-                                 .device = static_cast<std::uint32_t>(region.gpu()->device()),
-                                 .reader = static_cast<std::uint32_t>(reader),
-                                 .handle = region.ipc_handle().value_or(cuda::IpcHandle{})};
-  const auto asked = std::count_if(shared_gpu_.begin(), shared_gpu_.end(), [](const auto& each) {
-    return each.second.state == Shared::State::asked;
-  });
-  if (asked < kMostAsked) {
-    const auto sent = send_message(socket_.get(), message.bytes(), {});
-    if (sent && *sent) {
-      shared = {.number = next_number_++,
-                .device = region.gpu()->device(),
-                .state = Shared::State::asked};
-    }
-  }
-  return {.state = Shared::State::asked};
-}
-
-void LocalPath::on_shared(const RegionMessage& answer, std::string_view reason) {
-  for (auto& [to, shared] : shared_gpu_) {
-    if (shared.number != answer.number || shared.state != Shared::State::asked) continue;
-    const bool opened = answer.kind == RegionMessage::Kind::opened;
-    shared.state = opened ? Shared::State::opened : Shared::State::refused;
-    if (!opened) tell_staged(shared.device, to.second, reason);
-    ++receive_context_.activity;
-  }
-}
-
 void LocalPath::forget_source(const MemoryRegion& region) {
+  gpu_shares_.forget(region);
+  const auto known = shared_.extract(region.key());
+  if (!known) return;
   // If the socket is full the peer keeps its mapping until the path ends: no more than memory.
-  const auto forget = [this](std::uint32_t number) {
-    const RegionMessage message{.kind = RegionMessage::Kind::forget, .number = number, .size = 0};
-    (void)send_message(socket_.get(), message.bytes(), {});
-  };
-  if (const auto known = shared_.extract(region.key())) forget(known.mapped());
-  for (auto known = shared_gpu_.lower_bound({region.key(), 0});
-       known != shared_gpu_.end() && known->first.first == region.key();
-       known = shared_gpu_.erase(known)) {
-    if (known->second.state != Shared::State::unasked) forget(known->second.number);
-  }
+  const RegionMessage message{
+      .kind = RegionMessage::Kind::forget, .number = known.mapped(), .size = 0};
+  (void)send_message(socket_.get(), message.bytes(), {});
 }
 
 bool LocalPath::reap() {
@@ -483,7 +427,13 @@ void LocalPath::receive_regions() {
 
 Result<void> LocalPath::on_region(UnixMessage& message) {
   if (const auto on_gpu = GpuRegionMessage::parse(message.bytes)) {
-    return gpu_sources_.add(*on_gpu, source_.pid() == ::getpid(),
+    const auto sizes = GpuRegionMessage::sizes(message.bytes, message.descriptors.size());
+    if (!sizes) return malformed_message();
+    cuda::FileParts files{.offset = on_gpu->offset};
+    for (std::size_t i = 0; i < sizes->size(); ++i) {
+      files.parts.push_back({.file = std::move(message.descriptors[i]), .size = (*sizes)[i]});
+    }
+    return gpu_sources_.add(*on_gpu, std::move(files), source_.pid() == ::getpid(),
                             [this](std::uint32_t number, const Result<void>& opened) {
                               answer_gpu_region(number, opened);
                             });
@@ -499,10 +449,11 @@ Result<void> LocalPath::on_region(UnixMessage& message) {
     return source_.add_region(region->number, std::move(message.descriptors[0]), region->size);
   }
   if (region && region->kind != RegionMessage::Kind::share) {
-    on_shared(*region, std::string_view(message.bytes).substr(sizeof *region));
+    gpu_shares_.on_answer(*region, std::string_view(message.bytes).substr(sizeof *region));
+    ++receive_context_.activity;
     return {};
   }
-  return Error{Errc::protocol_error, "the peer sent a malformed region message"};
+  return malformed_message();
 }
 
 void LocalPath::answer_gpu_region(std::uint32_t number, const Result<void>& opened) {

@@ -7,8 +7,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
-#include <set>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -16,6 +14,7 @@
 #include <vector>
 
 #include "domain.hpp"
+#include "fabric/local/gpu_shares.hpp"
 #include "fabric/local/gpu_sources.hpp"
 #include "fabric/local/page_copy.hpp"
 #include "fabric/local/ring.hpp"
@@ -95,13 +94,6 @@ class LocalPath final : public Path, private EventSink {
     std::uint64_t immediates = 0;
     std::uint64_t bytes = 0;
   };
-  // A region of a GPU of ours, as one GPU of the peer's reaches it.
-  struct Shared {
-    enum class State : std::uint8_t { unasked, asked, opened, refused };
-    std::uint32_t number = 0;
-    int device = 0;  // that it is memory of
-    State state = State::unasked;
-  };
 
   LocalPath(LocalLink link, PathPeer peer, Poller& poller, ReceiveContext receive_context,
             PathEvents& events, GpuContext gpus);
@@ -110,15 +102,11 @@ class LocalPath final : public Path, private EventSink {
 
   // Sending.
   std::optional<std::uint32_t> share(const MemoryRegion& region);
-  Shared share_gpu(const MemoryRegion& region, int reader);
-  bool may_open(const Operation& operation);
   std::optional<Origin> origin_of(const MemoryRegion& region);
   std::size_t room() const;
   void produce(Batch batch, const Origin& origin, bool packed);
   std::size_t stage(const OperationPtr& operation, const WriteRange& range);
   bool post_staged();
-  void on_shared(const RegionMessage& answer, std::string_view reason);
-  void tell_staged(int from, int to, std::string_view why);
   bool reap();
   // Receiving.
   bool consume();
@@ -151,11 +139,9 @@ class LocalPath final : public Path, private EventSink {
   std::uint64_t reaped_ = 0;
   std::deque<Batch> unacked_;
   std::deque<Staged> staged_;
-  std::size_t slots_ = 0;                                       // of both
-  std::unordered_map<std::uint64_t, std::uint32_t> shared_;     // region key → number
-  std::map<std::pair<std::uint64_t, int>, Shared> shared_gpu_;  // also by the reading GPU
+  std::size_t slots_ = 0;                                    // of both
+  std::unordered_map<std::uint64_t, std::uint32_t> shared_;  // region key → number
   std::uint32_t next_number_ = 0;
-  std::set<std::pair<int, int>> told_staged_;  // between which GPUs
 
   std::uint64_t taken_ = 0;                // looked at
   std::uint64_t consumed_ = 0;             // and counted
@@ -163,7 +149,7 @@ class LocalPath final : public Path, private EventSink {
   std::vector<PageCopy> copies_;
   std::deque<Placing> placing_;
   bool waits_ = false;  // for room at a GPU
-  std::function<void(std::string notice)> tell_;
+  GpuShares gpu_shares_;
   GpuSources gpu_sources_;
   // The launch that batches are being collected for.
   std::shared_ptr<cuda::Gpu> collecting_;

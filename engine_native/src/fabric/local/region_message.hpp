@@ -1,10 +1,13 @@
 // What the unix socket of a local path carries after the rendezvous.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <optional>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "cuda/driver.hpp"
 
@@ -34,10 +37,12 @@ struct RegionMessage {
 static_assert(sizeof(RegionMessage) == 16);
 
 // A region of a GPU's memory, for one GPU of the peer's to read: by the handle of the allocation
-// that it lies in, or by its address where both engines are in one process.
+// that it lies in; or by files of its allocations, whose sizes follow; or by its address where both
+// engines are in one process.
 struct GpuRegionMessage {
+  static constexpr std::uint64_t kMostPart = std::uint64_t{1} << 46;
   RegionMessage head;
-  std::uint64_t offset;   // of the region in that allocation
+  std::uint64_t offset;   // of the region in those allocations
   std::uint64_t address;  // of the region in the sender's process
   std::uint32_t device;   // that it is memory of, by its number there
   std::uint32_t reader;   // that is to read it, by its number over here
@@ -46,10 +51,23 @@ struct GpuRegionMessage {
   std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
   static std::optional<GpuRegionMessage> parse(std::string_view bytes) {
     GpuRegionMessage message;
-    if (bytes.size() != sizeof message) return std::nullopt;
+    if (bytes.size() < sizeof message) return std::nullopt;
     std::memcpy(&message, bytes.data(), sizeof message);
     if (message.head.kind != RegionMessage::Kind::share_gpu) return std::nullopt;
     return message;
+  }
+  // One for each file that came with it; none where it is malformed.
+  static std::optional<std::vector<std::uint64_t>> sizes(std::string_view bytes,
+                                                         std::size_t files) {
+    if (bytes.size() != sizeof(GpuRegionMessage) + files * sizeof(std::uint64_t)) {
+      return std::nullopt;
+    }
+    std::vector<std::uint64_t> sizes(files);
+    std::memcpy(sizes.data(), bytes.data() + sizeof(GpuRegionMessage),
+                files * sizeof(std::uint64_t));
+    const bool fit =
+        std::all_of(sizes.begin(), sizes.end(), [](auto size) { return size <= kMostPart; });
+    return fit ? std::optional(std::move(sizes)) : std::nullopt;
   }
 };
 static_assert(sizeof(GpuRegionMessage) == 104);

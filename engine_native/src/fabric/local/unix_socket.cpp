@@ -15,8 +15,8 @@
 namespace kvxfer::local {
 namespace {
 
-constexpr std::size_t kMaxMessage = 512;
-constexpr std::size_t kMaxDescriptors = 4;
+constexpr std::size_t kMaxMessage = 2048;
+constexpr std::size_t kMaxDescriptors = 240;
 
 struct AbstractAddress {
   sockaddr_un address{};

@@ -1,0 +1,55 @@
+// Memory of our GPUs as the GPUs of a peer on this host reach it: the peer opens each region for
+// each of its GPUs that reads it, once. Engine thread only.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "fabric/local/gpu_sources.hpp"
+#include "fabric/local/region_message.hpp"
+#include "memory_region.hpp"
+
+namespace kvxfer::local {
+
+class GpuShares {
+ public:
+  // `socket`: of the path, as is `next_number`, that of the next region the peer hears of.
+  GpuShares(GpuContext context, int socket, bool same_process, std::string peer,
+            std::uint32_t& next_number);
+  GpuShares(const GpuShares&) = delete;
+  GpuShares& operator=(const GpuShares&) = delete;
+
+  enum class State : std::uint8_t { asked, opened, refused };
+  struct Share {
+    State state = State::asked;
+    std::uint32_t number = 0;  // of the region, for the peer
+    int device = 0;            // whose memory it is
+  };
+  // How far the peer is, which is asked first. `reader`: its GPU, by its number there.
+  Share find(const MemoryRegion& region, int reader);
+  void on_answer(const RegionMessage& answer, std::string_view reason);
+  // The region ends.
+  void forget(const MemoryRegion& region);
+
+ private:
+  using Key = std::pair<std::uint64_t, int>;  // of the region, and the reading GPU
+
+  void ask_with_files(const MemoryRegion& region, const Key& key);
+  void refuse(const Key& key, Share& share, std::string_view why);
+
+  GpuContext context_;
+  int socket_;
+  bool same_process_;
+  std::string peer_;
+  std::uint32_t& next_number_;
+  std::map<Key, Share> shares_;
+  std::set<std::pair<int, int>> told_;  // between which GPUs bytes go by way of host memory
+  std::shared_ptr<GpuShares*> self_ = std::make_shared<GpuShares*>(this);
+};
+
+}  // namespace kvxfer::local
