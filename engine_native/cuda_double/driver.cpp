@@ -52,35 +52,34 @@ CUresult Driver::retain(CUdevice device, CUcontext* context) {
     known->device = device;
     known->legacy = std::make_shared<Stream>(known->handle, true, seed_++);
   }
-  ++known->retained;
+  ++retained_[device];
   *context = known->handle;
   return CUDA_SUCCESS;
 }
 
 CUresult Driver::release(CUdevice device) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    unsigned& retained = retained_[device];
+    if (retained == 0) return CUDA_ERROR_INVALID_CONTEXT;
+    if (--retained > 0) return CUDA_SUCCESS;
+  }
+  return reset(device);
+}
+
+CUresult Driver::reset(CUdevice device) {
   std::unique_ptr<Context> ended;
   {
     const std::lock_guard lock(mutex_);
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-    auto& known = contexts_[device];
-    if (!known) return CUDA_ERROR_INVALID_CONTEXT;
-    if (--known->retained == 0) ended = std::move(known);
+    ended = std::move(contexts_[device]);
   }
   if (!ended) return CUDA_SUCCESS;
   const CUcontext context = ended->handle;
   ended.reset();  // its streams end what they have, which may call
   memory.drop(context);
   return CUDA_SUCCESS;
-}
-
-CUresult Driver::reset(CUdevice device) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-    if (!contexts_[device]) return CUDA_SUCCESS;
-    contexts_[device]->retained = 1;
-  }
-  return release(device);
 }
 
 Context* Driver::of(CUcontext context) const {

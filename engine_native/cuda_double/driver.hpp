@@ -25,7 +25,6 @@ struct Context {
   std::atomic<CUresult> sticky = CUDA_SUCCESS;
   CUcontext handle = nullptr;
   CUdevice device = 0;
-  unsigned retained = 0;
   std::shared_ptr<Stream> legacy;
   std::unordered_map<CUstream, std::shared_ptr<Stream>> streams;
   std::vector<std::shared_ptr<Stream>> destroyed;  // they still run what was queued
@@ -64,7 +63,8 @@ class Driver {
   // --- contexts
   CUresult retain(CUdevice device, CUcontext* context);
   CUresult release(CUdevice device);
-  // All that the context has ends with it, whoever retains it.
+  // All that the context has ends with it, whoever retains it; the next to retain it gets a new
+  // one.
   CUresult reset(CUdevice device);
   // The calling thread's, or why a call that needs one is refused.
   CUresult current(Context** context) const;
@@ -116,6 +116,7 @@ class Driver {
   mutable std::recursive_mutex mutex_;
   std::vector<int> visible_;
   std::map<CUdevice, std::unique_ptr<Context>> contexts_;
+  std::map<CUdevice, unsigned> retained_;
   struct Event {
     CUcontext context = nullptr;
     PointPtr recorded;

@@ -215,11 +215,17 @@ bool Memory::remove_reservation(CUdeviceptr address, std::size_t size) {
 }
 
 bool Memory::reserved(CUdeviceptr address, std::size_t size) const {
+  const auto [begin, length] = reservation_of(address);
+  return length > 0 && size <= length - (address - begin);
+}
+
+std::pair<CUdeviceptr, std::size_t> Memory::reservation_of(CUdeviceptr address) const {
   const std::lock_guard lock(mutex_);
   const auto after = reservations_.upper_bound(address);
-  if (after == reservations_.begin()) return false;
+  if (after == reservations_.begin()) return {};
   const auto& [begin, length] = *std::prev(after);
-  return address - begin < length && size <= length - (address - begin);
+  return address - begin < length ? std::pair(begin, length)
+                                  : std::pair<CUdeviceptr, std::size_t>();
 }
 
 std::size_t Memory::live() const {

@@ -17,6 +17,7 @@
 #include <set>
 #include <span>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "fd.hpp"
@@ -132,6 +133,8 @@ class Memory {
   void add_reservation(CUdeviceptr address, std::size_t size);
   bool remove_reservation(CUdeviceptr address, std::size_t size);
   bool reserved(CUdeviceptr address, std::size_t size) const;
+  // The reservation that holds the address: where it begins, and its size; zeros where none does.
+  std::pair<CUdeviceptr, std::size_t> reservation_of(CUdeviceptr address) const;
 
   std::size_t live() const;
 

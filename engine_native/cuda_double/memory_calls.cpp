@@ -38,6 +38,7 @@ CUresult attribute_of(const Mapping& mapping, CUpointer_attribute attribute, CUd
     std::memcpy(data, &value, sizeof value);
     return CUDA_SUCCESS;
   };
+  const auto reservation = Driver::instance().memory.reservation_of(address);
   switch (attribute) {
     case CU_POINTER_ATTRIBUTE_CONTEXT:
       return put(of_device(mapping) ? CUcontext{} : mapping.context);
@@ -57,10 +58,11 @@ CUresult attribute_of(const Mapping& mapping, CUpointer_attribute attribute, CUd
       return put(static_cast<int>(mapping.device));
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
       return put(static_cast<unsigned int>(mapping.kind == Kind::device));
+    // Of what may be mapped there; cuMemGetAddressRange() is about what is (cuda.h).
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-      return put(mapping.base);
+      return put(mapping.kind == Kind::vmm ? reservation.first : mapping.base);
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
-      return put(mapping.size);
+      return put(mapping.kind == Kind::vmm ? reservation.second : mapping.size);
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
       return put(mapping.kind == Kind::pool ? pool_of(mapping.device) : CUmemoryPool{});
     case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE:

@@ -47,7 +47,13 @@ void nic_paths(Input& input) {
 void region_message(Input& input) {
   const std::string_view bytes = input.rest();
   const auto message = local::RegionMessage::parse(bytes);
-  if (message) require(message->bytes() == bytes, "a region message reads as written");
+  if (message) require(bytes.starts_with(message->bytes()), "a region message reads as written");
+  if (!local::GpuRegionMessage::parse(bytes)) return;
+  require(!message, "a message is of one kind");
+  const std::size_t files =
+      (bytes.size() - sizeof(local::GpuRegionMessage)) / sizeof(std::uint64_t);
+  const auto sizes = local::GpuRegionMessage::sizes(bytes, files);
+  if (sizes) require(sizes->size() == files, "each file has a size");
 }
 
 // Of all that is planned nothing leaves either region, whatever length a descriptor claims.

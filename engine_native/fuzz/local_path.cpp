@@ -82,8 +82,11 @@ class Local {
         return put_slot(input);
       case 4:
         return share(input);
-      case 5:
-        return say({.kind = local::RegionMessage::Kind::forget, .number = input.byte() % 4u}, {});
+      case 5: {
+        const std::uint8_t which = input.byte();
+        if (which >= 0xf0) return share_gpu(input, which % 4u);
+        return say({.kind = local::RegionMessage::Kind::forget, .number = which % 4u}, {});
+      }
       case 6:
         (void)local::send_message(peer_.get(), input.text(), {});
         return;
@@ -109,6 +112,7 @@ class Local {
   void finish() {
     path_->poll();
     world_.poller.poll(0);
+    background_.finish();
     world_.release();
     path_->poll();
     path_.reset();
@@ -128,6 +132,27 @@ class Local {
     const std::vector<std::vector<int>> attached{
         {sealed.get()}, {sealed.get()}, {loose.get()}, {}, {sealed.get(), sealed.get()}};
     say(message, attached[input.below(attached.size())]);
+  }
+
+  // There is no GPU here, so it is refused.
+  void share_gpu(Input& input, std::uint32_t number) {
+    static const UniqueFd file = shared_memory(kShared, false);
+    const local::GpuRegionMessage message{.head = {.kind = local::RegionMessage::Kind::share_gpu,
+                                                   .number = number,
+                                                   .size = input.number()},
+                                          .offset = input.number(),
+                                          .address = input.number(),
+                                          .reader = input.byte(),
+                                          .handle = {}};
+    const std::size_t files = input.byte() % 4u;
+    const std::size_t sizes = input.flag() ? files : input.byte() % 4u;
+    std::string bytes(message.bytes());
+    for (std::size_t i = 0; i < sizes; ++i) {
+      const std::uint64_t size = input.number();
+      bytes.append(reinterpret_cast<const char*>(&size), sizeof size);
+    }
+    (void)local::send_message(peer_.get(), bytes, std::vector<int>(files, file.get()));
+    background_.finish();
   }
 
   void put_batch(Input& input) {

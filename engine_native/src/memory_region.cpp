@@ -91,7 +91,8 @@ Result<RegionPtr> MemoryRegion::wrap(EngineId engine, void* address, std::size_t
   RegionPtr region(new MemoryRegion(engine, start, bytes));
   if (gpu) {
     region->ipc_handle_ = gpu->handle_of(start);
-    region->ipc_offset_ = start - gpu->start_of(start);
+    const auto allocation = gpu->range_of(start);
+    region->ipc_offset_ = allocation ? start - allocation->start : 0;
     region->gpu_ = std::move(gpu);
   }
   return region;

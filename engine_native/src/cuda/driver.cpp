@@ -42,10 +42,10 @@ std::shared_ptr<const Driver> calls_of(void* library) {
   find("cuDevicePrimaryCtxRetain", driver->device_primary_ctx_retain);
   find("cuDevicePrimaryCtxRelease", driver->device_primary_ctx_release);
   find("cuCtxPushCurrent", driver->ctx_push_current)("cuCtxPopCurrent", driver->ctx_pop_current);
-  find("cuCtxEnablePeerAccess", driver->ctx_enable_peer_access);
   find("cuThreadExchangeStreamCaptureMode", driver->thread_exchange_stream_capture_mode);
   find("cuStreamCreate", driver->stream_create)("cuStreamDestroy", driver->stream_destroy);
   find("cuStreamSynchronize", driver->stream_synchronize);
+  find("cuStreamQuery", driver->stream_query);
   find("cuStreamIsCapturing", driver->stream_is_capturing);
   find("cuStreamWaitValue64", driver->stream_wait_value64);
   find("cuEventCreate", driver->event_create)("cuEventDestroy", driver->event_destroy);
@@ -60,6 +60,7 @@ std::shared_ptr<const Driver> calls_of(void* library) {
   find("cuMemHostRegister", driver->mem_host_register);
   find("cuMemHostUnregister", driver->mem_host_unregister);
   find("cuPointerGetAttributes", driver->pointer_get_attributes);
+  find("cuMemGetAddressRange", driver->mem_get_address_range);
   find("cuPointerSetAttribute", driver->pointer_set_attribute);
   find("cuMemGetHandleForAddressRange", driver->mem_get_handle_for_address_range);
   find("cuFlushGPUDirectRDMAWrites", driver->flush_gpu_direct_rdma_writes);

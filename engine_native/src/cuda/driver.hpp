@@ -22,7 +22,6 @@ inline constexpr Status kNotInitialized = 3;
 inline constexpr Status kInvalidContext = 201;
 inline constexpr Status kInvalidHandle = 400;
 inline constexpr Status kNotReady = 600;
-inline constexpr Status kPeerAccessEnabled = 704;
 inline constexpr Status kNotSupported = 801;
 
 using Address = unsigned long long;  // CUdeviceptr
@@ -50,8 +49,6 @@ inline constexpr int kContextOf = 1;
 inline constexpr int kMemoryType = 2;
 inline constexpr int kIsManaged = 8;
 inline constexpr int kDeviceOrdinal = 9;
-inline constexpr int kRangeStart = 11;
-inline constexpr int kRangeSize = 12;
 inline constexpr unsigned kOnDevice = 2;
 inline constexpr int kSyncMemops = 6;
 // CUdevice_attribute, and what they say
@@ -94,11 +91,11 @@ struct Driver {
   Status (*device_primary_ctx_release)(int device) = nullptr;
   Status (*ctx_push_current)(Context context) = nullptr;
   Status (*ctx_pop_current)(Context* context) = nullptr;
-  Status (*ctx_enable_peer_access)(Context peer, unsigned flags) = nullptr;
   Status (*thread_exchange_stream_capture_mode)(int* mode) = nullptr;
   Status (*stream_create)(StreamHandle* stream, unsigned flags) = nullptr;
   Status (*stream_destroy)(StreamHandle stream) = nullptr;
   Status (*stream_synchronize)(StreamHandle stream) = nullptr;
+  Status (*stream_query)(StreamHandle stream) = nullptr;
   Status (*stream_is_capturing)(StreamHandle stream, int* status) = nullptr;
   Status (*stream_wait_value64)(StreamHandle stream, Address address, std::uint64_t value,
                                 unsigned flags) = nullptr;
@@ -125,6 +122,7 @@ struct Driver {
   Status (*mem_host_unregister)(void* address) = nullptr;
   Status (*pointer_get_attributes)(unsigned count, int* attributes, void** data,
                                    Address address) = nullptr;
+  Status (*mem_get_address_range)(Address* start, std::size_t* size, Address address) = nullptr;
   Status (*pointer_set_attribute)(const void* value, int attribute, Address address) = nullptr;
   Status (*mem_get_handle_for_address_range)(void* handle, Address address, std::size_t bytes,
                                              int type, unsigned long long flags) = nullptr;

@@ -94,17 +94,21 @@ Gpu::~Gpu() {
   if (!context_) return;
   {
     const Current current(*driver_, context_);
-    if (stream_) driver_->stream_synchronize(stream_);
-    for (const auto& memory : {own_, to_send_}) {
-      if (memory) driver_->mem_host_unregister(memory->host());
-    }
-    for (EventHandle event : events_) {
-      if (event) driver_->event_destroy(event);
-    }
-    if (module_) driver_->module_unload(module_);
-    if (stream_) driver_->stream_destroy(stream_);
+    if (current.status() == kSuccess) end();
   }
   driver_->device_primary_ctx_release(device_);
+}
+
+void Gpu::end() {
+  if (stream_) driver_->stream_synchronize(stream_);
+  for (const auto& memory : {own_, to_send_}) {
+    if (memory) driver_->mem_host_unregister(memory->host());
+  }
+  for (EventHandle event : events_) {
+    if (event) driver_->event_destroy(event);
+  }
+  if (module_) driver_->module_unload(module_);
+  if (stream_) driver_->stream_destroy(stream_);
 }
 
 Result<void> Gpu::check(Status status, const char* call) const {
@@ -181,29 +185,13 @@ std::optional<IpcHandle> Gpu::handle_of(Address address) const {
   return handle;
 }
 
-Address Gpu::start_of(Address address) const {
-  int wanted = kRangeStart;
-  Address start = address;
-  void* answer = &start;
-  driver_->pointer_get_attributes(1, &wanted, &answer, address);
-  return start;
-}
-
-std::size_t Gpu::size_of(Address address) const {
-  int wanted = kRangeSize;
-  std::size_t size = 0;
-  void* answer = &size;
-  driver_->pointer_get_attributes(1, &wanted, &answer, address);
-  return size;
-}
-
-bool Gpu::holds(Address address, std::size_t bytes) const {
-  std::array<int, 2> wanted{kRangeStart, kRangeSize};
-  Address start = 0;
-  std::size_t size = 0;
-  std::array<void*, 2> answers{&start, &size};
-  return driver_->pointer_get_attributes(2, wanted.data(), answers.data(), address) == kSuccess &&
-         size >= bytes && address - start <= size - bytes;
+std::optional<Gpu::Range> Gpu::range_of(Address address) const {
+  const Current current(*driver_, context_);
+  Range range{};
+  if (driver_->mem_get_address_range(&range.start, &range.size, address) != kSuccess) {
+    return std::nullopt;
+  }
+  return range;
 }
 
 Result<std::unique_ptr<ImportedMemory>> Gpu::import(const IpcHandle& handle) {
@@ -220,8 +208,9 @@ Result<std::unique_ptr<ImportedMemory>> Gpu::import(const IpcHandle& handle) {
 
 Result<FileParts> Gpu::files_of(Address address, std::size_t bytes) const {
   const Current current(*driver_, context_);
-  FileParts files{.offset = address - start_of(address)};
-  for (Address at = address - files.offset; at < address + bytes;) {
+  if (auto good = check(current); !good) return good.error();
+  FileParts files;
+  for (Address at = address; at < address + bytes;) {
     if (files.parts.size() == FileParts::kMost) {
       return Error{Errc::fabric_unavailable,
                    "it lies in more than " + std::to_string(FileParts::kMost) + " allocations"};
@@ -229,7 +218,7 @@ Result<FileParts> Gpu::files_of(Address address, std::size_t bytes) const {
     AllocationHandle handle = 0;
     if (driver_->mem_retain_allocation_handle(&handle, reinterpret_cast<void*>(at)) != kSuccess) {
       return Error{Errc::fabric_unavailable,
-                   "CUDA has no handle of it; memory of cuMemAlloc and of cuMemCreate has one"};
+                   "CUDA has no file of it, which only memory of cuMemCreate can have"};
     }
     int fd = -1;
     const Status exported = driver_->mem_export_to_shareable_handle(&fd, handle, kPosixFile, 0);
@@ -240,8 +229,12 @@ Result<FileParts> Gpu::files_of(Address address, std::size_t bytes) const {
                        "); cuMemCreate has to ask for one by requestedHandleTypes"};
     }
     ::fcntl(fd, F_SETFD, FD_CLOEXEC);
-    files.parts.push_back({.file = UniqueFd(fd), .size = size_of(at)});
-    at += files.parts.back().size;
+    UniqueFd file(fd);
+    const auto range = range_of(at);
+    if (!range) return Error{Errc::gpu_lost, label_ + ": cuMemGetAddressRange failed"};
+    if (files.parts.empty()) files.offset = address - range->start;
+    files.parts.push_back({.file = std::move(file), .size = range->size});
+    at = range->start + range->size;
   }
   return files;
 }
@@ -283,25 +276,12 @@ Result<std::unique_ptr<ImportedMemory>> Gpu::import(const FileParts& files) {
   return all.error();
 }
 
-Result<void> Gpu::reach(int device) const {
-  if (device == device_) return {};
-  Context peer = nullptr;
-  if (auto good =
-          check(driver_->device_primary_ctx_retain(&peer, device), "cuDevicePrimaryCtxRetain");
-      !good) {
-    return good;
-  }
-  const Current current(*driver_, context_);
-  const Status enabled = driver_->ctx_enable_peer_access(peer, 0);
-  driver_->device_primary_ctx_release(device);
-  return enabled == kPeerAccessEnabled ? Result<void>() : check(enabled, "cuCtxEnablePeerAccess");
-}
-
 ImportedMemory::~ImportedMemory() { gpu_->close_imported(base_, mapped_); }
 
 bool ImportedMemory::holds(std::uint64_t offset, std::uint64_t bytes) const {
   if (mapped_ > 0) return offset <= mapped_ && bytes <= mapped_ - offset;
-  return offset <= UINT64_MAX - bytes && gpu_->holds(base_, offset + bytes);
+  const auto range = gpu_->range_of(base_);
+  return range && offset <= range->size && bytes <= range->size - offset;
 }
 
 void Gpu::close_imported(Address base, std::size_t mapped) const {
@@ -373,6 +353,7 @@ Result<void> Gpu::check_stream(Status status, const char* call, StreamHandle str
 
 Result<void> Gpu::count_on(StreamHandle stream, const StreamCount& count) const {
   const Current current(*driver_, context_);
+  if (auto good = check(current); !good) return good;
   StreamCount parameter = count;
   void* parameters = &parameter;
   return check_stream(
@@ -382,6 +363,7 @@ Result<void> Gpu::count_on(StreamHandle stream, const StreamCount& count) const 
 
 Result<void> Gpu::wait_on(StreamHandle stream, const Word& word, std::uint64_t value) const {
   const Current current(*driver_, context_);
+  if (auto good = check(current); !good) return good;
   int capturing = 0;
   if (driver_->stream_is_capturing(stream, &capturing) == kSuccess && capturing == kCapturing) {
     return Error{Errc::invalid_argument,
@@ -414,6 +396,10 @@ Ticket Gpu::launch(std::size_t count) {
   const Ticket ticket = next();
   const DeviceCopy* entries = copies.data();
   void* parameter = static_cast<void*>(&entries);
+  if (current.status() != kSuccess) {
+    fail(current.status(), "cuCtxPushCurrent");
+    return ticket;
+  }
   const Status launched =
       driver_->launch_kernel(copy_kernel_, static_cast<unsigned>(count), rows, 1, kCopyThreads, 1,
                              1, 0, stream_, &parameter, nullptr);
@@ -429,6 +415,15 @@ Ticket Gpu::launch(std::size_t count) {
     ended_ = issued_;
   }
   return ticket;
+}
+
+bool Gpu::alive() {
+  if (failure_) return false;
+  const Current current(*driver_, context_);
+  Status status = current.status();
+  if (status == kSuccess) status = driver_->stream_query(stream_);
+  if (status != kSuccess && status != kNotReady) fail(status, "cuStreamQuery");
+  return !failure_;
 }
 
 std::size_t Gpu::poll() {

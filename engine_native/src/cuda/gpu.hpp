@@ -51,7 +51,7 @@ class Current {
 
 // Allocations of cuMemCreate that lie one behind the other, as files that another process maps.
 struct FileParts {
-  static constexpr std::size_t kMost = 240;  // that one message of a unix socket carries
+  static constexpr std::size_t kMost = 64;  // a process may have few descriptors
   struct Part {
     UniqueFd file;
     std::uint64_t size;
@@ -108,17 +108,16 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::optional<IpcHandle> handle_of(Address address) const;
   // Fails where the memory is not of cuMemCreate, or did not ask for files.
   Result<FileParts> files_of(Address address, std::size_t bytes) const;
-  // Also of another GPU that this one reaches.
+  // Also of another GPU, where CUDA lets this one reach it.
   Result<std::unique_ptr<ImportedMemory>> import(const IpcHandle& handle);
   Result<std::unique_ptr<ImportedMemory>> import(const FileParts& files);
-  // From now on kernels here reach what cuMemAlloc gives on that GPU, at its address.
-  Result<void> reach(int device) const;
   void close_imported(Address base, std::size_t mapped) const;
-  // Where that allocation begins, and its size.
-  Address start_of(Address address) const;
-  std::size_t size_of(Address address) const;
-  // Whether all these bytes are of one allocation.
-  bool holds(Address address, std::size_t bytes) const;
+  // The allocation, or the mapping of cuMemMap, that holds the address.
+  struct Range {
+    Address start;
+    std::size_t size;
+  };
+  std::optional<Range> range_of(Address address) const;
   // Whether the memory belongs to another context than the engine's.
   bool foreign(Context context) const { return context && context != context_; }
 
@@ -158,6 +157,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   bool busy() const { return under_way() > 0; }
   // Looks how far the GPU got; how many launches have ended since.
   std::size_t poll();
+  // Asks CUDA; sets failure() where it is not.
+  bool alive();
   // Set once CUDA has reported that the context is lost: nothing is copied any more, and what was
   // under way has not arrived.
   const std::optional<Error>& failure() const { return failure_; }
@@ -174,6 +175,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
 
   Gpu(std::shared_ptr<const Driver> driver, int device);
   Result<void> start();
+  void end();
   std::span<DeviceCopy> copies_of(Ticket ticket) const;
   // On a stream of its own, and waits for it.
   Result<void> copy(const std::function<Status(StreamHandle)>& start, const char* call) const;

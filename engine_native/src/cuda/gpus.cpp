@@ -12,8 +12,6 @@ struct Attributes {
   std::uint32_t type = 0;
   std::uint32_t managed = 0;
   int device = 0;
-  Address start = 0;
-  std::size_t size = 0;
 
   bool on_device() const { return type == kOnDevice && managed == 0; }
 };
@@ -21,14 +19,9 @@ struct Attributes {
 // Needs no context. What CUDA does not know is no device memory, and before cuInit() there is none.
 Result<Attributes> attributes_of(const Driver& driver, Address address) {
   Attributes found;
-  std::array<int, 6> wanted{kContextOf,     kMemoryType, kIsManaged,
-                            kDeviceOrdinal, kRangeStart, kRangeSize};
-  std::array<void*, 6> answers{static_cast<void*>(&found.context),
-                               &found.type,
-                               &found.managed,
-                               &found.device,
-                               &found.start,
-                               &found.size};
+  std::array<int, 4> wanted{kContextOf, kMemoryType, kIsManaged, kDeviceOrdinal};
+  std::array<void*, 4> answers{static_cast<void*>(&found.context), &found.type, &found.managed,
+                               &found.device};
   const Status status = driver.pointer_get_attributes(static_cast<unsigned>(wanted.size()),
                                                       wanted.data(), answers.data(), address);
   if (status == kSuccess) return found;
@@ -89,14 +82,16 @@ Result<std::shared_ptr<Gpu>> Gpus::owner_of(const void* address, std::size_t byt
   for (Address at = first; at < first + bytes;) {
     const auto part = attributes_of(*cuda, at);
     if (!part) return part.error();
-    if (!part->on_device() || part->device != begin->device) {
+    const bool there = part->on_device() && part->device == begin->device;
+    const auto range = there ? (*gpu)->range_of(at) : std::nullopt;
+    if (!range) {
       return Error{Errc::out_of_bounds, what + "leave the memory of GPU " +
                                             std::to_string(begin->device) + ", which has " +
                                             std::to_string(at - first) +
                                             " bytes from there; register what was allocated"};
     }
     foreign_context = foreign_context || (*gpu)->foreign(part->context);
-    at = part->start + part->size;
+    at = range->start + range->size;
   }
   if (foreign_context) {
     return Error{Errc::invalid_argument,

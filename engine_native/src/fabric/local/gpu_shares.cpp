@@ -1,23 +1,21 @@
 #include "fabric/local/gpu_shares.hpp"
 
-#include <algorithm>
-#include <vector>
-
+#include "clock.hpp"
 #include "cuda/gpu.hpp"
 #include "fabric/local/unix_socket.hpp"
 
 namespace kvxfer::local {
 namespace {
 
-// Regions that the peer is opening; it takes a few more.
-constexpr std::ptrdiff_t kMostAsked = 32;
+// That the peer is opening; it takes a few more.
+constexpr std::size_t kMostUnanswered = 32;
+constexpr std::uint64_t kPatienceNs = 500'000'000;
 
 GpuRegionMessage message_of(const MemoryRegion& region, std::uint32_t number, int reader) {
   return {.head = {.kind = RegionMessage::Kind::share_gpu, .number = number, .size = region.size()},
           .offset = region.ipc_offset(),
           .address = region.address(),
-          .device = static_cast<std::uint32_t>(region.gpu()->device()),
-          .reader = static_cast<std::uint32_t>(reader),
+          .reader = static_cast<std::uint64_t>(reader),
           .handle = region.ipc_handle().value_or(cuda::IpcHandle{})};
 }
 
@@ -33,23 +31,36 @@ GpuShares::GpuShares(GpuContext context, int socket, bool same_process, std::str
 
 GpuShares::Share GpuShares::find(const MemoryRegion& region, int reader) {
   const Key key{region.key(), reader};
-  const auto known = shares_.find(key);
-  if (known != shares_.end()) return known->second;
-  // Within one process all that a GPU has is at its address.
   const int device = region.gpu()->device();
-  const bool with_files = !region.ipc_handle() && !(same_process_ && device == reader);
-  const auto asked = std::count_if(shares_.begin(), shares_.end(), [](const auto& share) {
-    return share.second.state == State::asked;
-  });
+  if (const auto known = shares_.find(key); known != shares_.end()) {
+    Share share = known->second;
+    if (share.state == State::asked && now_ns() - share.asked_ns > kPatienceNs) {
+      share.state = State::refused;  // until it is open
+      tell(device, reader, "opening it there takes long");
+    }
+    return share;
+  }
+  if (shares_.size() >= kMostGpuRegions) {
+    tell(device, reader, "the peer has too many regions open");
+    return {.state = State::refused};
+  }
+  // Within one process, all that a GPU has is at its address; other GPUs might read it when it has
+  // been freed.
+  const bool with_files = same_process_ ? device != reader : !region.ipc_handle();
   // Files one after the other, as a process may have few.
-  if (asked >= (with_files ? 1 : kMostAsked)) return {};
-  const Share share{.number = next_number_, .device = device};
+  if (unanswered_ >= (with_files ? 1 : kMostUnanswered)) {
+    const bool slow = now_ns() - last_asked_ns_ > kPatienceNs;
+    return {.state = slow ? State::refused : State::asked};
+  }
+  last_asked_ns_ = now_ns();
+  const Share share{.number = next_number_, .device = device, .asked_ns = last_asked_ns_};
   if (!with_files) {
     const auto message = message_of(region, share.number, reader);
     const auto sent = send_message(socket_, message.bytes(), {});
     if (!sent || !*sent) return {};  // a broken socket shows as an event
   }
   ++next_number_;
+  ++unanswered_;
   shares_.emplace(key, share);
   if (with_files) ask_with_files(region, key);
   return share;
@@ -64,6 +75,7 @@ void GpuShares::ask_with_files(const MemoryRegion& region, const Key& key) {
       },
       [this, key, message, self = std::weak_ptr(self_)](Result<cuda::FileParts> files) mutable {
         if (self.expired()) return;
+        --unanswered_;
         const auto share = shares_.find(key);
         if (share == shares_.end()) return;  // forgotten meanwhile
         if (!files) return refuse(key, share->second, files.error().text);
@@ -75,11 +87,17 @@ void GpuShares::ask_with_files(const MemoryRegion& region, const Key& key) {
           fds.push_back(part.file.get());
         }
         const auto sent = send_message(socket_, bytes, fds);
-        if (!sent || !*sent) shares_.erase(share);  // find() begins again
+        if (!sent) return refuse(key, share->second, sent.error().text);
+        if (*sent) {
+          ++unanswered_;
+        } else {
+          shares_.erase(share);  // find() begins again
+        }
       });
 }
 
 void GpuShares::on_answer(const RegionMessage& answer, std::string_view reason) {
+  if (unanswered_ > 0) --unanswered_;
   for (auto& [key, share] : shares_) {
     if (share.number != answer.number || share.state != State::asked) continue;
     if (answer.kind == RegionMessage::Kind::refused) return refuse(key, share, reason);
@@ -88,23 +106,25 @@ void GpuShares::on_answer(const RegionMessage& answer, std::string_view reason) 
   }
 }
 
-// Said once, as it is much slower.
 void GpuShares::refuse(const Key& key, Share& share, std::string_view why) {
   share.state = State::refused;
-  if (!told_.emplace(share.device, key.second).second) return;
-  context_.tell("memory of GPU " + std::to_string(share.device) + " goes to GPU " +
-                std::to_string(key.second) + " of " + peer_ +
-                " by way of host memory: " + std::string(why));
+  tell(share.device, key.second, why);
 }
 
-void GpuShares::forget(const MemoryRegion& region) {
+// Said once, as it is much slower.
+void GpuShares::tell(int from, int to, std::string_view why) {
+  if (!told_.emplace(from, to).second) return;
+  context_.tell("memory of GPU " + std::to_string(from) + " goes to GPU " + std::to_string(to) +
+                " of " + peer_ + " by way of host memory: " + std::string(why));
+}
+
+std::vector<std::uint32_t> GpuShares::forget(const MemoryRegion& region) {
+  std::vector<std::uint32_t> numbers;
   for (auto share = shares_.lower_bound({region.key(), 0});
        share != shares_.end() && share->first.first == region.key(); share = shares_.erase(share)) {
-    // If the socket is full the peer keeps its mapping until the path ends.
-    const RegionMessage message{
-        .kind = RegionMessage::Kind::forget, .number = share->second.number, .size = 0};
-    (void)send_message(socket_, message.bytes(), {});
+    numbers.push_back(share->second.number);
   }
+  return numbers;
 }
 
 }  // namespace kvxfer::local

@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "fabric/local/gpu_sources.hpp"
 #include "fabric/local/region_message.hpp"
@@ -29,18 +30,21 @@ class GpuShares {
     State state = State::asked;
     std::uint32_t number = 0;  // of the region, for the peer
     int device = 0;            // whose memory it is
+    std::uint64_t asked_ns = 0;
   };
-  // How far the peer is, which is asked first. `reader`: its GPU, by its number there.
+  // How far the peer is, which is asked first. `reader`: its GPU, by its number there. Refused also
+  // while opening takes long: whatever it waits for may wait for a transfer.
   Share find(const MemoryRegion& region, int reader);
   void on_answer(const RegionMessage& answer, std::string_view reason);
-  // The region ends.
-  void forget(const MemoryRegion& region);
+  // The region ends. Returns the numbers that the peer has to forget.
+  std::vector<std::uint32_t> forget(const MemoryRegion& region);
 
  private:
   using Key = std::pair<std::uint64_t, int>;  // of the region, and the reading GPU
 
   void ask_with_files(const MemoryRegion& region, const Key& key);
   void refuse(const Key& key, Share& share, std::string_view why);
+  void tell(int from, int to, std::string_view why);
 
   GpuContext context_;
   int socket_;
@@ -48,6 +52,8 @@ class GpuShares {
   std::string peer_;
   std::uint32_t& next_number_;
   std::map<Key, Share> shares_;
+  std::size_t unanswered_ = 0;
+  std::uint64_t last_asked_ns_ = 0;
   std::set<std::pair<int, int>> told_;  // between which GPUs bytes go by way of host memory
   std::shared_ptr<GpuShares*> self_ = std::make_shared<GpuShares*>(this);
 };

@@ -7,8 +7,14 @@ namespace kvxfer::local {
 namespace {
 
 // Of one peer.
-constexpr std::size_t kMaxGpuRegions = 8192;
 constexpr std::size_t kMaxOpening = 64;
+constexpr std::size_t kMaxWithFiles = 2;
+
+// It may wait for streams that wait for the engine thread.
+void close_on(Background& background, std::shared_ptr<cuda::ImportedMemory> memory) {
+  if (!memory) return;
+  background.run([last = std::move(memory)]() mutable { last.reset(); }, [] {});
+}
 
 }  // namespace
 
@@ -19,24 +25,33 @@ GpuSources::~GpuSources() {
 Result<void> GpuSources::add(const GpuRegionMessage& message, cuda::FileParts files,
                              bool same_process, Opened then) {
   const std::uint32_t number = message.head.number;
-  if (regions_.contains(number) || regions_.size() >= kMaxGpuRegions || under_way_ >= kMaxOpening) {
+  const std::size_t with_files = files.parts.empty() ? 0 : 1;
+  if (regions_.contains(number) || regions_.size() >= kMostGpuRegions ||
+      under_way_ >= kMaxOpening || with_files_ + with_files > kMaxWithFiles) {
     return Error{Errc::protocol_error, "the peer shares a region of a GPU twice, or too many"};
   }
   const std::uint64_t opening = ++last_opening_;
   ++under_way_;
+  with_files_ += with_files;
   regions_[number].opening = opening;
   context_.background.run<Result<Region>>(
       [&gpus = context_.gpus, message, same_process,
        files = std::make_shared<cuda::FileParts>(std::move(files))] {
         return open(gpus, message, *files, same_process);
       },
-      [this, number, opening, then = std::move(then),
+      [this, number, opening, with_files, then = std::move(then), &background = context_.background,
        self = std::weak_ptr(self_)](Result<Region> opened) {
-        if (self.expired()) return;  // closed with what has opened it
+        if (self.expired()) {
+          if (opened) close_on(background, std::move(opened->memory));
+          return;
+        }
         --under_way_;
+        with_files_ -= with_files;
         const auto region = regions_.find(number);
-        // Removed meanwhile: likewise.
-        if (region == regions_.end() || region->second.opening != opening) return;
+        if (region == regions_.end() || region->second.opening != opening) {
+          if (opened) close_on(background, std::move(opened->memory));
+          return then(number, Error{Errc::unknown_region, "it was taken back meanwhile"});
+        }
         if (!opened) {
           regions_.erase(region);
           return then(number, opened.error());
@@ -61,12 +76,7 @@ Result<GpuSources::Region> GpuSources::open(cuda::Gpus& gpus, const GpuRegionMes
                 .address = message.address,
                 .size = message.head.size};
   const bool by_files = !files.parts.empty();
-  if (same_process && !by_files) {
-    if (auto good = region.gpu->reach(static_cast<int>(message.device)); !good) {
-      return good.error();
-    }
-    return region;
-  }
+  if (same_process && !by_files) return region;
   auto memory = by_files ? region.gpu->import(files) : region.gpu->import(message.handle);
   if (!memory) return memory.error();
   region.memory = std::move(*memory);
@@ -86,7 +96,7 @@ void GpuSources::close(std::shared_ptr<cuda::ImportedMemory> memory) {
   if (!memory) return;
   context_.gpus.after_copies(
       [&background = context_.background, memory = std::move(memory)]() mutable {
-        background.run([last = std::exchange(memory, nullptr)]() mutable { last.reset(); }, [] {});
+        close_on(background, std::exchange(memory, nullptr));
       });
 }
 

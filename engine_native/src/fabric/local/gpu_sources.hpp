@@ -30,8 +30,9 @@ class GpuSources {
   GpuSources(const GpuSources&) = delete;
   GpuSources& operator=(const GpuSources&) = delete;
 
-  // `then`: whether the reading GPU reaches it; now or later, and not at all once this is
-  // destroyed. `same_process`: its address is valid here. Fails where the peer breaks the protocol.
+  // `then`: whether the reading GPU reaches it; also where it was removed meanwhile, but not at all
+  // once this is destroyed. `same_process`: its address is valid here.
+  // Fails where the peer breaks the protocol.
   using Opened = std::function<void(std::uint32_t number, Result<void> opened)>;
   Result<void> add(const GpuRegionMessage& message, cuda::FileParts files, bool same_process,
                    Opened then);
@@ -60,6 +61,7 @@ class GpuSources {
   std::unordered_map<std::uint32_t, Region> regions_;
   std::uint64_t last_opening_ = 0;
   std::size_t under_way_ = 0;
+  std::size_t with_files_ = 0;  // of them
   std::shared_ptr<GpuSources*> self_ = std::make_shared<GpuSources*>(this);
 };
 

@@ -98,6 +98,11 @@ std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& ran
     if (operation->destination_gpu) share = gpu_shares_.find(*source, *operation->destination_gpu);
     if (share.state == GpuShares::State::asked) return 0;
     if (share.state == GpuShares::State::refused) return stage(operation, range);
+    // The peer would not notice, and read what the memory has become.
+    if (range.first == 0 && !source->gpu()->alive()) {
+      ++receive_context_.activity;  // it fails with the next try
+      return 0;
+    }
     origin->region = share.number;
   } else if (source) {
     origin = origin_of(*source);
@@ -206,13 +211,20 @@ std::optional<std::uint32_t> LocalPath::share(const MemoryRegion& region) {
 }
 
 void LocalPath::forget_source(const MemoryRegion& region) {
-  gpu_shares_.forget(region);
-  const auto known = shared_.extract(region.key());
-  if (!known) return;
-  // If the socket is full the peer keeps its mapping until the path ends: no more than memory.
-  const RegionMessage message{
-      .kind = RegionMessage::Kind::forget, .number = known.mapped(), .size = 0};
-  (void)send_message(socket_.get(), message.bytes(), {});
+  for (const std::uint32_t number : gpu_shares_.forget(region)) to_forget_.push_back(number);
+  if (const auto known = shared_.extract(region.key())) to_forget_.push_back(known.mapped());
+  send_forgets();
+}
+
+// Those that the socket has no room for come later: until then the peer keeps its mappings.
+void LocalPath::send_forgets() {
+  while (!to_forget_.empty()) {
+    const RegionMessage message{
+        .kind = RegionMessage::Kind::forget, .number = to_forget_.front(), .size = 0};
+    const auto sent = send_message(socket_.get(), message.bytes(), {});
+    if (!sent || !*sent) return;
+    to_forget_.pop_front();
+  }
 }
 
 bool LocalPath::reap() {
@@ -418,15 +430,23 @@ void LocalPath::revoke_region(std::uint64_t key) {
 
 void LocalPath::receive_regions() {
   for (int i = 0; i < kPollMessages && !lost_; ++i) {
-    auto message = receive_message(socket_.get());
+    bool lacking = false;
+    auto message = receive_message(socket_.get(), &lacking);
     if (!message) return lose(message.error());
     if (message->bytes.empty()) return;
-    if (auto good = on_region(*message); !good) return lose(good.error());
+    if (auto good = on_region(*message, lacking); !good) return lose(good.error());
   }
 }
 
-Result<void> LocalPath::on_region(UnixMessage& message) {
+Result<void> LocalPath::on_region(UnixMessage& message, bool lacking) {
+  const Error lacks{Errc::out_of_memory,
+                    "there are no descriptors left for what a peer shares; raise the open files "
+                    "limit"};
   if (const auto on_gpu = GpuRegionMessage::parse(message.bytes)) {
+    if (lacking) {
+      answer_gpu_region(on_gpu->head.number, lacks);
+      return {};
+    }
     const auto sizes = GpuRegionMessage::sizes(message.bytes, message.descriptors.size());
     if (!sizes) return malformed_message();
     cuda::FileParts files{.offset = on_gpu->offset};
@@ -438,6 +458,7 @@ Result<void> LocalPath::on_region(UnixMessage& message) {
                               answer_gpu_region(number, opened);
                             });
   }
+  if (lacking) return lacks;
   const auto region = RegionMessage::parse(message.bytes);
   if (region && region->kind == RegionMessage::Kind::forget) {
     source_.remove_region(region->number);
@@ -471,6 +492,7 @@ void LocalPath::answer_gpu_region(std::uint32_t number, const Result<void>& open
 
 void LocalPath::poll() {
   if (lost_) return;
+  if (!to_forget_.empty()) send_forgets();
   const bool posted = post_staged();
   const bool consumed = consume();
   if (reap() || consumed || posted) ++receive_context_.activity;

@@ -107,6 +107,7 @@ class LocalPath final : public Path, private EventSink {
   void produce(Batch batch, const Origin& origin, bool packed);
   std::size_t stage(const OperationPtr& operation, const WriteRange& range);
   bool post_staged();
+  void send_forgets();
   bool reap();
   // Receiving.
   bool consume();
@@ -117,7 +118,7 @@ class LocalPath final : public Path, private EventSink {
   void launch();
   bool end_placed();
   void receive_regions();
-  Result<void> on_region(UnixMessage& message);
+  Result<void> on_region(UnixMessage& message, bool lacking);
   void answer_gpu_region(std::uint32_t number, const Result<void>& opened);
 
   std::uint64_t wanted_progress() const;
@@ -142,6 +143,7 @@ class LocalPath final : public Path, private EventSink {
   std::size_t slots_ = 0;                                    // of both
   std::unordered_map<std::uint64_t, std::uint32_t> shared_;  // region key → number
   std::uint32_t next_number_ = 0;
+  std::deque<std::uint32_t> to_forget_;  // numbers
 
   std::uint64_t taken_ = 0;                // looked at
   std::uint64_t consumed_ = 0;             // and counted

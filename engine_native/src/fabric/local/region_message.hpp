@@ -36,6 +36,9 @@ struct RegionMessage {
 };
 static_assert(sizeof(RegionMessage) == 16);
 
+// Regions of GPUs that an engine keeps open for a peer.
+inline constexpr std::size_t kMostGpuRegions = 8192;
+
 // A region of a GPU's memory, for one GPU of the peer's to read: by the handle of the allocation
 // that it lies in; or by files of its allocations, whose sizes follow; or by its address where both
 // engines are in one process.
@@ -44,8 +47,7 @@ struct GpuRegionMessage {
   RegionMessage head;
   std::uint64_t offset;   // of the region in those allocations
   std::uint64_t address;  // of the region in the sender's process
-  std::uint32_t device;   // that it is memory of, by its number there
-  std::uint32_t reader;   // that is to read it, by its number over here
+  std::uint64_t reader;   // the GPU that is to read it, by its number over here
   cuda::IpcHandle handle;
 
   std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }

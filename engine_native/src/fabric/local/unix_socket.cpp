@@ -15,8 +15,8 @@
 namespace kvxfer::local {
 namespace {
 
-constexpr std::size_t kMaxMessage = 2048;
-constexpr std::size_t kMaxDescriptors = 240;
+constexpr std::size_t kMaxMessage = 1024;
+constexpr std::size_t kMaxDescriptors = 64;
 
 struct AbstractAddress {
   sockaddr_un address{};
@@ -84,7 +84,7 @@ Result<bool> send_message(int fd, std::string_view bytes, const std::vector<int>
   return true;
 }
 
-Result<UnixMessage> receive_message(int fd) {
+Result<UnixMessage> receive_message(int fd, bool* lacking) {
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int) * kMaxDescriptors)> control{};
   std::array<char, kMaxMessage> buffer;
   iovec part{buffer.data(), buffer.size()};
@@ -109,7 +109,9 @@ Result<UnixMessage> receive_message(int fd) {
     }
   }
   if (got == 0) return Error{Errc::peer_lost, "the peer closed its unix socket"};
-  if (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) {
+  const bool lacks = (message.msg_flags & MSG_CTRUNC) != 0;
+  if (lacking != nullptr) *lacking = lacks;
+  if ((message.msg_flags & MSG_TRUNC) != 0 || (lacks && lacking == nullptr)) {
     return Error{Errc::protocol_error,
                  "a unix message of the peer is oversized, or there are no descriptors "
                  "left for what it carries; raise the open files limit"};

@@ -23,8 +23,9 @@ struct UnixMessage {
 
 // False if the socket's buffer is full.
 Result<bool> send_message(int fd, std::string_view bytes, const std::vector<int>& descriptors);
-// An empty `bytes` means that nothing is there.
-Result<UnixMessage> receive_message(int fd);
+// An empty `bytes` means that nothing is there. `lacking`: whether this process had no room for all
+// descriptors; an error without it.
+Result<UnixMessage> receive_message(int fd, bool* lacking = nullptr);
 
 // The process at the other end, as seen from our pid namespace; 0 if it is not visible there.
 pid_t peer_pid(int fd);
