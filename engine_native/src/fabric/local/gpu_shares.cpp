@@ -36,7 +36,7 @@ GpuShares::Share GpuShares::find(const MemoryRegion& region, int reader) {
     Share share = known->second;
     if (share.state == State::asked && now_ns() - share.asked_ns > kPatienceNs) {
       share.state = State::refused;  // until it is open
-      tell(device, reader, "opening it there takes long");
+      tell(device, reader, "opening it there takes long", true);
     }
     return share;
   }
@@ -75,7 +75,7 @@ void GpuShares::ask_with_files(const MemoryRegion& region, const Key& key) {
       },
       [this, key, message, self = std::weak_ptr(self_)](Result<cuda::FileParts> files) mutable {
         if (self.expired()) return;
-        --unanswered_;
+        if (unanswered_ > 0) --unanswered_;  // the peer may have answered what was not asked
         const auto share = shares_.find(key);
         if (share == shares_.end()) return;  // forgotten meanwhile
         if (!files) return refuse(key, share->second, files.error().text);
@@ -111,9 +111,8 @@ void GpuShares::refuse(const Key& key, Share& share, std::string_view why) {
   tell(share.device, key.second, why);
 }
 
-// Said once, as it is much slower.
-void GpuShares::tell(int from, int to, std::string_view why) {
-  if (!told_.emplace(from, to).second) return;
+void GpuShares::tell(int from, int to, std::string_view why, bool slow) {
+  if (!told_.emplace(from, to, slow).second) return;
   context_.tell("memory of GPU " + std::to_string(from) + " goes to GPU " + std::to_string(to) +
                 " of " + peer_ + " by way of host memory: " + std::string(why));
 }

@@ -8,6 +8,7 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -44,7 +45,8 @@ class GpuShares {
 
   void ask_with_files(const MemoryRegion& region, const Key& key);
   void refuse(const Key& key, Share& share, std::string_view why);
-  void tell(int from, int to, std::string_view why);
+  // Said once, as it is much slower; once again where it was `slow` to be refused.
+  void tell(int from, int to, std::string_view why, bool slow = false);
 
   GpuContext context_;
   int socket_;
@@ -54,7 +56,7 @@ class GpuShares {
   std::map<Key, Share> shares_;
   std::size_t unanswered_ = 0;
   std::uint64_t last_asked_ns_ = 0;
-  std::set<std::pair<int, int>> told_;  // between which GPUs bytes go by way of host memory
+  std::set<std::tuple<int, int, bool>> told_;  // between which GPUs, and whether that was slow
   std::shared_ptr<GpuShares*> self_ = std::make_shared<GpuShares*>(this);
 };
 
