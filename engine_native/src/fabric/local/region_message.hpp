@@ -65,8 +65,8 @@ struct GpuRegionMessage {
       return std::nullopt;
     }
     std::vector<std::uint64_t> sizes(files);
-    std::memcpy(sizes.data(), bytes.data() + sizeof(GpuRegionMessage),
-                files * sizeof(std::uint64_t));
+    const std::string_view behind = bytes.substr(sizeof(GpuRegionMessage));
+    if (!behind.empty()) std::memcpy(sizes.data(), behind.data(), behind.size());
     const bool fit =
         std::all_of(sizes.begin(), sizes.end(), [](auto size) { return size <= kMostPart; });
     return fit ? std::optional(std::move(sizes)) : std::nullopt;
