@@ -90,12 +90,6 @@ DEFECTS: Final = (
         "(void(access), kSuccess)",
     ),
     Defect(
-        "a GPU that is lost goes on sending",
-        "fabric/local/local_path.cpp",
-        "if (range.first == 0 && !source->gpu()->alive()) {",
-        "if (false) {",
-    ),
-    Defect(
         "a stream's count runs on another stream",
         "cuda/gpu.cpp",
         "1, 1, 1, 1, 1, 1, 0, stream,",
