@@ -102,8 +102,9 @@ class EngineCore(ABC):
         return list(self._peers.values())
 
     def stats(self) -> dict[str, int]:
-        """Totals since the start: bytes and writes sent, received, refused; handshakes refused;
-        peers cut off; and the number of connected peers."""
+        """Totals since the start: bytes and writes sent, received, refused; bytes that went out of
+        a GPU by way of host memory (bytes_staged, a part of bytes_sent); handshakes refused; peers
+        cut off; and the number of connected peers."""
         return self.native.stats()
 
     def refusals(self) -> dict[str, dict[str, int]]:
