@@ -45,3 +45,22 @@ TEST_CASE("what a peer said before it went is heard, though nothing can be sent 
   const bool whole = hearer.heard == words;
   CHECK(whole);
 }
+
+TEST_CASE("a stream knows of input that it has not read") {
+  std::array<int, 2> ends{};
+  REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) == 0);
+  UniqueFd peer(ends[1]);
+  Poller poller = good(Poller::create());
+  Hearer hearer;
+  const auto stream = good(Stream::open(UniqueFd(ends[0]), poller, hearer));
+  poller.poll(0);
+  CHECK_FALSE(stream->has_input());
+  REQUIRE(::send(peer.get(), "beat", 4, MSG_DONTWAIT) == 4);
+  CHECK(stream->has_input());
+  CHECK(stream->has_input());
+  poller.poll(0);
+  CHECK(hearer.heard == "beat");
+  CHECK_FALSE(stream->has_input());
+  peer.reset();
+  CHECK_FALSE(stream->has_input());  // an end is none
+}

@@ -21,7 +21,10 @@ import asyncio, threading
 from kvxfer import Engine
 
 async def main():
-    async with Engine(cluster_key={KEY!r}, name="starved", fabrics=["local"]) as engine:
+    # It does not judge: where both are stopped, one that is throttled stops later.
+    async with Engine(
+        cluster_key={KEY!r}, name="starved", fabrics=["local"], peer_timeout={PATIENCE}
+    ) as engine:
         print('{{"address": "%s"}}' % engine.address, flush=True)
         await asyncio.to_thread(compute)
 

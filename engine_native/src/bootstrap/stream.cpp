@@ -32,6 +32,11 @@ void Stream::write(std::string bytes) {
   if (connected_) (void)flush();
 }
 
+bool Stream::has_input() const {
+  char next = 0;
+  return !lost_ && ::recv(fd(), &next, sizeof next, MSG_PEEK | MSG_DONTWAIT) > 0;
+}
+
 UniqueFd Stream::release() {
   poller_.remove(fd(), *this);
   lost_ = true;

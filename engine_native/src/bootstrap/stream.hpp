@@ -35,6 +35,8 @@ class Stream final : private EventSink {
   // Queues and sends what the socket takes at once.
   void write(std::string bytes);
   std::size_t unsent() const { return unsent_; }
+  // Whether something has come that was not read yet.
+  bool has_input() const;
   int fd() const { return socket_.get(); }
   // Hands the socket on; only when nothing is buffered.
   UniqueFd release();

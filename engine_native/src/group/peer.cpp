@@ -355,7 +355,8 @@ void Peer::tick(std::uint64_t now, std::uint64_t stalled_ns, Duration timeout) {
   // A peer that was told to beat slower than we wait is not dead between two beats.
   const auto limit = std::max<std::uint64_t>(static_cast<std::uint64_t>(timeout.count()),
                                              3 * session_.introduction.heartbeat_ns);
-  if (patience_.ends(limit, pid, now)) {
+  // A peer that is asleep has beaten before, maybe after its socket was read: in this order.
+  if (patience_.ends(limit, pid, now) && !stream_->has_input()) {
     const auto ms = [](std::uint64_t ns) { return std::to_string(ns / 1'000'000) + " ms"; };
     const std::uint64_t before = patience_.longest_ns();
     return lose({Errc::peer_timeout,
