@@ -9,6 +9,7 @@ from kvxfer.version import __version__
 if TYPE_CHECKING:
     from kvxfer.engine import (
         Counter,
+        CounterMirror,
         Engine,
         EngineHandler,
         EngineOptions,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Counter",
+    "CounterMirror",
     "Engine",
     "EngineHandler",
     "EngineOptions",

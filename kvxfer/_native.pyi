@@ -83,6 +83,12 @@ class StreamWait:
     @property
     def address(self) -> int: ...
 
+class CounterMirror:
+    @property
+    def value(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+
 class TransferEngine:
     """Any method from any thread. Submitting returns (operation id, writes, bytes)."""
 
@@ -209,6 +215,7 @@ class TransferEngine:
     def wake(self) -> None:
         """Looks at watched words now."""
     def stream_word(self, gpu: int) -> StreamWord: ...
+    def mirror_counter(self, gpu: int, imm: int) -> CounterMirror: ...
     def wait_on_stream(
         self, gpu: int, stream: int, imm: int, total: int, *, timeout: float, at_least: bool
     ) -> StreamWait: ...

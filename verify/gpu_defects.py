@@ -121,9 +121,33 @@ DEFECTS: Final = (
     ),
     Defect(
         "a NIC is used although nothing that it writes arrives",
-        "fabric/verbs/gpu_ways.cpp",
+        "fabric/nic/gpu_ways.cpp",
         "  if (std::memcmp(seen.data(), bytes, kBytes) != 0) {",
         "  if (false) {",
+    ),
+    Defect(
+        "a GPU that is lost goes on sending",
+        "fabric/local/local_path.cpp",
+        "    if (range.first == 0 && !source->gpu()->alive()) {",
+        "    if (false) {",
+    ),
+    Defect(
+        "writes of libfabric are not flushed before they count",
+        "fabric/ofi/ofi_path.cpp",
+        "void OfiPath::on_bytes() { domain_.context().gpus.flush_nic_writes(); }",
+        "void OfiPath::on_bytes() {}",
+    ),
+    Defect(
+        "a dmabuf is registered at another address than its memory's",
+        "fabric/ofi/open_domain.cpp",
+        "(memory.address - offset)",
+        "(memory.address)",
+    ),
+    Defect(
+        "libfabric may copy memory of GPUs by calls of CUDA",
+        "fabric/ofi/endpoint.cpp",
+        "  const bool permitted = false;",
+        "  const bool permitted = true;",
     ),
     Defect(
         "a window is opened in a dmabuf",

@@ -91,7 +91,7 @@ void bind_memory(py::module_& module) {
                              [](const MemoryRegion& region) {
                                py::list ways;
                                for (const auto& each : region.registrations()) {
-                                 each ? ways.append(std::string(each->way()))
+                                 each ? ways.append(std::string(name_of(each->way())))
                                       : ways.append(py::none());
                                }
                                return py::tuple(ways);

@@ -129,7 +129,20 @@ void bind_streams(py::module_& module, EngineClass& bound) {
       .def_property_readonly("address", [](const StreamWait& wait) {
         return reinterpret_cast<std::uintptr_t>(&wait.word());
       });
+  py::class_<CounterMirror, std::shared_ptr<CounterMirror>>(module, "CounterMirror")
+      .def_property_readonly(
+          "value",
+          [](const CounterMirror& mirror) { return mirror.word().load(std::memory_order_acquire); })
+      .def_property_readonly("address", [](const CounterMirror& mirror) {
+        return reinterpret_cast<std::uintptr_t>(&mirror.word());
+      });
   bound
+      .def(
+          "mirror_counter",
+          [](TransferEngine& engine, int gpu, Imm imm) {
+            return unwrap(engine.mirror_counter(gpu, imm));
+          },
+          py::arg("gpu"), py::arg("imm"), py::call_guard<py::gil_scoped_release>())
       .def(
           "stream_word",
           [](TransferEngine& engine, int gpu) { return unwrap(engine.stream_word(gpu)); },

@@ -102,6 +102,15 @@ Result<std::shared_ptr<StreamWait>> TransferEngine::wait_on_stream(int device, v
   return std::shared_ptr<StreamWait>(std::move(*queued));
 }
 
+Result<std::shared_ptr<CounterMirror>> TransferEngine::mirror_counter(int device, Imm imm) {
+  auto gpu = group_->gpus().open(device);
+  if (!gpu) return gpu.error();
+  auto mirror = cuda::MirroredCount::create(std::move(*gpu));
+  if (!mirror) return mirror.error();
+  group_->mirror_counter(imm, *mirror);
+  return std::shared_ptr<CounterMirror>(std::move(*mirror));
+}
+
 Result<RegionPtr> TransferEngine::register_memory(void* data, std::size_t bytes,
                                                   bool require_nics) {
   auto gpu = group_->gpus().owner_of(data, bytes);

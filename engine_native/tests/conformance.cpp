@@ -15,6 +15,10 @@
 #include "fabric/verbs/verbs_factory.hpp"
 #include "simulated_verbs.hpp"
 #endif
+#ifdef KVXFER_HAVE_OFI
+#include "fabric/ofi/ofi_factory.hpp"
+#include "simulated_efa.hpp"
+#endif
 #include "simulated_nic.hpp"
 
 namespace kvxfer::test {
@@ -118,6 +122,9 @@ const std::vector<std::string>& all_fabrics() {
 #ifdef KVXFER_HAVE_VERBS
                                                 "mlx5",
 #endif
+#ifdef KVXFER_HAVE_OFI
+                                                "efa",
+#endif
                                                 "verbs", "ofi",   "ofi-strict"};
   return fabrics;
 }
@@ -170,6 +177,17 @@ EngineOptions options_for(const std::string& fabric, const std::string& name) {
       simulated_verbs().add({.name = options.nics.back()});
     }
     options.more_nics = std::make_shared<verbs::VerbsFactory>(simulated_verbs().library());
+#endif
+#ifdef KVXFER_HAVE_OFI
+  } else if (fabric == "efa") {
+    static std::atomic<unsigned> engines = 0;
+    const std::string prefix = "rdmap" + std::to_string(++engines) + "s";
+    for (unsigned n = 0; n < nics; ++n) {
+      options.nics.push_back(prefix + std::to_string(n));
+      simulated_efa().add({.name = options.nics.back()});
+    }
+    options.more_nics = std::make_shared<ofi::OfiFactory>(ofi::OfiFactory::Overrides{
+        .use = FabricUse::required, .library = simulated_efa().library()});
 #endif
   } else if (fabric.starts_with("ofi")) {
     options.ofi = FabricUse::required;

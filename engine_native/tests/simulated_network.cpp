@@ -8,8 +8,6 @@ namespace kvxfer::test::mlx5 {
 namespace {
 
 constexpr std::uint64_t kReceiverNotReadyNs = 4'000'000;  // code 18 of IBTA 1.4, table 45
-// Of bytes that nobody flushes.
-constexpr std::uint64_t kUnflushedNs = 50'000'000;
 
 }  // namespace
 
@@ -19,9 +17,9 @@ void Network::run(const std::stop_token& stop) {
   std::unique_lock lock(mutex);
   while (!stop.stop_requested()) {
     const std::uint64_t now = now_ns();
-    flush(now);
+    gpu_writes().flush(now);
     std::vector<QueuePair*> busy;
-    bool idle = unflushed.empty();
+    bool idle = gpu_writes().empty();
     for (const auto& [number, pair] : pairs) {
       land_some(*pair);
       idle = idle && pair->landings.empty() && pair->requests.empty();
@@ -188,28 +186,13 @@ void Network::land_some(QueuePair& pair) {
   const std::size_t one = random() % (2 * pair.landings.size());
   if (one >= pair.landings.size()) return;
   std::swap(pair.landings[one], pair.landings.back());
-  land(std::move(pair.landings.back()));
+  gpu_writes().land(std::move(pair.landings.back()));
   pair.landings.pop_back();
-}
-
-void Network::land(Landing landing) {
-  if (landing.on_gpu) {
-    unflushed.push_back({std::move(landing), now_ns() + kUnflushedNs});
-  } else {
-    std::memcpy(landing.at, landing.bytes.data(), landing.bytes.size());
-  }
-}
-
-void Network::flush(std::uint64_t now) {
-  for (; !unflushed.empty() && unflushed.front().until_ns <= now; unflushed.pop_front()) {
-    const Landing& landing = unflushed.front().landing;
-    std::memcpy(landing.at, landing.bytes.data(), landing.bytes.size());
-  }
 }
 
 void Network::land_all(QueuePair& pair) {
   std::shuffle(pair.landings.begin(), pair.landings.end(), random);
-  for (Landing& each : pair.landings) land(std::move(each));
+  for (Landing& each : pair.landings) gpu_writes().land(std::move(each));
   pair.landings.clear();
 }
 

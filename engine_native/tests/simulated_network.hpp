@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "fd.hpp"
+#include "simulated_gpus.hpp"
 #include "simulated_verbs.hpp"
 
 namespace kvxfer::test::mlx5 {
@@ -139,19 +140,6 @@ struct Request {
   std::uint64_t number = 0;
 };
 
-// Bytes that have come and are not in memory yet.
-struct Landing {
-  std::byte* at;
-  std::vector<std::byte> bytes;
-  bool on_gpu = false;
-  std::shared_ptr<void> mapping = nullptr;
-};
-// Bytes of which a GPU may not know yet.
-struct Unflushed {
-  Landing landing;
-  std::uint64_t until_ns;
-};
-
 struct QueuePair : ibv_qp {
   ibv_qp_attr attributes{};
   ibv_qp_cap limits{};
@@ -162,7 +150,7 @@ struct QueuePair : ibv_qp {
   std::uint64_t unanswered_ns = 0;  // since when; 0: the other end answers
   std::uint64_t wait_until_ns = 0;  // it had no receive
   unsigned not_ready = 0;           // how often in a row
-  std::vector<Landing> landings;    // at this end
+  std::vector<Landing> landings;    // at this end, not in memory yet
 };
 
 inline Context& context_of(ibv_context* context) {
@@ -178,7 +166,6 @@ struct Network {
   std::map<std::uint32_t, QueuePair*> pairs;
   std::map<std::uint32_t, Region*> regions;  // lkey and rkey are equal, as in mlx5
   std::map<std::uint32_t, Window*> windows;  // by key without its tag
-  std::deque<Unflushed> unflushed;
   std::uint32_t last_pair = 0x100;
   std::uint32_t last_key = 0x1000;
   std::atomic<std::size_t> commands_of_pollers = 0;
@@ -202,9 +189,6 @@ struct Network {
   void land_some(QueuePair& pair);
 
   // --- any thread
-  void land(Landing landing);
-  // What GPUs were given up to now, or by then, is in their memory.
-  void flush(std::uint64_t now = UINT64_MAX);
   void land_all(QueuePair& pair);
   void push(ibv_cq* queue, const Entry& entry);
   void finish(QueuePair& pair, ibv_wc_status status);

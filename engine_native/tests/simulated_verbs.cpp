@@ -1,8 +1,6 @@
 // libibverbs' functions, over the simulated network.
 #include "simulated_verbs.hpp"
 
-#include <dlfcn.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -161,27 +159,7 @@ int dealloc_pd(ibv_pd* pd) {
   return 0;
 }
 
-// Of the double of a CUDA driver, where this process has loaded it.
-template <class Call>
-Call* find_in_cuda(const char* name) {
-  void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  if (!library) return nullptr;
-  auto* const found = reinterpret_cast<Call*>(::dlsym(library, name));
-  ::dlclose(library);
-  return found;
-}
-
-void flush() {
-  const Held lock(*network);
-  network->flush();
-}
-
 ibv_mr* add_region(ibv_pd* pd, Region made) {
-  if (made.on_gpu) {
-    if (const auto on_flush = find_in_cuda<void(void (*)())>("cuda_double_on_flush")) {
-      on_flush(flush);
-    }
-  }
   const Held lock(*network);
   network->last_key += kKeyTag + 1;
   made.context = pd->context;
@@ -201,10 +179,9 @@ ibv_mr* reg_mr(ibv_pd* pd, void* address, std::size_t length, std::uint64_t iova
   region.begin = iova;
   region.bytes = static_cast<std::byte*>(address);
   region.access = static_cast<int>(access);
-  if (const auto alias = find_in_cuda<void*(std::uint64_t, std::size_t)>("cuda_double_alias")) {
-    void* const there = alias(reinterpret_cast<std::uint64_t>(address), length);
-    region.on_gpu = there && there != address;
-    if (region.on_gpu) region.bytes = static_cast<std::byte*>(there);
+  if (const GpuMemory memory = gpu_memory_at(address, length); memory.bytes) {
+    region.on_gpu = true;
+    region.bytes = memory.bytes;
   }
   if (region.on_gpu && !device_of(pd->context).traits.peermem) return refused_with<ibv_mr>(EFAULT);
   return add_region(pd, region);
@@ -227,13 +204,10 @@ ibv_mr* reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, std:
   region.begin = iova;
   region.access = access;
   region.on_gpu = true;
-  // The double's dmabuf is a memfd whose position is where it begins.
-  const std::size_t size = offset + length;
-  void* const mapped =
-      ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, ::lseek(fd, 0, SEEK_CUR));
-  if (mapped == MAP_FAILED) return refused_with<ibv_mr>(EINVAL);
-  region.mapping = std::shared_ptr<void>(mapped, [size](void* all) { ::munmap(all, size); });
-  region.bytes = static_cast<std::byte*>(mapped) + offset;
+  const GpuMemory memory = gpu_memory_of(fd, offset, length);
+  if (!memory.bytes) return refused_with<ibv_mr>(EINVAL);
+  region.bytes = memory.bytes;
+  region.mapping = memory.mapping;
   return add_region(pd, region);
 }
 

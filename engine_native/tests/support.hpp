@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <chrono>
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -22,6 +23,8 @@ inline constexpr Duration kDeadline = std::chrono::seconds(30);
 // What most cases of the NIC fabrics write.
 inline constexpr std::size_t kPage = 4096;
 inline constexpr std::size_t kPages = 1024;
+
+using Bytes = std::vector<std::byte>;
 
 // Each of these pages to the page of the same number.
 PagedWrite same_pages(std::uint64_t length, const std::vector<std::int64_t>& pages);

@@ -2,11 +2,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "cuda_driver.hpp"
-#include "support.hpp"
+#include "gpu_memory.hpp"
 
 using namespace kvxfer;
 using namespace kvxfer::test;
@@ -20,7 +21,7 @@ constexpr std::size_t kSize = 256 * 1024;
 
 // A stream, a region of GPU 0 at each of two engines, and the writes from one to the other.
 struct Ordered {
-  explicit Ordered(const char* fabric) : pair(fabric) {}
+  explicit Ordered(const std::string& fabric) : pair(fabric) {}
   ~Ordered() {
     CU(StreamDestroy)(compute);
     good(pair.writer->deregister(source));
@@ -227,6 +228,50 @@ TEST_CASE("waits that cannot be queued are refused by name") {
   CHECK(waits.size() == 1024);
   o.pair.reader->release_counter(imm);
   o.synchronize();
+}
+
+TEST_CASE(
+    "a mirror follows its counter, behind the bytes that were counted, and tells of its end") {
+  const CudaDriver driver;
+  for (const std::string& fabric : gpu_fabrics()) {
+    CAPTURE(fabric);
+    Ordered o(fabric);
+    const RegionPtr seen = good(o.pair.reader->allocate_on_gpu(0, kSize));
+    const Imm imm = good(o.pair.reader->allocate_counter());
+    const auto mirror = good(o.pair.reader->mirror_counter(0, imm));
+    const auto address = reinterpret_cast<CUdeviceptr>(&mirror->word());
+    std::uint64_t count = 0;
+    for (int round = 1; round <= 10; ++round) {
+      CAPTURE(round);
+      CHECK(mirror->word().load() == (count << 8));
+      fill(o.source->address(), round, kSize);
+      const auto submitted = o.write(imm);
+      count += submitted.immediates;
+      REQUIRE(CU(StreamWaitValue64)(o.compute, address, count << 8, CU_STREAM_WAIT_VALUE_GEQ) ==
+              CUDA_SUCCESS);
+      REQUIRE(CU(MemcpyDtoDAsync)(seen->address(), o.destination->address(), kSize, o.compute) ==
+              CUDA_SUCCESS);
+      o.synchronize();
+      CHECK(filled(seen, round));
+      CHECK(o.pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+    }
+    const auto at_its_end = good(o.pair.reader->mirror_counter(0, imm));
+    const auto ended = [&](const CounterMirror& of, Errc code) {
+      while ((of.word() & 0xff) == 0) std::this_thread::yield();
+      CHECK((of.word() & 0xff) == 1 + static_cast<std::uint64_t>(code));
+      CHECK((of.word() >> 8) == count);
+    };
+    while (at_its_end->word() != count << 8) std::this_thread::yield();
+    o.pair.reader->release_counter(imm);
+    ended(*mirror, Errc::stale_counter);
+    ended(*at_its_end, Errc::stale_counter);
+    const Imm last = good(o.pair.reader->allocate_counter());
+    const auto closed = good(o.pair.reader->mirror_counter(0, last));
+    count = 0;
+    good(o.pair.reader->deregister(seen));
+    o.pair.reader->close();
+    ended(*closed, Errc::engine_closed);
+  }
 }
 
 TEST_SUITE_END();

@@ -13,8 +13,6 @@
 
 namespace kvxfer::test {
 
-using Bytes = std::vector<std::byte>;
-
 // Memory: has region(), read(offset, size) and write(offset, bytes).
 template <class Memory>
 class TransferSlots {

@@ -17,10 +17,11 @@ from kvxfer.engine.peer_group import PeerGroup
 from kvxfer.engine.polled import PolledEngine
 from kvxfer.engine.receive_pool import Received, ReceivePool
 from kvxfer.engine.remote_pool import RemotePool
-from kvxfer.engine.watcher import StreamWait, Watcher, WatchFor
+from kvxfer.engine.watcher import CounterMirror, StreamWait, Watcher, WatchFor
 
 __all__ = [
     "Counter",
+    "CounterMirror",
     "Engine",
     "EngineHandler",
     "EngineOptions",

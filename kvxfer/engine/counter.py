@@ -9,7 +9,7 @@ from typing import Any
 from kvxfer.engine.callback import tell
 from kvxfer.engine.memory import MemoryRegion
 from kvxfer.engine.native import native, translated
-from kvxfer.engine.watcher import StreamWait, stream_handle
+from kvxfer.engine.watcher import CounterMirror, StreamWait, stream_handle
 from kvxfer.errors import DeadlineExceeded, InvalidArgument, StaleCounter
 
 
@@ -108,6 +108,13 @@ class Counter:
                     at_least=at_least,
                 )
             )
+
+    def mirror(self, gpu: int = 0) -> CounterMirror:
+        """A word of pinned host memory that follows the counter, for kernels of a GPU that wait for
+        a count which only they know. Any thread.
+        """
+        with translated():
+            return CounterMirror(self._engine.mirror_counter(gpu, self.imm))
 
     def on_arrival(self, callback: Callable[[int], object]) -> None:
         """Calls with the value, on the event loop, whenever it has grown since the last call.

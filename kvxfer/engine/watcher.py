@@ -131,3 +131,29 @@ class StreamWait:
         """Where kernels read the same: 8 bytes, whose lowest is 1 once the counter got there, and
         more if it failed."""
         return self._native.address
+
+
+class CounterMirror:
+    """A counter as kernels of a GPU read it: `Counter.mirror()` makes it.
+
+    8 bytes at `address`. Bits 8 and up are the count, and what was counted over tcp or on one host
+    is in the GPU's memory for kernels that read it so (`ld.acquire.sys`). What a NIC has written
+    (GPUDirect) is there for work that begins later. The lowest byte is 0 while the counter is live,
+    and more once it was released, or its engine closed. A kernel that waits looks at both; nothing
+    else ends its wait. Keep the mirror until no kernel reads it.
+    """
+
+    __slots__ = ("_native",)
+
+    def __init__(self, mirror: native.CounterMirror) -> None:
+        self._native = mirror
+
+    @property
+    def address(self) -> int:
+        """Of the word, on the host and on the GPU."""
+        return self._native.address
+
+    @property
+    def value(self) -> int:
+        """Of the word, now."""
+        return self._native.value

@@ -8,6 +8,7 @@ import sys
 from typing import Final
 
 from kvxfer import Engine
+from kvxfer.errors import PeerLost
 from tests.cuda import device_memory
 from tests.cuda.bindings import context
 from tests.engine.conftest import new_engine
@@ -36,9 +37,12 @@ async def serve(engine: Engine) -> None:
                 peer = await engine.connect(command["address"], PATIENCE)
                 target, imm = bytes.fromhex(command["descriptor"]), command["imm"]
                 written = 0
-                while not command["times"] or written < command["times"]:
-                    await peer.write(region, target, length=NBYTES, imm=imm)
-                    written += 1
+                try:
+                    while not command["times"] or written < command["times"]:
+                        await peer.write(region, target, length=NBYTES, imm=imm)
+                        written += 1
+                except PeerLost:
+                    report("lost")
                 report(id=command["id"])
 
 

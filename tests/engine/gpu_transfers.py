@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver
 
-from kvxfer import Engine, Memory, MemoryRegion, Peer, StreamWait
+from kvxfer import CounterMirror, Engine, Memory, MemoryRegion, Peer, StreamWait
 from kvxfer.doctor.loopback import Verdict, loopback
 from kvxfer.errors import (
     DeadlineExceeded,
@@ -28,7 +28,8 @@ from kvxfer.errors import (
 )
 from tests.cuda import device_memory
 from tests.cuda.bindings import context, good
-from tests.engine.conftest import bytes_of, new_engine
+from tests.engine.conftest import KEY, bytes_of, new_engine
+from tests.engine.fabrics import engine_options
 from tests.engine.gpu_peer import NBYTES as PEER_BYTES
 from verify.polling import PATIENCE, eventually
 from verify.processes.worker import WorkerProcess
@@ -232,12 +233,26 @@ class Notices(logging.Handler):
 
 
 async def killed(fabric: str) -> None:
-    """A process is killed while both write into each other's memory: what is of this one is usable,
-    and all of it goes back."""
+    await _ended_in_mid_transfer(fabric, freeze=False)
+
+
+async def frozen(fabric: str) -> None:
+    await _ended_in_mid_transfer(fabric, freeze=True)
+
+
+async def _ended_in_mid_transfer(fabric: str, *, freeze: bool) -> None:
+    """A process is killed or frozen while both write into each other's memory: what is of this one
+    is usable, nothing lands there any more, and all of it goes back."""
     before = device_memory.live()
+    seconds = 4.0 if freeze else PATIENCE  # that the frozen one is silent
+
+    def engine_here(name: str) -> Engine:
+        return Engine(
+            cluster_key=KEY, name=name, **{**engine_options(fabric), "peer_timeout": seconds}
+        )
 
     async def run(other: WorkerProcess) -> None:
-        async with new_engine(fabric, "here") as engine, new_engine(fabric, "third") as third:
+        async with engine_here("here") as engine, engine_here("third") as third:
             theirs = await descriptor_of(other)
             memory = engine.alloc(PEER_BYTES, gpu=0)
             peer = await engine.connect(other.address, PATIENCE)
@@ -261,18 +276,24 @@ async def killed(fabric: str) -> None:
             writing = asyncio.create_task(write())
             await eventually(lambda: writing.done() or (written > 3 and counter.value > 3))
             assert not writing.done()
-            other.kill()
+            if freeze:
+                other.freeze()
+            else:
+                other.kill()
             with pytest.raises(PeerLost):
                 await writing
             await eventually(lambda: not engine.peers)
 
             data = new_bytes(PEER_BYTES)
             fill(memory, data)
+            if freeze:
+                other.resume()
+                await asyncio.wrap_future(other.event("lost"))
             target = third.alloc(PEER_BYTES, gpu=0)
             to_third = await engine.connect(third.address, PATIENCE)
             await to_third.write(memory.region, target.region.descriptor, length=PEER_BYTES)
             assert contents(target.region) == data
-            assert contents(memory.region) == data  # nothing of the dead peer lands any more
+            assert contents(memory.region) == data
             for each in (memory, source, target):
                 each.close()
 
@@ -344,6 +365,7 @@ async def streams(fabric: str) -> None:
         watcher = sender.watcher(gpu=0)
         for round_ in range(1, 6):
             counter = target.counter()
+            mirror = counter.mirror()
             write = peer.write(
                 source,
                 there.descriptor,
@@ -359,9 +381,12 @@ async def streams(fabric: str) -> None:
             await uses.synchronize()
             assert wait.reached()
             assert ctypes.c_uint8.from_address(wait.address).value == 1
+            await shows(mirror, write.immediates, ended=False)
+            assert ctypes.c_uint64.from_address(mirror.address).value == mirror.value
             assert contents(seen) == bytes([round_]) * NBYTES
             await write
             counter.release()
+            await shows(mirror, write.immediates, ended=True)
 
         never = target.counter()
         late, released = never.wait_on(uses, 1, 0.05), never.wait_on(uses, 1)
@@ -381,6 +406,10 @@ async def streams(fabric: str) -> None:
             watcher.add_on("default")
         with pytest.raises(InvalidArgument, match="there is no GPU 77"):
             sender.watcher(gpu=77)
+
+
+async def shows(mirror: CounterMirror, count: int, *, ended: bool) -> None:
+    await eventually(lambda: (mirror.value >> 8, mirror.value & 0xFF != 0) == (count, ended))
 
 
 def has_ended(wait: StreamWait) -> bool:
@@ -417,7 +446,7 @@ async def ask(other: WorkerProcess, do: str, **arguments: Any) -> dict[str, Any]
 
 CASES: Final[dict[str, Callable[[str], Awaitable[None]]]] = {
     case.__name__: case
-    for case in (writes, two_processes, other_gpus, created, lost, streams, probed, killed)
+    for case in (writes, two_processes, other_gpus, created, lost, streams, probed, killed, frozen)
 }
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from tests.cuda.on_driver import run_on_driver
 from tests.engine import gpu_memory, gpu_transfers
 
 FABRICS = ("tcp", "local")
+ENDED = {"killed", "frozen"}
 
 
 @pytest.mark.native
@@ -20,15 +21,16 @@ def test_memory_of_a_gpu_is_registered(case: str) -> None:
 
 @pytest.mark.native
 @pytest.mark.parametrize("fabric", FABRICS)
-@pytest.mark.parametrize("case", [each for each in gpu_transfers.CASES if each != "killed"])
+@pytest.mark.parametrize("case", sorted(gpu_transfers.CASES.keys() - ENDED))
 def test_memory_of_a_gpu_is_written(case: str, fabric: str) -> None:
     run_on_driver(gpu_transfers.__name__, case, fabric)
 
 
 @pytest.mark.realtime
 @pytest.mark.parametrize("fabric", FABRICS)
-def test_a_process_that_is_killed_leaves_memory_of_a_gpu_usable(fabric: str) -> None:
-    run_on_driver(gpu_transfers.__name__, "killed", fabric)
+@pytest.mark.parametrize("how", sorted(ENDED))
+def test_a_process_that_ends_leaves_memory_of_a_gpu_usable(how: str, fabric: str) -> None:
+    run_on_driver(gpu_transfers.__name__, how, fabric)
 
 
 @pytest.mark.native

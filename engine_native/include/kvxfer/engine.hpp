@@ -131,6 +131,10 @@ class TransferEngine {
   Result<std::shared_ptr<StreamWait>> wait_on_stream(int device, void* stream, Imm imm,
                                                      std::uint64_t total, Duration timeout,
                                                      Expect expect = Expect::exactly);
+  // A word that kernels of this GPU may read, which follows the count from now on. Bytes that were
+  // counted are there for them, those that a NIC wrote (GPUDirect) for work that begins later. It
+  // also tells when the counter is released, or the engine closed.
+  Result<std::shared_ptr<CounterMirror>> mirror_counter(int device, Imm imm);
   // Completion::Kind::arrival follows whenever the counter has grown since take_arrivals(), which
   // returns its count.
   Result<void> subscribe(Imm imm);

@@ -171,6 +171,15 @@ class StreamWait {
   virtual const std::atomic<std::uint64_t>& word() const = 0;
 };
 
+// A counter as work of a GPU reads it: see TransferEngine::mirror_counter.
+class CounterMirror {
+ public:
+  virtual ~CounterMirror() = default;
+  // The count, from bit 8 on. The lowest byte is 0 while the counter is live, then more. Pinned
+  // host memory, at the address that the GPU knows it by.
+  virtual const std::atomic<std::uint64_t>& word() const = 0;
+};
+
 struct WriteOptions {
   std::optional<Imm> imm;            // counts at the receiver: see Submitted
   Duration timeout{};                // 0: the engine's operation_timeout

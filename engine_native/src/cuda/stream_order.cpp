@@ -38,7 +38,7 @@ void Words::give_back(WatchWord* word) {
 
 Result<std::shared_ptr<StreamWord>> CountedWord::create(std::shared_ptr<Gpu> gpu) {
   WatchWord* const word = gpu->counted_words().take();
-  if (!word) return no_words(*gpu, "watchers");
+  if (!word) return no_words(*gpu, "watchers and mirrors");
   word->value.store(0, std::memory_order_relaxed);
   std::shared_ptr<CountedWord> made(new CountedWord(std::move(gpu), word));
   const auto counter = made->gpu_->allocate(sizeof(std::uint64_t));
@@ -56,6 +56,28 @@ Result<void> CountedWord::add_on(void* stream, std::uint64_t by) {
   return gpu_->count_on(
       static_cast<StreamHandle>(stream),
       {.counter = counter_, .word = reinterpret_cast<std::uint64_t>(&word_->value), .by = by});
+}
+
+// --- a kernel reads --------------------------------------------------------------------------
+
+// Of those words, as the others only grow.
+Result<std::shared_ptr<MirroredCount>> MirroredCount::create(std::shared_ptr<Gpu> gpu) {
+  WatchWord* const word = gpu->counted_words().take();
+  if (!word) return no_words(*gpu, "watchers and mirrors");
+  word->value.store(0, std::memory_order_relaxed);
+  return std::shared_ptr<MirroredCount>(new MirroredCount(std::move(gpu), word));
+}
+
+MirroredCount::~MirroredCount() { gpu_->counted_words().give_back(word_); }
+
+void MirroredCount::set(std::uint64_t count) {
+  word_->value.store(count << kCodeBits, std::memory_order_release);
+}
+
+void MirroredCount::end(Errc code) {
+  const std::uint64_t count = word_->value.load(std::memory_order_relaxed) >> kCodeBits;
+  word_->value.store(count << kCodeBits | (1 + static_cast<std::uint64_t>(code)),
+                     std::memory_order_release);
 }
 
 // --- a stream waits --------------------------------------------------------------------------

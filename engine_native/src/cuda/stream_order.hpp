@@ -56,6 +56,26 @@ class CountedWord final : public StreamWord, public std::enable_shared_from_this
   Address counter_ = 0;
 };
 
+// The engine writes it, kernels read it; what NICs wrote has been flushed before.
+class MirroredCount final : public CounterMirror {
+ public:
+  static Result<std::shared_ptr<MirroredCount>> create(std::shared_ptr<Gpu> gpu);
+  ~MirroredCount() override;
+  MirroredCount(const MirroredCount&) = delete;
+  MirroredCount& operator=(const MirroredCount&) = delete;
+
+  void set(std::uint64_t count);
+  // Of the counter; the last.
+  void end(Errc code);
+  const Word& word() const override { return word_->value; }
+
+ private:
+  MirroredCount(std::shared_ptr<Gpu> gpu, WatchWord* word) : gpu_(std::move(gpu)), word_(word) {}
+
+  std::shared_ptr<Gpu> gpu_;
+  WatchWord* word_;
+};
+
 // The word's upper bits number its uses, and only grow: a stream that gets to an old wait late
 // passes it. The lowest byte is 0 until this ends, then 1, and the code of the error that ended it
 // added.

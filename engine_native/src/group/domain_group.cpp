@@ -224,6 +224,11 @@ void DomainGroup::wait_for_stream(const StreamWaits::Waiting& waiting) {
   waiting.wait->end(Error{Errc::engine_closed, "this engine was closed"});
 }
 
+void DomainGroup::mirror_counter(Imm imm, const std::shared_ptr<cuda::MirroredCount>& mirror) {
+  if (loop_.post([this, imm, mirror] { stream_waits_.mirror(imm, mirror); })) return;
+  mirror->end(Errc::engine_closed);
+}
+
 // --- memory ----------------------------------------------------------------------------------
 
 Result<void> DomainGroup::register_region(const RegionPtr& region, bool require_nics) {

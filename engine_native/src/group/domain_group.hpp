@@ -56,6 +56,7 @@ class DomainGroup final : private LoopWork, private NicEvents, private PeerEvent
   bool poll() { return loop_.poll(); }
   // Ends the wait, in any case.
   void wait_for_stream(const StreamWaits::Waiting& waiting);
+  void mirror_counter(Imm imm, const std::shared_ptr<cuda::MirroredCount>& mirror);
   // These return once the engine thread has done it.
   void disconnect(PeerId peer);
   bool fence(PeerId peer);

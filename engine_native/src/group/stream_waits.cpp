@@ -12,10 +12,17 @@ void StreamWaits::add(Waiting waiting) {
   seen_changes_ = UINT64_MAX;  // it may be there already
 }
 
+void StreamWaits::mirror(Imm imm, const std::shared_ptr<cuda::MirroredCount>& mirror) {
+  mirrors_.emplace_back(imm, mirror);
+  update_mirrors();
+}
+
 std::size_t StreamWaits::poll(std::uint64_t now) {
-  if (waiting_.empty()) return 0;
+  if (waiting_.empty() && mirrors_.empty()) return 0;
   const std::uint64_t changes = counters_.changes();
-  if (std::exchange(seen_changes_, changes) == changes && now < next_deadline_ns_) return 0;
+  const bool changed = std::exchange(seen_changes_, changes) != changes;
+  if (!changed && now < next_deadline_ns_) return 0;
+  if (changed) update_mirrors();
   const std::size_t count =
       std::erase_if(waiting_, [&](const Waiting& waiting) { return ended(waiting, now); });
   next_deadline_ns_ = UINT64_MAX;
@@ -46,7 +53,24 @@ bool StreamWaits::ended(const Waiting& waiting, std::uint64_t now) const {
                 "it stands at " + std::to_string(*count) + " at the deadline");
 }
 
+void StreamWaits::update_mirrors() {
+  std::erase_if(mirrors_, [this](const auto& each) {
+    const auto mirror = each.second.lock();
+    if (!mirror) return true;
+    const std::optional<std::uint64_t> count = counters_.count(each.first);
+    if (count) {
+      mirror->set(*count);
+    } else {
+      mirror->end(Errc::stale_counter);
+    }
+    return !count;
+  });
+}
+
 void StreamWaits::end_all(const Error& why) {
+  for (const auto& [imm, weak] : std::exchange(mirrors_, {})) {
+    if (const auto mirror = weak.lock()) mirror->end(why.code);
+  }
   for (const Waiting& waiting : std::exchange(waiting_, {})) waiting.wait->end(why);
   next_deadline_ns_ = UINT64_MAX;
 }

@@ -1,10 +1,11 @@
-// Streams of GPUs that wait for counters. Each is let go on once its counter has got there, or
-// never will. Engine thread.
+// Streams of GPUs that wait for counters, each of which is let go on once its counter has got there
+// or never will; and words that follow counters. Engine thread.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "cuda/stream_order.hpp"
@@ -26,6 +27,8 @@ class StreamWaits {
   explicit StreamWaits(const ImmCounters& counters) : counters_(counters) {}
 
   void add(Waiting waiting);
+  // Until the counter ends, or nobody has the mirror any more.
+  void mirror(Imm imm, const std::shared_ptr<cuda::MirroredCount>& mirror);
   // How many have ended.
   std::size_t poll(std::uint64_t now);
   void end_all(const Error& why);
@@ -34,9 +37,11 @@ class StreamWaits {
  private:
   // Nothing while it goes on waiting.
   bool ended(const Waiting& waiting, std::uint64_t now) const;
+  void update_mirrors();
 
   const ImmCounters& counters_;
   std::vector<Waiting> waiting_;
+  std::vector<std::pair<Imm, std::weak_ptr<cuda::MirroredCount>>> mirrors_;
   std::uint64_t seen_changes_ = 0;
   std::uint64_t next_deadline_ns_ = UINT64_MAX;
 };

@@ -1,6 +1,7 @@
 // A memory region as one NIC knows it. Any thread.
 #pragma once
 
+#include <cstdint>
 #include <string_view>
 
 #include "fabric/nic/remote_region.hpp"
@@ -8,14 +9,32 @@
 
 namespace kvxfer {
 
+// How a NIC reaches memory.
+enum class MemoryWay : std::uint8_t {
+  host,
+  dmabuf,   // a GPU's, by a file that its driver gives out
+  peermem,  // a GPU's, by its address: the kernel module nvidia-peermem
+};
+
+constexpr std::string_view name_of(MemoryWay way) {
+  switch (way) {
+    case MemoryWay::dmabuf:
+      return "dmabuf";
+    case MemoryWay::peermem:
+      return "peermem";
+    case MemoryWay::host:
+      break;
+  }
+  return "host";
+}
+
 class NicRegistration {
  public:
   virtual ~NicRegistration() = default;
 
   // Whether paths can open parts of it (NicDomain::max_window()).
   virtual bool takes_windows() const { return true; }
-  // How the NIC reaches the memory: "host", "dmabuf" or "peermem".
-  virtual std::string_view way() const { return "host"; }
+  virtual MemoryWay way() const { return MemoryWay::host; }
   // What this peer needs to write into the region. May take as long as registering did.
   virtual Result<RemoteKey> share(PeerId peer) = 0;
   // The peer is gone, and what it wrote with: close() need not think of it.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "operation.hpp"
 
@@ -42,7 +43,8 @@ Result<InfoPtr> ask(const Libfabric& library, const Request& request) {
 }
 
 // Best first. Without receives for immediates (FI_RX_CQ_DATA) where the device can do that;
-// without keys of the provider's choice, which can be guessed, where it lets us choose.
+// without keys of the provider's choice, which can be guessed, where it lets us choose; with memory
+// of GPUs.
 std::vector<Request> requests_for(const std::string& provider) {
   std::vector<Request> requests;
   if (provider != "efa") {
@@ -53,17 +55,18 @@ std::vector<Request> requests_for(const std::string& provider) {
     }
     return requests;
   }
-  for (const std::uint64_t mode : {std::uint64_t{0}, std::uint64_t{FI_RX_CQ_DATA}}) {
-    requests.push_back(
-        {.provider = provider, .fabric = "efa-direct", .mode = mode, .mr_mode = FI_MR_PROV_KEY});
-  }
-  // FI_REMOTE_COMM alone says that this fabric must not go through shm to peers on this host.
-  for (const std::uint64_t mode : {std::uint64_t{0}, std::uint64_t{FI_RX_CQ_DATA}}) {
-    requests.push_back({.provider = provider,
-                        .fabric = "efa",
-                        .caps = FI_REMOTE_COMM,
-                        .mode = mode,
-                        .mr_mode = FI_MR_PROV_KEY});
+  // FI_REMOTE_COMM alone says that the fabric "efa" must not go through shm to peers on this host.
+  for (const auto& [fabric, caps] : {std::pair{"efa-direct", std::uint64_t{0}},
+                                     std::pair{"efa", std::uint64_t{FI_REMOTE_COMM}}}) {
+    for (const std::uint64_t mode : {std::uint64_t{0}, std::uint64_t{FI_RX_CQ_DATA}}) {
+      for (const bool gpus : {true, false}) {
+        requests.push_back({.provider = provider,
+                            .fabric = fabric,
+                            .caps = caps | (gpus ? FI_HMEM : 0),
+                            .mode = mode,
+                            .mr_mode = FI_MR_PROV_KEY | (gpus ? FI_MR_HMEM : 0)});
+      }
+    }
   }
   return requests;
 }
@@ -79,6 +82,7 @@ Device describe(InfoPtr info, const std::string& provider) {
   device.bits_per_second = found.nic && found.nic->link_attr ? found.nic->link_attr->speed : 0;
   if (device.bits_per_second == 0) device.bits_per_second = (provider == "efa" ? 100 : 10) * kGbit;
   device.ordered = provider == "tcp";
+  device.takes_gpus = (found.caps & FI_HMEM) != 0;
   device.keys_fence = std::string_view(found.fabric_attr->name) == "efa-direct";
   return device;
 }

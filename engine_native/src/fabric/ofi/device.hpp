@@ -18,6 +18,8 @@ struct Device {
   // The NIC itself checks the key of every packet: closing a region's key stops writes at once.
   // Elsewhere software on the receiving side does, once for a write, and may still be placing it.
   bool keys_fence = false;
+  // It takes memory of GPUs, as far as libfabric knows.
+  bool takes_gpus = false;
   // One ordered connection for both directions of a pair: see flushes.hpp.
   bool ordered = false;
 

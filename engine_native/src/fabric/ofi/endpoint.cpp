@@ -1,6 +1,8 @@
 #include "fabric/ofi/endpoint.hpp"
 
+#include <algorithm>
 #include <array>
+#include <span>
 #include <utility>
 
 #include "clock.hpp"
@@ -87,10 +89,10 @@ Result<void> Endpoint::open_queue() {
 }
 
 Result<void> Endpoint::start() {
-  auto landing = domain_->register_memory(landing_.data(), landing_.size(),
-                                          FI_WRITE | FI_SEND | FI_RECV | FI_REMOTE_WRITE);
-  if (!landing) return landing.error();
-  landing_memory_ = std::move(*landing);
+  auto registered = domain_->register_memory({.address = landing(), .size = landing_.size()},
+                                             FI_WRITE | FI_SEND | FI_RECV | FI_REMOTE_WRITE);
+  if (!registered) return registered.error();
+  landing_memory_ = std::move(*registered);
   if (auto good = open_queue(); !good) return good;
 
   fi_av_attr attributes{};
@@ -107,6 +109,7 @@ Result<void> Endpoint::start() {
     return failed("fi_endpoint", error);
   }
   endpoint_.reset(endpoint);
+  if (domain_->device.takes_gpus) for_gpus_ = leave_gpus_to_nic();
   int error = ::fi_ep_bind(endpoint, &queue_->fid, FI_TRANSMIT | FI_RECV);
   if (error == 0) error = ::fi_ep_bind(endpoint, &peers->fid, 0);
   if (error == 0) error = ::fi_ep_bind(endpoint, &domain_->events->fid, 0);
@@ -132,6 +135,21 @@ Result<void> Endpoint::start() {
     return Error{Errc::out_of_memory, "NIC " + domain_->device.name + " does not take " +
                                           std::to_string(context_count_ - options_.writes) +
                                           " receives"};
+  }
+  return {};
+}
+
+Result<void> Endpoint::leave_gpus_to_nic() const {
+  fid* const endpoint = &endpoint_->fid;
+  const int only = FI_HMEM_P2P_REQUIRED;
+  if (const int error =
+          ::fi_setopt(endpoint, FI_OPT_ENDPOINT, FI_OPT_FI_HMEM_P2P, &only, sizeof only)) {
+    return failed("it does not reach memory of GPUs itself", error);
+  }
+  const bool permitted = false;
+  if (const int error = ::fi_setopt(endpoint, FI_OPT_ENDPOINT, kCudaCallsPermitted, &permitted,
+                                    sizeof permitted)) {
+    return failed("it needs calls of CUDA to reach memory of GPUs", error);
   }
   return {};
 }
@@ -191,7 +209,7 @@ ssize_t Endpoint::post(const Write& write) {
   if (!lock || !free_) return -FI_EAGAIN;
   if (!endpoint_) return -FI_ESHUTDOWN;
   Context& context = *free_;
-  const iovec from{.iov_base = const_cast<void*>(write.source), .iov_len = write.length};
+  const iovec from{.iov_base = reinterpret_cast<void*>(write.source), .iov_len = write.length};
   const fi_rma_iov there{.addr = write.address, .len = write.length, .key = write.rkey};
   void* descriptor = write.descriptor;
   const fi_msg_rma message{.msg_iov = &from,
@@ -297,7 +315,11 @@ ssize_t Endpoint::read_completions() {
     read_errors();  // until then no completion can be seen
     return 0;
   }
-  for (ssize_t i = 0; i < read; ++i) take(entries[static_cast<std::size_t>(i)]);
+  if (read <= 0) return read;
+  const std::span came(entries.data(), static_cast<std::size_t>(read));
+  const auto has_arrived = [](const auto& entry) { return (entry.flags & FI_REMOTE_CQ_DATA) != 0; };
+  if (std::ranges::any_of(came, has_arrived)) path_->on_bytes();
+  for (const fi_cq_data_entry& entry : came) take(entry);
   return read;
 }
 

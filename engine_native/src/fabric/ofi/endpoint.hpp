@@ -21,6 +21,8 @@ class CompletionSink {
  public:
   // The write is delivered.
   virtual void on_written(std::uint64_t sequence) = 0;
+  // Writes have come whose arrival follows, now or later: their bytes are with the device.
+  virtual void on_bytes() = 0;
   virtual void on_arrived(Imm imm, std::uint64_t count) = 0;
   // A write was not delivered, or the endpoint is broken.
   virtual void on_failed(Error error) = 0;
@@ -39,8 +41,8 @@ class Endpoint final : private EventSink {
   };
   struct Write {
     std::uint64_t sequence;
-    const void* source;
-    void* descriptor;  // of the source, where the provider needs one
+    std::uint64_t source;  // an address, also of a GPU's memory
+    void* descriptor;      // of the source, where the provider needs one
     std::uint32_t length;
     std::uint64_t address;
     std::uint64_t rkey;
@@ -61,6 +63,9 @@ class Endpoint final : private EventSink {
   // Closes it; its path is told at the next poll.
   void reset();
   bool open() const { return !closed_; }
+  // On a device that takes GPUs' memory: whether the NIC alone moves its bytes. Where it could not,
+  // libfabric would copy them, by calls of CUDA that can wait for kernels of the user's.
+  const Result<void>& for_gpus() const { return for_gpus_; }
 
   // --- engine thread
   // Reports to the path, until leave(); the poller wakes for its completions.
@@ -68,9 +73,9 @@ class Endpoint final : private EventSink {
   void leave(Poller& poller);
   const std::string& address() const { return address_; }
   // Where writes without bytes go: EFA wants a valid key for those too.
-  std::uint64_t landing_address() const { return domain_->remote_start(landing_.data()); }
+  std::uint64_t landing_address() const { return domain_->remote_start(landing()); }
   std::uint64_t landing_key() const { return ::fi_mr_key(landing_memory_.get()); }
-  const void* landing() const { return landing_.data(); }
+  std::uint64_t landing() const { return reinterpret_cast<std::uint64_t>(landing_.data()); }
   void* landing_descriptor() const {
     return domain_->local_keys ? ::fi_mr_desc(landing_memory_.get()) : nullptr;
   }
@@ -103,6 +108,7 @@ class Endpoint final : private EventSink {
   Endpoint(std::shared_ptr<const OpenDomain> domain, const Poller& poller, const Options& options);
   Result<void> start();
   Result<void> open_queue();
+  Result<void> leave_gpus_to_nic() const;
   // Nothing guards it against running over; receives end up there too when the endpoint is closed.
   std::size_t queue_size() const { return options_.writes + 2 * (options_.immediates + 1); }
   Error failed(std::string_view what, ssize_t error) const;
@@ -137,6 +143,7 @@ class Endpoint final : private EventSink {
   mutable std::mutex gate_;
   UniqueFid<fid_ep> endpoint_;  // guarded
   std::atomic<bool> closed_ = false;
+  Result<void> for_gpus_;
   int wait_fd_ = -1;
   std::string address_;
   std::size_t in_flight_ = 0;

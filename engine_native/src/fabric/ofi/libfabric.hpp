@@ -60,5 +60,20 @@ inline constexpr std::uint32_t kInterface = FI_VERSION(2, 1);
 struct ErrorEntry : fi_cq_err_entry {
   std::uint64_t added_later[8];
 };
+struct MemoryAttributes : fi_mr_attr {
+  std::uint64_t added_later[8];
+};
+
+// What headers before 1.20 do not have: memory that a file of a GPU's driver stands for. It begins
+// for others at `base_address` + `offset`. In fi_mr_attr a pointer to it takes the place of mr_iov.
+struct Dmabuf {
+  int fd;
+  std::uint64_t offset;
+  std::size_t size;
+  void* base_address;
+};
+inline constexpr std::uint64_t kDmabuf = std::uint64_t{1} << 40;  // FI_MR_DMABUF
+inline constexpr std::uint32_t kDmabufSince = FI_VERSION(1, 20);
+inline constexpr int kCudaCallsPermitted = 10;  // FI_OPT_CUDA_API_PERMITTED
 
 }  // namespace kvxfer::ofi

@@ -7,6 +7,7 @@
 
 #include "clock.hpp"
 #include "error_text.hpp"
+#include "fabric/ofi/ofi_loop.hpp"
 #include "fabric/ofi/ofi_path.hpp"
 #include "random.hpp"
 
@@ -55,14 +56,32 @@ OfiDomain::OfiDomain(std::shared_ptr<const OpenDomain> domain, const NicContext&
       flushes_(domain_->device.keys_fence
                    ? nullptr
                    : std::make_shared<Flushes>(domain_->device.ordered,
-                                               context.options.peer_timeout, context.poller)) {}
+                                               context.options.peer_timeout, context.poller)),
+      gpu_ways_(
+          {.name = info_.name,
+           .by_address = "FI_HMEM_CUDA",
+           .is_up = [] { return true; },  // it may not know
+           .open_loop = [domain = domain_,
+                         &poller = context.poller] { return OfiLoop::open(domain, poller); }}) {}
 
 OfiDomain::~OfiDomain() {
   if (timer_) context_.poller.remove(timer_.get(), *this);
 }
 
 Result<std::shared_ptr<NicRegistration>> OfiDomain::register_memory(const MemoryRegion& region) {
-  return OfiRegistration::create(domain_, flushes_, region);
+  if (!region.gpu()) return OfiRegistration::create(domain_, flushes_, region, MemoryWay::host);
+  if (!domain_->device.takes_gpus) {
+    return Error{Errc::fabric_unavailable,
+                 "NIC " + info_.name + " does not reach memory of " + region.gpu()->label() +
+                     (info_.network == "ofi-efa"
+                          ? ": libfabric " + domain_->library.version_text() +
+                                " does not offer FI_HMEM; it has to find CUDA, and a NIC that can "
+                                "register memory of GPUs"
+                          : ": of libfabric's providers, efa alone is asked for FI_HMEM")};
+  }
+  return register_gpu_memory(region, gpu_ways_, context_.gpus, [&](MemoryWay way) {
+    return OfiRegistration::create(domain_, flushes_, region, way);
+  });
 }
 
 // --- paths -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "fabric/nic/gpu_ways.hpp"
 #include "fabric/nic/nic_domain.hpp"
 #include "fabric/ofi/endpoint.hpp"
 #include "fabric/ofi/ofi_registration.hpp"
@@ -33,6 +34,7 @@ class OfiDomain final : public NicDomain, private EventSink {
   const NicInfo& info() const override { return info_; }
   bool usable() const override { return usable_; }
   bool keeps_order() const override { return false; }
+  bool knows_gpus() const override { return true; }
   Result<std::shared_ptr<NicRegistration>> register_memory(const MemoryRegion& region) override;
   void open_path(NicPathIdentity identity, Opened then) override;
   void poll() override;
@@ -72,6 +74,7 @@ class OfiDomain final : public NicDomain, private EventSink {
   std::uint64_t nap_ns_ = 0;
   UniqueFd timer_;
   std::shared_ptr<Flushes> flushes_;
+  GpuWays gpu_ways_;
 };
 
 }  // namespace kvxfer::ofi

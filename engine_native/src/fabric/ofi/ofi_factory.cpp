@@ -11,12 +11,18 @@
 namespace kvxfer::ofi {
 namespace {
 
-Result<std::vector<Device>> look(const EngineOptions& options) {
+// libfabric, and what it has of the provider.
+struct Found {
+  Libfabric library;
+  std::vector<Device> devices;
+};
+
+Result<Found> look(const EngineOptions& options, const Libfabric* simulated) {
   if (options.ofi_endpoints < 1 || options.ofi_endpoints > kMaxNics) {
     return Error{Errc::invalid_argument,
                  "ofi_endpoints is " + std::to_string(options.ofi_endpoints) + "; use 1 to 64"};
   }
-  if (options.ofi_provider == "efa" && !efa_device_present()) {
+  if (options.ofi_provider == "efa" && !simulated && !efa_device_present()) {
     return Error{Errc::fabric_unavailable,
                  "this host has no EFA: no device in /sys/class/infiniband is driven by efa; "
                  "attach one to the instance and load its driver (modprobe efa)"};
@@ -24,9 +30,11 @@ Result<std::vector<Device>> look(const EngineOptions& options) {
   // Its buffers for messages, which are not used here: 17 MB of each domain otherwise.
   // NOLINTNEXTLINE(concurrency-mt-unsafe): before libfabric, which reads it, is loaded
   if (options.ofi_provider == "tcp") ::setenv("FI_TCP_MAX_RX_SIZE", "128", 0);
-  const auto library = Libfabric::load();
+  const auto library = simulated ? Result<Libfabric>(*simulated) : Libfabric::load();
   if (!library) return library.error();
-  return find_devices(*library, options.ofi_provider);
+  auto devices = find_devices(*library, options.ofi_provider);
+  if (!devices) return devices.error();
+  return Found{*library, std::move(*devices)};
 }
 
 std::vector<std::string> names_of(const std::vector<Device>& devices, unsigned endpoints) {
@@ -64,19 +72,17 @@ Result<OpenedNics> OfiFactory::open(const NicContext& context) {
   const FabricUse use = overrides_.use.value_or(options.ofi);
   if (use == FabricUse::never) return opened;
   const bool required = use == FabricUse::required;
-  auto found = look(options);
-  const auto library = Libfabric::load();
+  auto found = look(options, overrides_.library.get());
   if (!found) {
     if (required || found.error().code == Errc::invalid_argument) return found.error();
     // Without an EFA, or without the library, nobody meant to use it.
-    if (library && options.ofi_provider == "efa" && efa_device_present()) {
+    if (options.ofi_provider == "efa" && efa_device_present() && Libfabric::load()) {
       opened.notices.push_back("ofi cannot be used here: " + found.error().text);
     }
     return opened;
   }
-  if (!library) return library.error();
-  opened.names = names_of(*found, options.ofi_endpoints);
-  auto devices = choose(std::move(*found), options.nics);
+  opened.names = names_of(found->devices, options.ofi_endpoints);
+  auto devices = choose(std::move(found->devices), options.nics);
   if (devices.empty() && required) {
     return Error{Errc::fabric_unavailable,
                  "none of the NICs that were chosen with nics (" + joined(options.nics) +
@@ -87,7 +93,7 @@ Result<OpenedNics> OfiFactory::open(const NicContext& context) {
     const std::string name = device.name;
     const NicInfo info{.network = device.network,
                        .bits_per_second = device.bits_per_second / options.ofi_endpoints};
-    const auto domain = OpenDomain::open(*library, std::move(device), options.ofi_strict);
+    const auto domain = OpenDomain::open(found->library, std::move(device), options.ofi_strict);
     if (!domain && required) return domain.error();
     if (!domain) opened.notices.push_back(domain.error().text);
     for (unsigned number = 0; number < options.ofi_endpoints && domain; ++number) {

@@ -121,7 +121,7 @@ ssize_t OfiPath::post_one(const Operation& operation, const WireWrite& write, bo
       static_cast<const OfiRegistration*>(operation.source->registration(identity().nic));
   const RemoteKey& key = remote_key(operation);
   return endpoint_->post({.sequence = next_sequence_,
-                          .source = operation.source->host() + write.source,
+                          .source = operation.source->address() + write.source,
                           .descriptor = registration->descriptor(),
                           .length = write.length,
                           .address = key.address + write.destination,
@@ -163,6 +163,8 @@ void OfiPath::on_written(std::uint64_t sequence) {
   --in_flight_;
   finish(sequence);
 }
+
+void OfiPath::on_bytes() { domain_.context().gpus.flush_nic_writes(); }
 
 void OfiPath::on_arrived(Imm imm, std::uint64_t count) {
   if (imm == kGreeting && !heard_) {

@@ -18,9 +18,10 @@ class OfiRegistration final : public NicRegistration {
   // `flushes`: where closing a key does not stop the write that is being placed, otherwise null.
   static Result<std::shared_ptr<NicRegistration>> create(std::shared_ptr<const OpenDomain> domain,
                                                          std::shared_ptr<Flushes> flushes,
-                                                         const MemoryRegion& region);
+                                                         const MemoryRegion& region, MemoryWay way);
   ~OfiRegistration() override { (void)close(); }
 
+  MemoryWay way() const override { return way_; }
   Result<RemoteKey> share(PeerId peer) override;
   void unshare(PeerId peer) override;
   Result<void> close() override;
@@ -30,12 +31,13 @@ class OfiRegistration final : public NicRegistration {
 
  private:
   OfiRegistration(std::shared_ptr<const OpenDomain> domain, std::shared_ptr<Flushes> flushes,
-                  UniqueFid<fid_mr> memory, const MemoryRegion& region);
+                  UniqueFid<fid_mr> memory, std::uint64_t address, MemoryWay way);
 
   std::shared_ptr<const OpenDomain> domain_;
   std::shared_ptr<Flushes> flushes_;
   RemoteKey key_;
   void* descriptor_;
+  MemoryWay way_;
   std::mutex mutex_;
   UniqueFid<fid_mr> memory_;            // null once closed
   Result<void> closed_;                 // how that went

@@ -1,5 +1,7 @@
 #include "fabric/ofi/open_domain.hpp"
 
+#include <cerrno>
+
 #include "random.hpp"
 
 namespace kvxfer::ofi {
@@ -39,24 +41,43 @@ Result<std::shared_ptr<const OpenDomain>> OpenDomain::open(const Libfabric& libr
   return std::shared_ptr<const OpenDomain>(std::move(opened));
 }
 
-Result<UniqueFid<fid_mr>> OpenDomain::register_memory(const void* start, std::size_t size,
+Result<UniqueFid<fid_mr>> OpenDomain::register_memory(const Memory& memory,
                                                       std::uint64_t access) const {
+  const iovec whole{.iov_base = reinterpret_cast<void*>(memory.address), .iov_len = memory.size};
+  MemoryAttributes attributes{};
+  attributes.mr_iov = &whole;
+  attributes.iov_count = 1;
+  attributes.access = access;
+  if (memory.gpu) {
+    attributes.iface = FI_HMEM_CUDA;
+    attributes.device.cuda = *memory.gpu;
+  }
+  Dmabuf dmabuf{};
+  if (memory.dmabuf) {
+    const std::uint64_t offset = memory.dmabuf->offset;
+    dmabuf = {.fd = memory.dmabuf->fd.get(),
+              .offset = offset,
+              .size = memory.size,
+              .base_address = reinterpret_cast<void*>(memory.address - offset)};
+    attributes.mr_iov = reinterpret_cast<const iovec*>(&dmabuf);
+  }
   const bool choose = !device.mr_mode(FI_MR_PROV_KEY);
   const std::size_t key_bytes =
       std::min(device.info->domain_attr->mr_key_size, sizeof(std::uint64_t));
   int error = 0;
   for (int attempt = 0; attempt < kKeyAttempts; ++attempt) {
-    std::uint64_t key = 0;  // random: knowing it is the permission to write
-    if (choose) random_bytes(&key, key_bytes);
+    attributes.requested_key = 0;  // random: knowing it is the permission to write
+    if (choose) random_bytes(&attributes.requested_key, key_bytes);
     fid_mr* registered = nullptr;
-    error = ::fi_mr_reg(domain.get(), start, size, access, 0, key, 0, &registered, nullptr);
+    errno = 0;  // efa returns it also where it has not called the kernel
+    error = ::fi_mr_regattr(domain.get(), &attributes, memory.dmabuf ? kDmabuf : 0, &registered);
     if (error == 0) return UniqueFid<fid_mr>(registered);
     if (!choose || error != -FI_ENOKEY) break;
   }
   Error why = library.failed(
-      "NIC " + device.name + " cannot register " + std::to_string(size) + " bytes of memory",
+      "NIC " + device.name + " cannot register " + std::to_string(memory.size) + " bytes of memory",
       error);
-  if (error == -FI_ENOMEM) why.text += "; raise the locked memory limit (ulimit -l)";
+  if (error == -FI_ENOMEM && !memory.gpu) why.text += "; raise the locked memory limit (ulimit -l)";
   return why;
 }
 
@@ -73,8 +94,8 @@ const char* OpenDomain::failure() const {
   return failed == 0 ? nullptr : library.strerror(failed);
 }
 
-std::uint64_t OpenDomain::remote_start(const void* start) const {
-  return device.mr_mode(FI_MR_VIRT_ADDR) ? reinterpret_cast<std::uint64_t>(start) : 0;
+std::uint64_t OpenDomain::remote_start(std::uint64_t address) const {
+  return device.mr_mode(FI_MR_VIRT_ADDR) ? address : 0;
 }
 
 }  // namespace kvxfer::ofi

@@ -3,8 +3,11 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <optional>
 
+#include "cuda/gpu.hpp"
 #include "fabric/ofi/device.hpp"
 #include "fabric/ofi/libfabric.hpp"
 
@@ -23,13 +26,19 @@ struct OpenDomain {
   static Result<std::shared_ptr<const OpenDomain>> open(const Libfabric& library, Device device,
                                                         bool strict);
 
+  struct Memory {
+    std::uint64_t address;
+    std::size_t size;
+    // Of a GPU's memory its number, and for MemoryWay::dmabuf the file.
+    std::optional<int> gpu;
+    const cuda::Gpu::Dmabuf* dmabuf = nullptr;
+  };
   // `access`: FI_WRITE for memory that is read from, FI_REMOTE_WRITE for memory written into.
-  Result<UniqueFid<fid_mr>> register_memory(const void* start, std::size_t size,
-                                            std::uint64_t access) const;
+  Result<UniqueFid<fid_mr>> register_memory(const Memory& memory, std::uint64_t access) const;
   // What the device reported of its own, not of an operation; null: nothing. Engine thread.
   const char* failure() const;
   // Where memory that starts there begins for a remote writer.
-  std::uint64_t remote_start(const void* start) const;
+  std::uint64_t remote_start(std::uint64_t address) const;
 };
 
 }  // namespace kvxfer::ofi

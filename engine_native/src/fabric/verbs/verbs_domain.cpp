@@ -5,6 +5,7 @@
 
 #include "clock.hpp"
 #include "fabric/verbs/gid_choice.hpp"
+#include "fabric/verbs/verbs_loop.hpp"
 #include "fabric/verbs/verbs_registration.hpp"
 
 namespace kvxfer::verbs {
@@ -49,18 +50,20 @@ VerbsDomain::VerbsDomain(std::shared_ptr<const VerbsDevice> device, const NicCon
            .context = context,
            .port = port,
            .load = {.bits_per_second = port.bits_per_second}},
-      gpu_ways_(nic_.device) {}
+      gpu_ways_({.name = info_.name,
+                 .by_address = "nvidia-peermem",
+                 .is_up =
+                     [device = nic_.device] {
+                       const auto now = device->query_port();
+                       return now && now->active;
+                     },
+                 .open_loop = [device = nic_.device] { return VerbsLoop::open(device); }}) {}
 
 Result<std::shared_ptr<NicRegistration>> VerbsDomain::register_memory(const MemoryRegion& region) {
   if (!region.gpu()) return VerbsRegistration::create(nic_.device, region, MemoryWay::host);
-  if (auto good = region.gpu()->takes_nic_writes(); !good) return good.error();
-  const auto way = gpu_ways_.find(region.gpu());
-  if (!way) return way.error();
-  auto registered = VerbsRegistration::create(nic_.device, region, *way);
-  if (!registered) return registered;
-  region.gpu()->order_copies(region.address());
-  nic_.context.gpus.expect_nic_writes(region.gpu());
-  return registered;
+  return register_gpu_memory(region, gpu_ways_, nic_.context.gpus, [&](MemoryWay way) {
+    return VerbsRegistration::create(nic_.device, region, way);
+  });
 }
 
 void VerbsDomain::open_path(NicPathIdentity identity, Opened then) {

@@ -4,8 +4,8 @@
 #include <memory>
 #include <string>
 
+#include "fabric/nic/gpu_ways.hpp"
 #include "fabric/nic/nic_domain.hpp"
-#include "fabric/verbs/gpu_ways.hpp"
 #include "fabric/verbs/verbs_path.hpp"
 
 namespace kvxfer::verbs {

@@ -86,18 +86,6 @@ Result<std::shared_ptr<NicRegistration>> VerbsRegistration::create(
       new VerbsRegistration(std::move(device), registered, address, way));
 }
 
-std::string_view VerbsRegistration::way() const {
-  switch (way_) {
-    case MemoryWay::dmabuf:
-      return "dmabuf";
-    case MemoryWay::peermem:
-      return "peermem";
-    case MemoryWay::host:
-      break;
-  }
-  return "host";
-}
-
 Result<RemoteKey> VerbsRegistration::share(PeerId) {
   const std::lock_guard lock(mutex_);
   if (!region_) {

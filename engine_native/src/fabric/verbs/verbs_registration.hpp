@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string_view>
 
 #include "fabric/nic/nic_registration.hpp"
 #include "fabric/verbs/verbs_device.hpp"
@@ -15,13 +14,6 @@ class MemoryRegion;
 
 namespace kvxfer::verbs {
 
-// How a NIC reaches memory.
-enum class MemoryWay : std::uint8_t {
-  host,
-  dmabuf,   // a GPU's, by a file that its driver gives out
-  peermem,  // a GPU's, by its address: the kernel module nvidia-peermem
-};
-
 class VerbsRegistration final : public NicRegistration {
  public:
   static Result<std::shared_ptr<NicRegistration>> create(std::shared_ptr<const VerbsDevice> device,
@@ -30,7 +22,7 @@ class VerbsRegistration final : public NicRegistration {
 
   // A region made of a dmabuf takes none (man ibv_reg_dmabuf_mr).
   bool takes_windows() const override { return way_ != MemoryWay::dmabuf; }
-  std::string_view way() const override;
+  MemoryWay way() const override { return way_; }
   Result<RemoteKey> share(PeerId peer) override;
   void unshare(PeerId) override {}
   Result<void> close() override;

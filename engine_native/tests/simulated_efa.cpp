@@ -1,0 +1,751 @@
+// The functions of libfabric and of what it opens, and the network behind them.
+#include "simulated_efa.hpp"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "clock.hpp"
+#include "fd.hpp"
+#include "simulated_gpus.hpp"
+
+namespace kvxfer::test {
+namespace efa {
+namespace {
+
+constexpr std::size_t kSendQueue = 256;
+constexpr std::size_t kMaxWrite = std::size_t{1} << 30;
+constexpr std::uint64_t kSpeed = 100'000'000'000;  // bits per second
+constexpr std::uint64_t kPage = 4096;
+constexpr unsigned kSteps = 32;  // of the wire at most, while others wait
+// One of so many posts is refused although there is room.
+constexpr unsigned kRefusals = 256;
+constexpr int kMemoryModes = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+
+}  // namespace
+
+// What libfabric hands out begins with its `fid`.
+template <class Object>
+struct Opened : Object {
+  using Handle = Object;
+};
+template <class T>
+T& from(fid* id) {
+  return static_cast<T&>(*reinterpret_cast<typename T::Handle*>(id));
+}
+
+// As fi_getname() gives it.
+struct Address {
+  std::uint64_t gid = 0;
+  std::uint32_t queue_pair = 0;
+  std::uint32_t qkey = 0;
+  std::array<std::uint64_t, 2> zero{};
+};
+
+struct Device {
+  SimulatedEfaDevice traits;
+  std::uint64_t gid;
+};
+
+struct Fabric : Opened<fid_fabric> {};
+struct Events : Opened<fid_eq> {};
+
+struct Domain : Opened<fid_domain> {
+  Device* device = nullptr;
+  bool gpus = false;  // it was opened with FI_HMEM
+};
+
+struct Memory : Opened<fid_mr> {
+  Domain* domain = nullptr;
+  std::uint64_t begin = 0;  // as writes name it
+  std::size_t size = 0;
+  std::uint64_t access = 0;
+  std::byte* bytes = nullptr;  // where that is
+  bool on_gpu = false;
+  bool by_dmabuf = false;
+  std::shared_ptr<void> mapping;  // of a dmabuf that we were given
+
+  bool holds(std::uint64_t address, std::uint64_t length) const {
+    return address >= begin && length <= size && address - begin <= size - length;
+  }
+};
+
+struct Entry {
+  fi_cq_data_entry done{};
+  int error = 0;
+};
+
+struct Queue : Opened<fid_cq> {
+  std::size_t size = 0;
+  std::deque<Entry> entries;
+  bool overrun = false;
+  UniqueFd wakes{::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)};
+  bool armed = false;
+
+  void push(const Entry& entry) {
+    overrun = overrun || entries.size() >= size;
+    if (!overrun) entries.push_back(entry);
+    const std::uint64_t one = 1;
+    if (!std::exchange(armed, false)) return;
+    [[maybe_unused]] const auto written = ::write(wakes.get(), &one, sizeof one);
+  }
+  // Whether there is nothing, so that one may wait.
+  bool arm() {
+    std::uint64_t count = 0;
+    [[maybe_unused]] const auto got = ::read(wakes.get(), &count, sizeof count);
+    armed = entries.empty() && !overrun;
+    return armed;
+  }
+};
+
+struct Addresses : Opened<fid_av> {
+  std::vector<Address> known;
+};
+
+struct Write {
+  std::uint32_t queue_pair;  // it is of
+  Address to;
+  std::uint64_t local_key;
+  std::uint64_t source;
+  std::uint32_t length;
+  std::uint64_t address;
+  std::uint64_t key;
+  std::optional<std::uint64_t> imm;
+  void* context;
+  std::vector<std::byte> bytes = {};  // once they were read
+  bool tail_first = false;
+  unsigned halves = 0;  // that have landed
+  bool told_receiver = false;
+  bool told_sender = false;
+};
+
+struct End : Opened<fid_ep> {
+  Domain* domain = nullptr;
+  Queue* queue = nullptr;
+  Addresses* peers = nullptr;
+  bool has_events = false;
+  bool enabled = false;
+  bool needs_peer_to_peer = false;
+  bool may_call_cuda = true;
+  Address address;
+  std::vector<Write> held;    // until one without FI_MORE
+  std::size_t under_way = 0;  // with those
+};
+
+// fi_info with all that it points to.
+struct Info : fi_info {
+  fi_tx_attr tx;
+  fi_rx_attr rx;
+  fi_ep_attr ep;
+  fi_domain_attr of_domain;
+  fi_fabric_attr of_fabric;
+  fid_nic card;
+  fi_device_attr of_device;
+  fi_link_attr link;
+};
+
+struct Network {
+  std::mutex mutex;
+  std::condition_variable_any work;
+  std::mt19937_64 random{std::random_device{}()};
+  bool has_cuda = true;
+  std::vector<std::unique_ptr<Device>> devices;
+  std::map<std::uint32_t, End*> ends;         // those that are enabled, by queue pair
+  std::map<std::uint64_t, Memory*> memories;  // by lkey and rkey, which are equal
+  std::vector<Write> writes;
+  std::uint32_t last_pair = 0;
+  std::uint64_t last_key = 0x1000;
+  std::jthread wire{[this](const std::stop_token& stop) { run(stop); }};
+
+  void run(const std::stop_token& stop);
+  // Of one write.
+  void step(std::size_t index);
+  void remove(std::size_t index);
+  // That it has ended, so; that it has arrived.
+  static void tell(End& sender, const Write& write, int error);
+  static void tell(const End& receiver, Write& write);
+  const Memory* find(std::uint64_t key, const Domain* domain) const;
+  // These return 0, or what fails the write. `sender`: null once it is closed.
+  int move(Write& write, End* sender);
+  int land(Write& write, const End* sender, const End& receiver);
+};
+
+namespace {
+
+Network* network = nullptr;  // the library's functions are given no object
+
+std::lock_guard<std::mutex> held() { return std::lock_guard(network->mutex); }
+
+// --- fi_info ---------------------------------------------------------------------------------
+
+char* copy_of(const char* text) { return text ? ::strdup(text) : nullptr; }
+
+fi_info* duplicate(const fi_info* source) {
+  auto* const made = new Info{};
+  if (source) {
+    static_cast<fi_info&>(*made) = *source;
+    made->next = nullptr;
+    made->tx = *source->tx_attr;
+    made->rx = *source->rx_attr;
+    made->ep = *source->ep_attr;
+    made->of_domain = *source->domain_attr;
+    made->of_fabric = *source->fabric_attr;
+    made->of_domain.name = copy_of(source->domain_attr->name);
+    made->of_fabric.name = copy_of(source->fabric_attr->name);
+    made->of_fabric.prov_name = copy_of(source->fabric_attr->prov_name);
+  }
+  made->tx_attr = &made->tx;
+  made->rx_attr = &made->rx;
+  made->ep_attr = &made->ep;
+  made->domain_attr = &made->of_domain;
+  made->fabric_attr = &made->of_fabric;
+  if (source && source->nic) {
+    made->of_device.name = copy_of(source->nic->device_attr->name);
+    made->link = *source->nic->link_attr;
+    made->card.device_attr = &made->of_device;
+    made->card.link_attr = &made->link;
+    made->nic = &made->card;
+  }
+  return made;
+}
+
+void free_info(fi_info* info) {
+  while (info) {
+    auto* const made = static_cast<Info*>(std::exchange(info, info->next));
+    for (char* const name : {made->of_domain.name, made->of_fabric.name, made->of_fabric.prov_name,
+                             made->of_device.name}) {
+      ::free(name);
+    }
+    delete made;
+  }
+}
+
+bool offers(const fi_info& hints) {
+  constexpr std::uint64_t kCaps = FI_MSG | FI_RMA | FI_SEND | FI_RECV | FI_READ | FI_WRITE |
+                                  FI_REMOTE_READ | FI_REMOTE_WRITE | FI_REMOTE_COMM |
+                                  FI_LOCAL_COMM | FI_HMEM;
+  const std::string provider = hints.fabric_attr->prov_name ? hints.fabric_attr->prov_name : "efa";
+  const std::string fabric = hints.fabric_attr->name ? hints.fabric_attr->name : "efa-direct";
+  const int modes = kMemoryModes | ((hints.caps & FI_HMEM) != 0 ? FI_MR_HMEM : 0);
+  return provider == "efa" && fabric == "efa-direct" && hints.ep_attr->type == FI_EP_RDM &&
+         (hints.caps & ~kCaps) == 0 && (hints.domain_attr->mr_mode & modes) == modes &&
+         ((hints.caps & FI_HMEM) == 0 || network->has_cuda);
+}
+
+int get_info(std::uint32_t version, const char*, const char*, std::uint64_t, const fi_info* hints,
+             fi_info** found) {
+  const auto lock = held();
+  if (version < FI_VERSION(2, 1) || !offers(*hints)) return -FI_ENODATA;
+  *found = nullptr;
+  fi_info** last = found;
+  for (const auto& device : network->devices) {
+    auto* const made = static_cast<Info*>(duplicate(hints));
+    made->mode = 0;
+    made->tx.size = made->rx.size = kSendQueue;
+    made->ep.max_msg_size = kMaxWrite;
+    made->of_domain.mr_mode &= kMemoryModes | FI_MR_HMEM;
+    made->of_domain.mr_key_size = sizeof(std::uint32_t);
+    made->of_domain.cq_data_size = sizeof(std::uint32_t);
+    made->of_domain.cq_cnt = made->of_domain.ep_cnt = 1 << 16;
+    ::free(std::exchange(made->of_domain.name, copy_of((device->traits.name + "-rdm").c_str())));
+    made->of_device.name = copy_of(device->traits.name.c_str());
+    made->link = {.speed = kSpeed, .state = FI_LINK_UP};
+    made->card.device_attr = &made->of_device;
+    made->card.link_attr = &made->link;
+    made->nic = &made->card;
+    *std::exchange(last, &made->next) = made;
+  }
+  return *found ? 0 : -FI_ENODATA;
+}
+
+std::uint32_t version() { return FI_VERSION(2, 5); }
+const char* text_of(int error) {
+  const char* const text = ::strerrordesc_np(error);
+  return text ? text : "an error of libfabric";
+}
+
+// --- what is opened --------------------------------------------------------------------------
+
+template <class T>
+int close_simply(fid* id) {
+  delete &from<T>(id);
+  return 0;
+}
+
+int close_memory(fid* id) {
+  {
+    const auto lock = held();
+    network->memories.erase(from<Memory>(id).key);
+  }
+  return close_simply<Memory>(id);
+}
+
+int close_end(fid* id) {
+  {
+    const auto lock = held();
+    const End& end = from<End>(id);
+    // What its sender may have heard of is in its queue.
+    for (Write& write : network->writes) {
+      if (write.halves == 2 && write.to.queue_pair == end.address.queue_pair) {
+        Network::tell(end, write);
+      }
+    }
+    network->ends.erase(end.address.queue_pair);
+  }
+  return close_simply<End>(id);
+}
+
+template <class T>
+fi_ops* only_closes() {
+  static fi_ops ops{.size = sizeof(fi_ops), .close = close_simply<T>};
+  return &ops;
+}
+
+ssize_t read_events(fid_eq*, std::uint32_t*, void*, std::size_t, std::uint64_t) {
+  return -FI_EAGAIN;
+}
+
+int open_events(fid_fabric*, fi_eq_attr*, fid_eq** opened, void*) {
+  static fi_ops_eq ops{.size = sizeof ops, .read = read_events};
+  auto* const made = new Events{};
+  made->fid.ops = only_closes<Events>();
+  made->ops = &ops;
+  *opened = made;
+  return 0;
+}
+
+// --- memory ----------------------------------------------------------------------------------
+
+int add_memory(fid* domain, Memory made, std::uint64_t access, fid_mr** added) {
+  static fi_ops ops{.size = sizeof ops, .close = close_memory};
+  auto* const memory = new Memory(std::move(made));
+  memory->fid.ops = &ops;
+  memory->domain = &from<Domain>(domain);
+  memory->access = access;
+  const auto lock = held();
+  memory->key = ++network->last_key;
+  memory->mem_desc = memory;
+  network->memories[memory->key] = memory;
+  *added = memory;
+  return 0;
+}
+
+int register_host(fid* domain, const iovec& whole, std::uint64_t access, fid_mr** added) {
+  if (gpu_memory_at(whole.iov_base, whole.iov_len).bytes) return -FI_EFAULT;
+  Memory made;
+  made.begin = reinterpret_cast<std::uint64_t>(whole.iov_base);
+  made.size = whole.iov_len;
+  made.bytes = static_cast<std::byte*>(whole.iov_base);
+  return add_memory(domain, made, access, added);
+}
+
+int register_simply(fid* domain, const void* start, std::size_t size, std::uint64_t access,
+                    std::uint64_t, std::uint64_t, std::uint64_t, fid_mr** added, void*) {
+  return register_host(domain, {.iov_base = const_cast<void*>(start), .iov_len = size}, access,
+                       added);
+}
+
+int register_with(fid* domain, const fi_mr_attr* asked, std::uint64_t flags, fid_mr** added) {
+  const Domain& of = from<Domain>(domain);
+  const bool by_dmabuf = (flags & ofi::kDmabuf) != 0;
+  if ((flags & ~ofi::kDmabuf) != 0) return -FI_EBADFLAGS;
+  if (asked->iov_count != 1) return -FI_EINVAL;
+  // Without FI_HMEM the provider takes everything for memory of the host.
+  if (asked->iface == FI_HMEM_SYSTEM || !of.gpus) {
+    return by_dmabuf ? -FI_EINVAL : register_host(domain, *asked->mr_iov, asked->access, added);
+  }
+  if (asked->iface != FI_HMEM_CUDA) return -FI_ENOSYS;
+  Memory made;
+  made.on_gpu = true;
+  made.by_dmabuf = by_dmabuf;
+  GpuMemory memory;
+  const SimulatedEfaDevice& traits = of.device->traits;
+  if (by_dmabuf) {
+    const auto& dmabuf = *reinterpret_cast<const ofi::Dmabuf*>(asked->mr_iov);
+    made.begin = reinterpret_cast<std::uint64_t>(dmabuf.base_address) + dmabuf.offset;
+    made.size = dmabuf.size;
+    if (!traits.dmabuf) return -FI_EOPNOTSUPP;
+    if (dmabuf.offset % kPage != made.begin % kPage) return -FI_EINVAL;
+    memory = gpu_memory_of(dmabuf.fd, dmabuf.offset, dmabuf.size);
+  } else {
+    made.begin = reinterpret_cast<std::uint64_t>(asked->mr_iov->iov_base);
+    made.size = asked->mr_iov->iov_len;
+    // The provider takes a dmabuf of its own, and only without that the address.
+    if (!traits.dmabuf && !traits.peermem) return -FI_EFAULT;
+    made.by_dmabuf = traits.dmabuf;
+    memory = gpu_memory_at(asked->mr_iov->iov_base, made.size);
+  }
+  if (!memory.bytes) return -FI_EINVAL;
+  made.bytes = memory.bytes;
+  made.mapping = memory.mapping;
+  return add_memory(domain, made, asked->access, added);
+}
+
+// --- completion queues and addresses ---------------------------------------------------------
+
+ssize_t read_queue(fid_cq* given, void* into, std::size_t most) {
+  const auto lock = held();
+  auto& queue = static_cast<Queue&>(*given);
+  if (queue.overrun) return -FI_EOVERRUN;
+  if (queue.entries.empty()) return -FI_EAGAIN;
+  if (queue.entries.front().error != 0) return -FI_EAVAIL;
+  auto* const entries = static_cast<fi_cq_data_entry*>(into);
+  std::size_t count = 0;
+  for (; count < most && !queue.entries.empty() && queue.entries.front().error == 0; ++count) {
+    entries[count] = queue.entries.front().done;
+    queue.entries.pop_front();
+  }
+  return static_cast<ssize_t>(count);
+}
+
+ssize_t read_error(fid_cq* given, fi_cq_err_entry* into, std::uint64_t) {
+  const auto lock = held();
+  auto& queue = static_cast<Queue&>(*given);
+  if (queue.entries.empty() || queue.entries.front().error == 0) return -FI_EAGAIN;
+  *into = {.op_context = queue.entries.front().done.op_context,
+           .flags = queue.entries.front().done.flags,
+           .err = queue.entries.front().error};
+  queue.entries.pop_front();
+  return 1;
+}
+
+const char* explain(fid_cq*, int, const void*, char*, std::size_t) { return ""; }
+
+int wait_object_of(fid* id, int command, void* into) {
+  if (command != FI_GETWAIT) return -FI_ENOSYS;
+  *static_cast<int*>(into) = from<Queue>(id).wakes.get();
+  return 0;
+}
+
+int try_wait(fid_fabric*, fid** queues, int count) {
+  const auto lock = held();
+  bool may = true;
+  for (int i = 0; i < count; ++i) may = from<Queue>(queues[i]).arm() && may;
+  return may ? 0 : -FI_EAGAIN;
+}
+
+int open_queue(fid_domain*, fi_cq_attr* asked, fid_cq** opened, void*) {
+  static fi_ops queue{
+      .size = sizeof queue, .close = close_simply<Queue>, .control = wait_object_of};
+  static fi_ops_cq ops{
+      .size = sizeof ops, .read = read_queue, .readerr = read_error, .strerror = explain};
+  if (asked->wait_obj != FI_WAIT_NONE && asked->wait_obj != FI_WAIT_FD) return -FI_ENOSYS;
+  if (asked->format != FI_CQ_FORMAT_DATA) return -FI_EINVAL;
+  auto* const made = new Queue{};
+  made->fid.ops = &queue;
+  made->ops = &ops;
+  made->size = asked->size;
+  *opened = made;
+  return 0;
+}
+
+int insert_addresses(fid_av* given, const void* addresses, std::size_t count, fi_addr_t* numbers,
+                     std::uint64_t, void*) {
+  const auto lock = held();
+  auto& known = static_cast<Addresses&>(*given).known;
+  for (std::size_t i = 0; i < count; ++i) {
+    Address address;
+    std::memcpy(&address, static_cast<const std::byte*>(addresses) + i * sizeof address,
+                sizeof address);
+    numbers[i] = known.size();
+    known.push_back(address);
+  }
+  return static_cast<int>(count);
+}
+
+int open_addresses(fid_domain*, fi_av_attr*, fid_av** opened, void*) {
+  static fi_ops_av ops{.size = sizeof ops, .insert = insert_addresses};
+  auto* const made = new Addresses{};
+  made->fid.ops = only_closes<Addresses>();
+  made->ops = &ops;
+  *opened = made;
+  return 0;
+}
+
+// --- endpoints -------------------------------------------------------------------------------
+
+int bind_to(fid* id, fid* bound, std::uint64_t) {
+  auto& end = from<End>(id);
+  if (end.enabled) return -FI_EOPBADSTATE;
+  if (bound->ops->close == close_simply<Queue>) end.queue = &from<Queue>(bound);
+  if (bound->ops->close == close_simply<Addresses>) end.peers = &from<Addresses>(bound);
+  if (bound->ops->close == close_simply<Events>) end.has_events = true;
+  return 0;
+}
+
+int control(fid* id, int command, void*) {
+  auto& end = from<End>(id);
+  if (command != FI_ENABLE) return -FI_ENOSYS;
+  if (!end.queue) return -FI_ENOCQ;
+  if (!end.peers) return -FI_ENOAV;
+  if (!end.has_events) return -FI_ENOEQ;
+  const auto lock = held();
+  end.address = {.gid = end.domain->device->gid,
+                 .queue_pair = ++network->last_pair,
+                 .qkey = static_cast<std::uint32_t>(network->random())};
+  network->ends[end.address.queue_pair] = &end;
+  end.enabled = true;
+  return 0;
+}
+
+int set_option(fid* id, int level, int option, const void* value, std::size_t size) {
+  auto& end = from<End>(id);
+  if (level != FI_OPT_ENDPOINT) return -FI_ENOPROTOOPT;
+  if (end.enabled) return -FI_EINVAL;
+  if (option == ofi::kCudaCallsPermitted && size == sizeof(bool)) {
+    std::memcpy(&end.may_call_cuda, value, size);
+    return 0;
+  }
+  if (option != FI_OPT_FI_HMEM_P2P || size != sizeof(int)) return -FI_EINVAL;
+  int asked = 0;
+  std::memcpy(&asked, value, size);
+  end.needs_peer_to_peer = asked == FI_HMEM_P2P_REQUIRED;
+  return asked == FI_HMEM_P2P_DISABLED ? -FI_EOPNOTSUPP : 0;
+}
+
+int name_of_end(fid* id, void* into, std::size_t* size) {
+  if (*size < sizeof(Address)) return -FI_ETOOSMALL;
+  *size = sizeof(Address);
+  std::memcpy(into, &from<End>(id).address, sizeof(Address));
+  return 0;
+}
+
+ssize_t post_write(fid_ep* given, const fi_msg_rma* asked, std::uint64_t flags) {
+  const auto lock = held();
+  auto& end = static_cast<End&>(*given);
+  if (!end.enabled) return -FI_EOPBADSTATE;
+  if (asked->iov_count != 1 || asked->rma_iov_count != 1 || (flags & FI_INJECT) != 0) {
+    return -FI_EINVAL;
+  }
+  const std::size_t length = asked->msg_iov->iov_len;
+  if (length == 0 || length > kMaxWrite || asked->rma_iov->len != length) return -FI_EINVAL;
+  if (!asked->desc || !asked->desc[0] || asked->addr >= end.peers->known.size()) return -FI_EINVAL;
+  const auto& source = *static_cast<const Memory*>(asked->desc[0]);
+  if (source.on_gpu && (!end.needs_peer_to_peer || end.may_call_cuda)) return -FI_EOPNOTSUPP;
+  if (end.under_way >= kSendQueue) return -FI_EAGAIN;
+  if (end.held.empty() && network->random() % kRefusals == 0) return -FI_EAGAIN;
+  const bool counted = (flags & FI_REMOTE_CQ_DATA) != 0;
+  end.held.push_back({.queue_pair = end.address.queue_pair,
+                      .to = end.peers->known[asked->addr],
+                      .local_key = source.key,
+                      .source = reinterpret_cast<std::uint64_t>(asked->msg_iov->iov_base),
+                      .length = static_cast<std::uint32_t>(length),
+                      .address = asked->rma_iov->addr,
+                      .key = asked->rma_iov->key,
+                      .imm = counted ? std::optional(asked->data) : std::nullopt,
+                      .context = asked->context});
+  ++end.under_way;
+  if ((flags & FI_MORE) != 0) return 0;
+  std::ranges::move(end.held, std::back_inserter(network->writes));
+  end.held.clear();
+  network->work.notify_one();
+  return 0;
+}
+
+int open_end(fid_domain* domain, fi_info*, fid_ep** opened, void*) {
+  static fi_ops ops{.size = sizeof ops, .close = close_end, .bind = bind_to, .control = control};
+  static fi_ops_ep options{.size = sizeof options, .setopt = set_option};
+  static fi_ops_cm names{.size = sizeof names, .getname = name_of_end};
+  static fi_ops_rma writes{.size = sizeof writes, .writemsg = post_write};
+  auto* const made = new End{};
+  made->fid.ops = &ops;
+  made->ops = &options;
+  made->cm = &names;
+  made->rma = &writes;
+  made->domain = static_cast<Domain*>(domain);
+  *opened = made;
+  return 0;
+}
+
+// --- domains and fabrics ---------------------------------------------------------------------
+
+int open_domain(fid_fabric*, fi_info* info, fid_domain** opened, void*) {
+  static fi_ops_domain ops{
+      .size = sizeof ops, .av_open = open_addresses, .cq_open = open_queue, .endpoint = open_end};
+  static fi_ops_mr memory{.size = sizeof memory, .reg = register_simply, .regattr = register_with};
+  const auto lock = held();
+  const std::string name = info->nic->device_attr->name;
+  const auto device = std::ranges::find_if(
+      network->devices, [&](const auto& each) { return each->traits.name == name; });
+  auto* const made = new Domain{};
+  made->fid.ops = only_closes<Domain>();
+  made->ops = &ops;
+  made->mr = &memory;
+  made->device = device->get();
+  made->gpus = (info->caps & FI_HMEM) != 0;
+  *opened = made;
+  return 0;
+}
+
+int open_fabric(fi_fabric_attr*, fid_fabric** opened, void*) {
+  static fi_ops_fabric ops{
+      .size = sizeof ops, .domain = open_domain, .eq_open = open_events, .trywait = try_wait};
+  auto* const made = new Fabric{};
+  made->fid.ops = only_closes<Fabric>();
+  made->ops = &ops;
+  *opened = made;
+  return 0;
+}
+
+}  // namespace
+
+// --- the wire --------------------------------------------------------------------------------
+
+void Network::run(const std::stop_token& stop) {
+  std::unique_lock lock(mutex);
+  while (!stop.stop_requested()) {
+    gpu_writes().flush(now_ns());
+    if (!writes.empty()) {
+      for (auto steps = random() % kSteps + 1; steps > 0 && !writes.empty(); --steps) {
+        step(random() % writes.size());
+      }
+      lock.unlock();
+      std::this_thread::yield();
+      lock.lock();
+    } else if (gpu_writes().empty()) {
+      work.wait(lock);
+    } else {
+      work.wait_for(lock, std::chrono::milliseconds(1));
+    }
+  }
+}
+
+void Network::step(std::size_t index) {
+  Write& write = writes[index];
+  const auto found = ends.find(write.queue_pair);
+  End* const sender = found == ends.end() ? nullptr : found->second;
+  // What has begun goes on without it.
+  if (!sender && write.bytes.empty()) return remove(index);
+  const int error = move(write, sender);
+  if (error == 0 && !(write.told_receiver && write.told_sender)) return;
+  if (error != 0 && sender) tell(*sender, write, error);
+  remove(index);
+}
+
+void Network::remove(std::size_t index) {
+  std::swap(writes[index], writes.back());
+  writes.pop_back();
+}
+
+void Network::tell(End& sender, const Write& write, int error) {
+  --sender.under_way;
+  Entry ended{.error = error};
+  ended.done.op_context = write.context;
+  ended.done.flags = FI_RMA | FI_WRITE;
+  sender.queue->push(ended);
+}
+
+void Network::tell(const End& receiver, Write& write) {
+  if (std::exchange(write.told_receiver, true) || !write.imm) return;
+  Entry arrived;
+  arrived.done.flags = FI_RMA | FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA;
+  arrived.done.len = write.length;
+  arrived.done.data = *write.imm;
+  receiver.queue->push(arrived);
+}
+
+const Memory* Network::find(std::uint64_t key, const Domain* domain) const {
+  const auto found = memories.find(key);
+  return found != memories.end() && found->second->domain == domain ? found->second : nullptr;
+}
+
+int Network::move(Write& write, End* sender) {
+  const auto end = ends.find(write.to.queue_pair);
+  const bool there = end != ends.end() && end->second->address.qkey == write.to.qkey;
+  if (write.halves < 2) return there ? land(write, sender, *end->second) : FI_ENOTCONN;
+  // It has landed; both hear of it, in any order.
+  if (!write.told_receiver && (write.told_sender || random() % 2 == 0)) {
+    if (there) tell(*end->second, write);
+    write.told_receiver = true;
+  } else if (!write.told_sender) {
+    write.told_sender = true;
+    if (sender) tell(*sender, write, 0);
+  }
+  return 0;
+}
+
+// One half of its bytes.
+int Network::land(Write& write, const End* sender, const End& receiver) {
+  if (write.bytes.empty()) {
+    const Memory* const source = find(write.local_key, sender->domain);
+    if (!source || !source->holds(write.source, write.length) || (source->access & FI_WRITE) == 0) {
+      return FI_EINVAL;
+    }
+    const std::byte* const bytes = source->bytes + (write.source - source->begin);
+    write.bytes.assign(bytes, bytes + write.length);
+    write.tail_first = random() % 2 == 0;
+  }
+  const Memory* const into = find(write.key, receiver.domain);
+  if (!into || !into->holds(write.address, write.length) || (into->access & FI_REMOTE_WRITE) == 0) {
+    return FI_EINVAL;
+  }
+  const SimulatedEfaDevice& traits = receiver.domain->device->traits;
+  if (into->by_dmabuf && traits.fails_writes_to_dmabufs) return FI_EINVAL;
+  const auto middle = write.bytes.begin() + static_cast<std::ptrdiff_t>(write.length / 2);
+  const bool tail = write.tail_first == (write.halves == 0);
+  const auto begin = tail ? middle : write.bytes.begin();
+  const auto until = tail ? write.bytes.end() : middle;
+  ++write.halves;
+  if (into->on_gpu && traits.loses_writes_to_gpus) return 0;
+  gpu_writes().land(
+      {.at = into->bytes + (write.address - into->begin) + (begin - write.bytes.begin()),
+       .bytes = {begin, until},
+       .on_gpu = into->on_gpu,
+       .mapping = into->mapping});
+  return 0;
+}
+
+}  // namespace efa
+
+SimulatedEfa::SimulatedEfa() : network_(std::make_unique<efa::Network>()) {
+  efa::network = network_.get();
+}
+
+SimulatedEfa::~SimulatedEfa() {
+  {
+    const auto lock = efa::held();
+    network_->wire.request_stop();
+  }
+  network_->work.notify_all();
+  network_->wire.join();
+}
+
+std::shared_ptr<const ofi::Libfabric> SimulatedEfa::library() const {
+  return std::make_shared<ofi::Libfabric>(ofi::Libfabric{.getinfo = efa::get_info,
+                                                         .freeinfo = efa::free_info,
+                                                         .dupinfo = efa::duplicate,
+                                                         .fabric = efa::open_fabric,
+                                                         .version = efa::version,
+                                                         .strerror = efa::text_of});
+}
+
+void SimulatedEfa::add(const SimulatedEfaDevice& device) {
+  const auto lock = efa::held();
+  network_->devices.push_back(std::make_unique<efa::Device>(
+      efa::Device{.traits = device, .gid = network_->devices.size() + 1}));
+}
+
+void SimulatedEfa::have_cuda(bool has) {
+  const auto lock = efa::held();
+  network_->has_cuda = has;
+}
+
+SimulatedEfa& simulated_efa() {
+  static SimulatedEfa efa;
+  return efa;
+}
+
+}  // namespace kvxfer::test
