@@ -204,7 +204,7 @@ class MeasureRequests:
             raise
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
-        # Labels come from a fixed set: whoever scans paths or makes up methods grows nothing.
+        # Labels come from a fixed set: scanned paths and invented methods add none.
         route = getattr(scope.get("route"), "path", "unmatched")
         method = scope["method"] if scope["method"] in _METHODS else "other"
         found = self._children.get((method, route, status))

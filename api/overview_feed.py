@@ -22,7 +22,7 @@ _KEPT: Final = 64
 
 
 class OverviewFeed:
-    """One event loop. Whoever asks for the same at once gets the same look."""
+    """One event loop. Requests for the same at one time get the same look."""
 
     def __init__(self, registry: Registry, scaling: ScalingHistory, clock: Clock) -> None:
         self._registry = registry

@@ -69,7 +69,7 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     ScorerFailed: 500,
     NotBuilt: 501,
 }
-# Errors whose problem documents have a model of their own.
+# Errors whose problem documents have a separate model.
 _MODEL: Final[dict[type[KvxferError], str]] = {LayoutMismatch: "LayoutMismatchProblem"}
 # Members of an error that documentation can show; answers carry the real ones.
 _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {

@@ -61,5 +61,5 @@ class CachedBlocks:
         return update
 
     def lost(self) -> None:
-        """Nobody knows whether the last update arrived: the next one is all there is."""
+        """The last update may be lost, so the next one has everything."""
         self._epoch = 0

@@ -32,7 +32,7 @@ class ProcessFailed(KvxferError):
 
 
 class Child:
-    """One `kvxfer` command as a process of its own. Loop only.
+    """One `kvxfer` command as a child process. Loop only.
 
     Use it as an async context manager: leaving it stops the process, first by SIGTERM. It gets
     SIGTERM as well when this process dies in any other way. Ctrl-C in the terminal reaches this
@@ -51,7 +51,7 @@ class Child:
         loop = asyncio.get_running_loop()
         self._first_line: asyncio.Future[bytes] = loop.create_future()
         self._output = asyncio.gather(self._read_stdout(), self._read_stderr())
-        # Cancelled on exit, and nobody waits for it then.
+        # Cancelled on exit, and then not awaited.
         self._output.add_done_callback(lambda output: output.cancelled() or output.exception())
         # At once: a signal to a process that has exited reaps it, and its id is gone.
         self._exit = asyncio.create_task(self._exited(os.pidfd_open(self._process.pid)))

@@ -123,7 +123,7 @@ class UnknownPeer(PeerError):
 
 
 class ConnectFailed(PeerError):
-    """Nobody answers at the address, or not with this protocol."""
+    """There is no answer at the address, or none of this protocol."""
 
     code = "connect-failed"
 
@@ -260,7 +260,7 @@ class ControlPlaneError(KvxferError):
 class ControlPlaneUnavailable(ControlPlaneError):
     """No control plane answers, or it cannot serve now.
 
-    `hurried`: the deadline left too little of the client's timeout to say that nobody answers.
+    `hurried`: the deadline left too little of the client's timeout to say that there is no answer.
     """
 
     code = "control-plane-unavailable"

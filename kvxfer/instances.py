@@ -206,7 +206,7 @@ class Instance(InstanceSpec, frozen=True, kw_only=True):
     """Transfers to it that were released since it last told its load: requests that it decodes and
     has not told of. Pairing takes them for running ones."""
     drain_deadline: float | None = None
-    """Until when it may finish what it has; None where nobody has asked it to drain."""
+    """The time until which it may finish its requests; None if it does not drain."""
 
     @classmethod
     def of(cls, spec: InstanceSpec, **registration: Any) -> Instance:
@@ -253,7 +253,7 @@ class Lease(Record, frozen=True, kw_only=True):
     reserved: Reserved
     """What open transfers hold of the instance: requests that may still be on their way to it."""
     drain_seconds: float | None = None
-    """How long a worker that is drained may still take; None where nobody has asked it to."""
+    """How long a draining worker may still take; None if it does not drain."""
 
 
 class BlockUpdate(Record, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ _Group: TypeAlias = Annotated[int, Meta(ge=0, le=_MOST)]
 class Packing(NamedTuple):
     """How K or V of one head of a block lies where an engine has its own order.
 
-    It has `rows` rows, in each of which every `tokens` tokens make a unit of
+    It has `rows` rows. In each row, every `tokens` tokens make a unit of
     `head_size * tokens / rows` elements. Units are the same for every block size.
     """
 
@@ -76,8 +76,8 @@ class KvLayout:
 
     with `heads` and `block_size` swapped where `order="HND"`.
 
-    `layer_groups` names the KV cache group of each layer where the engine gives each group block
-    ids of its own: a transfer then has a block table for each, in which blocks may be absent.
+    `layer_groups` names the KV cache group of each layer where each group has its own block ids.
+    A transfer then has a block table for each group; blocks may be absent in it.
 
     Every field describes the whole model
     except `tp_rank` and `pp_rank`. Raises InvalidArgument that names the field, its value and
@@ -106,7 +106,7 @@ class KvLayout:
     packing: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
     """The name of the engine's own order, with `kv` opaque."""
     layer_groups: Annotated[tuple[_Group, ...], Meta(max_length=_MOST)] = ()
-    """The KV cache group of each layer, where groups have block ids of their own."""
+    """The KV cache group of each layer, where groups have separate block ids."""
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_size", "block_size"):

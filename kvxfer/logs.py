@@ -46,7 +46,7 @@ def configure_logging(
         )
     )
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # httpx2 tells of every request at info, the access log of whoever is asked does too.
+    # httpx2 logs every request at info; the server's access log has it too.
     logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 

@@ -113,7 +113,7 @@ class InstanceSummary(Record, frozen=True, kw_only=True):
     heartbeat_seconds: float
     """Since the last heartbeat."""
     drain_seconds: Annotated[float | None, Meta(examples=[None])]
-    """Until its deadline; None where nobody drains it."""
+    """Until its deadline; None if it is not drained."""
 
 
 class TransferSummary(Record, frozen=True, kw_only=True):

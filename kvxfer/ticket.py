@@ -72,7 +72,7 @@ class TicketKeys:
         """Raises InvalidArgument where there is none, or one is too short to be a secret."""
         if not secrets:
             raise InvalidArgument("there is no ticket key; give at least one")
-        # Keys of their own, so that a signature says nothing about the key of the engines.
+        # Derived keys: a signature says nothing about the engines' key.
         keys = [_hmac(as_cluster_key(secret), _KEY_PURPOSE) for secret in secrets]
         self._by_id = {_hmac(key, _KEY_ID_PURPOSE)[:8].hex(): key for key in keys}
         self.signing_id = next(iter(self._by_id))
@@ -105,8 +105,8 @@ def watch_ticket_keys(path: Path) -> WatchedFile[TicketKeys]:
 
 
 class _DerivedKeys(HMACAlgorithm):
-    """HS256 with keys of `TicketKeys`, of which nobody has to find out at each use that they are no
-    certificate: that takes as long as the signature."""
+    """HS256 with keys of `TicketKeys`. They are not checked at each use for being a certificate,
+    which takes as long as the signature."""
 
     def prepare_key(self, key: str | bytes) -> bytes:
         assert isinstance(key, bytes)  # noqa: S101 (no matter of input)

@@ -138,7 +138,7 @@ class WorkerMetrics(Collector):
             "gauge",
             "kvxfer_kv_blocks",
             "KV blocks of the pool by state: free, offered, receiving, complete, held; none where "
-            "the inference engine has a pool of its own.",
+            "the inference engine has its own pool.",
             "state",
             samples=lambda: {
                 (state.name.lower(),): number for state, number in self._endpoint.blocks().items()

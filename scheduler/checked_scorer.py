@@ -18,7 +18,7 @@ _log = logging.getLogger("kvxfer.pairing")
 
 class CheckedScorer(Scorer):
     """Every load compares with every other one: an instance that the scorer cannot weigh costs
-    infinitely much, so that it is taken for no pair and stands in nobody's way."""
+    infinitely much, so that it is taken for no pair and does not hinder others."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer

@@ -60,7 +60,7 @@ class EmbeddedRegistry(Registry):
     epoch, so that both go on ascending when the process restarts.
 
     Where steps come regularly, two that are more than `silence_seconds` apart say that the process
-    was stopped or starved: nobody could renew a lease, and all leases are moved by that time.
+    was stopped or starved: no lease could be renewed, and all leases are moved by that time.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from kvxfer.settings import Seconds, check_bounds
 
 @dataclass(frozen=True, slots=True)
 class LeasePolicy:
-    """Three heartbeats fit into a lease, so that one lost on the way costs nobody its place."""
+    """Three heartbeats fit into a lease, so that one lost on the way costs no worker its place."""
 
     lease_seconds: Seconds = 6.0
     """A worker without a heartbeat for this long is gone."""

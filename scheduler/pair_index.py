@@ -253,7 +253,7 @@ class PairIndex:
             place, nearest = self._entries[name].place, 0
             for depth in depths(place):
                 if best is not None and nearest and load + least[0] + apart[nearest] >= best[0]:
-                    break  # whoever is farther costs no less
+                    break  # an instance farther away costs no less
                 heads = self._heads(search, (theirs, Role.DECODE, place[:depth]))
                 nearest = len(LABELS) - depth + 1
                 decode = next((head for head in heads if head[2] != name), None)

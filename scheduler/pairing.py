@@ -145,7 +145,7 @@ def _compare(prefill: Kind, decode: Kind) -> LayoutMismatch | None:
         return mismatch
     if prefill.whole and decode.whole:
         return None
-    # A rank that is registered alone takes only a rank that needs nobody else.
+    # A rank that is registered alone takes only a rank that needs no other.
     if sources(ours, theirs) == (ours.rank,) and targets(ours, theirs) == (theirs.rank,):
         return None
     field = next(name for name in _OF_RANKS if getattr(ours, name) != getattr(theirs, name))

@@ -181,7 +181,7 @@ class Registry(ABC):
 
     @abstractmethod
     async def sweep(self) -> None:
-        """Ends what has run out, so that watchers hear of it while nobody else calls."""
+        """Ends what has run out, so that watchers hear of it without other calls."""
 
     @abstractmethod
     async def statistics(self) -> Statistics: ...

@@ -12,7 +12,7 @@ Place: TypeAlias = tuple[str, str, str, str]
 
 
 def place_of(labels: Mapping[str, str]) -> Place:
-    """One word per label of LABELS; a label that is missing is a word of its own, the empty one."""
+    """One word per label of LABELS; a label that is missing is the empty word."""
     zone, rack, host, numa = (labels.get(label, "") for label in LABELS)
     return zone, rack, host, numa
 

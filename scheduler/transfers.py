@@ -1,4 +1,4 @@
-"""Opening a transfer: choose a pair, then reserve it, again where somebody else was faster."""
+"""Opening a transfer: choose a pair, then reserve it, again if another one was faster."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class SourceMemory(StrEnum):
     """Where the sender's pages lie."""
 
     ALLOCATED = "allocated"  # by the engine: shareable with a peer on this host
-    REGISTERED = "registered"  # by somebody else, registered with the engine
+    REGISTERED = "registered"  # allocated elsewhere, registered with the engine
 
 
 @dataclass(frozen=True, slots=True)

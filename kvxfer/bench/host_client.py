@@ -189,7 +189,7 @@ async def _greet(channel: PeerChannel, here: End, server: Server) -> End:
     except TimeoutError:
         raise BenchError(
             f"what listens at {server} has the cluster key and does not answer: it is no "
-            "`kvxfer bench --serve`; start one there, on a port of its own"
+            "`kvxfer bench --serve`; start one there, on another port"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Memory that nobody but the benchmark allocated."""
+"""Memory that the benchmark itself allocates."""
 
 from __future__ import annotations
 

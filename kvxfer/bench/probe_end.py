@@ -17,7 +17,7 @@ from kvxfer.bench.pages import PageLists
 from kvxfer.bench.pool import anonymous_pool
 
 TCP_BUFFER_BYTES = 1 << 20
-# A raw connection that nobody opens, or on which nothing moves for so long, is given up.
+# A raw connection that is not opened, or on which nothing moves for so long, is given up.
 TCP_SECONDS = 10.0
 
 

@@ -46,7 +46,7 @@ async def measure_connect(
 async def measure_registration(
     nbytes: int, rounds: int, advance: Callable[[], None]
 ) -> RegistrationFigure:
-    """Allocates and registers `nbytes` with an engine of its own, `rounds` times."""
+    """Allocates and registers `nbytes` with a new engine, `rounds` times."""
     alloc_ns, touched_ns, anonymous_ns, register_ns = [], [], [], []
     async with Engine(cluster_key=secrets.token_bytes(32), name="bench registration") as engine:
         for _ in range(rounds):

@@ -349,8 +349,8 @@ def _page_bytes(sizes: str) -> tuple[int, ...]:
 
 @contextmanager
 def _progress_bar(steps: int | None) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr that draws itself between measurements only: no thread of its own. None: how
-    many steps there are is not known."""
+    """A bar on stderr that is drawn between measurements only, without a thread. None: the number
+    of steps is not known."""
     from rich.progress import Progress
 
     from kvxfer.cli.output import err

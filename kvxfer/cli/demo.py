@@ -93,7 +93,7 @@ def demo(
 
 @contextmanager
 def _progress_bar(prompts: int) -> Iterator[Callable[[Phase, int], None]]:
-    """A bar on stderr that draws itself when there is news only: no thread of its own."""
+    """A bar on stderr that is drawn when something has changed, without a thread."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from kvxfer.cli.output import err

@@ -84,10 +84,10 @@ def listen(
         if not allowed:
             listener.close()
             raise InvalidArgument(
-                f"whoever reaches {host} could use {what}: {remedy}, or say --allow-anonymous "
-                "where everybody who can reach it may"
+                f"every client that reaches {host} could use {what}: {remedy}, or say "
+                "--allow-anonymous to permit that"
             )
-        err.print(f"[yellow]warning[/] whoever reaches {host} can use {what}")
+        err.print(f"[yellow]warning[/] every client that reaches {host} can use {what}")
     return listener
 
 

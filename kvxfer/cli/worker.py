@@ -18,7 +18,7 @@ from kvxfer.reference.worker.settings import WorkerSettings
 if TYPE_CHECKING:
     from kvxfer.reference.worker.process import Ready
 
-# Options of the engine that have one of their own here.
+# Engine options that have a separate command-line option.
 _OPTIONS: Final = {"fabrics": "--fabrics", "host": "--host", "peer_timeout": "--peer-timeout"}
 PACKAGES = ("fastapi", "uvicorn", "structlog", "torch", "safetensors")
 

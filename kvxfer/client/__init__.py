@@ -5,7 +5,7 @@
 `deadline` all attempts of a call together, both in seconds; a deadline of 0 is one attempt. Proxy
 settings of the environment are not used: the control plane is part of the cluster.
 
-A call is sent again where it was not carried out (nobody answers, 429, 503 for lack of a registry),
+A call is sent again where it was not carried out (no answer, 429, 503 for lack of a registry),
 or where doing it twice does no harm; never before the control plane wants to hear of it again
 (Retry-After). NoCapacity is an answer, not a failure: it is raised at once.
 
@@ -15,7 +15,7 @@ call of `kvxfer.client.calls`, returns what the method of that name does and how
 `Registration` keeps a worker's place in the fleet while its block runs.
 
 Every method raises the error of `kvxfer.errors` that the control plane names,
-ControlPlaneUnavailable where nobody answers, and UntrustedCertificate where TLS fails.
+ControlPlaneUnavailable if there is no answer, and UntrustedCertificate if TLS fails.
 """
 
 from kvxfer.client.answers import Answer

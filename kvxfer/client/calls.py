@@ -44,7 +44,7 @@ class Call(Generic[T]):
     body: Any = None
     params: Mapping[str, Any] = field(default_factory=dict)
     repeatable: bool = True
-    """Whether it may be sent again where nobody knows if it was carried out."""
+    """Whether it may be sent again if it is not known to have been carried out."""
     wait_seconds: float = 0.0
     """How long the control plane may take for its answer, beside what the way takes."""
     deadline: float | None = None
@@ -66,7 +66,7 @@ def register(
 ) -> Call[Lease]:
     """Begins a lease; `Registration` does this and keeps it. Raises InstanceExists."""
     body = {**msgspec.to_builtins(spec), "state": state.value, "incarnation": incarnation}
-    # Without an incarnation nobody could tell the second one from another process.
+    # Without an incarnation, the second one could be another process.
     return Call("POST", "/v1/instances", _reads(Lease), body, repeatable=bool(incarnation))
 
 

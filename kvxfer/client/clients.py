@@ -28,7 +28,7 @@ _LEAST_TIMEOUT: Final = 0.01
 # Of one client at a time. httpx2 looks at every connection for every call that waits for one: with
 # hundreds of calls at once that takes longer than the calls.
 _MAX_CALLS: Final = 32
-# Those that the control plane keeps waiting have connections of their own, as many as there are.
+# Calls that the control plane keeps waiting have separate connections, without a limit.
 _LIMITS: Final = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
 
 P = ParamSpec("P")

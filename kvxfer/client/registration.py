@@ -50,7 +50,7 @@ class Registration:
     While the control plane is away the worker keeps working, and is back in the fleet within one
     heartbeat interval of its return.
 
-    Entry raises ControlPlaneUnavailable where nobody answers for `patience` seconds, and
+    Entry raises ControlPlaneUnavailable without an answer for `patience` seconds, and
     InstanceExists where another live process keeps the id. An id whose holder has just crashed is
     waited for, at most until the lease of the crashed one ends.
     """

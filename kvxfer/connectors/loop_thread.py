@@ -1,4 +1,4 @@
-"""A thread with an event loop, for connectors whose engine calls them from threads of its own."""
+"""A thread with an event loop, for connectors that an engine calls from its threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ASK_SECONDS: Final = 1.0
 
 
 class LoopThread(abc.ABC):
-    """Runs _serve() on a loop of its own from begin() to close(). Any thread may call it."""
+    """Runs _serve() on a separate loop from begin() to close(). Any thread may call it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

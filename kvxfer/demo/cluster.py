@@ -71,7 +71,7 @@ async def start_cluster(
 
     Raises ProcessFailed where a process does not get that far.
     """
-    # A cluster of its own, whatever the environment says of another one's trust.
+    # A separate cluster, whatever keys the environment has for another one.
     environment = {CLUSTER_KEY: secrets.token_hex(32)} | dict.fromkeys(_TRUST_VARIABLES, "")
     async with contextlib.AsyncExitStack() as stack:
         control_plane = await stack.enter_async_context(

@@ -98,8 +98,8 @@ def send_loopbacks(
 def loopback_findings(found: Sequence[Loopback]) -> list[Finding]:
     rows = [loopback.finding(each) for each in found]
     if all(each.nic is None for each in found):
-        nobody = "no RDMA NIC on this host: tcp and local alone are tried"
-        rows.insert(0, Finding(Area.LOOPBACK, "RDMA", Status.ABSENT, nobody))
+        none = "no RDMA NIC on this host: tcp and local alone are tried"
+        rows.insert(0, Finding(Area.LOOPBACK, "RDMA", Status.ABSENT, none))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The fabrics that need no NIC of their own, and what the host permits them."""
+"""The fabrics that need no RDMA NIC, and what the host permits them."""
 
 from __future__ import annotations
 

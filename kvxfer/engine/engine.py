@@ -38,7 +38,7 @@ class Engine(EngineCore):
     async def close(self) -> None:
         """Ends everything with EngineClosed and stops the engine's thread. Idempotent."""
         self._closed = True
-        # Shielded: a cancelled close still closes, and whoever closes too waits for the same end.
+        # Shielded: a cancelled close still closes, and other closers wait for the same end.
         await asyncio.shield(asyncio.ensure_future(self._close()))
 
     async def _close(self) -> None:

@@ -215,7 +215,7 @@ class Peer:
                 f"no message from peer {self.name!r} within {timeout} s"
             ) from None
         if isinstance(item, PeerError):
-            self._inbox.put_nowait(item)  # for whoever else waits
+            self._inbox.put_nowait(item)  # for the other waiters
             raise item
         return item
 

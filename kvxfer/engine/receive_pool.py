@@ -59,7 +59,7 @@ class _Loan:
     credit: int = 0  # immediate of the last one's header
     held: bool = False  # a message is in it, and was not released yet
     withdrawn: bool = False
-    revoked: bool = False  # nobody writes into the slot any more
+    revoked: bool = False  # the slot is not written any more
 
 
 class ReceivePool:
@@ -71,8 +71,8 @@ class ReceivePool:
             with received:
                 consume(received.data)
 
-    An offer is bytes that travel in a message of your own, and slots come back to the sender as
-    immediates: so a pool sends no messages, and disturbs nobody's handler or receive().
+    An offer is bytes that you send in a message. Slots come back to the sender as immediates. So a
+    pool sends no messages, and does not interfere with message handlers or receive().
     Messages of one peer may overtake each other. Slots of a lost peer come back to the pool;
     messages that had arrived whole are still yielded. Event loop only.
     """
@@ -171,7 +171,7 @@ class ReceivePool:
         """The next message. Raises EngineClosed where that ended the pool."""
         received = await self._arrived.get()
         if received is None:
-            self._arrived.put_nowait(None)  # for whoever else waits
+            self._arrived.put_nowait(None)  # for the other waiters
             if self._engine_closed:
                 raise EngineClosed("the engine was closed")
             raise StopAsyncIteration

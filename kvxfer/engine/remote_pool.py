@@ -75,7 +75,7 @@ class RemotePool:
         timeout: float | None = None,
         after: WatchFor | None = None,
     ) -> OperationGroup:
-        """Sends `length` bytes of `src` into a free slot: a message of its own. Two operations,
+        """Sends `length` bytes of `src` into a free slot, as one message. Two operations:
         the payload's and its header's.
 
         Raises Backpressure while no slot is free, OutOfBounds for more than slot_bytes, and what

@@ -156,7 +156,7 @@ class TransferLedger:
             )
 
     def fail(self, transfer_id: str, error: KvxferError) -> None:
-        """Records why the transfer ended, for whoever comes for it later."""
+        """Records why the transfer ended, for a message about it that comes later."""
         if transfer_id in self._used:
             self._failures.setdefault(transfer_id, without_traceback(error))
 

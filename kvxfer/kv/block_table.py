@@ -1,8 +1,8 @@
 """A block table that goes by way of the control plane: decode's OFFER, signed by decode.
 
-It is signed with a key that follows from the cluster's ticket keys. So whoever carries it, a router
-or the control plane's other clients, can neither make one nor change a block id, the immediate, a
-grant or the time in it.
+It is signed with a key that follows from the cluster's ticket keys. So a router
+that carries it, or another client of the control plane, can neither make one nor change a block id,
+the immediate, a grant or the time in it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def sign_block_table(offer: Offer, ticket: Ticket, keys: TicketKeys | bytes | st
 
 
 def verify_block_table(table: BlockTable, keys: TicketKeys | bytes | str, *, now: float) -> Ticket:
-    """The ticket of a table that decode made under it, and nobody changed.
+    """The ticket of a table that decode made under it, unchanged.
 
     Raises TicketInvalid where table or ticket was not signed with one of the keys or is damaged, or
     they are not of one transfer and decode worker; TicketExpired where it is too late at `now`.

@@ -2,7 +2,7 @@
 
 The sum of XXH3 (64 bits, https://xxhash.com) over the runs of a plan, each seeded with its number,
 which both sides derive from the plan and the block tables. It finds bytes that were altered, lost,
-or put in another place; it is no defence against somebody who wants to forge it.
+or put in another place; it is no defence against forgery.
 """
 
 from __future__ import annotations

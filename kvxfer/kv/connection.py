@@ -74,7 +74,7 @@ class Outbox:
             self._waiting.append((self._waited + PATIENCE_SECONDS, data))
 
     def close(self) -> None:
-        """Nobody sends any more. What was kept is not sent: the connection ends, if it has not."""
+        """Ends sending. Messages that were kept are not sent; the connection ends."""
         with self._lock:
             unsaid = bool(self._waiting)
             self._waiting.clear()
@@ -218,7 +218,7 @@ class Connection:
         self._checksums = checksums
         self._hello: Hello | None = None
         self._greeted: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
-        # A lost peer that nobody waits for is no unhandled error.
+        # If it is not awaited, a lost peer is not an unhandled error.
         self._greeted.add_done_callback(lambda future: future.cancelled() or future.exception())
 
     def send(self, message: Message) -> None:

@@ -157,7 +157,7 @@ class Connections:
         if len(addresses) != theirs.num_ranks:
             raise InvalidArgument(
                 f"{len(addresses)} engine addresses of prefill worker "
-                f"{first.hello.instance_id!r} with its {theirs.num_ranks} ranks, of which "
+                f"{first.hello.instance_id!r} with its {theirs.num_ranks} ranks; "
                 f"{', '.join(map(str, ranks))} write to rank {layout.rank} here; pass the address "
                 "of each of its ranks, in their order"
             )

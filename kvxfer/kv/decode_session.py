@@ -86,7 +86,7 @@ class DecodeSession:
         self._freed = asyncio.Event()  # the blocks of a transfer that failed
         self._arranging: asyncio.Future[None] | None = None
         self._tail: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        # A failure that nobody waits for is no unhandled error.
+        # If it is not awaited, a failure is not an unhandled error.
         self._tail.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._lease = Lease(lease_seconds, self._lease_over, clock)
         for inbound in self._inbounds:
@@ -240,7 +240,7 @@ class DecodeSession:
             self._end_if_over()
 
     def _end_if_over(self) -> None:
-        """Over is a session whose blocks are somebody else's: until then it is waited for."""
+        """A session is over once its blocks have been handed on; until then it is awaited."""
         gone = self._error is None or self._freed.is_set()
         if gone and all(inbound.ended for inbound in self._inbounds):
             self._ended(self)
@@ -259,7 +259,7 @@ class DecodeSession:
         elif self._arranging is not None and not self._arranging.done():
             what = "the blocks were not checked and put in order"
         else:
-            what = "nobody took the blocks"
+            what = "prefill did not take the blocks"
         what = f"{what} within {self._lease.seconds:g} s"
         self.give_up(DecodeEvent.LEASE_OVER, LeaseExpired(self._says(what)), what)
 
@@ -269,7 +269,7 @@ class DecodeSession:
         return self._cache.permute is not None and plan.permutes
 
     def _arrange(self) -> None:
-        """Checks the blocks and puts their heads in order. In a thread of its own; nothing writes
+        """Checks the blocks and puts their heads in order. In a separate thread; nothing writes
         into the blocks any more, and they are not given back before it returns."""
         for inbound in self._inbounds:
             if inbound.connection.checksums and inbound.connection.inbound_plan.layers:
@@ -303,7 +303,7 @@ class DecodeSession:
         self._tail.set_result(tails[-1] if tails else b"")
 
     def _release_if_nobody_writes(self) -> None:
-        """Gives the blocks of a failed transfer back, once that harms nobody."""
+        """Gives the blocks of a failed transfer back, once nothing writes into them."""
         if self._still_writing or (self._arranging is not None and not self._arranging.done()):
             return
         self._blocks.release()

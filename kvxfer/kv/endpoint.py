@@ -62,14 +62,14 @@ class KvEndpoint:
     offers and prefill requests together, whichever comes first. Peers learn its layout and MR
     descriptors from it alone, over the authenticated connection.
 
-    `pool` gives blocks to decode sessions; without one whoever starts a session brings its blocks.
+    `pool` gives blocks to decode sessions; without it the caller brings the blocks of a session.
     `lease_seconds` is how long a side waits for the other where a session is not told otherwise.
 
-    Whoever is given the other's address dials. Decode does by default (the direct handshake); with
-    the brokered one prefill does, and the block table goes by `control_plane`. Both sides of a
-    transfer have to be told the same.
+    The side that is given the other's address dials. Decode does by default (the direct
+    handshake); with the brokered one prefill does, and the block table goes by `control_plane`.
+    Both sides of a transfer have to be told the same.
 
-    Where prefill has no ticket of its own, `on_offer` tells of each OFFER that comes before its
+    If prefill has no ticket, `on_offer` tells of each OFFER that comes before its
     request; prefill_session() or decline() with its ticket answers it.
 
     `checksums`: every transfer with this endpoint, in both directions, is checked by a checksum of
@@ -316,7 +316,7 @@ class KvEndpoint:
 
         Of a prefill worker with several ranks all addresses are given, in the order of its ranks
         (KvLayout.rank); those that have a part of these blocks get an OFFER. Every rank of this
-        worker does the same with an endpoint of its own, under one ticket.
+        worker does the same with its endpoint, under one ticket.
 
         The blocks are for the prompt from its block `first_block` on: those before it are here
         already, and prefill leaves them out. A ticket that names another prompt than
@@ -394,7 +394,7 @@ class KvEndpoint:
         lease_seconds: float,
         span: Span | None,
     ) -> DecodeSession:
-        """A session that has its blocks, which nobody has been offered yet."""
+        """A session that has its blocks and has not offered them yet."""
         self._require_open()
         if first_block < 0:
             raise InvalidArgument(f"first_block is {first_block}; pass 0 or more")

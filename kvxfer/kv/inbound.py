@@ -171,7 +171,7 @@ class Inbound:
             # Also for none at all: a counter whose total is there is released at once.
             await self.counter.wait(total, self._session.lease_remaining)
         except StaleCounter:
-            return  # revoked here, by whoever gave the transfer up
+            return  # revoked here, when the transfer was given up
         except DeadlineExceeded:
             return  # the lease is over now, too, and says so
         except EngineError as error:

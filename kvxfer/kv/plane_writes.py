@@ -82,7 +82,7 @@ class PlaneWrite:
     """The runs of one layer, with everything but the block tables.
 
     `src_offset` is where prefill's plane begins in its memory region. `dst` is an index into
-    Offer.grants, of which each begins at the lowest block offered of the layer's `group`.
+    Offer.grants; each grant begins at the lowest block offered of the layer's `group`.
     `first_number` is that of the first run in a checksum.
     """
 
@@ -96,7 +96,7 @@ class PlaneWrite:
 
 @dataclass(frozen=True, slots=True)
 class PlaneArrival:
-    """The same runs as decode finds them in a plane of its own."""
+    """The same runs in decode's plane."""
 
     plane: KvPlane
     group: int

@@ -115,7 +115,7 @@ class PrefillSession:
         self._on_end = ended
         self._spans = None if span is None else SendSpans(span, clock)
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        # A failure that nobody waits for is no unhandled error.
+        # If it is not awaited, a failure is not an unhandled error.
         self._ended.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._lease = Lease(lease_seconds, self._lease_over, clock)
         try:
@@ -358,7 +358,7 @@ class PrefillSession:
             raise InvalidArgument(
                 f"transfer {self.transfer_id}: rank {decode.rank} of {self._peer_name} has offered "
                 f"its blocks before, or gets nothing from rank {self._layout.rank} of prefill; "
-                "each rank of decode needs an engine and an endpoint of its own"
+                "give each rank of decode a separate engine and endpoint"
             )
 
     def _operations(self) -> list[Operation]:

@@ -190,7 +190,7 @@ class PrefillSide:
                 session.fail(error)
 
     def offer_refused(self, connection: Connection, transfer_id: str, error: KvxferError) -> None:
-        """An OFFER came whose ticket is not good here: nobody waits for it any longer."""
+        """An OFFER came whose ticket is not good here: it is not awaited any longer."""
         session = self._sessions.get(transfer_id)
         if session is not None:
             session.offer_refused(connection, error)
@@ -226,7 +226,7 @@ class PrefillSide:
         if session is not None and connection in session.connections:
             session.cancelled_by_peer(connection, reason)
             return
-        if self._early.has(transfer_id, connection):  # nobody cancels what others have offered
+        if self._early.has(transfer_id, connection):  # a peer cancels its own offers only
             early = self._early.take(transfer_id)
             error = TransferCancelled(
                 f"transfer {transfer_id}: cancelled by decode worker "

@@ -1,8 +1,8 @@
 """Which rank of a prefill instance writes what to which rank of a decode instance.
 
 Pure functions of two layouts, so that every rank of both sides comes to the same answer. Each byte
-of a decode rank is written by exactly one prefill rank, and each prefill rank writes to somebody
-or is at least told that it has nothing to write.
+of a decode rank is written by exactly one prefill rank. Each prefill rank writes to some
+rank, or is at least told that it has nothing to write.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _MAX_BLOCKS_IN_CYCLE: Final = 1024
 
 
 def require_mappable(prefill: KvLayout, decode: KvLayout) -> None:
-    """Raises LayoutMismatch with the first field that no plan can bridge: of the model, what only
-    engines of one kind understand, or block sizes of which it takes more than a thousand until both
-    end at the same token."""
+    """Raises LayoutMismatch with the first field that no plan can bridge: of the model, or of what
+    only engines of one kind understand. Block sizes are one, where it takes more than a thousand
+    blocks until both end at the same token."""
     fields = list(_SAME_ON_BOTH_SIDES)
     if prefill.opaque or decode.opaque:
         fields += ["kv", "packing"]

@@ -173,7 +173,7 @@ class ExpectedOffers:
                 expected.error = expected.error or error
 
     def close(self, error: KvxferError) -> None:
-        """Nobody is waited for any longer."""
+        """Ends all waits."""
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(error)

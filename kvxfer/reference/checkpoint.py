@@ -37,7 +37,7 @@ def load_config(folder: Path) -> LlamaConfig:
 
 
 def load_weights(folder: Path, config: LlamaConfig) -> dict[str, Tensor]:
-    """All tensors that `config` asks for, as float32 in memory of their own.
+    """All tensors that `config` asks for, as float32 in new memory.
 
     Raises:
         InvalidArgument: a file or tensor is missing, damaged or of another shape; it is named.

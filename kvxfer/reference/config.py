@@ -152,7 +152,7 @@ class _Keys:
 
 
 def _rope(keys: _Keys) -> tuple[float, RopeScaling]:
-    """Theta and scaling: `rope_parameters` since transformers 5, two keys of their own before."""
+    """Theta and scaling: `rope_parameters` since transformers 5, two separate keys before."""
     name = keys.name
     parameters = keys.values.get("rope_parameters") or keys.values.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):

@@ -1,4 +1,4 @@
-"""The paged KV cache as torch sees it: K and V planes over memory that somebody else may own."""
+"""The paged KV cache as torch sees it: K and V planes over memory that another object may own."""
 
 from __future__ import annotations
 

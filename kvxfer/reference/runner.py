@@ -39,8 +39,7 @@ def load_model(folder: Path | None) -> tuple[LlamaModel, Tokenizer]:
 class ModelRunner:
     """Runs one model over one cache.
 
-    Thread-safe as far as callers keep to blocks of their own: calls on disjoint blocks may
-    run at the same time.
+    Thread-safe for disjoint blocks: calls that use different blocks may run at the same time.
     """
 
     def __init__(self, model: LlamaModel, tokenizer: Tokenizer, cache: PagedKvCache) -> None:

@@ -1,4 +1,4 @@
-"""The API keys that the router asks of its own clients."""
+"""The API keys that the router requires from its clients."""
 
 from __future__ import annotations
 

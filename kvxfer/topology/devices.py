@@ -54,7 +54,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """An RDMA device. Soft RoCE has no driver of its own and no place on PCI."""
+    """An RDMA device. Soft RoCE has no PCI driver and no PCI address."""
 
     name: str
     driver: str | None

@@ -90,9 +90,9 @@ def choose_nics(
     running_on: the CPUs that the process may use.
     allow: the names to take instead, whatever they are near to. A name that no NIC has is kept.
     exclude: names never to take. In both lists a trailing * stands for any rest.
-    fabrics: of which NICs are taken.
-    closed: names of NICs that the process cannot open. Where it can open others, somebody has
-        given it those: all of them that are as near as the nearest are taken.
+    fabrics: those whose NICs are taken.
+    closed: names of NICs that the process cannot open. If it can open others, it was given
+        those: all of them that are as near as the nearest are taken.
 
     Raises InvalidArgument where `allow` and `exclude` leave none of the host's NICs.
     """

@@ -34,7 +34,7 @@ class TraceRequests:
                 if name == _HEADER:
                     traceparent = value.decode("latin-1")
         if traceparent and is_recorded(traceparent):
-            # Every request has a context of its own: nothing has to be taken back.
+            # Every request has its own context, so this is not reset.
             incoming.set(traceparent)
         elif not (self._begins and scope["type"] == "http" and scope["method"] == "POST"):
             await self._app(scope, receive, send)

@@ -1,6 +1,6 @@
 """Reads the spans of an OTLP/HTTP request, as every OpenTelemetry exporter sends it.
 
-Whoever sends them has a token and no more: what is kept of a span is bounded.
+A sender has shown no more than a token, so what is kept of a span is bounded.
 """
 
 from __future__ import annotations

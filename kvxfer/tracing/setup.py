@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _HEADERS: Final = ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")
-# Whoever asks for a trace should not wait for OpenTelemetry's own 5 s.
+# A trace should be there sooner than with OpenTelemetry's default of 5 s.
 _DELAY_MS: Final = 1000
 
 
@@ -102,7 +102,7 @@ async def tracing(
     optional: bool = False,
 ) -> AsyncIterator[Tracer | None]:
     """The same; what is left is sent on exit. The control plane and its credentials are those of
-    ControlPlaneClient where they are None. `optional`: in a process of somebody else's, whose
+    ControlPlaneClient where they are None. `optional`: in a process of another project, whose
     variables may be meant for other spans, what cannot be done is a warning."""
     tracer = None
     try:

@@ -46,7 +46,7 @@ incoming: ContextVar[str] = ContextVar("kvxfer traceparent", default="")
 
 
 def is_recorded(traceparent: str) -> bool:
-    """Whether it is one, of a trace that somebody records."""
+    """Whether it is one, of a trace that is recorded."""
     found = _TRACEPARENT.fullmatch(traceparent)
     return found is not None and int(found[1], 16) & 1 == 1
 

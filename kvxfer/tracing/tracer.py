@@ -30,7 +30,7 @@ class Tracer:
         return self._begin(name, traceparent, attributes)
 
     def join(self, name: str, traceparent: str, **attributes: str | int | float) -> Span | None:
-        """A part of somebody else's trace; None where there is none that is recorded."""
+        """A part of a caller's trace; None if that is not recorded."""
         return self._begin(name, traceparent, attributes) if is_recorded(traceparent) else None
 
     def close(self) -> None:

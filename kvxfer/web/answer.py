@@ -21,11 +21,11 @@ class ClientLeft(HTTPException):
     """The client closed the connection, or stopped reading, before it had its answer."""
 
     def __init__(self) -> None:
-        super().__init__(499, "the client has left")  # nobody sees this answer
+        super().__init__(499, "the client has left")  # this answer is not seen
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as nobody is there to read it.
+    """The result of `work`, which is cancelled when the client disconnects.
 
     To be called once the request's body is read. By the time this ends so has `work`, with all it
     had to give back. Raises ClientLeft.

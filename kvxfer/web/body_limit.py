@@ -15,7 +15,7 @@ _WITHOUT_BODY: Final = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
 
 
 class LimitBodies:
-    """ASGI middleware: whoever reads a body of more than `max_bytes` gets an HTTPException (413).
+    """ASGI middleware: reading a body of more than `max_bytes` raises an HTTPException (413).
 
     `at_least` has the bytes that are read in any case, by how the path ends. A body whose length is
     declared is refused before its first byte, any other one at the byte that is too much.
@@ -54,7 +54,7 @@ class LimitBodies:
             size += len(message.get("body", b""))
             if not (too_much or size > limit):
                 return message
-            if answered:  # nobody reads it any more
+            if answered:  # it is not read any more
                 return {"type": "http.disconnect"}
             raise HTTPException(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,

@@ -54,7 +54,7 @@ class LogRequests:
                 message["headers"] = [*message.get("headers", ()), (header, request_id.encode())]
             await send(message)
 
-        # The server gives each request a context of its own, so nothing has to be taken back.
+        # The server gives each request its own context, so this is not reset.
         bind_contextvars(request_id=request_id)
         try:
             await self._app(scope, receive, send_with_id)

@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
             before = {
                 s: signal.signal(s, self.handle_exit) for s in (signal.SIGTERM, signal.SIGINT)
             }
-        except ValueError:  # not the main thread: signals are somebody else's business
+        except ValueError:  # not the main thread, which handles signals
             before = {}
         try:
             yield

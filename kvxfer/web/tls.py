@@ -30,7 +30,7 @@ class ServerTls:
             return
         self._seen = found
         try:
-            self._make()  # to try them: a context that failed half-way would serve nobody
+            self._make()  # to try them: a context that failed half-way would serve no client
             self.context.load_cert_chain(self._cert, self._key)
         except (InvalidArgument, OSError) as error:
             _log.error("the TLS certificate before stays in force: %s", error)

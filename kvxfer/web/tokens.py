@@ -15,7 +15,7 @@ from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import InvalidArgument
 from kvxfer.watched_file import WatchedFile
 
-# The characters of RFC 6750; 16 of them leave no room for a word that somebody made up.
+# The characters of RFC 6750; 16 of them leave no room for a word that a person made up.
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]{16,512}=*")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

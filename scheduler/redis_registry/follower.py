@@ -54,7 +54,7 @@ class Follower:
         await self._client.aclose()
 
     def doubt(self) -> None:
-        """Somebody waited in vain for a record: load the whole again."""
+        """A call waited in vain for a record: load the whole again."""
         self._doubted = True
 
     async def _run(self) -> None:

@@ -53,7 +53,7 @@ class Link:
     """Belongs to one event loop.
 
     `trouble` says why Redis is away; None while it is not. A call that fails sets it, and only
-    whoever reads the log (Follower) clears it: so one call waits in vain, and the others do not.
+    the reader of the log (Follower) clears it: so one call waits in vain, and the others do not.
     """
 
     def __init__(self, url: RedisUrl, *, timeout: float, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -74,7 +74,7 @@ class Link:
         return 0.0 if self._good_at is None else self.clock.monotonic() - self._good_at
 
     def reader(self, *, block: float) -> Redis:
-        """A client of its own for reads that block for so many seconds."""
+        """A separate client for reads that block for so many seconds."""
         return self._url.client(timeout=block + self.timeout)
 
     def good(self) -> None:
@@ -176,7 +176,7 @@ class Link:
 
     def _answer(self, future: asyncio.Future[list[bytes]], answer: Any) -> None:
         if future.done():
-            return  # nobody waits any more
+            return  # it is not awaited any more
         if isinstance(answer, Exception):
             future.set_exception(self._failed(answer))
         else:

@@ -54,11 +54,11 @@ class RedisUrl:
         )
 
     def client(self, *, timeout: float) -> Redis:
-        """A client of its own, which gives up each connect and each read after `timeout`."""
+        """A new client, which gives up each connect and each read after `timeout`."""
         options: dict[str, Any] = {
             "socket_timeout": timeout,
             "socket_connect_timeout": timeout,
-            # Whoever asked decides whether to ask again.
+            # The caller decides whether to ask again.
             "retry": Retry(NoBackoff(), 0),
             "protocol": 2,
             "client_name": "kvxfer",

@@ -26,7 +26,7 @@ class ScalingHistory:
                 self._note(plan.at, decision)
 
     def _note(self, at: float, decision: RoleDecision) -> None:
-        """One that is only repeated, as in a dry run, takes no place of its own."""
+        """One that is only repeated, as in a dry run, takes no further place."""
         last = next((held for held in self._changes if held[1].role is decision.role), None)
         if last is not None and last[1] == decision:
             self._changes.remove(last)

@@ -61,8 +61,8 @@ class KubernetesBackend(ScalingBackend):
             if await self._write(target, scale, wanted):
                 return
         raise ScalingFailed(
-            f"{self._words(target)} could not be scaled to {wanted}: it was changed by somebody "
-            f"else {_ATTEMPTS} times in a row; look for another autoscaler on it"
+            f"{self._words(target)} could not be scaled to {wanted}: something else "
+            f"changed it {_ATTEMPTS} times in a row; look for another autoscaler on it"
         )
 
     async def close(self) -> None:

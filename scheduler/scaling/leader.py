@@ -16,7 +16,7 @@ class Leader(ABC):
     async def campaign(self) -> int | None:
         """Begins or prolongs a term. Returns its token, or None where another replica leads.
 
-        Raises ControlPlaneUnavailable where that cannot be found out; then nobody leads here.
+        Raises ControlPlaneUnavailable if that is not known; then this replica does not lead.
         """
 
     @abstractmethod

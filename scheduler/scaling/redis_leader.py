@@ -85,7 +85,7 @@ class RedisLeader(Leader):
         text = held.decode(errors="backslashreplace") if isinstance(held, bytes) else held
         if text != self._holding(token):
             raise NotLeader(
-                f"token {token} no longer leads the autoscaling ({text or 'nobody'} does); "
+                f"token {token} no longer leads the autoscaling ({text or 'no replica'} does); "
                 "nothing was written"
             )
 

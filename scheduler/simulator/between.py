@@ -37,7 +37,7 @@ _CHANCE_SECONDS: Final = 1.0
 
 
 class Between:
-    """The fleet while nobody looks, and its autoscaler."""
+    """The fleet between the windows, and its autoscaler."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Between:
             self.worker_seconds[place] += count * seconds
 
     def _give_up(self, load: Load) -> None:
-        """Nobody waits longer for a first token."""
+        """No request waits longer for a first token."""
         per_second = load.prompt_tokens / self._model.prefill_seconds(load.prompt_tokens)
         self._paper.give_up(self._paper.state.prefill * per_second * self._longest)
 

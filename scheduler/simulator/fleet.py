@@ -195,7 +195,7 @@ class SimulatedFleet(Members):
         self._advance(worker)
 
     def _advance(self, worker: DecodeWorker) -> None:
-        """Whoever has its last token leaves, whoever fits begins."""
+        """A request that has its last token leaves; requests that fit begin."""
         window = self.window
         worker.advance(self.now, self._spare if window is None else window.seconds_in_batch)
         for request in worker.leave():

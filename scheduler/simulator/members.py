@@ -27,7 +27,7 @@ MODEL: Final = "simulated"
 LAYOUT: Final = KvLayout(
     num_layers=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=BLOCK_TOKENS
 )
-# Nobody dies here, and heartbeats that say nothing new are left out.
+# No worker dies here, and heartbeats that say nothing new are left out.
 _LEASE_SECONDS: Final = 1e12
 _DRAIN_SECONDS: Final = 3600.0
 
@@ -57,7 +57,7 @@ class FleetSettings:
 
 
 def immediately(step: Coroutine[Any, Any, T]) -> T:
-    """The result of a step that waits for nobody, as those of the embedded registry."""
+    """The result of a step that does not wait, as those of the embedded registry."""
     try:
         step.send(None)
     except StopIteration as ended:

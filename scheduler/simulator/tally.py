@@ -17,7 +17,7 @@ PERCENTS: Final = (50, 90, 95, 99)
 
 @dataclass(slots=True)
 class Window:
-    """A part of the time, of which the requests between `start` and `end` are simulated."""
+    """A part of the time; its requests between `start` and `end` are simulated."""
 
     begins: float
     ends: float

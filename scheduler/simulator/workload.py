@@ -13,7 +13,7 @@ from kvxfer.scheduler.scaling.trace import Load
 Floats: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
-# Requests are drawn in pieces of so many seconds, each with a seed of its own: the same ones come,
+# Requests are drawn in pieces of so many seconds, each with a separate seed: the same ones come,
 # whichever parts of the day are looked at.
 _PIECE_SECONDS: Final = 10
 _SIGMA_PROMPT: Final = 1.0

@@ -166,7 +166,9 @@ def test_address_that_others_reach_needs_tokens():
     ended = run("--host", "0.0.0.0", "--port", "0", KVXFER_CLUSTER_KEY=CLUSTER_KEY.decode())
     assert (ended.returncode, ended.stdout) == (1, "")
     error = " ".join(ended.stderr.split())
-    assert "[invalid-argument] whoever reaches 0.0.0.0 could use the control plane" in error
+    assert (
+        "[invalid-argument] every client that reaches 0.0.0.0 could use the control plane" in error
+    )
     assert "--tokens-file" in error
     assert "--allow-anonymous" in error
 
@@ -177,7 +179,7 @@ def test_address_that_others_reach_is_warned_of_where_it_is_wanted_without_token
         assert json.loads(first_line(process))["url"].startswith("http://0.0.0.0:")
         process.terminate()
         _, err = process.communicate(timeout=20)
-    assert "whoever reaches 0.0.0.0 can use the control plane" in " ".join(err.split())
+    assert "every client that reaches 0.0.0.0 can use the control plane" in " ".join(err.split())
 
 
 TOKEN = "the-token-of-the-admin"

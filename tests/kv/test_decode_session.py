@@ -197,7 +197,7 @@ async def test_complete_blocks_that_nobody_takes_come_back_with_the_lease(
     receiver._lease.renew(0.01)
     assert decode.pool.num_free == NUM_BLOCKS - 2
     await eventually(lambda: decode.pool.num_free == NUM_BLOCKS)
-    with pytest.raises(LeaseExpired, match=r"nobody took the blocks within 0.01 s"):
+    with pytest.raises(LeaseExpired, match=r"prefill did not take the blocks within 0.01 s"):
         receiver.take()
 
 

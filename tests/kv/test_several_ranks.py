@@ -1,4 +1,4 @@
-"""Instances of several ranks, each rank with an engine and an endpoint of its own."""
+"""Instances of several ranks, each rank with a separate engine and endpoint."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ async def test_addresses_that_do_not_fit_the_ranks_are_refused(fabric: str) -> N
         [decode] = ranks.decode
         ticket, (first, second) = ranks.ticket(), ranks.addresses
         for addresses, text in (
-            (first, r"1 engine addresses of prefill worker 'p' with its 2 ranks, of which 0, 1 "),
+            (first, r"1 engine addresses of prefill worker 'p' with its 2 ranks; 0, 1 "),
             ([first], r"1 engine addresses"),
             ([first, second, first], r"3 engine addresses"),
             ([second, first], f"the engine at {second} is rank 1 of 'p' and not rank 0"),

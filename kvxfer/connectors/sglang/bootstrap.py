@@ -34,7 +34,7 @@ class BootstrapServer:
     """Keeps the introduction of one prefill instance. It listens from its creation on.
 
     `PUT /route` takes an introduction that the cluster has signed, unless it has a later one;
-    `GET /route` gives it to whoever asks. It permits nothing: engines authenticate to each other.
+    `GET /route` gives it to any client. It permits nothing: engines authenticate to each other.
     """
 
     def __init__(self, host: str, port: int, settings: BackendSettings) -> None:
@@ -161,7 +161,7 @@ class Introductions:
         if asking is None:
             asking = self._asking[address] = asyncio.create_task(self._ask(address))
             asking.add_done_callback(lambda _: self._asking.pop(address))
-            # One that nobody waits for any more is no unhandled error.
+            # If it is not awaited any more, its failure is not an unhandled error.
             asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(asking)
 

@@ -84,7 +84,7 @@ class Outgoing:
             logger.error("room %s: %s", session.request_id, error)
             self._agent.spawn(session.cancel(str(error)))
         except KvxferError:
-            pass  # the session tells whoever watches it
+            pass  # the session tells its watchers
         else:
             if until == whole and not self._finishing:
                 self._finishing = True
@@ -130,5 +130,5 @@ class Outgoing:
 
 
 async def _finish(session: PrefillSession, tail: bytes) -> None:
-    with contextlib.suppress(KvxferError):  # the session tells whoever watches it
+    with contextlib.suppress(KvxferError):  # the session tells its watchers
         await session.finish(tail)

@@ -73,7 +73,7 @@ class Rooms:
             async with asyncio.timeout(self._lease_seconds):
                 return await found
         except asyncio.CancelledError:
-            if found.done() and not found.cancelled():  # an offer that nobody will take up
+            if found.done() and not found.cancelled():  # an offer that will not be taken up
                 self._refuse(found.result(), why)
             raise
         except TimeoutError:

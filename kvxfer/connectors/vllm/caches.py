@@ -20,7 +20,7 @@ _FP8: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": 
 
 def packing_name(isa: str | None, cache_dtype: str) -> str:
     """The order of K and V within a head of a block, of the attention kernel that vLLM has chosen
-    (`layer.isa`). With fp8 the AMX kernels decide once more, so that is a name of its own."""
+    (`layer.isa`). With fp8 the AMX kernels decide once more, so that has a separate name."""
     if isa == "vec16":
         return "vec"
     return "amx-fp8" if isa == "amx" and cache_dtype in _FP8 else isa or ""
@@ -48,7 +48,7 @@ def layout_of(
     groups: Sequence[Sequence[str]] = (),
 ) -> KvLayout:
     """The layout of caches of one shape in host memory. `num_kv_heads` are those of the model,
-    `groups` the names of the layers with block ids of their own.
+    `groups` the names of the layers of each group of block ids.
 
     vLLM's CPU attention keeps `[num_blocks, heads, block_size, 2 * head_size]`, and within a head
     of a block the order that `packing` names; MLA keeps one latent vector per token. Raises

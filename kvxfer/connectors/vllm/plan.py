@@ -51,7 +51,7 @@ class TransferParams:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A step of a prompt that is computed for somebody else."""
+    """A step of a prompt that is computed for another instance."""
 
     request_id: str
     params: TransferParams

@@ -23,7 +23,7 @@ _MOST_LEASES: Final = 10
 
 
 def is_pull(params: Mapping[str, Any] | None) -> bool:
-    """Whether prefill is asked to keep a prompt that somebody will fetch."""
+    """Whether prefill is asked to keep a prompt that will be fetched."""
     return params is not None and bool(params.get("do_remote_decode")) and "ticket" not in params
 
 
@@ -46,8 +46,8 @@ class _Prompt:
 class KeptPrompts:
     """The prompts that an instance computes to be fetched. One thread: the engine's own loop.
 
-    The samples of one request (`n` above 1) are requests of their own, and each of them has the
-    same prompt in its blocks. The proxy gets one reply, so the first of them is kept for all.
+    The samples of one request (`n` above 1) are separate requests, and each of them has the same
+    prompt in its blocks. The proxy gets one reply, so the first of them is kept for all.
     """
 
     source: Source

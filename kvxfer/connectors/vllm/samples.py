@@ -1,4 +1,4 @@
-"""The samples of one request (`n` above 1), which vLLM makes requests of their own.
+"""The samples of one request (`n` above 1), which vLLM makes separate requests.
 
 It calls them 0_ID to (n-1)_ID, with an ID that is random in part. They arrive one by one: the first
 may have ended before the next one does.

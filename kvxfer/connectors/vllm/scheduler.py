@@ -1,4 +1,4 @@
-"""The scheduler side: which blocks of which request travel, and in which step.
+"""The scheduler side: it decides which blocks travel for each request, and in which step.
 
 A pure state machine over plain values: no vLLM, no network. The worker side does what the plan of
 each step says, and every wait is there.
@@ -74,7 +74,7 @@ class TransferScheduler:
         *,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`lease_seconds`: how long prefill keeps a prompt of which it hears nothing."""
+        """`lease_seconds`: how long prefill keeps a prompt that is not asked for."""
         self._blocks = blocks
         self._side_of = side_of
         self._keep_seconds = lease_seconds / 3

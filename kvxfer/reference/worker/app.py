@@ -64,7 +64,7 @@ async def _events(
     chunks: AsyncGenerator[CompletionChunk, None],
     turn: Callable[[Chunk], Chunk] = lambda chunk: chunk,
 ) -> AsyncGenerator[bytes, None]:
-    """`chunks` as OpenAI streams them; an error after the first is an event of its own."""
+    """`chunks` as OpenAI streams them; an error after the first is a separate event."""
     begun = False
     async with aclosing(chunks):
         try:

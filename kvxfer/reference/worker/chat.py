@@ -1,6 +1,6 @@
 """Chats: messages become one prompt, a completion of it becomes a message.
 
-The prompt is, for each message, its role in `<|…|>` on a line of its own and its content on the
+The prompt is, for each message, its role in `<|…|>` on one line and its content on the
 next lines; `<|assistant|>` at the end asks for the answer:
 
     <|system|>

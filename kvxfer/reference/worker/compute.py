@@ -17,7 +17,7 @@ class Abandoned(Exception):
 
 
 class Abandon:
-    """Tells a running computation that nobody waits for it any more. Any thread."""
+    """Tells a running computation that its result is not needed any more. Any thread."""
 
     def __init__(self) -> None:
         self._flag = threading.Event()
