@@ -30,7 +30,6 @@ constexpr std::size_t kSendQueue = 256;
 constexpr std::size_t kMaxWrite = std::size_t{1} << 30;
 constexpr std::uint64_t kSpeed = 100'000'000'000;  // bits per second
 constexpr std::uint64_t kPage = 4096;
-constexpr unsigned kSteps = 32;  // of the wire at most, while others wait
 // One of so many posts is refused although there is room.
 constexpr unsigned kRefusals = 256;
 constexpr int kMemoryModes = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
@@ -609,7 +608,8 @@ void Network::run(const std::stop_token& stop) {
   while (!stop.stop_requested()) {
     gpu_writes().flush(now_ns());
     if (!writes.empty()) {
-      for (auto steps = random() % kSteps + 1; steps > 0 && !writes.empty(); --steps) {
+      // The more there are the longer: to yield on a busy machine takes milliseconds.
+      for (auto steps = random() % writes.size() + 1; steps > 0 && !writes.empty(); --steps) {
         step(random() % writes.size());
       }
       lock.unlock();
