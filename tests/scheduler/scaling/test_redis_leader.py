@@ -56,7 +56,7 @@ async def test_lock_ends_by_itself(redis):
         return not await redis.exists(LOCK)
 
     await eventually(is_free)
-    with pytest.raises(NotLeader, match="nobody does"):
+    with pytest.raises(NotLeader, match="no replica does"):
         await leader.confirm(token)
 
 
