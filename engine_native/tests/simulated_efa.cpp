@@ -1,25 +1,16 @@
-// The functions of libfabric and of what it opens, and the network behind them.
+// The functions of libfabric and of what it opens, over the simulated network.
 #include "simulated_efa.hpp"
 
-#include <sys/eventfd.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <array>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <deque>
-#include <map>
+#include <iterator>
 #include <mutex>
 #include <optional>
-#include <random>
-#include <thread>
+#include <string>
 #include <utility>
-#include <vector>
 
-#include "clock.hpp"
-#include "fd.hpp"
+#include "simulated_efa_network.hpp"
 #include "simulated_gpus.hpp"
 
 namespace kvxfer::test {
@@ -33,156 +24,6 @@ constexpr std::uint64_t kPage = 4096;
 // One of so many posts is refused although there is room.
 constexpr unsigned kRefusals = 256;
 constexpr int kMemoryModes = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
-
-}  // namespace
-
-// What libfabric hands out begins with its `fid`.
-template <class Object>
-struct Opened : Object {
-  using Handle = Object;
-};
-template <class T>
-T& from(fid* id) {
-  return static_cast<T&>(*reinterpret_cast<typename T::Handle*>(id));
-}
-
-// As fi_getname() gives it.
-struct Address {
-  std::uint64_t gid = 0;
-  std::uint32_t queue_pair = 0;
-  std::uint32_t qkey = 0;
-  std::array<std::uint64_t, 2> zero{};
-};
-
-struct Device {
-  SimulatedEfaDevice traits;
-  std::uint64_t gid;
-};
-
-struct Fabric : Opened<fid_fabric> {};
-struct Events : Opened<fid_eq> {};
-
-struct Domain : Opened<fid_domain> {
-  Device* device = nullptr;
-  bool gpus = false;  // it was opened with FI_HMEM
-};
-
-struct Memory : Opened<fid_mr> {
-  Domain* domain = nullptr;
-  std::uint64_t begin = 0;  // as writes name it
-  std::size_t size = 0;
-  std::uint64_t access = 0;
-  std::byte* bytes = nullptr;  // where that is
-  bool on_gpu = false;
-  bool by_dmabuf = false;
-  std::shared_ptr<void> mapping;  // of a dmabuf that we were given
-
-  bool holds(std::uint64_t address, std::uint64_t length) const {
-    return address >= begin && length <= size && address - begin <= size - length;
-  }
-};
-
-struct Entry {
-  fi_cq_data_entry done{};
-  int error = 0;
-};
-
-struct Queue : Opened<fid_cq> {
-  std::size_t size = 0;
-  std::deque<Entry> entries;
-  bool overrun = false;
-  UniqueFd wakes{::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)};
-  bool armed = false;
-
-  void push(const Entry& entry) {
-    overrun = overrun || entries.size() >= size;
-    if (!overrun) entries.push_back(entry);
-    const std::uint64_t one = 1;
-    if (!std::exchange(armed, false)) return;
-    [[maybe_unused]] const auto written = ::write(wakes.get(), &one, sizeof one);
-  }
-  // Whether there is nothing, so that one may wait.
-  bool arm() {
-    std::uint64_t count = 0;
-    [[maybe_unused]] const auto got = ::read(wakes.get(), &count, sizeof count);
-    armed = entries.empty() && !overrun;
-    return armed;
-  }
-};
-
-struct Addresses : Opened<fid_av> {
-  std::vector<Address> known;
-};
-
-struct Write {
-  std::uint32_t queue_pair;  // it is of
-  Address to;
-  std::uint64_t local_key;
-  std::uint64_t source;
-  std::uint32_t length;
-  std::uint64_t address;
-  std::uint64_t key;
-  std::optional<std::uint64_t> imm;
-  void* context;
-  std::vector<std::byte> bytes = {};  // once they were read
-  bool tail_first = false;
-  unsigned halves = 0;  // that have landed
-  bool told_receiver = false;
-  bool told_sender = false;
-};
-
-struct End : Opened<fid_ep> {
-  Domain* domain = nullptr;
-  Queue* queue = nullptr;
-  Addresses* peers = nullptr;
-  bool has_events = false;
-  bool enabled = false;
-  bool needs_peer_to_peer = false;
-  bool may_call_cuda = true;
-  Address address;
-  std::vector<Write> held;    // until one without FI_MORE
-  std::size_t under_way = 0;  // with those
-};
-
-// fi_info with all that it points to.
-struct Info : fi_info {
-  fi_tx_attr tx;
-  fi_rx_attr rx;
-  fi_ep_attr ep;
-  fi_domain_attr of_domain;
-  fi_fabric_attr of_fabric;
-  fid_nic card;
-  fi_device_attr of_device;
-  fi_link_attr link;
-};
-
-struct Network {
-  std::mutex mutex;
-  std::condition_variable_any work;
-  std::mt19937_64 random{std::random_device{}()};
-  bool has_cuda = true;
-  std::vector<std::unique_ptr<Device>> devices;
-  std::map<std::uint32_t, End*> ends;         // those that are enabled, by queue pair
-  std::map<std::uint64_t, Memory*> memories;  // by lkey and rkey, which are equal
-  std::vector<Write> writes;
-  std::uint32_t last_pair = 0;
-  std::uint64_t last_key = 0x1000;
-  std::jthread wire{[this](const std::stop_token& stop) { run(stop); }};
-
-  void run(const std::stop_token& stop);
-  // Of one write.
-  void step(std::size_t index);
-  void remove(std::size_t index);
-  // That it has ended, so; that it has arrived.
-  static void tell(End& sender, const Write& write, int error);
-  static void tell(const End& receiver, Write& write);
-  const Memory* find(std::uint64_t key, const Domain* domain) const;
-  // These return 0, or what fails the write. `sender`: null once it is closed.
-  int move(Write& write, End* sender);
-  int land(Write& write, const End* sender, const End& receiver);
-};
-
-namespace {
 
 Network* network = nullptr;  // the library's functions are given no object
 
@@ -600,113 +441,6 @@ int open_fabric(fi_fabric_attr*, fid_fabric** opened, void*) {
 }
 
 }  // namespace
-
-// --- the wire --------------------------------------------------------------------------------
-
-void Network::run(const std::stop_token& stop) {
-  std::unique_lock lock(mutex);
-  while (!stop.stop_requested()) {
-    gpu_writes().flush(now_ns());
-    if (!writes.empty()) {
-      // The more there are the longer: to yield on a busy machine takes milliseconds.
-      for (auto steps = random() % writes.size() + 1; steps > 0 && !writes.empty(); --steps) {
-        step(random() % writes.size());
-      }
-      lock.unlock();
-      std::this_thread::yield();
-      lock.lock();
-    } else if (gpu_writes().empty()) {
-      work.wait(lock);
-    } else {
-      work.wait_for(lock, std::chrono::milliseconds(1));
-    }
-  }
-}
-
-void Network::step(std::size_t index) {
-  Write& write = writes[index];
-  const auto found = ends.find(write.queue_pair);
-  End* const sender = found == ends.end() ? nullptr : found->second;
-  // What has begun goes on without it.
-  if (!sender && write.bytes.empty()) return remove(index);
-  const int error = move(write, sender);
-  if (error == 0 && !(write.told_receiver && write.told_sender)) return;
-  if (error != 0 && sender) tell(*sender, write, error);
-  remove(index);
-}
-
-void Network::remove(std::size_t index) {
-  std::swap(writes[index], writes.back());
-  writes.pop_back();
-}
-
-void Network::tell(End& sender, const Write& write, int error) {
-  --sender.under_way;
-  Entry ended{.error = error};
-  ended.done.op_context = write.context;
-  ended.done.flags = FI_RMA | FI_WRITE;
-  sender.queue->push(ended);
-}
-
-void Network::tell(const End& receiver, Write& write) {
-  if (std::exchange(write.told_receiver, true) || !write.imm) return;
-  Entry arrived;
-  arrived.done.flags = FI_RMA | FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA;
-  arrived.done.len = write.length;
-  arrived.done.data = *write.imm;
-  receiver.queue->push(arrived);
-}
-
-const Memory* Network::find(std::uint64_t key, const Domain* domain) const {
-  const auto found = memories.find(key);
-  return found != memories.end() && found->second->domain == domain ? found->second : nullptr;
-}
-
-int Network::move(Write& write, End* sender) {
-  const auto end = ends.find(write.to.queue_pair);
-  const bool there = end != ends.end() && end->second->address.qkey == write.to.qkey;
-  if (write.halves < 2) return there ? land(write, sender, *end->second) : FI_ENOTCONN;
-  // It has landed; both hear of it, in any order.
-  if (!write.told_receiver && (write.told_sender || random() % 2 == 0)) {
-    if (there) tell(*end->second, write);
-    write.told_receiver = true;
-  } else if (!write.told_sender) {
-    write.told_sender = true;
-    if (sender) tell(*sender, write, 0);
-  }
-  return 0;
-}
-
-// One half of its bytes.
-int Network::land(Write& write, const End* sender, const End& receiver) {
-  if (write.bytes.empty()) {
-    const Memory* const source = find(write.local_key, sender->domain);
-    if (!source || !source->holds(write.source, write.length) || (source->access & FI_WRITE) == 0) {
-      return FI_EINVAL;
-    }
-    const std::byte* const bytes = source->bytes + (write.source - source->begin);
-    write.bytes.assign(bytes, bytes + write.length);
-    write.tail_first = random() % 2 == 0;
-  }
-  const Memory* const into = find(write.key, receiver.domain);
-  if (!into || !into->holds(write.address, write.length) || (into->access & FI_REMOTE_WRITE) == 0) {
-    return FI_EINVAL;
-  }
-  const SimulatedEfaDevice& traits = receiver.domain->device->traits;
-  if (into->by_dmabuf && traits.fails_writes_to_dmabufs) return FI_EINVAL;
-  const auto middle = write.bytes.begin() + static_cast<std::ptrdiff_t>(write.length / 2);
-  const bool tail = write.tail_first == (write.halves == 0);
-  const auto begin = tail ? middle : write.bytes.begin();
-  const auto until = tail ? write.bytes.end() : middle;
-  ++write.halves;
-  if (into->on_gpu && traits.loses_writes_to_gpus) return 0;
-  gpu_writes().land(
-      {.at = into->bytes + (write.address - into->begin) + (begin - write.bytes.begin()),
-       .bytes = {begin, until},
-       .on_gpu = into->on_gpu,
-       .mapping = into->mapping});
-  return 0;
-}
 
 }  // namespace efa
 

@@ -2,6 +2,7 @@
 #include <sys/socket.h>
 
 #include <array>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -23,44 +24,48 @@ struct Hearer final : StreamOwner {
   std::optional<Error> lost;
 };
 
+// A stream and the socket of its peer.
+struct Connected {
+  Connected() {
+    REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) == 0);
+    peer = UniqueFd(ends[1]);
+    stream = good(Stream::open(UniqueFd(ends[0]), poller, hearer));
+    poller.poll(0);
+  }
+
+  std::array<int, 2> ends{};
+  UniqueFd peer;
+  Poller poller = good(Poller::create());
+  Hearer hearer;
+  std::unique_ptr<Stream> stream;
+};
+
 }  // namespace
 
 TEST_CASE("what a peer said before it went is heard, though nothing can be sent to it any more") {
-  std::array<int, 2> ends{};
-  REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) == 0);
-  UniqueFd peer(ends[1]);
-  Poller poller = good(Poller::create());
-  Hearer hearer;
-  const auto stream = good(Stream::open(UniqueFd(ends[0]), poller, hearer));
-  poller.poll(0);  // it is connected
+  Connected c;
 
   const std::string words(200'000, 'w');  // more than one read takes
-  REQUIRE(::send(peer.get(), words.data(), words.size(), MSG_DONTWAIT) ==
+  REQUIRE(::send(c.peer.get(), words.data(), words.size(), MSG_DONTWAIT) ==
           static_cast<ssize_t>(words.size()));
-  peer.reset();
-  stream->write("a heartbeat");
-  for (int turn = 0; turn < 20 && !hearer.lost; ++turn) poller.poll(0);
-  REQUIRE(hearer.lost);
-  CHECK(hearer.lost->code == Errc::peer_lost);
-  const bool whole = hearer.heard == words;
+  c.peer.reset();
+  c.stream->write("a heartbeat");
+  for (int turn = 0; turn < 20 && !c.hearer.lost; ++turn) c.poller.poll(0);
+  REQUIRE(c.hearer.lost);
+  CHECK(c.hearer.lost->code == Errc::peer_lost);
+  const bool whole = c.hearer.heard == words;
   CHECK(whole);
 }
 
 TEST_CASE("a stream knows of input that it has not read") {
-  std::array<int, 2> ends{};
-  REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) == 0);
-  UniqueFd peer(ends[1]);
-  Poller poller = good(Poller::create());
-  Hearer hearer;
-  const auto stream = good(Stream::open(UniqueFd(ends[0]), poller, hearer));
-  poller.poll(0);
-  CHECK_FALSE(stream->has_input());
-  REQUIRE(::send(peer.get(), "beat", 4, MSG_DONTWAIT) == 4);
-  CHECK(stream->has_input());
-  CHECK(stream->has_input());
-  poller.poll(0);
-  CHECK(hearer.heard == "beat");
-  CHECK_FALSE(stream->has_input());
-  peer.reset();
-  CHECK_FALSE(stream->has_input());  // an end is none
+  Connected c;
+  CHECK_FALSE(c.stream->has_input());
+  REQUIRE(::send(c.peer.get(), "beat", 4, MSG_DONTWAIT) == 4);
+  CHECK(c.stream->has_input());
+  CHECK(c.stream->has_input());
+  c.poller.poll(0);
+  CHECK(c.hearer.heard == "beat");
+  CHECK_FALSE(c.stream->has_input());
+  c.peer.reset();
+  CHECK_FALSE(c.stream->has_input());  // an end is none
 }

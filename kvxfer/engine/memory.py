@@ -50,8 +50,8 @@ class MemoryRegion:
     @property
     def nics(self) -> tuple[str | None, ...]:
         """How each of `Engine.nics`, in their order, reaches it: "host" for host memory, "dmabuf"
-        or "peermem" (nvidia-peermem) for memory of a GPU; None where it does not, and writes take
-        other NICs or tcp."""
+        or "peermem" (by its address: nvidia-peermem, or what libfabric takes) for memory of a GPU;
+        None where it does not, and writes take other NICs or tcp."""
         return self.handle.nics
 
     @property

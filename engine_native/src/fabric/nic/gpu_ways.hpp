@@ -3,6 +3,7 @@
 // Any thread.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -30,6 +31,12 @@ class NicLoop {
   // are there.
   virtual Result<void> write(const NicRegistration& source, std::uint64_t from, const RemoteKey& to,
                              std::uint32_t bytes) = 0;
+
+ protected:
+  // For a write: within one NIC it takes microseconds, after the milliseconds of a first contact.
+  static constexpr std::uint64_t kPatienceNs = 1'000'000'000;
+  static constexpr auto kPause = std::chrono::microseconds(20);
+  static Error broken(std::string why) { return {Errc::fabric_unavailable, std::move(why)}; }
 };
 
 class GpuWays {

@@ -1,21 +1,11 @@
 #include "fabric/ofi/ofi_loop.hpp"
 
-#include <chrono>
 #include <thread>
 
 #include "clock.hpp"
 #include "fabric/ofi/ofi_registration.hpp"
 
 namespace kvxfer::ofi {
-namespace {
-
-// Within one NIC: microseconds, after the milliseconds of a first contact.
-constexpr std::uint64_t kPatienceNs = 1'000'000'000;
-constexpr auto kPause = std::chrono::microseconds(20);
-
-Error broken(std::string why) { return {Errc::fabric_unavailable, std::move(why)}; }
-
-}  // namespace
 
 Result<std::unique_ptr<NicLoop>> OfiLoop::open(const std::shared_ptr<const OpenDomain>& domain,
                                                Poller& poller) {

@@ -77,7 +77,10 @@ Result<UniqueFid<fid_mr>> OpenDomain::register_memory(const Memory& memory,
   Error why = library.failed(
       "NIC " + device.name + " cannot register " + std::to_string(memory.size) + " bytes of memory",
       error);
-  if (error == -FI_ENOMEM && !memory.gpu) why.text += "; raise the locked memory limit (ulimit -l)";
+  if (error == -FI_ENOMEM) {
+    why.text += memory.gpu ? "; its GPU's BAR1 may be too small or full: nvidia-smi -q -d MEMORY"
+                           : "; raise the locked memory limit (ulimit -l)";
+  }
   return why;
 }
 

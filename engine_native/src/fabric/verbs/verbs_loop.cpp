@@ -1,6 +1,5 @@
 #include "fabric/verbs/verbs_loop.hpp"
 
-#include <chrono>
 #include <string>
 #include <thread>
 #include <utility>
@@ -10,15 +9,6 @@
 #include "fabric/verbs/verbs_registration.hpp"
 
 namespace kvxfer::verbs {
-namespace {
-
-// A loop within one NIC takes microseconds.
-constexpr std::uint64_t kPatienceNs = 1'000'000'000;
-constexpr auto kPause = std::chrono::microseconds(20);
-
-Error broken(std::string why) { return {Errc::fabric_unavailable, std::move(why)}; }
-
-}  // namespace
 
 Result<std::unique_ptr<NicLoop>> VerbsLoop::open(const std::shared_ptr<const VerbsDevice>& device) {
   std::unique_ptr<VerbsLoop> loop(new VerbsLoop(device));

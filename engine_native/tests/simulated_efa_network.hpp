@@ -1,0 +1,174 @@
+// What simulated_efa.hpp is made of: the objects of libfabric, as a device keeps them, and the
+// network that carries and places their writes.
+#pragma once
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <array>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "fd.hpp"
+#include "simulated_efa.hpp"
+
+namespace kvxfer::test::efa {
+
+// What libfabric hands out begins with its `fid`.
+template <class Object>
+struct Opened : Object {
+  using Handle = Object;
+};
+template <class T>
+T& from(fid* id) {
+  return static_cast<T&>(*reinterpret_cast<typename T::Handle*>(id));
+}
+
+// As fi_getname() gives it.
+struct Address {
+  std::uint64_t gid = 0;
+  std::uint32_t queue_pair = 0;
+  std::uint32_t qkey = 0;
+  std::array<std::uint64_t, 2> zero{};
+};
+
+struct Device {
+  SimulatedEfaDevice traits;
+  std::uint64_t gid;
+};
+
+struct Fabric : Opened<fid_fabric> {};
+struct Events : Opened<fid_eq> {};
+
+struct Domain : Opened<fid_domain> {
+  Device* device = nullptr;
+  bool gpus = false;  // it was opened with FI_HMEM
+};
+
+struct Memory : Opened<fid_mr> {
+  Domain* domain = nullptr;
+  std::uint64_t begin = 0;  // as writes name it
+  std::size_t size = 0;
+  std::uint64_t access = 0;
+  std::byte* bytes = nullptr;  // where that is
+  bool on_gpu = false;
+  bool by_dmabuf = false;
+  std::shared_ptr<void> mapping;  // of a dmabuf that we were given
+
+  bool holds(std::uint64_t address, std::uint64_t length) const {
+    return address >= begin && length <= size && address - begin <= size - length;
+  }
+};
+
+struct Entry {
+  fi_cq_data_entry done{};
+  int error = 0;
+};
+
+struct Queue : Opened<fid_cq> {
+  std::size_t size = 0;
+  std::deque<Entry> entries;
+  bool overrun = false;
+  UniqueFd wakes{::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)};
+  bool armed = false;
+
+  void push(const Entry& entry) {
+    overrun = overrun || entries.size() >= size;
+    if (!overrun) entries.push_back(entry);
+    const std::uint64_t one = 1;
+    if (!std::exchange(armed, false)) return;
+    [[maybe_unused]] const auto written = ::write(wakes.get(), &one, sizeof one);
+  }
+  // Whether there is nothing, so that one may wait.
+  bool arm() {
+    std::uint64_t count = 0;
+    [[maybe_unused]] const auto got = ::read(wakes.get(), &count, sizeof count);
+    armed = entries.empty() && !overrun;
+    return armed;
+  }
+};
+
+struct Addresses : Opened<fid_av> {
+  std::vector<Address> known;
+};
+
+struct Write {
+  std::uint32_t queue_pair;  // it is of
+  Address to;
+  std::uint64_t local_key;
+  std::uint64_t source;
+  std::uint32_t length;
+  std::uint64_t address;
+  std::uint64_t key;
+  std::optional<std::uint64_t> imm;
+  void* context;
+  std::vector<std::byte> bytes = {};  // once they were read
+  bool tail_first = false;
+  unsigned halves = 0;  // that have landed
+  bool told_receiver = false;
+  bool told_sender = false;
+};
+
+struct End : Opened<fid_ep> {
+  Domain* domain = nullptr;
+  Queue* queue = nullptr;
+  Addresses* peers = nullptr;
+  bool has_events = false;
+  bool enabled = false;
+  bool needs_peer_to_peer = false;
+  bool may_call_cuda = true;
+  Address address;
+  std::vector<Write> held;    // until one without FI_MORE
+  std::size_t under_way = 0;  // with those
+};
+
+// fi_info with all that it points to.
+struct Info : fi_info {
+  fi_tx_attr tx;
+  fi_rx_attr rx;
+  fi_ep_attr ep;
+  fi_domain_attr of_domain;
+  fi_fabric_attr of_fabric;
+  fid_nic card;
+  fi_device_attr of_device;
+  fi_link_attr link;
+};
+
+struct Network {
+  std::mutex mutex;
+  std::condition_variable_any work;
+  std::mt19937_64 random{std::random_device{}()};
+  bool has_cuda = true;
+  std::vector<std::unique_ptr<Device>> devices;
+  std::map<std::uint32_t, End*> ends;         // those that are enabled, by queue pair
+  std::map<std::uint64_t, Memory*> memories;  // by lkey and rkey, which are equal
+  std::vector<Write> writes;
+  std::uint32_t last_pair = 0;
+  std::uint64_t last_key = 0x1000;
+  std::jthread wire{[this](const std::stop_token& stop) { run(stop); }};
+
+  void run(const std::stop_token& stop);
+  // Of one write.
+  void step(std::size_t index);
+  void remove(std::size_t index);
+  // That it has ended, so; that it has arrived.
+  static void tell(End& sender, const Write& write, int error);
+  static void tell(const End& receiver, Write& write);
+  const Memory* find(std::uint64_t key, const Domain* domain) const;
+  // These return 0, or what fails the write. `sender`: null once it is closed.
+  int move(Write& write, End* sender);
+  int land(Write& write, const End* sender, const End& receiver);
+};
+
+}  // namespace kvxfer::test::efa
