@@ -45,7 +45,7 @@ TEST_CASE("whatever befalls transfers, each has its bytes, and what was released
     const auto fail_nic = [&] {
       if (random.below(30) != 0) return;
       simulated_network().lose_completions(nic, random.below(2) == 0);
-      slots.yield();
+      slots.wait_a_moment();
       simulated_network().set_link(nic, false);
       simulated_network().lose_completions(nic, false);
     };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -39,8 +40,10 @@ class TransferSlots {
     settle();
     for (const Transfer& transfer : transfers) check(transfer);
   }
-  void yield() {
-    for (auto turns = random_.below(20); turns > 0; --turns) std::this_thread::yield();
+  // Any moment of the transfers under way. It sleeps: a yield takes milliseconds on a busy machine.
+  void wait_a_moment() {
+    if (random_.below(2) == 0) return;
+    std::this_thread::sleep_for(std::chrono::microseconds(random_.below(50)));
   }
 
  private:
@@ -81,7 +84,7 @@ class TransferSlots {
   }
 
   void end(Transfer& transfer) {
-    yield();
+    wait_a_moment();
     if (transfer.fault == Fault::none) {
       good(pair_.reader->expect(transfer.imm, transfer.submitted.immediates));
       CHECK(pair_.reader.await(Kind::counter, transfer.imm).code == Errc::ok);
