@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         StreamWait,
         Watcher,
         WatchFor,
+        alloc_shared,
     )
     from kvxfer.errors import KvxferError
 
@@ -52,6 +53,7 @@ __all__ = [
     "WatchFor",
     "Watcher",
     "__version__",
+    "alloc_shared",
 ]
 
 

@@ -27,6 +27,12 @@ class EngineOptions:
     def __init__(self, **options: object) -> None:
         """OPTION_NAMES; those that are left out have the defaults of types.hpp."""
 
+class SharedMemory(Buffer):
+    """Zeroed host memory that peers on this host can map; a writable buffer of bytes."""
+
+    def __init__(self, nbytes: int) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
 class MemoryRegion(Buffer):
     """Registered memory; a writable buffer of bytes where it is host memory."""
 

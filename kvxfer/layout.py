@@ -11,7 +11,7 @@ from kvxfer.errors import InvalidArgument
 
 Part: TypeAlias = Literal["K", "V", "KV"]
 HeadOrder: TypeAlias = Literal["NHD", "HND"]
-KvArrangement: TypeAlias = Literal["separate", "interleaved", "opaque"]
+KvArrangement: TypeAlias = Literal["separate", "interleaved", "joined", "opaque"]
 
 ITEM_BYTES: Final[dict[str, int]] = {
     "float32": 4,
@@ -68,6 +68,9 @@ class KvLayout:
 
     - `kv="separate"`: two, K and V, each `[num_blocks, block_size, heads, head_size]`
     - `kv="interleaved"`: one, `[num_blocks, 2, block_size, heads, head_size]`
+    - `kv="joined"`: one, `[num_blocks, block_size, heads, head_size]`: the `head_size` elements are
+      all that the engine keeps of one head of one token, K and V side by side, in the form that
+      `packing` names. Both sides have it
     - `kv="opaque"`: one, `[num_blocks, heads, bytes]`: K and V of a head of a block lie in the
       engine's own order that `packing` names. Block sizes have to be equal on both sides, unless
       packing_of() knows it
@@ -88,7 +91,7 @@ class KvLayout:
     num_kv_heads: Annotated[_Size, Meta(examples=[8])]
     """Before tensor parallelism."""
     head_size: Annotated[_Size, Meta(examples=[128])]
-    """Elements of one head of one token."""
+    """Elements of one head of one token; of K and V together with `kv` joined."""
     dtype: Annotated[str, Meta(examples=["bfloat16"])]
     """Element type as torch names it."""
     block_size: Annotated[_Size, Meta(examples=[16])]
@@ -100,11 +103,11 @@ class KvLayout:
     order: HeadOrder = "NHD"
     """Tokens before heads, or heads before tokens."""
     kv: KvArrangement = "separate"
-    """K and V in two planes, in one, or in the engine's own order."""
+    """K and V in two planes, in one, side by side for each token, or in the engine's own order."""
     mla: bool = False
     """K and V are one latent vector per token."""
     packing: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
-    """The name of the engine's own order, with `kv` opaque."""
+    """The name of the engine's own order or form, with `kv` opaque or joined."""
     layer_groups: Annotated[tuple[_Group, ...], Meta(max_length=_MOST)] = ()
     """The KV cache group of each layer, where groups have separate block ids."""
 
@@ -167,10 +170,10 @@ class KvLayout:
                 f"KvLayout.packing is {self.packing!r}; pass a name of at most {_LONGEST_NAME} "
                 "characters"
             )
-        if self.packing and not self.opaque:
+        if self.packing and not (self.opaque or self.joined):
             raise InvalidArgument(
                 f"KvLayout.packing is {self.packing!r} with kv={self.kv!r} and mla={self.mla}; "
-                "only kv='opaque' has one: pass ''"
+                "only kv='opaque' and kv='joined' have one: pass ''"
             )
         if self.packing == "amx" and (self.block_size % 16 or self.head_size % 16):
             raise InvalidArgument(
@@ -255,6 +258,11 @@ class KvLayout:
         return self.kv == "opaque" and not self.mla
 
     @property
+    def joined(self) -> bool:
+        """Whether K and V of one head of one token lie side by side, to be moved as one vector."""
+        return self.kv == "joined" and not self.mla
+
+    @property
     def packings(self) -> tuple[Packing, Packing] | None:
         """How K and V of a head of a block lie, where the layout is opaque and that is known."""
         return packing_of(self.packing, self.head_size) if self.opaque else None
@@ -262,11 +270,11 @@ class KvLayout:
     @property
     def vectors(self) -> int:
         """Vectors of a head of a token that can be told apart: K and V, or one for both."""
-        return 1 if self.mla or self.opaque else 2
+        return 1 if self.mla or self.opaque or self.joined else 2
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of one head of one token: K or V alone, or both where the layout is opaque."""
+        """Bytes of one head of one token: K or V alone, or both where they are joined or opaque."""
         return self.head_size * self.item_bytes * (2 if self.opaque else 1)
 
     @property

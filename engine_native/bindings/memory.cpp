@@ -75,6 +75,14 @@ py::tuple dlpack_device(const MemoryRegion& region) {
 }  // namespace
 
 void bind_memory(py::module_& module) {
+  py::class_<SharedMemory, SharedMemoryPtr>(module, "SharedMemory", py::buffer_protocol())
+      .def(py::init([](std::size_t nbytes) { return unwrap(allocate_shared(nbytes)); }),
+           py::arg("nbytes"), NoGil())
+      .def_buffer([](SharedMemory& memory) {
+        return py::buffer_info(memory.bytes().data(), 1,
+                               py::format_descriptor<std::uint8_t>::format(),
+                               static_cast<py::ssize_t>(memory.bytes().size()));
+      });
   py::class_<MemoryRegion, std::shared_ptr<MemoryRegion>>(module, "MemoryRegion",
                                                           py::buffer_protocol())
       // Another handle of the same region, for the Python class that extends this one.

@@ -11,8 +11,8 @@
 
 #include "cuda/driver.hpp"
 #include "fabric/nic/nic_registration.hpp"
-#include "fd.hpp"
 #include "kvxfer/types.hpp"
+#include "shared_memory.hpp"
 
 namespace kvxfer::cuda {
 class Gpu;
@@ -24,15 +24,13 @@ namespace kvxfer {
 // operations that read it.
 class MemoryRegion {
  public:
-  // Memory of our own in a sealed memfd, so that a peer on this host can map it safely: it can
-  // neither shrink nor grow under the peer, who cannot write to it. A kernel that cannot promise
-  // the latter (before Linux 5.1) leaves it unshared. Huge pages are asked for.
+  // Shared memory of its own.
   static Result<std::shared_ptr<MemoryRegion>> allocate(EngineId engine, std::size_t bytes);
   // Memory of the GPU, in its engine's context.
   static Result<std::shared_ptr<MemoryRegion>> allocate_on(EngineId engine,
                                                            std::shared_ptr<cuda::Gpu> gpu,
                                                            std::size_t bytes);
-  // Memory of the caller's, of the GPU where there is one.
+  // Memory of the caller's, of the GPU where there is one. Shared memory that it lies in is kept.
   static Result<std::shared_ptr<MemoryRegion>> wrap(EngineId engine, void* address,
                                                     std::size_t bytes,
                                                     std::shared_ptr<cuda::Gpu> gpu = nullptr);
@@ -60,8 +58,11 @@ class MemoryRegion {
   // Of the region, from the start of the allocation that the handle stands for.
   std::uint64_t ipc_offset() const { return ipc_offset_; }
   std::uint64_t key() const { return key_; }
-  bool shareable() const { return shareable_; }
-  int memfd() const { return memfd_.get(); }
+  // Whether peers on this host can map it.
+  bool shareable() const { return shared_ && shared_->sealed(); }
+  // Only where it is shareable: what they map, and where the region begins in it.
+  int memfd() const { return shared_->memfd(); }
+  std::uint64_t memfd_offset() const { return address_ - shared_->address(); }
   MrDescriptor descriptor() const;
   const std::optional<Grant>& granted() const { return grant_; }
 
@@ -91,8 +92,7 @@ class MemoryRegion {
   std::uint64_t address_;
   std::size_t size_;
   std::uint64_t key_;  // random: knowing it is the permission to write
-  UniqueFd memfd_;     // owns the mapping where set
-  bool shareable_ = false;
+  std::shared_ptr<SharedMemory> shared_;
   std::shared_ptr<cuda::Gpu> gpu_;
   bool allocated_ = false;  // on the GPU, for the region
   std::optional<cuda::IpcHandle> ipc_handle_;

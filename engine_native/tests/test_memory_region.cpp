@@ -50,6 +50,25 @@ TEST_CASE("allocated memory is zeroed, huge-page aligned and cannot shrink under
   CHECK(::ftruncate(region->memfd(), 0) != 0);
 }
 
+TEST_CASE("what lies in shared memory is shareable, and keeps it") {
+  constexpr std::size_t kSize = 3u << 20;
+  auto shared = good(allocate_shared(kSize));
+  std::byte* const start = bytes_of(shared).data();
+  const auto shareable = [](std::byte* address, std::size_t bytes) {
+    return good(MemoryRegion::wrap({}, address, bytes))->shareable();
+  };
+  CHECK(shareable(start, kSize));
+  CHECK(shareable(start + kSize - 1, 1));
+  CHECK_FALSE(shareable(start, kSize + 1));
+  CHECK_FALSE(shareable(start - 1, 2));
+  const auto part = good(MemoryRegion::wrap({}, start + 12345, 4096));
+  CHECK(part->memfd_offset() == 12345);
+  start[12345] = std::byte{1};
+  shared.reset();
+  CHECK(part->host()[0] == std::byte{1});
+  CHECK(shareable(start, kSize));
+}
+
 TEST_CASE("keys differ between regions and are not derived from each other") {
   const auto a = good(MemoryRegion::allocate({}, 1));
   const auto b = good(MemoryRegion::allocate({}, 1));

@@ -15,12 +15,16 @@ namespace {
 constexpr std::size_t kPool = 4u << 20;
 
 // How the source memory came to be: its own path on the local fabric.
-enum class Source { allocated, registered };
+enum class Source { allocated, registered, part_of_shared };
 
 struct SourcePool {
   SourcePool(TestEngine& engine, Source kind, std::size_t bytes) : owned(0) {
     if (kind == Source::allocated) {
       region = good(engine->allocate(bytes));
+    } else if (kind == Source::part_of_shared) {
+      // Between others' bytes; the region keeps the memory.
+      const auto shared = good(allocate_shared(bytes + kPool));
+      region = good(engine->register_memory(bytes_of(shared).data() + kPool / 2 + 3, bytes));
     } else {
       owned.resize(bytes);
       region = good(engine->register_memory(owned.data(), bytes));
@@ -70,9 +74,9 @@ TEST_CASE("scattered pages arrive byte for byte and the counter shows the announ
   Random random;
   CAPTURE(random.seed);
   for (const std::string& fabric : EachFabric()) {
-    for (const Source kind : {Source::allocated, Source::registered}) {
+    for (const Source kind : {Source::allocated, Source::registered, Source::part_of_shared}) {
       CAPTURE(fabric);
-      Pair pair(fabric, kind == Source::allocated ? 1 : 3);
+      Pair pair(fabric, kind == Source::registered ? 3 : 1);
       check_pages(pair, kind, 64, 2000, 128, random);
       check_pages(pair, kind, 1024, 1500, 1024, random);
       check_pages(pair, kind, 4096, 700, 4096, random);

@@ -184,6 +184,15 @@ WAITING_VLLM: Final = _vllm(
     25,
     unit="%",
 )
+VLLM_CACHE: Final = Target(
+    name="a vLLM cache in host memory",
+    measured="GB/s of its pages to another process of the host",
+    against="engine.alloc()",
+    direction=Direction.AT_LEAST,
+    bound=0.90,
+    command="scripts/bench-vllm --cache",
+    required=True,
+)
 
 TARGETS: Final = (
     *(target for of_it in _THROUGHPUT.values() for target in of_it.values()),
@@ -191,7 +200,7 @@ TARGETS: Final = (
     SCATTER,
     IDLE,
     *(target for of_it in CONTROL.values() for target in of_it.values()),
-    *(VISIBLE_TRANSFER, FIRST_TOKEN, LAYER, IDLE_VLLM, WAITING_VLLM),
+    *(VISIBLE_TRANSFER, FIRST_TOKEN, LAYER, IDLE_VLLM, WAITING_VLLM, VLLM_CACHE),
 )
 
 

@@ -8,7 +8,7 @@ that poll.
 from kvxfer.engine.core import EngineHandler
 from kvxfer.engine.counter import Counter
 from kvxfer.engine.engine import Engine
-from kvxfer.engine.memory import Memory, MemoryRegion
+from kvxfer.engine.memory import Memory, MemoryRegion, alloc_shared
 from kvxfer.engine.operation import Operation, Scattered
 from kvxfer.engine.operation_group import OperationGroup
 from kvxfer.engine.options import EngineOptions
@@ -39,4 +39,5 @@ __all__ = [
     "StreamWait",
     "WatchFor",
     "Watcher",
+    "alloc_shared",
 ]

@@ -138,12 +138,18 @@ class EngineCore(ABC):
         return Memory(MemoryRegion(self.native, handle))
 
     def register(
-        self, target: Any, nbytes: int | None = None, *, require_nics: bool = False
+        self,
+        target: Any,
+        nbytes: int | None = None,
+        *,
+        owner: object = None,
+        require_nics: bool = False,
     ) -> MemoryRegion:
         """Registers memory of the caller's: a numpy array, a torch tensor on the CPU
         or a CUDA GPU, a writable buffer, an object with `__cuda_array_interface__` or DLPack on a
         CUDA GPU, or an address with `nbytes`. It must be contiguous, and stay valid until close().
 
+        owner: of an address, what keeps the memory; it lives until close().
         require_nics: FabricUnavailable is raised, with the reason, where one of this engine's NICs
         does not reach the memory itself, or there is none; NicLost where all are down. Otherwise
         such memory takes other NICs or tcp; a notice says so once, `MemoryRegion.nics` at any time.
@@ -152,7 +158,9 @@ class EngineCore(ABC):
         CUDA's driver says whether an address is memory of a GPU: `MemoryRegion.gpu`. Raises
         InvalidArgument, OutOfBounds where memory of a GPU is less than was passed, and GpuLost.
         """
-        region = register(self.native, target, nbytes, require_nics, on_close=self._regions.discard)
+        region = register(
+            self.native, target, nbytes, owner, require_nics, on_close=self._regions.discard
+        )
         self._regions.add(region)  # peers may write into it until it is closed: its owner must live
         return region
 

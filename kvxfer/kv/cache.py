@@ -82,8 +82,8 @@ class KvCache:
     `planes[layer][i]` is the plane of `layout.parts[i]`, layers counted from 0 on this rank.
     `permute` reorders the heads of blocks from a peer with the other head order; with None they are
     put in order on the way, in many small writes. Planes may be memory of a GPU; what only the
-    processor does, checksums and permute_on_host, is refused then. Raises InvalidArgument where a
-    plane is missing or leaves its memory region.
+    processor does, checksums and permute_on_host, is refused then. `owns`: what close() gives back
+    to the engine. Raises InvalidArgument where a plane is missing or leaves its memory region.
     """
 
     def __init__(
@@ -93,13 +93,14 @@ class KvCache:
         planes: Sequence[Sequence[KvPlane]],
         *,
         permute: Permute | None = permute_on_host,
+        owns: Sequence[MemoryRegion] = (),
     ) -> None:
         self.layout = layout
         self.permute = permute
         self.num_blocks = num_blocks
         self.planes = tuple(tuple(layer) for layer in planes)
         self._memory: Memory | None = None
-        self._registered: tuple[MemoryRegion, ...] = ()
+        self._owns = tuple(owns)
         if num_blocks < 1:
             raise InvalidArgument(f"KvCache of {num_blocks} blocks; give it at least 1")
         if len(self.planes) != layout.layers_per_rank:
@@ -209,13 +210,11 @@ class KvCache:
                 planes.append(
                     [KvPlane(region, 0, region.nbytes // num_blocks) for region in registered]
                 )
-            cache = cls(layout, num_blocks, planes, permute=permute)
+            return cls(layout, num_blocks, planes, permute=permute, owns=tuple(regions.values()))
         except BaseException:
             for region in regions.values():
                 region.close()
             raise
-        cache._registered = tuple(regions.values())
-        return cache
 
     def plane(self, layer: int, part: Part) -> KvPlane:
         """The plane of a part in a layer of this rank."""
@@ -236,9 +235,9 @@ class KvCache:
 
     def close(self) -> None:
         """Gives back what the cache owns: afterwards no peer can write into it."""
-        for region in self._registered:
+        for region in self._owns:
             region.close()
-        self._registered = ()
+        self._owns = ()
         if self._memory is not None:
             self._memory.close()
             self._memory = None

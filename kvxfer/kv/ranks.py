@@ -35,6 +35,8 @@ def require_mappable(prefill: KvLayout, decode: KvLayout) -> None:
         fields += ["kv", "packing"]
         if prefill.packings is None:
             fields.append("block_size")
+    elif prefill.joined or decode.joined:
+        fields += ["kv", "packing"]
     if prefill.layer_groups:
         # Of a block that is present all tokens come, whatever is absent before it.
         fields.append("block_size")

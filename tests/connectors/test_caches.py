@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvxfer.connectors.vllm.caches import (
+    form_name,
     in_model_order,
     layout_of,
     packing_name,
@@ -11,6 +12,7 @@ from kvxfer.connectors.vllm.caches import (
 )
 from kvxfer.engine import Engine
 from kvxfer.errors import InvalidArgument
+from kvxfer.layout import KvLayout
 
 pytestmark = pytest.mark.native
 
@@ -79,7 +81,7 @@ def test_mla_has_one_latent_vector_per_token(shape: tuple[int, ...]) -> None:
         (caches(2, 9, 4, 32, 64), "there should be"),
         (caches(9, 4, 32, 128, dtype=torch.float64), "float64"),
         (caches(9, 4, 32, 128) | {"odd": torch.zeros(9, 2, 32, 128)}, "several shapes"),
-        ({"layer": torch.zeros(9, 4, 32, 256)[..., ::2]}, "contiguous host memory"),
+        ({"layer": torch.zeros(9, 4, 32, 256)[..., ::2]}, "do not lie together"),
     ],
 )
 def test_what_cannot_be_mapped_is_refused(tensors: dict[str, torch.Tensor], named: str) -> None:
@@ -100,3 +102,76 @@ async def test_layers_of_several_groups_share_their_memory() -> None:
             assert regions[1] is regions[2]
             addresses = [region.address for region in regions]
             assert addresses == [tensor.data_ptr() for tensor in tensors.values()]
+
+
+async def test_an_allocation_with_all_layers_is_registered_once() -> None:
+    buffer = torch.zeros(3 * 4 * 2 * 32 * 64 * 2, dtype=torch.int8)
+    layers = buffer.view(torch.bfloat16).view(3, 4, 2, 32, 64)
+    tensors = {f"layers.{index}": layers[index] for index in range(3)}
+    layout = layout_of(tensors, 32, mla=False)
+    async with Engine(cluster_key=b"0123456789abcdef", fabrics=("local",)) as engine:
+        with register_caches(engine, tensors, layout) as cache:
+            planes = [cache.plane(layer, "KV") for layer in range(3)]
+            assert planes[0].region is planes[1].region is planes[2].region
+            for plane, tensor in zip(planes, tensors.values(), strict=True):
+                assert plane.region.address + plane.offset == tensor.data_ptr()
+                assert plane.block_stride == tensor[0].nbytes
+
+
+def views(order: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Two layers of 5 blocks, 2 heads, 8 tokens and 64 of content; `order`: these five dimensions
+    from the outermost to the innermost in memory."""
+    sizes = (2, 5, 2, 8, 64)
+    memory = torch.zeros([sizes[dim] for dim in order], dtype=torch.bfloat16)
+    logical = memory.permute([order.index(dim) for dim in range(5)])
+    return {f"layers.{index}": logical[index] for index in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("order", "heads", "block_stride"),
+    [
+        ((0, 1, 3, 2, 4), "NHD", 2048),  # LBNHC
+        ((0, 1, 2, 3, 4), "HND", 2048),
+        ((1, 0, 3, 2, 4), "NHD", 4096),  # BLNHC
+        ((1, 0, 2, 3, 4), "HND", 4096),
+    ],
+)
+async def test_the_layouts_of_vllms_gpu_backends(
+    order: tuple[int, ...], heads: str, block_stride: int
+) -> None:
+    tensors = views(order)
+    layout = layout_of(tensors, 8, mla=False, opaque=False, num_kv_heads=4, tp_size=2)
+    assert (layout.kv, layout.order, layout.head_size) == ("joined", heads, 64)
+    assert layout.part_bytes == 2048
+    async with Engine(cluster_key=b"0123456789abcdef", fabrics=("local",)) as engine:
+        with register_caches(engine, tensors, layout) as cache:
+            for plane, tensor in zip(
+                (cache.plane(0, "KV"), cache.plane(1, "KV")), tensors.values(), strict=True
+            ):
+                assert plane.region.address + plane.offset == tensor.data_ptr()
+                assert plane.block_stride == block_stride
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3, 4), (1, 2, 0, 3, 4)], ids=["LHBNC", "BHLNC"])
+def test_a_layout_that_scatters_blocks_is_refused(order: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidArgument, match="set VLLM_KV_CACHE_LAYOUT to LBHNC"):
+        layout_of(views(order), 8, mla=False, opaque=False)
+
+
+def test_blocks_with_slots_instead_of_heads_are_moved_as_they_are() -> None:
+    def layout(order: tuple[int, ...], tp_size: int = 2) -> KvLayout:
+        return layout_of(
+            views(order), 8, mla=False, opaque=False, slots=True, packing="B12X", tp_size=tp_size
+        )
+
+    hnd, nhd = layout((0, 1, 2, 3, 4)), layout((0, 1, 3, 2, 4))
+    assert (hnd.kv, hnd.heads_per_rank, hnd.part_bytes) == ("opaque", 1, 2048)
+    assert hnd.packings is None, "blocks of other sizes do not fit"
+    # Nor do blocks in another order, or of another number of ranks.
+    assert (hnd.packing, nhd.packing) == ("B12X HND", "B12X NHD")
+    assert hnd.num_kv_heads != layout((0, 1, 2, 3, 4), tp_size=1).num_kv_heads
+
+
+def test_forms_of_their_own_have_names() -> None:
+    assert [form_name(dtype) for dtype in ("auto", "bfloat16", "fp8", "fp8_e5m2")] == [""] * 4
+    assert form_name("int8_per_token_head") == "int8_per_token_head"

@@ -4,43 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
-from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.vllm.agent import Agent
-from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
+from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan
 from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK
-from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.connectors.vllm.worker import Results, TransferWorker
+from kvxfer.engine import Engine
 from kvxfer.errors import EngineClosed
 from kvxfer.instances import Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.prefill_session import PrefillSession
 from kvxfer.layout import KvLayout
-from kvxfer.model_identity import ModelIdentity
-from kvxfer.ticket import Ticket, sign_ticket
-from verify.control_plane import CLUSTER_KEY, RunningControlPlane
+from verify.control_plane import RunningControlPlane
 from verify.polling import PATIENCE, wait_until
 
-pytestmark = pytest.mark.native
+from .agents import BLOCKS, DIGEST, LAYERS, LAYOUT, agent_of, offered, params, sent
 
-LAYOUT = KvLayout(
-    num_layers=3,
-    num_kv_heads=2,
-    head_size=8,
-    dtype="float32",
-    block_size=16,
-    order="HND",
-    kv="opaque",
-)
-LAYERS = ["layer.0", "layer.1", "layer.2"]
-BLOCKS = 12
-DIGEST = b"digest"
+pytestmark = pytest.mark.native
 
 
 @dataclass
@@ -76,28 +61,13 @@ class Side:
 def serving(
     role: Role, url: str, layout: KvLayout = LAYOUT, lease_seconds: float = 10 * PATIENCE
 ) -> Iterator[Side]:
-    settings = ConnectorSettings(
-        role=role,
-        instance_id=role.value,
-        model="tiny",
-        http_address="http://127.0.0.1:9",  # nobody: it stays joining
-        control_plane=url,
-        cluster_key=CLUSTER_KEY,
-        lease_seconds=lease_seconds,
-        options={"peer_timeout": PATIENCE},
-    )
     memory = [np.zeros((BLOCKS, LAYOUT.part_bytes), np.uint8) for _ in LAYERS]
-    agent = Agent(settings)
-    try:
-        address = agent.start(
-            lambda engine: KvCache.register(engine, layout, BLOCKS, [[plane] for plane in memory]),
-            ModelIdentity(),
-        )
-        agent.join([address])
-        agent.endpoint._connections.connect_timeout = PATIENCE
+
+    def make_cache(engine: Engine) -> KvCache:
+        return KvCache.register(engine, layout, BLOCKS, [[plane] for plane in memory])
+
+    with agent_of(role, url, make_cache, lease_seconds) as agent:
         yield Side(agent, TransferWorker(agent, LAYERS), memory)
-    finally:
-        agent.close()
 
 
 @pytest.fixture
@@ -126,34 +96,10 @@ def sides(
         yield prefill, decode
 
 
-def params(
-    prefill: Side, decode: Side, *, seconds: float = 20 * PATIENCE, bearer: bool = False
-) -> TransferParams:
-    ticket = Ticket(
-        transfer_id=uuid.uuid4().hex,
-        request_id="r",
-        prefill_id="prefill",
-        prefill_epoch=prefill.agent.endpoint.epoch,
-        decode_id="" if bearer else "decode",
-        decode_epoch=0 if bearer else decode.agent.endpoint.epoch,
-        expires_at=SYSTEM_CLOCK.unix() + seconds,
-        prompt_digest=DIGEST if bearer else b"",
-    )
-    return TransferParams(sign_ticket(ticket, CLUSTER_KEY), prefill.agent.engine_address)
-
-
-def sent(of: TransferParams, ids: tuple[int, ...], until: int, total: int = 4) -> StepPlan:
-    return StepPlan(sends=[Send("p", of, DIGEST, total, (ids,), until)])
-
-
-def offered(of: TransferParams, ids: tuple[int, ...], first: int = 0) -> StepPlan:
-    return StepPlan(receives=[Receive("d", of, DIGEST, first, (ids,))])
-
-
 @pytest.mark.parametrize("decode_first", [True, False])
 def test_a_prompt_arrives_chunk_by_chunk(sides: tuple[Side, Side], decode_first: bool) -> None:
     prefill, decode = sides
-    of = params(prefill, decode)
+    of = params(prefill.agent, decode.agent)
     if decode_first:
         decode.step(offered(of, (8, 2, 5), first=1))
     prefill.step(sent(of, (3, 9), 1))
@@ -174,7 +120,7 @@ def test_a_prompt_arrives_chunk_by_chunk(sides: tuple[Side, Side], decode_first:
 
 def test_a_layer_leaves_when_it_is_computed_and_not_before(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
-    of = params(prefill, decode)
+    of = params(prefill.agent, decode.agent)
     computed = [plane[[3, 9, 1, 10]].copy() for plane in prefill.memory]
     for plane in prefill.memory:
         plane[:] = 0xEE  # what is not computed yet
@@ -197,13 +143,13 @@ def test_a_layer_leaves_when_it_is_computed_and_not_before(sides: tuple[Side, Si
 
 def test_what_a_forward_did_not_compute_never_leaves(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
-    of = params(prefill, decode)
+    of = params(prefill.agent, decode.agent)
     decode.step(offered(of, (8, 2, 5, 7)))
     prefill.worker.begin_step(sent(of, (3, 9, 1, 10), 4))
     prefill.worker.save_layer(LAYERS[0])
     wait_until(lambda: decode.memory[0][[8, 2, 5, 7]].any())
     # The next step begins although this one has not ended; another request is in it.
-    other = params(prefill, decode)
+    other = params(prefill.agent, decode.agent)
     prefill.step(StepPlan(sends=[Send("q", other, DIGEST, 1, ((4,),), 1)]))
     decode.step(StepPlan(receives=[Receive("e", other, DIGEST, 0, ((6,),))]))
     decode.steps_until(lambda: decode.told.received)
@@ -219,7 +165,7 @@ def test_an_idle_step_waits_until_a_transfer_ends_and_only_where_there_is_one(
     prefill, decode = sides
     for_ever = StepPlan(idle_seconds=threading.TIMEOUT_MAX)
     decode.step(for_ever)  # nothing is under way: it returns
-    of = params(prefill, decode)
+    of = params(prefill.agent, decode.agent)
     decode.step(offered(of, (8, 2, 5, 7)))
     waiting = threading.Thread(target=decode.step, args=(for_ever,), daemon=True)
     waiting.start()
@@ -235,7 +181,7 @@ def test_of_each_group_the_blocks_arrive_that_decode_has_room_for(
     sides: tuple[Side, Side],
 ) -> None:
     prefill, decode = sides
-    of = params(prefill, decode)
+    of = params(prefill.agent, decode.agent)
     first, second = ((3, 9), (NULL_BLOCK,) * 2), ((3, 9, 1, 10), (NULL_BLOCK, NULL_BLOCK, 2, 7))
     prefill.step(StepPlan(sends=[Send("p", of, DIGEST, 4, first, 2)]))
     prefill.step(StepPlan(sends=[Send("p", of, DIGEST, 4, second, 4)]))
@@ -254,7 +200,7 @@ def test_of_each_group_the_blocks_arrive_that_decode_has_room_for(
 
 def test_a_kept_prompt_is_fetched_once_it_is_asked_for(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
-    of = params(prefill, decode, bearer=True)
+    of = params(prefill.agent, decode.agent, bearer=True)
     # The request has ended: all of it in one step, in which nothing is computed.
     prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
     assert not prefill.told.sent
@@ -271,7 +217,7 @@ def test_prefill_frees_a_prompt_that_decode_releases(
     sides: tuple[Side, Side], bearer: bool
 ) -> None:
     prefill, decode = sides
-    of = params(prefill, decode, bearer=bearer)
+    of = params(prefill.agent, decode.agent, bearer=bearer)
     prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
     decode.step(StepPlan(releases=[(of, "cached")]))
     prefill.steps_until(lambda: prefill.told.sent)
@@ -289,7 +235,7 @@ def test_prefill_keeps_a_prompt_while_its_request_waits_at_decode(
         serving(Role.PREFILL, url, lease_seconds=short) as prefill,
         serving(Role.DECODE, url) as decode,
     ):
-        of = params(prefill, decode, bearer=bearer)
+        of = params(prefill.agent, decode.agent, bearer=bearer)
         prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
         rendezvous = prefill.agent.endpoint._prefill_side
 
@@ -308,7 +254,7 @@ def test_prefill_keeps_a_prompt_while_its_request_waits_at_decode(
 
 def test_a_prompt_that_decode_has_released_is_not_kept_later(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
-    of = params(prefill, decode)
+    of = params(prefill.agent, decode.agent)
     decode.step(StepPlan(releases=[(of, "aborted")]))
     ledger = prefill.agent.endpoint._ledger
     wait_until(lambda: len(ledger))
@@ -320,7 +266,7 @@ def test_the_ticket_of_another_prompt_is_refused_and_stays_good_for_its_own(
     sides: tuple[Side, Side],
 ) -> None:
     prefill, decode = sides
-    of = params(prefill, decode, bearer=True)
+    of = params(prefill.agent, decode.agent, bearer=True)
     prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
     decode.step(StepPlan(receives=[Receive("other", of, b"another", 0, ((4, 5, 6, 7),))]))
     decode.steps_until(lambda: decode.told.received)
@@ -336,7 +282,7 @@ def test_when_prefill_gives_up_decode_hears_of_it_at_once(
     sides: tuple[Side, Side], end: str
 ) -> None:
     prefill, decode = sides
-    of = params(prefill, decode)
+    of = params(prefill.agent, decode.agent)
     decode.step(offered(of, (4, 5, 6, 7)))
     if end == "never ran":
         prefill.step(StepPlan(unserved=[(of, "aborted")]))
@@ -357,7 +303,7 @@ def test_an_aborted_decode_request_is_told_once_and_blames_no_block(
     sides: tuple[Side, Side],
 ) -> None:
     prefill, decode = sides
-    of = params(prefill, decode)
+    of = params(prefill.agent, decode.agent)
     prefill.step(sent(of, (3, 9), 1))
     decode.step(offered(of, (4, 5, 6, 7)))
     decode.step(StepPlan(cancels={"d": "aborted"}))
@@ -369,7 +315,7 @@ def test_an_aborted_decode_request_is_told_once_and_blames_no_block(
 
 def test_a_ticket_that_is_too_late_fails_on_both_sides(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
-    of = params(prefill, decode, seconds=-1.0)
+    of = params(prefill.agent, decode.agent, seconds=-1.0)
     decode.step(offered(of, (4, 5, 6, 7)))
     decode.steps_until(lambda: decode.told.received)
     assert decode.told.failed == {"d"}
@@ -379,7 +325,7 @@ def test_a_ticket_that_is_too_late_fails_on_both_sides(sides: tuple[Side, Side])
 
 def test_another_prompt_under_the_same_ticket_fails(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
-    of = params(prefill, decode)
+    of = params(prefill.agent, decode.agent)
     decode.step(StepPlan(receives=[Receive("d", of, b"another", 0, ((4, 5, 6, 7),))]))
     prefill.step(sent(of, (3, 9, 1, 10), 4))
     decode.steps_until(lambda: decode.told.received)
@@ -388,7 +334,7 @@ def test_another_prompt_under_the_same_ticket_fails(sides: tuple[Side, Side]) ->
 
 def test_a_lost_prefill_worker_fails_what_it_has_not_sent(sides: tuple[Side, Side]) -> None:
     prefill, decode = sides
-    of = params(prefill, decode)
+    of = params(prefill.agent, decode.agent)
     decode.step(offered(of, (4, 5, 6, 7)))
     prefill.step(sent(of, (3, 9), 1))
     prefill.agent.close()
@@ -410,7 +356,7 @@ def test_a_defect_where_writes_are_submitted_costs_the_transfers_alone(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, decode = sides
-    of = params(prefill, decode)
+    of = params(prefill.agent, decode.agent)
     decode.step(offered(of, (4, 5, 6, 7)))
     monkeypatch.setattr(PrefillSession, "write_layer", lambda *_, **__: {}["a defect"])
     prefill.step(sent(of, (3, 9, 1, 10), 4), finished=("p",))
@@ -431,7 +377,7 @@ def test_an_agent_that_ends_costs_its_transfers_and_not_its_engine(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     prefill, decode = sides
-    of = params(prefill, decode)
+    of = params(prefill.agent, decode.agent)
     decode.step(offered(of, (4, 5, 6, 7)))
     prefill.step(sent(of, (3, 9), 1))
     rendezvous = prefill.agent.endpoint._prefill_side
@@ -440,7 +386,7 @@ def test_an_agent_that_ends_costs_its_transfers_and_not_its_engine(
     loop = victim.agent._loop
     loop.call_soon_threadsafe(loop.stop if how == "stopped" else gate.wait)
     if side == "prefill":
-        more = Send("q", params(prefill, decode), DIGEST, 4, ((1, 2),), 1)
+        more = Send("q", params(prefill.agent, decode.agent), DIGEST, 4, ((1, 2),), 1)
         prefill.step(StepPlan(sends=[more]), finished=("p", "q"))
         prefill.steps_until(lambda: prefill.told.sent == {"p", "q"})
         decode.steps_until(lambda: decode.told.received)

@@ -13,16 +13,17 @@ from verify.processes.process import ROOT, Process
 DOUBLE: Final = ROOT / "build/tests/engine_native/cuda_double"
 
 
-def run_on_driver(module: str, *arguments: str, libraries: Path = DOUBLE) -> None:
+def run_on_driver(
+    module: str, *arguments: str, libraries: Path = DOUBLE, python: str = sys.executable
+) -> None:
     """Runs `python -m MODULE ARGUMENTS...`, which has to end with 0: on the driver of this machine
-    where KVXFER_TEST_CUDA is set, else on the one in a folder, the double by default."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-    }
+    where KVXFER_TEST_CUDA is set, else on the one in a folder, the double by default. `python`: of
+    another environment."""
+    paths = [str(ROOT)] if python != sys.executable else [str(ROOT), *filter(None, sys.path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if libraries != DOUBLE or "KVXFER_TEST_CUDA" not in environment:
         assert (libraries / "libcuda.so.1").exists(), "the double is not built: run make test"
         environment["LD_LIBRARY_PATH"] = str(libraries)
-    command = (sys.executable, "-m", module, *arguments)
+    command = (python, "-m", module, *arguments)
     with Process("program", *command, environment=environment) as program:
         program.ends(8 * PATIENCE)

@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from kvxfer import Engine, Operation, Peer
+from kvxfer import Engine, Operation, Peer, alloc_shared
 from kvxfer.errors import (
     AddressInUse,
     AuthenticationFailed,
@@ -25,6 +25,7 @@ from kvxfer.errors import (
     FabricUnavailable,
     InvalidArgument,
     OutOfBounds,
+    OutOfMemory,
     PeerError,
     PeerLost,
     PeerRestarted,
@@ -178,6 +179,28 @@ def test_alloc_gives_buffer_protocol_and_dlpack(torch: ModuleType) -> None:
     engine.native.close()
     del memory, engine
     assert int(tensor[8]) == 5  # the view keeps the memory
+
+
+async def test_parts_of_shared_memory_are_registered_by_any_engine(
+    pair: Pair, rng: random.Random
+) -> None:
+    memory = np.frombuffer(alloc_shared(3 << 20), dtype=np.uint8)
+    assert not memory.any()
+    source, target = memory[5000 : 5000 + (1 << 20)], memory[2 << 20 :]
+    memory[:] = np.frombuffer(rng.randbytes(memory.nbytes), dtype=np.uint8)
+    before = memory.copy()
+    here, there = pair.writer.register(source), pair.reader.register(target)
+    assert here.handle.shareable and there.handle.shareable
+    assert not pair.writer.register(np.zeros(4096, dtype=np.uint8)).handle.shareable
+    counter = pair.reader.counter()
+    write = pair.to_reader.write(here, there.descriptor, length=source.nbytes, imm=counter.imm)
+    await counter.wait(write.immediates, timeout=PATIENCE)
+    before[2 << 20 :] = source
+    assert np.array_equal(memory, before)
+    with pytest.raises(InvalidArgument, match="at least 1 byte"):
+        alloc_shared(0)
+    with pytest.raises(OutOfMemory, match="bytes of memory available"):
+        alloc_shared(1 << 46)
 
 
 async def test_writes_may_be_submitted_from_any_thread(pair: Pair) -> None:

@@ -29,6 +29,7 @@ from .workers import LAYOUT, NUM_BLOCKS, Worker, heads_by_token, make_ticket, se
 pytestmark = pytest.mark.native
 
 HND: dict[str, Any] = {"order": "HND"}
+JOINED = dataclasses.replace(LAYOUT, kv="joined")
 MLA = KvLayout(num_layers=6, num_kv_heads=1, head_size=64, dtype="uint8", block_size=4, mla=True)
 
 
@@ -88,6 +89,8 @@ async def sent_by(
         (LAYOUT, {"kv": "interleaved"}, {}),
         (LAYOUT, HND, {"block_size": 6, "kv": "interleaved"}),
         (LAYOUT, {"block_size": 6}, {"kv": "interleaved", **HND}),
+        (JOINED, {"block_size": 6}, HND),
+        (JOINED, HND, {"block_size": 2}),
         (MLA, {"block_size": 3}, {"block_size": 5}),
     ],
     ids=str,

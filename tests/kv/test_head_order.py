@@ -16,7 +16,7 @@ from .workers import heads_by_token
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=3, head_size=4, dtype="bfloat16", block_size=5)
 
 
-@pytest.mark.parametrize("kv", ["separate", "interleaved"])
+@pytest.mark.parametrize("kv", ["separate", "interleaved", "joined"])
 @pytest.mark.parametrize("arrived", ["NHD", "HND"])
 def test_blocks_change_their_order_and_no_others_do(
     rng: random.Random, arrived: HeadOrder, kv: KvArrangement

@@ -179,6 +179,17 @@ def test_another_model_is_refused_by_the_name_of_the_field(field: str, value: An
     assert field in str(error)
 
 
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [({"kv": "interleaved"}, "kv"), ({"kv": "joined", "packing": "int8"}, "packing")],
+)
+def test_joined_vectors_map_onto_those_of_the_same_form(other: dict[str, Any], field: str) -> None:
+    for pair in ((base(kv="joined"), base(**other)), (base(**other), base(kv="joined"))):
+        with pytest.raises(LayoutMismatch) as caught:
+            plan_transfer(*pair)
+        assert caught.value.field == field
+
+
 def test_mla_does_not_map_onto_heads() -> None:
     heads = dataclasses.replace(MLA, mla=False)
     with pytest.raises(LayoutMismatch) as caught:

@@ -50,6 +50,7 @@ def cases(draw: st.DrawFn) -> Case:
     packing = "" if mla else draw(st.sampled_from(["", "", "vec", "amx"]))
     unit = 16 if packing == "amx" else 1
     head_size = unit * draw(st.sampled_from([1, 2]))
+    joined = not packing and draw(st.booleans())
 
     def instance() -> KvLayout:
         return KvLayout(
@@ -64,7 +65,11 @@ def cases(draw: st.DrawFn) -> Case:
             ),
             pp_size=draw(st.sampled_from(divisors(num_layers))),
             order="HND" if packing else draw(st.sampled_from(["NHD", "HND"])),
-            kv="opaque" if packing else draw(st.sampled_from(["separate", "interleaved"])),
+            kv="opaque"
+            if packing
+            else "joined"
+            if joined
+            else draw(st.sampled_from(["separate", "interleaved"])),
             mla=mla,
             packing=packing,
         )
@@ -133,7 +138,7 @@ def expected(rank: Rank, tokens: int) -> np.ndarray[Any, Any]:
     memory = np.full_like(rank.memory, UNTOUCHED)
     for layer in range(layout.layers_per_rank):
         for token in range(tokens):
-            for vector in range(1 if layout.mla else 2):
+            for vector in range(1 if layout.mla or layout.joined else 2):
                 for head in range(layout.heads_per_rank):
                     # Of replicated heads each rank has one: rank r of 6 for 2 heads has r // 3.
                     whole = (

@@ -147,7 +147,7 @@ def heads_by_token(cache: KvCache, blocks: Sequence[int]) -> np.ndarray[Any, Any
     layout = cache.layout
     tokens, heads = layout.block_size, layout.heads_per_rank
     inner = (heads, tokens) if layout.order == "HND" else (tokens, heads)
-    vectors = 1 if layout.mla else 2
+    vectors = 1 if layout.mla or layout.joined else 2
     made = np.empty(
         (layout.layers_per_rank, vectors, len(blocks), tokens, heads, layout.vector_bytes), np.uint8
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import concurrent.futures
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import pytest
 
 from verify.polling import wait_until
+from verify.stability import descendants
 from verify.vllm.tiny_prompts import prompts
 
 from .conftest import Cluster
@@ -36,6 +38,17 @@ def test_tokens_are_those_of_a_plain_server(
     received = fetched(cluster.decode) - before
     assert received > sum(map(len, asked)) / 4, "decode has computed prompts itself"
     cluster.wait_until_idle(cluster.prefill, cluster.decode)
+
+
+def test_decode_maps_the_cache_of_prefill(cluster: Cluster) -> None:
+    """After transfers: it is memory that a peer on the same host can map."""
+    shared = [
+        line
+        for pid in descendants(cluster.decode.pid)
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+        if " r--s " in line and "/memfd:kvxfer (deleted)" in line
+    ]
+    assert shared
 
 
 def test_a_killed_prefill_is_named(cluster: Cluster, rng: random.Random) -> None:

@@ -15,6 +15,7 @@ namespace kvxfer {
 
 class DomainGroup;
 class MemoryRegion;
+class SharedMemory;
 struct PeerGroup;
 struct PeerHandle;
 struct Submission;
@@ -22,11 +23,17 @@ using PeerGroupPtr = std::shared_ptr<const PeerGroup>;
 using PeerHandlePtr = std::shared_ptr<PeerHandle>;
 using SubmissionPtr = std::shared_ptr<Submission>;
 using RegionPtr = std::shared_ptr<MemoryRegion>;
+using SharedMemoryPtr = std::shared_ptr<SharedMemory>;
 
 // Registered memory, which an engine gives out: its bytes (none of a GPU's, which the processor
 // cannot touch), and what a peer needs to write there.
 std::span<std::byte> bytes_of(const RegionPtr& region);
 MrDescriptor descriptor_of(const RegionPtr& region);
+
+// Zeroed host memory that belongs to no engine: what is registered of it, peers on this host can
+// map, as what TransferEngine::allocate() gives. It lives as long as a pointer to it, or a region.
+Result<SharedMemoryPtr> allocate_shared(std::size_t bytes);
+std::span<std::byte> bytes_of(const SharedMemoryPtr& memory);
 
 // Names of the fabrics that this build has, whether or not the host does.
 std::vector<std::string> built_fabrics();

@@ -308,10 +308,10 @@ def _refuse_what_is_not_done(args: KVArgs, server_args: ServerArgs) -> None:
                 f"kvxfer serves SGLang instances of one rank, {option} is {size}; start more "
                 "instances instead"
             )
-    if server_args.device != "cpu":
+    if server_args.device not in ("cpu", "cuda"):
         raise InvalidArgument(
             f"--device is {server_args.device}; kvxfer moves KV caches of SGLang in host memory "
-            "only: use --device cpu, or another --disaggregation-transfer-backend"
+            "and on CUDA GPUs: use cpu or cuda, or another --disaggregation-transfer-backend"
         )
     if args.state_types:
         kinds = ", ".join(state.value for state in args.state_types)

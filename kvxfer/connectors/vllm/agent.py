@@ -24,7 +24,7 @@ from kvxfer.connectors.vllm.kv_events import CacheChanges
 from kvxfer.connectors.vllm.plan import Counted
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine, Peer, Watcher
-from kvxfer.errors import InvalidArgument, KvxferError
+from kvxfer.errors import DeadlineExceeded, InvalidArgument, KvxferError
 from kvxfer.instances import InstanceSpec, Load, Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 # vLLM shows what its own loggers tell; of others only warnings.
 _NICS_LOG: Final = logging.getLogger("vllm.kvxfer")
 _POLL_SECONDS: Final = 0.25
+_STREAM_POLL_SECONDS: Final = 0.0005
 
 
 class Agent(LoopThread):
@@ -51,22 +52,24 @@ class Agent(LoopThread):
 
     endpoint: KvEndpoint
     engine_address: str
+    gpu: int | None = None
+    """CUDA's number of the GPU whose memory the cache is; None for host memory."""
     counted: Counted = Counted()
     """What the engine's scheduler has told last."""
 
     def __init__(
         self,
         settings: ConnectorSettings,
-        gpu: str | None = None,
+        pci_address: str | None = None,
         *,
         root: Path = Path("/"),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`gpu` and `root` are those of `transfer_engine`."""
+        """`pci_address` and `root` are `gpu` and `root` of `transfer_engine`."""
         super().__init__()
         self.clock = clock
         self._settings = settings
-        self._gpu, self._root = gpu, root
+        self._pci_address, self._root = pci_address, root
         self._ranks: asyncio.Future[tuple[str, ...]] = self._loop.create_future()
         self._joined: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._awaited.append(self._joined)
@@ -121,8 +124,21 @@ class Agent(LoopThread):
                 self._loop.call_soon_threadsafe(self._stop)
 
     def watcher(self) -> Watcher:
-        """A new word that writes may wait for. Any thread."""
-        return self._engine.watcher()
+        """A new word that writes may wait for; of the cache's GPU, streams count it up. Any
+        thread."""
+        return self._engine.watcher(gpu=self.gpu)
+
+    async def reached(self, watcher: Watcher, value: int) -> None:
+        """Returns once streams of the GPU have counted the word up to the value. Raises
+        DeadlineExceeded where they have not for as long as a lease."""
+        begun = self.clock.monotonic()
+        while watcher.value < value:
+            if self.clock.monotonic() - begun > self._settings.lease_seconds:
+                raise DeadlineExceeded(
+                    f"the forward's stream on GPU {self.gpu} has not got to the blocks for "
+                    f"{self._settings.lease_seconds:g} s; see what its kernels wait for"
+                )
+            await asyncio.sleep(_STREAM_POLL_SECONDS)
 
     async def take_weights(self, version: int) -> None:
         """The weights are of another version from now on. Returns when no transfer of the one
@@ -159,7 +175,7 @@ class Agent(LoopThread):
                 self._settings,
                 self._make_cache,
                 instance_id=self._settings.instance_id,
-                gpu=self._gpu,
+                gpu=self._pci_address,
                 root=self._root,
                 log=_NICS_LOG,
                 model=self._model,
@@ -168,6 +184,7 @@ class Agent(LoopThread):
             ) as (engine, cache, self.endpoint),
         ):
             self._engine, self.engine_address = engine, engine.address
+            self.gpu = cache.gpu
             self._started.set_result(None)
             addresses = await self._ranks
             if cache.layout.rank == 0:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -16,13 +17,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.checkpoints import adapter_of
 from kvxfer.connectors.transfer_engine import pci_address
 from kvxfer.connectors.vllm.agent import Agent
-from kvxfer.connectors.vllm.caches import in_model_order, layout_of, packing_name, register_caches
+from kvxfer.connectors.vllm.caches import (
+    form_name,
+    has_slots,
+    in_model_order,
+    layout_of,
+    packing_name,
+    register_caches,
+    require_movable,
+)
 from kvxfer.connectors.vllm.groups import HeldWindows, windows_of
 from kvxfer.connectors.vllm.identity import identity_of
 from kvxfer.connectors.vllm.idle_steps import IdleSteps
@@ -39,6 +49,7 @@ from kvxfer.connectors.vllm.ranks import (
 )
 from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
 from kvxfer.connectors.vllm.settings import ConnectorSettings
+from kvxfer.connectors.vllm.shared_cache import SharedCache
 from kvxfer.connectors.vllm.stats import TransferMetrics, TransferStats
 from kvxfer.connectors.vllm.worker import LOOP_SECONDS, TransferWorker
 from kvxfer.errors import InvalidArgument, KvxferError
@@ -48,7 +59,6 @@ from kvxfer.prompt_digest import prompt_digest
 from kvxfer.ticket import verify_ticket
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
@@ -279,19 +289,38 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             return Role.PREFILL if this == ticket.prefill_id else Role.DECODE
         return Role.DECODE if ticket.bearer else None
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads before tokens, so that what one rank of the other side wants of a block lies
+        together. The heads of MLA are one."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
     # Worker side.
+
+    def get_mem_pool_context(self) -> SharedCache | None:
+        return SharedCache(logger) if current_platform.is_cpu() else None
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         config, rank = self._vllm_config, this_rank()
         attention = config.compilation_config.static_forward_context
-        isa = getattr(attention.get(next(iter(kv_caches), "")), "isa", None)
+        layer = attention.get(next(iter(kv_caches), ""))
+        cache_dtype = config.cache_config.cache_dtype
+        slots = has_slots(self._kv_cache_config)
+        if on_cpu := current_platform.is_cpu():
+            packing = packing_name(getattr(layer, "isa", None), cache_dtype)
+        else:
+            require_movable(config, current_platform)
+            packing = layer.attn_backend.get_name() if slots else form_name(cache_dtype)
         kv_caches = in_model_order(kv_caches)
         layout = layout_of(
             kv_caches,
             self._block_size,
             mla=config.model_config.use_mla,
-            packing=packing_name(isa, config.cache_config.cache_dtype),
-            cache_dtype=config.cache_config.cache_dtype,
+            opaque=on_cpu,
+            slots=slots,
+            packing=packing,
+            cache_dtype=cache_dtype,
             num_kv_heads=config.model_config.get_total_num_kv_heads(),
             tp_size=rank.size,
             tp_rank=rank.rank,
@@ -306,7 +335,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         make_cache = partial(register_caches, caches=kv_caches, layout=layout)
         address = self._agent.start(make_cache, identity)
         self._agent.join(gather_addresses(address))
-        self._worker = TransferWorker(self._agent, list(kv_caches))
+        stream = None if self._agent.gpu is None else torch.cuda.current_stream
+        self._worker = TransferWorker(self._agent, list(kv_caches), stream)
 
     def get_handshake_metadata(self) -> EndpointMetadata:
         assert self._agent is not None  # noqa: S101 (the caches are registered)

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from kvxfer.connectors.vllm.forward_progress import ForwardProgress, Step
 from kvxfer.connectors.vllm.kv_events import CacheChanges
 from kvxfer.connectors.vllm.plan import Receive, Send, StepPlan, TransferParams
 from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK, BlockTable
+from kvxfer.engine import Watcher
 from kvxfer.errors import EngineClosed, InvalidArgument, KvxferError, TransferCancelled
 from kvxfer.kv.block_pool import BlockIds
 from kvxfer.kv.blocks import ABSENT
@@ -66,12 +67,20 @@ class TransferWorker:
 
     Nothing here raises: an error of vLLM's step would end the engine. Where the agent does not
     answer or has ended, all transfers have failed, and so does each that comes; the engine goes on.
+
+    `stream`: the CUDA stream of the forward, where the cache is memory of a GPU. Blocks are sent
+    once the stream has computed them, and offered once it has ended what it was given before.
     """
 
-    def __init__(self, agent: Agent, layers: Sequence[str]) -> None:
+    def __init__(
+        self, agent: Agent, layers: Sequence[str], stream: Callable[[], Any] | None = None
+    ) -> None:
         self._agent = agent
         self._num_layers = len(layers)
-        self._progress = ForwardProgress(agent.watcher, layers)
+        self._stream = stream
+        self._progress = ForwardProgress(agent.watcher, layers, stream)
+        self._offers: Watcher | None = None  # of a GPU
+        self._offered = 0  # what it gets to
         self._plan = StepPlan()
         self._sends: dict[str, _Outgoing] = {}
         self._in_order = asyncio.Lock()  # of what is done with sends; loop only
@@ -129,9 +138,14 @@ class TransferWorker:
             self._agent.spawn(self._begin_sends(begun, writes, step))
 
     def save_layer(self, name: str) -> None:
-        """A layer of this step is computed, and so is every layer before it."""
-        if self._plan.sends:
+        """A layer of this step is computed, or lies in the stream, and so is every layer before
+        it."""
+        if not self._plan.sends:
+            return
+        if self._stream is None:
             self._progress.computed(name)
+        else:
+            self._guarded(lambda: self._progress.computed(name))  # CUDA may fail
 
     def end_forward(self) -> None:
         """All layers of this step are computed."""
@@ -156,8 +170,14 @@ class TransferWorker:
         self._guarded(lambda: self._begin_receives(receives))
 
     def _begin_receives(self, receives: Sequence[Receive]) -> None:
+        offered = self._offered
+        if receives and self._stream is not None:
+            # Kernels before may zero these blocks, or write what a request before had in them.
+            self._offers = self._offers or self._agent.watcher()
+            self._offers.add_on(self._stream())
+            self._offered = offered = offered + 1
         for receive in receives:
-            self._agent.spawn(self._receive(receive))
+            self._agent.spawn(self._receive(receive, offered))
 
     def results(self, finished: Collection[str]) -> Results:
         """What ended; `finished` are requests that have ended since the last step.
@@ -292,7 +312,7 @@ class TransferWorker:
         outgoing.ended = True
         self._news.set()
 
-    async def _receive(self, receive: Receive) -> None:
+    async def _receive(self, receive: Receive, offered: int) -> None:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 (a coroutine runs in a task)
         self._receiving[receive.request_id] = task
@@ -300,6 +320,7 @@ class TransferWorker:
         failed = True
         ended = Ended("receive", KvxferError.code)
         try:
+            await self._may_offer(receive, offered)
             ended = self._delivered("receive", await self._take(receive), begun)
             failed = False
         except asyncio.CancelledError:
@@ -330,6 +351,20 @@ class TransferWorker:
     def _note(self, ended: Ended) -> None:
         with self._lock:
             self._results.ended.append(ended)
+
+    async def _may_offer(self, receive: Receive, offered: int) -> None:
+        """Returns once no kernel of the stream may write its blocks any more."""
+        if self._offers is None:
+            return
+        try:
+            await self._agent.reached(self._offers, offered)
+        except asyncio.CancelledError:
+            if receive.request_id in self._aborted:
+                self._agent.spawn(self._release(receive.params, "its request was aborted"))
+            raise
+        except KvxferError as error:
+            self._agent.spawn(self._release(receive.params, str(error)))
+            raise
 
     async def _take(self, receive: Receive) -> int:
         """The bytes that came."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,20 +68,25 @@ def instance(
     make_spec: MakeSpec | None = None,
     gpu: str | None = None,
     root: Path = Path("/"),
+    places: Sequence[int] | None = None,
 ) -> Iterator[Instance]:
+    """`places`: where the pool's buffers lie instead of in host memory of its own."""
     settings = BackendSettings(
         cluster_key=KEY,
         lease_seconds=lease_seconds,
         options={"peer_timeout": PATIENCE},
         control_plane=control_plane,
     )
-    pool = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(2 * LAYERS)]
+    pool = []
+    if places is None:
+        pool = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(2 * LAYERS)]
+        places = [plane.ctypes.data for plane in pool]
     rows = [np.zeros((ROWS, width), np.uint8) for width in ROW_BYTES]
     args = SimpleNamespace(
         page_size=PAGE_SIZE,
-        kv_data_ptrs=[plane.ctypes.data for plane in pool],
-        kv_data_lens=[plane.nbytes for plane in pool],
-        kv_item_lens=[PAGE_BYTES] * len(pool),
+        kv_data_ptrs=list(places),
+        kv_data_lens=[PAGES * PAGE_BYTES] * len(places),
+        kv_item_lens=[PAGE_BYTES] * len(places),
         aux_data_ptrs=[row.ctypes.data for row in rows],
         aux_item_lens=list(ROW_BYTES),
     )
@@ -120,10 +125,12 @@ class Two:
 
 
 @contextlib.contextmanager
-def two(*, lease_seconds: float = 10 * PATIENCE) -> Iterator[Two]:
+def two(
+    *, lease_seconds: float = 10 * PATIENCE, places: Sequence[Sequence[int] | None] = (None, None)
+) -> Iterator[Two]:
     with (
-        instance("prefill", lease_seconds=lease_seconds) as prefill,
-        instance("decode", lease_seconds=lease_seconds) as decode,
+        instance("prefill", lease_seconds=lease_seconds, places=places[0]) as prefill,
+        instance("decode", lease_seconds=lease_seconds, places=places[1]) as decode,
     ):
         rng = np.random.default_rng(1)
         for buffer in prefill.pool + prefill.rows:

@@ -121,7 +121,8 @@ std::size_t LocalPath::post(const OperationPtr& operation, const WriteRange& ran
 std::optional<LocalPath::Origin> LocalPath::origin_of(const MemoryRegion& region) {
   if (!region.shareable()) return Origin{.base = region.address()};
   const auto number = share(region);
-  return number ? std::optional(Origin{.region = number}) : std::nullopt;
+  return number ? std::optional(Origin{.region = number, .base = region.memfd_offset()})
+                : std::nullopt;
 }
 
 // Into the ring. `packed`: its writes lie one behind the other from the origin's base on.
@@ -202,8 +203,9 @@ bool LocalPath::post_staged() {
 
 std::optional<std::uint32_t> LocalPath::share(const MemoryRegion& region) {
   if (const auto known = shared_.find(region.key()); known != shared_.end()) return known->second;
-  const RegionMessage message{
-      .kind = RegionMessage::Kind::share, .number = next_number_, .size = region.size()};
+  const RegionMessage message{.kind = RegionMessage::Kind::share,
+                              .number = next_number_,
+                              .size = region.memfd_offset() + region.size()};
   const auto sent = send_message(socket_.get(), message.bytes(), {region.memfd()});
   if (!sent || !*sent) return std::nullopt;  // a broken socket shows as an event
   shared_.emplace(region.key(), next_number_);

@@ -20,7 +20,7 @@ struct RegionMessage {
   static constexpr std::size_t kMostReason = 400;
   Kind kind;
   std::uint32_t number;
-  std::uint64_t size;  // shared: of the region; refused: of the reason
+  std::uint64_t size;  // shared: of the memfd, to the region's end; refused: of the reason
 
   std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
   static std::optional<RegionMessage> parse(std::string_view bytes) {

@@ -1,0 +1,13 @@
+"""SGLang's pools on the double of a CUDA driver, or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda.on_driver import run_on_driver
+
+pytestmark = pytest.mark.native
+
+
+def test_pages_move_between_pools_of_a_gpu() -> None:
+    run_on_driver("tests.connectors.sglang.gpu_pools")

@@ -1,0 +1,297 @@
+"""Moves KV caches of every attention backend of vLLM, in memory of a GPU: `python -m
+tests.vllm.gpu_layouts`, in vLLM's environment, on a CUDA driver or the double of one.
+
+Backends, specs and views are vLLM's own; no backend computes. What a backend may keep is moved
+between instances of the same and of different numbers of ranks, and compared with what the same
+tokens are in the other side's views.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import random
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any, Final
+
+import torch
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+    compute_layer_kv_cache_shape_bytes,
+    compute_layout_strides,
+    create_kv_cache_views,
+    get_kv_quant_mode,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvxfer.clock import SYSTEM_CLOCK
+from kvxfer.connectors.engine_blocks import EngineBlocks
+from kvxfer.connectors.vllm.caches import form_name, layout_of, register_caches
+from kvxfer.engine import Engine
+from kvxfer.errors import InvalidArgument, LayoutMismatch
+from kvxfer.kv.endpoint import KvEndpoint
+from kvxfer.kv.plan import plan_transfer
+from kvxfer.ticket import Ticket, sign_ticket
+from tests.cuda import device_memory
+from tests.cuda.bindings import context
+from verify.polling import PATIENCE
+
+KEY: Final = b"0123456789abcdef0123456789abcdef"
+LAYERS, HEADS, BLOCKS, TOKENS = 2, 4, 6, 150
+RANKS: Final = ((1, 1), (2, 1), (1, 2))
+BLOCK_SIZES: Final = (16, 128)
+# Of these, the bytes of a block do not lie together.
+SCATTERED: Final = (KVCacheLayout.BHLNC, KVCacheLayout.LHBNC)
+# Names of one form.
+ALIASES: Final = ("float16", "bfloat16", "fp8_e4m3")
+DS_MLA: Final = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}  # as MLAAttention.get_kv_cache_spec()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a backend keeps of each layer: the spec of a rank that has all heads, in a layout."""
+
+    spec: AttentionSpec
+    cache_dtype: str
+    layout: KVCacheLayout
+    of_heads: Callable[[int], AttentionSpec] = field(compare=False)
+    """The spec of a rank with so many heads."""
+
+    @property
+    def mla(self) -> bool:
+        return isinstance(self.spec, MLAAttentionSpec)
+
+    @property
+    def slots(self) -> bool:
+        return self.spec.num_head_slots is not None
+
+    @property
+    def scattered(self) -> bool:
+        return self.layout in SCATTERED and self.spec.num_heads > 1
+
+    def __str__(self) -> str:
+        spec = self.spec
+        kind = "MLA" if self.mla else f"{spec.num_heads} slots" if self.slots else "heads"
+        return (
+            f"{self.layout.name} {kind} of {spec.state_content_size_bytes} bytes, "
+            f"{spec.block_size} tokens, {self.cache_dtype}"
+        )
+
+
+def backends() -> Iterator[tuple[str, Any]]:
+    """Names and classes of those that import here; the others are named."""
+    for member in AttentionBackendEnum:
+        if member.name in ("TORCH_SDPA", "NO_ATTENTION", "CUSTOM"):
+            continue  # they keep nothing
+        try:
+            yield member.name, member.get_class()
+        except Exception as error:  # whatever its package raises
+            print(f"{member.name}: not tried, as it does not import here: {error!r:.100}")
+
+
+def kept_by(backend: Any) -> Iterator[Kept]:
+    """All that a backend may keep, of the sizes that it takes."""
+    sizes = backend.get_supported_head_sizes() or [64]
+    head_size = 64 if 64 in sizes else sizes[0]
+    dtypes = [dtype for dtype in backend.supported_kv_cache_dtypes if dtype not in ALIASES]
+    layouts = backend.supported_kv_cache_layouts() or tuple(KVCacheLayout)
+    for block_size, cache_dtype in product(BLOCK_SIZES, dtypes):
+        if not backend.supports_block_size(block_size):
+            continue
+        shape = {
+            "block_size": block_size,
+            "head_size": head_size,
+            "dtype": STR_DTYPE_TO_TORCH_DTYPE.get(cache_dtype, torch.bfloat16),
+            "kv_quant_mode": get_kv_quant_mode(cache_dtype),
+        }
+
+        def of_heads(heads: int, shape: dict[str, Any] = shape, dtype: str = cache_dtype) -> Any:
+            if not backend.is_mla():
+                return backend.customize_spec(FullAttentionSpec(**shape, num_kv_heads=heads))
+            packed = {"state_content_bytes": DS_MLA.get(dtype), "cache_dtype_str": dtype}
+            return backend.customize_spec(MLAAttentionSpec(**shape, **packed, num_kv_heads=1))
+
+        for layout in layouts:
+            yield Kept(of_heads(HEADS), cache_dtype, layout, of_heads)
+
+
+class Rank:
+    """A rank's caches: vLLM's views of memory of the GPU, and of host memory of the same form."""
+
+    def __init__(self, kept: Kept, ranks: int, rank: int) -> None:
+        spec = kept.of_heads(HEADS // ranks)
+        # The blocks for one prompt, and as many as others have.
+        self.blocks = -(-TOKENS // spec.block_size) + BLOCKS
+        shape = (LAYERS, *compute_layer_kv_cache_shape_bytes(spec, self.blocks))
+        layer, block, *_ = compute_layout_strides(spec, self.blocks, LAYERS, kept.layout)
+        self.nbytes = max(prod(shape), LAYERS * layer, self.blocks * block)
+        names = [f"layers.{index}" for index in range(LAYERS)]
+        placed = KVCacheTensor(self.nbytes, names, layer, block)
+
+        def views(raw: torch.Tensor) -> dict[str, torch.Tensor]:
+            made = create_kv_cache_views(raw, spec, self.blocks, kept.layout, placed)
+            return dict(zip(names, made, strict=True))
+
+        self.address = device_memory.allocate(self.nbytes)
+        on_gpu = (ctypes.c_int8 * self.nbytes).from_address(self.address)
+        self.caches = views(torch.frombuffer(on_gpu, dtype=torch.int8))
+        self.mirror = torch.zeros(self.nbytes, dtype=torch.int8)
+        self.mirrored = [view.view(torch.int8) for view in views(self.mirror).values()]
+        self.layout = layout_of(
+            self.caches,
+            spec.block_size,
+            mla=kept.mla,
+            opaque=False,
+            slots=kept.slots,
+            packing="SLOTS" if kept.slots else form_name(kept.cache_dtype),
+            cache_dtype=kept.cache_dtype,
+            num_kv_heads=1 if kept.mla else HEADS,
+            tp_size=ranks,
+            tp_rank=rank,
+        )
+        first, count = self.layout.first_head, self.layout.heads_per_rank
+        whole = kept.mla or kept.slots
+        self.heads = slice(spec.num_heads) if whole else slice(first, first + count)
+        self.ids = random.Random(rank).sample(range(self.blocks), self.layout.blocks_for(TOKENS))
+
+    def __enter__(self) -> Rank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        device_memory.free(self.address)
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """The prompt, [layers, tokens, heads, bytes], into its blocks."""
+        for cache, of_layer in zip(self.mirrored, tokens, strict=True):
+            for token, content in enumerate(of_layer[:, self.heads]):
+                block, at = divmod(token, self.layout.block_size)
+                cache[self.ids[block], :, at] = content
+        device_memory.write(self.address, self.mirror.numpy().tobytes())
+
+    def get(self) -> torch.Tensor:
+        """Of its heads."""
+        raw = bytearray(device_memory.read(self.address, self.nbytes))
+        self.mirror[:] = torch.frombuffer(raw, dtype=torch.int8)
+        size = self.layout.block_size
+        return torch.stack(
+            [
+                torch.stack(
+                    [cache[self.ids[token // size], :, token % size] for token in range(TOKENS)]
+                )
+                for cache in self.mirrored
+            ]
+        )
+
+
+@asynccontextmanager
+async def endpoint_of(rank: Rank, name: str) -> AsyncIterator[tuple[Engine, KvEndpoint]]:
+    options = {"fabrics": ("local",), "peer_timeout": PATIENCE}
+    async with Engine(cluster_key=KEY, name=name, **options) as engine:
+        with register_caches(engine, rank.caches, rank.layout) as cache:
+            assert cache.gpu == 0
+            identity = {"instance_id": name, "epoch": 1, "ticket_key": KEY}
+            async with KvEndpoint(engine, cache, None, **identity) as endpoint:
+                yield engine, endpoint
+
+
+async def move(prefill: Kept, decode: Kept, ranks: tuple[int, int]) -> None:
+    """One prompt from the ranks of an instance to those of another: every byte of it."""
+    content = prefill.spec.state_content_size_bytes
+    heads = prefill.spec.num_heads
+    tokens = torch.randint(-128, 128, (LAYERS, TOKENS, heads, content), dtype=torch.int8)
+    async with AsyncExitStack() as stack:
+
+        async def instance(kept: Kept, count: int, name: str) -> list[Any]:
+            made = [stack.enter_context(Rank(kept, count, index)) for index in range(count)]
+            return [
+                (rank, *await stack.enter_async_context(endpoint_of(rank, name))) for rank in made
+            ]
+
+        ours = await instance(prefill, ranks[0], "p")
+        theirs = await instance(decode, ranks[1], "d")
+        for rank, *_ in ours:
+            rank.put(tokens)
+        expires = SYSTEM_CLOCK.unix() + 20 * PATIENCE
+        ticket = sign_ticket(Ticket(uuid.uuid4().hex, "r", "p", 1, "d", 1, expires), KEY)
+        addresses = [engine.address for _, engine, _ in ours]
+        receiving = [
+            await endpoint.decode_session(ticket, addresses, EngineBlocks(rank.ids))
+            for rank, _, endpoint in theirs
+        ]
+        for rank, _, endpoint in ours:
+            session = await endpoint.prefill_session(ticket, EngineBlocks(rank.ids))
+            for layer in range(LAYERS):
+                session.write_layer(layer)
+            await session.finish(b"")
+        for session, (rank, *_) in zip(receiving, theirs, strict=True):
+            await session.wait()
+            session.take().release()
+            assert torch.equal(rank.get(), tokens[:, :, rank.heads]), (prefill, decode, ranks)
+
+
+def fits_other_ranks(kept: Kept) -> bool:
+    with Rank(kept, 2, 0) as one_of_two, Rank(kept, 1, 0) as alone:
+        try:
+            plan_transfer(one_of_two.layout, alone.layout)
+        except LayoutMismatch:
+            return False
+        return True
+
+
+def refused(kept: Kept) -> bool:
+    """Whether it is refused by name, as its blocks lie scattered."""
+    try:
+        with Rank(kept, 1, 0):
+            return False
+    except InvalidArgument as error:
+        assert "set VLLM_KV_CACHE_LAYOUT to LBHNC" in str(error), error
+        return True
+
+
+async def main() -> None:
+    keepers: dict[Kept, list[str]] = defaultdict(list)
+    for name, backend in backends():
+        for kept in kept_by(backend):
+            keepers[kept].append(name)
+    by_content: dict[Any, list[Kept]] = defaultdict(list)
+    moved = 0
+    for kept, names in sorted(keepers.items(), key=lambda item: str(item[0])):
+        if kept.scattered:
+            assert refused(kept), kept
+            print(f"{kept}: refused by name [{', '.join(names)}]")
+            continue
+        if kept.slots:  # blocks as they are
+            await move(kept, kept, (1, 1))
+            moved += 1
+            assert not fits_other_ranks(kept), kept
+            print(f"{kept}: moved between equal ranks [{', '.join(names)}]")
+            continue
+        for ranks in RANKS:
+            await move(kept, kept, ranks)
+            moved += 1
+        print(f"{kept}: moved [{', '.join(names)}]")
+        same = (kept.mla, kept.spec.state_content_size_bytes, kept.cache_dtype)
+        by_content[same].append(kept)
+    # Different layouts and block sizes on the two sides.
+    for alike in by_content.values():
+        for prefill, decode in zip(alike, alike[1:] + alike[:1], strict=True):
+            if prefill != decode:
+                await move(prefill, decode, (1, 1))
+                moved += 1
+    print(f"{len(keepers)} forms of a cache, {moved} prompts moved")
+
+
+if __name__ == "__main__":
+    context()
+    asyncio.run(main())

@@ -1,0 +1,319 @@
+"""Prompts from a prefill to a decode engine of vLLM whose caches are memory of a GPU, by push and
+by pull: `python -m tests.vllm.gpu_pair MODEL RUNNER`, in vLLM's environment, on a CUDA driver or
+the double of one.
+
+Schedulers, connectors, the classes by which both of vLLM's model runners drive them (`RUNNER`: v1
+or v2), specs and views are vLLM's own. Only the forward is this program's: copies on a stream put
+down what stands for K and V of a token, and the next token comes from what the cache holds. So a
+byte that is missing, or of another prompt, gives another token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import random
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from cuda.bindings import driver
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.parallel_state import (
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+import kvxfer.connectors.vllm.connector as connector_module
+from kvxfer.clock import SYSTEM_CLOCK
+from kvxfer.connectors.vllm.connector import KvxferConnector
+from kvxfer.ticket import Ticket, sign_ticket
+from tests.cuda import device_memory
+from tests.cuda.bindings import context, good
+from verify.control_plane import CLUSTER_KEY
+from verify.polling import PATIENCE, wait_until
+from verify.processes.programs import free_port
+
+LAYERS, BLOCKS, TOKENS, HEADS, CONTENT = 4, 40, 16, 2, 64
+TOKEN_BYTES: Final = HEADS * CONTENT * 4
+PROMPTS: Final = 24
+ANSWER: Final = 5  # tokens
+_NON_BLOCKING: Final = 1
+
+_current: list[int] = [0]  # the stream of the engine that steps
+
+
+def content_of(layer: int, tokens: Sequence[int]) -> bytes:
+    """What stands for K and V of the last of these tokens, all heads: it depends on all of them."""
+    seed = hashlib.blake2b(str((layer, tuple(tokens))).encode(), digest_size=8).digest()
+    return random.Random(seed).randbytes(TOKEN_BYTES)
+
+
+def next_token(contents: Iterator[bytes]) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for content in contents:
+        digest.update(content)
+    return 2 + int.from_bytes(digest.digest()) % 500
+
+
+def answer_to(prompt: Sequence[int], count: int) -> list[int]:
+    """The tokens of a server that computes everything itself."""
+    tokens = list(prompt)
+    for _ in range(count):
+        known = (
+            content_of(layer, tokens[: at + 1])
+            for at in range(len(tokens))
+            for layer in range(LAYERS)
+        )
+        tokens.append(next_token(known))
+    return tokens[len(prompt) :]
+
+
+def config_of(model: str, name: str, role: str) -> VllmConfig:
+    extra = {"instance_id": name, "http_address": "http://127.0.0.1:9", "peer_timeout": PATIENCE}
+    return EngineArgs(
+        model=model,
+        dtype="float32",
+        max_model_len=512,
+        max_num_batched_tokens=64,  # so that prompts come in chunks
+        max_num_seqs=8,
+        block_size=TOKENS,
+        enable_prefix_caching=False,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KvxferConnector",
+            kv_connector_module_path="kvxfer.connectors.vllm.connector",
+            kv_role=role,
+            kv_connector_extra_config=extra,
+        ),
+    ).create_engine_config()
+
+
+class Engine:
+    """A scheduler, the connector of a worker, and the worker's forward."""
+
+    def __init__(self, config: VllmConfig, runner: str) -> None:
+        self.config, self.runner = config, runner
+        self.names = [f"model.layers.{index}.self_attn.attn" for index in range(LAYERS)]
+        spec = FullAttentionSpec(
+            block_size=TOKENS, num_kv_heads=HEADS, head_size=CONTENT // 2, dtype=torch.float32
+        )
+        page = spec.page_size_bytes
+        placed = KVCacheTensor(LAYERS * BLOCKS * page, self.names, BLOCKS * page, page)
+        caches = KVCacheConfig(BLOCKS, [placed], [KVCacheGroupSpec(self.names, spec)])
+        config.cache_config.num_gpu_blocks = BLOCKS
+        self.page = page
+        self.address = device_memory.allocate(placed.size)
+        self.stream = int(good(driver.cuStreamCreate(_NON_BLOCKING)))
+        on_gpu = (ctypes.c_int8 * placed.size).from_address(self.address)
+        raw = torch.frombuffer(on_gpu, dtype=torch.int8)
+        views = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout.LBHNC, placed)
+        self.scheduler = Scheduler(
+            config, caches, StructuredOutputManager(config), block_size=TOKENS
+        )
+        worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
+        assert isinstance(worker, KvxferConnector)
+        self.worker = worker
+        kv_transfer_state._KV_CONNECTOR_AGENT = worker
+        kv_caches = dict(zip(self.names, views, strict=True))
+        if runner == "v2":
+            self.active = ActiveKVConnector(config, kv_caches)  # registers them, too
+        else:
+            worker.register_kv_caches(kv_caches)
+        assert worker._agent is not None and worker._agent.gpu == 0
+        self.agent = worker._agent
+        assert self.scheduler.connector is not None
+        self.scheduler.connector.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+        self.replies: list[tuple[str, dict[str, Any]]] = []  # of prompts that are kept
+        self.pinned = int(good(driver.cuMemHostAlloc(64 * LAYERS * TOKEN_BYTES, 0)))
+        self.rng = random.Random(1)
+
+    def add(self, prompt: list[int], transfer: dict[str, Any], max_tokens: int) -> Request:
+        extra = {"kv_transfer_params": transfer}
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+        request = Request(uuid.uuid4().hex, prompt, sampling, None)
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> None:
+        """As vLLM's engine core: schedule, run, update."""
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
+        _current[0] = self.stream
+        if not self.scheduler.has_requests():
+            return
+        planned = self.scheduler.schedule()
+        graph = self.rng.random() < 0.3
+        with set_current_vllm_config(self.config):
+            run = self._run_v2 if self.runner == "v2" else self._run_v1
+            told = run(planned, graph)
+        outputs = self.scheduler.update_from_output(planned, self._sample(planned, told))
+        for one in (one for of_client in outputs.values() for one in of_client.outputs):
+            if one.kv_transfer_params:
+                self.replies.append((one.request_id, one.kv_transfer_params))
+
+    def _run_v1(self, planned: SchedulerOutput, graph: bool) -> KVConnectorOutput | None:
+        mixin = KVConnectorModelRunnerMixin
+        if not planned.total_num_scheduled_tokens:
+            empty = mixin.kv_connector_no_forward(planned, self.config)
+            return empty.kv_connector_output
+        with (
+            set_forward_context(None, self.config),
+            mixin.maybe_get_kv_connector_output(planned) as told,
+        ):
+            self._forward(planned, graph)
+        return told
+
+    def _run_v2(self, planned: SchedulerOutput, graph: bool) -> KVConnectorOutput | None:
+        if not planned.total_num_scheduled_tokens:
+            return self.active.no_forward(planned).kv_connector_output
+        self.active.pre_forward(planned)
+        self._forward(planned, graph)
+        self.active.finish_forward()
+        return self.active.post_forward(planned.finished_req_ids)
+
+    def _forward(self, planned: SchedulerOutput, graph: bool) -> None:
+        """Layer by layer, without waiting; the hooks are not called in a graph."""
+        good(driver.cuStreamSynchronize(self.stream))  # the pinned memory is used again
+        at = self.pinned
+        for layer, name in enumerate(self.names):
+            for request_id, count in planned.num_scheduled_tokens.items():
+                request = self.scheduler.requests[request_id]
+                # The scheduler has counted them as computed already.
+                end = request.num_computed_tokens
+                tokens = list(request.all_token_ids)
+                for token in range(end - count, end):
+                    content = content_of(layer, tokens[: token + 1])
+                    ctypes.memmove(at, content, TOKEN_BYTES)
+                    for head in range(HEADS):
+                        target = self._place(request_id, layer, token, head)
+                        size = TOKEN_BYTES // HEADS
+                        good(driver.cuMemcpyHtoDAsync(target, at + head * size, size, self.stream))
+                    at += TOKEN_BYTES
+            if not graph:
+                self.worker.save_kv_layer(name, torch.empty(0), None)  # type: ignore[arg-type]
+
+    def _place(self, request_id: str, layer: int, token: int, head: int) -> int:
+        [blocks] = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        block = layer * BLOCKS + blocks[token // TOKENS]
+        row = head * TOKENS + token % TOKENS
+        return self.address + block * self.page + row * (TOKEN_BYTES // HEADS)
+
+    def _sample(
+        self, planned: SchedulerOutput, told: KVConnectorOutput | None
+    ) -> ModelRunnerOutput:
+        good(driver.cuStreamSynchronize(self.stream))
+        ids = list(planned.num_scheduled_tokens)
+        sampled = []
+        for request_id in ids:
+            request = self.scheduler.requests[request_id]
+            known = request.num_computed_tokens
+            whole = known >= request.num_tokens
+            sampled.append([next_token(self._contents(request_id, known))] if whole else [])
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+            kv_connector_output=told,
+        )
+
+    def _contents(self, request_id: str, known: int) -> Iterator[bytes]:
+        for token in range(known):
+            for layer in range(LAYERS):
+                yield b"".join(
+                    device_memory.read(
+                        self._place(request_id, layer, token, head), TOKEN_BYTES // HEADS
+                    )
+                    for head in range(HEADS)
+                )
+
+
+def ticket_for(prefill: Engine, decode: Engine) -> dict[str, Any]:
+    expires = SYSTEM_CLOCK.unix() + 20 * PATIENCE
+    epochs = [engine.agent.endpoint.epoch for engine in (prefill, decode)]
+    ticket = Ticket(uuid.uuid4().hex, "r", "prefill", epochs[0], "decode", epochs[1], expires)
+    return {
+        "ticket": sign_ticket(ticket, CLUSTER_KEY),
+        "prefill_engine_address": prefill.agent.engine_address,
+    }
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(config: VllmConfig) -> Iterator[None]:
+    """vLLM's CPU build takes this process for one of a worker with a GPU."""
+    with set_current_vllm_config(config):
+        url = f"tcp://127.0.0.1:{free_port()}"
+        init_distributed_environment(1, 0, url, 0, backend="gloo")
+        ensure_model_parallel_initialized(1, 1)
+    connector_module.current_platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
+    torch.cuda.current_stream = lambda device=None: _current[0]  # type: ignore[assignment, misc]
+    yield
+
+
+def main(model: str, runner: str) -> None:
+    rng = random.Random(7)
+    configs = [
+        config_of(model, name, role)
+        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
+    ]
+    with as_on_a_gpu(configs[0]):
+        prefill, decode = (Engine(config, runner) for config in configs)
+        asked, kept = [], {}
+        for number in range(PROMPTS):
+            prompt = [rng.randrange(2, 500) for _ in range(rng.randrange(2, 150))]
+            if number % 2:
+                request = prefill.add(prompt, {"do_remote_decode": True}, 1)
+                kept[request.request_id] = prompt
+            else:
+                ticket = ticket_for(prefill, decode)
+                prefill.add(prompt, ticket, 1)
+                asked.append((prompt, decode.add(prompt, ticket, ANSWER)))
+
+        def done() -> bool:
+            prefill.step()
+            while prefill.replies:  # decode asks for what is kept
+                request_id, reply = prefill.replies.pop()
+                prompt = kept.pop(request_id)
+                asked.append((prompt, decode.add(prompt, reply, ANSWER)))
+            decode.step()
+            busy = prefill.scheduler.has_requests() or decode.scheduler.has_requests()
+            return not kept and not busy
+
+        wait_until(done, 8 * PATIENCE, pause=0.001)
+        assert len(asked) == PROMPTS
+        for prompt, request in asked:
+            assert list(request.output_token_ids) == answer_to(prompt, ANSWER)
+        sent = prefill.agent.endpoint.traffic()
+        for engine in (prefill, decode):
+            manager = engine.scheduler.kv_cache_manager
+            assert manager.block_pool.get_num_free_blocks() == BLOCKS - 1  # and the null block
+            engine.worker.shutdown()
+    print(f"{PROMPTS} prompts by push and pull, {ANSWER} tokens each, as of one server; {sent}")
+
+
+if __name__ == "__main__":
+    context()
+    main(*sys.argv[1:])

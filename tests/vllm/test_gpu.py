@@ -1,0 +1,27 @@
+"""The connector with vLLM's own parts whose caches are memory of a GPU: `make test-vllm-gpu`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cuda.on_driver import run_on_driver
+from verify.control_plane import CLUSTER_KEY, RunningControlPlane
+from verify.vllm.servers import VLLM_PYTHON
+
+pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
+
+
+def test_caches_of_every_backend_arrive_byte_for_byte() -> None:
+    run_on_driver("tests.vllm.gpu_layouts", python=VLLM_PYTHON)
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_tokens_of_a_pair_are_those_of_one_server(
+    runner: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVXFER_CLUSTER_KEY", CLUSTER_KEY.decode())
+    with RunningControlPlane() as control_plane:
+        monkeypatch.setenv("KVXFER_CONTROL_PLANE", control_plane.url)
+        run_on_driver("tests.vllm.gpu_pair", str(model), runner, python=VLLM_PYTHON)
