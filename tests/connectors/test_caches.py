@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from kvxfer.connectors.vllm.caches import (
     form_name,
+    has_slots,
     in_model_order,
     layout_of,
     packing_name,
     register_caches,
+    require_movable,
 )
 from kvxfer.engine import Engine
 from kvxfer.errors import InvalidArgument
@@ -158,6 +163,12 @@ def test_a_layout_that_scatters_blocks_is_refused(order: tuple[int, ...]) -> Non
         layout_of(views(order), 8, mla=False, opaque=False)
 
 
+def test_layers_in_two_orders_are_refused() -> None:
+    mixed = {"one": views((0, 1, 2, 3, 4))["layers.0"], "two": views((0, 1, 3, 2, 4))["layers.0"]}
+    with pytest.raises(InvalidArgument, match="of two are NHD, those of one HND; set VLLM_KV"):
+        layout_of(mixed, 8, mla=False, opaque=False)
+
+
 def test_blocks_with_slots_instead_of_heads_are_moved_as_they_are() -> None:
     def layout(order: tuple[int, ...], tp_size: int = 2) -> KvLayout:
         return layout_of(
@@ -175,3 +186,26 @@ def test_blocks_with_slots_instead_of_heads_are_moved_as_they_are() -> None:
 def test_forms_of_their_own_have_names() -> None:
     assert [form_name(dtype) for dtype in ("auto", "bfloat16", "fp8", "fp8_e5m2")] == [""] * 4
     assert form_name("int8_per_token_head") == "int8_per_token_head"
+
+
+def test_slots_are_those_of_any_layer() -> None:
+    def config(*specs: object) -> Any:
+        return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=of) for of in specs])
+
+    plain = SimpleNamespace(num_head_slots=None)
+    slots = SimpleNamespace(num_head_slots=2)
+    assert not has_slots(config(plain, SimpleNamespace()))
+    assert has_slots(config(plain, slots))
+    assert has_slots(config(SimpleNamespace(kv_cache_specs={"a": plain, "b": slots})))
+
+
+def test_memory_that_cannot_be_moved_or_goes_away_is_refused_by_name() -> None:
+    def require(*, cuda: bool, sleeps: bool) -> None:
+        config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
+        require_movable(config, SimpleNamespace(is_cuda=lambda: cuda, device_name="rocm"))
+
+    require(cuda=True, sleeps=False)
+    with pytest.raises(InvalidArgument, match="vLLM runs on rocm; kvxfer moves"):
+        require(cuda=False, sleeps=False)
+    with pytest.raises(InvalidArgument, match="--enable-sleep-mode takes the KV cache's memory"):
+        require(cuda=True, sleeps=True)

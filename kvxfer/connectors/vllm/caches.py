@@ -108,7 +108,13 @@ def layout_of(
             "there should be [blocks, heads, tokens, bytes of K and V]. If the attention kernel "
             "divides blocks, set --block-size to a size that it takes whole"
         )
-    order = {_order_of(other, cache, opaque) for other, cache in caches.items()}.pop()
+    orders = {other: _order_of(other, cache, opaque) for other, cache in caches.items()}
+    order = orders[name]
+    if mixed := [other for other in orders if orders[other] != order]:
+        raise InvalidArgument(
+            f"the heads of a block of {mixed[0]} are {orders[mixed[0]]}, those of {name} {order}; "
+            "set VLLM_KV_CACHE_LAYOUT to LBHNC"
+        )
     group_of = {name: index for index, names in enumerate(groups) for name in names}
     layer_groups = tuple(group_of[name] for name in caches) if groups else ()
     if mla:
