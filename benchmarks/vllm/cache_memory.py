@@ -41,6 +41,8 @@ from kvxfer.bench.targets import VLLM_CACHE, Verdict, judge
 from kvxfer.bench.throughput import in_turn
 from kvxfer.cli.output import err
 from kvxfer.connectors.vllm.shared_cache import SharedCache
+from kvxfer.errors import KvxferError
+from verify.arguments import above_zero
 
 POOL_BYTES: Final = 512 << 20
 REQUEST_BYTES: Final = 64 << 20
@@ -138,12 +140,15 @@ def tables(report: CacheReport) -> Iterator[RenderableType]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench-vllm --cache", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=above_zero, default=7)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     options = parser.parse_args()
-    with err.status("measuring"):
-        report = asyncio.run(measure(options.rounds, options.seed))
+    try:
+        with err.status("measuring"):
+            report = asyncio.run(measure(options.rounds, options.seed))
+    except KvxferError as error:  # such as a host with too little memory
+        sys.exit(str(error))
     show(report, tables(report), as_json=options.json)
     return 0 if report.verdict.met else 1
 

@@ -264,6 +264,8 @@ async def main() -> None:
     for name, backend in backends():
         for kept in kept_by(backend):
             keepers[kept].append(name)
+    tried = {name for names in keepers.values() for name in names}
+    assert tried >= {"FLASH_ATTN", "TRITON_ATTN", "TRITON_MLA", "FLASHMLA", "B12X"}, tried
     by_content: dict[Any, list[Kept]] = defaultdict(list)
     moved = 0
     for kept, names in sorted(keepers.items(), key=lambda item: str(item[0])):
