@@ -214,7 +214,7 @@ class Engine:
                         good(driver.cuMemcpyHtoDAsync(target, at + head * size, size, self.stream))
                     at += TOKEN_BYTES
             if not graph:
-                self.worker.save_kv_layer(name, torch.empty(0), None)  # type: ignore[arg-type]
+                self.worker.save_kv_layer(name, torch.empty(0), None)
 
     def _place(self, request_id: str, layer: int, token: int, head: int) -> int:
         [blocks] = self.scheduler.kv_cache_manager.get_block_ids(request_id)
@@ -269,7 +269,7 @@ def as_on_a_gpu(config: VllmConfig) -> Iterator[None]:
         init_distributed_environment(1, 0, url, 0, backend="gloo")
         ensure_model_parallel_initialized(1, 1)
     connector_module.current_platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
-    torch.cuda.current_stream = lambda device=None: _current[0]  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = lambda device=None: _current[0]
     yield
 
 
