@@ -160,6 +160,7 @@ CUresult Driver::destroy_stream(CUstream stream) {
     if (!context) continue;
     const auto found = context->streams.find(stream);
     if (found == context->streams.end()) continue;
+    std::erase_if(context->destroyed, [](const auto& ended) { return ended->last()->reached(); });
     context->destroyed.push_back(std::move(found->second));
     context->streams.erase(found);
     return CUDA_SUCCESS;

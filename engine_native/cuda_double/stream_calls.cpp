@@ -148,7 +148,7 @@ CUresult CUDAAPI cuStreamCreateWithPriority(CUstream* stream, unsigned int flags
   Context* context = nullptr;
   Driver& driver = Driver::instance();
   if (const CUresult bad = driver.current(&context); bad != CUDA_SUCCESS) return bad;
-  if (!stream || (flags & ~CU_STREAM_NON_BLOCKING) != 0) return CUDA_ERROR_INVALID_VALUE;
+  if (!stream || (flags & ~unsigned{CU_STREAM_NON_BLOCKING}) != 0) return CUDA_ERROR_INVALID_VALUE;
   return driver.make_stream(Driver::stack().back(), flags == CU_STREAM_DEFAULT, stream);
 }
 

@@ -268,8 +268,7 @@ class Connection final : private PeerEvents, private OperationBook, private NicE
           {.length = world_.granted->size(), .imm = world_.granted_imm, .windowed = input.flag()});
     }
     const bool complete = input.flag();
-    world_.release();
-    link.revoke(world_.granted_imm, complete);
+    world_.release([&] { link.revoke(world_.granted_imm, complete); });
     if (complete) link.close_grants(std::vector{world_.granted});
   }
   void step() {

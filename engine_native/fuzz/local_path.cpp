@@ -1,5 +1,5 @@
 // The same-host fabric: the peer writes every byte of both rings as it likes, and sends region
-// messages with and without descriptors.
+// messages with and without descriptors; in host memory and in a GPU's.
 #include "fabric/local/local_path.hpp"
 
 #include <fcntl.h>
@@ -16,6 +16,7 @@ namespace kvxfer::fuzz {
 namespace {
 
 constexpr std::size_t kShared = 8192;
+constexpr std::size_t kGpuFile = std::size_t{2} << 20;
 
 UniqueFd shared_memory(std::size_t size, bool sealed) {
   UniqueFd memfd(::memfd_create("fuzzed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -51,7 +52,7 @@ local::SharedRing mapped_again(const local::SharedRing& ring) {
 
 class Local {
  public:
-  Local() : theirs_(fresh_ring(0)), ours_(fresh_ring(1)) {
+  explicit Local(World::Place place) : world_(place), theirs_(fresh_ring(0)), ours_(fresh_ring(1)) {
     int ends[2];
     require(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0,
             "the system has sockets");
@@ -66,7 +67,7 @@ class Local {
                                 .peer_reads_us = true,
                                 .we_read_peer = true},
                                {kPeer, "peer"}, world_.poller, world_.receive_context(), books_,
-                               {gpus_, background_, [](const std::string&) {}}));
+                               {world_.gpus(), background_, [](const std::string&) {}}));
   }
 
   void act(Input& input) {
@@ -85,6 +86,7 @@ class Local {
       case 5: {
         const std::uint8_t which = input.byte();
         if (which >= 0xf0) return share_gpu(input, which % 4u);
+        if (which >= 0xe0) return answer_gpu(input);
         return say({.kind = local::RegionMessage::Kind::forget, .number = which % 4u}, {});
       }
       case 6:
@@ -93,7 +95,7 @@ class Local {
       case 7:
         return path_->poll();
       case 8:
-        return world_.poller.poll(0);
+        return step();
       case 9:
         if (path_->prepare_sleep()) path_->finish_sleep();
         return;
@@ -102,23 +104,37 @@ class Local {
       case 11:
         return acknowledge(input);
       case 12:
-        world_.release();
-        return path_->revoke_counter(world_.granted_imm);
+        return release();
       default:
         return rarely(input);
     }
   }
 
   void finish() {
-    path_->poll();
-    world_.poller.poll(0);
-    background_.finish();
-    world_.release();
+    for (int i = 0; i < 2; ++i) {
+      path_->poll();
+      step();
+    }
+    release();
     path_->poll();
     path_.reset();
+    step();
   }
 
  private:
+  // Until nothing is being opened, closed or copied.
+  void step() {
+    do {
+      world_.poller.poll(0);
+      world_.gpus().poll();
+      background_.finish();
+    } while (!background_.idle() || world_.gpus().busy());
+  }
+
+  void release() {
+    world_.release([this] { path_->revoke_counter(world_.granted_imm); });
+  }
+
   void say(const local::RegionMessage& message, const std::vector<int>& fds) {
     (void)local::send_message(peer_.get(), message.bytes(), fds);
   }
@@ -134,25 +150,54 @@ class Local {
     say(message, attached[input.below(attached.size())]);
   }
 
-  // There is no GPU here, so it is refused.
+  // With files of a GPU's memory, or none: then its address, which is right within one process.
+  // Where there is no GPU it is refused.
   void share_gpu(Input& input, std::uint32_t number) {
     static const UniqueFd file = shared_memory(kShared, false);
-    const local::GpuRegionMessage message{.head = {.kind = local::RegionMessage::Kind::share_gpu,
-                                                   .number = number,
-                                                   .size = input.number()},
-                                          .offset = input.number(),
-                                          .address = input.number(),
-                                          .reader = input.byte(),
-                                          .handle = {}};
+    local::GpuRegionMessage message{.head = {.kind = local::RegionMessage::Kind::share_gpu,
+                                             .number = number,
+                                             .size = input.number()},
+                                    .offset = input.number(),
+                                    .address = input.number(),
+                                    .reader = input.byte(),
+                                    .handle = {}};
     const std::size_t files = input.byte() % 4u;
     const std::size_t sizes = input.flag() ? files : input.byte() % 4u;
+    if (world_.on_gpu()) {
+      message.reader %= 2;
+      message.address = Device::only().source->address();
+      if (files == 0) message.head.size = Device::only().source->size();
+    }
     std::string bytes(message.bytes());
     for (std::size_t i = 0; i < sizes; ++i) {
-      const std::uint64_t size = input.number();
+      const bool right = world_.on_gpu() && input.flag();
+      const std::uint64_t size = right ? kGpuFile : input.number();
       bytes.append(reinterpret_cast<const char*>(&size), sizeof size);
     }
-    (void)local::send_message(peer_.get(), bytes, std::vector<int>(files, file.get()));
+    const int attached = world_.on_gpu() ? gpu_file() : file.get();
+    (void)local::send_message(peer_.get(), bytes, std::vector<int>(files, attached));
     background_.finish();
+  }
+
+  // As the double exports memory of cuMemCreate.
+  static int gpu_file() {
+    static const UniqueFd file = [] {
+      UniqueFd memfd(::memfd_create("cuda-double-0", MFD_CLOEXEC));
+      require(memfd && ::ftruncate(memfd.get(), kGpuFile) == 0, "the system has memory");
+      return memfd;
+    }();
+    return file.get();
+  }
+
+  // Of a region of a GPU's that we share, or of none.
+  void answer_gpu(Input& input) {
+    const bool opened = input.flag();
+    const std::string_view reason = opened ? "" : input.text();
+    const local::RegionMessage answer{
+        .kind = opened ? local::RegionMessage::Kind::opened : local::RegionMessage::Kind::refused,
+        .number = input.byte() % 4u,
+        .size = reason.size()};
+    (void)local::send_message(peer_.get(), std::string(answer.bytes()) + std::string(reason), {});
   }
 
   void put_batch(Input& input) {
@@ -195,8 +240,10 @@ class Local {
     const std::size_t which = input.below(3);
     RegionPtr source = which == 0 ? shareable : nullptr;
     if (which == 1) source = opened(MemoryRegion::wrap({}, source_.data(), source_.size()));
+    if (which == 1 && world_.on_gpu()) source = Device::only().source;
     const std::uint64_t key = world_.key(input);
     const auto operation = world_.operation(input, std::move(source), key);
+    if (world_.on_gpu() && input.flag()) operation->destination_gpu = input.byte() % 2;
     if (!path_->has_room(*operation, true)) return;
     operations_.push_back(operation);
     operation->took(path_->post(operation, operation->next()));
@@ -218,8 +265,7 @@ class Local {
         theirs_->producer_sleeps_until.store(input.number());
         return;
       case 2:
-        world_.deregister();
-        return path_->revoke_region(world_.open->key());
+        return world_.deregister([this] { path_->revoke_region(world_.open->key()); });
       default:
         peer_.reset();
     }
@@ -227,7 +273,6 @@ class Local {
 
   World world_;
   Books books_;
-  cuda::Gpus gpus_;
   Background background_{world_.poller};
   std::array<std::byte, 8192> source_{};
   std::vector<OperationPtr> operations_;
@@ -238,13 +283,16 @@ class Local {
   std::unique_ptr<local::LocalPath> path_;
 };
 
-}  // namespace
-
-void local_path(std::string_view bytes) {
+void run_on_path(World::Place place, std::string_view bytes) {
   Input input(bytes);
-  Local local;
+  Local local(place);
   while (!input.empty()) local.act(input);
   local.finish();
 }
+
+}  // namespace
+
+void local_path(std::string_view bytes) { run_on_path(World::Place::host, bytes); }
+void local_path_gpu(std::string_view bytes) { run_on_path(World::Place::gpu, bytes); }
 
 }  // namespace kvxfer::fuzz

@@ -8,23 +8,28 @@
 
 namespace kvxfer::fuzz {
 
-void handshake(std::string_view input);    // both ends, strangers and members
-void bootstrap(std::string_view input);    // sockets until they are authenticated
-void control(std::string_view input);      // frames of a control stream, NICs' among them
-void tcp_lane(std::string_view input);     // frames of the tcp fabric
-void local_path(std::string_view input);   // descriptor rings and region messages
+void handshake(std::string_view input);  // both ends, strangers and members
+void bootstrap(std::string_view input);  // sockets until they are authenticated
+void control(std::string_view input);    // frames of a control stream, NICs' among them
+void tcp_lane(std::string_view input);   // frames of the tcp fabric
+void tcp_lane_gpu(std::string_view input);
+void local_path(std::string_view input);  // descriptor rings and region messages
+void local_path_gpu(std::string_view input);
 void rendezvous(std::string_view input);   // how two engines of one host come to share memory
 void descriptors(std::string_view input);  // what is passed on as bytes or text
 
 struct Target {
   std::string_view name;
   void (*run)(std::string_view input);
+  bool on_gpu = false;  // of the double, which has to be loaded
 };
-inline constexpr std::array<Target, 7> kTargets{{{"handshake", handshake},
+inline constexpr std::array<Target, 9> kTargets{{{"handshake", handshake},
                                                  {"bootstrap", bootstrap},
                                                  {"control", control},
                                                  {"tcp_lane", tcp_lane},
+                                                 {"tcp_lane_gpu", tcp_lane_gpu, true},
                                                  {"local_path", local_path},
+                                                 {"local_path_gpu", local_path_gpu, true},
                                                  {"rendezvous", rendezvous},
                                                  {"descriptors", descriptors}}};
 

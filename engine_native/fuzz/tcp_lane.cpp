@@ -1,5 +1,5 @@
 // A lane of the tcp fabric: the peer writes frames, true and false ones, while this end posts
-// writes of its own and takes memory back.
+// writes of its own and takes memory back; in host memory and in a GPU's.
 #include <sys/socket.h>
 
 #include "bootstrap/bytes.hpp"
@@ -12,7 +12,7 @@ namespace {
 
 class Lane {
  public:
-  Lane() {
+  explicit Lane(World::Place place) : world_(place) {
     int ends[2];
     require(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0,
             "the system has sockets");
@@ -46,13 +46,18 @@ class Lane {
   }
 
   void finish() {
-    for (int i = 0; i < 4; ++i) step();
+    for (int i = 0; i < 4; ++i) {
+      step();
+      world_.wait_for_copies();
+    }
     release();
     path_.reset();
+    world_.wait_for_copies();
   }
 
  private:
   void step() {
+    world_.gpus().poll();
     domain_.poll();
     world_.poller.poll(0);
   }
@@ -104,19 +109,20 @@ class Lane {
   }
 
   RegionPtr source() {
+    if (world_.on_gpu()) return Device::only().source;
     auto region = MemoryRegion::wrap({}, source_.data(), source_.size());
     return region ? *region : nullptr;
   }
 
   void release() {
-    world_.release();
-    path_->revoke_counter(world_.granted_imm);
-    path_->revoke_region(world_.granted->key());
+    world_.release([this] {
+      path_->revoke_counter(world_.granted_imm);
+      path_->revoke_region(world_.granted->key());
+    });
   }
 
   void deregister() {
-    world_.deregister();
-    path_->revoke_region(world_.open->key());
+    world_.deregister([this] { path_->revoke_region(world_.open->key()); });
   }
 
   void drain() {
@@ -134,13 +140,16 @@ class Lane {
   std::unique_ptr<Path> path_;
 };
 
-}  // namespace
-
-void tcp_lane(std::string_view bytes) {
+void run_on_lane(World::Place place, std::string_view bytes) {
   Input input(bytes);
-  Lane lane;
+  Lane lane(place);
   while (!input.empty()) lane.act(input);
   lane.finish();
 }
+
+}  // namespace
+
+void tcp_lane(std::string_view bytes) { run_on_lane(World::Place::host, bytes); }
+void tcp_lane_gpu(std::string_view bytes) { run_on_lane(World::Place::gpu, bytes); }
 
 }  // namespace kvxfer::fuzz

@@ -1,6 +1,10 @@
 #include "world.hpp"
 
+#include <dlfcn.h>
+
 #include <algorithm>
+#include <thread>
+#include <utility>
 
 namespace kvxfer::fuzz {
 namespace {
@@ -11,26 +15,80 @@ T taken(Result<T> result) {
   return std::move(*result);
 }
 
+// Not closed at exit: the double may be gone then.
+Device* device = nullptr;
+
+// Allocations and mappings that the double has.
+std::size_t mapped() {
+  void* const library = ::dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  require(library != nullptr, "the driver is loaded");
+  const auto live = reinterpret_cast<std::size_t (*)()>(::dlsym(library, "cuda_double_live"));
+  require(live != nullptr, "the driver is the double");
+  const std::size_t count = live();
+  ::dlclose(library);
+  return count;
+}
+
 }  // namespace
 
-World::World()
+Device& Device::only() {
+  if (!device) {
+    device = new Device;
+    device->gpu = taken(device->gpus.open(0));
+    device->memory = taken(MemoryRegion::allocate_on({}, device->gpu, 1 << 15));
+    device->source = taken(MemoryRegion::allocate_on({}, device->gpu, 1 << 13));
+  }
+  return *device;
+}
+
+void Device::close() { delete std::exchange(device, nullptr); }
+
+World::World(Place place)
     : completions(taken(CompletionQueue::create())),
       counters(std::make_unique<ImmCounters>(*completions)),
       poller(taken(Poller::create())),
-      memory_(3 * (kRegion + kGuard) + kGuard, kUntouched) {
-  const EngineId engine{};
-  open = taken(MemoryRegion::wrap(engine, at(0), kRegion));
-  pool_ = taken(MemoryRegion::wrap(engine, at(1), 2 * kRegion + kGuard));
+      place_(place),
+      on_host_(kAll, kUntouched),
+      memory_(on_gpu() ? Device::only().memory
+                       : taken(MemoryRegion::wrap({}, on_host_.data(), kAll))) {
+  if (on_gpu()) {
+    require(static_cast<bool>(Device::only().gpu->write(memory_->address(), on_host_)),
+            "what copies reach is mapped");
+    mapped_ = mapped();
+  }
+  open = wrap(at(0), kRegion);
+  pool_ = wrap(at(1), kStep + kRegion);
   open_imm = taken(counters->allocate());
   granted_imm = taken(counters->allocate(kPeer));
   stranger_imm = taken(counters->allocate(kStranger));
-  granted = MemoryRegion::grant(engine, {pool_, 0, kRegion}, granted_imm, kPeer);
-  of_stranger =
-      MemoryRegion::grant(engine, {pool_, kRegion + kGuard, kRegion}, stranger_imm, kStranger);
+  granted = MemoryRegion::grant({}, {pool_, 0, kRegion}, granted_imm, kPeer);
+  of_stranger = MemoryRegion::grant({}, {pool_, kStep, kRegion}, stranger_imm, kStranger);
   for (const RegionPtr& region : {open, granted, of_stranger}) regions.insert(region);
 }
 
-World::~World() { check(); }
+World::~World() {
+  check();
+  require(!on_gpu() || mapped() == mapped_, "no memory of a peer's GPU stays mapped");
+}
+
+RegionPtr World::wrap(std::byte* address, std::size_t size) const {
+  return taken(MemoryRegion::wrap({}, address, size, memory_->gpu()));
+}
+
+void World::wait_for_copies() {
+  while (gpus().busy()) {
+    gpus().poll();
+    std::this_thread::yield();
+  }
+}
+
+World::Bytes World::all() const {
+  if (!on_gpu()) return on_host_;
+  Bytes bytes(kAll);
+  require(static_cast<bool>(memory_->gpu()->read(memory_->address(), bytes)),
+          "what copies reach is mapped");
+  return bytes;
+}
 
 std::uint64_t World::key(Input& input) const {
   switch (input.below(4)) {
@@ -77,34 +135,36 @@ OperationPtr World::operation(Input& input, RegionPtr source, std::uint64_t key)
   return made;
 }
 
-void World::release() {
-  if (released_) return;
+void World::release(const std::function<void()>& tell) {
   counters->release(granted_imm);
   regions.erase(granted->key());
-  released_ = copy_of(*granted);
+  tell();
+  wait_for_copies();
+  if (!released_) released_ = all();
 }
 
-void World::deregister() {
-  if (deregistered_) return;
+void World::deregister(const std::function<void()>& tell) {
   regions.erase(open->key());
-  deregistered_ = copy_of(*open);
+  tell();
+  wait_for_copies();
+  if (!deregistered_) deregistered_ = all();
 }
 
 void World::check() const {
-  const auto untouched = [this](std::size_t first, std::size_t size) {
-    const auto begin = memory_.begin() + static_cast<std::ptrdiff_t>(first);
-    return std::all_of(begin, begin + static_cast<std::ptrdiff_t>(size),
-                       [](std::byte byte) { return byte == kUntouched; });
+  const Bytes now = all();
+  const auto untouched = [&](std::size_t first, std::size_t size) {
+    return std::ranges::all_of(std::span(now).subspan(first, size),
+                               [](std::byte byte) { return byte == kUntouched; });
   };
-  constexpr std::size_t kStep = kRegion + kGuard;
+  const auto same = [&](const std::optional<Bytes>& then, std::size_t region) {
+    return !then || std::ranges::equal(part(*then, region), part(now, region));
+  };
   for (std::size_t region = 0; region < 4; ++region) {
     require(untouched(region * kStep, kGuard), "nothing is written outside of regions");
   }
   require(untouched(2 * kStep + kGuard, kRegion), "nothing is written to another peer's grant");
-  require(!released_ || *released_ == copy_of(*granted),
-          "nothing is written to a grant whose counter was released");
-  require(!deregistered_ || *deregistered_ == copy_of(*open),
-          "nothing is written to a region that was deregistered");
+  require(same(released_, 1), "nothing is written to a grant whose counter was released");
+  require(same(deregistered_, 0), "nothing is written to a region that was deregistered");
   require(counters->value(stranger_imm) == 0, "another peer's counter does not move");
   require(stats.bytes_received <= stats.writes_received * kRegion, "what is counted fits");
 }

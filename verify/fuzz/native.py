@@ -34,11 +34,21 @@ DECODERS: Final[dict[str, dict[str, str]]] = {
         "fabric/tcp/sender.cpp": "Sender::(on_ack|acknowledge)",
         "placement.cpp": "",
     },
+    "tcp_lane_gpu": {
+        "fabric/tcp/receiver.cpp": "Receiver::(take_slot|finish_batch|end)",
+        "fabric/tcp/sender.cpp": "Sender::(stage|staged)",
+    },
     "local_path": {
         "fabric/local/local_path.cpp": "LocalPath::(consume|place|reap|receive_regions)",
         "fabric/local/source_memory.cpp": "SourceMemory::in_region",
         "fabric/local/region_message.hpp": "",
         "fabric/local/unix_socket.cpp": "receive_message",
+    },
+    "local_path_gpu": {
+        "fabric/local/local_path.cpp": "LocalPath::(place|copy_from_host|stage|on_region|answer)",
+        "fabric/local/gpu_sources.cpp": "GpuSources::(add|open|remove|close|in_region)",
+        "fabric/local/gpu_shares.cpp": "GpuShares::(on_answer|refuse)",
+        "fabric/local/region_message.hpp": "",
     },
     "rendezvous": {
         "fabric/local/rendezvous.cpp": "Rendezvous::(on_|advance|take_descriptors|can_read)",
@@ -55,6 +65,7 @@ DECODERS: Final[dict[str, dict[str, str]]] = {
 finds; an empty one finds all."""
 
 _ENVIRONMENT: Final = {
+    "CUDA_DOUBLE_DELAY_US": "0",
     "ASAN_OPTIONS": "detect_stack_use_after_return=1:handle_abort=1",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
 }

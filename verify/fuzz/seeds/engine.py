@@ -73,12 +73,18 @@ def tcp_lane() -> Iterator[bytes]:
         yield half + b"\x06" + poll
 
 
-def local_path() -> Iterator[bytes]:
-    def batch(key: int, region: int | None, *offsets: int) -> bytes:
-        where = bytes([0, 0]) if region is None else bytes([1, region])
-        each = b"".join(struct.pack("<BBHBB", 16, 0, at, 1, 64) for at in offsets)
-        return bytes([0, key, 1, 1]) + where + bytes([len(offsets), 0]) + each
+def tcp_lane_gpu() -> Iterator[bytes]:
+    yield from tcp_lane()
 
+
+def _batch(key: int, region: int | None, *offsets: int, source: bytes = b"\x10") -> bytes:
+    where = bytes([0, 0]) if region is None else bytes([1, region])
+    each = b"".join(source + struct.pack("<BHBB", 0, at, 1, 64) for at in offsets)
+    return bytes([0, key, 1, 1]) + where + bytes([len(offsets), 0]) + each
+
+
+def local_path() -> Iterator[bytes]:
+    batch = _batch
     share, poll, events = b"\x04\x01\x01\x00", b"\x07", b"\x08"
     yield share + events + batch(1, 1, 0, 64) + poll
     yield share + batch(1, 1, 0) + poll + b"\x05\x01" + events + batch(1, 1, 0) + poll
@@ -94,6 +100,35 @@ def local_path() -> Iterator[bytes]:
         yield b"\x04\x00\x01" + bytes([attached]) + events
     yield b"\x06\x10" + struct.pack("<IIQ", 3, 1, 1) + events
     yield b"\x03\x00" + struct.pack("<QIIBBHI", 1, 2000, 0, 0, 0, 0, 0) + b"\x02\x00\x09" + poll
+
+
+def local_path_gpu() -> Iterator[bytes]:
+    yield from local_path()
+    poll, events, size = b"\x07", b"\x08", b"\xff" + struct.pack("<Q", 4096)
+
+    def share(number: int, files: int, reader: int = 0) -> bytes:
+        head = bytes([5, 0xF0 + number]) + size + bytes([16, 0, reader])
+        return head + bytes([files, 1]) + b"\x01" * files + events * 3
+
+    def answer(opened: bool, number: int = 0) -> bytes:
+        return bytes([5, 0xE0, opened]) + (b"" if opened else b"\x03why") + bytes([number]) + events
+
+    def post(reader: int) -> bytes:  # four writes out of a GPU to a GPU of the peer's
+        return b"\x0a\x01\x00\x03\x40\x01\x01\x01" + bytes([reader])
+
+    for files in (0, 1, 2):
+        for key in (0, 1, 2):
+            yield share(1, files) + _batch(key, 1, 0, 64) + (poll + events) * 3
+    yield share(1, 1) + _batch(1, 1, 0) + poll + b"\x05\x01" + events + _batch(1, 1, 0) + poll
+    yield share(1, 1) + _batch(1, 1, 0) + poll + b"\x0c" + _batch(1, 1, 0) + poll + events
+    yield share(1, 1) + _batch(0, 1, 0) + poll + b"\x0d\x02" + _batch(0, 1, 0) + poll
+    yield share(1, 1) + b"\x05\x01" + events * 2 + share(1, 1) * 2 + share(2, 1, reader=1)
+    for source in (4096, 1 << 21):
+        beyond = _batch(0, 1, 0, source=b"\xff" + struct.pack("<Q", source))
+        yield share(1, 1) + beyond + poll + share(2, 0) + _batch(0, 2, 0) + poll + events
+    for opened in (True, False):
+        yield post(0) + poll + answer(opened) + post(0) + (poll + events) * 3
+        yield post(0) + post(1) + answer(opened, 1) + post(1) + poll + b"\x0b\x00\x06\x05\x00"
 
 
 def rendezvous() -> Iterator[bytes]:
