@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Annotated, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from msgspec import Meta
@@ -61,6 +62,19 @@ def packing_of(name: str, head_size: int) -> tuple[Packing, Packing] | None:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What some layers of a model keep, where not all keep the same: fields as in KvLayout."""
+
+    num_kv_heads: Annotated[_Size, Meta(examples=[1])]
+    head_size: Annotated[_Size, Meta(examples=[132])]
+    dtype: Annotated[str, Meta(examples=["uint8"])]
+    order: HeadOrder = "NHD"
+    kv: KvArrangement = "separate"
+    mla: bool = False
+    packing: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
+
+
+@dataclass(frozen=True, slots=True)
 class KvLayout:
     """The KV cache of one rank of one instance.
 
@@ -81,6 +95,10 @@ class KvLayout:
 
     `layer_groups` names the KV cache group of each layer where each group has its own block ids.
     A transfer then has a block table for each group; blocks may be absent in it.
+
+    Where layers keep different things of a token (a draft model, the indexer of sparse attention),
+    `layer_shapes` names the shape of each layer: 0 is what the fields here say, `n` is
+    `shapes[n - 1]`. What is said of a layer below then holds for `of_layer()` alone.
 
     Every field describes the whole model
     except `tp_rank` and `pp_rank`. Raises InvalidArgument that names the field, its value and
@@ -110,6 +128,10 @@ class KvLayout:
     """The name of the engine's own order or form, with `kv` opaque or joined."""
     layer_groups: Annotated[tuple[_Group, ...], Meta(max_length=_MOST)] = ()
     """The KV cache group of each layer, where groups have separate block ids."""
+    shapes: Annotated[tuple[LayerShape, ...], Meta(max_length=_MOST)] = ()
+    """What layers keep that do not keep what the fields above say."""
+    layer_shapes: Annotated[tuple[_Group, ...], Meta(max_length=_MOST)] = ()
+    """The shape of each layer, where there are several: 0, or n for shapes[n - 1]."""
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_size", "block_size"):
@@ -135,6 +157,7 @@ class KvLayout:
             )
         self._require_packing()
         self._require_layer_groups()
+        self._require_shapes()
         for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
             if getattr(self, rank) >= getattr(self, size):
                 raise InvalidArgument(
@@ -192,6 +215,33 @@ class KvLayout:
                 f"KvLayout.layer_groups is {groups!r} for {self.num_layers} layers; pass the group "
                 "of each layer, counted from 0, or () where they have none"
             )
+
+    def _require_shapes(self) -> None:
+        shapes, of_layers = self.shapes, self.layer_shapes
+        if not shapes and not of_layers:
+            return
+        if (
+            not all(isinstance(shape, int) for shape in of_layers)
+            or len(of_layers) != self.num_layers
+            or sorted(set(of_layers)) != list(range(len(shapes) + 1))
+        ):
+            raise InvalidArgument(
+                f"KvLayout.layer_shapes is {of_layers!r} for {self.num_layers} layers and "
+                f"{len(shapes)} shapes beside the layout's own; pass the shape of each layer, each "
+                "of them used, or () where all layers have the same"
+            )
+        for shape in range(len(shapes) + 1):
+            self.of_shape(shape)  # as a layout it has to be possible
+
+    def of_shape(self, shape: int) -> KvLayout:
+        """The layout as if all layers had that shape."""
+        if not self.shapes:
+            return self
+        return _of_shape(self, shape)
+
+    def of_layer(self, layer: int) -> KvLayout:
+        """The layout as if all layers had the shape of this one, counted on this rank."""
+        return self.of_shape(self.layer_shapes[self.first_layer + layer]) if self.shapes else self
 
     @property
     def num_ranks(self) -> int:
@@ -292,6 +342,18 @@ class KvLayout:
         """Bytes of one block in one plane of a layer."""
         return self.block_bytes // len(self.parts)
 
+    @property
+    def stack_bytes(self) -> int:
+        """Bytes of one block in all layers of this rank."""
+        return sum(self.of_layer(layer).block_bytes for layer in range(self.layers_per_rank))
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
+
+
+@lru_cache(maxsize=1024)
+def _of_shape(layout: KvLayout, shape: int) -> KvLayout:
+    own = layout.shapes[shape - 1] if shape else None
+    said = {field.name: getattr(own, field.name) for field in fields(own)} if own else {}
+    return replace(layout, shapes=(), layer_shapes=(), **said)

@@ -79,7 +79,8 @@ def _blocks_of(plane: KvPlane, cache: KvCache, order: HeadOrder) -> np.ndarray[A
 class KvCache:
     """`num_blocks` blocks of a layout in registered memory. Any thread; it only holds data.
 
-    `planes[layer][i]` is the plane of `layout.parts[i]`, layers counted from 0 on this rank.
+    `planes[layer][i]` is the plane of `layout.of_layer(layer).parts[i]`, layers counted from 0 on
+    this rank.
     `permute` reorders the heads of blocks from a peer with the other head order; with None they are
     put in order on the way, in many small writes. Planes may be memory of a GPU; what only the
     processor does, checksums and permute_on_host, is refused then. `owns`: what close() gives back
@@ -109,12 +110,13 @@ class KvCache:
                 f"{layout.layers_per_rank} on this rank; pass the planes of every layer"
             )
         for index, layer in enumerate(self.planes):
-            if len(layer) != len(layout.parts):
+            parts = layout.of_layer(index).parts
+            if len(layer) != len(parts):
                 raise InvalidArgument(
                     f"layer {index} of the KvCache has {len(layer)} planes, its layout has "
-                    f"{len(layout.parts)} ({', '.join(layout.parts)})"
+                    f"{len(parts)} ({', '.join(parts)})"
                 )
-            for part, plane in zip(layout.parts, layer, strict=True):
+            for part, plane in zip(parts, layer, strict=True):
                 self._check_plane(index, part, plane)
         regions = [plane.region for layer in self.planes for plane in layer]
         self.gpu = next((region.gpu for region in regions if region.gpu is not None), None)
@@ -126,13 +128,14 @@ class KvCache:
             raise InvalidArgument(f"the KvCache is memory of GPU {self.gpu}: {why}")
 
     def _check_plane(self, layer: int, part: Part, plane: KvPlane) -> None:
-        if plane.offset < 0 or plane.block_stride < self.layout.part_bytes:
+        nbytes = self.layout.of_layer(layer).part_bytes
+        if plane.offset < 0 or plane.block_stride < nbytes:
             raise InvalidArgument(
                 f"plane {part} of layer {layer}: offset {plane.offset}, block stride "
                 f"{plane.block_stride}; the offset is >= 0 and a block of this layout takes "
-                f"{self.layout.part_bytes} bytes"
+                f"{nbytes} bytes"
             )
-        end = plane.offset + (self.num_blocks - 1) * plane.block_stride + self.layout.part_bytes
+        end = plane.offset + (self.num_blocks - 1) * plane.block_stride + nbytes
         if end > plane.region.nbytes:
             raise InvalidArgument(
                 f"plane {part} of layer {layer} ends at byte {end} of a memory region of "
@@ -156,25 +159,20 @@ class KvCache:
         The cache owns the memory; `buffer()` gives access to it, and of a GPU
         `MemoryRegion.read` and `write`.
         """
-        plane_bytes = num_blocks * layout.part_bytes
-        num_planes = layout.layers_per_rank * len(layout.parts)
-        nbytes = num_planes * plane_bytes
+        nbytes = num_blocks * layout.stack_bytes
         memory = engine.alloc(nbytes) if gpu is None else engine.alloc(nbytes, gpu=gpu)
+        planes: list[list[KvPlane]] = []
+        offset = 0
+        for layer in map(layout.of_layer, range(layout.layers_per_rank)):
+            planes.append([])
+            for _ in layer.parts:
+                planes[-1].append(KvPlane(memory.region, offset, layer.part_bytes))
+                offset += num_blocks * layer.part_bytes
         try:
             cache = cls(
                 layout,
                 num_blocks,
-                [
-                    [
-                        KvPlane(
-                            memory.region,
-                            (layer * len(layout.parts) + part) * plane_bytes,
-                            layout.part_bytes,
-                        )
-                        for part in range(len(layout.parts))
-                    ]
-                    for layer in range(layout.layers_per_rank)
-                ],
+                planes,
                 permute=permute,
             )
         except BaseException:
@@ -193,7 +191,7 @@ class KvCache:
         *,
         permute: Permute | None = permute_on_host,
     ) -> KvCache:
-        """A cache in memory that the caller has: `arrays[layer][i]` for `layout.parts[i]`.
+        """A cache in memory that the caller has: `arrays[layer][i]` for the plane of that part.
 
         Each array (whatever Engine.register() takes but an address) is contiguous with the block as
         its first dimension; one that several layers share is registered once. The cache owns the
@@ -218,10 +216,11 @@ class KvCache:
 
     def plane(self, layer: int, part: Part) -> KvPlane:
         """The plane of a part in a layer of this rank."""
-        return self.planes[layer][self.layout.parts.index(part)]
+        return self.planes[layer][self.layout.of_layer(layer).parts.index(part)]
 
     def buffer(self, layer: int, part: Part) -> memoryview:
-        """The bytes of a plane of an allocated cache, `num_blocks * part_bytes`, writable.
+        """The bytes of a plane of an allocated cache, `num_blocks * part_bytes` of its layer,
+        writable.
 
         Raises InvalidArgument where the cache lies in the caller's own memory.
         """
@@ -230,7 +229,7 @@ class KvCache:
                 "this KvCache lies in memory that its engine registered; use those arrays"
             )
         plane = self.plane(layer, part)
-        nbytes = self.num_blocks * self.layout.part_bytes
+        nbytes = self.num_blocks * self.layout.of_layer(layer).part_bytes
         return memoryview(self._memory)[plane.offset : plane.offset + nbytes]
 
     def close(self) -> None:

@@ -141,8 +141,9 @@ def grant_ranges(
     ranges = []
     for layer in plan.layers:
         low, high = ends[cache.layout.group_of(layer.dst_layer)]
+        part_bytes = cache.layout.of_layer(layer.dst_layer).part_bytes
         for plane in cache.planes[layer.dst_layer]:
-            nbytes = (high - low) * plane.block_stride + cache.layout.part_bytes
+            nbytes = (high - low) * plane.block_stride + part_bytes
             ranges.append((plane.region, plane.offset + low * plane.block_stride, nbytes))
     return ranges
 
@@ -160,10 +161,15 @@ def check_hello(hello: Hello) -> None:
     elif hello.num_blocks < 1:
         problem = f"its pool has {hello.num_blocks} blocks"
     elif len(hello.block_strides) != layout.layers_per_rank or any(
-        len(layer) != len(layout.parts) for layer in hello.block_strides
+        len(strides) != len(layout.of_layer(layer).parts)
+        for layer, strides in enumerate(hello.block_strides)
     ):
         problem = "its planes are not those of its layout"
-    elif any(stride < layout.part_bytes for layer in hello.block_strides for stride in layer):
+    elif any(
+        stride < layout.of_layer(layer).part_bytes
+        for layer, strides in enumerate(hello.block_strides)
+        for stride in strides
+    ):
         problem = "the blocks of a plane overlap"
     if problem:
         raise ProtocolError(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise, product
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from kvxfer.kv.ranks import heads_between, layers_between, require_mappable
@@ -67,6 +67,13 @@ class TransferPlan:
     layers: tuple[LayerPlan, ...]
 
     @property
+    def first_grants(self) -> tuple[int, ...]:
+        """The number of the first grant of each layer, and after the last of how many there are:
+        one for each plane that the layer has at decode."""
+        planes = (len(self.decode.of_layer(layer.dst_layer).parts) for layer in self.layers)
+        return tuple(accumulate(planes, initial=0))
+
+    @property
     def permutes(self) -> bool:
         """Whether decode has to put the heads of its blocks into its own order then."""
         return self.arrival_order != self.decode.order
@@ -107,23 +114,26 @@ def plan_transfer(
     bridge.
     """
     require_mappable(prefill, decode)
-    # Heads are put in order in all layers of a block, which of several groups are not one's own.
-    permutes = decode_permutes and not prefill.layer_groups
+    # Heads are put in order in all layers of a block: of several groups these are not one's own,
+    # and of several shapes not all have heads.
+    permutes = decode_permutes and not prefill.layer_groups and not prefill.shapes
     order = _arrival_order(prefill, decode) if permutes else decode.order
-    layers = layers_between(prefill, decode)
-    copies: tuple[StridedCopy, ...] = ()
-    if layers:
-        packed = prefill.opaque and prefill.block_size != decode.block_size
-        between = _copies_of_packed if packed else _copies
-        copies = tuple(between(prefill, replace(decode, order=order)))
+
+    @cache
+    def copies(ours: KvLayout, theirs: KvLayout) -> tuple[StridedCopy, ...]:
+        arrives = replace(theirs, order=order) if permutes else theirs
+        packed = ours.opaque and ours.block_size != arrives.block_size
+        return tuple((_copies_of_packed if packed else _copies)(ours, arrives))
+
+    def of_layer(layer: int) -> LayerPlan:
+        src, dst = layer - prefill.first_layer, layer - decode.first_layer
+        return LayerPlan(src, dst, copies(prefill.of_layer(src), decode.of_layer(dst)))
+
     return TransferPlan(
         prefill=prefill,
         decode=decode,
         arrival_order=order,
-        layers=tuple(
-            LayerPlan(layer - prefill.first_layer, layer - decode.first_layer, copies)
-            for layer in layers
-        ),
+        layers=tuple(map(of_layer, layers_between(prefill, decode))),
     )
 
 

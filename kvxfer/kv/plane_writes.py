@@ -110,15 +110,18 @@ def bind_plan(plan: TransferPlan, src: KvCache, dst: Hello) -> tuple[tuple[Plane
     Grants are counted over the parts of the layers that the plan writes to.
     """
 
-    def strides(layer: LayerPlan, copy: StridedCopy) -> tuple[int, int]:
-        part = plan.decode.parts.index(copy.dst_part)
-        src_stride = src.plane(layer.src_layer, copy.src_part).block_stride
-        return src_stride, dst.block_strides[layer.dst_layer][part]
+    def dst_part(layer: LayerPlan, copy: StridedCopy) -> int:
+        return plan.decode.of_layer(layer.dst_layer).parts.index(copy.dst_part)
 
+    def strides(layer: LayerPlan, copy: StridedCopy) -> tuple[int, int]:
+        src_stride = src.plane(layer.src_layer, copy.src_part).block_stride
+        return src_stride, dst.block_strides[layer.dst_layer][dst_part(layer, copy)]
+
+    first_grants = plan.first_grants
     writes: list[list[PlaneWrite]] = [[] for _ in range(plan.prefill.layers_per_rank)]
     for index, layer, copy, runs, number in _bound(plan, strides):
         plane = src.plane(layer.src_layer, copy.src_part)
-        grant = index * len(plan.decode.parts) + plan.decode.parts.index(copy.dst_part)
+        grant = first_grants[index] + dst_part(layer, copy)
         group = plan.prefill.group_of(layer.src_layer)
         write = PlaneWrite(plane.region, plane.offset, grant, group, runs, number)
         writes[layer.src_layer].append(write)

@@ -158,7 +158,7 @@ class PrefillSide:
                 offer.blocks, connection.hello.num_blocks, connection.hello.layout
             )
             plan = connection.outbound_plan
-            planes = len(plan.layers) * len(plan.decode.parts)
+            planes = plan.first_grants[-1]
             if len(offer.grants) != planes:
                 raise InvalidArgument(
                     f"{len(offer.grants)} grants for the {planes} planes of "

@@ -8,6 +8,7 @@ rank, or is at least told that it has nothing to write.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Final
@@ -15,14 +16,8 @@ from typing import Final
 from kvxfer.errors import LayoutMismatch
 from kvxfer.layout import KvLayout
 
-_SAME_ON_BOTH_SIDES: Final = (
-    "num_layers",
-    "num_kv_heads",
-    "head_size",
-    "dtype",
-    "mla",
-    "layer_groups",
-)
+_SAME_ON_BOTH_SIDES: Final = ("num_layers", "layer_groups", "layer_shapes")
+_SAME_OF_EACH_SHAPE: Final = ("num_kv_heads", "head_size", "dtype", "mla")
 _MAX_BLOCKS_IN_CYCLE: Final = 1024
 
 
@@ -30,23 +25,32 @@ def require_mappable(prefill: KvLayout, decode: KvLayout) -> None:
     """Raises LayoutMismatch with the first field that no plan can bridge: of the model, or of what
     only engines of one kind understand. Block sizes are one, where it takes more than a thousand
     blocks until both end at the same token."""
-    fields = list(_SAME_ON_BOTH_SIDES)
-    if prefill.opaque or decode.opaque:
-        fields += ["kv", "packing"]
-        if prefill.packings is None:
-            fields.append("block_size")
-    elif prefill.joined or decode.joined:
-        fields += ["kv", "packing"]
+    _require_same(_SAME_ON_BOTH_SIDES, prefill, decode)
+    for shape in range(len(prefill.shapes) + 1):
+        _require_same_shape(prefill.of_shape(shape), decode.of_shape(shape))
     if prefill.layer_groups:
         # Of a block that is present all tokens come, whatever is absent before it.
-        fields.append("block_size")
+        _require_same(("block_size",), prefill, decode)
+    cycle = math.lcm(prefill.block_size, decode.block_size)
+    if cycle // prefill.block_size + cycle // decode.block_size > _MAX_BLOCKS_IN_CYCLE:
+        raise LayoutMismatch("block_size", prefill.block_size, decode.block_size)
+
+
+def _require_same(fields: Iterable[str], prefill: KvLayout, decode: KvLayout) -> None:
     for field in fields:
         ours, theirs = getattr(prefill, field), getattr(decode, field)
         if ours != theirs:
             raise LayoutMismatch(field, ours, theirs)
-    cycle = math.lcm(prefill.block_size, decode.block_size)
-    if cycle // prefill.block_size + cycle // decode.block_size > _MAX_BLOCKS_IN_CYCLE:
-        raise LayoutMismatch("block_size", prefill.block_size, decode.block_size)
+
+
+def _require_same_shape(prefill: KvLayout, decode: KvLayout) -> None:
+    _require_same(_SAME_OF_EACH_SHAPE, prefill, decode)
+    if prefill.opaque or decode.opaque:
+        _require_same(("kv", "packing"), prefill, decode)
+        if prefill.packings is None:
+            _require_same(("block_size",), prefill, decode)
+    elif prefill.joined or decode.joined:
+        _require_same(("kv", "packing"), prefill, decode)
 
 
 def heads_between(prefill: KvLayout, decode: KvLayout) -> range:
@@ -62,11 +66,17 @@ def heads_between(prefill: KvLayout, decode: KvLayout) -> range:
 
 def layers_between(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
     """The layers that a prefill rank writes to a decode rank, by their index in the whole model."""
-    turn = _turn(prefill, decode)
-    if turn is None:
-        return ()
-    first, of = turn
-    return tuple(layer for layer in _layers_on_both(prefill, decode) if layer % of == first)
+    turns = _turns(prefill, decode)
+    shapes = prefill.layer_shapes or (0,) * prefill.num_layers
+    before = [0] * len(turns)  # layers of each shape
+    layers = []
+    both = _layers_on_both(prefill, decode)
+    for layer, shape in enumerate(shapes[: both.stop]):
+        turn = turns[shape]
+        if layer in both and turn is not None and before[shape] % turn[1] == turn[0]:
+            layers.append(layer)
+        before[shape] += 1
+    return tuple(layers)
 
 
 @lru_cache(maxsize=1024)
@@ -79,7 +89,7 @@ def sources(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
     heads = [
         rank
         for rank in range(prefill.tp_size)
-        if _turn(replace(prefill, tp_rank=rank), decode) is not None
+        if any(_turns(replace(prefill, tp_rank=rank), decode))
     ]
     return tuple(
         stage * prefill.tp_size + rank
@@ -99,7 +109,7 @@ def targets(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
     heads = [
         rank
         for rank in range(decode.tp_size)
-        if _turn(prefill, replace(decode, tp_rank=rank)) is not None
+        if any(_turns(prefill, replace(decode, tp_rank=rank)))
     ]
     return tuple(
         stage * decode.tp_size + rank
@@ -111,8 +121,12 @@ def targets(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
 
 def bytes_per_token(prefill: KvLayout, decode: KvLayout) -> int:
     """What a prefill rank writes to a decode rank for each token."""
-    heads = len(heads_between(prefill, decode))
-    return len(layers_between(prefill, decode)) * decode.vectors * heads * decode.vector_bytes
+    total = 0
+    for layer in layers_between(prefill, decode):
+        ours = prefill.of_layer(layer - prefill.first_layer)
+        theirs = decode.of_layer(layer - decode.first_layer)
+        total += theirs.vectors * len(heads_between(ours, theirs)) * theirs.vector_bytes
+    return total
 
 
 def _layers_on_both(prefill: KvLayout, decode: KvLayout) -> range:
@@ -125,9 +139,15 @@ def _layers_on_both(prefill: KvLayout, decode: KvLayout) -> range:
     )
 
 
+def _turns(prefill: KvLayout, decode: KvLayout) -> tuple[tuple[int, int] | None, ...]:
+    """The _turn() of the layers of each shape."""
+    shapes = range(len(prefill.shapes) + 1)
+    return tuple(_turn(prefill.of_shape(shape), decode.of_shape(shape)) for shape in shapes)
+
+
 def _turn(prefill: KvLayout, decode: KvLayout) -> tuple[int, int] | None:
-    """(i, n) where the prefill rank writes every n-th layer from layer i on; None where it writes
-    none, as the ranks have no head in common or another replica of the heads writes.
+    """(i, n) where the prefill rank writes every n-th layer of a shape from the i-th on; None where
+    it writes none, as the ranks have no head in common or another replica of the heads writes.
 
     With m replicas of a head at prefill and n at decode, replica j serves replica j * n // m where
     m > n, and those that serve the same one take turns by layer. Otherwise each serves several.

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from cuda.bindings import driver
 
-from kvxfer.connectors.vllm.caches import layout_of, register_caches
+from kvxfer.connectors.vllm.caches import LayerCache, layout_of, register_caches
 from kvxfer.connectors.vllm.plan import StepPlan
 from kvxfer.connectors.vllm.worker import Results, TransferWorker
 from kvxfer.instances import Role
@@ -48,8 +48,8 @@ class Side:
         whole = tensor_at(self.address, nbytes)
         # [layers, blocks, heads, tokens, content]: vLLM's LBHNC.
         views = whole.view(len(LAYERS), BLOCKS, HEADS, TOKENS, CONTENT)
-        caches = dict(zip(LAYERS, views, strict=True))
-        layout = layout_of(caches, TOKENS, mla=False, opaque=False)
+        caches = {name: LayerCache(view, HEADS) for name, view in zip(LAYERS, views, strict=True)}
+        layout = layout_of(caches, TOKENS, opaque=False)
         make_cache = functools.partial(register_caches, caches=caches, layout=layout)
         self.agent = stack.enter_context(agent_of(role, url, make_cache, lease))
         assert self.agent.gpu == 0

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from kvxfer.connectors.vllm.caches import (
+    LayerCache,
     form_name,
-    has_slots,
+    heads_in_all,
     in_model_order,
     layout_of,
     packing_name,
@@ -22,27 +23,35 @@ from kvxfer.layout import KvLayout
 pytestmark = pytest.mark.native
 
 
-def caches(*shape: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    return {f"layer.{index}": torch.zeros(shape, dtype=dtype) for index in range(3)}
+def caches(*shape: int, dtype: torch.dtype = torch.bfloat16, **said: Any) -> dict[str, LayerCache]:
+    """Three layers of `[blocks, heads, tokens, content]`, whose ranks have all heads."""
+    heads = shape[1]
+    return {
+        f"layer.{index}": LayerCache(
+            torch.zeros(shape, dtype=dtype), **{"num_kv_heads": heads} | said
+        )
+        for index in range(3)
+    }
 
 
 async def test_heads_of_vllms_cpu_attention_are_opaque() -> None:
     tensors = caches(9, 4, 32, 2 * 64)
-    layout = layout_of(tensors, 32, mla=False)
+    layout = layout_of(tensors, 32)
     assert (layout.kv, layout.order, layout.num_kv_heads) == ("opaque", "HND", 4)
     assert (layout.num_layers, layout.head_size, layout.dtype) == (3, 64, "bfloat16")
-    assert layout.part_bytes == tensors["layer.0"][0].nbytes
+    assert layout.part_bytes == tensors["layer.0"].tensor[0].nbytes
     async with Engine(cluster_key=b"0123456789abcdef", fabrics=("local",)) as engine:
         with register_caches(engine, tensors, layout) as cache:
             assert cache.num_blocks == 9
-            assert cache.plane(2, "KV").region.address == tensors["layer.2"].data_ptr()
+            assert cache.plane(2, "KV").region.address == tensors["layer.2"].tensor.data_ptr()
 
 
 def test_the_heads_of_a_rank_are_a_part_of_the_models() -> None:
-    layout = layout_of(caches(9, 4, 32, 128), 32, mla=False, num_kv_heads=8, tp_size=2, tp_rank=1)
+    halves = caches(9, 4, 32, 128, num_kv_heads=8)
+    layout = layout_of(halves, 32, tp_size=2, tp_rank=1)
     assert (layout.num_kv_heads, layout.heads_per_rank, layout.first_head) == (8, 4, 4)
     with pytest.raises(InvalidArgument, match="has 4 heads, 2 were expected of 8 over 4 ranks"):
-        layout_of(caches(9, 4, 32, 128), 32, mla=False, num_kv_heads=8, tp_size=4)
+        layout_of(halves, 32, tp_size=4)
 
 
 @pytest.mark.parametrize(
@@ -65,13 +74,13 @@ def test_the_order_within_a_head_has_the_name_of_its_kernel(
 
 def test_fp8_caches_are_named_by_what_they_hold() -> None:
     tensors = caches(9, 4, 32, 128, dtype=torch.uint8)
-    assert layout_of(tensors, 32, mla=False, cache_dtype="fp8_e5m2").dtype == "float8_e5m2"
-    assert layout_of(tensors, 32, mla=False, cache_dtype="fp8").dtype == "float8_e4m3fn"
+    assert layout_of(tensors, 32, cache_dtype="fp8_e5m2").dtype == "float8_e5m2"
+    assert layout_of(tensors, 32, cache_dtype="fp8").dtype == "float8_e4m3fn"
 
 
 @pytest.mark.parametrize("shape", [(9, 1, 16, 576), (9, 16, 576)])
 def test_mla_has_one_latent_vector_per_token(shape: tuple[int, ...]) -> None:
-    layout = layout_of(caches(*shape), 16, mla=True)
+    layout = layout_of(caches(*shape, mla=True), 16)
     assert (layout.mla, layout.head_size, layout.num_kv_heads) == (True, 576, 1)
     assert layout.part_bytes == 16 * 576 * 2
 
@@ -85,51 +94,59 @@ def test_mla_has_one_latent_vector_per_token(shape: tuple[int, ...]) -> None:
         (caches(9, 32, 128), "without K and V"),
         (caches(2, 9, 4, 32, 64), "there should be"),
         (caches(9, 4, 32, 128, dtype=torch.float64), "float64"),
-        (caches(9, 4, 32, 128) | {"odd": torch.zeros(9, 2, 32, 128)}, "several shapes"),
-        ({"layer": torch.zeros(9, 4, 32, 256)[..., ::2]}, "do not lie together"),
+        (
+            caches(9, 4, 32, 128) | {"odd": LayerCache(torch.zeros(8, 4, 32, 128), 4)},
+            "odd has 8 blo",
+        ),
+        ({"layer": LayerCache(torch.zeros(9, 4, 32, 256)[..., ::2], 4)}, "do not lie together"),
     ],
 )
-def test_what_cannot_be_mapped_is_refused(tensors: dict[str, torch.Tensor], named: str) -> None:
+def test_what_cannot_be_mapped_is_refused(tensors: dict[str, LayerCache], named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):
-        layout_of(tensors, 32, mla=False)
+        layout_of(tensors, 32)
 
 
 async def test_layers_of_several_groups_share_their_memory() -> None:
     one, other = torch.zeros(4, 2, 32, 64), torch.zeros(4, 2, 32, 64)
     names = ["model.layers.10.attn", "model.layers.9.attn", "model.layers.2.attn"]
-    tensors = in_model_order(dict(zip(names, (one, one, other), strict=True)))
+    kept = [LayerCache(tensor, 2) for tensor in (one, one, other)]
+    tensors = in_model_order(dict(zip(names, kept, strict=True)))
     assert list(tensors) == names[::-1]
-    layout = layout_of(tensors, 32, mla=False, groups=[names[1:], names[:1]])
+    layout = layout_of(tensors, 32, groups=[names[1:], names[:1]])
     assert (layout.layer_groups, layout.num_groups) == ((0, 0, 1), 2)
     async with Engine(cluster_key=b"0123456789abcdef", fabrics=("local",)) as engine:
         with register_caches(engine, tensors, layout) as cache:
             regions = [cache.plane(layer, "KV").region for layer in range(3)]
             assert regions[1] is regions[2]
             addresses = [region.address for region in regions]
-            assert addresses == [tensor.data_ptr() for tensor in tensors.values()]
+            assert addresses == [cache.tensor.data_ptr() for cache in tensors.values()]
 
 
 async def test_an_allocation_with_all_layers_is_registered_once() -> None:
     buffer = torch.zeros(3 * 4 * 2 * 32 * 64 * 2, dtype=torch.int8)
     layers = buffer.view(torch.bfloat16).view(3, 4, 2, 32, 64)
-    tensors = {f"layers.{index}": layers[index] for index in range(3)}
-    layout = layout_of(tensors, 32, mla=False)
+    tensors = {f"layers.{index}": LayerCache(layers[index], 2) for index in range(3)}
+    layout = layout_of(tensors, 32)
     async with Engine(cluster_key=b"0123456789abcdef", fabrics=("local",)) as engine:
-        with register_caches(engine, tensors, layout) as cache:
-            planes = [cache.plane(layer, "KV") for layer in range(3)]
+        with register_caches(engine, tensors, layout) as registered:
+            planes = [registered.plane(layer, "KV") for layer in range(3)]
             assert planes[0].region is planes[1].region is planes[2].region
-            for plane, tensor in zip(planes, tensors.values(), strict=True):
-                assert plane.region.address + plane.offset == tensor.data_ptr()
-                assert plane.block_stride == tensor[0].nbytes
+            for plane, cache in zip(planes, tensors.values(), strict=True):
+                assert plane.region.address + plane.offset == cache.tensor.data_ptr()
+                assert plane.block_stride == cache.tensor[0].nbytes
 
 
-def views(order: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Two layers of 5 blocks, 2 heads, 8 tokens and 64 of content; `order`: these five dimensions
-    from the outermost to the innermost in memory."""
+def views(
+    order: tuple[int, ...], heads: int | None = 4, packing: str = ""
+) -> dict[str, LayerCache]:
+    """Two layers of 5 blocks, 2 of so many heads, 8 tokens and 64 of content; `order`: these five
+    dimensions from the outermost to the innermost in memory."""
     sizes = (2, 5, 2, 8, 64)
     memory = torch.zeros([sizes[dim] for dim in order], dtype=torch.bfloat16)
     logical = memory.permute([order.index(dim) for dim in range(5)])
-    return {f"layers.{index}": logical[index] for index in range(2)}
+    return {
+        f"layers.{index}": LayerCache(logical[index], heads, packing=packing) for index in range(2)
+    }
 
 
 @pytest.mark.parametrize(
@@ -145,35 +162,60 @@ async def test_the_layouts_of_vllms_gpu_backends(
     order: tuple[int, ...], heads: str, block_stride: int
 ) -> None:
     tensors = views(order)
-    layout = layout_of(tensors, 8, mla=False, opaque=False, num_kv_heads=4, tp_size=2)
+    layout = layout_of(tensors, 8, opaque=False, tp_size=2)
     assert (layout.kv, layout.order, layout.head_size) == ("joined", heads, 64)
     assert layout.part_bytes == 2048
     async with Engine(cluster_key=b"0123456789abcdef", fabrics=("local",)) as engine:
-        with register_caches(engine, tensors, layout) as cache:
-            for plane, tensor in zip(
-                (cache.plane(0, "KV"), cache.plane(1, "KV")), tensors.values(), strict=True
-            ):
-                assert plane.region.address + plane.offset == tensor.data_ptr()
+        with register_caches(engine, tensors, layout) as registered:
+            for layer, cache in enumerate(tensors.values()):
+                plane = registered.plane(layer, "KV")
+                assert plane.region.address + plane.offset == cache.tensor.data_ptr()
                 assert plane.block_stride == block_stride
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3, 4), (1, 2, 0, 3, 4)], ids=["LHBNC", "BHLNC"])
 def test_a_layout_that_scatters_blocks_is_refused(order: tuple[int, ...]) -> None:
     with pytest.raises(InvalidArgument, match="set VLLM_KV_CACHE_LAYOUT to LBHNC"):
-        layout_of(views(order), 8, mla=False, opaque=False)
+        layout_of(views(order, heads=2), 8, opaque=False)
 
 
-def test_layers_in_two_orders_are_refused() -> None:
-    mixed = {"one": views((0, 1, 2, 3, 4))["layers.0"], "two": views((0, 1, 3, 2, 4))["layers.0"]}
-    with pytest.raises(InvalidArgument, match="of two are NHD, those of one HND; set VLLM_KV"):
-        layout_of(mixed, 8, mla=False, opaque=False)
+def test_layers_may_keep_different_things() -> None:
+    """A draft model with heads, and the indexer of sparse MLA, whose dtype is its own."""
+    tensors = {
+        "model.layers.0.attn": LayerCache(
+            torch.zeros(5, 1, 8, 576, dtype=torch.bfloat16), 1, mla=True
+        ),
+        "model.layers.0.indexer": LayerCache(
+            torch.zeros(5, 1, 8, 132, dtype=torch.uint8), 1, mla=True
+        ),
+        "model.layers.1.attn": LayerCache(
+            torch.zeros(5, 1, 8, 576, dtype=torch.bfloat16), 1, mla=True
+        ),
+        "draft.layers.0.attn": views((0, 1, 3, 2, 4))["layers.0"],
+    }
+    layout = layout_of(tensors, 8, opaque=False, tp_size=2)
+    assert (layout.mla, layout.head_size, layout.layer_shapes) == (True, 576, (0, 1, 0, 2))
+    indexer, draft = layout.shapes
+    assert (indexer.mla, indexer.head_size, indexer.dtype) == (True, 132, "uint8")
+    assert (draft.num_kv_heads, draft.order, draft.kv) == (4, "NHD", "joined")
+    kept = [cache.tensor[0].nbytes for cache in tensors.values()]
+    assert [layout.of_layer(layer).block_bytes for layer in range(4)] == kept
+    assert layout.stack_bytes == sum(kept)
+    # The dtype of fp8 caches is that of what has one byte.
+    mixed = layout_of(tensors, 8, opaque=False, cache_dtype="fp8", tp_size=2)
+    assert [mixed.of_layer(layer).dtype for layer in (0, 1)] == ["bfloat16", "float8_e4m3fn"]
+
+
+def test_heads_are_those_of_the_model_or_its_draft() -> None:
+    assert heads_in_all(2, [8, 4], 4) == 8
+    assert heads_in_all(1, [8, 2], 4) == 2, "each head is there twice"
+    assert heads_in_all(3, [8, 2], 4) is None
+    assert heads_in_all(3, [8, 2], 1) == 3
 
 
 def test_blocks_with_slots_instead_of_heads_are_moved_as_they_are() -> None:
     def layout(order: tuple[int, ...], tp_size: int = 2) -> KvLayout:
-        return layout_of(
-            views(order), 8, mla=False, opaque=False, slots=True, packing="B12X", tp_size=tp_size
-        )
+        return layout_of(views(order, None, "B12X"), 8, opaque=False, tp_size=tp_size)
 
     hnd, nhd = layout((0, 1, 2, 3, 4)), layout((0, 1, 3, 2, 4))
     assert (hnd.kv, hnd.heads_per_rank, hnd.part_bytes) == ("opaque", 1, 2048)
@@ -186,17 +228,6 @@ def test_blocks_with_slots_instead_of_heads_are_moved_as_they_are() -> None:
 def test_forms_of_their_own_have_names() -> None:
     assert [form_name(dtype) for dtype in ("auto", "bfloat16", "fp8", "fp8_e5m2")] == [""] * 4
     assert form_name("int8_per_token_head") == "int8_per_token_head"
-
-
-def test_slots_are_those_of_any_layer() -> None:
-    def config(*specs: object) -> Any:
-        return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=of) for of in specs])
-
-    plain = SimpleNamespace(num_head_slots=None)
-    slots = SimpleNamespace(num_head_slots=2)
-    assert not has_slots(config(plain, SimpleNamespace()))
-    assert has_slots(config(plain, slots))
-    assert has_slots(config(SimpleNamespace(kv_cache_specs={"a": plain, "b": slots})))
 
 
 def test_memory_that_cannot_be_moved_or_goes_away_is_refused_by_name() -> None:

@@ -20,7 +20,7 @@ from kvxfer.kv.connection import hello_from
 from kvxfer.kv.plan import TransferPlan, plan_transfer
 from kvxfer.kv.plane_writes import bind_arrivals, bind_plan
 from kvxfer.kv.ranks import sources, targets
-from kvxfer.layout import KvLayout
+from kvxfer.layout import KvLayout, LayerShape
 
 from .steered import Engine
 
@@ -51,6 +51,22 @@ def cases(draw: st.DrawFn) -> Case:
     unit = 16 if packing == "amx" else 1
     head_size = unit * draw(st.sampled_from([1, 2]))
     joined = not packing and draw(st.booleans())
+    # Some layers keep something else: a latent vector, or heads of another size.
+    some = draw(st.integers(0, 2)) == 0
+    latent = draw(st.booleans())
+    layer_shapes = tuple(draw(st.sampled_from([[0, 1], [1, 0], [0, 1, 0], [0, 0, 1], [1, 0, 1]])))
+    if some:
+        num_layers = len(layer_shapes)
+
+    def other() -> LayerShape:
+        return LayerShape(
+            num_kv_heads=1 if latent else num_heads,
+            head_size=3,
+            dtype="float32",
+            order=draw(st.sampled_from(["NHD", "HND"])),
+            kv=draw(st.sampled_from(["separate", "interleaved"])),
+            mla=latent,
+        )
 
     def instance() -> KvLayout:
         return KvLayout(
@@ -72,6 +88,8 @@ def cases(draw: st.DrawFn) -> Case:
             else draw(st.sampled_from(["separate", "interleaved"])),
             mla=mla,
             packing=packing,
+            shapes=(other(),) if some else (),
+            layer_shapes=layer_shapes if some else (),
         )
 
     return Case(
@@ -106,7 +124,7 @@ def rank_of(layout: KvLayout, tokens: int, rng: random.Random) -> Rank:
 
 def place(rank: Rank, layer: int, token: int, vector: int, head: int, dim: int) -> int:
     """Where an element lies in a rank's memory. Layers and heads are counted on the rank."""
-    layout = rank.layout
+    layout = rank.layout.of_layer(layer)
     block = int(rank.blocks[token // layout.block_size])
     row = token % layout.block_size
     if layout.packing:
@@ -134,9 +152,9 @@ def packed(layout: KvLayout, row: int, vector: int, dim: int) -> int:
 
 def expected(rank: Rank, tokens: int) -> np.ndarray[Any, Any]:
     """The memory of a rank that holds `tokens` tokens of the prompt, element by element."""
-    layout = rank.layout
     memory = np.full_like(rank.memory, UNTOUCHED)
-    for layer in range(layout.layers_per_rank):
+    for layer in range(rank.layout.layers_per_rank):
+        layout = rank.layout.of_layer(layer)
         for token in range(tokens):
             for vector in range(1 if layout.mla or layout.joined else 2):
                 for head in range(layout.heads_per_rank):
@@ -180,8 +198,9 @@ def receive(case: Case, prefills: list[Rank], decode: Rank, written: np.ndarray[
         granted = [
             decode.cache.planes[layer.dst_layer][part]
             for layer in plan.layers
-            for part in range(len(decode.layout.parts))
+            for part in range(len(decode.layout.of_layer(layer.dst_layer).parts))
         ]
+        assert len(granted) == plan.first_grants[-1]
         numbered = {}
         for layer in bind_plan(plan, prefill.cache, hello):
             for write in layer:
@@ -227,6 +246,7 @@ def test_every_element_gets_to_its_place_once(case: Case) -> None:
     plan = plan_transfer(case.prefill, case.decode, decode_permutes=case.permutes)
     event(f"permutes: {plan.permutes}")
     event(f"packing: {case.prefill.packing or 'none'}")
+    event(f"layers of several shapes: {bool(case.prefill.shapes)}")
     event(f"same block size: {case.prefill.block_size == case.decode.block_size}")
 
 

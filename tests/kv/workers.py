@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,22 +41,24 @@ class Worker:
 
     def fill(self, ids: Sequence[int], rng: random.Random) -> None:
         """Random bytes into blocks."""
-        size = self.cache.layout.part_bytes
-        for layer in range(self.cache.layout.layers_per_rank):
-            for part in self.cache.layout.parts:
-                plane = self.cache.buffer(layer, part)
-                for block in ids:
-                    plane[block * size : (block + 1) * size] = rng.randbytes(size)
+        for plane, size in self._planes():
+            for block in ids:
+                plane[block * size : (block + 1) * size] = rng.randbytes(size)
 
     def contents(self, ids: Sequence[int]) -> list[bytes]:
         """The bytes of blocks, plane by plane."""
-        size = self.cache.layout.part_bytes
         return [
-            bytes(self.cache.buffer(layer, part)[block * size : (block + 1) * size])
-            for layer in range(self.cache.layout.layers_per_rank)
-            for part in self.cache.layout.parts
+            bytes(plane[block * size : (block + 1) * size])
+            for plane, size in self._planes()
             for block in ids
         ]
+
+    def _planes(self) -> Iterator[tuple[memoryview, int]]:
+        """Each plane, and the bytes of a block in it."""
+        for layer in range(self.cache.layout.layers_per_rank):
+            of_layer = self.cache.layout.of_layer(layer)
+            for part in of_layer.parts:
+                yield self.cache.buffer(layer, part), of_layer.part_bytes
 
     def scatter(self, rng: random.Random, count: int) -> contextlib.ExitStack:
         """Leaves `count` random blocks free, the others held until the returned stack is closed."""

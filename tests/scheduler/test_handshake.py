@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from kvxfer.errors import InvalidArgument, LayoutMismatch, UnknownInstance
-from kvxfer.layout import KvLayout
+from kvxfer.layout import KvLayout, LayerShape
 from kvxfer.scheduler.embedded import EmbeddedRegistry
 from kvxfer.scheduler.handshake import shake_hands
 from kvxfer.transfers import PlannedCopy, PlannedLayer, PlanSummary, RankPair
@@ -115,6 +115,7 @@ async def test_role_both_takes_either_side(registry):
                 ("mla", True, {"num_kv_heads": 1}),
                 ("packing", "neon", OPAQUE),
                 ("layer_groups", (0,) * LAYOUT.num_layers, {}),
+                ("layer_shapes", (0, 1), {"shapes": (LayerShape(2, 8, "uint8"),)}),
             )
         ),
     ],
@@ -147,7 +148,8 @@ async def test_every_field_of_a_layout_is_compared():
     marks = test_pair_that_does_not_map_is_refused_by_the_field.pytestmark
     refused = {field for field, _ in marks[0].args[1]}
     map_always = {"order", "kv"}
-    assert refused | map_always == {
+    compared_by_their_fields = {"shapes"}
+    assert refused | map_always | compared_by_their_fields == {
         "model",
         "fabrics",
         *(field.name for field in fields(KvLayout)),

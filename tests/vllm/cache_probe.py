@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvxfer.connectors.vllm.caches import layout_of, register_caches
+from kvxfer.connectors.vllm.caches import LayerCache, layout_of, register_caches
 from kvxfer.connectors.vllm.shared_cache import SharedCache
 from kvxfer.engine import Engine
 
@@ -34,9 +34,10 @@ def allocate() -> dict[str, torch.Tensor]:
 
 async def registered(caches: dict[str, torch.Tensor]) -> bool:
     """Whether peers can map the caches, which are one region."""
-    layout = layout_of(caches, TOKENS, mla=False)
+    kept = {name: LayerCache(tensor, 2) for name, tensor in caches.items()}
+    layout = layout_of(kept, TOKENS)
     async with Engine(cluster_key=b"0123456789abcdef") as engine:
-        with register_caches(engine, caches, layout) as cache:
+        with register_caches(engine, kept, layout) as cache:
             [region] = {plane.region for [plane] in cache.planes}
             for tensor, [plane] in zip(caches.values(), cache.planes, strict=True):
                 block = tensor[BLOCKS - 1]

@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.engine_blocks import EngineBlocks
-from kvxfer.connectors.vllm.caches import form_name, layout_of, register_caches
+from kvxfer.connectors.vllm.caches import LayerCache, form_name, layout_of, register_caches
 from kvxfer.engine import Engine
 from kvxfer.errors import InvalidArgument, LayoutMismatch
 from kvxfer.kv.endpoint import KvEndpoint
@@ -145,18 +145,20 @@ class Rank:
 
         self.address = device_memory.allocate(self.nbytes)
         on_gpu = (ctypes.c_int8 * self.nbytes).from_address(self.address)
-        self.caches = views(torch.frombuffer(on_gpu, dtype=torch.int8))
+        on_gpu_views = views(torch.frombuffer(on_gpu, dtype=torch.int8))
         self.mirror = torch.zeros(self.nbytes, dtype=torch.int8)
         self.mirrored = [view.view(torch.int8) for view in views(self.mirror).values()]
+        packing = "SLOTS" if kept.slots else form_name(kept.cache_dtype)
+        heads = None if kept.slots else HEADS
+        self.caches = {
+            name: LayerCache(view, heads, mla=kept.mla, packing=packing)
+            for name, view in on_gpu_views.items()
+        }
         self.layout = layout_of(
             self.caches,
             spec.block_size,
-            mla=kept.mla,
             opaque=False,
-            slots=kept.slots,
-            packing="SLOTS" if kept.slots else form_name(kept.cache_dtype),
             cache_dtype=kept.cache_dtype,
-            num_kv_heads=1 if kept.mla else HEADS,
             tp_size=ranks,
             tp_rank=rank,
         )

@@ -1,11 +1,14 @@
 """Prompts from a prefill to a decode engine of vLLM whose caches are memory of a GPU, by push and
-by pull: `python -m tests.vllm.gpu_pair MODEL RUNNER`, in vLLM's environment, on a CUDA driver or
-the double of one.
+by pull: `python -m tests.vllm.gpu_pair MODEL RUNNER LAYERS`, in vLLM's environment, on a CUDA
+driver or the double of one.
 
 Schedulers, connectors, the classes by which both of vLLM's model runners drive them (`RUNNER`: v1
 or v2), specs and views are vLLM's own. Only the forward is this program's: copies on a stream put
 down what stands for K and V of a token, and the next token comes from what the cache holds. So a
 byte that is missing, or of another prompt, gives another token.
+
+LAYERS are `equal`, or `several`: sparse MLA whose indexer keeps something of its own, and a draft
+model with heads, which vLLM puts into one group.
 """
 
 from __future__ import annotations
@@ -33,13 +36,19 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_config_from_groups,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheTensor,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -59,8 +68,7 @@ from verify.control_plane import CLUSTER_KEY
 from verify.polling import PATIENCE, wait_until
 from verify.processes.programs import free_port
 
-LAYERS, BLOCKS, TOKENS, HEADS, CONTENT = 4, 40, 16, 2, 64
-TOKEN_BYTES: Final = HEADS * CONTENT * 4
+BLOCKS, TOKENS = 40, 16
 PROMPTS: Final = 24
 ANSWER: Final = 5  # tokens
 _NON_BLOCKING: Final = 1
@@ -68,10 +76,33 @@ _NON_BLOCKING: Final = 1
 _current: list[int] = [0]  # the stream of the engine that steps
 
 
-def content_of(layer: int, tokens: Sequence[int]) -> bytes:
-    """What stands for K and V of the last of these tokens, all heads: it depends on all of them."""
+def specs_of(layers: str) -> dict[str, KVCacheSpec]:
+    """What each layer keeps, in the order of the forward."""
+
+    def heads(count: int, head_size: int) -> KVCacheSpec:
+        shape = {"num_kv_heads": count, "head_size": head_size, "dtype": torch.float32}
+        return FullAttentionSpec(block_size=TOKENS, **shape)
+
+    def latent(head_size: int, dtype: torch.dtype) -> KVCacheSpec:
+        return MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=head_size, dtype=dtype)
+
+    if layers == "equal":
+        return {f"model.layers.{index}.self_attn.attn": heads(2, 32) for index in range(4)}
+    made = {}
+    for index in range(2):
+        made[f"model.layers.{index}.self_attn.indexer.k_cache"] = latent(132, torch.uint8)
+        made[f"model.layers.{index}.self_attn.attn"] = latent(96, torch.float32)
+    return made | {"model.layers.2.self_attn.attn": heads(2, 32)}
+
+
+def token_bytes(spec: KVCacheSpec) -> int:
+    return spec.num_heads * spec.state_content_size_bytes
+
+
+def content_of(layer: int, tokens: Sequence[int], nbytes: int) -> bytes:
+    """What a layer keeps of the last of these tokens, all heads: it depends on all of them."""
     seed = hashlib.blake2b(str((layer, tuple(tokens))).encode(), digest_size=8).digest()
-    return random.Random(seed).randbytes(TOKEN_BYTES)
+    return random.Random(seed).randbytes(nbytes)
 
 
 def next_token(contents: Iterator[bytes]) -> int:
@@ -81,14 +112,15 @@ def next_token(contents: Iterator[bytes]) -> int:
     return 2 + int.from_bytes(digest.digest()) % 500
 
 
-def answer_to(prompt: Sequence[int], count: int) -> list[int]:
-    """The tokens of a server that computes everything itself."""
+def answer_to(prompt: Sequence[int], count: int, sizes: Sequence[int]) -> list[int]:
+    """The tokens of a server that computes everything itself. `sizes`: what layers keep of a token,
+    in bytes."""
     tokens = list(prompt)
     for _ in range(count):
         known = (
-            content_of(layer, tokens[: at + 1])
+            content_of(layer, tokens[: at + 1], nbytes)
             for at in range(len(tokens))
-            for layer in range(LAYERS)
+            for layer, nbytes in enumerate(sizes)
         )
         tokens.append(next_token(known))
     return tokens[len(prompt) :]
@@ -116,30 +148,23 @@ def config_of(model: str, name: str, role: str) -> VllmConfig:
 class Engine:
     """A scheduler, the connector of a worker, and the worker's forward."""
 
-    def __init__(self, config: VllmConfig, runner: str) -> None:
+    def __init__(self, config: VllmConfig, runner: str, specs: dict[str, KVCacheSpec]) -> None:
         self.config, self.runner = config, runner
-        self.names = [f"model.layers.{index}.self_attn.attn" for index in range(LAYERS)]
-        spec = FullAttentionSpec(
-            block_size=TOKENS, num_kv_heads=HEADS, head_size=CONTENT // 2, dtype=torch.float32
-        )
-        page = spec.page_size_bytes
-        placed = KVCacheTensor(LAYERS * BLOCKS * page, self.names, BLOCKS * page, page)
-        caches = KVCacheConfig(BLOCKS, [placed], [KVCacheGroupSpec(self.names, spec)])
-        config.cache_config.num_gpu_blocks = BLOCKS
-        self.page = page
-        self.address = device_memory.allocate(placed.size)
+        self.names = list(specs)
+        self.sizes = [token_bytes(spec) for spec in specs.values()]
+        caches = self._allocate(specs)
         self.stream = int(good(driver.cuStreamCreate(_NON_BLOCKING)))
-        on_gpu = (ctypes.c_int8 * placed.size).from_address(self.address)
-        raw = torch.frombuffer(on_gpu, dtype=torch.int8)
-        views = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout.LBHNC, placed)
         self.scheduler = Scheduler(
-            config, caches, StructuredOutputManager(config), block_size=TOKENS
+            config,
+            generate_scheduler_kv_cache_config([caches]),
+            StructuredOutputManager(config),
+            block_size=TOKENS,
         )
         worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
         assert isinstance(worker, KvxferConnector)
         self.worker = worker
         kv_transfer_state._KV_CONNECTOR_AGENT = worker
-        kv_caches = dict(zip(self.names, views, strict=True))
+        kv_caches = self.views
         if runner == "v2":
             self.active = ActiveKVConnector(config, kv_caches)  # registers them, too
         else:
@@ -149,8 +174,31 @@ class Engine:
         assert self.scheduler.connector is not None
         self.scheduler.connector.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
         self.replies: list[tuple[str, dict[str, Any]]] = []  # of prompts that are kept
-        self.pinned = int(good(driver.cuMemHostAlloc(64 * LAYERS * TOKEN_BYTES, 0)))
+        self.pinned = int(good(driver.cuMemHostAlloc(64 * sum(self.sizes), 0)))
         self.rng = random.Random(1)
+
+    def _allocate(self, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
+        """Memory of the GPU, divided as vLLM divides it."""
+        together = UniformTypeKVCacheSpecs.from_specs(specs)
+        assert together is not None
+        several = len(set(specs.values())) > 1
+        spec = together if several else together.first_spec
+        cache_config = self.config.cache_config
+        cache_config.num_gpu_blocks = cache_config.num_gpu_blocks_override = BLOCKS
+        cache_config.kv_cache_layout = KVCacheLayout.LBHNC.name
+        groups = [KVCacheGroupSpec(list(specs), spec)]
+        caches = get_kv_cache_config_from_groups(self.config, groups, 1 << 30)
+        assert caches.num_blocks == BLOCKS
+        nbytes = caches.kv_cache_tensors[0].size
+        on_gpu = (ctypes.c_int8 * nbytes).from_address(device_memory.allocate(nbytes))
+        raw = torch.frombuffer(on_gpu, dtype=torch.int8)
+        self.views: dict[str, torch.Tensor] = {}
+        for placed in caches.kv_cache_tensors:
+            of_layers = create_kv_cache_views(
+                raw, specs[placed.layers[0]], BLOCKS, KVCacheLayout.LBHNC, placed
+            )
+            self.views |= zip(placed.layers, of_layers, strict=True)
+        return caches
 
     def add(self, prompt: list[int], transfer: dict[str, Any], max_tokens: int) -> Request:
         extra = {"kv_transfer_params": transfer}
@@ -206,21 +254,21 @@ class Engine:
                 end = request.num_computed_tokens
                 tokens = list(request.all_token_ids)
                 for token in range(end - count, end):
-                    content = content_of(layer, tokens[: token + 1])
-                    ctypes.memmove(at, content, TOKEN_BYTES)
-                    for head in range(HEADS):
-                        target = self._place(request_id, layer, token, head)
-                        size = TOKEN_BYTES // HEADS
-                        good(driver.cuMemcpyHtoDAsync(target, at + head * size, size, self.stream))
-                    at += TOKEN_BYTES
-            if not graph:
+                    content = content_of(layer, tokens[: token + 1], self.sizes[layer])
+                    ctypes.memmove(at, content, len(content))
+                    for target, size in self._places(request_id, layer, token):
+                        good(driver.cuMemcpyHtoDAsync(target, at, size, self.stream))
+                        at += size
+            if not graph and name.endswith("attn"):
                 self.worker.save_kv_layer(name, torch.empty(0), None)
 
-    def _place(self, request_id: str, layer: int, token: int, head: int) -> int:
+    def _places(self, request_id: str, layer: int, token: int) -> Iterator[tuple[int, int]]:
+        """Where the layer keeps the token, head by head, and how many bytes each."""
         [blocks] = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-        block = layer * BLOCKS + blocks[token // TOKENS]
-        row = head * TOKENS + token % TOKENS
-        return self.address + block * self.page + row * (TOKEN_BYTES // HEADS)
+        view = self.views[self.names[layer]]
+        block, row = divmod(token, TOKENS)
+        for of_head in view[blocks[block], :, row]:
+            yield of_head.data_ptr(), of_head.nbytes
 
     def _sample(
         self, planned: SchedulerOutput, told: KVConnectorOutput | None
@@ -242,13 +290,9 @@ class Engine:
 
     def _contents(self, request_id: str, known: int) -> Iterator[bytes]:
         for token in range(known):
-            for layer in range(LAYERS):
-                yield b"".join(
-                    device_memory.read(
-                        self._place(request_id, layer, token, head), TOKEN_BYTES // HEADS
-                    )
-                    for head in range(HEADS)
-                )
+            for layer in range(len(self.names)):
+                places = self._places(request_id, layer, token)
+                yield b"".join(device_memory.read(at, size) for at, size in places)
 
 
 def ticket_for(prefill: Engine, decode: Engine) -> dict[str, Any]:
@@ -273,14 +317,15 @@ def as_on_a_gpu(config: VllmConfig) -> Iterator[None]:
     yield
 
 
-def main(model: str, runner: str) -> None:
+def main(model: str, runner: str, layers: str) -> None:
+    specs = specs_of(layers)
     rng = random.Random(7)
     configs = [
         config_of(model, name, role)
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
     ]
     with as_on_a_gpu(configs[0]):
-        prefill, decode = (Engine(config, runner) for config in configs)
+        prefill, decode = (Engine(config, runner, specs) for config in configs)
         asked, kept = [], {}
         for number in range(PROMPTS):
             prompt = [rng.randrange(2, 500) for _ in range(rng.randrange(2, 150))]
@@ -305,7 +350,7 @@ def main(model: str, runner: str) -> None:
         wait_until(done, 8 * PATIENCE, pause=0.001)
         assert len(asked) == PROMPTS
         for prompt, request in asked:
-            assert list(request.output_token_ids) == answer_to(prompt, ANSWER)
+            assert list(request.output_token_ids) == answer_to(prompt, ANSWER, prefill.sizes)
         sent = prefill.agent.endpoint.traffic()
         for engine in (prefill, decode):
             manager = engine.scheduler.kv_cache_manager

@@ -17,11 +17,12 @@ def test_caches_of_every_backend_arrive_byte_for_byte() -> None:
     run_on_driver("tests.vllm.gpu_layouts", python=VLLM_PYTHON)
 
 
+@pytest.mark.parametrize("layers", ["equal", "several"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_tokens_of_a_pair_are_those_of_one_server(
-    runner: str, model: Path, monkeypatch: pytest.MonkeyPatch
+    runner: str, layers: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVXFER_CLUSTER_KEY", CLUSTER_KEY.decode())
     with RunningControlPlane() as control_plane:
         monkeypatch.setenv("KVXFER_CONTROL_PLANE", control_plane.url)
-        run_on_driver("tests.vllm.gpu_pair", str(model), runner, python=VLLM_PYTHON)
+        run_on_driver("tests.vllm.gpu_pair", str(model), runner, layers, python=VLLM_PYTHON)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.kv.cache import KvCache, KvPlane, permute_on_host
-from kvxfer.layout import ITEM_BYTES, HeadOrder, KvLayout
+from kvxfer.layout import ITEM_BYTES, HeadOrder, KvLayout, LayerShape
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvxfer.engine import Engine, MemoryRegion
 
@@ -34,11 +34,25 @@ def form_name(cache_dtype: str) -> str:
     return "" if cache_dtype in _PLAIN or cache_dtype in _FP8 else cache_dtype
 
 
-def has_slots(config: KVCacheConfig) -> bool:
-    """Whether a block has slots of the attention backend's own in the place of heads."""
-    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-    each = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {"": spec}).values()]
-    return any(getattr(spec, "num_head_slots", None) is not None for spec in each)
+def heads_in_all(heads: int, totals: Sequence[int], tp_size: int) -> int | None:
+    """The KV heads before tensor parallelism of a layer that has so many on each rank: those of one
+    of the models that the server runs, or None."""
+    if tp_size == 1:
+        return heads
+    return next((total for total in totals if max(1, total // tp_size) == heads), None)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """What vLLM keeps of a layer, and what the tensor does not say of it."""
+
+    tensor: torch.Tensor
+    num_kv_heads: int | None = None
+    """Before tensor parallelism; None where that is not known, as of slots that an attention
+    backend keeps instead of heads: blocks are then moved as they are, between equal ranks."""
+    mla: bool = False
+    packing: str = ""
+    """The name of the order or form of what is kept."""
 
 
 def require_movable(config: VllmConfig, platform: Any) -> None:
@@ -54,7 +68,10 @@ def require_movable(config: VllmConfig, platform: Any) -> None:
         )
 
 
-def in_model_order(caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+_T = TypeVar("_T")
+
+
+def in_model_order(caches: Mapping[str, _T]) -> dict[str, _T]:
     """Layer by layer, by the numbers in their names: groups of layers lie side by side in vLLM."""
 
     def place(name: str) -> tuple[list[int], str]:
@@ -64,108 +81,98 @@ def in_model_order(caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def layout_of(
-    caches: Mapping[str, torch.Tensor],
+    caches: Mapping[str, LayerCache],
     block_size: int,
     *,
-    mla: bool,
     opaque: bool = True,
-    slots: bool = False,
-    packing: str = "",
     cache_dtype: str = "auto",
-    num_kv_heads: int | None = None,
     tp_size: int = 1,
     tp_rank: int = 0,
     groups: Sequence[Sequence[str]] = (),
 ) -> KvLayout:
-    """The layout of caches of one shape. `num_kv_heads` are those of the model, `groups` the names
-    of the layers of each group of block ids.
+    """The layout of caches. `groups` has the names of the layers of each group of block ids.
 
     vLLM keeps `[num_blocks, heads, block_size, content]`, whatever the order in memory: content is
     K and V of a head of a token, in the form that `packing` names where that is its own (scales).
-    vLLM's CPU attention (`opaque`) has a separate order within a head of a block. Where a backend
-    has `slots` in the place of heads, a block is moved as it is. MLA keeps one latent vector per
-    token. Raises InvalidArgument for everything else.
+    vLLM's CPU attention (`opaque`) has a separate order within a head of a block. MLA keeps one
+    latent vector per token. Layers may keep different things. Raises InvalidArgument for everything
+    else.
     """
     if not caches:
         raise InvalidArgument("vLLM registered no KV caches; a model without them needs no kvxfer")
     name, first = next(iter(caches.items()))
+    of_layers = []
     for other, cache in caches.items():
-        if (cache.shape, cache.dtype) != (first.shape, first.dtype):
+        if len(cache.tensor) != len(first.tensor):
             raise InvalidArgument(
-                f"the KV cache of {other} is {list(cache.shape)} of {cache.dtype}, that of {name} "
-                f"{list(first.shape)} of {first.dtype}; caches of several shapes cannot be moved"
+                f"the KV cache of {other} has {len(cache.tensor)} blocks, that of {name} "
+                f"{len(first.tensor)}; pools of several sizes cannot be moved"
             )
-    dtype = _FP8.get(cache_dtype, str(first.dtype).removeprefix("torch."))
+        of_layers.append(_shape_of(other, cache, block_size, opaque, cache_dtype, tp_size))
+    shapes = list(dict.fromkeys(of_layers))
+    group_of = {name: index for index, names in enumerate(groups) for name in names}
+    return KvLayout(
+        num_layers=len(caches),
+        **asdict(shapes[0]),
+        block_size=block_size,
+        tp_size=tp_size,
+        tp_rank=tp_rank,
+        layer_groups=tuple(group_of[name] for name in caches) if groups else (),
+        shapes=tuple(shapes[1:]),
+        layer_shapes=tuple(map(shapes.index, of_layers)) if len(shapes) > 1 else (),
+    )
+
+
+def _shape_of(
+    name: str, cache: LayerCache, block_size: int, opaque: bool, cache_dtype: str, tp_size: int
+) -> LayerShape:
+    tensor = cache.tensor
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.element_size() == 1:  # draft models and indexers have dtypes of their own
+        dtype = _FP8.get(cache_dtype, dtype)
     if dtype not in ITEM_BYTES:
         raise InvalidArgument(
             f"the KV cache of {name} is of {dtype}; use one of {', '.join(ITEM_BYTES)}"
         )
-    heads, tokens = (1, first.shape[1]) if first.dim() == 3 else tuple(first.shape[1:3])
-    width = first.shape[-1]
-    if first.dim() not in (3, 4) or tokens != block_size or (mla and heads != 1):
+    heads, tokens = (1, tensor.shape[1]) if tensor.dim() == 3 else tuple(tensor.shape[1:3])
+    width = tensor.shape[-1]
+    if tensor.dim() not in (3, 4) or tokens != block_size or (cache.mla and heads != 1):
         raise InvalidArgument(
-            f"the KV cache of {name} is {list(first.shape)} with blocks of {block_size} tokens; "
+            f"the KV cache of {name} is {list(tensor.shape)} with blocks of {block_size} tokens; "
             "there should be [blocks, heads, tokens, bytes of K and V]. If the attention kernel "
             "divides blocks, set --block-size to a size that it takes whole"
         )
-    orders = {other: _order_of(other, cache, opaque) for other, cache in caches.items()}
-    order = orders[name]
-    if mixed := [other for other in orders if orders[other] != order]:
+    order = _order_of(name, tensor, opaque)
+    if cache.mla:
+        return LayerShape(num_kv_heads=1, head_size=width, dtype=dtype, mla=True)
+    total = cache.num_kv_heads
+    halved = width if opaque else heads * width if total is None else 0
+    if tensor.dim() == 3 or halved % 2:
         raise InvalidArgument(
-            f"the heads of a block of {mixed[0]} are {orders[mixed[0]]}, those of {name} {order}; "
-            "set VLLM_KV_CACHE_LAYOUT to LBHNC"
+            f"the KV cache of {name} is {list(tensor.shape)}, without K and V for each head"
         )
-    group_of = {name: index for index, names in enumerate(groups) for name in names}
-    layer_groups = tuple(group_of[name] for name in caches) if groups else ()
-    if mla:
-        return KvLayout(
-            num_layers=len(caches),
-            num_kv_heads=1,
-            head_size=width,
-            dtype=dtype,
-            block_size=block_size,
-            tp_size=tp_size,
-            tp_rank=tp_rank,
-            mla=True,
-            layer_groups=layer_groups,
-        )
-    if first.dim() == 3 or (opaque and width % 2) or (slots and heads % 2):
-        raise InvalidArgument(
-            f"the KV cache of {name} is {list(first.shape)}, without K and V for each head"
-        )
-    if slots:
-        return KvLayout(
-            num_layers=len(caches),
+    if total is None:
+        return LayerShape(
             num_kv_heads=tp_size,
             head_size=heads * width // 2,
             dtype=dtype,
-            block_size=block_size,
-            tp_size=tp_size,
-            tp_rank=tp_rank,
             order="HND",
             kv="opaque",
-            packing=f"{packing} {order}",
-            layer_groups=layer_groups,
+            packing=f"{cache.packing} {order}",
         )
-    layout = KvLayout(
-        num_layers=len(caches),
-        num_kv_heads=num_kv_heads or heads * tp_size,
+    if heads != (expected := max(1, total // tp_size)):
+        raise InvalidArgument(
+            f"the KV cache of {name} has {heads} heads, {expected} were expected of {total} over "
+            f"{tp_size} ranks; this model splits its heads otherwise"
+        )
+    return LayerShape(
+        num_kv_heads=total,
         head_size=width // 2 if opaque else width,
         dtype=dtype,
-        block_size=block_size,
-        tp_size=tp_size,
-        tp_rank=tp_rank,
         order=order,
         kv="opaque" if opaque else "joined",
-        packing=packing,
-        layer_groups=layer_groups,
+        packing=cache.packing,
     )
-    if layout.heads_per_rank != heads:
-        raise InvalidArgument(
-            f"the KV cache of {name} has {heads} heads, {layout.heads_per_rank} were expected of "
-            f"{layout.num_kv_heads} over {tp_size} ranks; this model splits its heads otherwise"
-        )
-    return layout
 
 
 def _order_of(name: str, cache: torch.Tensor, opaque: bool) -> HeadOrder:
@@ -182,20 +189,18 @@ def _order_of(name: str, cache: torch.Tensor, opaque: bool) -> HeadOrder:
     )
 
 
-def register_caches(
-    engine: Engine, caches: Mapping[str, torch.Tensor], layout: KvLayout
-) -> KvCache:
+def register_caches(engine: Engine, caches: Mapping[str, LayerCache], layout: KvLayout) -> KvCache:
     """Registers what the tensors lie in, once: in vLLM all layers lie in one allocation, and some
     share memory where they are in different groups. vLLM keeps the memory. CUDA's driver says
     whether it is that of a GPU, and not `tensor.device`.
 
     On a GPU no heads are reordered after arrival: in different orders they go one by one.
     """
-    first = next(iter(caches.values()))
+    tensors = [cache.tensor for cache in caches.values()]
     regions: dict[int, MemoryRegion] = {}
     planes = []
     try:
-        for tensor in caches.values():
+        for tensor in tensors:
             storage = tensor.untyped_storage()
             start = storage.data_ptr()
             if start not in regions:
@@ -205,7 +210,7 @@ def register_caches(
         on_host = all(region.gpu is None for region in regions.values())
         return KvCache(
             layout,
-            first.shape[0],
+            len(tensors[0]),
             planes,
             permute=permute_on_host if on_host else None,
             owns=tuple(regions.values()),

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from kvxfer.clock import SYSTEM_CLOCK
@@ -25,15 +26,16 @@ from kvxfer.connectors.checkpoints import adapter_of
 from kvxfer.connectors.transfer_engine import pci_address
 from kvxfer.connectors.vllm.agent import Agent
 from kvxfer.connectors.vllm.caches import (
+    LayerCache,
     form_name,
-    has_slots,
+    heads_in_all,
     in_model_order,
     layout_of,
     packing_name,
     register_caches,
     require_movable,
 )
-from kvxfer.connectors.vllm.groups import HeldWindows, windows_of
+from kvxfer.connectors.vllm.groups import HeldWindows, layer_specs, windows_of
 from kvxfer.connectors.vllm.identity import identity_of
 from kvxfer.connectors.vllm.idle_steps import IdleSteps
 from kvxfer.connectors.vllm.kv_events import EventPrefixes
@@ -303,25 +305,14 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         config, rank = self._vllm_config, this_rank()
-        attention = config.compilation_config.static_forward_context
-        layer = attention.get(next(iter(kv_caches), ""))
-        cache_dtype = config.cache_config.cache_dtype
-        slots = has_slots(self._kv_cache_config)
-        if on_cpu := current_platform.is_cpu():
-            packing = packing_name(getattr(layer, "isa", None), cache_dtype)
-        else:
+        if not (on_cpu := current_platform.is_cpu()):
             require_movable(config, current_platform)
-            packing = layer.attn_backend.get_name() if slots else form_name(cache_dtype)
-        kv_caches = in_model_order(kv_caches)
+        caches = in_model_order(self._kept(kv_caches, rank.size))
         layout = layout_of(
-            kv_caches,
+            caches,
             self._block_size,
-            mla=config.model_config.use_mla,
             opaque=on_cpu,
-            slots=slots,
-            packing=packing,
-            cache_dtype=cache_dtype,
-            num_kv_heads=config.model_config.get_total_num_kv_heads(),
+            cache_dtype=config.cache_config.cache_dtype,
             tp_size=rank.size,
             tp_rank=rank.rank,
             groups=self._groups if len(self._groups) > 1 or any(self._windows) else (),
@@ -332,11 +323,37 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         identity = from_first_rank(
             lambda: identity_of(config, settings.checkpoint, settings.instance_id)
         )
-        make_cache = partial(register_caches, caches=kv_caches, layout=layout)
+        make_cache = partial(register_caches, caches=caches, layout=layout)
         address = self._agent.start(make_cache, identity)
         self._agent.join(gather_addresses(address))
         stream = None if self._agent.gpu is None else torch.cuda.current_stream
-        self._worker = TransferWorker(self._agent, list(kv_caches), stream)
+        self._worker = TransferWorker(self._agent, list(caches), stream)
+
+    def _kept(self, kv_caches: Mapping[str, torch.Tensor], tp_size: int) -> dict[str, LayerCache]:
+        """Of each layer that keeps anything itself. Some attend to what another layer keeps."""
+        config = self._vllm_config
+        attention = config.compilation_config.static_forward_context
+        cache_dtype = config.cache_config.cache_dtype
+        draft = config.speculative_config and config.speculative_config.draft_model_config
+        totals = [model.get_total_num_kv_heads() for model in (config.model_config, draft) if model]
+        specs = layer_specs(self._kv_cache_config)
+        kept = {}
+        for name, tensor in kv_caches.items():
+            layer, spec = attention.get(name), specs.get(name)
+            if spec is None or getattr(layer, "kv_sharing_target_layer_name", None):
+                continue
+            slots = getattr(spec, "num_head_slots", None) is not None
+            if current_platform.is_cpu():
+                packing = packing_name(getattr(layer, "isa", None), cache_dtype)
+            else:
+                packing = layer.attn_backend.get_name() if slots else form_name(cache_dtype)
+            kept[name] = LayerCache(
+                tensor,
+                None if slots else heads_in_all(tensor.shape[1], totals, tp_size),
+                isinstance(spec, MLAAttentionSpec),
+                packing,
+            )
+        return kept
 
     def get_handshake_metadata(self) -> EndpointMetadata:
         assert self._agent is not None  # noqa: S101 (the caches are registered)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    iter_layer_specs,
+)
 
 from kvxfer.connectors.vllm.prompt_blocks import BlockTable, PromptBlocks
 from kvxfer.errors import InvalidArgument
@@ -13,26 +19,46 @@ from kvxfer.errors import InvalidArgument
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import KVCacheBlock
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
 def windows_of(config: KVCacheConfig) -> tuple[int | None, ...]:
     """The sliding window of each group. Raises InvalidArgument for a group that is no attention
     over all tokens or the last ones."""
-    windows: list[int | None] = []
+    windows = []
+    for group in config.kv_cache_groups:
+        of_layers = {
+            _window_of(group.layer_names[0], spec) for spec in iter_layer_specs(group.kv_cache_spec)
+        }
+        if len(of_layers) != 1:
+            raise InvalidArgument(
+                f"layers beside {group.layer_names[0]} have sliding windows of {of_layers} and the "
+                "same blocks; kvxfer moves one window of a group: serve this model without"
+            )
+        windows += of_layers
+    return tuple(windows)
+
+
+def _window_of(layer: str, spec: KVCacheSpec) -> int | None:
+    # Not those that inherit from these: they keep blocks in another way.
+    if type(spec) is SlidingWindowSpec:
+        return spec.sliding_window + spec.extra_retained_tokens
+    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+        return None
+    raise InvalidArgument(
+        f"the KV cache of {layer} is a {type(spec).__name__}; kvxfer moves those of attention over "
+        "all tokens or a sliding window: serve this model without"
+    )
+
+
+def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
+    """What is kept of each layer that vLLM names."""
+    found: dict[str, KVCacheSpec] = {}
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
-        # Not those that inherit from these: they keep blocks in another way.
-        if type(spec) is SlidingWindowSpec:
-            windows.append(spec.sliding_window + spec.extra_retained_tokens)
-        elif type(spec) in (FullAttentionSpec, MLAAttentionSpec):
-            windows.append(None)
-        else:
-            raise InvalidArgument(
-                f"the KV cache of {group.layer_names[0]} is a {type(spec).__name__}; kvxfer moves "
-                "those of attention over all tokens or a sliding window: serve this model without"
-            )
-    return tuple(windows)
+        each = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+        found |= {name: each.get(name, spec) for name in group.layer_names}
+    return found
 
 
 class HeldWindows:

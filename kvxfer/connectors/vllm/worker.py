@@ -345,7 +345,7 @@ class TransferWorker:
     def _delivered(self, direction: str, nbytes: int, begun: float) -> Ended:
         layout = self._agent.endpoint.layout
         # A block id is of the layers of one group.
-        blocks = nbytes * layout.num_groups // (layout.block_bytes * layout.layers_per_rank)
+        blocks = nbytes * layout.num_groups // layout.stack_bytes
         return Ended(direction, DELIVERED, blocks, nbytes, self._agent.clock.monotonic() - begun)
 
     def _note(self, ended: Ended) -> None:

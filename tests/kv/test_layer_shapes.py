@@ -1,0 +1,112 @@
+"""Transfers between caches whose layers keep different things, as those of sparse MLA with its
+indexer and a draft model do."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+
+from kvxfer.errors import InvalidArgument, LayoutMismatch
+from kvxfer.kv.plan import plan_transfer
+from kvxfer.kv.ranks import bytes_per_token, layers_between, sources
+from kvxfer.layout import KvLayout, LayerShape
+
+from .workers import make_ticket, receive, send, worker
+
+INDEXER = LayerShape(num_kv_heads=1, head_size=12, dtype="uint8", mla=True)
+DRAFT = LayerShape(num_kv_heads=2, head_size=8, dtype="bfloat16")
+LAYOUT = KvLayout(
+    num_layers=5,
+    num_kv_heads=1,
+    head_size=24,
+    dtype="float32",
+    block_size=4,
+    mla=True,
+    shapes=(INDEXER, DRAFT),
+    layer_shapes=(0, 1, 0, 1, 2),
+)
+
+
+def changed(shape: int, **changes: Any) -> KvLayout:
+    shapes = list(LAYOUT.shapes)
+    shapes[shape - 1] = dataclasses.replace(shapes[shape - 1], **changes)
+    return dataclasses.replace(LAYOUT, shapes=tuple(shapes))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("checksums", [False, True])
+async def test_every_layer_arrives(fabric: str, rng: random.Random, checksums: bool) -> None:
+    async with (
+        worker("prefill", fabric, layout=LAYOUT, checksums=checksums) as prefill,
+        worker("decode", fabric, layout=LAYOUT) as decode,
+    ):
+        ticket = make_ticket(prefill, decode)
+        sent, received = await asyncio.gather(
+            send(prefill, ticket, 5, rng), receive(prefill, decode, ticket, 5)
+        )
+    assert received == sent
+    assert sum(map(len, received)) == 5 * LAYOUT.stack_bytes
+
+
+def test_sizes_are_those_of_each_layer() -> None:
+    sizes = [LAYOUT.of_layer(layer).block_bytes for layer in range(5)]
+    assert sizes == [4 * 96, 4 * 12, 4 * 96, 4 * 12, 4 * 2 * 2 * 16]
+    assert [LAYOUT.of_layer(layer).parts for layer in (3, 4)] == [("KV",), ("K", "V")]
+    assert bytes_per_token(LAYOUT, LAYOUT) * 4 == LAYOUT.stack_bytes == sum(sizes)
+
+
+def test_ranks_share_the_layers_of_each_shape() -> None:
+    """Latent vectors are whole on every rank, which take turns; heads are split."""
+    prefill, decode = dataclasses.replace(LAYOUT, tp_size=2), LAYOUT
+    assert sources(prefill, decode) == (0, 1)
+    assert [layers_between(prefill.of_rank(rank), decode) for rank in (0, 1)] == [
+        (0, 1, 4),
+        (2, 3, 4),
+    ]
+    plan = plan_transfer(prefill.of_rank(1), decode)
+    assert plan.first_grants == (0, 1, 2, 4)
+
+
+def test_heads_are_put_in_order_on_the_way() -> None:
+    hnd = changed(2, order="HND")
+    plan = plan_transfer(LAYOUT, hnd)
+    assert not plan.permutes
+    assert {copy.length for copy in plan.layers[-1].copies} == {16}
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (changed(1, head_size=16), "head_size is 12 at prefill and 16 at decode"),
+        (changed(1, dtype="int8"), "dtype is 'uint8' at prefill and 'int8' at decode"),
+        (changed(2, num_kv_heads=4), "num_kv_heads is 2 at prefill and 4 at decode"),
+        (changed(2, kv="joined"), "kv is 'separate' at prefill"),
+        (dataclasses.replace(LAYOUT, layer_shapes=(0, 1, 1, 0, 2)), "layer_shapes is"),
+        (dataclasses.replace(LAYOUT, shapes=(), layer_shapes=()), "layer_shapes is"),
+    ],
+)
+def test_other_shapes_are_refused_by_the_field(other: KvLayout, field: str) -> None:
+    with pytest.raises(LayoutMismatch, match=field):
+        plan_transfer(LAYOUT, other)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"layer_shapes": (0, 1, 0, 1)}, r"layer_shapes is \(0, 1, 0, 1\) for 5 layers"),
+        ({"layer_shapes": (0, 1, 0, 1, 3)}, "and 2 shapes beside"),
+        ({"layer_shapes": (0, 1, 0, 1, 1)}, "each of them used"),
+        ({"layer_shapes": (0, 1, 0, 1, "2")}, "pass the shape of each layer"),
+        ({"layer_shapes": ()}, "pass the shape of each layer"),
+        ({"shapes": ()}, "and 0 shapes beside"),
+        ({"shapes": (INDEXER, dataclasses.replace(DRAFT, dtype="int4"))}, "dtype is 'int4'"),
+        ({"tp_size": 3}, "tp_size is 3 for 2 KV heads"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        dataclasses.replace(LAYOUT, **fields)
