@@ -36,6 +36,7 @@ class Kind:
     layer_groups: list[int]
     dtype: str = "float32"
     more: tuple[str, ...] = ()
+    layer_shapes: tuple[int, ...] = ()
 
 
 KINDS: Mapping[str, Kind] = {
@@ -43,6 +44,7 @@ KINDS: Mapping[str, Kind] = {
     # On CPUs with AMX vLLM computes MLA with halves only, which come out differently for a prompt
     # of which it has a part in its prefix cache.
     "mla": Kind("mla", [], "bfloat16", ("--dtype", "bfloat16", "--no-enable-prefix-caching")),
+    "uneven": Kind("uneven", [], more=("--trust-remote-code",), layer_shapes=(0, 1, 1, 2)),
     "fp8": Kind("llama", [], "float8_e4m3fn", ("--kv-cache-dtype", "fp8")),
 }
 
@@ -80,7 +82,7 @@ def pair(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator[
         yield cluster
 
 
-kinds = pytest.mark.parametrize("pair", ["sliding", "fp8"], indirect=True)
+kinds = pytest.mark.parametrize("pair", ["sliding", "uneven", "fp8"], indirect=True)
 with_windows = pytest.mark.parametrize("pair", ["sliding"], indirect=True)
 
 
@@ -99,6 +101,7 @@ def check_layouts(pair: Cluster) -> None:
     kind = KINDS[pair.fleet.folder.name]
     for layout in layouts(pair):
         assert layout["layer_groups"] == kind.layer_groups
+        assert layout["layer_shapes"] == list(kind.layer_shapes)
         assert layout["mla"] == (kind.model == "mla")
         assert layout["dtype"] == kind.dtype
 

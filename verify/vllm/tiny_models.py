@@ -1,21 +1,26 @@
 """Makes the checkpoint of a tiny model with seeded weights: `python tiny_models.py KIND FOLDER`.
 
 `sliding` has layers with a sliding window and layers without (Gemma 3), `mla` one latent vector per
-token (DeepSeek V2).
+token (DeepSeek V2), `uneven` layers of different numbers of KV heads (Nemotron NAS), whose
+configuration is code of its own.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tiny_llama import VOCABULARY, save_tokenizer
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
 )
 
@@ -63,8 +68,70 @@ def mla() -> PreTrainedModel:
     return DeepseekV2ForCausalLM(config)
 
 
+KV_HEADS = (4, 2, 2, 1)
+_UNEVEN_CONFIG = """
+from transformers import LlamaConfig
+
+
+class Block(dict):
+    def __getattr__(self, name):
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+class UnevenConfig(LlamaConfig):
+    model_type = "nemotron-nas"
+
+    def __init__(self, block_configs=(), **more):
+        super().__init__(**more)
+        self.block_configs = [
+            Block({name: Block(part) for name, part in block.items()}) for block in block_configs
+        ]
+"""
+
+
+def save_uneven(folder: Path) -> None:
+    """A Llama of 4 KV heads, of which each layer has the first few."""
+    config = LlamaConfig(
+        **_TOKENS,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=len(KV_HEADS),
+        num_attention_heads=4,
+        head_dim=32,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
+    weights = LlamaForCausalLM(config).to(torch.float32).state_dict()
+    for layer, heads in enumerate(KV_HEADS):
+        for name in ("k_proj", "v_proj"):
+            key = f"model.layers.{layer}.self_attn.{name}.weight"
+            weights[key] = weights[key][: heads * 32].clone()
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    ffn = {"no_op": False, "intermediate_size": 256}
+    blocks = [
+        {"attention": {"no_op": False, "n_heads_in_group": 4 // heads}, "ffn": ffn}
+        for heads in KV_HEADS
+    ]
+    said = config.to_dict() | {
+        "architectures": ["DeciLMForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_uneven.UnevenConfig"},
+        "block_configs": blocks,
+        "model_type": "nemotron-nas",
+    }
+    (folder / "config.json").write_text(json.dumps(said))
+    (folder / "configuration_uneven.py").write_text(_UNEVEN_CONFIG)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    kind, folder = {"sliding": sliding, "mla": mla}[sys.argv[1]], Path(sys.argv[2])
-    kind().to(torch.float32).save_pretrained(folder)
+    kind, folder = sys.argv[1], Path(sys.argv[2])
+    if kind == "uneven":
+        save_uneven(folder)
+    else:
+        made = {"sliding": sliding, "mla": mla}[kind]()
+        made.to(torch.float32).save_pretrained(folder)
     save_tokenizer(folder)
