@@ -215,7 +215,7 @@ class TransferCancelled(TransferError):
 
 
 class TransferRefused(TransferError):
-    """The other side does not accept the transfer."""
+    """The other side, or this one, does not accept the transfer."""
 
     code = "transfer-refused"
 

@@ -146,6 +146,18 @@ class Registration:
         self._state = self._state.advanced_to(state)
         await self.heartbeat()
 
+    async def withdraw(self) -> bool:
+        """Registers again, as joining, so that nothing is sent here until advance(), unless it
+        drains; tickets so far end with their epoch. Whether it was ready. Raises nothing where that
+        fails: the next heartbeat tries again."""
+        async with self._step:
+            was_ready = self._state is InstanceState.READY
+            if was_ready:
+                self._state = InstanceState.JOINING
+                self._lease = None
+        await self.heartbeat()
+        return was_ready
+
     async def take_model(self, model: ModelIdentity) -> None:
         """Registers again, with what the KV cache is of now: tickets for what it was of before end
         with their epoch. Raises nothing where that fails: the next heartbeat tries again."""

@@ -22,7 +22,7 @@ class MemoryRegion:
     closed, or its engine is.
     """
 
-    __slots__ = ("_engine", "_on_close", "_open", "_owner", "handle")
+    __slots__ = ("_engine", "_on_close", "_open", "_owner", "_require_nics", "handle")
 
     def __init__(
         self,
@@ -30,8 +30,10 @@ class MemoryRegion:
         handle: native.MemoryRegion,
         owner: object = None,
         on_close: Callable[[MemoryRegion], None] | None = None,
+        require_nics: bool = False,
     ) -> None:
         self._engine = engine
+        self._require_nics = require_nics
         self._owner = owner
         self._on_close = on_close
         self._open = True
@@ -114,6 +116,17 @@ class MemoryRegion:
             if self._on_close is not None:
                 self._on_close(self)
 
+    def reopen(self) -> None:
+        """Registers the same range again after close(), as for memory of a GPU that was unmapped
+        and has come back: under a new descriptor. The caller keeps its owner alive. Raises as
+        Engine.register() does; idempotent."""
+        if not self._open:
+            with translated():
+                self.handle = self._engine.register_memory(
+                    self.address, self.nbytes, self._require_nics
+                )
+            self._open = True
+
     def __repr__(self) -> str:
         on = "" if self.gpu is None else f", gpu={self.gpu}"
         return f"MemoryRegion(address={self.address:#x}, nbytes={self.nbytes}{on})"
@@ -180,7 +193,8 @@ def register(
     memory = foreign_memory(target, nbytes)
     with translated():
         handle = engine.register_memory(memory.address, memory.nbytes, require_nics)
-    region = MemoryRegion(engine, handle, memory.owner if owner is None else owner, on_close)
+    keeper = memory.owner if owner is None else owner
+    region = MemoryRegion(engine, handle, keeper, on_close, require_nics)
     try:
         memory.check_gpu(region.gpu)
     except InvalidArgument:

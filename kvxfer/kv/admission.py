@@ -8,7 +8,13 @@ from typing import Literal, TypeAlias
 
 from kvxfer.clock import Clock
 from kvxfer.cluster_key import as_cluster_key
-from kvxfer.errors import KvxferError, TicketExpired, TicketInvalid, without_traceback
+from kvxfer.errors import (
+    KvxferError,
+    TicketExpired,
+    TicketInvalid,
+    TransferRefused,
+    without_traceback,
+)
 from kvxfer.instances import Role
 from kvxfer.kv.messages import Hello
 from kvxfer.model_identity import ModelIdentity
@@ -19,7 +25,8 @@ Side: TypeAlias = Literal[Role.PREFILL, Role.DECODE]
 
 
 class Identity:
-    """Loop only. `epoch` changes with each new registration, `model` with an update of weights."""
+    """Loop only. `epoch` changes with each new registration, `model` with an update of weights.
+    `suspended` says why there is no memory for transfers; empty where there is."""
 
     def __init__(
         self,
@@ -31,6 +38,7 @@ class Identity:
     ) -> None:
         self.instance_id = instance_id
         self.model = model
+        self.suspended = ""
         self._epochs = [epoch]
         self._clock = clock
         self._key = (
@@ -51,6 +59,11 @@ class Identity:
         if isinstance(self._key, WatchedFile):
             return self._key.current
         return as_ticket_keys(self._key)
+
+    def require_memory(self) -> None:
+        """Raises TransferRefused while there is none."""
+        if self.suspended:
+            raise TransferRefused(f"instance {self.instance_id!r} has no memory: {self.suspended}")
 
     def verify(self, token: str) -> Ticket:
         """Raises TicketInvalid and TicketExpired."""

@@ -232,6 +232,19 @@ class KvCache:
         nbytes = self.num_blocks * self.layout.of_layer(layer).part_bytes
         return memoryview(self._memory)[plane.offset : plane.offset + nbytes]
 
+    def suspend(self) -> None:
+        """Closes the registrations of the caller's memory, which may go away then, until resume().
+        Raises InvalidArgument for one that allocate() made."""
+        if self._memory is not None:
+            raise InvalidArgument("KvCache.allocate() made this cache; its memory does not go away")
+        for region in self._owns:
+            region.close()
+
+    def resume(self) -> None:
+        """The memory is there again, at the same addresses. Raises as Engine.register() does."""
+        for region in self._owns:
+            region.reopen()
+
     def close(self) -> None:
         """Gives back what the cache owns: afterwards no peer can write into it."""
         for region in self._owns:

@@ -303,7 +303,9 @@ class Connection:
 
     def require_touchable(self, side: Side) -> None:
         """Raises InvalidArgument where a transfer takes the processor to read or reorder our cache,
-        and it is memory of a GPU. `side` is ours. Raises LayoutMismatch, too."""
+        and it is memory of a GPU. `side` is ours. Raises LayoutMismatch, too, and TransferRefused
+        while the cache has no memory."""
+        self._identity.require_memory()
         if self.checksums:
             self._cache.require_host_memory(
                 f"checksums, which {self.hello.instance_id!r} wants, need host memory; start both "

@@ -211,6 +211,20 @@ class KvEndpoint:
         await asyncio.gather(*(session.cancel(reason) for session in list(self._decodes)))
         await self._prefill_side.close(reason)
 
+    async def suspend(self, reason: str) -> None:
+        """The memory of the cache goes away: cancels every transfer and tells the peers, then
+        closes the cache's registrations. Returns when nothing reads or writes it. Until resume(),
+        transfers are refused with this reason."""
+        self._identity.suspended = reason
+        await asyncio.gather(*(session.cancel(reason) for session in list(self._decodes)))
+        await self._prefill_side.close(reason)
+        await asyncio.to_thread(self._cache.suspend)
+
+    async def resume(self) -> None:
+        """The memory is there again, at the same addresses. Raises as Engine.register() does."""
+        await asyncio.to_thread(self._cache.resume)
+        self._identity.suspended = ""
+
     async def follow(self, address: str) -> Peer:
         """Takes the epoch from the first rank of this instance, which registers it and whose engine
         is at `address`, and each later one while the connection lasts. Returns when it has one.
@@ -273,10 +287,12 @@ class KvEndpoint:
         session connects there and fetches the OFFER from the control plane; what goes wrong with
         that, errors of `kvxfer.client` among it, is the transfer's error.
 
-        Raises TicketInvalid, TicketExpired, BlockStateError, and what ended the transfer if decode
-        came first and is gone, or was lost after the ticket was issued.
+        Raises TicketInvalid, TicketExpired, BlockStateError, TransferRefused while suspended, and
+        what ended the transfer if decode came first and is gone, or was lost after the ticket was
+        issued.
         """
         claims = self._verify_for(Role.PREFILL, ticket)
+        self._identity.require_memory()
         if decode_address is not None:
             self._brokered.require()
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
@@ -327,12 +343,13 @@ class KvEndpoint:
         prefill has connected here and expects the OFFER, takes the blocks then, and leaves the
         OFFER at the control plane while the session begins.
 
-        Raises TicketInvalid, TicketExpired, LayoutMismatch, BlockPoolExhausted, and InvalidArgument
-        where the processor would have to check or reorder blocks in memory of a GPU; with an
-        address InvalidArgument where a rank's address is missing or is not that of the rank,
-        ConnectFailed, PeerRestarted and other EngineErrors of the connection, or DeadlineExceeded
-        where no KV endpoint answers there; without one LeaseExpired where prefill does not come,
-        and TransferCancelled or PeerLost where it has given up or is gone already.
+        Raises TicketInvalid, TicketExpired, LayoutMismatch, BlockPoolExhausted, TransferRefused
+        while suspended, and InvalidArgument where the processor would have to check or reorder
+        blocks in memory of a GPU; with an address InvalidArgument where a rank's address is missing
+        or is not that of the rank, ConnectFailed, PeerRestarted and other EngineErrors of the
+        connection, or DeadlineExceeded where no KV endpoint answers there; without one LeaseExpired
+        where prefill does not come, and TransferCancelled or PeerLost where it has given up or is
+        gone already.
         """
         claims = self._verify_for(Role.DECODE, ticket)
         if prompt_digest and claims.prompt_digest and prompt_digest != claims.prompt_digest:

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,8 @@ from kvxfer.connectors.vllm.kv_events import CacheChanges
 from kvxfer.connectors.vllm.plan import Counted
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine
-from kvxfer.errors import ConnectFailed, InvalidArgument
-from kvxfer.instances import Role
+from kvxfer.errors import ConnectFailed, InvalidArgument, UnknownRegion
+from kvxfer.instances import InstanceState, Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.layout import KvLayout
 from kvxfer.model_identity import ModelIdentity
@@ -171,6 +172,37 @@ def test_new_weights_are_a_new_epoch_and_another_identity() -> None:
             assert instance["identity"]["checkpoint"] == "a" * 32
             assert instance["epoch"] == agent.endpoint.epoch > before
             assert agent.endpoint.model == msgspec.structs.replace(MODEL, weights_version=4)
+        finally:
+            agent.close()
+
+
+def test_an_instance_that_sleeps_is_not_ready() -> None:
+    memory = np.zeros((4, LAYOUT.part_bytes), np.uint8)
+    with RunningControlPlane() as control_plane:
+        agent = Agent(settings_of(control_plane))
+
+        def instance() -> dict[str, Any]:
+            [one] = httpx2.get(control_plane.url + "/v1/instances").json()["instances"]
+            return dict(one)
+
+        try:
+            make_cache = partial(KvCache.register, layout=LAYOUT, num_blocks=4, arrays=[[memory]])
+            agent.join([agent.start(make_cache, MODEL)])
+            # The control plane would say so itself, but the API of this instance is nobody.
+            agent.run(agent._registration.advance(InstanceState.READY), PATIENCE)
+            before = instance()
+            assert before["state"] == "ready"
+            [[plane]] = agent.endpoint._cache.planes
+            descriptor = plane.region.descriptor
+            agent.run(agent.suspend(), PATIENCE)
+            assert (instance()["state"], instance()["epoch"] > before["epoch"]) == ("joining", True)
+            with pytest.raises(UnknownRegion):
+                plane.region.write(b"x")
+            agent.run(agent.suspend(), PATIENCE)  # once more changes nothing
+            agent.run(agent.resume(), PATIENCE)
+            assert instance()["state"] == "ready"
+            assert plane.region.descriptor != descriptor, "it was not registered again"
+            plane.region.write(b"x")
         finally:
             agent.close()
 

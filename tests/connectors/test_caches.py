@@ -231,12 +231,14 @@ def test_forms_of_their_own_have_names() -> None:
 
 
 def test_memory_that_cannot_be_moved_or_goes_away_is_refused_by_name() -> None:
-    def require(*, cuda: bool, sleeps: bool) -> None:
-        config: Any = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=sleeps))
+    def require(*, cuda: bool, sleeps: bool, backend: str = "cumem") -> None:
+        model = SimpleNamespace(enable_sleep_mode=sleeps, sleep_mode_backend=backend)
+        config: Any = SimpleNamespace(model_config=model)
         require_movable(config, SimpleNamespace(is_cuda=lambda: cuda, device_name="rocm"))
 
     require(cuda=True, sleeps=False)
     with pytest.raises(InvalidArgument, match="vLLM runs on rocm; kvxfer moves"):
         require(cuda=False, sleeps=False)
-    with pytest.raises(InvalidArgument, match="--enable-sleep-mode takes the KV cache's memory"):
+    with pytest.raises(InvalidArgument, match="with --sleep-mode-backend kvxfer"):
         require(cuda=True, sleeps=True)
+    require(cuda=True, sleeps=True, backend="kvxfer")

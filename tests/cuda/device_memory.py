@@ -20,6 +20,13 @@ def free(address: int) -> None:
 
 def create(nbytes: int) -> int:
     """Memory of cuMemCreate that other processes may map, of GPU 0; for good."""
+    address = int(good(driver.cuMemAddressReserve(nbytes, 0, 0, 0)))
+    bring(address, nbytes)
+    return address
+
+
+def bring(address: int, nbytes: int) -> None:
+    """Such memory comes to a reserved address."""
     location = driver.CUmemLocation()
     location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     location.id = 0
@@ -32,10 +39,15 @@ def create(nbytes: int) -> int:
     access = driver.CUmemAccessDesc()
     access.location = location
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    address = good(driver.cuMemAddressReserve(nbytes, 0, 0, 0))
-    good(driver.cuMemMap(address, nbytes, 0, good(driver.cuMemCreate(nbytes, wanted, 0)), 0))
+    handle = good(driver.cuMemCreate(nbytes, wanted, 0))
+    good(driver.cuMemMap(address, nbytes, 0, handle, 0))
     good(driver.cuMemSetAccess(address, nbytes, [access], 1))
-    return int(address)
+    good(driver.cuMemRelease(handle))
+
+
+def take_away(address: int, nbytes: int) -> None:
+    """It leaves the address, which stays reserved."""
+    good(driver.cuMemUnmap(address, nbytes))
 
 
 def write(address: int, data: bytes) -> None:

@@ -69,6 +69,7 @@ from verify.polling import PATIENCE, wait_until
 from verify.processes.programs import free_port
 
 BLOCKS, TOKENS = 40, 16
+GRANULE: Final = 2 << 20  # of cuMemCreate
 PROMPTS: Final = 24
 ANSWER: Final = 5  # tokens
 _NON_BLOCKING: Final = 1
@@ -140,6 +141,7 @@ def config_of(model: str, name: str, role: str) -> VllmConfig:
             kv_connector="KvxferConnector",
             kv_connector_module_path="kvxfer.connectors.vllm.connector",
             kv_role=role,
+            kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,
         ),
     ).create_engine_config()
@@ -190,7 +192,9 @@ class Engine:
         caches = get_kv_cache_config_from_groups(self.config, groups, 1 << 30)
         assert caches.num_blocks == BLOCKS
         nbytes = caches.kv_cache_tensors[0].size
-        on_gpu = (ctypes.c_int8 * nbytes).from_address(device_memory.allocate(nbytes))
+        self.nbytes = -(-nbytes // GRANULE) * GRANULE
+        self.address = device_memory.create(self.nbytes)
+        on_gpu = (ctypes.c_int8 * nbytes).from_address(self.address)
         raw = torch.frombuffer(on_gpu, dtype=torch.int8)
         self.views: dict[str, torch.Tensor] = {}
         for placed in caches.kv_cache_tensors:

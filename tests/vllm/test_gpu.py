@@ -26,3 +26,13 @@ def test_tokens_of_a_pair_are_those_of_one_server(
     with RunningControlPlane() as control_plane:
         monkeypatch.setenv("KVXFER_CONTROL_PLANE", control_plane.url)
         run_on_driver("tests.vllm.gpu_pair", str(model), runner, layers, python=VLLM_PYTHON)
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_engines_sleep_and_wake_under_load(
+    runner: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVXFER_CLUSTER_KEY", CLUSTER_KEY.decode())
+    with RunningControlPlane() as control_plane:
+        monkeypatch.setenv("KVXFER_CONTROL_PLANE", control_plane.url)
+        run_on_driver("tests.vllm.gpu_sleep", str(model), runner, python=VLLM_PYTHON)

@@ -25,7 +25,7 @@ from kvxfer.connectors.vllm.plan import Counted
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.engine import Engine, Peer, Watcher
 from kvxfer.errors import DeadlineExceeded, InvalidArgument, KvxferError
-from kvxfer.instances import InstanceSpec, Load, Role
+from kvxfer.instances import InstanceSpec, InstanceState, Load, Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.messages import VERSIONS
@@ -82,6 +82,7 @@ class Agent(LoopThread):
         self._registration: Registration | None = None
         self._engine: Engine
         self._abandoned = False
+        self._was_ready = False  # before it was suspended
 
     def start(self, make_cache: MakeCache, model: ModelIdentity) -> str:
         """Starts the engine for a cache of this model; its address. Raises what keeps it from
@@ -154,6 +155,21 @@ class Agent(LoopThread):
         if self._registration is not None:
             self._cached.clear()
             await self._registration.take_model(self._model)
+
+    async def suspend(self) -> None:
+        """The cache's memory goes away: no transfer of it is left when this returns, and none
+        begins until resume(). Loop only."""
+        await self.endpoint.suspend("it sleeps; wake it up first")
+        if self._registration is not None:
+            self._cached.clear()
+            self._was_ready |= await self._registration.withdraw()
+
+    async def resume(self) -> None:
+        """The memory is there again. Loop only. Raises as Engine.register() does."""
+        await self.endpoint.resume()
+        if self._registration is not None and self._was_ready:
+            self._was_ready = False
+            await self._registration.advance(InstanceState.READY)
 
     def _main(self) -> None:
         leave_openmp_cores()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvxfer.engine import Engine, MemoryRegion
 
 
+SLEEP_BACKEND: Final = "kvxfer"
 _PLAIN: Final = ("auto", "float16", "bfloat16")
 _FP8: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
@@ -61,10 +62,12 @@ def require_movable(config: VllmConfig, platform: Any) -> None:
         raise InvalidArgument(
             f"vLLM runs on {platform.device_name}; kvxfer moves KV caches of CPUs and CUDA GPUs"
         )
-    if config.model_config.enable_sleep_mode:
+    model = config.model_config
+    if model.enable_sleep_mode and model.sleep_mode_backend != SLEEP_BACKEND:
         raise InvalidArgument(
-            "--enable-sleep-mode takes the KV cache's memory away while peers may write into it; "
-            "start the server without it"
+            f"with the sleep mode backend {model.sleep_mode_backend!r} the KV cache's memory goes "
+            "away while peers may write into it; start the server with "
+            f"--sleep-mode-backend {SLEEP_BACKEND}"
         )
 
 
@@ -128,7 +131,7 @@ def _shape_of(
 ) -> LayerShape:
     tensor = cache.tensor
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.element_size() == 1:  # draft models and indexers have dtypes of their own
+    if tensor.element_size() == 1:  # a draft model or an indexer may have another dtype
         dtype = _FP8.get(cache_dtype, dtype)
     if dtype not in ITEM_BYTES:
         raise InvalidArgument(

@@ -52,6 +52,7 @@ from kvxfer.connectors.vllm.ranks import (
 from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.connectors.vllm.shared_cache import SharedCache
+from kvxfer.connectors.vllm.sleep import sleepers
 from kvxfer.connectors.vllm.stats import TransferMetrics, TransferStats
 from kvxfer.connectors.vllm.worker import LOOP_SECONDS, TransferWorker
 from kvxfer.errors import InvalidArgument, KvxferError
@@ -307,7 +308,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         config, rank = self._vllm_config, this_rank()
         if not (on_cpu := current_platform.is_cpu()):
             require_movable(config, current_platform)
-        caches = in_model_order(self._kept(kv_caches, rank.size))
+        caches = in_model_order(self._layer_caches(kv_caches, rank.size))
         layout = layout_of(
             caches,
             self._block_size,
@@ -328,8 +329,19 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._agent.join(gather_addresses(address))
         stream = None if self._agent.gpu is None else torch.cuda.current_stream
         self._worker = TransferWorker(self._agent, list(caches), stream)
+        sleepers.add(self)
 
-    def _kept(self, kv_caches: Mapping[str, torch.Tensor], tp_size: int) -> dict[str, LayerCache]:
+    def suspend(self) -> None:
+        """No transfer reads or writes the cache when this returns, and none begins until resume()
+        (kvxfer.connectors.vllm.sleep)."""
+        self._worker.suspend()
+
+    def resume(self) -> None:
+        self._worker.resume()
+
+    def _layer_caches(
+        self, kv_caches: Mapping[str, torch.Tensor], tp_size: int
+    ) -> dict[str, LayerCache]:
         """Of each layer that keeps anything itself. Some attend to what another layer keeps."""
         config = self._vllm_config
         attention = config.compilation_config.static_forward_context

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def windows_of(config: KVCacheConfig) -> tuple[int | None, ...]:
     """The sliding window of each group. Raises InvalidArgument for a group that is no attention
     over all tokens or the last ones."""
-    windows = []
+    windows: list[int | None] = []
     for group in config.kv_cache_groups:
         of_layers = {
             _window_of(group.layer_names[0], spec) for spec in iter_layer_specs(group.kv_cache_spec)
@@ -42,7 +42,8 @@ def windows_of(config: KVCacheConfig) -> tuple[int | None, ...]:
 def _window_of(layer: str, spec: KVCacheSpec) -> int | None:
     # Not those that inherit from these: they keep blocks in another way.
     if type(spec) is SlidingWindowSpec:
-        return spec.sliding_window + spec.extra_retained_tokens
+        tokens: int = spec.sliding_window + spec.extra_retained_tokens
+        return tokens
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return None
     raise InvalidArgument(

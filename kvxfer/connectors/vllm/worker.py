@@ -212,6 +212,14 @@ class TransferWorker:
         self._finished -= results.sent
         return results
 
+    def suspend(self) -> None:
+        """The cache's memory goes away: nothing reads or writes it when this returns."""
+        self._guarded(lambda: self._agent.run(self._agent.suspend(), LOOP_SECONDS))
+
+    def resume(self) -> None:
+        """The cache's memory is there again."""
+        self._guarded(lambda: self._agent.run(self._agent.resume(), LOOP_SECONDS))
+
     def _require_answers(self) -> None:
         waits = self._expected or self._sends
         if waits and not self._agent.answers(LOOP_SECONDS, self._agent.clock.monotonic()):
