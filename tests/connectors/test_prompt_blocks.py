@@ -20,13 +20,30 @@ def test_decode_computes_the_last_token_itself(prompt: int, count: int) -> None:
     assert BLOCKS.count(prompt) == count
 
 
+@pytest.mark.parametrize(
+    ("prompt", "moved", "count"), [(1, 0, 1), (3, 0, 1), (4, 1, 1), (19, 16, 1), (20, 17, 2)]
+)
+def test_decode_computes_what_modules_of_a_draft_model_have_guessed(
+    prompt: int, moved: int, count: int
+) -> None:
+    blocks = PromptBlocks(16, last_tokens=3)
+    assert (blocks.moved(prompt), blocks.count(prompt)) == (moved, count)
+    side = TransferScheduler(blocks, lambda params: Role.DECODE, 10.0)
+    side.arrived("r", PARAMS, prompt, b"digest")
+    assert side.external_tokens("r", 0) == moved
+    side.allocated("r", [[5, 6]], moved)
+    assert [receive.first_block for receive in side.step([], ()).receives] == [0] * (moved > 0)
+
+
+@pytest.mark.parametrize("last", [1, 3])
 @pytest.mark.parametrize("window", [2, 16, 17, 20, 32, 100])
 def test_the_first_block_is_that_of_the_first_token_that_the_last_one_attends_to(
     window: int,
+    last: int,
 ) -> None:
-    blocks = PromptBlocks(16, (None, window))
-    for prompt in range(1, 130):
-        attended = [at for at in range(prompt) if prompt - 1 - at < window]
+    blocks = PromptBlocks(16, (None, window), last)
+    for prompt in range(last, 130):
+        attended = [at for at in range(prompt) if prompt - last - at < window]
         assert blocks.first(1, prompt) == attended[0] // 16
         assert blocks.first(0, prompt) == 0
 

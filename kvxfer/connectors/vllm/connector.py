@@ -137,7 +137,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._agent: Agent | None = None
         self._stats: TransferStats | None = None
         if role is KVConnectorRole.SCHEDULER:
-            blocks = PromptBlocks(self._block_size, self._windows)
+            # What modules of a draft model have read ahead of a prompt, they have guessed.
+            ahead = vllm_config.num_prefill_lookahead_tokens
+            blocks = PromptBlocks(self._block_size, self._windows, max(ahead - 1, 1))
             self._held = HeldWindows(blocks)
             self._counter = RequestCounter()
             self._idle = IdleSteps(allowed=vllm_config.parallel_config.data_parallel_size == 1)

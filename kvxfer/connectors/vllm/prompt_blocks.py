@@ -1,4 +1,4 @@
-"""Which blocks of a prompt travel: those that decode needs to compute the prompt's last token."""
+"""Which blocks of a prompt travel: those that decode needs to compute the prompt's last tokens."""
 
 from __future__ import annotations
 
@@ -20,15 +20,24 @@ class PromptBlocks:
 
     block_size: int
     windows: tuple[int | None, ...] = (None,)
+    last_tokens: int = 1
+    """Of a prompt, those that decode computes itself: the last one, with a draft model of several
+    modules as many as these read ahead."""
+
+    def moved(self, prompt_tokens: int) -> int:
+        """Tokens that come from prefill; none of a prompt that has no others."""
+        return max(prompt_tokens - self.last_tokens, 0)
 
     def count(self, prompt_tokens: int) -> int:
-        """Blocks until the last token, which decode computes itself."""
-        return -(-max(prompt_tokens - 1, 1) // self.block_size)
+        """Blocks until the last tokens."""
+        return -(-max(self.moved(prompt_tokens), 1) // self.block_size)
 
     def first(self, group: int, prompt_tokens: int) -> int:
-        """The first block that the last token attends to."""
+        """The first block that the last tokens attend to."""
         window = self.windows[group]
-        return 0 if window is None else max(prompt_tokens - window, 0) // self.block_size
+        if window is None:
+            return 0
+        return max(prompt_tokens - self.last_tokens + 1 - window, 0) // self.block_size
 
     def table(self, block_ids: Sequence[Sequence[int]], prompt_tokens: int) -> BlockTable:
         """Those that travel of the blocks of a prompt, as far as they are allocated. The others

@@ -124,8 +124,8 @@ class TransferScheduler:
             return 0 if request.leader is None or request.leader.stage is Stage.ORDINARY else None
         if request.stage is not Stage.WAITING:
             return 0
-        # Decode computes the last token in any case, so what it attends to has to be here.
-        return max(request.prompt_tokens - 1 - computed_tokens, 0)
+        # Decode computes the last tokens in any case, so what they attend to has to be here.
+        return max(self._blocks.moved(request.prompt_tokens) - computed_tokens, 0)
 
     def allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int
@@ -139,7 +139,8 @@ class TransferScheduler:
             self._plan.releases.append((request.params, "decode has no need of it"))
             return
         request.stage = Stage.RECEIVING
-        first = (request.prompt_tokens - 1 - external_tokens) // self._blocks.block_size
+        before = self._blocks.moved(request.prompt_tokens) - external_tokens
+        first = before // self._blocks.block_size
         count = self._blocks.count(request.prompt_tokens)
         self._plan.receives.append(
             Receive(
@@ -230,7 +231,7 @@ class TransferScheduler:
             ids += new
         computed = one.computed_tokens + one.step_tokens
         request.planned = min(computed // self._blocks.block_size, total)
-        if computed >= request.prompt_tokens - 1:
+        if computed >= self._blocks.moved(request.prompt_tokens):
             request.planned = total
         self._plan.sends.append(
             Send(
