@@ -296,8 +296,8 @@ Ticket Gpu::launch(std::size_t count) {
     return ticket;
   }
   const Status launched =
-      driver_->launch_kernel(copy_kernel_, static_cast<unsigned>(count), rows_of(longest->length), 1, kCopyThreads, 1,
-                             1, 0, stream_, &parameter, nullptr);
+      driver_->launch_kernel(copy_kernel_, static_cast<unsigned>(count), rows_of(longest->length),
+                             1, kCopyThreads, 1, 1, 0, stream_, &parameter, nullptr);
   if (launched != kSuccess) {
     fail(launched, "cuLaunchKernel");  // what was launched before goes on
     return ticket;

@@ -45,8 +45,8 @@ Result<void> read_probe(cuda::Gpu& reader, const cuda::FileParts& files, std::ui
   if (std::ranges::equal(*seen, std::as_bytes(std::span(words)))) return {};
   return Error{Errc::fabric_unavailable,
                reader.label() +
-                   " reads wrong bytes there, although CUDA offers it; switch off the IOMMU and "
-                   "PCIe ACS of this host, or update its driver"};
+                   " reads wrong bytes there, although CUDA offers it; set the IOMMU of this host "
+                   "off or to passthrough, and ACS off on the bridges above its GPUs"};
 }
 
 }  // namespace kvxfer::local

@@ -1,5 +1,5 @@
-// Whether one GPU really reads what another one has: behind an IOMMU, CUDA may offer that, and reads
-// give other bytes without an error. In the background.
+// Whether one GPU really reads what another one has: behind an IOMMU, CUDA may offer that, and
+// reads give other bytes without an error. In the background.
 #pragma once
 
 #include <cstdint>

@@ -57,8 +57,7 @@ GpuShares::Share GpuShares::find(const MemoryRegion& region, int reader) {
   }
   last_asked_ns_ = now_ns();
   Share& share = probing ? probe->second : shares_[key];
-  share = {
-      .number = next_number_, .device = device, .reader = reader, .asked_ns = last_asked_ns_};
+  share = {.number = next_number_, .device = device, .reader = reader, .asked_ns = last_asked_ns_};
   if (probing) {
     ask_with_probe(region.gpu(), share);
   } else if (!ask(region, share, with_files)) {
