@@ -115,7 +115,8 @@ Result<void> GpuSources::probe(const GpuRegionMessage& message, cuda::FileParts 
         const auto reader = reader_of(gpus, message);
         return reader ? read_probe(**reader, *files, message.seed) : reader.error();
       },
-      [this, message, then = std::move(then), self = std::weak_ptr(self_)](Result<void> read) {
+      [this, message, then = std::move(then),
+       self = std::weak_ptr(self_)](const Result<void>& read) {
         if (self.expired()) return;
         --under_way_;
         --with_files_;
