@@ -28,6 +28,7 @@ class GpuShares {
   GpuShares(const GpuShares&) = delete;
   GpuShares& operator=(const GpuShares&) = delete;
 
+  // wanted: to be asked for, again where the socket was full or a probe comes first.
   enum class State : std::uint8_t { wanted, asked, opened, refused };
   struct Share {
     State state = State::asked;

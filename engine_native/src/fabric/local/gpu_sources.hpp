@@ -39,7 +39,7 @@ class GpuSources {
                    Opened then);
   // Whether the reading GPU may open it: its own memory, or that of a GPU whose probe it has read.
   bool tried(const GpuRegionMessage& message) const;
-  // The same of a probe.
+  // Reads a probe, for tried(). `then`: whether its bytes are right.
   Result<void> probe(const GpuRegionMessage& message, cuda::FileParts files, Opened then);
   // After the copies that read it now.
   void remove(std::uint32_t number);
