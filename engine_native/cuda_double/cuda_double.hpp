@@ -16,8 +16,8 @@
 //   that is gone poisons the context (CUDA_ERROR_ILLEGAL_ADDRESS).
 // - Memory of a pool exists from one point of a stream to another (cuMemAllocAsync).
 // - A kernel reaches memory of another device where that was enabled and is possible, and was got
-// by
-//   cuMemAlloc (cuCtxEnablePeerAccess, cuIpcOpenMemHandle, cuMemSetAccess).
+//   by cuMemAlloc (cuCtxEnablePeerAccess, cuIpcOpenMemHandle, cuMemSetAccess). Behind an IOMMU it
+//   may read wrong bytes there without an error (CUDA programming guide, "IOMMU on Linux").
 // - A legacy handle is for cuMemAlloc memory only, all of it, and other processes that see its
 //   device (cuIpcGetMemHandle, cuIpcOpenMemHandle, CUDA_VISIBLE_DEVICES).
 // - Memory of cuMemCreate has the handles that were asked for (cuMemExportToShareableHandle).
@@ -53,6 +53,10 @@ void cuda_double_on_flush(void (*flush)(void));
 
 // Whether the devices reach each other; they do until told otherwise.
 void cuda_double_peers(bool reach);
+
+// Whether a module's kernels read wrong bytes from another device's memory, without an error; they
+// do not until told otherwise.
+void cuda_double_peers_corrupt(bool corrupt);
 
 // Allocations and mappings that there are.
 size_t cuda_double_live(void);

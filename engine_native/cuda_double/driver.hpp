@@ -108,6 +108,7 @@ class Driver {
   std::atomic<std::uint64_t> waits = 0;
   std::atomic<void (*)(void)> on_flush = nullptr;
   std::atomic<bool> peers_reach = true;
+  std::atomic<bool> peers_corrupt = false;
   void wait(const PointPtr& point);
 
  private:

@@ -67,6 +67,8 @@ void cuda_double_on_flush(void (*flush)(void)) { Driver::instance().on_flush = f
 
 void cuda_double_peers(bool reach) { Driver::instance().peers_reach = reach; }
 
+void cuda_double_peers_corrupt(bool corrupt) { Driver::instance().peers_corrupt = corrupt; }
+
 size_t cuda_double_live(void) { return Driver::instance().memory.live(); }
 
 uint64_t cuda_double_waits(void) { return Driver::instance().waits; }

@@ -43,10 +43,20 @@ static_assert(cuda::kFlushContext == CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURR
 static_assert(cuda::kFlushForOwner == CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER);
 static_assert(cuda::kDmabuf == CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD);
 static_assert(cuda::kPosixFile == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+static_assert(cuda::kPinned == CU_MEM_ALLOCATION_TYPE_PINNED);
+static_assert(cuda::kLeast == CU_MEM_ALLOC_GRANULARITY_MINIMUM);
 static_assert(cuda::kLocationDevice == CU_MEM_LOCATION_TYPE_DEVICE);
 static_assert(cuda::kReadWrite == CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
 static_assert(sizeof(cuda::MemAccess) == sizeof(CUmemAccessDesc));
 static_assert(offsetof(cuda::MemAccess, flags) == offsetof(CUmemAccessDesc, flags));
+static_assert(sizeof(cuda::AllocationProperties) == sizeof(CUmemAllocationProp));
+static_assert(offsetof(cuda::AllocationProperties, handle_types) ==
+              offsetof(CUmemAllocationProp, requestedHandleTypes));
+static_assert(offsetof(cuda::AllocationProperties, location_type) ==
+              offsetof(CUmemAllocationProp, location));
+static_assert(offsetof(cuda::AllocationProperties, flags) ==
+              offsetof(CUmemAllocationProp, allocFlags));
+static_assert(sizeof(cuda::Uuid) == sizeof(CUuuid));
 static_assert(sizeof(cuda::AllocationHandle) == sizeof(CUmemGenericAllocationHandle));
 static_assert(sizeof(cuda::IpcHandle) == sizeof(CUipcMemHandle));
 static_assert(sizeof(cuda::Address) == sizeof(CUdeviceptr));

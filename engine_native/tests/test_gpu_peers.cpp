@@ -95,6 +95,49 @@ TEST_CASE("the double: another GPU maps memory of cuMemCreate, else it goes by h
   }
 }
 
+TEST_CASE("the double: a GPU that reads wrong bytes from another one gets them by host memory") {
+  const CudaDriver driver;
+  Random random;
+  INFO("KVXFER_TEST_SEED=", random.seed);
+  Sleeper first(1, true);
+  Sleeper second(1, true);
+  first.wake();
+  second.wake();
+  DOUBLE(peers_corrupt)(true);
+  constexpr const char* kWrong =
+      "reads wrong bytes there, although CUDA offers it; set the IOMMU of this host off";
+  {
+    Pair pair("local");
+    const RegionPtr one = region_in(pair.writer, first);
+    const RegionPtr other = region_in(pair.writer, second);
+    CHECK_FALSE(reaches_second_gpu(pair, one, random, 3));
+    says(pair.writer, {"memory of GPU 0 goes to GPU 1 of", "by way of host memory: GPU 1", kWrong});
+    CHECK_FALSE(reaches_second_gpu(pair, other, random, 3));
+    // Its own memory a GPU reads without a probe.
+    const Memory there(pair.reader, true, one->size());
+    const std::uint64_t staged = pair.writer->stats().bytes_staged;
+    const auto last = good(
+        pair.writer->write(pair.to_reader, one, there.region()->descriptor(), {0, 0, one->size()}));
+    bool again = false;
+    pair.writer.await([&](const Completion& each) {
+      again = again || each.text.find(kWrong) != std::string::npos;
+      return each.kind == Completion::Kind::write && each.id == last.id;
+    });
+    CHECK_FALSE(again);
+    CHECK(pair.writer->stats().bytes_staged == staged);
+    good(pair.writer->deregister(one));
+    good(pair.writer->deregister(other));
+  }
+  DOUBLE(peers_corrupt)(false);
+  // It is tried again with each connection.
+  Pair pair("local");
+  const RegionPtr one = region_in(pair.writer, first);
+  CHECK(reaches_second_gpu(pair, one, random, kOften));
+  good(pair.writer->deregister(one));
+  first.sleep();
+  second.sleep();
+}
+
 TEST_CASE("the double: a GPU whose context is destroyed is lost, and gives no other's memory") {
   Random random;
   for (const std::string fabric : {"tcp", "local"}) {

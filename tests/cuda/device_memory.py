@@ -67,6 +67,12 @@ def is_known(address: int) -> bool:
     return bool(error == driver.CUresult.CUDA_SUCCESS)
 
 
+def corrupt_peers() -> None:
+    """From now on kernels read wrong bytes from memory of another GPU, on the double."""
+    library: Any = ctypes.CDLL("libcuda.so.1")
+    library.cuda_double_peers_corrupt(ctypes.c_bool(True))
+
+
 def live() -> int | None:
     """Allocations and mappings that the double counts; None of a real driver."""
     library: Any = ctypes.CDLL("libcuda.so.1")

@@ -30,6 +30,9 @@ async def serve(engine: Engine) -> None:
             case "fill":
                 device_memory.write(region.address, bytes([command["with"]]) * NBYTES)
                 report(id=command["id"])
+            case "corrupt":
+                device_memory.corrupt_peers()
+                report(id=command["id"])
             case "read":
                 found = device_memory.read(region.address, NBYTES)
                 report(id=command["id"], data=found.hex())

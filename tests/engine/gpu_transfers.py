@@ -157,31 +157,36 @@ async def two_processes(fabric: str) -> None:
 
 async def other_gpus(fabric: str) -> None:
     """From memory of one GPU to another one, of another process: that GPU reads it where it sees
-    the first; else it goes by way of host memory, which is said once."""
+    the first, and reads right bytes; else it goes by way of host memory, which is said once."""
     if good(driver.cuDeviceGetCount()) < 2:
         return
     before = device_memory.live()
     notices = Notices()
 
-    async def run(other: WorkerProcess, direct: bool) -> None:
+    async def run(other: WorkerProcess, direct: bool, corrupt: bool) -> None:
         async with new_engine(fabric, "here") as engine:
             theirs = await descriptor_of(other)
+            if corrupt:
+                await ask(other, "corrupt")
             memory = engine.alloc(PEER_BYTES, gpu=0)
             peer = await engine.connect(other.address, PATIENCE)
             await write_rounds(engine, peer, memory.region, theirs, other, direct)
             memory.close()
 
     # What the other process calls GPU 0 is GPU 1 here.
-    for visible, reads in (("1,0", True), ("1", False)):
+    unseen, wrong = "cuMemImportFromShareableHandle failed", "reads wrong bytes there"
+    for visible, why in (("1,0", ""), ("1", unseen), ("1,0", wrong)):
+        if why == wrong and before is None:
+            continue  # no real driver can be told to
         with WorkerProcess(
             "tests.engine.gpu_peer",
             "there",
             fabric,
             environment={"CUDA_VISIBLE_DEVICES": visible},
         ) as other:
-            await run(other, fabric == "local" and reads)
-        said = [each for each in notices.seen if "cuIpcOpenMemHandle failed" in each]
-        assert len(said) == (fabric == "local" and not reads), notices.seen
+            await run(other, fabric == "local" and not why, why == wrong)
+        said = [each for each in notices.seen if why and why in each]
+        assert len(said) == (fabric == "local" and why != ""), notices.seen
     await all_is_freed(before)
 
 

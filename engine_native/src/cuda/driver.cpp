@@ -38,6 +38,7 @@ std::shared_ptr<const Driver> calls_of(void* library) {
   Finder find(library);
   find("cuInit", driver->init)("cuGetErrorName", driver->get_error_name);
   find("cuDeviceGetCount", driver->device_get_count)("cuDeviceGetName", driver->device_get_name);
+  find("cuDeviceGetUuid", driver->device_get_uuid);
   find("cuDeviceGetAttribute", driver->device_get_attribute);
   find("cuDevicePrimaryCtxRetain", driver->device_primary_ctx_retain);
   find("cuDevicePrimaryCtxRelease", driver->device_primary_ctx_release);
@@ -67,6 +68,8 @@ std::shared_ptr<const Driver> calls_of(void* library) {
   find("cuIpcGetMemHandle", driver->ipc_get_mem_handle);
   find("cuIpcOpenMemHandle", driver->ipc_open_mem_handle);
   find("cuIpcCloseMemHandle", driver->ipc_close_mem_handle);
+  find("cuMemGetAllocationGranularity", driver->mem_get_allocation_granularity);
+  find("cuMemCreate", driver->mem_create);
   find("cuMemRetainAllocationHandle", driver->mem_retain_allocation_handle);
   find("cuMemRelease", driver->mem_release);
   find("cuMemExportToShareableHandle", driver->mem_export_to_shareable_handle);

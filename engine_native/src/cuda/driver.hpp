@@ -37,11 +37,25 @@ using AllocationHandle = unsigned long long;  // CUmemGenericAllocationHandle
 struct IpcHandle {
   std::array<char, 64> bytes{};
 };
+// CUuuid
+struct Uuid {
+  std::array<char, 16> bytes{};
+  auto operator<=>(const Uuid&) const = default;
+};
 // CUmemAccessDesc
 struct MemAccess {
   int location_type;
   int location;
   int flags;
+};
+// CUmemAllocationProp
+struct AllocationProperties {
+  int type;
+  int handle_types;
+  int location_type;
+  int location;
+  void* windows = nullptr;
+  std::array<unsigned char, 8> flags{};
 };
 
 // CUpointer_attribute, CUmemorytype
@@ -61,6 +75,8 @@ inline constexpr int kOrderedForOwner = 100;  // CU_GPU_DIRECT_RDMA_WRITES_ORDER
 inline constexpr int kFlushContext = 0;        // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
 inline constexpr int kFlushForOwner = 100;     // CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
 inline constexpr int kPosixFile = 1;           // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+inline constexpr int kPinned = 1;              // CU_MEM_ALLOCATION_TYPE_PINNED
+inline constexpr int kLeast = 0;               // CU_MEM_ALLOC_GRANULARITY_MINIMUM
 inline constexpr int kLocationDevice = 1;      // CU_MEM_LOCATION_TYPE_DEVICE
 inline constexpr int kReadWrite = 3;           // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 inline constexpr int kDmabuf = 1;              // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
@@ -86,6 +102,7 @@ struct Driver {
   Status (*get_error_name)(Status status, const char** name) = nullptr;
   Status (*device_get_count)(int* count) = nullptr;
   Status (*device_get_name)(char* name, int length, int device) = nullptr;
+  Status (*device_get_uuid)(Uuid* uuid, int device) = nullptr;
   Status (*device_get_attribute)(int* value, int attribute, int device) = nullptr;
   Status (*device_primary_ctx_retain)(Context* context, int device) = nullptr;
   Status (*device_primary_ctx_release)(int device) = nullptr;
@@ -130,6 +147,10 @@ struct Driver {
   Status (*ipc_get_mem_handle)(IpcHandle* handle, Address address) = nullptr;
   Status (*ipc_open_mem_handle)(Address* address, IpcHandle handle, unsigned flags) = nullptr;
   Status (*ipc_close_mem_handle)(Address address) = nullptr;
+  Status (*mem_get_allocation_granularity)(std::size_t* bytes, const AllocationProperties* wanted,
+                                           int option) = nullptr;
+  Status (*mem_create)(AllocationHandle* handle, std::size_t bytes,
+                       const AllocationProperties* wanted, unsigned long long flags) = nullptr;
   Status (*mem_retain_allocation_handle)(AllocationHandle* handle, void* address) = nullptr;
   Status (*mem_release)(AllocationHandle handle) = nullptr;
   Status (*mem_export_to_shareable_handle)(void* to, AllocationHandle handle, int type,

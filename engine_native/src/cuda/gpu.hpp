@@ -98,6 +98,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   int device() const { return device_; }
   // "GPU 0 (NVIDIA H200)"
   const std::string& label() const { return label_; }
+  // The same in every process.
+  const Uuid& uuid() const { return uuid_; }
   // Zeroed.
   Result<Address> allocate(std::size_t bytes) const;
   void free(Address address) const;
@@ -108,10 +110,15 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::optional<IpcHandle> handle_of(Address address) const;
   // Fails where the memory is not of cuMemCreate, or did not ask for files.
   Result<FileParts> files_of(Address address, std::size_t bytes) const;
+  // Memory that holds these bytes, for as long as somebody has its file or maps it.
+  Result<FileParts> file_with(std::span<const std::byte> bytes);
   // Also of another GPU, where CUDA lets this one reach it.
   Result<std::unique_ptr<ImportedMemory>> import(const IpcHandle& handle);
   Result<std::unique_ptr<ImportedMemory>> import(const FileParts& files);
   void close_imported(Address base, std::size_t mapped) const;
+  // By the kernel that copies pages, whose way to memory of another GPU may be another than that of
+  // CUDA's copies; waits for it.
+  Result<std::vector<std::byte>> read_by_kernel(Address from, std::uint32_t bytes) const;
   // The allocation, or the mapping of cuMemMap, that holds the address.
   struct Range {
     Address start;
@@ -191,6 +198,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::shared_ptr<const Driver> driver_;
   int device_;
   std::string label_;
+  Uuid uuid_;
   Context context_ = nullptr;
   StreamHandle stream_ = nullptr;
   Module module_ = nullptr;

@@ -22,6 +22,9 @@ static_assert(sizeof(DeviceCopy) == 24);
 inline constexpr const char* kCopyKernel = "kvxfer_copy_pages";
 inline constexpr unsigned kCopyThreads = 256;
 inline constexpr std::uint32_t kBytesPerBlock = 16384;
+constexpr unsigned rows_of(std::uint32_t longest) {
+  return (longest + kBytesPerBlock - 1) / kBytesPerBlock;
+}
 
 // --- words that streams count up. The count is device memory, since not every host lets a GPU add
 // to its memory; the word is pinned host memory.

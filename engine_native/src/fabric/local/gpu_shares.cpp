@@ -1,8 +1,12 @@
 #include "fabric/local/gpu_shares.hpp"
 
+#include <algorithm>
+
 #include "clock.hpp"
 #include "cuda/gpu.hpp"
+#include "fabric/local/gpu_probe.hpp"
 #include "fabric/local/unix_socket.hpp"
+#include "random.hpp"
 
 namespace kvxfer::local {
 namespace {
@@ -11,12 +15,12 @@ namespace {
 constexpr std::size_t kMostUnanswered = 32;
 constexpr std::uint64_t kPatienceNs = 500'000'000;
 
-GpuRegionMessage message_of(const MemoryRegion& region, std::uint32_t number, int reader) {
-  return {.head = {.kind = RegionMessage::Kind::share_gpu, .number = number, .size = region.size()},
-          .offset = region.ipc_offset(),
-          .address = region.address(),
-          .reader = static_cast<std::uint64_t>(reader),
-          .handle = region.ipc_handle().value_or(cuda::IpcHandle{})};
+// To be made complete.
+GpuRegionMessage message_of(RegionMessage::Kind kind, const GpuShares::Share& share,
+                            const cuda::Gpu& gpu) {
+  return {.head = {.kind = kind, .number = share.number, .size = 0},
+          .reader = static_cast<std::uint64_t>(share.reader),
+          .owner = gpu.uuid()};
 }
 
 }  // namespace
@@ -32,53 +36,79 @@ GpuShares::GpuShares(GpuContext context, int socket, bool same_process, std::str
 GpuShares::Share GpuShares::find(const MemoryRegion& region, int reader) {
   const Key key{region.key(), reader};
   const int device = region.gpu()->device();
-  if (const auto known = shares_.find(key); known != shares_.end()) {
-    Share share = known->second;
-    if (share.state == State::asked && now_ns() - share.asked_ns > kPatienceNs) {
-      share.state = State::refused;  // until it is open
-      tell(device, reader, "opening it there takes long", true);
-    }
-    return share;
+  const auto known = shares_.find(key);
+  if (known != shares_.end() && known->second.state != State::wanted) {
+    return in_time(known->second);
   }
-  if (shares_.size() >= kMostGpuRegions) {
+  const auto probe = probes_.find({device, reader});
+  const bool probing = probe != probes_.end() && probe->second.state != State::opened;
+  if (probing && probe->second.state != State::wanted) return in_time(probe->second);
+  if (known == shares_.end() && shares_.size() >= kMostGpuRegions) {
     tell(device, reader, "the peer has too many regions open");
     return {.state = State::refused};
   }
   // Within one process, all that a GPU has is at its address; other GPUs might read it when it has
   // been freed.
-  const bool with_files = same_process_ ? device != reader : !region.ipc_handle();
+  const bool with_files = probing || (same_process_ ? device != reader : !region.ipc_handle());
   // Files one after the other, as a process may have few.
   if (unanswered_ >= (with_files ? 1 : kMostUnanswered)) {
     const bool slow = now_ns() - last_asked_ns_ > kPatienceNs;
     return {.state = slow ? State::refused : State::asked};
   }
   last_asked_ns_ = now_ns();
-  const Share share{.number = next_number_, .device = device, .asked_ns = last_asked_ns_};
-  if (!with_files) {
-    const auto message = message_of(region, share.number, reader);
-    const auto sent = send_message(socket_, message.bytes(), {});
-    if (!sent || !*sent) return {};  // a broken socket shows as an event
+  Share& share = probing ? probe->second : shares_[key];
+  share = {.number = next_number_, .device = device, .reader = reader, .asked_ns = last_asked_ns_};
+  if (probing) {
+    ask_with_probe(region.gpu(), share);
+  } else if (!ask(region, share, with_files)) {
+    share.state = State::wanted;
+    return {};
   }
   ++next_number_;
   ++unanswered_;
-  shares_.emplace(key, share);
-  if (with_files) ask_with_files(region, key);
   return share;
 }
 
-// The driver makes the files in the background.
-void GpuShares::ask_with_files(const MemoryRegion& region, const Key& key) {
-  auto message = message_of(region, shares_.at(key).number, key.second);
+GpuShares::Share GpuShares::in_time(Share share) {
+  if (share.state == State::asked && now_ns() - share.asked_ns > kPatienceNs) {
+    share.state = State::refused;  // until it is open
+    tell(share.device, share.reader, "opening it there takes long", true);
+  }
+  return share;
+}
+
+// False where the socket is full, or broken, which shows as an event.
+bool GpuShares::ask(const MemoryRegion& region, const Share& share, bool with_files) {
+  auto message = message_of(RegionMessage::Kind::share_gpu, share, *region.gpu());
+  message.head.size = region.size();
+  message.offset = region.ipc_offset();
+  message.address = region.address();
+  message.handle = region.ipc_handle().value_or(cuda::IpcHandle{});
+  if (!with_files) {
+    const auto sent = send_message(socket_, message.bytes(), {});
+    return sent && *sent;
+  }
+  ask_with_files(message, [gpu = region.gpu(), address = region.address(), size = region.size()] {
+    return gpu->files_of(address, size);
+  });
+  return true;
+}
+
+void GpuShares::ask_with_probe(const std::shared_ptr<cuda::Gpu>& gpu, const Share& share) {
+  auto message = message_of(RegionMessage::Kind::probe_gpu, share, *gpu);
+  random_bytes(&message.seed, sizeof message.seed);
+  ask_with_files(message, [gpu, seed = message.seed] { return offer_probe(*gpu, seed); });
+}
+
+void GpuShares::ask_with_files(GpuRegionMessage message, MakeFiles make) {
   context_.background.run<Result<cuda::FileParts>>(
-      [gpu = region.gpu(), address = region.address(), size = region.size()] {
-        return gpu->files_of(address, size);
-      },
-      [this, key, message, self = std::weak_ptr(self_)](Result<cuda::FileParts> files) mutable {
+      std::move(make),
+      [this, message, self = std::weak_ptr(self_)](Result<cuda::FileParts> files) mutable {
         if (self.expired()) return;
         if (unanswered_ > 0) --unanswered_;  // the peer may have answered what was not asked
-        const auto share = shares_.find(key);
-        if (share == shares_.end()) return;  // forgotten meanwhile
-        if (!files) return refuse(key, share->second, files.error().text);
+        Share* const share = asked(message.head.number);
+        if (!share) return;
+        if (!files) return refuse(*share, files.error().text);
         message.offset = files->offset;
         std::string bytes(message.bytes());
         std::vector<int> fds;
@@ -87,28 +117,47 @@ void GpuShares::ask_with_files(const MemoryRegion& region, const Key& key) {
           fds.push_back(part.file.get());
         }
         const auto sent = send_message(socket_, bytes, fds);
-        if (!sent) return refuse(key, share->second, sent.error().text);
+        if (!sent) return refuse(*share, sent.error().text);
         if (*sent) {
           ++unanswered_;
         } else {
-          shares_.erase(share);  // find() begins again
+          share->state = State::wanted;
         }
       });
 }
 
-void GpuShares::on_answer(const RegionMessage& answer, std::string_view reason) {
-  if (unanswered_ > 0) --unanswered_;
-  for (auto& [key, share] : shares_) {
-    if (share.number != answer.number || share.state != State::asked) continue;
-    if (answer.kind == RegionMessage::Kind::refused) return refuse(key, share, reason);
-    share.state = State::opened;
-    return;
-  }
+GpuShares::Share* GpuShares::asked(std::uint32_t number) {
+  const auto fits = [number](const auto& each) {
+    return each.second.number == number && each.second.state == State::asked;
+  };
+  const auto probe = std::ranges::find_if(probes_, fits);
+  if (probe != probes_.end()) return &probe->second;
+  const auto share = std::ranges::find_if(shares_, fits);
+  return share == shares_.end() ? nullptr : &share->second;
 }
 
-void GpuShares::refuse(const Key& key, Share& share, std::string_view why) {
+void GpuShares::on_answer(const RegionMessage& answer, std::string_view reason) {
+  if (unanswered_ > 0) --unanswered_;
+  Share* const share = asked(answer.number);
+  if (!share) return;
+  if (answer.kind == RegionMessage::Kind::refused) return refuse(*share, reason);
+  if (answer.kind == RegionMessage::Kind::untried) return want_probe(*share);
+  share->state = State::opened;
+}
+
+// Once for all regions of that GPU; they are asked for again behind it.
+void GpuShares::want_probe(Share& share) {
+  const auto [probe, first] =
+      probes_.try_emplace({share.device, share.reader}, Share{.state = State::wanted});
+  if (!first && (&probe->second == &share || probe->second.state == State::opened)) {
+    return refuse(share, "the peer does not say what its GPU reads");
+  }
+  share.state = State::wanted;
+}
+
+void GpuShares::refuse(Share& share, std::string_view why) {
   share.state = State::refused;
-  tell(share.device, key.second, why);
+  tell(share.device, share.reader, why);
 }
 
 void GpuShares::tell(int from, int to, std::string_view why, bool slow) {
@@ -121,7 +170,7 @@ std::vector<std::uint32_t> GpuShares::forget(const MemoryRegion& region) {
   std::vector<std::uint32_t> numbers;
   for (auto share = shares_.lower_bound({region.key(), 0});
        share != shares_.end() && share->first.first == region.key(); share = shares_.erase(share)) {
-    numbers.push_back(share->second.number);
+    if (share->second.state != State::wanted) numbers.push_back(share->second.number);
   }
   return numbers;
 }

@@ -3,12 +3,22 @@
 #include <string>
 #include <utility>
 
+#include "fabric/local/gpu_probe.hpp"
+
 namespace kvxfer::local {
 namespace {
 
 // Of one peer.
 constexpr std::size_t kMaxOpening = 64;
 constexpr std::size_t kMaxWithFiles = 2;
+
+// A peer knows its number from a region that lies there.
+Result<std::shared_ptr<cuda::Gpu>> reader_of(const cuda::Gpus& gpus,
+                                             const GpuRegionMessage& message) {
+  if (auto gpu = gpus.find(static_cast<int>(message.reader))) return gpu;
+  return Error{Errc::invalid_argument,
+               "this engine has no memory of GPU " + std::to_string(message.reader)};
+}
 
 // It may wait for streams that wait for the engine thread.
 void close_on(Background& background, std::shared_ptr<cuda::ImportedMemory> memory) {
@@ -22,12 +32,15 @@ GpuSources::~GpuSources() {
   for (auto& [number, region] : regions_) close(std::move(region.memory));
 }
 
+bool GpuSources::full(std::size_t with_files) const {
+  return under_way_ >= kMaxOpening || with_files_ + with_files > kMaxWithFiles;
+}
+
 Result<void> GpuSources::add(const GpuRegionMessage& message, cuda::FileParts files,
                              bool same_process, Opened then) {
   const std::uint32_t number = message.head.number;
   const std::size_t with_files = files.parts.empty() ? 0 : 1;
-  if (regions_.contains(number) || regions_.size() >= kMostGpuRegions ||
-      under_way_ >= kMaxOpening || with_files_ + with_files > kMaxWithFiles) {
+  if (regions_.contains(number) || regions_.size() >= kMostGpuRegions || full(with_files)) {
     return Error{Errc::protocol_error, "the peer shares a region of a GPU twice, or too many"};
   }
   const std::uint64_t opening = ++last_opening_;
@@ -65,13 +78,9 @@ Result<void> GpuSources::add(const GpuRegionMessage& message, cuda::FileParts fi
 
 Result<GpuSources::Region> GpuSources::open(cuda::Gpus& gpus, const GpuRegionMessage& message,
                                             const cuda::FileParts& files, bool same_process) {
-  // A peer knows its number from a region that lies there.
-  auto gpu = gpus.find(static_cast<int>(message.reader));
-  if (!gpu) {
-    return Error{Errc::invalid_argument,
-                 "this engine has no memory of GPU " + std::to_string(message.reader)};
-  }
-  Region region{.gpu = std::move(gpu),
+  auto gpu = reader_of(gpus, message);
+  if (!gpu) return gpu.error();
+  Region region{.gpu = std::move(*gpu),
                 .memory = nullptr,
                 .address = message.address,
                 .size = message.head.size};
@@ -85,6 +94,36 @@ Result<GpuSources::Region> GpuSources::open(cuda::Gpus& gpus, const GpuRegionMes
     return Error{Errc::out_of_bounds, "the peer's region leaves what it shares"};
   }
   return region;
+}
+
+bool GpuSources::tried(const GpuRegionMessage& message) const {
+  const auto reader = reader_of(context_.gpus, message);
+  return !reader || (*reader)->uuid() == message.owner ||
+         tried_.contains({message.owner, message.reader});
+}
+
+Result<void> GpuSources::probe(const GpuRegionMessage& message, cuda::FileParts files,
+                               Opened then) {
+  if (files.parts.size() != 1 || tried_.size() >= kMostGpuRegions || full(1)) {
+    return Error{Errc::protocol_error, "a probe of the peer's has no file, or there are too many"};
+  }
+  ++under_way_;
+  ++with_files_;
+  context_.background.run<Result<void>>(
+      [&gpus = context_.gpus, message,
+       files = std::make_shared<cuda::FileParts>(std::move(files))]() -> Result<void> {
+        const auto reader = reader_of(gpus, message);
+        return reader ? read_probe(**reader, *files, message.seed) : reader.error();
+      },
+      [this, message, then = std::move(then),
+       self = std::weak_ptr(self_)](const Result<void>& read) {
+        if (self.expired()) return;
+        --under_way_;
+        --with_files_;
+        if (read) tried_.emplace(message.owner, message.reader);
+        then(message.head.number, read);
+      });
+  return {};
 }
 
 void GpuSources::remove(std::uint32_t number) {

@@ -1,10 +1,11 @@
-// The sender's GPU memory as its receiver reaches it. Opening and closing a handle may take long,
-// so both happen in the background. Engine thread only.
+// The sender's GPU memory as its receiver reaches it. Opening and closing a handle and reading a
+// probe may take long, so they happen in the background. Engine thread only.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -36,6 +37,10 @@ class GpuSources {
   using Opened = std::function<void(std::uint32_t number, Result<void> opened)>;
   Result<void> add(const GpuRegionMessage& message, cuda::FileParts files, bool same_process,
                    Opened then);
+  // Whether the reading GPU may open it: its own memory, or that of a GPU whose probe it has read.
+  bool tried(const GpuRegionMessage& message) const;
+  // Reads a probe, for tried(). `then`: whether its bytes are right.
+  Result<void> probe(const GpuRegionMessage& message, cuda::FileParts files, Opened then);
   // After the copies that read it now.
   void remove(std::uint32_t number);
   bool has(std::uint32_t number) const { return regions_.contains(number); }
@@ -55,10 +60,12 @@ class GpuSources {
 
   static Result<Region> open(cuda::Gpus& gpus, const GpuRegionMessage& message,
                              const cuda::FileParts& files, bool same_process);
+  bool full(std::size_t with_files) const;
   void close(std::shared_ptr<cuda::ImportedMemory> memory);
 
   GpuContext context_;
   std::unordered_map<std::uint32_t, Region> regions_;
+  std::set<std::pair<cuda::Uuid, std::uint64_t>> tried_;  // whose probes which of our GPUs has read
   std::uint64_t last_opening_ = 0;
   std::size_t under_way_ = 0;
   std::size_t with_files_ = 0;  // of them

@@ -34,6 +34,11 @@ Error malformed_message() {
   return {Errc::protocol_error, "the peer sent a malformed region message"};
 }
 
+Error no_descriptors() {
+  return {Errc::out_of_memory,
+          "there are no descriptors left for what a peer shares; raise the open files limit"};
+}
+
 }  // namespace
 
 Result<std::unique_ptr<LocalPath>> LocalPath::open(LocalLink link, PathPeer peer, Poller& poller,
@@ -441,26 +446,10 @@ void LocalPath::receive_regions() {
 }
 
 Result<void> LocalPath::on_region(UnixMessage& message, bool lacking) {
-  const Error lacks{Errc::out_of_memory,
-                    "there are no descriptors left for what a peer shares; raise the open files "
-                    "limit"};
   if (const auto on_gpu = GpuRegionMessage::parse(message.bytes)) {
-    if (lacking) {
-      answer_gpu_region(on_gpu->head.number, lacks);
-      return {};
-    }
-    const auto sizes = GpuRegionMessage::sizes(message.bytes, message.descriptors.size());
-    if (!sizes) return malformed_message();
-    cuda::FileParts files{.offset = on_gpu->offset};
-    for (std::size_t i = 0; i < sizes->size(); ++i) {
-      files.parts.push_back({.file = std::move(message.descriptors[i]), .size = (*sizes)[i]});
-    }
-    return gpu_sources_.add(*on_gpu, std::move(files), source_.pid() == ::getpid(),
-                            [this](std::uint32_t number, const Result<void>& opened) {
-                              answer_gpu_region(number, opened);
-                            });
+    return on_gpu_region(*on_gpu, message, lacking);
   }
-  if (lacking) return lacks;
+  if (lacking) return no_descriptors();
   const auto region = RegionMessage::parse(message.bytes);
   if (region && region->kind == RegionMessage::Kind::forget) {
     source_.remove_region(region->number);
@@ -479,13 +468,37 @@ Result<void> LocalPath::on_region(UnixMessage& message, bool lacking) {
   return malformed_message();
 }
 
-void LocalPath::answer_gpu_region(std::uint32_t number, const Result<void>& opened) {
-  const std::string reason =
-      opened ? "" : opened.error().text.substr(0, RegionMessage::kMostReason);
-  const RegionMessage answer{
-      .kind = opened ? RegionMessage::Kind::opened : RegionMessage::Kind::refused,
-      .number = number,
-      .size = reason.size()};
+Result<void> LocalPath::on_gpu_region(const GpuRegionMessage& region, UnixMessage& message,
+                                      bool lacking) {
+  using Kind = RegionMessage::Kind;
+  const auto answer_with = [this](std::uint32_t number, const Result<void>& opened) {
+    if (opened) return answer_gpu_region(Kind::opened, number);
+    answer_gpu_region(Kind::refused, number, opened.error().text);
+  };
+  if (lacking) {
+    answer_with(region.head.number, no_descriptors());
+    return {};
+  }
+  const auto sizes = GpuRegionMessage::sizes(message.bytes, message.descriptors.size());
+  if (!sizes) return malformed_message();
+  cuda::FileParts files{.offset = region.offset};
+  for (std::size_t i = 0; i < sizes->size(); ++i) {
+    files.parts.push_back({.file = std::move(message.descriptors[i]), .size = (*sizes)[i]});
+  }
+  if (region.head.kind == Kind::probe_gpu) {
+    return gpu_sources_.probe(region, std::move(files), answer_with);
+  }
+  if (!gpu_sources_.tried(region)) {
+    answer_gpu_region(Kind::untried, region.head.number);
+    return {};
+  }
+  return gpu_sources_.add(region, std::move(files), source_.pid() == ::getpid(), answer_with);
+}
+
+void LocalPath::answer_gpu_region(RegionMessage::Kind kind, std::uint32_t number,
+                                  std::string_view why) {
+  const std::string reason(why.substr(0, RegionMessage::kMostReason));
+  const RegionMessage answer{.kind = kind, .number = number, .size = reason.size()};
   const auto sent = send_message(socket_.get(), std::string(answer.bytes()) + reason, {});
   if (!sent || !*sent) lose({Errc::backpressure, "the peer does not read what it is sent"});
 }

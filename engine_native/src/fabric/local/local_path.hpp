@@ -119,7 +119,9 @@ class LocalPath final : public Path, private EventSink {
   bool end_placed();
   void receive_regions();
   Result<void> on_region(UnixMessage& message, bool lacking);
-  void answer_gpu_region(std::uint32_t number, const Result<void>& opened);
+  Result<void> on_gpu_region(const GpuRegionMessage& region, UnixMessage& message, bool lacking);
+  // `why`: of a refusal.
+  void answer_gpu_region(RegionMessage::Kind kind, std::uint32_t number, std::string_view why = {});
 
   std::uint64_t wanted_progress() const;
   void wake_peer();

@@ -14,9 +14,18 @@
 namespace kvxfer::local {
 
 struct RegionMessage {
-  // share: comes with the region's memfd. share_gpu: begins a GpuRegionMessage, which the other
-  // side answers with opened, or with refused and the reason behind it.
-  enum class Kind : std::uint32_t { share = 1, forget = 2, share_gpu = 3, opened = 4, refused = 5 };
+  // share: comes with the region's memfd. share_gpu and probe_gpu: begin a GpuRegionMessage, which
+  // the other side answers with opened; with refused and the reason behind it; or with untried: a
+  // probe of that GPU has to come first.
+  enum class Kind : std::uint32_t {
+    share = 1,
+    forget = 2,
+    share_gpu = 3,
+    opened = 4,
+    refused = 5,
+    probe_gpu = 6,
+    untried = 7
+  };
   static constexpr std::size_t kMostReason = 400;
   Kind kind;
   std::uint32_t number;
@@ -30,7 +39,8 @@ struct RegionMessage {
     const std::size_t reason = message.kind == Kind::refused ? message.size : 0;
     if (reason > kMostReason || bytes.size() != sizeof message + reason) return std::nullopt;
     const bool known = message.kind == Kind::share || message.kind == Kind::forget ||
-                       message.kind == Kind::opened || message.kind == Kind::refused;
+                       message.kind == Kind::opened || message.kind == Kind::refused ||
+                       message.kind == Kind::untried;
     return known ? std::optional(message) : std::nullopt;
   }
 };
@@ -41,7 +51,7 @@ inline constexpr std::size_t kMostGpuRegions = 8192;
 
 // A region of a GPU's memory, for one GPU of the peer's to read: by the handle of the allocation
 // that it lies in; or by files of its allocations, whose sizes follow; or by its address where both
-// engines are in one process.
+// engines are in one process. Or a probe, a file of memory with known bytes.
 struct GpuRegionMessage {
   static constexpr std::uint64_t kMostPart = std::uint64_t{1} << 46;
   RegionMessage head;
@@ -49,14 +59,17 @@ struct GpuRegionMessage {
   std::uint64_t address;  // of the region in the sender's process
   std::uint64_t reader;   // the GPU that is to read it, by its number over here
   cuda::IpcHandle handle;
+  cuda::Uuid owner;    // the GPU whose memory it is
+  std::uint64_t seed;  // of a probe's bytes
 
   std::string_view bytes() const { return {reinterpret_cast<const char*>(this), sizeof *this}; }
   static std::optional<GpuRegionMessage> parse(std::string_view bytes) {
     GpuRegionMessage message;
     if (bytes.size() < sizeof message) return std::nullopt;
     std::memcpy(&message, bytes.data(), sizeof message);
-    if (message.head.kind != RegionMessage::Kind::share_gpu) return std::nullopt;
-    return message;
+    const bool known = message.head.kind == RegionMessage::Kind::share_gpu ||
+                       message.head.kind == RegionMessage::Kind::probe_gpu;
+    return known ? std::optional(message) : std::nullopt;
   }
   // One for each file that came with it; none where it is malformed.
   static std::optional<std::vector<std::uint64_t>> sizes(std::string_view bytes,
@@ -72,6 +85,6 @@ struct GpuRegionMessage {
     return fit ? std::optional(std::move(sizes)) : std::nullopt;
   }
 };
-static_assert(sizeof(GpuRegionMessage) == 104);
+static_assert(sizeof(GpuRegionMessage) == 128);
 
 }  // namespace kvxfer::local
