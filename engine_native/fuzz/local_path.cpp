@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 
+#include "fabric/local/gpu_probe.hpp"
 #include "fabric/local/region_message.hpp"
 #include "fabric/local/unix_socket.hpp"
 #include "targets.hpp"
@@ -17,6 +18,7 @@ namespace {
 
 constexpr std::size_t kShared = 8192;
 constexpr std::size_t kGpuFile = std::size_t{2} << 20;
+constexpr std::uint64_t kSeed = 42;  // of a probe that reads right
 
 UniqueFd shared_memory(std::size_t size, bool sealed) {
   UniqueFd memfd(::memfd_create("fuzzed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -85,7 +87,10 @@ class Local {
         return share(input);
       case 5: {
         const std::uint8_t which = input.byte();
-        if (which >= 0xf0) return share_gpu(input, which % 4u);
+        if (which >= 0xf0) {
+          using Kind = local::RegionMessage::Kind;
+          return share_gpu(input, which % 4u, which & 8 ? Kind::probe_gpu : Kind::share_gpu);
+        }
         if (which >= 0xe0) return answer_gpu(input);
         return say({.kind = local::RegionMessage::Kind::forget, .number = which % 4u}, {});
       }
@@ -151,16 +156,15 @@ class Local {
   }
 
   // With files of a GPU's memory, or none: then its address, which is right within one process.
-  // Where there is no GPU it is refused.
-  void share_gpu(Input& input, std::uint32_t number) {
+  // Where there is no GPU it is refused. A probe may have the bytes that it should.
+  void share_gpu(Input& input, std::uint32_t number, local::RegionMessage::Kind kind) {
     static const UniqueFd file = shared_memory(kShared, false);
-    local::GpuRegionMessage message{.head = {.kind = local::RegionMessage::Kind::share_gpu,
-                                             .number = number,
-                                             .size = input.number()},
-                                    .offset = input.number(),
-                                    .address = input.number(),
-                                    .reader = input.byte(),
-                                    .handle = {}};
+    local::GpuRegionMessage message{
+        .head = {.kind = kind, .number = number, .size = input.number()},
+        .offset = input.number(),
+        .address = input.number(),
+        .reader = input.byte(),
+        .handle = {}};
     const std::size_t files = input.byte() % 4u;
     const std::size_t sizes = input.flag() ? files : input.byte() % 4u;
     if (world_.on_gpu()) {
@@ -174,9 +178,21 @@ class Local {
       const std::uint64_t size = right ? kGpuFile : input.number();
       bytes.append(reinterpret_cast<const char*>(&size), sizeof size);
     }
-    const int attached = world_.on_gpu() ? gpu_file() : file.get();
+    int attached = file.get();
+    if (world_.on_gpu()) {
+      message.owner = Device::only().gpu->uuid();
+      if (input.flag()) message.owner.bytes[0] ^= 1;
+      message.seed = input.flag() ? kSeed : input.byte();
+      attached = message.seed == kSeed ? probe_file() : gpu_file();
+      bytes.replace(0, sizeof message, message.bytes());
+    }
     (void)local::send_message(peer_.get(), bytes, std::vector<int>(files, attached));
     background_.finish();
+  }
+
+  static int probe_file() {
+    static const auto probe = opened(local::offer_probe(*Device::only().gpu, kSeed));
+    return probe.parts.front().file.get();
   }
 
   // As the double exports memory of cuMemCreate.
@@ -191,12 +207,11 @@ class Local {
 
   // Of a region of a GPU's that we share, or of none.
   void answer_gpu(Input& input) {
-    const bool opened = input.flag();
-    const std::string_view reason = opened ? "" : input.text();
+    using Kind = local::RegionMessage::Kind;
+    const Kind kind = std::array{Kind::refused, Kind::opened, Kind::untried}[input.below(3)];
+    const std::string_view reason = kind == Kind::refused ? input.text() : "";
     const local::RegionMessage answer{
-        .kind = opened ? local::RegionMessage::Kind::opened : local::RegionMessage::Kind::refused,
-        .number = input.byte() % 4u,
-        .size = reason.size()};
+        .kind = kind, .number = input.byte() % 4u, .size = reason.size()};
     (void)local::send_message(peer_.get(), std::string(answer.bytes()) + std::string(reason), {});
   }
 

@@ -106,8 +106,10 @@ TEST_CASE("a graph starts a write at each of its runs") {
     const Imm imm = good(o.pair.reader->allocate_counter());
     const auto submitted = o.write(imm, {.word = word->word(), .value = 2 * round});
     REQUIRE(CU(GraphLaunch)(run, o.compute) == CUDA_SUCCESS);
-    CHECK(o.pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
+    good(o.pair.reader->expect(imm, submitted.immediates));
+    CHECK(o.pair.reader.await(Kind::counter, imm).code == Errc::ok);
     CHECK(filled(o.destination, 7));
+    CHECK(o.pair.writer.await(Kind::write, submitted.id).code == Errc::ok);
     o.pair.reader->release_counter(imm);
   }
   o.synchronize();

@@ -46,8 +46,9 @@ DECODERS: Final[dict[str, dict[str, str]]] = {
     },
     "local_path_gpu": {
         "fabric/local/local_path.cpp": "LocalPath::(place|copy_from_host|stage|on_region|answer)",
-        "fabric/local/gpu_sources.cpp": "GpuSources::(add|open|remove|close|in_region)",
-        "fabric/local/gpu_shares.cpp": "GpuShares::(on_answer|refuse)",
+        "fabric/local/gpu_sources.cpp": "GpuSources::(add|open|tried|probe|remove|close|in_region)",
+        "fabric/local/gpu_shares.cpp": "GpuShares::(on_answer|want_probe|refuse)",
+        "fabric/local/gpu_probe.cpp": "read_probe",
         "fabric/local/region_message.hpp": "",
     },
     "rendezvous": {

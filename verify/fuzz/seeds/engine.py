@@ -106,12 +106,16 @@ def local_path_gpu() -> Iterator[bytes]:
     yield from local_path()
     poll, events, size = b"\x07", b"\x08", b"\xff" + struct.pack("<Q", 4096)
 
-    def share(number: int, files: int, reader: int = 0) -> bytes:
-        head = bytes([5, 0xF0 + number]) + size + bytes([16, 0, reader])
-        return head + bytes([files, 1]) + b"\x01" * files + events * 3
+    def share(
+        number: int, files: int, reader: int = 0, *, probe: bool = False, other: bool = False
+    ) -> bytes:
+        """`other`: of another GPU than the one that reads it."""
+        head = bytes([5, 0xF0 + number + 8 * probe]) + size + bytes([16, 0, reader])
+        return head + bytes([files, 1]) + b"\x01" * files + bytes([other, probe, 0]) + events
 
-    def answer(opened: bool, number: int = 0) -> bytes:
-        return bytes([5, 0xE0, opened]) + (b"" if opened else b"\x03why") + bytes([number]) + events
+    def answer(kind: int, number: int = 0) -> bytes:
+        """0: refused, 1: opened, 2: untried."""
+        return bytes([5, 0xE0, kind]) + b"\x03why" * (not kind) + bytes([number]) + events
 
     def post(reader: int) -> bytes:  # four writes out of a GPU to a GPU of the peer's
         return b"\x0a\x01\x00\x03\x40\x01\x01\x01" + bytes([reader])
@@ -126,9 +130,16 @@ def local_path_gpu() -> Iterator[bytes]:
     for source in (4096, 1 << 21):
         beyond = _batch(0, 1, 0, source=b"\xff" + struct.pack("<Q", source))
         yield share(1, 1) + beyond + poll + share(2, 0) + _batch(0, 2, 0) + poll + events
-    for opened in (True, False):
-        yield post(0) + poll + answer(opened) + post(0) + (poll + events) * 3
-        yield post(0) + post(1) + answer(opened, 1) + post(1) + poll + b"\x0b\x00\x06\x05\x00"
+    for kind in (0, 1, 2):
+        yield post(0) + poll + answer(kind) + post(0) + (poll + events) * 3
+        yield post(0) + post(1) + answer(kind, 1) + post(1) + poll + b"\x0b\x00\x06\x05\x00"
+        asked = post(0) + answer(2) + post(0) + events
+        yield asked + answer(kind, 1) + post(0) + events + answer(kind, 2) + post(0) + poll
+    for other in (True, False):
+        yield share(1, 1, other=other) + _batch(1, 1, 0) + poll
+        for files in (0, 1, 2):
+            tried = share(1, files, probe=True, other=other)
+            yield tried + share(1, 1, other=other) + _batch(1, 1, 0) + (poll + events) * 2
 
 
 def rendezvous() -> Iterator[bytes]:
