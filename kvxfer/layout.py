@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from typing import Annotated, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from msgspec import Meta
@@ -27,6 +26,7 @@ ITEM_BYTES: Final[dict[str, int]] = {
 # Layouts come from other processes too, and what is done for each rank or layer has to end.
 _MOST: Final = 1 << 16
 _MOST_RANKS: Final = 1024
+_MOST_SHAPES: Final = 64
 _LONGEST_NAME: Final = 32
 
 _Size: TypeAlias = Annotated[int, Meta(ge=1, le=_MOST)]
@@ -128,7 +128,7 @@ class KvLayout:
     """The name of the engine's own order or form, with `kv` opaque or joined."""
     layer_groups: Annotated[tuple[_Group, ...], Meta(max_length=_MOST)] = ()
     """The KV cache group of each layer, where groups have separate block ids."""
-    shapes: Annotated[tuple[LayerShape, ...], Meta(max_length=_MOST)] = ()
+    shapes: Annotated[tuple[LayerShape, ...], Meta(max_length=_MOST_SHAPES)] = ()
     """What layers keep that do not keep what the fields above say."""
     layer_shapes: Annotated[tuple[_Group, ...], Meta(max_length=_MOST)] = ()
     """The shape of each layer, where there are several: 0, or n for shapes[n - 1]."""
@@ -220,6 +220,10 @@ class KvLayout:
         shapes, of_layers = self.shapes, self.layer_shapes
         if not shapes and not of_layers:
             return
+        if len(shapes) > _MOST_SHAPES:
+            raise InvalidArgument(
+                f"KvLayout.shapes has {len(shapes)} shapes; pass at most {_MOST_SHAPES}"
+            )
         if (
             not all(isinstance(shape, int) for shape in of_layers)
             or len(of_layers) != self.num_layers
@@ -234,14 +238,26 @@ class KvLayout:
             self.of_shape(shape)  # as a layout it has to be possible
 
     def of_shape(self, shape: int) -> KvLayout:
-        """The layout as if all layers had that shape."""
+        """The layout as if all layers had that shape; groups are a matter of the whole alone."""
         if not self.shapes:
             return self
-        return _of_shape(self, shape)
+        own = self.shapes[shape - 1] if shape else None
+        said = {field.name: getattr(own, field.name) for field in fields(own)} if own else {}
+        return replace(self, layer_groups=(), shapes=(), layer_shapes=(), **said)
 
     def of_layer(self, layer: int) -> KvLayout:
         """The layout as if all layers had the shape of this one, counted on this rank."""
         return self.of_shape(self.layer_shapes[self.first_layer + layer]) if self.shapes else self
+
+    @property
+    def of_layers(self) -> tuple[KvLayout, ...]:
+        """of_layer() of each layer of this rank."""
+        count = self.layers_per_rank
+        if not self.shapes:
+            return (self,) * count
+        by_shape = [self.of_shape(shape) for shape in range(len(self.shapes) + 1)]
+        first = self.first_layer
+        return tuple(by_shape[shape] for shape in self.layer_shapes[first : first + count])
 
     @property
     def num_ranks(self) -> int:
@@ -345,15 +361,8 @@ class KvLayout:
     @property
     def stack_bytes(self) -> int:
         """Bytes of one block in all layers of this rank."""
-        return sum(self.of_layer(layer).block_bytes for layer in range(self.layers_per_rank))
+        return sum(layer.block_bytes for layer in self.of_layers)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""
         return -(-tokens // self.block_size)
-
-
-@lru_cache(maxsize=1024)
-def _of_shape(layout: KvLayout, shape: int) -> KvLayout:
-    own = layout.shapes[shape - 1] if shape else None
-    said = {field.name: getattr(own, field.name) for field in fields(own)} if own else {}
-    return replace(layout, shapes=(), layer_shapes=(), **said)

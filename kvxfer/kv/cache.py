@@ -109,8 +109,8 @@ class KvCache:
                 f"KvCache has planes for {len(self.planes)} layers, its layout has "
                 f"{layout.layers_per_rank} on this rank; pass the planes of every layer"
             )
-        for index, layer in enumerate(self.planes):
-            parts = layout.of_layer(index).parts
+        for index, (of_layer, layer) in enumerate(zip(layout.of_layers, self.planes, strict=True)):
+            parts = of_layer.parts
             if len(layer) != len(parts):
                 raise InvalidArgument(
                     f"layer {index} of the KvCache has {len(layer)} planes, its layout has "
@@ -163,7 +163,7 @@ class KvCache:
         memory = engine.alloc(nbytes) if gpu is None else engine.alloc(nbytes, gpu=gpu)
         planes: list[list[KvPlane]] = []
         offset = 0
-        for layer in map(layout.of_layer, range(layout.layers_per_rank)):
+        for layer in layout.of_layers:
             planes.append([])
             for _ in layer.parts:
                 planes[-1].append(KvPlane(memory.region, offset, layer.part_bytes))

@@ -139,9 +139,10 @@ def grant_ranges(
     rows = by_group(blocks, cache.layout)
     ends = [(int(row[row >= 0].min()), int(row.max())) for row in rows]
     ranges = []
+    layouts = cache.layout.of_layers
     for layer in plan.layers:
         low, high = ends[cache.layout.group_of(layer.dst_layer)]
-        part_bytes = cache.layout.of_layer(layer.dst_layer).part_bytes
+        part_bytes = layouts[layer.dst_layer].part_bytes
         for plane in cache.planes[layer.dst_layer]:
             nbytes = (high - low) * plane.block_stride + part_bytes
             ranges.append((plane.region, plane.offset + low * plane.block_stride, nbytes))
@@ -160,14 +161,11 @@ def check_hello(hello: Hello) -> None:
         )
     elif hello.num_blocks < 1:
         problem = f"its pool has {hello.num_blocks} blocks"
-    elif len(hello.block_strides) != layout.layers_per_rank or any(
-        len(strides) != len(layout.of_layer(layer).parts)
-        for layer, strides in enumerate(hello.block_strides)
-    ):
+    elif list(map(len, hello.block_strides)) != [len(layer.parts) for layer in layout.of_layers]:
         problem = "its planes are not those of its layout"
     elif any(
-        stride < layout.of_layer(layer).part_bytes
-        for layer, strides in enumerate(hello.block_strides)
+        stride < layer.part_bytes
+        for layer, strides in zip(layout.of_layers, hello.block_strides, strict=True)
         for stride in strides
     ):
         problem = "the blocks of a plane overlap"

@@ -70,7 +70,8 @@ class TransferPlan:
     def first_grants(self) -> tuple[int, ...]:
         """The number of the first grant of each layer, and after the last of how many there are:
         one for each plane that the layer has at decode."""
-        planes = (len(self.decode.of_layer(layer.dst_layer).parts) for layer in self.layers)
+        decode = self.decode.of_layers
+        planes = (len(decode[layer.dst_layer].parts) for layer in self.layers)
         return tuple(accumulate(planes, initial=0))
 
     @property
@@ -120,14 +121,15 @@ def plan_transfer(
     order = _arrival_order(prefill, decode) if permutes else decode.order
 
     @cache
-    def copies(ours: KvLayout, theirs: KvLayout) -> tuple[StridedCopy, ...]:
+    def copies(shape: int) -> tuple[StridedCopy, ...]:
+        ours, theirs = prefill.of_shape(shape), decode.of_shape(shape)
         arrives = replace(theirs, order=order) if permutes else theirs
         packed = ours.opaque and ours.block_size != arrives.block_size
         return tuple((_copies_of_packed if packed else _copies)(ours, arrives))
 
     def of_layer(layer: int) -> LayerPlan:
-        src, dst = layer - prefill.first_layer, layer - decode.first_layer
-        return LayerPlan(src, dst, copies(prefill.of_layer(src), decode.of_layer(dst)))
+        shape = prefill.layer_shapes[layer] if prefill.shapes else 0
+        return LayerPlan(layer - prefill.first_layer, layer - decode.first_layer, copies(shape))
 
     return TransferPlan(
         prefill=prefill,

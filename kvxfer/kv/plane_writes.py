@@ -110,8 +110,10 @@ def bind_plan(plan: TransferPlan, src: KvCache, dst: Hello) -> tuple[tuple[Plane
     Grants are counted over the parts of the layers that the plan writes to.
     """
 
+    decode = plan.decode.of_layers
+
     def dst_part(layer: LayerPlan, copy: StridedCopy) -> int:
-        return plan.decode.of_layer(layer.dst_layer).parts.index(copy.dst_part)
+        return decode[layer.dst_layer].parts.index(copy.dst_part)
 
     def strides(layer: LayerPlan, copy: StridedCopy) -> tuple[int, int]:
         src_stride = src.plane(layer.src_layer, copy.src_part).block_stride

@@ -121,11 +121,11 @@ def targets(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
 
 def bytes_per_token(prefill: KvLayout, decode: KvLayout) -> int:
     """What a prefill rank writes to a decode rank for each token."""
+    ours, theirs = prefill.of_layers, decode.of_layers
     total = 0
     for layer in layers_between(prefill, decode):
-        ours = prefill.of_layer(layer - prefill.first_layer)
-        theirs = decode.of_layer(layer - decode.first_layer)
-        total += theirs.vectors * len(heads_between(ours, theirs)) * theirs.vector_bytes
+        src, dst = ours[layer - prefill.first_layer], theirs[layer - decode.first_layer]
+        total += dst.vectors * len(heads_between(src, dst)) * dst.vector_bytes
     return total
 
 

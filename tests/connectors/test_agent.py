@@ -188,7 +188,7 @@ def test_an_instance_that_sleeps_is_not_ready() -> None:
         try:
             make_cache = partial(KvCache.register, layout=LAYOUT, num_blocks=4, arrays=[[memory]])
             agent.join([agent.start(make_cache, MODEL)])
-            # The control plane would say so itself, but the API of this instance is nobody.
+            # The control plane would say so itself, but no API answers here.
             agent.run(agent._registration.advance(InstanceState.READY), PATIENCE)
             before = instance()
             assert before["state"] == "ready"

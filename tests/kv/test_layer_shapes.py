@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import InvalidArgument, LayoutMismatch
+from kvxfer.kv.connection import check_hello
+from kvxfer.kv.messages import NEWEST, Hello
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.kv.ranks import bytes_per_token, layers_between, sources
 from kvxfer.layout import KvLayout, LayerShape
@@ -110,3 +112,16 @@ def test_other_shapes_are_refused_by_the_field(other: KvLayout, field: str) -> N
 def test_shapes_that_cannot_be_are_refused(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):
         dataclasses.replace(LAYOUT, **fields)
+
+
+def test_large_layouts_of_a_peer_take_no_more_than_their_size() -> None:
+    """What took the square of it would take minutes."""
+    most = 1 << 16
+    changes = {"num_layers": most, "layer_groups": (0, 1) * (most // 2)}
+    layout = dataclasses.replace(LAYOUT, layer_shapes=(0, 1, 0, 2) * (most // 4), **changes)
+    strides = tuple((1 << 20,) * len(layer.parts) for layer in layout.of_layers)
+    check_hello(Hello(NEWEST, "peer", 1, layout, 1, strides, permutes=False))
+    assert plan_transfer(layout, layout).first_grants[-1] == most + most // 4
+    assert bytes_per_token(layout, layout) * layout.block_size == layout.stack_bytes
+    with pytest.raises(InvalidArgument, match="has 65 shapes; pass at most 64"):
+        dataclasses.replace(LAYOUT, shapes=(DRAFT,) * 65)

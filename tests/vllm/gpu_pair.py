@@ -7,7 +7,7 @@ or v2), specs and views are vLLM's own. Only the forward is this program's: copi
 down what stands for K and V of a token, and the next token comes from what the cache holds. So a
 byte that is missing, or of another prompt, gives another token.
 
-LAYERS are `equal`, or `several`: sparse MLA whose indexer keeps something of its own, and a draft
+LAYERS are `equal`, or `several`: sparse MLA whose indexer keeps something else, and a draft
 model with heads, which vLLM puts into one group.
 """
 

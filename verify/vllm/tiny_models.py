@@ -2,7 +2,7 @@
 
 `sliding` has layers with a sliding window and layers without (Gemma 3), `mla` one latent vector per
 token (DeepSeek V2), `uneven` layers of different numbers of KV heads (Nemotron NAS), whose
-configuration is code of its own.
+configuration is code in the checkpoint.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class UnevenConfig(LlamaConfig):
 
 
 def save_uneven(folder: Path) -> None:
-    """A Llama of 4 KV heads, of which each layer has the first few."""
+    """A Llama of 4 KV heads. Each layer has only the first few of them."""
     config = LlamaConfig(
         **_TOKENS,
         hidden_size=128,
