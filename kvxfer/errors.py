@@ -118,10 +118,6 @@ class PeerError(EngineError):
     code = "peer-error"
 
 
-class UnknownPeer(PeerError):
-    code = "unknown-peer"
-
-
 class ConnectFailed(PeerError):
     """There is no answer at the address, or none of this protocol."""
 

@@ -14,9 +14,10 @@ namespace {
 constexpr std::uint64_t kMaxQueuedWrites = 4u << 20;
 constexpr std::uint64_t kMaxQueuedMessageBytes = 16u << 20;
 
+// Its loss may not have been reported yet.
 Error no_peer(PeerId peer) {
-  return {Errc::unknown_peer, "no peer " + std::to_string(peer) +
-                                  " is connected to this engine; connect first, or again"};
+  return {Errc::peer_lost, "no peer " + std::to_string(peer) +
+                               " is connected to this engine (any more); connect again"};
 }
 
 Result<void> check_destination(const PeerHandle& peer, const MrDescriptor& destination) {

@@ -30,8 +30,8 @@ std::string_view name(Errc code) {
       return "message-too-large";
     case Errc::permission_denied:
       return "permission-denied";
-    case Errc::unknown_peer:
-      return "unknown-peer";
+    case Errc::gpu_lost:
+      return "gpu-lost";
     case Errc::connect_failed:
       return "connect-failed";
     case Errc::authentication_failed:
@@ -48,8 +48,6 @@ std::string_view name(Errc code) {
       return "fabric-unavailable";
     case Errc::nic_lost:
       return "nic-lost";
-    case Errc::gpu_lost:
-      return "gpu-lost";
   }
   return "protocol-error";
 }

@@ -42,7 +42,7 @@ TEST_CASE("a peer that closes ends all operations with peer-lost and is then unk
     CHECK(down.text.find("'reader'") != std::string::npos);
     const auto late = writer->write_imm(peer, 1, {.timeout = kDeadline});
     REQUIRE(!late);
-    CHECK(late.error().code == Errc::unknown_peer);
+    CHECK(late.error().code == Errc::peer_lost);
     CHECK(writer->stats().peers == 0);
   }
 }
@@ -61,7 +61,7 @@ TEST_CASE("a write that is held back ends with its peer, whenever it was submitt
       if (submitted) {
         operations.push_back(submitted->id);
         if (operations.size() > 5000) std::this_thread::sleep_for(std::chrono::microseconds(50));
-      } else if (submitted.error().code == Errc::unknown_peer) {
+      } else if (submitted.error().code == Errc::peer_lost) {
         break;
       }
     }

@@ -30,7 +30,7 @@ TEST_CASE("a message over the limit, or to nobody, is refused by name") {
   CHECK(pair.reader.await(Kind::message).data.size() == kMaxMessageBytes);
   const auto nobody = pair.writer->send(pair.to_reader + 100, "x");
   REQUIRE(!nobody);
-  CHECK(nobody.error().code == Errc::unknown_peer);
+  CHECK(nobody.error().code == Errc::peer_lost);
 }
 
 TEST_CASE("a peer whose messages nobody takes is cut off, also where they are empty") {

@@ -255,7 +255,7 @@ class Peer:
 
     def require_connected(self) -> None:
         """Raises the reason why the peer is lost, if it is."""
-        # Until the loss is reported, the native engine knows no more than UnknownPeer.
+        # Until the loss is reported, the native engine knows no more than PeerLost.
         if self.error is not None:
             raise type(self.error)(str(self.error))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kvxfer.clock import Clock, unix_ns
-from kvxfer.errors import Backpressure, InvalidArgument, PeerLost, ProtocolError, UnknownPeer
+from kvxfer.errors import Backpressure, InvalidArgument, ProtocolError
 from kvxfer.kv.checksum import RunningChecksum
 from kvxfer.kv.messages import Accepted, Checksum, Done, Offer
 
@@ -153,8 +153,6 @@ class Outbound:
                 return False
             except InvalidArgument as bad:
                 raise ProtocolError(self._says(f"{self._name} offers: {bad}")) from bad
-            except UnknownPeer as gone:
-                raise PeerLost(self._says(f"{self._name} is lost")) from gone
             self._queue.popleft()
         self._sum()
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import socket
 import sys
@@ -17,11 +18,25 @@ import httpx2
 from .process import Process
 
 _PRIVATE: Final = ("KVXFER_", "OTEL_")
+_FIRST_PORT: Final = 10_000
+_marks: Final[list[socket.socket]] = []  # of ports that this process was given
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port of 127.0.0.1 for a program that is about to be started. Nobody else gets it while
+    this process runs: Linux gives it to no connection, free_port() to no other process."""
+    ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    while True:
+        port = random.randrange(_FIRST_PORT, int(ephemeral[0]))
+        mark = socket.socket(socket.AF_UNIX)
+        try:
+            mark.bind(f"\0kvxfer-port-{port}")
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            mark.close()
+        else:
+            _marks.append(mark)
+            return port
 
 
 def kvxfer(*arguments: str | Path) -> list[str]:

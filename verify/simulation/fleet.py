@@ -28,7 +28,7 @@ _HONEST = {
     "ok", "aborted", "died", "TransferCancelled", "TransferRefused", "LeaseExpired",
     "PeerLost", "PeerTimeout", "PeerRestarted", "ConnectFailed", "DeadlineExceeded",
     "TicketInvalid", "TicketExpired", "BlockPoolExhausted", "EngineClosed",
-    "StaleCounter", "UnknownPeer", "ControlPlaneUnavailable",
+    "StaleCounter", "ControlPlaneUnavailable",
 }  # fmt: skip
 
 

@@ -203,7 +203,7 @@ class NativeEngine:
     def _end(self, peer: int) -> End:
         end = self.ends.get(peer)
         if end is None or end.state != "up":
-            raise compiled.Error("unknown-peer", f"peer {peer} is not connected")
+            raise compiled.Error("peer-lost", f"peer {peer} is not connected")
         return end
 
 

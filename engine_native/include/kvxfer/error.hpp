@@ -26,7 +26,7 @@ enum class Errc : std::uint16_t {
   backpressure,
   message_too_large,
   permission_denied,
-  unknown_peer,
+  gpu_lost,
   connect_failed,
   authentication_failed,
   peer_restarted,
@@ -35,9 +35,8 @@ enum class Errc : std::uint16_t {
   protocol_error,
   fabric_unavailable,
   nic_lost,
-  gpu_lost,
 };
-inline constexpr std::size_t kErrcs = static_cast<std::size_t>(Errc::gpu_lost) + 1;
+inline constexpr std::size_t kErrcs = static_cast<std::size_t>(Errc::nic_lost) + 1;
 
 // The code's public name, e.g. "peer-timeout"; the same in Python, REST and metrics.
 std::string_view name(Errc code);
