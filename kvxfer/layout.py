@@ -11,7 +11,7 @@ from kvxfer.errors import InvalidArgument
 
 Part: TypeAlias = Literal["K", "V", "KV"]
 HeadOrder: TypeAlias = Literal["NHD", "HND"]
-KvArrangement: TypeAlias = Literal["separate", "interleaved", "joined", "opaque"]
+KvArrangement: TypeAlias = Literal["separate", "interleaved", "joined", "opaque", "state"]
 
 ITEM_BYTES: Final[dict[str, int]] = {
     "float32": 4,
@@ -25,11 +25,14 @@ ITEM_BYTES: Final[dict[str, int]] = {
 
 # Layouts come from other processes too, and what is done for each rank or layer has to end.
 _MOST: Final = 1 << 16
+_MOST_ELEMENTS: Final = 1 << 30
 _MOST_RANKS: Final = 1024
 _MOST_SHAPES: Final = 64
+_MOST_SECTIONS: Final = 64
 _LONGEST_NAME: Final = 32
 
 _Size: TypeAlias = Annotated[int, Meta(ge=1, le=_MOST)]
+_Elements: TypeAlias = Annotated[int, Meta(ge=1, le=_MOST_ELEMENTS)]
 _Ranks: TypeAlias = Annotated[int, Meta(ge=1, le=_MOST_RANKS)]
 _Rank: TypeAlias = Annotated[int, Meta(ge=0, le=_MOST_RANKS)]
 _Group: TypeAlias = Annotated[int, Meta(ge=0, le=_MOST)]
@@ -66,12 +69,13 @@ class LayerShape:
     """What some layers of a model keep, where not all keep the same: fields as in KvLayout."""
 
     num_kv_heads: Annotated[_Size, Meta(examples=[1])]
-    head_size: Annotated[_Size, Meta(examples=[132])]
+    head_size: Annotated[_Elements, Meta(examples=[132])]
     dtype: Annotated[str, Meta(examples=["uint8"])]
     order: HeadOrder = "NHD"
     kv: KvArrangement = "separate"
     mla: bool = False
     packing: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
+    sections: Annotated[tuple[_Elements, ...], Meta(max_length=_MOST_SECTIONS)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,10 @@ class KvLayout:
     - `kv="opaque"`: one, `[num_blocks, heads, bytes]`: K and V of a head of a block lie in the
       engine's own order that `packing` names. Block sizes have to be equal on both sides, unless
       packing_of() knows it
+    - `kv="state"`: one, `[num_blocks, bytes]`: what a recurrent layer (Mamba, linear attention)
+      keeps of all tokens up to the last one of the block. It has `sections` of some kinds
+      (convolution, recurrence), one after the other, each `[heads, section]`; together a head has
+      `head_size` elements. Of a prompt only its last block has to be there
     - `mla=True`: one, `[num_blocks, block_size, head_size]`, whatever `kv` says: K and V are one
       latent vector per token, whole on every TP rank
 
@@ -108,8 +116,9 @@ class KvLayout:
     num_layers: Annotated[_Size, Meta(examples=[28])]
     num_kv_heads: Annotated[_Size, Meta(examples=[8])]
     """Before tensor parallelism."""
-    head_size: Annotated[_Size, Meta(examples=[128])]
-    """Elements of one head of one token; of K and V together with `kv` joined."""
+    head_size: Annotated[_Elements, Meta(examples=[128])]
+    """Elements of one head of one token; of K and V together with `kv` joined; of the whole block
+    with `kv` state."""
     dtype: Annotated[str, Meta(examples=["bfloat16"])]
     """Element type as torch names it."""
     block_size: Annotated[_Size, Meta(examples=[16])]
@@ -125,7 +134,9 @@ class KvLayout:
     mla: bool = False
     """K and V are one latent vector per token."""
     packing: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
-    """The name of the engine's own order or form, with `kv` opaque or joined."""
+    """The name of the engine's own order or form, with `kv` opaque, joined or state."""
+    sections: Annotated[tuple[_Elements, ...], Meta(max_length=_MOST_SECTIONS)] = ()
+    """With `kv` state, elements of a head in each of its sections."""
     layer_groups: Annotated[tuple[_Group, ...], Meta(max_length=_MOST)] = ()
     """The KV cache group of each layer, where groups have separate block ids."""
     shapes: Annotated[tuple[LayerShape, ...], Meta(max_length=_MOST_SHAPES)] = ()
@@ -134,8 +145,10 @@ class KvLayout:
     """The shape of each layer, where there are several: 0, or n for shapes[n - 1]."""
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "num_kv_heads", "head_size", "block_size"):
+        for field in ("num_layers", "num_kv_heads", "block_size"):
             self._require_int(field, minimum=1, maximum=_MOST)
+        most = _MOST_ELEMENTS if self.kv == "state" else _MOST
+        self._require_int("head_size", minimum=1, maximum=most)
         for field in ("tp_size", "pp_size"):
             self._require_int(field, minimum=1, maximum=_MOST_RANKS)
         for field in ("tp_rank", "pp_rank"):
@@ -150,12 +163,13 @@ class KvLayout:
                 f"KvLayout.num_kv_heads is {self.num_kv_heads} with mla=True; "
                 "an MLA cache has one latent head: pass 1"
             )
-        if self.kv == "opaque" and self.order != "HND" and not self.mla:
+        if (self.opaque or self.state) and self.order != "HND":
             raise InvalidArgument(
-                f"KvLayout.order is {self.order!r} with kv='opaque', where heads are outermost; "
+                f"KvLayout.order is {self.order!r} with kv={self.kv!r}, where heads are outermost; "
                 "pass 'HND'"
             )
         self._require_packing()
+        self._require_sections()
         self._require_layer_groups()
         self._require_shapes()
         for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
@@ -193,16 +207,31 @@ class KvLayout:
                 f"KvLayout.packing is {self.packing!r}; pass a name of at most {_LONGEST_NAME} "
                 "characters"
             )
-        if self.packing and not (self.opaque or self.joined):
+        if self.packing and not (self.opaque or self.joined or self.state):
             raise InvalidArgument(
                 f"KvLayout.packing is {self.packing!r} with kv={self.kv!r} and mla={self.mla}; "
-                "only kv='opaque' and kv='joined' have one: pass ''"
+                "only kv='opaque', 'joined' and 'state' have one: pass ''"
             )
         if self.packing == "amx" and (self.block_size % 16 or self.head_size % 16):
             raise InvalidArgument(
                 f"KvLayout.packing is 'amx' with block_size {self.block_size} and head_size "
                 f"{self.head_size}; both are multiples of 16 there"
             )
+
+    def _require_sections(self) -> None:
+        sections = self.sections
+        sizes = all(isinstance(size, int) and size > 0 for size in sections)
+        if self.state and sizes and 0 < len(sections) <= _MOST_SECTIONS:
+            possible = sum(sections) == self.head_size
+        else:
+            possible = not self.state and not sections
+        if possible:
+            return
+        raise InvalidArgument(
+            f"KvLayout.sections is {sections!r} with kv={self.kv!r} and head_size "
+            f"{self.head_size}; with kv='state' pass at most {_MOST_SECTIONS} sizes that add up to "
+            "head_size, otherwise ()"
+        )
 
     def _require_layer_groups(self) -> None:
         groups = self.layer_groups
@@ -329,6 +358,11 @@ class KvLayout:
         return self.kv == "joined" and not self.mla
 
     @property
+    def state(self) -> bool:
+        """Whether a block is the state of a recurrent layer, however many tokens it is of."""
+        return self.kv == "state" and not self.mla
+
+    @property
     def packings(self) -> tuple[Packing, Packing] | None:
         """How K and V of a head of a block lie, where the layout is opaque and that is known."""
         return packing_of(self.packing, self.head_size) if self.opaque else None
@@ -336,21 +370,24 @@ class KvLayout:
     @property
     def vectors(self) -> int:
         """Vectors of a head of a token that can be told apart: K and V, or one for both."""
-        return 1 if self.mla or self.opaque or self.joined else 2
+        return 1 if self.mla or self.opaque or self.joined or self.state else 2
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of one head of one token: K or V alone, or both where they are joined or opaque."""
+        """Bytes of one head of one token: K or V alone, or both where they are joined or opaque. Of
+        a state, those of one head of one block."""
         return self.head_size * self.item_bytes * (2 if self.opaque else 1)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in one layer on this rank, K and V together."""
-        return self.vectors * self.heads_per_rank * self.vector_bytes
+        """Bytes of one token in one layer on this rank, K and V together; of a state none."""
+        return 0 if self.state else self.vectors * self.heads_per_rank * self.vector_bytes
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in one layer on this rank, K and V together."""
+        if self.state:
+            return self.heads_per_rank * self.vector_bytes
         return self.block_size * self.token_bytes
 
     @property

@@ -124,6 +124,8 @@ def plan_transfer(
     def copies(shape: int) -> tuple[StridedCopy, ...]:
         ours, theirs = prefill.of_shape(shape), decode.of_shape(shape)
         arrives = replace(theirs, order=order) if permutes else theirs
+        if ours.state:
+            return tuple(_copies_of_state(ours, arrives))
         packed = ours.opaque and ours.block_size != arrives.block_size
         return tuple((_copies_of_packed if packed else _copies)(ours, arrives))
 
@@ -231,6 +233,22 @@ def _copies_of_packed(src: KvLayout, dst: KvLayout) -> Iterator[StridedCopy]:
                 _Axis(len(heads), src_head, dst_head),
             ]
             yield from _along(axes, first)
+
+
+def _copies_of_state(src: KvLayout, dst: KvLayout) -> Iterator[StridedCopy]:
+    """The same of a state, which is one for the whole block. In each section the heads that both
+    ranks have lie together."""
+    heads, item, before = heads_between(src, dst), src.item_bytes, 0
+    for size in src.sections:
+        first = StridedCopy(
+            src_part="KV",
+            dst_part="KV",
+            length=size * item,
+            src_offset=(src.heads_per_rank * before + (heads[0] - src.first_head) * size) * item,
+            dst_offset=(dst.heads_per_rank * before + (heads[0] - dst.first_head) * size) * item,
+        )
+        yield from _along([_Axis(len(heads), size * item, size * item)], first)
+        before += size
 
 
 def _pieces(src: KvLayout, dst: KvLayout) -> Iterator[tuple[int, int]]:

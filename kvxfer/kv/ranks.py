@@ -45,7 +45,9 @@ def _require_same(fields: Iterable[str], prefill: KvLayout, decode: KvLayout) ->
 
 def _require_same_shape(prefill: KvLayout, decode: KvLayout) -> None:
     _require_same(_SAME_OF_EACH_SHAPE, prefill, decode)
-    if prefill.opaque or decode.opaque:
+    if prefill.state or decode.state:
+        _require_same(("kv", "packing", "sections", "block_size"), prefill, decode)
+    elif prefill.opaque or decode.opaque:
         _require_same(("kv", "packing"), prefill, decode)
         if prefill.packings is None:
             _require_same(("block_size",), prefill, decode)
@@ -120,12 +122,13 @@ def targets(prefill: KvLayout, decode: KvLayout) -> tuple[int, ...]:
 
 
 def bytes_per_token(prefill: KvLayout, decode: KvLayout) -> int:
-    """What a prefill rank writes to a decode rank for each token."""
+    """What a prefill rank writes to a decode rank for each token; states are not of tokens."""
     ours, theirs = prefill.of_layers, decode.of_layers
     total = 0
     for layer in layers_between(prefill, decode):
         src, dst = ours[layer - prefill.first_layer], theirs[layer - decode.first_layer]
-        total += dst.vectors * len(heads_between(src, dst)) * dst.vector_bytes
+        if not dst.state:
+            total += dst.vectors * len(heads_between(src, dst)) * dst.vector_bytes
     return total
 
 

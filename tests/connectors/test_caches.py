@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvxfer.connectors.vllm.caches import (
 )
 from kvxfer.engine import Engine
 from kvxfer.errors import InvalidArgument
-from kvxfer.layout import KvLayout
+from kvxfer.layout import KvLayout, LayerShape
 
 pytestmark = pytest.mark.native
 
@@ -120,6 +121,37 @@ async def test_layers_of_several_groups_share_their_memory() -> None:
             assert regions[1] is regions[2]
             addresses = [region.address for region in regions]
             assert addresses == [cache.tensor.data_ptr() for cache in tensors.values()]
+
+
+STATE = LayerShape(4, 96, "uint8", "HND", "state", packing="MAMBA2 SD float32", sections=(36, 60))
+
+
+async def test_states_come_last_and_without_the_padding_of_their_pages() -> None:
+    pages = torch.zeros(4, 1024, dtype=torch.int8)[:, : 2 * 96].view(4, 1, 1, 192)
+    heads = torch.zeros(4, 2, 32, 64)
+    tensors = in_model_order(
+        {
+            "layers.0.mixer": LayerCache(pages, state=STATE),
+            "layers.1.attn": LayerCache(heads, 4),
+        }
+    )
+    assert list(tensors) == ["layers.1.attn", "layers.0.mixer"]
+    groups = [["layers.0.mixer"], ["layers.1.attn"]]
+    layout = layout_of(tensors, 32, tp_size=2, groups=groups)
+    assert (layout.kv, layout.shapes, layout.layer_shapes) == ("opaque", (STATE,), (0, 1))
+    assert (layout.layer_groups, layout.of_layer(1).block_bytes) == ((1, 0), 192)
+    async with Engine(cluster_key=b"0123456789abcdef", fabrics=("local",)) as engine:
+        with register_caches(engine, tensors, layout) as cache:
+            assert cache.plane(1, "KV").block_stride == 1024
+
+
+@pytest.mark.parametrize(
+    "pages", [torch.zeros(4, 1, 1, 95), torch.zeros(4, 1, 192, 1, dtype=torch.int8)[:, :, ::2]]
+)
+def test_a_state_of_another_size_is_refused(pages: torch.Tensor) -> None:
+    named = r"the state of layer is \[4, 1, .*there should be 96 bytes that lie together"
+    with pytest.raises(InvalidArgument, match=named):
+        layout_of({"layer": LayerCache(pages, state=dataclasses.replace(STATE, num_kv_heads=1))}, 8)
 
 
 async def test_an_allocation_with_all_layers_is_registered_once() -> None:

@@ -1,16 +1,16 @@
-"""Which blocks of a prompt travel, with a sliding window and without."""
+"""Which blocks of a prompt travel, with a sliding window, with a state, and without."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvxfer.connectors.vllm.plan import Receive, TransferParams
-from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK, PromptBlocks
+from kvxfer.connectors.vllm.prompt_blocks import NULL_BLOCK, BlockGroup, PromptBlocks
 from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
 from kvxfer.instances import Role
 
 PARAMS = TransferParams("ticket", "kvx://127.0.0.1:1/0")
-BLOCKS = PromptBlocks(16, (None, 20))
+BLOCKS = PromptBlocks(16, (BlockGroup(), BlockGroup(window=20)))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_first_block_is_that_of_the_first_token_that_the_last_one_attends_to
     window: int,
     last: int,
 ) -> None:
-    blocks = PromptBlocks(16, (None, window), last)
+    blocks = PromptBlocks(16, (BlockGroup(), BlockGroup(window=window)), last)
     for prompt in range(last, 130):
         attended = [at for at in range(prompt) if prompt - last - at < window]
         assert blocks.first(1, prompt) == attended[0] // 16
@@ -80,3 +80,40 @@ def test_decode_offers_what_it_has_not_of_each_group() -> None:
     side.allocated("r", ([7, 8, 9, 4], [NULL_BLOCK, NULL_BLOCK, 1, 2]), 43)
     [receive] = side.step((), ()).receives
     assert receive == Receive("r", PARAMS, b"digest", 1, ((8, 9, 4), (NULL_BLOCK, 1, 2)))
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_of_a_state_the_block_of_the_last_moved_token_travels(single: bool) -> None:
+    blocks = PromptBlocks(16, (BlockGroup(), BlockGroup(state=True, single=single)))
+    assert blocks.exact
+    assert not BLOCKS.exact
+    # vLLM has one block of a request and more to speculate with, or one in each place.
+    for prompt, whole in ((60, [5, 6, 1, 2]), (50, [5, 6, 1, 2]), (49, [5, 6, 1]), (48, [5, 6, 1])):
+        states = [9, 8] if single else whole
+        last = 9 if single else whole[-1]
+        *others, travels = blocks.table([whole, states], prompt)[1]
+        assert (others, travels) == ([NULL_BLOCK] * (len(whole) - 1), last)
+        assert list(blocks.in_place(1, states, prompt).items()) == [(len(whole) - 1, last)]
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_a_state_is_offered_and_sent_with_the_last_block(single: bool) -> None:
+    blocks = PromptBlocks(16, (BlockGroup(), BlockGroup(state=True, single=single)))
+    states = [9] if single else [NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 9]
+    decode = TransferScheduler(blocks, lambda params: Role.DECODE, 10.0)
+    decode.arrived("r", PARAMS, 60, b"digest")
+    assert not decode.sends("r")
+    decode.allocated("r", ([7, 8, 3, 4], states), 43)
+    [receive] = decode.step((), ()).receives
+    assert receive.block_ids == ((8, 3, 4), (NULL_BLOCK, NULL_BLOCK, 9))
+
+    prefill = TransferScheduler(blocks, lambda params: Role.PREFILL, 10.0)
+    prefill.arrived("r", PARAMS, 60, b"digest")
+    assert prefill.sends("r")
+    first = [9] if single else [NULL_BLOCK, 6]
+    [send] = prefill.step([Scheduled("r", ([7, 8], first), 0, 32)], ()).sends
+    assert send.until == 2
+    assert set(send.block_ids[1][:2]) == {NULL_BLOCK}
+    more = [] if single else [NULL_BLOCK, 9]
+    [send] = prefill.step([Scheduled("r", ([3, 4], more), 32, 27)], ()).sends
+    assert (send.until, send.block_ids[1]) == (4, (NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 9))

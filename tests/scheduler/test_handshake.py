@@ -12,6 +12,7 @@ from kvxfer.transfers import PlannedCopy, PlannedLayer, PlanSummary, RankPair
 from verify.control_plane import LAYOUT, worker
 
 OPAQUE = {"order": "HND", "kv": "opaque"}
+STATE = {"kv": "state", "order": "HND"}
 
 
 @pytest.fixture
@@ -114,6 +115,7 @@ async def test_role_both_takes_either_side(registry):
                 ("pp_rank", 1, {"pp_size": 2}),
                 ("mla", True, {"num_kv_heads": 1}),
                 ("packing", "neon", OPAQUE),
+                ("sections", (1, 7), STATE),
                 ("layer_groups", (0,) * LAYOUT.num_layers, {}),
                 ("layer_shapes", (0, 1), {"shapes": (LayerShape(2, 8, "uint8"),)}),
             )
@@ -127,6 +129,8 @@ async def test_pair_that_does_not_map_is_refused_by_the_field(field, change):
         prefill = {"layout": replace(LAYOUT, **{size: 2})}
     if field == "mla":
         prefill = {"layout": replace(LAYOUT, num_kv_heads=1)}
+    if field == "sections":
+        prefill = {"layout": replace(LAYOUT, sections=(8,), **STATE)}
     if field == "packing":
         prefill = {"layout": replace(LAYOUT, packing="vec", **OPAQUE)}
     registry = EmbeddedRegistry()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from kvxfer.ticket import Ticket, sign_ticket
 from verify.polling import wait_until
 from verify.processes.fleet import CONTROL_PLANE, Fleet
 from verify.processes.programs import Server
+from verify.vllm import servers
 from verify.vllm.servers import VLLM_PYTHON, add_vllm, make_model, vllm
 
 HERE = Path(__file__).parent
@@ -32,6 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if HERE in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason="run by `make test-vllm`"))
+
+
+def checkpoint(kind: str, folder: Path) -> Path:
+    """That of a tiny model of verify/vllm/tiny_models.py."""
+    made = folder / kind
+    if not made.exists():
+        maker = Path(servers.__file__).with_name("tiny_models.py")
+        subprocess.run([servers.VLLM_PYTHON, str(maker), kind, str(made)], check=True)
+    return made
 
 
 @pytest.fixture(scope="session")

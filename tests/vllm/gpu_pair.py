@@ -7,8 +7,9 @@ or v2), specs and views are vLLM's own. Only the forward is this program's: copi
 down what stands for K and V of a token, and the next token comes from what the cache holds. So a
 byte that is missing, or of another prompt, gives another token.
 
-LAYERS are `equal`, or `several`: sparse MLA whose indexer keeps something else, and a draft
-model with heads, which vLLM puts into one group.
+LAYERS are `equal`; `several`: sparse MLA whose indexer keeps something else, and a draft model with
+heads, which vLLM puts into one group; or recurrent layers beside attention, whose state depends on
+the one before: `states` with one block of a request, `aligned` with one at the end of each block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import hashlib
 import random
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -36,19 +37,24 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.utils.hashing import sha256
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -68,7 +74,7 @@ from verify.control_plane import CLUSTER_KEY
 from verify.polling import PATIENCE, wait_until
 from verify.processes.programs import free_port
 
-BLOCKS, TOKENS = 40, 16
+BLOCKS, TOKENS, LONGEST = 40, 16, 512
 GRANULE: Final = 2 << 20  # of cuMemCreate
 PROMPTS: Final = 24
 ANSWER: Final = 5  # tokens
@@ -87,6 +93,20 @@ def specs_of(layers: str) -> dict[str, KVCacheSpec]:
     def latent(head_size: int, dtype: torch.dtype) -> KVCacheSpec:
         return MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=head_size, dtype=dtype)
 
+    if layers in ("states", "aligned"):
+        return {
+            f"model.layers.{index}.{'attn' if index % 2 else 'mixer'}": heads(2, 32)
+            if index % 2
+            else MambaSpec(
+                block_size=TOKENS if layers == "aligned" else LONGEST,
+                shapes=((3, 96), (4, 16, 8)),
+                dtypes=(torch.float32, torch.float32),
+                page_size_padded=heads(2, 32).page_size_bytes,
+                mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+                mamba_cache_mode="align" if layers == "aligned" else "none",
+            )
+            for index in range(6)
+        }
     if layers == "equal":
         return {f"model.layers.{index}.self_attn.attn": heads(2, 32) for index in range(4)}
     made = {}
@@ -106,6 +126,11 @@ def content_of(layer: int, tokens: Sequence[int], nbytes: int) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
+def next_state(before: bytes, token: int, nbytes: int) -> bytes:
+    seed = hashlib.blake2b(before + str(token).encode(), digest_size=8).digest()
+    return random.Random(seed).randbytes(nbytes)
+
+
 def next_token(contents: Iterator[bytes]) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for content in contents:
@@ -113,30 +138,36 @@ def next_token(contents: Iterator[bytes]) -> int:
     return 2 + int.from_bytes(digest.digest()) % 500
 
 
-def answer_to(prompt: Sequence[int], count: int, sizes: Sequence[int]) -> list[int]:
-    """The tokens of a server that computes everything itself. `sizes`: what layers keep of a token,
-    in bytes."""
+def answer_to(prompt: Sequence[int], count: int, specs: Mapping[str, KVCacheSpec]) -> list[int]:
+    """The tokens of a server that computes everything itself, with what its layers keep."""
     tokens = list(prompt)
     for _ in range(count):
-        known = (
-            content_of(layer, tokens[: at + 1], nbytes)
-            for at in range(len(tokens))
-            for layer, nbytes in enumerate(sizes)
-        )
-        tokens.append(next_token(known))
+        tokens.append(next_token(_contents_of(tokens, list(specs.values()))))
     return tokens[len(prompt) :]
 
 
-def config_of(model: str, name: str, role: str) -> VllmConfig:
+def _contents_of(tokens: Sequence[int], specs: Sequence[KVCacheSpec]) -> Iterator[bytes]:
+    for layer, spec in enumerate(specs):
+        if isinstance(spec, MambaSpec):
+            state = b""
+            for token in tokens:
+                state = next_state(state, token, token_bytes(spec))
+            yield state
+        else:
+            for end in range(1, len(tokens) + 1):
+                yield content_of(layer, tokens[:end], token_bytes(spec))
+
+
+def config_of(model: str, name: str, role: str, layers: str) -> VllmConfig:
     extra = {"instance_id": name, "http_address": "http://127.0.0.1:9", "peer_timeout": PATIENCE}
     return EngineArgs(
         model=model,
         dtype="float32",
-        max_model_len=512,
+        max_model_len=LONGEST,
         max_num_batched_tokens=64,  # so that prompts come in chunks
         max_num_seqs=8,
         block_size=TOKENS,
-        enable_prefix_caching=False,
+        enable_prefix_caching=layers == "aligned",
         kv_transfer_config=KVTransferConfig(
             kv_connector="KvxferConnector",
             kv_connector_module_path="kvxfer.connectors.vllm.connector",
@@ -152,15 +183,19 @@ class Engine:
 
     def __init__(self, config: VllmConfig, runner: str, specs: dict[str, KVCacheSpec]) -> None:
         self.config, self.runner = config, runner
-        self.names = list(specs)
+        self.specs, self.names = specs, list(specs)
         self.sizes = [token_bytes(spec) for spec in specs.values()]
         caches = self._allocate(specs)
         self.stream = int(good(driver.cuStreamCreate(_NON_BLOCKING)))
+        scheduled, hashed = resolve_kv_cache_block_sizes(caches, config)
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(hashed, sha256)
         self.scheduler = Scheduler(
             config,
             generate_scheduler_kv_cache_config([caches]),
             StructuredOutputManager(config),
-            block_size=TOKENS,
+            block_size=scheduled,
+            hash_block_size=hashed,
         )
         worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches)
         assert isinstance(worker, KvxferConnector)
@@ -181,14 +216,13 @@ class Engine:
 
     def _allocate(self, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
         """Memory of the GPU, divided as vLLM divides it."""
-        together = UniformTypeKVCacheSpecs.from_specs(specs)
-        assert together is not None
-        several = len(set(specs.values())) > 1
-        spec = together if several else together.first_spec
         cache_config = self.config.cache_config
         cache_config.num_gpu_blocks = cache_config.num_gpu_blocks_override = BLOCKS
         cache_config.kv_cache_layout = KVCacheLayout.LBHNC.name
-        groups = [KVCacheGroupSpec(list(specs), spec)]
+        groups = get_kv_cache_groups(self.config, specs)
+        self.group_of = {
+            name: index for index, group in enumerate(groups) for name in group.layer_names
+        }
         caches = get_kv_cache_config_from_groups(self.config, groups, 1 << 30)
         assert caches.num_blocks == BLOCKS
         nbytes = caches.kv_cache_tensors[0].size
@@ -207,7 +241,7 @@ class Engine:
     def add(self, prompt: list[int], transfer: dict[str, Any], max_tokens: int) -> Request:
         extra = {"kv_transfer_params": transfer}
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
-        request = Request(uuid.uuid4().hex, prompt, sampling, None)
+        request = Request(uuid.uuid4().hex, prompt, sampling, None, block_hasher=self.hasher)
         self.scheduler.add_request(request)
         return request
 
@@ -253,12 +287,7 @@ class Engine:
         at = self.pinned
         for layer, name in enumerate(self.names):
             for request_id, count in planned.num_scheduled_tokens.items():
-                request = self.scheduler.requests[request_id]
-                # The scheduler has counted them as computed already.
-                end = request.num_computed_tokens
-                tokens = list(request.all_token_ids)
-                for token in range(end - count, end):
-                    content = content_of(layer, tokens[: token + 1], self.sizes[layer])
+                for token, content in self._computed(request_id, layer, count):
                     ctypes.memmove(at, content, len(content))
                     for target, size in self._places(request_id, layer, token):
                         good(driver.cuMemcpyHtoDAsync(target, at, size, self.stream))
@@ -266,11 +295,36 @@ class Engine:
             if not graph and name.endswith("attn"):
                 self.worker.save_kv_layer(name, torch.empty(0), None)
 
+    def _computed(self, request_id: str, layer: int, count: int) -> Iterator[tuple[int, bytes]]:
+        """What the layer keeps of the tokens of this step; of the last one alone where that is its
+        state."""
+        request = self.scheduler.requests[request_id]
+        # The scheduler has counted them as computed already.
+        end = request.num_computed_tokens
+        tokens = list(request.all_token_ids)
+        if not isinstance(self.specs[self.names[layer]], MambaSpec):
+            for token in range(end - count, end):
+                yield token, content_of(layer, tokens[: token + 1], self.sizes[layer])
+            return
+        state = self._kept(request_id, layer, end - count - 1) if end > count else b""
+        for token in tokens[end - count : end]:
+            state = next_state(state, token, self.sizes[layer])
+        yield end - 1, state
+
+    def _kept(self, request_id: str, layer: int, token: int) -> bytes:
+        places = self._places(request_id, layer, token)
+        return b"".join(device_memory.read(at, size) for at, size in places)
+
     def _places(self, request_id: str, layer: int, token: int) -> Iterator[tuple[int, int]]:
         """Where the layer keeps the token, head by head, and how many bytes each."""
-        [blocks] = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-        view = self.views[self.names[layer]]
+        name = self.names[layer]
+        spec, view = self.specs[name], self.views[name]
+        blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)[self.group_of[name]]
         block, row = divmod(token, TOKENS)
+        if isinstance(spec, MambaSpec):
+            single = spec.mamba_cache_mode == "none"
+            block, row = 0 if single else block, 0
+        assert blocks[block], "vLLM's null block"
         for of_head in view[blocks[block], :, row]:
             yield of_head.data_ptr(), of_head.nbytes
 
@@ -293,10 +347,9 @@ class Engine:
         )
 
     def _contents(self, request_id: str, known: int) -> Iterator[bytes]:
-        for token in range(known):
-            for layer in range(len(self.names)):
-                places = self._places(request_id, layer, token)
-                yield b"".join(device_memory.read(at, size) for at, size in places)
+        for layer, spec in enumerate(self.specs.values()):
+            for token in range(known - 1 if isinstance(spec, MambaSpec) else 0, known):
+                yield self._kept(request_id, layer, token)
 
 
 def ticket_for(prefill: Engine, decode: Engine) -> dict[str, Any]:
@@ -325,7 +378,7 @@ def main(model: str, runner: str, layers: str) -> None:
     specs = specs_of(layers)
     rng = random.Random(7)
     configs = [
-        config_of(model, name, role)
+        config_of(model, name, role, layers)
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
     ]
     with as_on_a_gpu(configs[0]):
@@ -354,7 +407,7 @@ def main(model: str, runner: str, layers: str) -> None:
         wait_until(done, 8 * PATIENCE, pause=0.001)
         assert len(asked) == PROMPTS
         for prompt, request in asked:
-            assert list(request.output_token_ids) == answer_to(prompt, ANSWER, prefill.sizes)
+            assert list(request.output_token_ids) == answer_to(prompt, ANSWER, specs)
         sent = prefill.agent.endpoint.traffic()
         for engine in (prefill, decode):
             manager = engine.scheduler.kv_cache_manager

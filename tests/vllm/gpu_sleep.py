@@ -97,7 +97,7 @@ def main(model: str, runner: str) -> None:
     rng = random.Random(7)
     specs = specs_of("equal")
     configs = [
-        config_of(model, name, role)
+        config_of(model, name, role, "equal")
         for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))
     ]
     for config in configs:  # the platform of this build refuses both
@@ -124,7 +124,7 @@ def main(model: str, runner: str) -> None:
         answered = 0
         for prompt, request in load.asked:
             if request.status is not RequestStatus.FINISHED_ABORTED:
-                assert list(request.output_token_ids) == answer_to(prompt, ANSWER, prefill.sizes)
+                assert list(request.output_token_ids) == answer_to(prompt, ANSWER, specs)
                 answered += 1
         assert answered > SLEEPS
         ended = {way: count for way, count in decode.agent.endpoint.counts.ended.items() if count}

@@ -1,4 +1,5 @@
-"""Instances whose KV caches differ, each with each other: block sizes, tensor parallel sizes."""
+"""Instances whose KV caches differ, each with each other: block sizes, tensor parallel
+sizes, also of a model with recurrent layers."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from verify.processes.programs import Server
 from verify.vllm.servers import add_vllm
 from verify.vllm.tiny_prompts import prompts
 
-from .conftest import ask, fleet_in, keep, settings
+from .conftest import ask, checkpoint, fleet_in, keep, settings
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
@@ -33,8 +34,12 @@ FLEETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "one": ("--block-size", "32"),
         "two": ("--tensor-parallel-size", "2"),
     },
+    "states": {
+        "one": ("--no-enable-prefix-caching",),
+        "two": ("--no-enable-prefix-caching", "--tensor-parallel-size", "2"),
+    },
 }
-PROMPTS = {"block sizes": 200, "ranks": 40}
+PROMPTS = {"block sizes": 200, "ranks": 40, "states": 40}
 
 
 @dataclass
@@ -43,6 +48,7 @@ class Peers:
 
     name: str
     fleet: Fleet
+    aggregated: Server
 
     @property
     def router(self) -> Server:
@@ -84,7 +90,11 @@ def tokens_of(server: Server, prompt: list[int], **more: Any) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=FLEETS)
-def peers(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator[Peers]:
+def peers(
+    request: pytest.FixtureRequest, folder: Path, model: Path, aggregated: Server
+) -> Iterator[Peers]:
+    if request.param == "states":
+        model = checkpoint("mamba", folder)
     with fleet_in(folder / request.param.replace(" ", "-")) as fleet:
         fleet.start_control_plane("--lease-seconds", "30")
         fleet.start_router()
@@ -94,17 +104,17 @@ def peers(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator
         for server in fleet.workers.values():
             server.serves("/health")
         wait_until(fleet.whole)
-        yield Peers(request.param, fleet)
+        if request.param == "states":
+            aggregated = fleet.workers["one"]
+        aggregated.serves("/health")
+        yield Peers(request.param, fleet, aggregated)
 
 
-def test_tokens_are_those_of_an_aggregated_server(
-    aggregated: Server, peers: Peers, rng: random.Random
-) -> None:
+def test_tokens_are_those_of_an_aggregated_server(peers: Peers, rng: random.Random) -> None:
     """Every instance prefills for every other one."""
-    aggregated.serves("/health")
     asked = prompts(rng, PROMPTS[peers.name])
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        whole = list(threads.map(lambda prompt: tokens_of(aggregated, prompt), asked))
+        whole = list(threads.map(lambda prompt: tokens_of(peers.aggregated, prompt), asked))
         for prefill in peers.servers:
             peers.let_prefill(prefill)
             before = peers.received()
@@ -116,18 +126,15 @@ def test_tokens_are_those_of_an_aggregated_server(
             assert all(got.values()), f"{prefill} has not prefilled for every other one: {got}"
 
 
-def test_any_instance_fetches_what_any_other_one_keeps(
-    aggregated: Server, peers: Peers, rng: random.Random
-) -> None:
+def test_any_instance_fetches_what_any_other_one_keeps(peers: Peers, rng: random.Random) -> None:
     """The protocol of vLLM's own proxies."""
-    aggregated.serves("/health")
     for prefill, decode in itertools.permutations(peers.servers.values(), 2):
         asked = prompts(rng, 10)
         before = peers.received()[decode.name]
         for prompt in asked:
             params = keep(prefill, prompt)
             apart = tokens_of(decode, prompt, kv_transfer_params=params)
-            assert apart == tokens_of(aggregated, prompt), len(prompt)
+            assert apart == tokens_of(peers.aggregated, prompt), len(prompt)
         assert peers.received()[decode.name] - before > sum(map(len, asked)) / 4
 
 

@@ -7,7 +7,6 @@ import contextlib
 import math
 import random
 import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,9 @@ import httpx2
 import pytest
 from pytest import approx
 
-from verify.vllm import servers
 from verify.vllm.tiny_prompts import prompts
 
-from .conftest import Cluster, cluster_of
+from .conftest import Cluster, checkpoint, cluster_of
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
@@ -45,16 +43,15 @@ KINDS: Mapping[str, Kind] = {
     # of which it has a part in its prefix cache.
     "mla": Kind("mla", [], "bfloat16", ("--dtype", "bfloat16", "--no-enable-prefix-caching")),
     "uneven": Kind("uneven", [], more=("--trust-remote-code",), layer_shapes=(0, 1, 1, 2)),
+    # On CPUs vLLM's Mamba 2 does not work with a prefix cache.
+    "mamba": Kind(
+        "mamba",
+        [0] * 3 + [1] * 3,
+        more=("--no-enable-prefix-caching",),
+        layer_shapes=(0,) * 3 + (1,) * 3,
+    ),
     "fp8": Kind("llama", [], "float8_e4m3fn", ("--kv-cache-dtype", "fp8")),
 }
-
-
-def checkpoint(kind: Kind, folder: Path) -> Path:
-    made = folder / kind.model
-    if kind.model != "llama":
-        maker = Path(servers.__file__).with_name("tiny_models.py")
-        subprocess.run([servers.VLLM_PYTHON, str(maker), kind.model, str(made)], check=True)
-    return made
 
 
 @contextlib.contextmanager
@@ -77,12 +74,12 @@ def pair(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator[
     kind = KINDS[request.param]
     if request.param == "fp8" and not computes_with_fp8():
         pytest.skip("vLLM computes with an fp8 cache on CPUs with AVX-512 or AMX only")
-    made = model if kind.model == "llama" else checkpoint(kind, folder)
+    made = model if kind.model == "llama" else checkpoint(kind.model, folder)
     with pair_of(kind, request.param, folder, made) as cluster:
         yield cluster
 
 
-kinds = pytest.mark.parametrize("pair", ["sliding", "uneven", "fp8"], indirect=True)
+kinds = pytest.mark.parametrize("pair", ["sliding", "uneven", "mamba", "fp8"], indirect=True)
 with_windows = pytest.mark.parametrize("pair", ["sliding"], indirect=True)
 
 

@@ -1,6 +1,6 @@
 """What the connector takes for granted of vLLM's own parts, tried in its environment: the orders
-within a head that its kernels write, the blocks that its allocator keeps of a window, how it
-allocates a cache, and how its queue tells of messages."""
+within a head that its kernels write, the blocks that its allocator keeps of a window, how
+ranks share a recurrent state, how it allocates a cache, and how its queue tells of messages."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
     [
         ("packing_probe.py", "vec vec16 80"),
         ("window_probe.py", "windows of 120 prompts"),
+        ("state_probe.py", "states of 5 kinds"),
         ("queue_probe.py", "told of 200 messages"),
         ("cache_probe.py", "a cache of 3 layers is shared"),
     ],

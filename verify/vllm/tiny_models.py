@@ -2,7 +2,8 @@
 
 `sliding` has layers with a sliding window and layers without (Gemma 3), `mla` one latent vector per
 token (DeepSeek V2), `uneven` layers of different numbers of KV heads (Nemotron NAS), whose
-configuration is code in the checkpoint.
+configuration is code in the checkpoint. `mamba` has Mamba 2 beside attention in each layer (Falcon
+H1).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from tiny_llama import VOCABULARY, save_tokenizer
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -66,6 +69,28 @@ def mla() -> PreTrainedModel:
         initializer_range=0.2,
     )
     return DeepseekV2ForCausalLM(config)
+
+
+def mamba() -> PreTrainedModel:
+    config = FalconH1Config(
+        **_TOKENS,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        mamba_d_ssm=128,
+        mamba_n_heads=4,
+        mamba_d_head=32,
+        mamba_n_groups=2,
+        mamba_d_state=32,
+        mamba_d_conv=4,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
+    return FalconH1ForCausalLM(config)
 
 
 KV_HEADS = (4, 2, 2, 1)
@@ -132,6 +157,6 @@ if __name__ == "__main__":
     if kind == "uneven":
         save_uneven(folder)
     else:
-        made = {"sliding": sliding, "mla": mla}[kind]()
+        made = {"sliding": sliding, "mla": mla, "mamba": mamba}[kind]()
         made.to(torch.float32).save_pretrained(folder)
     save_tokenizer(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.kv.cache import KvCache, KvPlane, permute_on_host
@@ -54,6 +54,8 @@ class LayerCache:
     mla: bool = False
     packing: str = ""
     """The name of the order or form of what is kept."""
+    state: LayerShape | None = None
+    """Of a recurrent layer."""
 
 
 def require_movable(config: VllmConfig, platform: Any) -> None:
@@ -71,14 +73,15 @@ def require_movable(config: VllmConfig, platform: Any) -> None:
         )
 
 
-_T = TypeVar("_T")
+def in_model_order(caches: Mapping[str, LayerCache]) -> dict[str, LayerCache]:
+    """Layer by layer, by the numbers in their names: groups of layers lie side by side in vLLM.
 
+    States come last. vLLM says of no recurrent layer when it is computed; after the forward, all
+    are."""
 
-def in_model_order(caches: Mapping[str, _T]) -> dict[str, _T]:
-    """Layer by layer, by the numbers in their names: groups of layers lie side by side in vLLM."""
-
-    def place(name: str) -> tuple[list[int], str]:
-        return [int(part) for part in name.split(".") if part.isdecimal()], name
+    def place(name: str) -> tuple[bool, list[int], str]:
+        numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+        return caches[name].state is not None, numbers, name
 
     return {name: caches[name] for name in sorted(caches, key=place)}
 
@@ -98,7 +101,8 @@ def layout_of(
     vLLM keeps `[num_blocks, heads, block_size, content]`, whatever the order in memory: content is
     K and V of a head of a token, in the form that `packing` names where that is its own (scales).
     vLLM's CPU attention (`opaque`) has a separate order within a head of a block. MLA keeps one
-    latent vector per token. Layers may keep different things. Raises InvalidArgument for everything
+    latent vector per token, a recurrent layer `[num_blocks, 1, 1, bytes]`. Layers may keep
+    different things. Raises InvalidArgument for everything
     else.
     """
     if not caches:
@@ -130,6 +134,8 @@ def _shape_of(
     name: str, cache: LayerCache, block_size: int, opaque: bool, cache_dtype: str, tp_size: int
 ) -> LayerShape:
     tensor = cache.tensor
+    if cache.state is not None:
+        return _shape_of_state(name, tensor, cache.state, tp_size)
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.element_size() == 1:  # a draft model or an indexer may have another dtype
         dtype = _FP8.get(cache_dtype, dtype)
@@ -176,6 +182,16 @@ def _shape_of(
         kv="opaque" if opaque else "joined",
         packing=cache.packing,
     )
+
+
+def _shape_of_state(name: str, tensor: torch.Tensor, state: LayerShape, tp_size: int) -> LayerShape:
+    nbytes = state.num_kv_heads // tp_size * state.head_size
+    if tensor[0].numel() * tensor.element_size() != nbytes or not tensor[0].is_contiguous():
+        raise InvalidArgument(
+            f"the state of {name} is {list(tensor.shape)} of {tensor.dtype} with strides "
+            f"{list(tensor.stride())}; there should be {nbytes} bytes that lie together"
+        )
+    return state
 
 
 def _order_of(name: str, cache: torch.Tensor, opaque: bool) -> HeadOrder:

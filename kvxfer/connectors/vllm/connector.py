@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from kvxfer.clock import SYSTEM_CLOCK
@@ -35,7 +35,7 @@ from kvxfer.connectors.vllm.caches import (
     register_caches,
     require_movable,
 )
-from kvxfer.connectors.vllm.groups import HeldWindows, layer_specs, windows_of
+from kvxfer.connectors.vllm.groups import HeldWindows, groups_of, layer_specs
 from kvxfer.connectors.vllm.identity import identity_of
 from kvxfer.connectors.vllm.idle_steps import IdleSteps
 from kvxfer.connectors.vllm.kv_events import EventPrefixes
@@ -53,6 +53,7 @@ from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
 from kvxfer.connectors.vllm.settings import ConnectorSettings
 from kvxfer.connectors.vllm.shared_cache import SharedCache
 from kvxfer.connectors.vllm.sleep import sleepers
+from kvxfer.connectors.vllm.states import state_shape
 from kvxfer.connectors.vllm.stats import TransferMetrics, TransferStats
 from kvxfer.connectors.vllm.worker import LOOP_SECONDS, TransferWorker
 from kvxfer.errors import InvalidArgument, KvxferError
@@ -118,7 +119,12 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             model=served if isinstance(served, str) else served[0],
         )
         self._block_size = vllm_config.cache_config.block_size
-        self._windows = windows_of(kv_cache_config)
+        self._block_groups = groups_of(kv_cache_config)
+        if vllm_config.cache_config.use_replayssm:
+            raise InvalidArgument(
+                "with ReplaySSM a state lags behind its tokens, and kvxfer moves it without those "
+                "that it lacks; start the server without use_replayssm"
+            )
         self._groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
         events = vllm_config.kv_events_config
         has_prefixes = (
@@ -139,7 +145,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             # What modules of a draft model have read ahead of a prompt, they have guessed.
             ahead = vllm_config.num_prefill_lookahead_tokens
-            blocks = PromptBlocks(self._block_size, self._windows, max(ahead - 1, 1))
+            blocks = PromptBlocks(self._block_size, self._block_groups, max(ahead - 1, 1))
+            self._blocks = blocks
             self._held = HeldWindows(blocks)
             self._counter = RequestCounter()
             self._idle = IdleSteps(allowed=vllm_config.parallel_config.data_parallel_size == 1)
@@ -199,6 +206,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             self._kept.arrived(request.request_id, len(tokens), digest, adapter)
         else:
             self._scheduler.arrived(request.request_id, params, len(tokens), digest, adapter)
+        if self._blocks.exact and (pull or self._scheduler.sends(request.request_id)):
+            _shorten(request, self._blocks.moved(len(tokens)))
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -233,7 +242,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         for one in scheduled:
             of = one.request_id
             prompt = self._scheduler.sent_tokens(of) or self._kept.tokens(of)
-            if prompt and one.computed_tokens + one.step_tokens >= prompt:
+            computed = one.computed_tokens + one.step_tokens
+            if prompt and computed >= self._blocks.moved(prompt):
                 self._held.hold(of, prompt)
         return StepMetadata(plan)
 
@@ -311,6 +321,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         if not (on_cpu := current_platform.is_cpu()):
             require_movable(config, current_platform)
         caches = in_model_order(self._layer_caches(kv_caches, rank.size))
+        # Blocks may be absent where not all are kept.
+        has_tables = len(self._groups) > 1 or any(group.partial for group in self._block_groups)
         layout = layout_of(
             caches,
             self._block_size,
@@ -318,7 +330,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             cache_dtype=config.cache_config.cache_dtype,
             tp_size=rank.size,
             tp_rank=rank.rank,
-            groups=self._groups if len(self._groups) > 1 or any(self._windows) else (),
+            groups=self._groups if has_tables else (),
         )
         device = next(iter(kv_caches.values())).device
         self._agent = Agent(self._settings, pci_address(device.type, device.index))
@@ -355,6 +367,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         for name, tensor in kv_caches.items():
             layer, spec = attention.get(name), specs.get(name)
             if spec is None or getattr(layer, "kv_sharing_target_layer_name", None):
+                continue
+            if isinstance(spec, MambaSpec):
+                kept[name] = LayerCache(tensor, state=state_shape(spec, tp_size))
                 continue
             slots = getattr(spec, "num_head_slots", None) is not None
             if current_platform.is_cpu():
@@ -433,3 +448,15 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> TransferMetrics:
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _shorten(request: Request, tokens: int) -> None:
+    """Has vLLM compute so many tokens of a prompt, unless that is none, and no answer: decode goes
+    on from the state after them, which a further token would overwrite."""
+    if not tokens:
+        return
+    assert request.prompt_token_ids is not None  # noqa: S101 (its digest is made of them)
+    request.prompt_token_ids = request.prompt_token_ids[:tokens]
+    del request._all_token_ids[tokens:]  # as vLLM's own connectors do
+    request.num_prompt_tokens = tokens
+    request.max_tokens = 1

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     iter_layer_specs,
 )
 
-from kvxfer.connectors.vllm.prompt_blocks import BlockTable, PromptBlocks
+from kvxfer.connectors.vllm.prompt_blocks import BlockGroup, BlockTable, PromptBlocks
 from kvxfer.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -22,33 +23,35 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
-def windows_of(config: KVCacheConfig) -> tuple[int | None, ...]:
-    """The sliding window of each group. Raises InvalidArgument for a group that is no attention
-    over all tokens or the last ones."""
-    windows: list[int | None] = []
+def groups_of(config: KVCacheConfig) -> tuple[BlockGroup, ...]:
+    """What each group keeps. Raises InvalidArgument for a group that is neither attention over all
+    tokens or the last ones, nor recurrent state."""
+    groups: list[BlockGroup] = []
     for group in config.kv_cache_groups:
         of_layers = {
-            _window_of(group.layer_names[0], spec) for spec in iter_layer_specs(group.kv_cache_spec)
+            _group_of(group.layer_names[0], spec) for spec in iter_layer_specs(group.kv_cache_spec)
         }
         if len(of_layers) != 1:
+            windows = {one.window for one in of_layers}
             raise InvalidArgument(
-                f"layers beside {group.layer_names[0]} have sliding windows of {of_layers} and the "
+                f"layers beside {group.layer_names[0]} have sliding windows of {windows} and the "
                 "same blocks; kvxfer moves one window of a group: serve this model without"
             )
-        windows += of_layers
-    return tuple(windows)
+        groups += of_layers
+    return tuple(groups)
 
 
-def _window_of(layer: str, spec: KVCacheSpec) -> int | None:
+def _group_of(layer: str, spec: KVCacheSpec) -> BlockGroup:
     # Not those that inherit from these: they keep blocks in another way.
     if type(spec) is SlidingWindowSpec:
-        tokens: int = spec.sliding_window + spec.extra_retained_tokens
-        return tokens
+        return BlockGroup(window=spec.sliding_window + spec.extra_retained_tokens)
+    if type(spec) is MambaSpec:
+        return BlockGroup(state=True, single=spec.mamba_cache_mode == "none")
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
-        return None
+        return BlockGroup()
     raise InvalidArgument(
         f"the KV cache of {layer} is a {type(spec).__name__}; kvxfer moves those of attention over "
-        "all tokens or a sliding window: serve this model without"
+        "all tokens or a sliding window, and recurrent state: serve this model without"
     )
 
 
@@ -63,7 +66,8 @@ def layer_specs(config: KVCacheConfig) -> dict[str, KVCacheSpec]:
 
 
 class HeldWindows:
-    """Blocks of sliding windows that are to be sent. One thread: the engine's own loop.
+    """Blocks of sliding windows, and states, that are to be sent. One thread: the engine's own
+    loop.
 
     vLLM gives a block back as soon as no later token attends to it, when a request ends even before
     its connector is asked. So those that decode needs are held from the step that completes the
@@ -79,15 +83,17 @@ class HeldWindows:
         self._manager = manager
 
     def hold(self, request_id: str, prompt_tokens: int) -> None:
-        """Its prompt is complete after this step. Any number of times."""
-        if request_id in self._held or not any(self._blocks.windows):
+        """What is moved of its prompt is computed after this step. Any number of times."""
+        partial = [index for index, group in enumerate(self._blocks.groups) if group.partial]
+        if request_id in self._held or not partial:
             return
         of_request = self._manager.get_blocks(request_id)
         held = [
             block
-            for group, blocks in enumerate(of_request.blocks)
-            if self._blocks.windows[group]
-            for block in blocks[self._blocks.first(group, prompt_tokens) :]
+            for group in partial
+            for block in self._blocks.in_place(
+                group, of_request.blocks[group], prompt_tokens
+            ).values()
         ]
         self._manager.block_pool.touch(held)
         self._held[request_id] = tuple(map(tuple, of_request.get_block_ids())), held

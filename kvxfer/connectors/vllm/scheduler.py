@@ -114,6 +114,11 @@ class TransferScheduler:
             request.stage = Stage.ORDINARY
         self._requests[request_id] = request
 
+    def sends(self, request_id: str) -> bool:
+        """Whether a prompt is computed here for another instance."""
+        request = self._requests.get(request_id)
+        return request is not None and request.side is Role.PREFILL
+
     def external_tokens(self, request_id: str, computed_tokens: int) -> int | None:
         """How many tokens come from prefill after those that are here; None where that is not known
         yet. No side effects."""
@@ -141,14 +146,14 @@ class TransferScheduler:
         request.stage = Stage.RECEIVING
         before = self._blocks.moved(request.prompt_tokens) - external_tokens
         first = before // self._blocks.block_size
-        count = self._blocks.count(request.prompt_tokens)
+        table = self._blocks.table(block_ids, request.prompt_tokens)
         self._plan.receives.append(
             Receive(
                 request_id,
                 request.params,
                 request.digest,
                 first,
-                tuple(tuple(ids[first:count]) for ids in block_ids),
+                tuple(row[first:] for row in table),
                 request.adapter,
             )
         )

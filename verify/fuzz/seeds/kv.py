@@ -39,6 +39,7 @@ ODD_FIELDS: Final = (
     {"num_kv_heads": 2},
     {"kv": "opaque", "order": "HND"},
     {"kv": "opaque", "order": "HND", "packing": "vec"},
+    {"kv": "state", "order": "HND", "packing": "GDN_ATTN SD float32", "sections": (6, 10)},
     {"block_size": 65535},
     {"layer_groups": (0, 1, 0, 1)},
     {"order": "HND", "tp_size": 2, "block_size": 8},
