@@ -28,7 +28,7 @@ _MOST: Final = 1 << 16
 _MOST_ELEMENTS: Final = 1 << 30
 _MOST_RANKS: Final = 1024
 _MOST_SHAPES: Final = 64
-_MOST_SECTIONS: Final = 64
+MOST_SECTIONS: Final = 64
 _LONGEST_NAME: Final = 32
 
 _Size: TypeAlias = Annotated[int, Meta(ge=1, le=_MOST)]
@@ -75,7 +75,7 @@ class LayerShape:
     kv: KvArrangement = "separate"
     mla: bool = False
     packing: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
-    sections: Annotated[tuple[_Elements, ...], Meta(max_length=_MOST_SECTIONS)] = ()
+    sections: Annotated[tuple[_Elements, ...], Meta(max_length=MOST_SECTIONS)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class KvLayout:
     """K and V are one latent vector per token."""
     packing: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
     """The name of the engine's own order or form, with `kv` opaque, joined or state."""
-    sections: Annotated[tuple[_Elements, ...], Meta(max_length=_MOST_SECTIONS)] = ()
+    sections: Annotated[tuple[_Elements, ...], Meta(max_length=MOST_SECTIONS)] = ()
     """With `kv` state, elements of a head in each of its sections."""
     layer_groups: Annotated[tuple[_Group, ...], Meta(max_length=_MOST)] = ()
     """The KV cache group of each layer, where groups have separate block ids."""
@@ -221,7 +221,7 @@ class KvLayout:
     def _require_sections(self) -> None:
         sections = self.sections
         sizes = all(isinstance(size, int) and size > 0 for size in sections)
-        if self.state and sizes and 0 < len(sections) <= _MOST_SECTIONS:
+        if self.state and sizes and 0 < len(sections) <= MOST_SECTIONS:
             possible = sum(sections) == self.head_size
         else:
             possible = not self.state and not sections
@@ -229,7 +229,7 @@ class KvLayout:
             return
         raise InvalidArgument(
             f"KvLayout.sections is {sections!r} with kv={self.kv!r} and head_size "
-            f"{self.head_size}; with kv='state' pass at most {_MOST_SECTIONS} sizes that add up to "
+            f"{self.head_size}; with kv='state' pass at most {MOST_SECTIONS} sizes that add up to "
             "head_size, otherwise ()"
         )
 

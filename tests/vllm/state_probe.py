@@ -29,6 +29,7 @@ SHAPES: dict[str, tuple[Callable[[int], Any], Whole]] = {
     "MAMBA1": (lambda tp: mamba1(tp), ([64], (64, 6))),
     "MAMBA2": (lambda tp: mamba2(tp, groups=4), ([8 * 6, 4 * 5, 4 * 5], (8, 6, 5))),
     "GDN_ATTN": (lambda tp: gdn(tp), ([4 * 6, 4 * 6, 8 * 5], (8, 5, 6))),
+    "KDA": (lambda tp: kda(tp), ([8 * 5] * 3, (8, 5, 5))),
     "SHORT_CONV": (lambda tp: short_conv(tp), ([48], ())),
     "LINEAR": (lambda tp: linear(tp), ([], (8, 5, 5))),
 }
@@ -48,6 +49,10 @@ def gdn(tp: int) -> Any:
     return calculator.gated_delta_net_state_shape(tp, 4, 8, 6, 5, CONVOLVED + 1)
 
 
+def kda(tp: int) -> Any:
+    return MambaStateShapeCalculator.kda_state_shape(tp, 8, 5, conv_kernel_size=CONVOLVED + 1)
+
+
 def short_conv(tp: int) -> Any:
     return MambaStateShapeCalculator.short_conv_state_shape(tp, 48, CONVOLVED + 1)
 
@@ -62,7 +67,7 @@ def spec_of(kind: str, shapes: Any) -> MambaSpec:
         block_size=16,
         shapes=tuple(shapes),
         dtypes=dtypes,
-        mamba_type=MambaAttentionBackendEnum[kind],
+        mamba_type=MambaAttentionBackendEnum["GDN_ATTN" if kind == "KDA" else kind],
     )
 
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
     [
         ("packing_probe.py", "vec vec16 80"),
         ("window_probe.py", "windows of 120 prompts"),
-        ("state_probe.py", "states of 5 kinds"),
+        ("state_probe.py", "states of 6 kinds"),
         ("queue_probe.py", "told of 200 messages"),
         ("cache_probe.py", "a cache of 3 layers is shared"),
     ],

@@ -19,6 +19,7 @@ from .process import Process
 
 _PRIVATE: Final = ("KVXFER_", "OTEL_")
 _FIRST_PORT: Final = 10_000
+_LAST_PORT: Final = 65_000  # where nearly all are for connections
 _marks: Final[list[socket.socket]] = []  # of ports that this process was given
 
 
@@ -26,8 +27,9 @@ def free_port() -> int:
     """A port of 127.0.0.1 for a program that is about to be started. Nobody else gets it while
     this process runs: Linux gives it to no connection, free_port() to no other process."""
     ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    end = int(ephemeral[0]) if int(ephemeral[0]) > 2 * _FIRST_PORT else _LAST_PORT
     while True:
-        port = random.randrange(_FIRST_PORT, int(ephemeral[0]))
+        port = random.randrange(_FIRST_PORT, end)
         mark = socket.socket(socket.AF_UNIX)
         try:
             mark.bind(f"\0kvxfer-port-{port}")

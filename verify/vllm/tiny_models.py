@@ -28,56 +28,53 @@ from transformers import (
 )
 
 WINDOW = 200
-_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "vocab_size": VOCABULARY}
+_COMMON = {
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.2,
+}
 
 
 def sliding() -> PreTrainedModel:
     """Two layers of three have a window."""
     config = Gemma3TextConfig(
-        **_TOKENS,
-        hidden_size=128,
-        intermediate_size=256,
+        **_COMMON,
         num_hidden_layers=6,
-        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
         query_pre_attn_scalar=32,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=8192,
-        initializer_range=0.2,
     )
     return Gemma3ForCausalLM(config)
 
 
 def mla() -> PreTrainedModel:
     config = DeepseekV2Config(
-        **_TOKENS,
-        hidden_size=128,
-        intermediate_size=256,
+        **_COMMON,
         moe_intermediate_size=64,
         num_hidden_layers=3,
         first_k_dense_replace=3,
-        num_attention_heads=4,
         num_key_value_heads=4,
         kv_lora_rank=512,
         q_lora_rank=None,
         qk_rope_head_dim=64,
         qk_nope_head_dim=128,
         v_head_dim=128,
-        max_position_embeddings=8192,
-        initializer_range=0.2,
     )
     return DeepseekV2ForCausalLM(config)
 
 
 def mamba() -> PreTrainedModel:
     config = FalconH1Config(
-        **_TOKENS,
-        hidden_size=128,
-        intermediate_size=256,
+        **_COMMON,
         num_hidden_layers=3,
-        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
         mamba_d_ssm=128,
@@ -86,8 +83,6 @@ def mamba() -> PreTrainedModel:
         mamba_n_groups=2,
         mamba_d_state=32,
         mamba_d_conv=4,
-        max_position_embeddings=8192,
-        initializer_range=0.2,
         tie_word_embeddings=False,
     )
     return FalconH1ForCausalLM(config)
@@ -119,14 +114,9 @@ class UnevenConfig(LlamaConfig):
 def save_uneven(folder: Path) -> None:
     """A Llama of 4 KV heads. Each layer has only the first few of them."""
     config = LlamaConfig(
-        **_TOKENS,
-        hidden_size=128,
-        intermediate_size=256,
+        **_COMMON,
         num_hidden_layers=len(KV_HEADS),
-        num_attention_heads=4,
         head_dim=32,
-        max_position_embeddings=8192,
-        initializer_range=0.2,
         tie_word_embeddings=False,
     )
     weights = LlamaForCausalLM(config).to(torch.float32).state_dict()

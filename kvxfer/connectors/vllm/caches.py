@@ -102,8 +102,7 @@ def layout_of(
     K and V of a head of a token, in the form that `packing` names where that is its own (scales).
     vLLM's CPU attention (`opaque`) has a separate order within a head of a block. MLA keeps one
     latent vector per token, a recurrent layer `[num_blocks, 1, 1, bytes]`. Layers may keep
-    different things. Raises InvalidArgument for everything
-    else.
+    different things. Raises InvalidArgument for everything else.
     """
     if not caches:
         raise InvalidArgument("vLLM registered no KV caches; a model without them needs no kvxfer")

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-from kvxfer.layout import LayerShape
+from kvxfer.layout import MOST_SECTIONS, LayerShape
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import MambaSpec
 
-_MOST_SECTIONS: Final = 64
 _CONVOLVES: Final = ("MAMBA1", "MAMBA2", "SHORT_CONV", "GDN_ATTN")
 
 
@@ -33,7 +32,7 @@ def state_shape(spec: MambaSpec, tp_size: int) -> LayerShape:
             sections += [part * shape[1] * item // heads for part in parts]
         else:
             sections += [part * item // heads for part in parts] * shape[0]
-    if len(sections) > _MOST_SECTIONS:
+    if len(sections) > MOST_SECTIONS:
         heads, sections = 1, [spec.state_content_size_bytes]
     order = "DS" if is_conv_state_dim_first() else "SD"
     dtypes = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(spec.dtypes)]
