@@ -76,6 +76,8 @@ class LayerShape:
     mla: bool = False
     packing: Annotated[str, Meta(max_length=_LONGEST_NAME)] = ""
     sections: Annotated[tuple[_Elements, ...], Meta(max_length=MOST_SECTIONS)] = ()
+    block_size: Annotated[int, Meta(ge=0, le=_MOST)] = 0
+    """Tokens per block where that is a multiple of the layout's; 0 for the layout's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,10 @@ class KvLayout:
     with `heads` and `block_size` swapped where `order="HND"`.
 
     `layer_groups` names the KV cache group of each layer where each group has its own block ids.
-    A transfer then has a block table for each group; blocks may be absent in it.
+    A transfer then has a block table for each group; blocks may be absent in it. The tables have
+    the same number of entries, one for each `block_size` tokens. The blocks of a group may hold
+    more tokens, which the shape of its layers says: then each stands in the last of the entries of
+    its tokens.
 
     Where layers keep different things of a token (a draft model, the indexer of sparse attention),
     `layer_shapes` names the shape of each layer: 0 is what the fields here say, `n` is
@@ -265,6 +270,28 @@ class KvLayout:
             )
         for shape in range(len(shapes) + 1):
             self.of_shape(shape)  # as a layout it has to be possible
+        self._require_block_sizes()
+
+    def _require_block_sizes(self) -> None:
+        """Layers with the same block ids have blocks of the same size."""
+        if not any(shape.block_size for shape in self.shapes):
+            return
+        for shape in self.shapes:
+            if shape.block_size % self.block_size or (shape.block_size and shape.kv == "state"):
+                raise InvalidArgument(
+                    f"KvLayout.shapes has a shape with kv={shape.kv!r} and block_size "
+                    f"{shape.block_size}; pass a multiple of the layout's {self.block_size}, or 0 "
+                    "for that, as for every state"
+                )
+        sizes = [self.block_size, *(each.block_size or self.block_size for each in self.shapes)]
+        pairs = zip(self.layer_groups, self.layer_shapes, strict=False)
+        of_groups = {(group, sizes[shape]) for group, shape in pairs}
+        if len(of_groups) != len(set(self.layer_groups)) or not of_groups:
+            raise InvalidArgument(
+                f"KvLayout.shapes has blocks of {sorted(set(sizes))} tokens with layer_groups "
+                f"{self.layer_groups!r}; put layers with blocks of different sizes into different "
+                "groups"
+            )
 
     def of_shape(self, shape: int) -> KvLayout:
         """The layout as if all layers had that shape; groups are a matter of the whole alone."""
@@ -272,6 +299,7 @@ class KvLayout:
             return self
         own = self.shapes[shape - 1] if shape else None
         said = {field.name: getattr(own, field.name) for field in fields(own)} if own else {}
+        said["block_size"] = said.get("block_size") or self.block_size
         return replace(self, layer_groups=(), shapes=(), layer_shapes=(), **said)
 
     def of_layer(self, layer: int) -> KvLayout:

@@ -111,11 +111,13 @@ class DecodeSession:
     def nbytes(self) -> int:
         """Bytes that come into the blocks, where prefill fills all of them."""
         layout = self._cache.layout
+        sizes = [layer.block_size for layer in layout.of_layers]
         plans = [inbound.connection.inbound_plan for inbound in self._inbounds]
         return sum(
             self._present[layout.group_of(layer.dst_layer)]
             * layer.bytes_per_cycle
-            // plan.dst_blocks
+            * sizes[layer.dst_layer]
+            // layer.cycle_tokens
             for plan in plans
             for layer in plan.layers
         )

@@ -1,7 +1,7 @@
 """Which byte ranges of prefill's blocks go where in decode's, for one rank of each.
 
-Block sizes may differ, so a plan is made for a *cycle*: the fewest tokens that fill whole blocks on
-both sides. Of the last cycle of a prompt those copies are made whose blocks are there.
+Block sizes may differ, so a plan is made for a *cycle*: the fewest tokens that fill whole blocks of
+a layer on both sides. Of the last cycle of a prompt those copies are made whose blocks are there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvxfer.layout import HeadOrder, KvLayout, Part
 class StridedCopy:
     """`count` runs of `length` bytes from a block of a prefill plane to a block of a decode plane.
 
-    The blocks are counted from the first of the cycle on each side. Run `i` lies at
-    `src_offset + i * src_stride` from the start of the prefill block and goes to
+    The blocks are entries of the block tables, counted from the first of the cycle on each side.
+    Run `i` lies at `src_offset + i * src_stride` from the start of the prefill block and goes to
     `dst_offset + i * dst_stride` from the start of the decode block. Where a block lies is the
     plane's business (`kvxfer.kv.cache.KvPlane`), so a plan holds for every pool of its layouts.
     """
@@ -46,11 +46,16 @@ class LayerPlan:
 
     src_layer: int
     dst_layer: int
+    cycle_tokens: int
     copies: tuple[StridedCopy, ...]
 
     @property
     def bytes_per_cycle(self) -> int:
         return sum(copy.length * copy.count for copy in self.copies)
+
+    @property
+    def runs_per_cycle(self) -> int:
+        return sum(copy.count for copy in self.copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +86,21 @@ class TransferPlan:
 
     @property
     def cycle_tokens(self) -> int:
-        return math.lcm(self.prefill.block_size, self.decode.block_size)
-
-    @property
-    def src_blocks(self) -> int:
-        """Prefill's blocks in a cycle."""
-        return self.cycle_tokens // self.prefill.block_size
-
-    @property
-    def dst_blocks(self) -> int:
-        """Decode's blocks in a cycle."""
-        return self.cycle_tokens // self.decode.block_size
+        """A cycle of all layers together."""
+        of_layers = {layer.cycle_tokens for layer in self.layers}
+        return math.lcm(self.prefill.block_size, self.decode.block_size, *of_layers)
 
     @property
     def bytes_per_cycle(self) -> int:
-        """Bytes that a cycle takes over all layers."""
-        return sum(layer.bytes_per_cycle for layer in self.layers)
+        """Bytes that cycle_tokens take over all layers."""
+        whole = self.cycle_tokens
+        return sum(each.bytes_per_cycle * (whole // each.cycle_tokens) for each in self.layers)
 
     @property
     def runs_per_cycle(self) -> int:
-        """Ranges of contiguous bytes that a cycle takes over all layers."""
-        return sum(copy.count for layer in self.layers for copy in layer.copies)
+        """Ranges of contiguous bytes that cycle_tokens take over all layers."""
+        whole = self.cycle_tokens
+        return sum(each.runs_per_cycle * (whole // each.cycle_tokens) for each in self.layers)
 
 
 @lru_cache(maxsize=1024)
@@ -121,17 +120,22 @@ def plan_transfer(
     order = _arrival_order(prefill, decode) if permutes else decode.order
 
     @cache
-    def copies(shape: int) -> tuple[StridedCopy, ...]:
+    def of_shape(shape: int) -> tuple[int, tuple[StridedCopy, ...]]:
         ours, theirs = prefill.of_shape(shape), decode.of_shape(shape)
         arrives = replace(theirs, order=order) if permutes else theirs
+        cycle = math.lcm(ours.block_size, theirs.block_size)
         if ours.state:
-            return tuple(_copies_of_state(ours, arrives))
+            return cycle, tuple(_copies_of_state(ours, arrives))
         packed = ours.opaque and ours.block_size != arrives.block_size
-        return tuple((_copies_of_packed if packed else _copies)(ours, arrives))
+        copies = (_copies_of_packed if packed else _copies)(ours, arrives)
+        last = ours.block_size // prefill.block_size - 1  # entry of a block that has several
+        return cycle, tuple(
+            replace(copy, src_block=last, dst_block=last) if last else copy for copy in copies
+        )
 
     def of_layer(layer: int) -> LayerPlan:
         shape = prefill.layer_shapes[layer] if prefill.shapes else 0
-        return LayerPlan(layer - prefill.first_layer, layer - decode.first_layer, copies(shape))
+        return LayerPlan(layer - prefill.first_layer, layer - decode.first_layer, *of_shape(shape))
 
     return TransferPlan(
         prefill=prefill,

@@ -27,7 +27,8 @@ _RUN_BITS: Final = 40
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """All runs of one length between two planes, which are those of a cycle again and again.
+    """All runs of one length between two planes, which are those of a cycle again and again. The
+    cycle has so many entries of each side's block table.
 
     Equal for every layer whose blocks lie equally far apart; compared by identity.
     """
@@ -153,7 +154,9 @@ def _bound(
             src_stride, dst_stride = strides(layer, between[0])
             key = (between[0], src_stride, dst_stride)
             if key not in known:
-                known[key] = list(_runs(plan, between, src_stride, dst_stride))
+                cycle = layer.cycle_tokens
+                blocks = cycle // plan.prefill.block_size, cycle // plan.decode.block_size
+                known[key] = list(_runs(blocks, between, src_stride, dst_stride))
             for runs in known[key]:
                 number = index << _LAYER_BITS | next(of_layer) << _RUN_BITS
                 yield index, layer, between[0], runs, number
@@ -166,7 +169,7 @@ def _by_planes(copies: tuple[StridedCopy, ...]) -> Iterator[list[StridedCopy]]:
 
 
 def _runs(
-    plan: TransferPlan, copies: list[StridedCopy], src_stride: int, dst_stride: int
+    blocks: tuple[int, int], copies: list[StridedCopy], src_stride: int, dst_stride: int
 ) -> Iterator[Runs]:
     for length in dict.fromkeys(copy.length for copy in copies):
         rows = [
@@ -182,8 +185,7 @@ def _runs(
         ]
         yield Runs(
             length,
-            plan.src_blocks,
-            plan.dst_blocks,
+            *blocks,
             src_stride,
             dst_stride,
             np.array(rows, dtype=np.int64),

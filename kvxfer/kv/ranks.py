@@ -30,7 +30,8 @@ def require_mappable(prefill: KvLayout, decode: KvLayout) -> None:
         _require_same_shape(prefill.of_shape(shape), decode.of_shape(shape))
     if prefill.layer_groups:
         # Of a block that is present all tokens come, whatever is absent before it.
-        _require_same(("block_size",), prefill, decode)
+        for shape in range(len(prefill.shapes) + 1):
+            _require_same(("block_size",), prefill.of_shape(shape), decode.of_shape(shape))
     cycle = math.lcm(prefill.block_size, decode.block_size)
     if cycle // prefill.block_size + cycle // decode.block_size > _MAX_BLOCKS_IN_CYCLE:
         raise LayoutMismatch("block_size", prefill.block_size, decode.block_size)

@@ -107,6 +107,21 @@ def test_what_cannot_be_mapped_is_refused(tensors: dict[str, LayerCache], named:
         layout_of(tensors, 32)
 
 
+def test_layers_may_have_larger_blocks_than_the_layout() -> None:
+    """As Gemma 4's, whose pages are of one size."""
+    large = LayerCache(torch.zeros(9, 2, 64, 64), 2, block_size=64)
+    small = LayerCache(torch.zeros(9, 2, 32, 128), 2, block_size=32)
+    tensors = {"layers.0.attn": large, "layers.1.attn": small}
+    layout = layout_of(tensors, 32, groups=[["layers.0.attn"], ["layers.1.attn"]])
+    assert (layout.head_size, layout.shapes[0].head_size, layout.layer_shapes) == (64, 32, (1, 0))
+    assert [layer.block_size for layer in layout.of_layers] == [64, 32]
+    assert layout.of_layer(0).part_bytes == layout.of_layer(1).part_bytes == 2 * 32 * 128 * 4
+    with pytest.raises(InvalidArgument, match="no layer has blocks of 32 tokens, the smallest ha"):
+        layout_of({"layers.0.attn": large}, 32)
+    with pytest.raises(InvalidArgument, match="into different groups"):
+        layout_of(tensors, 32)
+
+
 async def test_layers_of_several_groups_share_their_memory() -> None:
     one, other = torch.zeros(4, 2, 32, 64), torch.zeros(4, 2, 32, 64)
     names = ["model.layers.10.attn", "model.layers.9.attn", "model.layers.2.attn"]
@@ -243,6 +258,7 @@ def test_heads_are_those_of_the_model_or_its_draft() -> None:
     assert heads_in_all(1, [8, 2], 4) == 2, "each head is there twice"
     assert heads_in_all(3, [8, 2], 4) is None
     assert heads_in_all(3, [8, 2], 1) == 3
+    assert heads_in_all(1, [4, 2], 4) is None, "one of 4, or one of 2 that is there twice"
 
 
 def test_blocks_with_slots_instead_of_heads_are_moved_as_they_are() -> None:

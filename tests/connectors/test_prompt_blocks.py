@@ -44,8 +44,8 @@ def test_the_first_block_is_that_of_the_first_token_that_the_last_one_attends_to
     blocks = PromptBlocks(16, (BlockGroup(), BlockGroup(window=window)), last)
     for prompt in range(last, 130):
         attended = [at for at in range(prompt) if prompt - last - at < window]
-        assert blocks.first(1, prompt) == attended[0] // 16
-        assert blocks.first(0, prompt) == 0
+        assert blocks.first(blocks.groups[1], prompt) == attended[0] // 16
+        assert blocks.first(blocks.groups[0], prompt) == 0
 
 
 def test_a_block_outside_of_the_window_is_never_sent() -> None:
@@ -73,6 +73,41 @@ def test_each_step_sends_the_blocks_of_each_group() -> None:
     assert side.sent_tokens("r") is None
 
 
+LARGE = PromptBlocks(16, (BlockGroup(), BlockGroup(window=20, entries=2), BlockGroup(entries=3)))
+
+
+def test_a_large_block_stands_in_the_last_of_its_entries() -> None:
+    rows = [[7, 8, 9, 4], [5, 6], [1, 2]]
+    none = NULL_BLOCK
+    # 59 tokens: four blocks of 16, two of 32, two of 48.
+    assert LARGE.count(60) == 6
+    assert LARGE.table(rows, 60) == (
+        (7, 8, 9, 4, none, none),
+        (none, none, none, 6, none, none),
+        (none, none, 1, none, none, 2),
+    )
+    # 32 tokens, of which the 13th is the first in the window of the 33rd.
+    assert LARGE.table(rows, 33) == ((7, 8, none), (none, 5, none), (none, none, 1))
+    assert LARGE.table([[7, 8, 9], [5, 6], [1]], 60) == (
+        (7, 8, 9, none),
+        (none, none, none, 6),
+        (none, none, 1, none),
+    ), "as far as they are allocated"
+
+
+def test_a_large_block_is_complete_with_the_last_of_its_entries() -> None:
+    """The entries that a step completes are those of whole blocks of every size."""
+    side = TransferScheduler(LARGE, lambda params: Role.PREFILL, 10.0)
+    side.arrived("r", PARAMS, 60, b"digest")
+    ends = []
+    ids: tuple[list[int], ...] = ([7, 8, 9, 4], [5, 6], [1, 2])
+    for computed, tokens in ((0, 40), (40, 10), (50, 10)):
+        [send] = side.step([Scheduled("r", ids, computed, tokens)], ()).sends
+        ends.append(send.until)
+        ids = ()
+    assert (ends, send.num_blocks) == ([2, 3, 6], 6)
+
+
 def test_decode_offers_what_it_has_not_of_each_group() -> None:
     side = TransferScheduler(BLOCKS, lambda params: Role.DECODE, 10.0)
     side.arrived("r", PARAMS, 60, b"digest")
@@ -93,7 +128,9 @@ def test_of_a_state_the_block_of_the_last_moved_token_travels(single: bool) -> N
         last = 9 if single else whole[-1]
         *others, travels = blocks.table([whole, states], prompt)[1]
         assert (others, travels) == ([NULL_BLOCK] * (len(whole) - 1), last)
-        assert list(blocks.in_place(1, states, prompt).items()) == [(len(whole) - 1, last)]
+        assert list(blocks.in_place(blocks.groups[1], states, prompt).items()) == [
+            (len(whole) - 1, last)
+        ]
 
 
 @pytest.mark.parametrize("single", [True, False])

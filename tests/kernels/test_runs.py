@@ -53,6 +53,7 @@ def check(
 def runs_between(prefill: KvLayout, decode: KvLayout, gap: int = 0) -> list[Runs]:
     """Those of one layer between pools whose blocks lie a gap apart."""
     plan = plan_transfer(prefill, decode, decode_permutes=False)
+    cycle = [plan.cycle_tokens // side.block_size for side in (prefill, decode)]
     found = []
     for copy in plan.layers[0].copies:
         run = np.arange(copy.count, dtype=np.int64)
@@ -60,7 +61,7 @@ def runs_between(prefill: KvLayout, decode: KvLayout, gap: int = 0) -> list[Runs
         rows[:, 0], rows[:, 1] = copy.src_block, copy.src_offset + run * copy.src_stride
         rows[:, 2], rows[:, 3] = copy.dst_block, copy.dst_offset + run * copy.dst_stride
         strides = (prefill.part_bytes + gap, decode.part_bytes + gap)
-        found.append(Runs(copy.length, plan.src_blocks, plan.dst_blocks, *strides, rows))
+        found.append(Runs(copy.length, *cycle, *strides, rows))
     return found
 
 

@@ -21,6 +21,8 @@ from .workers import make_ticket, receive, send, worker
 
 INDEXER = LayerShape(num_kv_heads=1, head_size=12, dtype="uint8", mla=True)
 DRAFT = LayerShape(num_kv_heads=2, head_size=8, dtype="bfloat16")
+LARGE = dataclasses.replace(INDEXER, block_size=8)
+STATE = LayerShape(1, 6, "uint8", "HND", "state", sections=(6,), block_size=8)
 LAYOUT = KvLayout(
     num_layers=5,
     num_kv_heads=1,
@@ -107,6 +109,12 @@ def test_other_shapes_are_refused_by_the_field(other: KvLayout, field: str) -> N
         ({"shapes": ()}, "and 0 shapes beside"),
         ({"shapes": (INDEXER, dataclasses.replace(DRAFT, dtype="int4"))}, "dtype is 'int4'"),
         ({"tp_size": 3}, "tp_size is 3 for 2 KV heads"),
+        ({"shapes": (LARGE, DRAFT)}, r"blocks of \[4, 8\] tokens with layer_groups \(\)"),
+        ({"shapes": (LARGE, DRAFT), "layer_groups": (0, 1, 0, 0, 2)}, "into different groups"),
+        ({"shapes": (dataclasses.replace(LARGE, block_size=6), DRAFT)}, "block_size 6; pass a mu"),
+        ({"shapes": (dataclasses.replace(LARGE, block_size=-4), DRAFT)}, "block_size is -4"),
+        ({"shapes": (dataclasses.replace(LARGE, block_size="8"), DRAFT)}, "block_size is '8'"),
+        ({"shapes": (STATE, DRAFT), "layer_groups": (0, 1, 0, 1, 2)}, "or 0 for that, as for eve"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(fields: dict[str, Any], named: str) -> None:

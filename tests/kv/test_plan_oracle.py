@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.kv.admission import Identity
+from kvxfer.kv.blocks import ABSENT
 from kvxfer.kv.cache import KvCache, permute_on_host
 from kvxfer.kv.connection import hello_from
 from kvxfer.kv.plan import TransferPlan, plan_transfer
@@ -53,6 +54,9 @@ def cases(draw: st.DrawFn) -> Case:
     joined = not packing and draw(st.booleans())
     # Some layers keep something else: a latent vector, or heads of another size.
     some = draw(st.integers(0, 2)) == 0
+    # They may be a KV cache group whose blocks hold more tokens, on both sides.
+    many = draw(st.sampled_from([1, 2, 3])) if some and draw(st.booleans()) else 0
+    size = unit * draw(st.sampled_from([1, 2, 3, 4])) if many else 0
     latent = draw(st.booleans())
     layer_shapes = tuple(draw(st.sampled_from([[0, 1], [1, 0], [0, 1, 0], [0, 0, 1], [1, 0, 1]])))
     if some:
@@ -66,6 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
             order=draw(st.sampled_from(["NHD", "HND"])),
             kv=draw(st.sampled_from(["separate", "interleaved"])),
             mla=latent,
+            block_size=many * size,
         )
 
     def instance() -> KvLayout:
@@ -74,7 +79,7 @@ def cases(draw: st.DrawFn) -> Case:
             num_kv_heads=num_heads,
             head_size=head_size,
             dtype="float32",
-            block_size=unit * draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
+            block_size=size or unit * draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
             tp_size=draw(
                 st.sampled_from(divisors(num_heads))
                 | st.sampled_from([num_heads * 2, num_heads * 3])
@@ -90,6 +95,7 @@ def cases(draw: st.DrawFn) -> Case:
             packing=packing,
             shapes=(other(),) if some else (),
             layer_shapes=layer_shapes if some else (),
+            layer_groups=layer_shapes if many else (),
         )
 
     return Case(
@@ -108,15 +114,27 @@ class Rank:
     layout: KvLayout
     cache: KvCache
     blocks: np.ndarray[Any, Any]
+    """Block tables, a row for each group."""
     memory: np.ndarray[Any, Any]
 
 
 def rank_of(layout: KvLayout, tokens: int, rng: random.Random) -> Rank:
-    needed = layout.blocks_for(tokens)
-    num_blocks = needed + 2
+    # Of each group, how many entries of its table a block takes.
+    entries = [1] * layout.num_groups
+    for layer, group in enumerate(layout.layer_groups):
+        large = (
+            layout.shapes[layout.layer_shapes[layer] - 1] if layout.layer_shapes[layer] else None
+        )
+        entries[group] = large.block_size // layout.block_size if large else 1
+    needed = -(-layout.blocks_for(tokens) // max(entries)) * max(entries)
+    num_blocks = 2 * needed + 2
     engine: Any = Engine("rank")
     cache = KvCache.allocate(engine, layout, num_blocks)
-    blocks = np.array(rng.sample(range(num_blocks), needed), dtype=np.int32)
+    blocks = np.full((layout.num_groups, needed), ABSENT, dtype=np.int32)
+    free = rng.sample(range(num_blocks), num_blocks)
+    for row, span in zip(blocks, entries, strict=True):
+        for block in range(-(-tokens // (span * layout.block_size))):
+            row[(block + 1) * span - 1] = free.pop()
     memory = np.frombuffer(cache.planes[0][0].region.data, np.uint32)
     memory[:] = UNTOUCHED
     return Rank(layout, cache, blocks, memory)
@@ -125,7 +143,9 @@ def rank_of(layout: KvLayout, tokens: int, rng: random.Random) -> Rank:
 def place(rank: Rank, layer: int, token: int, vector: int, head: int, dim: int) -> int:
     """Where an element lies in a rank's memory. Layers and heads are counted on the rank."""
     layout = rank.layout.of_layer(layer)
-    block = int(rank.blocks[token // layout.block_size])
+    span = layout.block_size // rank.layout.block_size
+    row_of_group = rank.blocks[rank.layout.group_of(layer)]
+    block = int(row_of_group[(token // layout.block_size + 1) * span - 1])
     row = token % layout.block_size
     if layout.packing:
         within = (head * 2 + vector) * layout.block_size * layout.head_size
@@ -150,12 +170,19 @@ def packed(layout: KvLayout, row: int, vector: int, dim: int) -> int:
     return dim // 16 * tokens * 16 + row // 2 * 32 + dim % 16 * 2 + row % 2
 
 
-def expected(rank: Rank, tokens: int) -> np.ndarray[Any, Any]:
-    """The memory of a rank that holds `tokens` tokens of the prompt, element by element."""
+def expected(rank: Rank, case: Case) -> np.ndarray[Any, Any]:
+    """The memory of a rank that holds the prompt, element by element.
+
+    What moves is whole blocks: up to the end of the last block of whoever has the smaller rest.
+    """
     memory = np.full_like(rank.memory, UNTOUCHED)
     for layer in range(rank.layout.layers_per_rank):
         layout = rank.layout.of_layer(layer)
-        for token in range(tokens):
+        whole = rank.layout.first_layer + layer
+        shape = rank.layout.layer_shapes[whole] if rank.layout.shapes else 0
+        both = [side.of_shape(shape) for side in (case.prefill, case.decode)]
+        room = min(side.blocks_for(case.tokens) * side.block_size for side in both)
+        for token in range(room):
             for vector in range(1 if layout.mla or layout.joined else 2):
                 for head in range(layout.heads_per_rank):
                     # Of replicated heads each rank has one: rank r of 6 for 2 heads has r // 3.
@@ -178,8 +205,8 @@ def runs_at_decode(
     """The runs that decode looks for, by their numbers."""
     found = {}
     for arrival in bind_arrivals(plan, decode.cache):
-        counted = np.arange(len(prefill.blocks))
-        _, places, numbers = arrival.runs.offsets(counted, decode.blocks)
+        counted = np.arange(prefill.blocks.shape[1])
+        _, places, numbers = arrival.runs.offsets(counted, decode.blocks[arrival.group])
         plane = arrival.plane
         for number, at in zip(numbers + arrival.first_number, places + plane.offset, strict=True):
             found[number] = (plane.region, at, arrival.runs.length)
@@ -194,7 +221,7 @@ def receive(case: Case, prefills: list[Rank], decode: Rank, written: np.ndarray[
         plan = plan_transfer(prefill.layout, decode.layout, decode_permutes=case.permutes)
         orders.add(plan.arrival_order)
         assert bool(plan.layers) <= (prefill.layout.rank in sources(prefill.layout, decode.layout))
-        low = int(decode.blocks.min())
+        lows = [int(row[row >= 0].min()) for row in decode.blocks]
         granted = [
             decode.cache.planes[layer.dst_layer][part]
             for layer in plan.layers
@@ -204,7 +231,9 @@ def receive(case: Case, prefills: list[Rank], decode: Rank, written: np.ndarray[
         numbered = {}
         for layer in bind_plan(plan, prefill.cache, hello):
             for write in layer:
-                src, dst, numbers = write.runs.offsets(prefill.blocks, decode.blocks - low)
+                low, row = lows[write.group], decode.blocks[write.group]
+                ids = np.where(row < 0, row, row - low)
+                src, dst, numbers = write.runs.offsets(prefill.blocks[write.group], ids)
                 plane = granted[write.dst]
                 base = plane.offset + low * plane.block_stride
                 for number, to in zip(numbers + write.first_number, dst + base, strict=True):
@@ -218,7 +247,8 @@ def receive(case: Case, prefills: list[Rank], decode: Rank, written: np.ndarray[
         assert numbered == runs_at_decode(plan, prefill, decode)
     assert len(orders) == 1
     if orders != {decode.layout.order}:
-        permute_on_host(decode.cache, decode.blocks, orders.pop())
+        [row] = decode.blocks
+        permute_on_host(decode.cache, row, orders.pop())
 
 
 @settings(max_examples=300, derandomize=True, deadline=None)
@@ -229,17 +259,13 @@ def test_every_element_gets_to_its_place_once(case: Case) -> None:
         [rank_of(layout.of_rank(rank), case.tokens, rng) for rank in range(layout.num_ranks)]
         for layout in (case.prefill, case.decode)
     )
-    # What moves is whole blocks: up to the end of the last block of whoever has the smaller rest.
-    room = min(
-        layout.blocks_for(case.tokens) * layout.block_size for layout in (case.prefill, case.decode)
-    )
     for prefill in prefills:
-        prefill.memory[:] = expected(prefill, room)
+        prefill.memory[:] = expected(prefill, case)
         assert targets(prefill.layout, case.decode)
     for decode in decodes:
         written = np.zeros_like(decode.memory)
         receive(case, prefills, decode, written)
-        wanted = expected(decode, room)
+        wanted = expected(decode, case)
         np.testing.assert_array_equal(decode.memory, wanted)
         assert written.max() == 1
         assert written.sum() == np.count_nonzero(wanted != UNTOUCHED)
@@ -247,6 +273,7 @@ def test_every_element_gets_to_its_place_once(case: Case) -> None:
     event(f"permutes: {plan.permutes}")
     event(f"packing: {case.prefill.packing or 'none'}")
     event(f"layers of several shapes: {bool(case.prefill.shapes)}")
+    event(f"larger blocks in a group: {any(each.block_size for each in case.prefill.shapes)}")
     event(f"same block size: {case.prefill.block_size == case.decode.block_size}")
 
 

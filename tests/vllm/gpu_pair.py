@@ -8,8 +8,10 @@ down what stands for K and V of a token, and the next token comes from what the 
 byte that is missing, or of another prompt, gives another token.
 
 LAYERS are `equal`; `several`: sparse MLA whose indexer keeps something else, and a draft model with
-heads, which vLLM puts into one group; or recurrent layers beside attention, whose state depends on
-the one before: `states` with one block of a request, `aligned` with one at the end of each block.
+heads, which vLLM puts into one group; `large`: layers with a sliding window, whose blocks have
+twice as many tokens as those of the others; or recurrent layers beside attention, whose state
+depends on the one before: `states` with one block of a request, `aligned` with one at the end of
+each block.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     create_kv_cache_views,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -67,6 +70,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 import kvxfer.connectors.vllm.connector as connector_module
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.vllm.connector import KvxferConnector
+from kvxfer.connectors.vllm.groups import layer_specs
 from kvxfer.ticket import Ticket, sign_ticket
 from tests.cuda import device_memory
 from tests.cuda.bindings import context, good
@@ -74,7 +78,8 @@ from verify.control_plane import CLUSTER_KEY
 from verify.polling import PATIENCE, wait_until
 from verify.processes.programs import free_port
 
-BLOCKS, TOKENS, LONGEST = 40, 16, 512
+BLOCKS, TOKENS, LONGEST = 64, 16, 512
+WINDOW: Final = 40
 GRANULE: Final = 2 << 20  # of cuMemCreate
 PROMPTS: Final = 24
 ANSWER: Final = 5  # tokens
@@ -107,6 +112,14 @@ def specs_of(layers: str) -> dict[str, KVCacheSpec]:
             )
             for index in range(6)
         }
+    if layers == "large":
+        window = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+        return {
+            f"model.layers.{index}.self_attn.attn": heads(2, 32)
+            if index % 3 == 2
+            else SlidingWindowSpec(block_size=TOKENS, sliding_window=WINDOW, **window)
+            for index in range(6)
+        }
     if layers == "equal":
         return {f"model.layers.{index}.self_attn.attn": heads(2, 32) for index in range(4)}
     made = {}
@@ -129,6 +142,14 @@ def content_of(layer: int, tokens: Sequence[int], nbytes: int) -> bytes:
 def next_state(before: bytes, token: int, nbytes: int) -> bytes:
     seed = hashlib.blake2b(before + str(token).encode(), digest_size=8).digest()
     return random.Random(seed).randbytes(nbytes)
+
+
+def attended(spec: KVCacheSpec, known: int) -> range:
+    """The tokens that the last of so many attends to, or whose state it has."""
+    if isinstance(spec, MambaSpec):
+        return range(known - 1, known)
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else known
+    return range(max(known - window, 0), known)
 
 
 def next_token(contents: Iterator[bytes]) -> int:
@@ -154,8 +175,8 @@ def _contents_of(tokens: Sequence[int], specs: Sequence[KVCacheSpec]) -> Iterato
                 state = next_state(state, token, token_bytes(spec))
             yield state
         else:
-            for end in range(1, len(tokens) + 1):
-                yield content_of(layer, tokens[:end], token_bytes(spec))
+            for token in attended(spec, len(tokens)):
+                yield content_of(layer, tokens[: token + 1], token_bytes(spec))
 
 
 def config_of(model: str, name: str, role: str, layers: str) -> VllmConfig:
@@ -183,7 +204,7 @@ class Engine:
 
     def __init__(self, config: VllmConfig, runner: str, specs: dict[str, KVCacheSpec]) -> None:
         self.config, self.runner = config, runner
-        self.specs, self.names = specs, list(specs)
+        self.names = list(specs)
         self.sizes = [token_bytes(spec) for spec in specs.values()]
         caches = self._allocate(specs)
         self.stream = int(good(driver.cuStreamCreate(_NON_BLOCKING)))
@@ -225,6 +246,8 @@ class Engine:
         }
         caches = get_kv_cache_config_from_groups(self.config, groups, 1 << 30)
         assert caches.num_blocks == BLOCKS
+        kept = layer_specs(caches)  # with the block sizes that vLLM has chosen
+        self.specs = {name: kept[name] for name in specs}
         nbytes = caches.kv_cache_tensors[0].size
         self.nbytes = -(-nbytes // GRANULE) * GRANULE
         self.address = device_memory.create(self.nbytes)
@@ -233,7 +256,7 @@ class Engine:
         self.views: dict[str, torch.Tensor] = {}
         for placed in caches.kv_cache_tensors:
             of_layers = create_kv_cache_views(
-                raw, specs[placed.layers[0]], BLOCKS, KVCacheLayout.LBHNC, placed
+                raw, self.specs[placed.layers[0]], BLOCKS, KVCacheLayout.LBHNC, placed
             )
             self.views |= zip(placed.layers, of_layers, strict=True)
         return caches
@@ -320,7 +343,7 @@ class Engine:
         name = self.names[layer]
         spec, view = self.specs[name], self.views[name]
         blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)[self.group_of[name]]
-        block, row = divmod(token, TOKENS)
+        block, row = divmod(token, spec.block_size)
         if isinstance(spec, MambaSpec):
             single = spec.mamba_cache_mode == "none"
             block, row = 0 if single else block, 0
@@ -348,7 +371,7 @@ class Engine:
 
     def _contents(self, request_id: str, known: int) -> Iterator[bytes]:
         for layer, spec in enumerate(self.specs.values()):
-            for token in range(known - 1 if isinstance(spec, MambaSpec) else 0, known):
+            for token in attended(spec, known):
                 yield self._kept(request_id, layer, token)
 
 

@@ -1,5 +1,5 @@
-"""Instances whose KV caches differ, each with each other: block sizes, tensor parallel
-sizes, also of a model with recurrent layers."""
+"""Instances whose KV caches differ, each with each other: block sizes, tensor parallel sizes, also
+of models with recurrent layers or with blocks of different sizes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,14 @@ FLEETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "one": ("--no-enable-prefix-caching",),
         "two": ("--no-enable-prefix-caching", "--tensor-parallel-size", "2"),
     },
+    "large blocks": {
+        "one": ("--max-num-batched-tokens", "600"),
+        "two": ("--tensor-parallel-size", "2"),
+    },
 }
-PROMPTS = {"block sizes": 200, "ranks": 40, "states": 40}
+# The others have the model of `aggregated`.
+MODELS = {"states": "mamba", "large blocks": "large"}
+PROMPTS = {"block sizes": 200, "ranks": 40, "states": 40, "large blocks": 40}
 
 
 @dataclass
@@ -93,8 +99,8 @@ def tokens_of(server: Server, prompt: list[int], **more: Any) -> list[int]:
 def peers(
     request: pytest.FixtureRequest, folder: Path, model: Path, aggregated: Server
 ) -> Iterator[Peers]:
-    if request.param == "states":
-        model = checkpoint("mamba", folder)
+    if request.param in MODELS:
+        model = checkpoint(MODELS[request.param], folder)
     with fleet_in(folder / request.param.replace(" ", "-")) as fleet:
         fleet.start_control_plane("--lease-seconds", "30")
         fleet.start_router()
@@ -104,7 +110,7 @@ def peers(
         for server in fleet.workers.values():
             server.serves("/health")
         wait_until(fleet.whole)
-        if request.param == "states":
+        if request.param in MODELS:
             aggregated = fleet.workers["one"]
         aggregated.serves("/health")
         yield Peers(request.param, fleet, aggregated)

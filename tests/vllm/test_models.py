@@ -39,6 +39,8 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = {
     "sliding": Kind("sliding", [0, 1, 2, 0, 1, 2]),
+    # Layers with a window have blocks of twice as many tokens.
+    "large": Kind("large", [0, 1, 2, 0, 1, 2], layer_shapes=(1, 1, 0, 1, 1, 0)),
     # On CPUs with AMX vLLM computes MLA with halves only, which come out differently for a prompt
     # of which it has a part in its prefix cache.
     "mla": Kind("mla", [], "bfloat16", ("--dtype", "bfloat16", "--no-enable-prefix-caching")),
@@ -79,8 +81,10 @@ def pair(request: pytest.FixtureRequest, folder: Path, model: Path) -> Iterator[
         yield cluster
 
 
-kinds = pytest.mark.parametrize("pair", ["sliding", "uneven", "mamba", "fp8"], indirect=True)
-with_windows = pytest.mark.parametrize("pair", ["sliding"], indirect=True)
+kinds = pytest.mark.parametrize(
+    "pair", ["sliding", "large", "uneven", "mamba", "fp8"], indirect=True
+)
+with_windows = pytest.mark.parametrize("pair", ["sliding", "large"], indirect=True)
 
 
 def overwrite(cluster: Cluster, rng: random.Random) -> None:
@@ -176,13 +180,14 @@ def test_blocks_outside_of_the_window_do_not_travel(pair: Cluster, rng: random.R
     prompt = [rng.randrange(3, 512) for _ in range(3000)]
     params = pair.keep(prompt)
     # In the group of the two other layers all 24 blocks, in two groups those of 200 tokens.
-    blocks = 24 + 3 + 3
+    large = pair.fleet.folder.name == "large"
+    blocks = 24 + 2 + 2 if large else 24 + 3 + 3
     assert pair.prefill.metric("vllm:kv_cache_usage_perc") * (NUM_BLOCKS - 1) == approx(blocks)
     pair.tokens(pair.decode, prompt, kv_transfer_params=params)
     pair.wait_until_idle(pair.prefill, pair.decode)
     now = [after - was for after, was in zip(moved(), before, strict=True)]
-    # K and V of 2 heads of 32 floats, in two layers.
-    assert now == [blocks, blocks * 2 * BLOCK * 2 * 2 * 32 * 4]
+    # K and V of 2 heads of 32 floats, in two layers; of 64, or of twice as many tokens.
+    assert now == [blocks, blocks * 2 * BLOCK * 2 * 2 * (64 if large else 32) * 4]
 
 
 @kinds

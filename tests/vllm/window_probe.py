@@ -28,8 +28,8 @@ MOST = 1024
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 
 
-def window_of(tokens: int) -> KVCacheSpec:
-    return SlidingWindowSpec(**SHAPE, sliding_window=tokens)
+def window_of(tokens: int, block_size: int = BLOCK) -> KVCacheSpec:
+    return SlidingWindowSpec(**{**SHAPE, "block_size": block_size}, sliding_window=tokens)
 
 
 def state_of(mode: str) -> KVCacheSpec:
@@ -71,7 +71,12 @@ def needed(config: KVCacheConfig, blocks: PromptBlocks, prompt: int) -> list[lis
     assert allocated is not None
     ids = manager.get_block_ids("r")
     if not blocks.exact:
-        return present(tuple(map(tuple, ids)))
+        spread = [
+            {(at + 1) * group.entries - 1: block for at, block in enumerate(row)}
+            for group, row in zip(blocks.groups, ids, strict=True)
+        ]
+        entries = range(max(map(max, spread)) + 1)
+        return present(tuple(tuple(row.get(at, NULL_BLOCK) for at in entries) for row in spread))
     # More states may have room there; the last one is where decode looks for it.
     table = blocks.table(ids, prompt)
     assert table[1][-1] != NULL_BLOCK
@@ -80,7 +85,7 @@ def needed(config: KVCacheConfig, blocks: PromptBlocks, prompt: int) -> list[lis
 
 def check(spec: KVCacheSpec, group: BlockGroup, prompt: int) -> None:
     config = config_of(spec)
-    blocks = PromptBlocks(BLOCK, groups_of(config))
+    blocks = PromptBlocks(BLOCK, groups_of(config, BLOCK))
     assert blocks.groups == (BlockGroup(), group)
     computed = blocks.moved(prompt) if blocks.exact else prompt
     manager = manager_of(config)
@@ -115,6 +120,9 @@ def check(spec: KVCacheSpec, group: BlockGroup, prompt: int) -> None:
 def main() -> None:
     kept = [(window_of(size), BlockGroup(window=size)) for size in (2, 15, 16, 17, 33, 100)]
     kept += [
+        (window_of(size, 3 * BLOCK), BlockGroup(window=size, entries=3)) for size in (2, 33, 100)
+    ]
+    kept += [
         (state_of("none"), BlockGroup(state=True, single=True)),
         (state_of("align"), BlockGroup(state=True)),
     ]
@@ -124,7 +132,7 @@ def main() -> None:
     local = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=BLOCK)
     config = KVCacheConfig(8, [], [KVCacheGroupSpec(["layers.0"], local)])
     try:
-        groups_of(config)
+        groups_of(config, BLOCK)
     except InvalidArgument as error:
         assert "the KV cache of layers.0 is a ChunkedLocalAttentionSpec" in str(error)
     else:

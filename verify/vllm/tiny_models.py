@@ -1,7 +1,8 @@
 """Makes the checkpoint of a tiny model with seeded weights: `python tiny_models.py KIND FOLDER`.
 
-`sliding` has layers with a sliding window and layers without (Gemma 3), `mla` one latent vector per
-token (DeepSeek V2), `uneven` layers of different numbers of KV heads (Nemotron NAS), whose
+`sliding` has layers with a sliding window and layers without (Gemma 3), `large` the same with heads
+of two sizes, so that blocks have different numbers of tokens (Gemma 4). `mla` has one latent vector
+per token (DeepSeek V2), `uneven` layers of different numbers of KV heads (Nemotron NAS), whose
 configuration is code in the checkpoint. `mamba` has Mamba 2 beside attention in each layer (Falcon
 H1).
 """
@@ -22,6 +23,8 @@ from transformers import (
     FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -53,6 +56,23 @@ def sliding() -> PreTrainedModel:
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
     )
     return Gemma3ForCausalLM(config)
+
+
+def large() -> PreTrainedModel:
+    """vLLM gives layers with a window blocks of twice as many tokens as those without."""
+    config = Gemma4TextConfig(
+        **_COMMON,
+        num_hidden_layers=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        global_head_dim=64,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=VOCABULARY,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        tie_word_embeddings=False,
+    )
+    return Gemma4ForCausalLM(config)
 
 
 def mla() -> PreTrainedModel:
@@ -147,6 +167,6 @@ if __name__ == "__main__":
     if kind == "uneven":
         save_uneven(folder)
     else:
-        made = {"sliding": sliding, "mla": mla, "mamba": mamba}[kind]()
+        made = {"sliding": sliding, "large": large, "mla": mla, "mamba": mamba}[kind]()
         made.to(torch.float32).save_pretrained(folder)
     save_tokenizer(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,12 +35,13 @@ def form_name(cache_dtype: str) -> str:
     return "" if cache_dtype in _PLAIN or cache_dtype in _FP8 else cache_dtype
 
 
-def heads_in_all(heads: int, totals: Sequence[int], tp_size: int) -> int | None:
-    """The KV heads before tensor parallelism of a layer that has so many on each rank: those of one
-    of the models that the server runs, or None."""
+def heads_in_all(heads: int, totals: Iterable[int], tp_size: int) -> int | None:
+    """The KV heads before tensor parallelism of a layer that has so many on each rank: one of those
+    that it may have, or None where that is none or not the only one."""
     if tp_size == 1:
         return heads
-    return next((total for total in totals if max(1, total // tp_size) == heads), None)
+    possible = {total for total in totals if max(1, total // tp_size) == heads}
+    return possible.pop() if len(possible) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class LayerCache:
     """The name of the order or form of what is kept."""
     state: LayerShape | None = None
     """Of a recurrent layer."""
+    block_size: int | None = None
+    """Tokens per block, where that is not the model's."""
 
 
 def require_movable(config: VllmConfig, platform: Any) -> None:
@@ -115,12 +118,17 @@ def layout_of(
                 f"{len(first.tensor)}; pools of several sizes cannot be moved"
             )
         of_layers.append(_shape_of(other, cache, block_size, opaque, cache_dtype, tp_size))
-    shapes = list(dict.fromkeys(of_layers))
+    # Those with blocks of the layout's size come first: the layout has the first one.
+    shapes = sorted(dict.fromkeys(of_layers), key=lambda shape: shape.block_size)
+    if shapes[0].block_size:
+        raise InvalidArgument(
+            f"no layer has blocks of {block_size} tokens, the smallest have "
+            f"{shapes[0].block_size}; set --block-size {shapes[0].block_size}"
+        )
     group_of = {name: index for index, names in enumerate(groups) for name in names}
     return KvLayout(
         num_layers=len(caches),
-        **asdict(shapes[0]),
-        block_size=block_size,
+        **asdict(shapes[0]) | {"block_size": block_size},
         tp_size=tp_size,
         tp_rank=tp_rank,
         layer_groups=tuple(group_of[name] for name in caches) if groups else (),
@@ -143,16 +151,17 @@ def _shape_of(
             f"the KV cache of {name} is of {dtype}; use one of {', '.join(ITEM_BYTES)}"
         )
     heads, tokens = (1, tensor.shape[1]) if tensor.dim() == 3 else tuple(tensor.shape[1:3])
-    width = tensor.shape[-1]
-    if tensor.dim() not in (3, 4) or tokens != block_size or (cache.mla and heads != 1):
+    width, wanted = tensor.shape[-1], cache.block_size or block_size
+    if tensor.dim() not in (3, 4) or tokens != wanted or (cache.mla and heads != 1):
         raise InvalidArgument(
-            f"the KV cache of {name} is {list(tensor.shape)} with blocks of {block_size} tokens; "
+            f"the KV cache of {name} is {list(tensor.shape)} with blocks of {wanted} tokens; "
             "there should be [blocks, heads, tokens, bytes of K and V]. If the attention kernel "
             "divides blocks, set --block-size to a size that it takes whole"
         )
     order = _order_of(name, tensor, opaque)
+    larger = 0 if tokens == block_size else tokens
     if cache.mla:
-        return LayerShape(num_kv_heads=1, head_size=width, dtype=dtype, mla=True)
+        return LayerShape(num_kv_heads=1, head_size=width, dtype=dtype, mla=True, block_size=larger)
     total = cache.num_kv_heads
     halved = width if opaque else heads * width if total is None else 0
     if tensor.dim() == 3 or halved % 2:
@@ -167,6 +176,7 @@ def _shape_of(
             order="HND",
             kv="opaque",
             packing=f"{cache.packing} {order}",
+            block_size=larger,
         )
     if heads != (expected := max(1, total // tp_size)):
         raise InvalidArgument(
@@ -180,6 +190,7 @@ def _shape_of(
         order=order,
         kv="opaque" if opaque else "joined",
         packing=cache.packing,
+        block_size=larger,
     )
 
 

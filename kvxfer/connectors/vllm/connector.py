@@ -119,7 +119,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             model=served if isinstance(served, str) else served[0],
         )
         self._block_size = vllm_config.cache_config.block_size
-        self._block_groups = groups_of(kv_cache_config)
+        self._block_groups = groups_of(kv_cache_config, self._block_size)
         if vllm_config.cache_config.use_replayssm:
             raise InvalidArgument(
                 "with ReplaySSM a state lags behind its tokens, and kvxfer moves it without those "
@@ -360,8 +360,6 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._vllm_config
         attention = config.compilation_config.static_forward_context
         cache_dtype = config.cache_config.cache_dtype
-        draft = config.speculative_config and config.speculative_config.draft_model_config
-        totals = [model.get_total_num_kv_heads() for model in (config.model_config, draft) if model]
         specs = layer_specs(self._kv_cache_config)
         kept = {}
         for name, tensor in kv_caches.items():
@@ -378,9 +376,10 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
                 packing = layer.attn_backend.get_name() if slots else form_name(cache_dtype)
             kept[name] = LayerCache(
                 tensor,
-                None if slots else heads_in_all(tensor.shape[1], totals, tp_size),
+                None if slots else heads_in_all(tensor.shape[1], _totals(config, name), tp_size),
                 isinstance(spec, MLAAttentionSpec),
                 packing,
+                block_size=spec.block_size,
             )
         return kept
 
@@ -448,6 +447,18 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> TransferMetrics:
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _totals(config: VllmConfig, layer: str) -> set[int]:
+    """The KV heads that a layer may have before tensor parallelism: those of the layer with its
+    number, or of the draft model, whose layers are numbered on or anew."""
+    draft = config.speculative_config and config.speculative_config.draft_model_config
+    totals = {draft.get_total_num_kv_heads()} if draft else set()
+    model = config.model_config.model_arch_config
+    number = next((int(part) for part in layer.split(".") if part.isdecimal()), 0)
+    if number < model.total_num_hidden_layers:
+        totals.add(model[number].total_num_kv_heads)
+    return totals
 
 
 def _shorten(request: Request, tokens: int) -> None:

@@ -23,13 +23,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
-def groups_of(config: KVCacheConfig) -> tuple[BlockGroup, ...]:
-    """What each group keeps. Raises InvalidArgument for a group that is neither attention over all
-    tokens or the last ones, nor recurrent state."""
+def groups_of(config: KVCacheConfig, block_size: int) -> tuple[BlockGroup, ...]:
+    """What each group keeps, in tables with an entry for each `block_size` tokens. Raises
+    InvalidArgument for a group that is neither attention over all tokens or the last ones, nor
+    recurrent state, and for blocks that `block_size` does not divide."""
     groups: list[BlockGroup] = []
     for group in config.kv_cache_groups:
         of_layers = {
-            _group_of(group.layer_names[0], spec) for spec in iter_layer_specs(group.kv_cache_spec)
+            _group_of(group.layer_names[0], spec, block_size)
+            for spec in iter_layer_specs(group.kv_cache_spec)
         }
         if len(of_layers) != 1:
             windows = {one.window for one in of_layers}
@@ -41,14 +43,23 @@ def groups_of(config: KVCacheConfig) -> tuple[BlockGroup, ...]:
     return tuple(groups)
 
 
-def _group_of(layer: str, spec: KVCacheSpec) -> BlockGroup:
+def _group_of(layer: str, spec: KVCacheSpec, block_size: int) -> BlockGroup:
+    if type(spec) is MambaSpec and spec.mamba_cache_mode == "none":
+        return BlockGroup(state=True, single=True)
+    if spec.block_size % block_size:
+        raise InvalidArgument(
+            f"the blocks of {layer} have {spec.block_size} tokens, which is no multiple of "
+            f"{block_size}; set --block-size to a number that divides those of all layers"
+        )
+    entries = spec.block_size // block_size
     # Not those that inherit from these: they keep blocks in another way.
     if type(spec) is SlidingWindowSpec:
-        return BlockGroup(window=spec.sliding_window + spec.extra_retained_tokens)
+        window = spec.sliding_window + spec.extra_retained_tokens
+        return BlockGroup(window=window, entries=entries)
     if type(spec) is MambaSpec:
-        return BlockGroup(state=True, single=spec.mamba_cache_mode == "none")
+        return BlockGroup(state=True, entries=entries)
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
-        return BlockGroup()
+        return BlockGroup(entries=entries)
     raise InvalidArgument(
         f"the KV cache of {layer} is a {type(spec).__name__}; kvxfer moves those of attention over "
         "all tokens or a sliding window, and recurrent state: serve this model without"
@@ -84,16 +95,15 @@ class HeldWindows:
 
     def hold(self, request_id: str, prompt_tokens: int) -> None:
         """What is moved of its prompt is computed after this step. Any number of times."""
-        partial = [index for index, group in enumerate(self._blocks.groups) if group.partial]
-        if request_id in self._held or not partial:
+        groups = self._blocks.groups
+        if request_id in self._held or not any(group.partial for group in groups):
             return
         of_request = self._manager.get_blocks(request_id)
         held = [
             block
-            for group in partial
-            for block in self._blocks.in_place(
-                group, of_request.blocks[group], prompt_tokens
-            ).values()
+            for group, blocks in zip(groups, of_request.blocks, strict=True)
+            if group.partial
+            for block in self._blocks.in_place(group, blocks, prompt_tokens).values()
         ]
         self._manager.block_pool.touch(held)
         self._held[request_id] = tuple(map(tuple, of_request.get_block_ids())), held

@@ -25,6 +25,8 @@ class BlockGroup:
     """A block is the state after its last token, so the last one has everything."""
     single: bool = False
     """Of a state: a request has one block, whatever its length."""
+    entries: int = 1
+    """Entries of a block table for the tokens of a block. It stands in the last of them."""
 
     @property
     def partial(self) -> bool:
@@ -34,7 +36,7 @@ class BlockGroup:
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """Of `block_size` tokens, in KV cache groups."""
+    """In KV cache groups, whose tables have an entry for each `block_size` tokens."""
 
     block_size: int
     groups: tuple[BlockGroup, ...] = (BlockGroup(),)
@@ -52,30 +54,40 @@ class PromptBlocks:
         return max(prompt_tokens - self.last_tokens, 0)
 
     def count(self, prompt_tokens: int) -> int:
-        """Blocks until the last tokens."""
-        return -(-max(self.moved(prompt_tokens), 1) // self.block_size)
+        """Entries of the block tables."""
+        ends = (self._end(group, prompt_tokens) * group.entries for group in self.groups)
+        return max(ends)
 
-    def first(self, group: int, prompt_tokens: int) -> int:
+    def _end(self, group: BlockGroup, prompt_tokens: int) -> int:
+        """Blocks until the last tokens."""
+        return -(-max(self.moved(prompt_tokens), 1) // (group.entries * self.block_size))
+
+    def first(self, group: BlockGroup, prompt_tokens: int) -> int:
         """The first block that the last tokens attend to."""
-        if self.groups[group].state:
-            return self.count(prompt_tokens) - 1
-        window = self.groups[group].window
-        if window is None:
+        if group.state:
+            return self._end(group, prompt_tokens) - 1
+        if group.window is None:
             return 0
-        return max(prompt_tokens - self.last_tokens + 1 - window, 0) // self.block_size
+        attended = max(prompt_tokens - self.last_tokens + 1 - group.window, 0)
+        return attended // (group.entries * self.block_size)
 
     def in_place(
-        self, group: int, blocks: Sequence[_Block], prompt_tokens: int
+        self, group: BlockGroup, blocks: Sequence[_Block], prompt_tokens: int
     ) -> dict[int, _Block]:
-        """Those that travel of the blocks of a group, by their place in the prompt."""
-        first, end = self.first(group, prompt_tokens), self.count(prompt_tokens)
-        if self.groups[group].single:
-            return dict(zip([first], blocks, strict=False))
-        return dict(enumerate(blocks[first:end], first))
+        """Those that travel of the blocks of a group, by their entry in its block table."""
+        if group.single:
+            return dict(zip([self.count(prompt_tokens) - 1], blocks, strict=False))
+        first, end = self.first(group, prompt_tokens), self._end(group, prompt_tokens)
+        return {
+            (at + 1) * group.entries - 1: block for at, block in enumerate(blocks[first:end], first)
+        }
 
     def table(self, block_ids: Sequence[Sequence[int]], prompt_tokens: int) -> BlockTable:
         """Those that travel of the blocks of a prompt, as far as they are allocated. The others
         may have been given back, and hold something else."""
-        rows = [self.in_place(group, ids, prompt_tokens) for group, ids in enumerate(block_ids)]
+        rows = [
+            self.in_place(group, ids, prompt_tokens)
+            for group, ids in zip(self.groups, block_ids, strict=True)
+        ]
         known = max((max(row) + 1 for row in rows if row), default=0)
         return tuple(tuple(row.get(at, NULL_BLOCK) for at in range(known)) for row in rows)
