@@ -17,8 +17,10 @@ from kvxfer.connectors.vllm.caches import (
     register_caches,
     require_movable,
 )
+from kvxfer.connectors.vllm.whole_blocks import as_whole_blocks
 from kvxfer.engine import Engine
-from kvxfer.errors import InvalidArgument
+from kvxfer.errors import InvalidArgument, LayoutMismatch
+from kvxfer.kv.plan import plan_transfer
 from kvxfer.layout import KvLayout, LayerShape
 
 pytestmark = pytest.mark.native
@@ -251,6 +253,39 @@ def test_layers_may_keep_different_things() -> None:
     # The dtype of fp8 caches is that of what has one byte.
     mixed = layout_of(tensors, 8, opaque=False, cache_dtype="fp8", tp_size=2)
     assert [mixed.of_layer(layer).dtype for layer in (0, 1)] == ["bfloat16", "float8_e4m3fn"]
+
+
+def whole(tensors: dict[str, LayerCache], **more: Any) -> KvLayout:
+    layout = layout_of(tensors, 8, opaque=False, tp_size=2, **more)
+    return layout_of(as_whole_blocks(tensors, layout), 8, opaque=False, tp_size=2)
+
+
+async def test_all_layers_of_a_block_are_one_write_where_they_lie_side_by_side() -> None:
+    tensors = views((1, 0, 2, 3, 4))
+    layout = whole(tensors)
+    assert (layout.num_layers, layout.part_bytes) == (1, 2 * 2048)
+    [layer] = plan_transfer(layout, layout).layers
+    assert [(copy.length, copy.count) for copy in layer.copies] == [(4096, 1)]
+    one = as_whole_blocks(tensors, layout)
+    async with Engine(cluster_key=b"0123456789abcdef", fabrics=("local",)) as engine:
+        with register_caches(engine, one, layout) as cache:
+            plane = cache.plane(0, "KV")
+            assert plane.block_stride == 4096
+            assert plane.region.address + plane.offset == tensors["layers.0"].tensor.data_ptr()
+
+
+def test_whole_blocks_are_moved_between_equal_ones_only() -> None:
+    layout = whole(views((1, 0, 2, 3, 4)))
+    other = whole(views((1, 0, 3, 2, 4)))
+    with pytest.raises(LayoutMismatch, match=r"packing is 'whole .*' at prefill and 'whole"):
+        plan_transfer(layout, other)
+    turned = dict(reversed(views((1, 0, 2, 3, 4)).items()))
+    with pytest.raises(LayoutMismatch, match="packing is"):
+        plan_transfer(layout, whole(turned))
+    with pytest.raises(InvalidArgument, match="do not lie side by side; set VLLM_KV_CACHE_LAYOUT"):
+        whole(views((0, 1, 2, 3, 4)))
+    with pytest.raises(InvalidArgument, match="whole_blocks is set, and the model has 2 KV cache"):
+        whole(views((1, 0, 2, 3, 4)), groups=[["layers.0"], ["layers.1"]])
 
 
 def test_heads_are_those_of_the_model_or_its_draft() -> None:

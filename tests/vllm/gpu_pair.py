@@ -7,11 +7,11 @@ or v2), specs and views are vLLM's own. Only the forward is this program's: copi
 down what stands for K and V of a token, and the next token comes from what the cache holds. So a
 byte that is missing, or of another prompt, gives another token.
 
-LAYERS are `equal`; `several`: sparse MLA whose indexer keeps something else, and a draft model with
-heads, which vLLM puts into one group; `large`: layers with a sliding window, whose blocks have
-twice as many tokens as those of the others; or recurrent layers beside attention, whose state
-depends on the one before: `states` with one block of a request, `aligned` with one at the end of
-each block.
+LAYERS are `equal`; `whole`: the same, all layers of a block as one write; `several`: sparse MLA
+whose indexer keeps something else, and a draft model with heads, which vLLM puts into one group;
+`large`: layers with a sliding window, whose blocks have twice as many tokens as those of the
+others; or recurrent layers beside attention, whose state depends on the one before: `states` with
+one block of a request, `aligned` with one at the end of each block.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def specs_of(layers: str) -> dict[str, KVCacheSpec]:
             else SlidingWindowSpec(block_size=TOKENS, sliding_window=WINDOW, **window)
             for index in range(6)
         }
-    if layers == "equal":
+    if layers in ("equal", "whole"):
         return {f"model.layers.{index}.self_attn.attn": heads(2, 32) for index in range(4)}
     made = {}
     for index in range(2):
@@ -181,6 +181,7 @@ def _contents_of(tokens: Sequence[int], specs: Sequence[KVCacheSpec]) -> Iterato
 
 def config_of(model: str, name: str, role: str, layers: str) -> VllmConfig:
     extra = {"instance_id": name, "http_address": "http://127.0.0.1:9", "peer_timeout": PATIENCE}
+    extra["whole_blocks"] = layers == "whole"
     return EngineArgs(
         model=model,
         dtype="float32",
@@ -229,6 +230,10 @@ class Engine:
             worker.register_kv_caches(kv_caches)
         assert worker._agent is not None and worker._agent.gpu == 0
         self.agent = worker._agent
+        planes = self.agent.endpoint.layout.num_layers
+        assert planes == (
+            1 if config.kv_transfer_config.kv_connector_extra_config["whole_blocks"] else len(specs)
+        )
         assert self.scheduler.connector is not None
         self.scheduler.connector.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
         self.replies: list[tuple[str, dict[str, Any]]] = []  # of prompts that are kept
@@ -239,7 +244,9 @@ class Engine:
         """Memory of the GPU, divided as vLLM divides it."""
         cache_config = self.config.cache_config
         cache_config.num_gpu_blocks = cache_config.num_gpu_blocks_override = BLOCKS
-        cache_config.kv_cache_layout = KVCacheLayout.LBHNC.name
+        wanted = KvxferConnector.get_required_kvcache_layout(self.config)
+        layout = KVCacheLayout[wanted or "LBHNC"]
+        cache_config.kv_cache_layout = layout.name
         groups = get_kv_cache_groups(self.config, specs)
         self.group_of = {
             name: index for index, group in enumerate(groups) for name in group.layer_names
@@ -256,7 +263,7 @@ class Engine:
         self.views: dict[str, torch.Tensor] = {}
         for placed in caches.kv_cache_tensors:
             of_layers = create_kv_cache_views(
-                raw, self.specs[placed.layers[0]], BLOCKS, KVCacheLayout.LBHNC, placed
+                raw, self.specs[placed.layers[0]], BLOCKS, layout, placed
             )
             self.views |= zip(placed.layers, of_layers, strict=True)
         return caches

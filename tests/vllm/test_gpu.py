@@ -17,7 +17,7 @@ def test_caches_of_every_backend_arrive_byte_for_byte() -> None:
     run_on_driver("tests.vllm.gpu_layouts", python=VLLM_PYTHON)
 
 
-@pytest.mark.parametrize("layers", ["equal", "several", "large", "states", "aligned"])
+@pytest.mark.parametrize("layers", ["equal", "whole", "several", "large", "states", "aligned"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_tokens_of_a_pair_are_those_of_one_server(
     runner: str, layers: str, model: Path, monkeypatch: pytest.MonkeyPatch

@@ -50,11 +50,12 @@ from kvxfer.connectors.vllm.ranks import (
     this_rank,
 )
 from kvxfer.connectors.vllm.scheduler import Scheduled, TransferScheduler
-from kvxfer.connectors.vllm.settings import ConnectorSettings
+from kvxfer.connectors.vllm.settings import WHOLE_BLOCKS, ConnectorSettings
 from kvxfer.connectors.vllm.shared_cache import SharedCache
 from kvxfer.connectors.vllm.sleep import sleepers
 from kvxfer.connectors.vllm.states import state_shape
 from kvxfer.connectors.vllm.stats import TransferMetrics, TransferStats
+from kvxfer.connectors.vllm.whole_blocks import as_whole_blocks
 from kvxfer.connectors.vllm.worker import LOOP_SECONDS, TransferWorker
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.instances import Role
@@ -307,8 +308,10 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Heads before tokens, so that what one rank of the other side wants of a block lies
-        together. The heads of MLA are one."""
-        model = vllm_config.model_config
+        together. The heads of MLA are one. For whole blocks, the layers of a block come first."""
+        transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
+        if transfer is not None and transfer.kv_connector_extra_config.get(WHOLE_BLOCKS):
+            return "BLHNC"
         return None if model is None or model.use_mla else "LBHNC"
 
     # Worker side.
@@ -323,15 +326,18 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         caches = in_model_order(self._layer_caches(kv_caches, rank.size))
         # Blocks may be absent where not all are kept.
         has_tables = len(self._groups) > 1 or any(group.partial for group in self._block_groups)
-        layout = layout_of(
-            caches,
-            self._block_size,
+        of_rank = partial(
+            layout_of,
+            block_size=self._block_size,
             opaque=on_cpu,
             cache_dtype=config.cache_config.cache_dtype,
             tp_size=rank.size,
             tp_rank=rank.rank,
-            groups=self._groups if has_tables else (),
         )
+        layout = of_rank(caches, groups=self._groups if has_tables else ())
+        if self._settings.whole_blocks:
+            caches = as_whole_blocks(caches, layout)
+            layout = of_rank(caches)
         device = next(iter(kv_caches.values())).device
         self._agent = Agent(self._settings, pci_address(device.type, device.index))
         settings = self._settings

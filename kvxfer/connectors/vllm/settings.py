@@ -24,6 +24,7 @@ _ROLES: Final = {
     "kv_consumer": Role.DECODE,
     "kv_both": Role.BOTH,
 }
+WHOLE_BLOCKS: Final = "whole_blocks"
 _LONGEST_NAME: Final = 256
 _KNOWN: Final = frozenset(
     {
@@ -35,6 +36,7 @@ _KNOWN: Final = frozenset(
         "ticket_keys_file",
         "lease_seconds",
         "checksums",
+        WHOLE_BLOCKS,
         "labels",
         *OPERATOR_OPTIONS,
     }
@@ -53,6 +55,8 @@ class ConnectorSettings(EngineSettings):
     control_plane: str | None = None
     checkpoint: str | None = None
     """A name for the weights, compared in the place of their digest."""
+    whole_blocks: bool = False
+    """Whether all layers of a block are one write."""
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -86,6 +90,7 @@ class ConnectorSettings(EngineSettings):
             options=options,
             lease_seconds=_seconds(extra, "lease_seconds", DEFAULT_LEASE_SECONDS),
             checksums=_flag(extra, "checksums"),
+            whole_blocks=_flag(extra, WHOLE_BLOCKS),
             labels=dict(extra.get("labels") or {}),
         )
 
