@@ -23,7 +23,8 @@ _MOST_ROWS: Final = 64
 _TILE_BYTES: Final = 16384
 
 
-@triton.jit
+# Compiled once, and not again for a count of 1 or one of whole tiles.
+@triton.jit(do_not_specialize=["count", "first"])
 def paged_attention_kernel(
     queries,  # [count, kv_heads * group, head_size]
     keys,  # [blocks, block_size, kv_heads, head_size], by strides; values likewise
@@ -121,7 +122,7 @@ def paged_attention(
         )
     group = heads // kv_heads
     width = max(_LEAST, triton.next_power_of_2(head_size))
-    rows = max(_LEAST, min(_MOST_ROWS, triton.next_power_of_2(count * group)))
+    rows = _LEAST if count * group <= _LEAST else _MOST_ROWS
     queries = queries.contiguous()
     attended = torch.empty_like(queries)
     paged_attention_kernel[(triton.cdiv(count * group, rows), kv_heads)](

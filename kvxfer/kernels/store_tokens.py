@@ -14,7 +14,7 @@ from kvxfer.kernels.planes import require_planes
 _TILE_ITEMS: Final = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def store_tokens_kernel(
     keys,  # planes [blocks, block_size, kv_heads, head_size], by strides
     values,
