@@ -16,7 +16,7 @@ from kvxfer.demo.cluster import start_cluster
 from kvxfer.demo.report import DemoReport, PromptRun
 from kvxfer.demo.router import Routed, Router
 from kvxfer.errors import PromptTooLong
-from kvxfer.reference.kv_cache import PagedKvCache
+from kvxfer.reference.devices import cache_on, device_of
 from kvxfer.reference.runner import BLOCK_SIZE, ModelRunner, load_model
 
 _MIN_BLOCKS: Final = 1024
@@ -73,12 +73,13 @@ async def run_demo(settings: DemoSettings, progress: Callable[[Phase, int], None
 
 
 def _prepare(settings: DemoSettings) -> tuple[ModelRunner, list[list[int]]]:
-    """The model of the single process, its cache as large as the longest prompt needs, and the
-    token ids of every prompt."""
-    model, tokenizer = load_model(settings.model)
+    """The model of the single process, where that of the workers is, its cache as large as the
+    longest prompt needs, and the token ids of every prompt."""
+    device = device_of(settings.gpu)
+    model, tokenizer = load_model(settings.model, device)
     longest = max(len(tokenizer.encode(prompt)) for prompt in settings.prompts)
     blocks = -(-(longest + settings.tokens) // BLOCK_SIZE)
-    runner = ModelRunner(model, tokenizer, PagedKvCache(model.config, blocks, BLOCK_SIZE))
+    runner = ModelRunner(model, tokenizer, cache_on(device, model.config, blocks, BLOCK_SIZE))
     try:
         runner.blocks_for(longest, settings.tokens)
     except PromptTooLong as error:

@@ -156,7 +156,7 @@ class KvCache:
 
         gpu: CUDA's number, in this process, of the GPU whose memory it is; None for host memory.
 
-        The cache owns the memory; `buffer()` gives access to it, and of a GPU
+        The cache owns the memory; `memory` and `buffer()` give access to it, and of a GPU
         `MemoryRegion.read` and `write`.
         """
         nbytes = num_blocks * layout.stack_bytes
@@ -218,9 +218,10 @@ class KvCache:
         """The plane of a part in a layer of this rank."""
         return self.planes[layer][self.layout.of_layer(layer).parts.index(part)]
 
-    def buffer(self, layer: int, part: Part) -> memoryview:
-        """The bytes of a plane of an allocated cache, `num_blocks * part_bytes` of its layer,
-        writable.
+    @property
+    def memory(self) -> Memory:
+        """All that allocate() has made, of the host or a GPU: for `torch.from_dlpack` and the like.
+        A plane begins `plane(layer, part).offset` bytes into it.
 
         Raises InvalidArgument where the cache lies in the caller's own memory.
         """
@@ -228,9 +229,18 @@ class KvCache:
             raise InvalidArgument(
                 "this KvCache lies in memory that its engine registered; use those arrays"
             )
+        return self._memory
+
+    def buffer(self, layer: int, part: Part) -> memoryview:
+        """The bytes of a plane of an allocated cache in host memory, `num_blocks * part_bytes` of
+        its layer, writable.
+
+        Raises InvalidArgument where the cache lies in the caller's own memory.
+        """
+        memory = self.memory
         plane = self.plane(layer, part)
         nbytes = self.num_blocks * self.layout.of_layer(layer).part_bytes
-        return memoryview(self._memory)[plane.offset : plane.offset + nbytes]
+        return memoryview(memory)[plane.offset : plane.offset + nbytes]
 
     def suspend(self) -> None:
         """Closes the registrations of the caller's memory, which may go away then, until resume().

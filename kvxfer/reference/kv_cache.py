@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from kvxfer.errors import InvalidArgument
+from kvxfer.reference.attention import attend_causally, attend_one
 from kvxfer.reference.config import LlamaConfig
 
 
 class PagedKvCache:
-    """K and V of all layers in blocks of `block_size` tokens, float32.
+    """K and V of all layers in blocks of `block_size` tokens.
 
     A layer has two planes, K and V, each contiguous
-    [num_blocks, block_size, num_kv_heads, head_size]. `buffers[layer]` is the memory of both as
-    writable buffers, such as `kvxfer.kv.cache.KvCache.buffer` gives out; without it torch
-    allocates the planes. The cache does not know which blocks are free; its caller does.
+    [num_blocks, block_size, num_kv_heads, head_size]. `planes[layer]` is both, as tensors of that
+    many items over memory such as `kvxfer.kv.cache.KvCache.buffer` gives out; without it torch
+    allocates them, in float32. The cache does not know which blocks are free; its caller does.
 
     One thread at a time may write a given block; different blocks are independent.
     """
@@ -27,7 +28,7 @@ class PagedKvCache:
         config: LlamaConfig,
         num_blocks: int,
         block_size: int,
-        buffers: Sequence[tuple[memoryview, memoryview]] | None = None,
+        planes: Sequence[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise InvalidArgument(
@@ -35,18 +36,9 @@ class PagedKvCache:
             )
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_blocks * block_size, config.num_kv_heads, config.head_size)
-        if buffers is None:
-            self._planes = [
-                (torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)
-            ]
-        else:
-            self._planes = [
-                (
-                    torch.frombuffer(keys, dtype=torch.float32).view(shape),
-                    torch.frombuffer(values, dtype=torch.float32).view(shape),
-                )
-                for keys, values in buffers
-            ]
+        if planes is None:
+            planes = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.num_layers)]
+        self._planes = [(keys.view(shape), values.view(shape)) for keys, values in planes]
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +52,7 @@ class PagedKvCache:
     def slots(self, blocks: Tensor, start: int, stop: int) -> Tensor:
         """int64 [stop - start]: where positions start..stop of a sequence lie in the planes, for
         its int64 block table."""
-        positions = torch.arange(start, stop)
+        positions = torch.arange(start, stop, device=blocks.device)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -68,6 +60,26 @@ class PagedKvCache:
         key_plane, value_plane = self._planes[layer]
         key_plane.index_copy_(0, slots, keys)
         value_plane.index_copy_(0, slots, values)
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        blocks: Tensor,
+        length: int,
+    ) -> Tensor:
+        """What the last positions of a sequence of `length` attend to, [tokens, heads, head_size].
+
+        `queries` are those of all positions, or of the last one alone. `keys` and `values` are what
+        write() was last given of this layer: those of the last positions.
+        """
+        if len(keys) < length:
+            keys, values = self.read(layer, blocks, length)
+        if len(queries) > 1:
+            return attend_causally(queries, keys, values)
+        return attend_one(queries, keys, values)
 
     def read(self, layer: int, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values of positions 0..length of a sequence, for its int64

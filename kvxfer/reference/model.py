@@ -1,9 +1,9 @@
 """The Llama architecture over a paged KV cache: prefill of a prompt, and single decode steps.
 
-One sequence per call, float32 throughout. With the same weights, thread count and machine,
-the same calls give the same bits: nothing depends on which blocks a sequence got, on where the
-cache lies, or on what else runs. That is what makes "decode after a transfer gives the tokens
-of a single process" a comparison of integers without tolerance.
+One sequence per call, all in the type and on the device of the weights. With the same weights,
+thread count and machine, the same calls give the same bits: nothing depends on which blocks a
+sequence got, on where the cache lies, or on what else runs. That is what makes "decode after a
+transfer gives the tokens of a single process" a comparison of integers without tolerance.
 """
 
 from __future__ import annotations
@@ -50,9 +50,16 @@ class LlamaModel:
         self._embedding = weights[EMBEDDING]
         self._final_norm = weights[FINAL_NORM]
         self._lm_head = weights[EMBEDDING if config.tie_embeddings else LM_HEAD]
-        self._scale: float = config.head_size**-0.5
-        self._frequencies = inverse_frequencies(config)
+        self._frequencies = inverse_frequencies(config).to(self.device)
         self._layers = [_layer(weights, layer_prefix(i)) for i in range(config.num_layers)]
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.dtype
 
     @torch.inference_mode()
     def prefill(
@@ -65,19 +72,20 @@ class LlamaModel:
         """Computes a whole prompt: its KV goes to the cache, the last token's logits come back.
 
         `on_layer(layer)` is called as soon as the keys and values of that layer are complete in
-        the cache, before its attention runs: from then on they can be sent while the rest is
-        computed. An exception it raises ends the prefill.
+        the cache, or on a GPU will be when its stream gets there, before its attention runs: from
+        then on they can be sent while the rest is computed. An exception it raises ends the
+        prefill.
 
         Args:
             tokens: int64 [prompt length].
             blocks: int64 block table that covers the prompt.
 
         Returns:
-            float32 [vocab_size].
+            [vocab_size].
         """
         config, count = self.config, len(tokens)
         slots = cache.slots(blocks, 0, count)
-        cos, sin = rotation(self._frequencies, torch.arange(count))
+        cos, sin = rotation(self._frequencies, torch.arange(count, device=self.device))
         x = F.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
             normed = self._norm(x, layer.input_norm)
@@ -85,15 +93,12 @@ class LlamaModel:
             cache.write(index, slots, keys, values)
             if on_layer is not None:
                 on_layer(index)
-            if index < config.num_layers - 1:
-                queries = self._queries(layer, normed, cos, sin)
-                attended = self._attend_causally(queries, keys, values)
-            else:
+            if index == config.num_layers - 1:
                 # Beyond the last layer only the last token matters.
-                x = x[-1:]
-                queries = self._queries(layer, normed[-1:], cos[-1:], sin[-1:])
-                attended = self._attend_one(queries, keys, values)
-            x = self._feed_forward(layer, x + layer.output(attended))
+                x, normed, cos, sin = x[-1:], normed[-1:], cos[-1:], sin[-1:]
+            queries = self._queries(layer, normed, cos, sin)
+            attended = cache.attend(index, queries, keys, values, blocks, count)
+            x = self._feed_forward(layer, x + layer.output(attended.flatten(1)))
         return self._logits(x)
 
     @torch.inference_mode()
@@ -101,17 +106,19 @@ class LlamaModel:
         """One step: stores the KV of `token` at `position` and attends to all positions up to it.
 
         Returns:
-            float32 [vocab_size], the logits of the token after it.
+            [vocab_size], the logits of the token after it.
         """
         slots = cache.slots(blocks, position, position + 1)
-        cos, sin = rotation(self._frequencies, torch.tensor([position]))
-        x = F.embedding(torch.tensor([token]), self._embedding)
+        here = torch.tensor([position], device=self.device)
+        cos, sin = rotation(self._frequencies, here)
+        x = F.embedding(torch.tensor([token], device=self.device), self._embedding)
         for index, layer in enumerate(self._layers):
             normed = self._norm(x, layer.input_norm)
-            cache.write(index, slots, *self._keys_values(layer, normed, cos, sin))
+            keys, values = self._keys_values(layer, normed, cos, sin)
+            cache.write(index, slots, keys, values)
             queries = self._queries(layer, normed, cos, sin)
-            attended = self._attend_one(queries, *cache.read(index, blocks, position + 1))
-            x = self._feed_forward(layer, x + layer.output(attended))
+            attended = cache.attend(index, queries, keys, values, blocks, position + 1)
+            x = self._feed_forward(layer, x + layer.output(attended.flatten(1)))
         return self._logits(x)
 
     def _queries(self, layer: _Layer, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -126,25 +133,6 @@ class LlamaModel:
     def _heads(self, x: Tensor) -> Tensor:
         """[tokens, heads * head_size] → [tokens, heads, head_size]."""
         return x.view(len(x), -1, self.config.head_size)
-
-    def _attend_causally(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Queries [tokens, heads, head_size], keys and values [tokens, kv_heads, head_size] →
-        [tokens, heads * head_size]; token i sees tokens 0..i."""
-        attended = F.scaled_dot_product_attention(
-            queries.transpose(0, 1).unsqueeze(0),
-            keys.transpose(0, 1).unsqueeze(0),
-            values.transpose(0, 1).unsqueeze(0),
-            is_causal=True,
-            enable_gqa=True,
-        )
-        return attended.squeeze(0).transpose(0, 1).reshape(len(queries), -1)
-
-    def _attend_one(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Query [1, heads, head_size] sees all of keys and values [tokens, kv_heads, head_size] →
-        [1, heads * head_size]."""
-        grouped = query.view(self.config.num_kv_heads, -1, self.config.head_size)
-        scores = grouped @ keys.permute(1, 2, 0) * self._scale
-        return (scores.softmax(dim=-1) @ values.transpose(0, 1)).view(1, -1)
 
     def _feed_forward(self, layer: _Layer, x: Tensor) -> Tensor:
         gate, up = layer.gate_up(self._norm(x, layer.post_attention_norm)).chunk(2, dim=-1)

@@ -48,4 +48,4 @@ def rotation(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns `x` [tokens, heads, head_size]; dimension i is paired with i + head_size / 2."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -20,20 +21,22 @@ from kvxfer.reference.weights import seeded_weights
 
 BLOCK_SIZE = 16  # tokens
 SEED = 0
+_PROCESSOR: Final = torch.device("cpu")
 
 
-def load_model(folder: Path | None) -> tuple[LlamaModel, Tokenizer]:
+def load_model(
+    folder: Path | None, device: torch.device = _PROCESSOR
+) -> tuple[LlamaModel, Tokenizer]:
     """The model of a checkpoint folder, or the demo model with seeded weights and byte tokens.
 
     Raises:
         InvalidArgument: the folder holds no model this engine runs; the text says why.
         NotBuilt: its tokenizer needs a package that is not installed.
     """
-    if folder is None:
-        return LlamaModel(DEMO_CONFIG, seeded_weights(DEMO_CONFIG, SEED)), load_tokenizer(None)
-    config = load_config(folder)
+    config = DEMO_CONFIG if folder is None else load_config(folder)
     tokenizer = load_tokenizer(folder)
-    return LlamaModel(config, load_weights(folder, config)), tokenizer
+    weights = seeded_weights(config, SEED) if folder is None else load_weights(folder, config)
+    return LlamaModel(config, {name: each.to(device) for name, each in weights.items()}), tokenizer
 
 
 class ModelRunner:
@@ -96,8 +99,12 @@ class ModelRunner:
 
         `on_layer` as in `LlamaModel.prefill`.
         """
+        device = self.model.device
         logits = self.model.prefill(
-            torch.tensor(tokens), self.cache, torch.tensor(blocks), on_layer
+            torch.tensor(tokens, device=device),
+            self.cache,
+            torch.tensor(blocks, device=device),
+            on_layer,
         )
         return int(logits.argmax())
 
@@ -109,7 +116,7 @@ class ModelRunner:
         `blocks` covers prompt and output, with the prompt's KV in it. One step of the model per
         token asked for.
         """
-        table = torch.tensor(blocks)
+        table = torch.tensor(blocks, device=self.model.device)
         for position in range(prompt_length, prompt_length + max_tokens - 1):
             token = int(self.model.decode(token, position, self.cache, table).argmax())
             yield token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from kvxfer.reference.config import LlamaConfig
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
+_PROCESSOR: Final = torch.device("cpu")
 
 
 def layer_prefix(layer: int) -> str:
@@ -53,16 +55,22 @@ def weight_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 _GAINS = {"q_proj": 3.0, "k_proj": 3.0, "o_proj": 2.0}
 
 
-def seeded_weights(config: LlamaConfig, seed: int) -> dict[str, Tensor]:
-    """Random float32 weights that depend on `config` and `seed` only."""
-    generator = torch.Generator().manual_seed(seed)
+def seeded_weights(
+    config: LlamaConfig,
+    seed: int,
+    device: torch.device = _PROCESSOR,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
+    """Random weights that depend on `config`, `seed` and the kind of device only."""
+    generator = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for name, shape in weight_shapes(config):
         if len(shape) == 1:
             fill = torch.zeros if name.endswith(".bias") else torch.ones
-            weights[name] = fill(shape)
+            weights[name] = fill(shape, device=device, dtype=dtype)
             continue
         gain = _GAINS.get(name.split(".")[-2], 1.0)
         std = 1.0 if name == EMBEDDING else gain * shape[1] ** -0.5
-        weights[name] = torch.randn(shape, generator=generator) * std
+        drawn = torch.randn(shape, generator=generator, device=device)
+        weights[name] = (drawn * std).to(dtype)
     return weights

@@ -28,6 +28,12 @@ def test_they_compile_and_copy_16_bytes_at_once(arch: int, tmp_path: Path) -> No
     accesses = json.loads(ran.stdout)
     for kernel in ("pages", "vectors"):
         assert {"ld.global.v2.b64", "st.global.v2.b64"} <= set(accesses[kernel]), accesses
+    of_heads = {kernel for kernel in accesses if kernel.startswith(("attention", "store"))}
+    assert len(of_heads) == 6
+    for kernel in of_heads:
+        assert {"ld.global.v4.b32", "st.global.v4.b32"} <= set(accesses[kernel]), accesses
+        # K and V come behind one another into shared memory; `cg` is of 16 bytes only.
+        assert ("cp.async.cg" in accesses[kernel]) == kernel.startswith("attention"), accesses
 
 
 @pytest.mark.native

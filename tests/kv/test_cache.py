@@ -30,7 +30,10 @@ async def test_an_allocated_cache_lays_plane_after_plane() -> None:
             plane[:] = b"\7" * len(plane)
             assert set(cache.buffer(0, "V")) == {0}
             assert set(cache.buffer(1, "K")) == {7}
-            del plane
+            whole = np.from_dlpack(cache.memory)
+            begin = cache.plane(1, "K").offset
+            assert set(np.flatnonzero(whole)) == set(range(begin, begin + 5 * PART))
+            del plane, whole
 
 
 async def test_a_cache_is_registered_over_the_callers_arrays() -> None:
@@ -44,6 +47,8 @@ async def test_a_cache_is_registered_over_the_callers_arrays() -> None:
                     assert plane.region.nbytes == array.nbytes
             with pytest.raises(InvalidArgument, match="use those arrays"):
                 cache.buffer(0, "K")
+            with pytest.raises(InvalidArgument, match="use those arrays"):
+                _ = cache.memory
 
 
 async def test_arrays_that_do_not_fit_the_layout_are_refused() -> None:

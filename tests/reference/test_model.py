@@ -16,7 +16,7 @@ from kvxfer.reference.model import LlamaModel
 from kvxfer.reference.runner import ModelRunner
 from kvxfer.reference.weights import seeded_weights
 
-from .tiny import TINY, plane_buffers
+from .tiny import TINY, shifted_planes
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -98,8 +98,8 @@ def test_output_is_bit_equal_whatever_blocks_and_memory_a_sequence_has() -> None
     rng = random.Random(11)
     results = []
     for offset in (None, 0, 4):
-        buffers = None if offset is None else plane_buffers(TINY, 64, 4, offset)
-        cache = PagedKvCache(TINY, num_blocks=64, block_size=4, buffers=buffers)
+        planes = None if offset is None else shifted_planes(TINY, 64, 4, offset)
+        cache = PagedKvCache(TINY, num_blocks=64, block_size=4, planes=planes)
         for _ in range(3):
             blocks = torch.tensor(rng.sample(range(64), 16))
             logits = [model.prefill(prompt, cache, blocks)]

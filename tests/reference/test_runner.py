@@ -14,7 +14,7 @@ from kvxfer.reference.runner import ModelRunner, load_model
 from kvxfer.reference.tokens import ByteTokenizer
 from kvxfer.reference.weights import seeded_weights
 
-from .tiny import TINY, plane_buffers
+from .tiny import TINY, shifted_planes
 
 
 def test_prefill_and_decode_steps_give_what_the_single_run_gives(tiny_runner: ModelRunner) -> None:
@@ -73,11 +73,11 @@ def test_empty_and_foreign_prompts_are_refused(tiny_runner: ModelRunner) -> None
 
 
 def test_a_cache_over_foreign_memory_gives_the_same_tokens(tiny_runner: ModelRunner) -> None:
-    buffers = plane_buffers(TINY, 32, 4)
-    cache = PagedKvCache(TINY, 32, 4, buffers)
+    planes = shifted_planes(TINY, 32, 4)
+    cache = PagedKvCache(TINY, 32, 4, planes)
     runner = ModelRunner(tiny_runner.model, ByteTokenizer(), cache)
     assert runner.generate("shared", 8) == tiny_runner.generate("shared", 8)
-    assert all(any(plane) for layer in buffers for plane in layer)
+    assert all(plane.any() for layer in planes for plane in layer)
 
 
 def test_an_empty_cache_is_refused() -> None:

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from kvxfer.engine import WatchFor
 from kvxfer.errors import (
     BlockPoolExhausted,
     InvalidArgument,
@@ -24,6 +25,7 @@ from kvxfer.reference.worker.completions import (
     DecodeCompletion,
     PrefillCompletion,
 )
+from kvxfer.reference.worker.stream_order import StreamOrder
 from verify.polling import eventually
 
 from .tiny import TINY
@@ -216,6 +218,39 @@ async def test_a_prefill_request_that_is_given_up_ends_decode_and_frees_both_sid
     await eventually(workers.all_blocks_free)
     # The layer it was at is the last one it computed.
     assert layers.computed == [0, 1]
+
+
+async def test_blocks_of_a_prefill_that_is_given_up_go_back_when_its_stream_has_ended(
+    workers: WorkerPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU: kernels that are queued still write into them."""
+    free_at_settle: list[int] = []
+
+    class Order(StreamOrder):
+        def __init__(self) -> None:
+            self.word = workers.prefill.engine.watcher()
+
+        def mark(self) -> WatchFor:
+            return self.word.at(0)
+
+        def settle(self) -> None:
+            free_at_settle.append(workers.prefill.pool.num_free)
+
+    monkeypatch.setattr(workers.prefill.service, "_on_gpu", Order())
+    await complete(workers, workers.request(PROMPT, max_tokens=2))
+    assert free_at_settle == [], "what has ended need not be waited for"
+    layers = hold_prefill_at(workers, monkeypatch, layer=1)
+    prefill = asyncio.create_task(
+        workers.prefill.service.complete(workers.request(PROMPT, max_tokens=4))
+    )
+    await asyncio.to_thread(layers.reached.wait)
+    prefill.cancel()
+    layers.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await prefill
+    assert len(free_at_settle) == 1
+    assert free_at_settle[0] < BLOCKS
+    await eventually(workers.all_blocks_free)
 
 
 async def test_a_request_that_is_given_up_while_it_decodes_frees_its_blocks(

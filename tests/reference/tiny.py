@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from kvxfer.reference.config import LlamaConfig
 
 TINY = LlamaConfig(
@@ -17,15 +19,13 @@ TINY = LlamaConfig(
 )
 
 
-def plane_buffers(
+def shifted_planes(
     config: LlamaConfig, num_blocks: int, block_size: int, offset: int = 0
-) -> list[tuple[memoryview, memoryview]]:
-    """Zeroed memory for the planes of each layer that starts `offset` bytes late."""
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Zeroed planes of each layer, over memory that begins `offset` bytes late."""
     nbytes = num_blocks * block_size * config.num_kv_heads * config.head_size * 4
-    return [
-        (
-            memoryview(bytearray(nbytes + offset))[offset:],
-            memoryview(bytearray(nbytes + offset))[offset:],
-        )
-        for _ in range(config.num_layers)
-    ]
+
+    def plane() -> torch.Tensor:
+        return torch.frombuffer(bytearray(nbytes + offset), dtype=torch.float32, offset=offset)
+
+    return [(plane(), plane()) for _ in range(config.num_layers)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvxfer.clock import SYSTEM_CLOCK
+from kvxfer.engine import Engine
 from kvxfer.instances import Role
 from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
@@ -18,11 +19,12 @@ from kvxfer.reference.model import LlamaModel
 from kvxfer.reference.runner import ModelRunner
 from kvxfer.reference.tokens import ByteTokenizer
 from kvxfer.reference.weights import seeded_weights
+from kvxfer.reference.worker.cache_view import torch_view
 from kvxfer.reference.worker.completions import CompletionRequest, KvTransferParams
 from kvxfer.reference.worker.compute import ComputeThread
 from kvxfer.reference.worker.metered_engine import MeteredEngine
-from kvxfer.reference.worker.process import torch_view
 from kvxfer.reference.worker.service import WorkerService
+from kvxfer.reference.worker.stream_order import StreamOrder
 from kvxfer.ticket import Ticket, sign_ticket
 from verify.polling import PATIENCE
 
@@ -31,12 +33,12 @@ from .tiny import TINY
 BLOCKS = 32
 BLOCK_SIZE = 4
 EPOCH = 7
-_MODEL = LlamaModel(TINY, seeded_weights(TINY, seed=1))
+MODEL = LlamaModel(TINY, seeded_weights(TINY, seed=1))
 
 
 def single_process() -> ModelRunner:
     """What the workers' output is compared with."""
-    return ModelRunner(_MODEL, ByteTokenizer(), PagedKvCache(TINY, BLOCKS, BLOCK_SIZE))
+    return ModelRunner(MODEL, ByteTokenizer(), PagedKvCache(TINY, BLOCKS, BLOCK_SIZE))
 
 
 @dataclass
@@ -44,6 +46,20 @@ class Worker:
     service: WorkerService
     pool: BlockPool
     engine: MeteredEngine
+    endpoint: KvEndpoint
+
+
+class OnGpu(Protocol):
+    """What a worker has whose cache is memory of GPU 0."""
+
+    model: LlamaModel
+
+    def begin(self) -> None:
+        """In the compute thread, before anything else."""
+
+    def view(self, cache: KvCache) -> PagedKvCache: ...
+
+    def order(self, engine: Engine) -> StreamOrder: ...
 
 
 @dataclass
@@ -87,6 +103,7 @@ async def start_worker(
     key: str,
     fabric: str,
     block_size: int = BLOCK_SIZE,
+    gpu: OnGpu | None = None,
 ) -> Worker:
     layout = KvLayout(
         num_layers=TINY.num_layers,
@@ -98,7 +115,9 @@ async def start_worker(
     engine = await stack.enter_async_context(
         MeteredEngine(cluster_key=key, name=str(role), fabrics=(fabric,), peer_timeout=PATIENCE)
     )
-    cache = stack.enter_context(KvCache.allocate(engine, layout, BLOCKS))
+    cache = stack.enter_context(
+        KvCache.allocate(engine, layout, BLOCKS, gpu=None if gpu is None else 0)
+    )
     pool = BlockPool(BLOCKS)
     endpoint = await stack.enter_async_context(
         KvEndpoint(
@@ -112,7 +131,12 @@ async def start_worker(
             connect_timeout=PATIENCE,
         )
     )
-    compute = stack.enter_context(contextlib.closing(ComputeThread()))
-    runner = ModelRunner(_MODEL, ByteTokenizer(), torch_view(cache, TINY))
-    service = WorkerService(role, runner, cache, pool, endpoint, engine, compute)
-    return Worker(service, pool, engine)
+    if gpu is None:
+        compute, order = ComputeThread(), None
+        runner = ModelRunner(MODEL, ByteTokenizer(), torch_view(cache, TINY, MODEL.device))
+    else:
+        compute, order = ComputeThread(gpu.begin), gpu.order(engine)
+        runner = ModelRunner(gpu.model, ByteTokenizer(), gpu.view(cache))
+    stack.enter_context(contextlib.closing(compute))
+    service = WorkerService(role, runner, cache, pool, endpoint, engine, compute, order)
+    return Worker(service, pool, engine, endpoint)

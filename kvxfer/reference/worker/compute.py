@@ -39,9 +39,10 @@ class ComputeThread:
     event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], object] = lambda: None) -> None:
+        """`begin` is called once, in that thread, before the first."""
         self._executor = concurrent.futures.ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="kvxfer-compute"
+            max_workers=1, thread_name_prefix="kvxfer-compute", initializer=begin
         )
 
     async def run(self, computation: Callable[[], T], abandon: Abandon | None = None) -> T:

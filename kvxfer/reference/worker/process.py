@@ -24,15 +24,17 @@ from kvxfer.instances import InstanceSpec, InstanceState, Role
 from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvLayout, ModelIdentity
 from kvxfer.kv.messages import VERSIONS
 from kvxfer.reference.config import LlamaConfig
-from kvxfer.reference.kv_cache import PagedKvCache
+from kvxfer.reference.devices import device_of
 from kvxfer.reference.runner import BLOCK_SIZE, SEED, ModelRunner, load_model
 from kvxfer.reference.worker.app import make_app
+from kvxfer.reference.worker.cache_view import torch_view
 from kvxfer.reference.worker.compute import ComputeThread
 from kvxfer.reference.worker.gpu_blocks import GpuBlocks
 from kvxfer.reference.worker.http_server import HttpServer
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.service import WorkerService
 from kvxfer.reference.worker.settings import WorkerSettings
+from kvxfer.reference.worker.stream_order import StreamOrder
 from kvxfer.tracing.setup import tracing
 from kvxfer.web.listener import bind, url_of
 
@@ -73,7 +75,8 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
     instance_id = settings.instance_id or f"{role}-{secrets.token_hex(4)}"
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(bind(settings.host, settings.port))
-        model, tokenizer = load_model(settings.model)
+        device = device_of(settings.gpu)
+        model, tokenizer = load_model(settings.model, device)
         layout, identity = kv_layout(model.config), model_identity(settings.model, model.config)
         options = engine_options({**settings.options, "host": settings.host}, None, _log)
         options["name"] = instance_id
@@ -86,10 +89,10 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
         cache = stack.enter_context(
             KvCache.allocate(engine, layout, settings.blocks, gpu=settings.gpu)
         )
-        runner = ModelRunner(model, tokenizer, torch_view(cache, model.config))
-        on_gpu = None if settings.gpu is None else GpuBlocks(cache, runner.cache)
+        runner = ModelRunner(model, tokenizer, torch_view(cache, model.config, device))
+        compute = stack.enter_context(contextlib.closing(ComputeThread(on(device))))
         # The first run loads and tunes kernels; no request should pay for that.
-        runner.generate([0], max_tokens=2)
+        await compute.run(lambda: runner.generate([0] * (BLOCK_SIZE - 1), max_tokens=2))
         pool = BlockPool(settings.blocks)
         client = await stack.enter_async_context(
             ControlPlaneClient(settings.control_plane, credentials=settings.credentials)
@@ -111,7 +114,6 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
                 model=identity,
             )
         )
-        compute = stack.enter_context(contextlib.closing(ComputeThread()))
         tracer = await stack.enter_async_context(
             tracing(
                 "worker",
@@ -120,6 +122,11 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
                 credentials=settings.credentials,
             )
         )
+        on_gpu: GpuBlocks | StreamOrder | None = None
+        if device.type == "cuda":
+            on_gpu = StreamOrder(engine, device.index, torch.cuda.current_stream(device))
+        elif settings.gpu is not None:
+            on_gpu = GpuBlocks(cache, runner.cache)
         service = WorkerService(role, runner, cache, pool, endpoint, engine, compute, on_gpu)
         server = HttpServer(make_app(service, tracer))
         ready = Ready(instance_id, role, model.config.name, url_of(listener), engine.address)
@@ -183,20 +190,9 @@ def model_identity(folder: Path | None, config: LlamaConfig) -> ModelIdentity:
     )
 
 
-def torch_view(cache: KvCache, config: LlamaConfig) -> PagedKvCache:
-    """The memory of an allocated KvCache, as the model reads and writes it; of one in memory of a
-    GPU, as much memory beside it."""
-    if cache.gpu is not None:
-        return PagedKvCache(config, cache.num_blocks, cache.layout.block_size)
-    return PagedKvCache(
-        config,
-        cache.num_blocks,
-        cache.layout.block_size,
-        [
-            (cache.buffer(layer, "K"), cache.buffer(layer, "V"))
-            for layer in range(cache.layout.num_layers)
-        ],
-    )
+def on(device: torch.device) -> Callable[[], None]:
+    """What makes a device the current one of the thread that calls it."""
+    return lambda: torch.cuda.set_device(device) if device.type == "cuda" else None
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from kvxfer.reference.worker.completions import (
 from kvxfer.reference.worker.compute import Abandon, ComputeThread
 from kvxfer.reference.worker.gpu_blocks import GpuBlocks
 from kvxfer.reference.worker.metered_engine import MeteredEngine
+from kvxfer.reference.worker.stream_order import StreamOrder
 from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
 from kvxfer.reference.worker.text_stream import TextStream
 from kvxfer.tracing.span import span
@@ -78,8 +79,10 @@ class WorkerService:
         endpoint: KvEndpoint,
         engine: MeteredEngine,
         compute: ComputeThread,
-        on_gpu: GpuBlocks | None = None,
+        on_gpu: GpuBlocks | StreamOrder | None = None,
     ) -> None:
+        """`on_gpu`, where the cache is memory of a GPU: copies if the model computes on the
+        processor, or the order of the stream that it computes on."""
         self.role, self.runner = role, runner
         self._pool = pool
         self._layout = cache.layout
@@ -219,17 +222,27 @@ class WorkerService:
     def _compute_prompt(
         self, tokens: list[int], blocks: list[int], session: PrefillSession, abandon: Abandon
     ) -> Tail:
-        """Runs in the compute thread: each layer is on its way before the next is computed."""
+        """Runs in the compute thread: each layer is on its way before the next is computed, or on
+        a stream leaves as soon as that has computed it."""
+        on_gpu = self._on_gpu
 
         def on_layer(layer: int) -> None:
             abandon.check()
-            if self._on_gpu is not None:
-                self._on_gpu.push(layer, blocks)
-            session.write_layer(layer)
+            if isinstance(on_gpu, GpuBlocks):
+                on_gpu.push(layer, blocks)
+            session.write_layer(
+                layer, after=on_gpu.mark() if isinstance(on_gpu, StreamOrder) else None
+            )
 
         abandon.check()
         started = self._clock.monotonic()
-        first_token = self.runner.prefill(tokens, blocks, on_layer)
+        try:
+            first_token = self.runner.prefill(tokens, blocks, on_layer)
+        except BaseException:
+            # The blocks go back to the pool, and others may be told to write into them.
+            if isinstance(on_gpu, StreamOrder):
+                on_gpu.settle()
+            raise
         return Tail(
             model=self.runner.config.name,
             prompt_digest=prompt_digest(tokens),
@@ -260,7 +273,7 @@ class WorkerService:
                 complete_at, run.first_token_at = self._clock.unix(), self._clock.monotonic()
                 self._meter.first_token(run.first_token_at - run.arrived)
                 received = blocks.enter_context(session.take())
-            if self._on_gpu is not None:
+            if isinstance(self._on_gpu, GpuBlocks):
                 pull, ids = self._on_gpu.pull, received.ids.tolist()
                 await self._compute.run(lambda: pull(ids))
                 run.first_token_at = self._clock.monotonic()

@@ -45,7 +45,7 @@ class WorkerSettings:
     """Hugging Face checkpoint folder of a Llama model."""
     gpu: Annotated[int, Meta(ge=0)] | None = None  # host memory
     """Send from, and receive into, memory of this GPU, by CUDA's number in this process. The model
-    computes on the processor, with a copy."""
+    computes there, or where torch is built without CUDA on the processor, with a copy."""
     threads: Annotated[int, Meta(ge=1)] | None = None  # torch's choice
     """Threads of torch."""
     checksums: bool = False
