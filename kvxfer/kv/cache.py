@@ -38,11 +38,20 @@ REORDERS: Final = (
 @dataclass(frozen=True, slots=True)
 class KvPlane:
     """One plane (K, V or KV) of one layer: block `b` begins `offset + b * block_stride` bytes into
-    `region`. A block is contiguous; between two blocks there may be a gap."""
+    `region`. A block is contiguous; between two blocks there may be a gap.
+
+    With `ids` the plane has the blocks of these ids alone, and the first of them begins at
+    `offset`: KV cache groups that share no memory have ids of different ranges.
+    """
 
     region: MemoryRegion
     offset: int
     block_stride: int
+    ids: range | None = None
+
+    def places(self, ids: BlockIds) -> BlockIds:
+        """Ids counted from the first block of the plane. Absent ones stay what they are."""
+        return ids if self.ids is None else np.where(ids < 0, ids, ids - self.ids.start)
 
 
 def permute_on_host(cache: KvCache, blocks: BlockIds, arrived: HeadOrder) -> None:
@@ -118,6 +127,7 @@ class KvCache:
                 )
             for part, plane in zip(parts, layer, strict=True):
                 self._check_plane(index, part, plane)
+        self._check_groups()
         regions = [plane.region for layer in self.planes for plane in layer]
         self.gpu = next((region.gpu for region in regions if region.gpu is not None), None)
         """A GPU that planes are memory of, by CUDA's number; None where all are host memory."""
@@ -135,12 +145,29 @@ class KvCache:
                 f"{plane.block_stride}; the offset is >= 0 and a block of this layout takes "
                 f"{nbytes} bytes"
             )
-        end = plane.offset + (self.num_blocks - 1) * plane.block_stride + nbytes
+        ids = range(self.num_blocks) if plane.ids is None else plane.ids
+        if ids.start < 0 or ids.stop > self.num_blocks or not ids or ids.step != 1:
+            raise InvalidArgument(
+                f"plane {part} of layer {layer} has blocks {ids}; pass a range of the ids 0 to "
+                f"{self.num_blocks - 1}"
+            )
+        end = plane.offset + (len(ids) - 1) * plane.block_stride + nbytes
         if end > plane.region.nbytes:
             raise InvalidArgument(
                 f"plane {part} of layer {layer} ends at byte {end} of a memory region of "
                 f"{plane.region.nbytes} bytes; register at least that much, or use fewer blocks"
             )
+
+    def _check_groups(self) -> None:
+        known: dict[int, range | None] = {}
+        for index, layer in enumerate(self.planes):
+            group = self.layout.group_of(index)
+            for plane in layer:
+                if known.setdefault(group, plane.ids) != plane.ids:
+                    raise InvalidArgument(
+                        f"layer {index} has blocks {plane.ids}, another one of its KV cache group "
+                        f"{known[group]}; layers of a group share their ids"
+                    )
 
     @classmethod
     def allocate(

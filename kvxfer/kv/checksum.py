@@ -72,9 +72,9 @@ def verify(
     source = np.arange(checksum.blocks, dtype=np.int32)
     running = RunningChecksum()
     for arrival in connection.arrivals:
-        row = target[arrival.group]
-        _, places, numbers = arrival.runs.offsets(source, row, first_block)
         plane = arrival.plane
+        row = plane.places(target[arrival.group])
+        _, places, numbers = arrival.runs.offsets(source, row, first_block)
         running.add(plane.region, plane.offset, arrival.runs, places, numbers, arrival.first_number)
     if running.value != checksum.value:
         raise ChecksumMismatch(

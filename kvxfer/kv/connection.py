@@ -145,7 +145,8 @@ def grant_ranges(
         part_bytes = layouts[layer.dst_layer].part_bytes
         for plane in cache.planes[layer.dst_layer]:
             nbytes = (high - low) * plane.block_stride + part_bytes
-            ranges.append((plane.region, plane.offset + low * plane.block_stride, nbytes))
+            before = low - (0 if plane.ids is None else plane.ids.start)
+            ranges.append((plane.region, plane.offset + before * plane.block_stride, nbytes))
     return ranges
 
 

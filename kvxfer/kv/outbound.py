@@ -171,20 +171,23 @@ class Outbound:
         runs, group = write.runs, write.group
         if (runs, group, blocks) not in self._offsets:
             self._offsets[runs, group, blocks] = runs.offsets(
-                self._source[group], self._target[group], self._offer.first_block, blocks
+                write.src.places(self._source[group]),
+                self._target[group],
+                self._offer.first_block,
+                blocks,
             )
         source, target, numbers = self._offsets[runs, group, blocks]
         if not len(source):
             return  # runs of blocks that the prompt has not, or that decode has or does not want
         operation = self.connection.peer.write_pages(
-            write.src,
+            write.src.region,
             self._offer.grants[write.dst],
             page_length=runs.length,
             src_pages=source,
             dst_pages=target,
             src_stride=1,
             dst_stride=1,
-            src_offset=write.src_offset,
+            src_offset=write.src.offset,
             imm=self._offer.imm,
             timeout=timeout,
             after=after,
@@ -203,8 +206,9 @@ class Outbound:
             if after is not None and after.word.value < after.value:
                 return
             self._unsummed.popleft()
+            plane = write.src
             self._checksum.add(
-                write.src, write.src_offset, write.runs, source, numbers, write.first_number
+                plane.region, plane.offset, write.runs, source, numbers, write.first_number
             )
 
     @property

@@ -13,7 +13,6 @@ from kvxfer.errors import InvalidArgument
 from kvxfer.kv.plan import LayerPlan, StridedCopy, TransferPlan
 
 if TYPE_CHECKING:
-    from kvxfer.engine import MemoryRegion
     from kvxfer.kv.block_pool import BlockIds
     from kvxfer.kv.cache import KvCache, KvPlane
     from kvxfer.kv.messages import Hello
@@ -82,13 +81,11 @@ class Runs:
 class PlaneWrite:
     """The runs of one layer, with everything but the block tables.
 
-    `src_offset` is where prefill's plane begins in its memory region. `dst` is an index into
-    Offer.grants; each grant begins at the lowest block offered of the layer's `group`.
-    `first_number` is that of the first run in a checksum.
+    `dst` is an index into Offer.grants; each grant begins at the lowest block offered of the
+    layer's `group`. `first_number` is that of the first run in a checksum.
     """
 
-    src: MemoryRegion
-    src_offset: int
+    src: KvPlane
     dst: int
     group: int
     runs: Runs
@@ -126,7 +123,7 @@ def bind_plan(plan: TransferPlan, src: KvCache, dst: Hello) -> tuple[tuple[Plane
         plane = src.plane(layer.src_layer, copy.src_part)
         grant = first_grants[index] + dst_part(layer, copy)
         group = plan.prefill.group_of(layer.src_layer)
-        write = PlaneWrite(plane.region, plane.offset, grant, group, runs, number)
+        write = PlaneWrite(plane, grant, group, runs, number)
         writes[layer.src_layer].append(write)
     return tuple(map(tuple, writes))
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,10 @@ import pytest
 
 from kvxfer.engine import Engine
 from kvxfer.errors import InvalidArgument
+from kvxfer.kv.blocks import ABSENT
 from kvxfer.kv.cache import KvCache, KvPlane
+from kvxfer.kv.connection import grant_ranges
+from kvxfer.kv.plan import plan_transfer
 from kvxfer.layout import KvLayout
 
 from .workers import KEY
@@ -16,6 +20,7 @@ pytestmark = pytest.mark.native
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_size=8, dtype="float32", block_size=4)
 PART = LAYOUT.part_bytes
+GROUPED = replace(LAYOUT, layer_groups=(0, 1))
 
 
 async def test_an_allocated_cache_lays_plane_after_plane() -> None:
@@ -100,3 +105,38 @@ def test_a_cache_says_on_which_gpu_planes_of_it_are() -> None:
 def test_a_plane_may_end_with_its_region() -> None:
     region: Any = _Region()
     assert KvCache(LAYOUT, 10, [[KvPlane(region, 0, PART)] * 2] * 2).num_blocks == 10
+
+
+def _cache(*ids: range | None, layout: KvLayout = GROUPED, num_blocks: int = 10) -> KvCache:
+    region: Any = _Region()
+    planes = [[KvPlane(region, 0, PART, of_layer)] * 2 for of_layer in ids]
+    return KvCache(layout, num_blocks, planes)
+
+
+def test_groups_that_share_no_memory_have_separate_ids() -> None:
+    cache = _cache(range(4), range(4, 10))
+    plane = cache.planes[1][0]
+    assert plane.places(np.array([ABSENT, 4, 9], np.int32)).tolist() == [ABSENT, 0, 5]
+    table = np.array([[1, 3], [ABSENT, 5]], np.int32)
+    ranges = grant_ranges(cache, plan_transfer(GROUPED, GROUPED), table)
+    assert [(offset, nbytes) for _, offset, nbytes in ranges] == [(PART, 3 * PART)] * 2 + [
+        (PART, PART)
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        ((range(4), range(4, 11)), "has blocks range.4, 11.; pass a range of the ids 0 to 9"),
+        ((range(4), range(4, 4)), "pass a range of the ids"),
+        ((range(-1, 4), range(4, 10)), "pass a range of the ids"),
+    ],
+)
+def test_ids_outside_of_the_cache_are_refused(ids: tuple[range, range], says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        _cache(*ids)
+
+
+def test_layers_of_a_group_have_the_same_ids() -> None:
+    with pytest.raises(InvalidArgument, match="layers of a group share their ids"):
+        _cache(range(5), range(4), layout=LAYOUT)

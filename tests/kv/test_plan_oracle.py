@@ -239,7 +239,7 @@ def receive(case: Case, prefills: list[Rank], decode: Rank, written: np.ndarray[
                 for number, to in zip(numbers + write.first_number, dst + base, strict=True):
                     assert number not in numbered
                     numbered[number] = (plane.region, to, write.runs.length)
-                for begin, to in zip(src + write.src_offset, dst + base, strict=True):
+                for begin, to in zip(src + write.src.offset, dst + base, strict=True):
                     end = begin + write.runs.length
                     span = slice(to // 4, (to + write.runs.length) // 4)
                     decode.memory[span] = prefill.memory[begin // 4 : end // 4]

@@ -23,6 +23,7 @@ from kvxfer.clock import SYSTEM_CLOCK, unix_ns
 from kvxfer.connectors.checkpoints import checkpoint_digest, rope_of
 from kvxfer.connectors.sglang.agent import Agent
 from kvxfer.connectors.sglang.bootstrap import BootstrapServer, Introductions, register
+from kvxfer.connectors.sglang.components import components_of, describe
 from kvxfer.connectors.sglang.incoming import Incoming
 from kvxfer.connectors.sglang.introduction import Introduction
 from kvxfer.connectors.sglang.outgoing import Outgoing
@@ -30,6 +31,7 @@ from kvxfer.connectors.sglang.pools import Metadata, layout_of, register_pool
 from kvxfer.connectors.sglang.prompts import hand_prompts_over
 from kvxfer.connectors.sglang.rooms import Room
 from kvxfer.connectors.sglang.settings import BackendSettings
+from kvxfer.connectors.sglang.tables import Tables
 from kvxfer.connectors.transfer_engine import pci_address
 from kvxfer.errors import InvalidArgument, KvxferError
 from kvxfer.instances import InstanceSpec, Role
@@ -62,20 +64,22 @@ class KVManager(BaseKVManager):
         server_args: ServerArgs,
         is_mla_backend: bool | None = False,
     ) -> None:
-        _refuse_what_is_not_done(args, server_args)
+        _refuse_what_is_not_done(server_args)
         self.kv_args = args
         self.settings = BackendSettings.read()
         self.metadata = Metadata(args.aux_data_ptrs, args.aux_item_lens)
         self.introductions = Introductions(self.settings)
         self.prefill_info_table = self.introductions.known
+        components = components_of(args, mla=bool(is_mla_backend))
+        self.tables = Tables(components)
         self._kind = (
             str(server_args.served_model_name or server_args.model_path),
             f"{args.kv_cache_dtype_str} of {server_args.dtype}",
             args.page_size,
             self.metadata.nbytes,
+            describe(components),
         )
-        layout = layout_of(args, mla=bool(is_mla_backend))
-        self.num_layers = layout.num_layers
+        layout = layout_of(components, args.page_size)
         name = f"sglang-{disaggregation_mode.value}-{socket.gethostname()}-{get_serving().port}"
         model = _identity_of(server_args, self.settings.checkpoint)
         is_prefill = disaggregation_mode is DisaggregationMode.PREFILL
@@ -83,7 +87,7 @@ class KVManager(BaseKVManager):
             self.settings,
             name,
             unix_ns(SYSTEM_CLOCK),
-            lambda engine: register_pool(engine, args, layout),
+            lambda engine: register_pool(engine, components, layout),
             model,
             lambda engine, cache: self._spec(name, engine, cache, model, is_prefill=is_prefill),
             gpu=pci_address(server_args.device, args.gpu_id),
@@ -107,7 +111,7 @@ class KVManager(BaseKVManager):
             engine_address=engine.address,
             http_address=f"http://{host}:{get_serving().port}",
             layout=cache.layout,
-            num_blocks=cache.num_blocks,
+            num_blocks=self.tables.num_pages,
             fabrics=engine.fabrics,
             bootstrap_address=f"{host}:{port}" if is_prefill else "",
             labels={"host": socket.gethostname()},
@@ -157,7 +161,7 @@ class KVSender(BaseKVSender):
     ) -> None:
         self.kv_mgr = mgr
         self.bootstrap_room = bootstrap_room
-        self._outgoing = Outgoing(mgr.agent, mgr.metadata, mgr.num_layers)
+        self._outgoing = Outgoing(mgr.agent, mgr.metadata, mgr.tables)
         self._row = 0
         self._began = mgr.agent.clock.monotonic()
         self._early_send_wait_event: Any = None
@@ -176,7 +180,7 @@ class KVSender(BaseKVSender):
         self._began = self.kv_mgr.agent.clock.monotonic()
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
-        return num_pages > 0
+        return num_pages > 0 or last_chunk
 
     def send(
         self,
@@ -187,7 +191,7 @@ class KVSender(BaseKVSender):
         if self._early_send_wait_event is not None:
             self._early_send_wait_event.synchronize()
             self._early_send_wait_event = None
-        self._outgoing.send(kv_indices.tolist(), self._row)
+        self._outgoing.send(kv_indices.tolist(), self._row, state_indices)
 
     def poll(self) -> int:
         return int(self._outgoing.progress)
@@ -217,7 +221,7 @@ class KVReceiver(BaseKVReceiver):
         self.bootstrap_room = bootstrap_room
         self._room: Room | None = None
         self._incoming = Incoming(
-            mgr.agent, mgr.introductions, mgr.metadata, bootstrap_addr, mgr.check
+            mgr.agent, mgr.introductions, mgr.metadata, mgr.tables, bootstrap_addr, mgr.check
         )
 
     @property
@@ -251,7 +255,7 @@ class KVReceiver(BaseKVReceiver):
         elif self._room is None:
             self.refuse("SGLang has not told which prompt the request has")
         else:
-            self._incoming.receive(self._room, kv_indices.tolist(), aux_index or 0)
+            self._incoming.receive(self._room, kv_indices.tolist(), aux_index or 0, state_indices)
 
     def poll(self) -> int:
         return int(self._incoming.progress)
@@ -295,7 +299,7 @@ def _room(number: int | None, tokens: Sequence[int], adapter: str) -> Room:
     return Room(number, prompt_digest(tokens, *extras))
 
 
-def _refuse_what_is_not_done(args: KVArgs, server_args: ServerArgs) -> None:
+def _refuse_what_is_not_done(server_args: ServerArgs) -> None:
     """Raises InvalidArgument, which names the option of SGLang."""
     parallel = get_parallel()
     for option, size in (
@@ -313,13 +317,14 @@ def _refuse_what_is_not_done(args: KVArgs, server_args: ServerArgs) -> None:
             f"--device is {server_args.device}; kvxfer moves KV caches of SGLang in host memory "
             "and on CUDA GPUs: use cpu or cuda, or another --disaggregation-transfer-backend"
         )
-    if args.state_types:
-        kinds = ", ".join(state.value for state in args.state_types)
-        raise InvalidArgument(
-            f"the model keeps state besides its KV cache ({kinds}), which kvxfer does not move; "
-            "use another --disaggregation-transfer-backend"
-        )
-    if get_disagg().disaggregation_decode_enable_radix_cache:
-        raise InvalidArgument(
-            "--disaggregation-decode-enable-radix-cache is not done by kvxfer; leave it out"
-        )
+    # With the last two, pages have one number in the KV cache and another beside it.
+    for option, is_set in (
+        (
+            "--disaggregation-decode-enable-radix-cache",
+            get_disagg().disaggregation_decode_enable_radix_cache,
+        ),
+        ("--enable-hisparse", server_args.enable_hisparse),
+        ("--enable-unified-memory", server_args.enable_unified_memory),
+    ):
+        if is_set:
+            raise InvalidArgument(f"{option} is not done by kvxfer; leave it out")

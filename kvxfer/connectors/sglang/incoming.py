@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvxfer.connectors.engine_blocks import EngineBlocks
 from kvxfer.connectors.sglang.agent import Agent
@@ -14,7 +15,15 @@ from kvxfer.connectors.sglang.introduction import Introduction
 from kvxfer.connectors.sglang.pools import Metadata
 from kvxfer.connectors.sglang.progress import Progress
 from kvxfer.connectors.sglang.rooms import Room
-from kvxfer.errors import DeadlineExceeded, KvxferError, PeerError, TicketInvalid, TransferCancelled
+from kvxfer.connectors.sglang.tables import Tables
+from kvxfer.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    KvxferError,
+    PeerError,
+    TicketInvalid,
+    TransferCancelled,
+)
 from kvxfer.kv.decode_session import DecodeSession
 from kvxfer.ticket import Ticket, sign_ticket
 
@@ -33,12 +42,14 @@ class Incoming:
         agent: Agent,
         introductions: Introductions,
         metadata: Metadata,
+        tables: Tables,
         address: str,
         check: Callable[[Introduction], None],
     ) -> None:
         self._agent = agent
         self._introductions = introductions
         self._metadata = metadata
+        self._tables = tables
         self._address = address
         self._check = check
         self._created = agent.clock.monotonic()
@@ -74,11 +85,24 @@ class Incoming:
         """It cannot even begin."""
         self._error = error
 
-    def receive(self, room: Room, pages: Sequence[int], metadata_row: int) -> None:
-        """Offers the pages of the whole prompt; the row is filled with the last of them."""
-        if self.error is None:
+    def receive(
+        self,
+        room: Room,
+        pages: Sequence[int],
+        metadata_row: int,
+        states: Sequence[Any] | None = None,
+    ) -> None:
+        """Offers the pages of the whole prompt, and the states as SGLang lists them; the row is
+        filled with the last of them."""
+        if self.error is not None:
+            return
+        try:
+            blocks = EngineBlocks(self._tables.of_prompt(pages, states))
+        except InvalidArgument as error:
+            self.fail(error)
+        else:
             self._begun = True
-            self._agent.spawn(self._run(room, pages, metadata_row))
+            self._agent.spawn(self._run(room, blocks, metadata_row))
 
     def abort(self, reason: str) -> None:
         """It fails, as soon as nothing can land in its pages any more."""
@@ -92,10 +116,10 @@ class Incoming:
         if self._task is not None:
             self._task.cancel()
 
-    async def _run(self, room: Room, pages: Sequence[int], metadata_row: int) -> None:
+    async def _run(self, room: Room, blocks: EngineBlocks, metadata_row: int) -> None:
         self._task = asyncio.current_task()
         try:
-            await self._receive(room, EngineBlocks(pages), metadata_row)
+            await self._receive(room, blocks, metadata_row)
             self._received = True
         except asyncio.CancelledError:
             self._error = TransferCancelled(f"room {room.number}: aborted on decode")

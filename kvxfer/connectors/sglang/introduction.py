@@ -30,17 +30,22 @@ class Introduction(msgspec.Struct, frozen=True):
     kv_dtype: str
     page_size: int
     metadata_bytes: int
+    pools: str = ""
+    """What is kept beside K and V of pages of one size."""
     # SGLang asks for these.
     dp_size: int = 1
     follow_bootstrap_room: bool = False
 
-    def require_like(self, model: str, kv_dtype: str, page_size: int, metadata_bytes: int) -> None:
+    def require_like(
+        self, model: str, kv_dtype: str, page_size: int, metadata_bytes: int, pools: str = ""
+    ) -> None:
         """Raises InvalidArgument where decode is started with other settings."""
         for what, theirs, ours in (
             ("--served-model-name", self.model, model),
             ("--kv-cache-dtype and --dtype", self.kv_dtype, kv_dtype),
             ("--page-size", self.page_size, page_size),
             ("bytes of metadata for a request", self.metadata_bytes, metadata_bytes),
+            ("pools (buffers x bytes of an item)", self.pools, pools),
         ):
             if theirs != ours:
                 raise InvalidArgument(

@@ -7,13 +7,14 @@ import concurrent.futures
 import contextlib
 import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from kvxfer.connectors.engine_blocks import EngineBlocks
 from kvxfer.connectors.sglang.agent import Agent
 from kvxfer.connectors.sglang.pools import Metadata
 from kvxfer.connectors.sglang.progress import Progress
 from kvxfer.connectors.sglang.rooms import Room
+from kvxfer.connectors.sglang.tables import Tables
 from kvxfer.errors import InvalidArgument, KvxferError, TransferCancelled
 from kvxfer.kv.prefill_session import PrefillSession
 
@@ -26,10 +27,10 @@ _CANCEL_SECONDS: Final = 10.0
 class Outgoing:
     """SGLang's scheduler calls it; its coroutines run on the agent's loop."""
 
-    def __init__(self, agent: Agent, metadata: Metadata, num_layers: int) -> None:
+    def __init__(self, agent: Agent, metadata: Metadata, tables: Tables) -> None:
         self._agent = agent
         self._metadata = metadata
-        self._layers = range(num_layers)
+        self._tables = tables
         self._blocks = EngineBlocks(0)
         self._pages: list[int] = []
         self._task: asyncio.Task[None] | None = None  # loop only
@@ -57,15 +58,18 @@ class Outgoing:
     def begin(self, room: Room, num_pages: int) -> None:
         """The request is here, and its prompt takes so many pages."""
         self._begun = True
-        self._blocks = EngineBlocks(num_pages)
+        self._blocks = EngineBlocks(num_pages, self._tables.groups)
         self._agent.spawn(self._run(room))
 
     def fail(self, error: KvxferError) -> None:
         """It cannot even begin."""
         self.error = error
 
-    def send(self, pages: Sequence[int], metadata_row: int) -> None:
-        """The next pages of the prompt are computed; with its last ones, so is the row."""
+    def send(
+        self, pages: Sequence[int], metadata_row: int, states: Sequence[Any] | None = None
+    ) -> None:
+        """The next pages of the prompt are computed; with its last ones, so are the row and the
+        states, as SGLang lists them."""
         session = self._session
         if session is None or self.error is not None:
             return  # it has failed, which SGLang is about to hear
@@ -77,16 +81,22 @@ class Outgoing:
                     f"page {until} of a prompt of {whole} pages is sent: both sides have to be "
                     "given the same prompt"
                 )
-            self._blocks.fill(self._pages)
-            for layer in self._layers:
-                session.write_layer(layer, until)
+            last = until == whole and (states is not None or not self._tables.state_layers)
+            if pages:
+                self._blocks.fill(self._tables.of_pages(self._pages))
+                for layer in self._tables.kv_layers:
+                    session.write_layer(layer, until)
+            if last and not self._finishing:
+                self._blocks.fill(self._tables.of_prompt(self._pages, states))
+                for layer in self._tables.state_layers:
+                    session.write_layer(layer, until)
         except InvalidArgument as error:
             logger.error("room %s: %s", session.request_id, error)
             self._agent.spawn(session.cancel(str(error)))
         except KvxferError:
             pass  # the session tells its watchers
         else:
-            if until == whole and not self._finishing:
+            if last and not self._finishing:
                 self._finishing = True
                 self._agent.spawn(_finish(session, self._metadata.read(metadata_row)))
 

@@ -1,71 +1,101 @@
-"""SGLang's KV pool as a KvCache, or a refusal that says what cannot be mapped."""
+"""SGLang's KV pool, with the state beside it, as a KvCache; and its rows of metadata."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
+from kvxfer.connectors.sglang.components import KV, Buffer, Component
 from kvxfer.errors import InvalidArgument
 from kvxfer.kv.cache import KvCache, KvPlane
 from kvxfer.kv.messages import MAX_TAIL_BYTES
-from kvxfer.layout import KvLayout
+from kvxfer.layout import KvLayout, LayerShape
 
 if TYPE_CHECKING:
     from kvxfer.engine import Engine
 
 
-class Pool(Protocol):
-    """What is used of SGLang's KVArgs: addresses, lengths and bytes per page of each buffer."""
+def layout_of(components: Sequence[Component], page_size: int) -> KvLayout:
+    """The layout of a pool: a KV cache group for each component.
 
-    page_size: int
-    kv_data_ptrs: list[int]
-    kv_data_lens: list[int]
-    kv_item_lens: list[int]
-    aux_data_ptrs: list[int]
-    aux_item_lens: list[int]
-
-
-def layout_of(pool: Pool, *, mla: bool) -> KvLayout:
-    """The layout of a pool whose pages are of one size.
-
-    SGLang gives the K buffers of all layers, then those of V; MLA has one for each layer. Both
-    sides have the same heads, so that the heads of a token are taken for one wide head of bytes.
-    Raises InvalidArgument for everything else.
+    Both sides have the same heads, so that the heads of a token are taken for one wide head of
+    bytes. Raises InvalidArgument for pages that no number of bytes for each token makes.
     """
-    parts = 1 if mla else 2
-    sizes = sorted(set(pool.kv_item_lens))
-    if len(sizes) != 1:
-        raise InvalidArgument(
-            f"the pages of SGLang's KV buffers have {sizes} bytes; kvxfer moves models whose "
-            "layers, and whose K and V, are of one size"
-        )
-    [page_bytes] = sizes
-    if len(pool.kv_data_ptrs) % parts or page_bytes % pool.page_size:
-        raise InvalidArgument(
-            f"{len(pool.kv_data_ptrs)} KV buffers of {page_bytes} bytes for a page of "
-            f"{pool.page_size} tokens are no K and V for each layer"
-        )
+    of_layers = [
+        (group, _shape_of(component, layer[0], len(layer), page_size))
+        for group, component in enumerate(components)
+        for layer in component.layers
+    ]
+    shapes = list(dict.fromkeys(shape for _, shape in of_layers))
+    whole = all(component.kind == KV for component in components)
     return KvLayout(
-        num_layers=len(pool.kv_data_ptrs) // parts,
-        num_kv_heads=1,
-        head_size=page_bytes // pool.page_size,
-        dtype="uint8",
-        block_size=pool.page_size,
-        mla=mla,
+        num_layers=len(of_layers),
+        **asdict(shapes[0]),
+        block_size=page_size,
+        layer_groups=() if whole else tuple(group for group, _ in of_layers),
+        shapes=tuple(shapes[1:]),
+        layer_shapes=tuple(shapes.index(shape) for _, shape in of_layers)
+        if len(shapes) > 1
+        else (),
     )
 
 
-def register_pool(engine: Engine, pool: Pool, layout: KvLayout) -> KvCache:
-    """Registers the buffers; SGLang keeps the memory, for as long as the process runs."""
-    [page_bytes] = set(pool.kv_item_lens)
-    pages = min(pool.kv_data_lens) // page_bytes
+def _shape_of(component: Component, buffer: Buffer, parts: int, page_size: int) -> LayerShape:
+    nbytes = buffer.item_bytes
+    if component.is_row:
+        return LayerShape(
+            num_kv_heads=1,
+            head_size=nbytes,
+            dtype="uint8",
+            order="HND",
+            kv="state",
+            packing=component.kind,
+            sections=(nbytes,),
+        )
+    if nbytes % page_size:
+        raise InvalidArgument(
+            f"SGLang's buffers of {component} have pages of {nbytes} bytes for {page_size} tokens, "
+            "which kvxfer does not move; choose another --page-size"
+        )
+    return LayerShape(
+        num_kv_heads=1,
+        head_size=nbytes // page_size,
+        dtype="uint8",
+        kv="separate" if parts == 2 or component.mla else "joined",
+        mla=component.mla,
+        packing="" if parts == 2 or component.mla else component.kind,
+    )
+
+
+def group_ids(components: Sequence[Component]) -> list[range]:
+    """The block ids of each component: they share no memory, so that a page or row is known by its
+    number and what lies before."""
+    ends = list(accumulate(component.items for component in components))
+    return [range(end - one.items, end) for end, one in zip(ends, components, strict=True)]
+
+
+def register_pool(engine: Engine, components: Sequence[Component], layout: KvLayout) -> KvCache:
+    """Registers the buffers; SGLang keeps the memory, for as long as the process runs. CUDA's
+    driver says whether it is that of a GPU."""
+    alone = len(components) == 1
     planes = [
-        KvPlane(engine.register(address, pages * page_bytes), 0, page_bytes)
-        for address in pool.kv_data_ptrs
+        [
+            KvPlane(
+                engine.register(buffer.address, len(ids) * buffer.item_bytes),
+                0,
+                buffer.item_bytes,
+                None if alone else ids,
+            )
+            for buffer in layer
+        ]
+        for component, ids in zip(components, group_ids(components), strict=True)
+        for layer in component.layers
     ]
-    layers = layout.num_layers
-    return KvCache(layout, pages, [planes[layer::layers] for layer in range(layers)])
+    # There is one head, whose order is both.
+    return KvCache(layout, sum(one.items for one in components), planes, permute=None)
 
 
 class Metadata:

@@ -1,47 +1,58 @@
-"""SGLang's pools in memory of a GPU: `python -m tests.connectors.sglang.gpu_pools`."""
+"""SGLang's pools in memory of a GPU: `python -m tests.connectors.sglang.gpu_pools KIND`."""
 
 from __future__ import annotations
 
 import random
+import sys
 
 from kvxfer.connectors.sglang.progress import Progress
 from kvxfer.connectors.sglang.rooms import Room
 from kvxfer.prompt_digest import prompt_digest
-from tests.connectors.sglang.instances import LAYERS, PAGE_BYTES, PAGES, ended, two, until
+from tests.connectors.sglang.hybrid_pools import HYBRIDS, PAGES_OF_PROMPT, expected
+from tests.connectors.sglang.instances import buffer_sizes, ended, two, until
 from tests.cuda import device_memory
 from tests.cuda.bindings import context
 
 ROOM = Room(4711, prompt_digest([1, 2, 3]))
 
 
-def page(of: int, number: int) -> bytes:
-    return device_memory.read(of + number * PAGE_BYTES, PAGE_BYTES)
-
-
-def main() -> None:
-    """Pages of the GPU arrive in those of the other side, metadata in its host memory."""
+def main(kind: str) -> None:
+    """Pages and state of the GPU arrive in those of the other side, metadata in its host memory."""
     rng = random.Random(1)
+    hybrid = HYBRIDS[kind]
+    sizes = buffer_sizes(hybrid.states, hybrid.kv_page_bytes)
     ours, theirs = (
-        [device_memory.allocate(PAGES * PAGE_BYTES) for _ in range(2 * LAYERS)] for _ in range(2)
+        [device_memory.allocate(max(items * nbytes, 1)) for items, nbytes in sizes]
+        for _ in range(2)
     )
-    for place in ours:
-        device_memory.write(place, rng.randbytes(PAGES * PAGE_BYTES))
-    for place in theirs:
-        device_memory.write(place, bytes(PAGES * PAGE_BYTES))
-    with two(places=(ours, theirs)) as both:
+    for source, target, (items, nbytes) in zip(ours, theirs, sizes, strict=True):
+        device_memory.write(source, rng.randbytes(items * nbytes))
+        device_memory.write(target, bytes(items * nbytes))
+    pages, to = PAGES_OF_PROMPT
+    with two(
+        places=(ours, theirs),
+        states=hybrid.states,
+        kv_page_bytes=hybrid.kv_page_bytes,
+        mla=hybrid.mla,
+    ) as both:
         sender, receiver = both.prefill.outgoing(), both.incoming()
-        receiver.receive(ROOM, [8, 2, 5], 3)
-        sender.begin(ROOM, 3)
-        until(lambda: sender.progress is Progress.WAITING)
-        sender.send([3, 9], 1)
-        sender.send([1], 1)
+        receiver.receive(ROOM, to, 3, hybrid.target)
+        sender.begin(ROOM, len(pages))
+        until(lambda: sender.progress is not Progress.BOOTSTRAPPING)
+        assert sender.progress is Progress.WAITING, (sender.error, receiver.error)
+        sender.send(pages[:2], 1)
+        sender.send(pages[2:], 1, hybrid.source)
         ended(sender, receiver)
         assert (sender.progress, receiver.progress) == (Progress.SUCCESS, Progress.SUCCESS)
-        for source, target in zip(ours, theirs, strict=True):
-            for from_page, to_page in zip((3, 9, 1), (8, 2, 5), strict=True):
-                assert page(target, to_page) == page(source, from_page)
-            for untouched in set(range(PAGES)) - {8, 2, 5}:
-                assert not any(page(target, untouched))
+        of_items = expected(hybrid)
+        for source, target, size, wanted in zip(ours, theirs, sizes, of_items, strict=True):
+            items, nbytes = size
+            for item in range(items):
+                there = device_memory.read(target + item * nbytes, nbytes)
+                if item in wanted:
+                    assert there == device_memory.read(source + wanted[item] * nbytes, nbytes)
+                else:
+                    assert not any(there)
         for mine, other in zip(both.prefill.rows, both.decode.rows, strict=True):
             assert (mine[1] == other[3]).all()
     for place in ours + theirs:
@@ -50,4 +61,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     context()
-    main()
+    main(sys.argv[1])

@@ -13,18 +13,37 @@ import numpy as np
 
 from kvxfer.connectors.sglang.agent import Agent, MakeSpec
 from kvxfer.connectors.sglang.bootstrap import BootstrapServer, Introductions, register
+from kvxfer.connectors.sglang.components import components_of, describe
 from kvxfer.connectors.sglang.incoming import Incoming
 from kvxfer.connectors.sglang.introduction import Introduction
 from kvxfer.connectors.sglang.outgoing import Outgoing
 from kvxfer.connectors.sglang.pools import Metadata, layout_of, register_pool
 from kvxfer.connectors.sglang.progress import Progress
 from kvxfer.connectors.sglang.settings import BackendSettings
+from kvxfer.connectors.sglang.tables import Tables
 from kvxfer.model_identity import ModelIdentity
 from verify.polling import PATIENCE, wait_until
 
 KEY = b"the cluster key of these tests"
 LAYERS, PAGES, PAGE_SIZE, PAGE_BYTES = 3, 12, 16, 512
 ROWS, ROW_BYTES = 4, (64, 128)
+
+
+@dataclass(frozen=True)
+class State:
+    """One of SGLang's StateTypes: buffers of so many items, each of so many bytes."""
+
+    kind: str
+    items: int
+    item_bytes: tuple[int, ...]
+
+
+def buffer_sizes(
+    states: Sequence[State] = (), kv_page_bytes: Sequence[int] = (PAGE_BYTES,) * 2 * LAYERS
+) -> list[tuple[int, int]]:
+    """Items and bytes of an item of each buffer."""
+    sizes = [(PAGES, size) for size in kv_page_bytes]
+    return sizes + [(state.items, size) for state in states for size in state.item_bytes]
 
 
 @dataclass
@@ -35,6 +54,8 @@ class Instance:
     pool: list[np.ndarray[Any, np.dtype[np.uint8]]]
     rows: list[np.ndarray[Any, np.dtype[np.uint8]]]
     metadata: Metadata
+    tables: Tables
+    pools: str
 
     def introduction(self, **other: Any) -> Introduction:
         described = {"model": "tiny", "kv_dtype": "bfloat16", "page_size": PAGE_SIZE} | other
@@ -43,17 +64,18 @@ class Instance:
             self.agent.epoch,
             self.agent.engine_address,
             metadata_bytes=self.metadata.nbytes,
+            pools=self.pools,
             **described,
         )
 
     def outgoing(self) -> Outgoing:
-        return Outgoing(self.agent, self.metadata, LAYERS)
+        return Outgoing(self.agent, self.metadata, self.tables)
 
     def incoming(self, introductions: Introductions, address: str) -> Incoming:
         def check(about: Introduction) -> None:
-            about.require_like("tiny", "bfloat16", PAGE_SIZE, self.metadata.nbytes)
+            about.require_like("tiny", "bfloat16", PAGE_SIZE, self.metadata.nbytes, self.pools)
 
-        incoming = Incoming(self.agent, introductions, self.metadata, address, check)
+        incoming = Incoming(self.agent, introductions, self.metadata, self.tables, address, check)
         incoming.introduced()
         return incoming
 
@@ -69,33 +91,48 @@ def instance(
     gpu: str | None = None,
     root: Path = Path("/"),
     places: Sequence[int] | None = None,
+    states: Sequence[State] = (),
+    kv_page_bytes: Sequence[int] = (PAGE_BYTES,) * 2 * LAYERS,
+    mla: bool = False,
+    checksums: bool = False,
 ) -> Iterator[Instance]:
-    """`places`: where the pool's buffers lie instead of in host memory of its own."""
+    """`places`: where the pool's buffers lie, first those of the KV cache, then those of the
+    states, instead of in host memory of its own."""
     settings = BackendSettings(
         cluster_key=KEY,
         lease_seconds=lease_seconds,
         options={"peer_timeout": PATIENCE},
         control_plane=control_plane,
+        checksums=checksums,
     )
+    sizes = buffer_sizes(states, kv_page_bytes)
     pool = []
     if places is None:
-        pool = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(2 * LAYERS)]
-        places = [plane.ctypes.data for plane in pool]
+        pool = [np.zeros(size, np.uint8) for size in sizes]
+        places = [buffer.ctypes.data for buffer in pool]
+    each = [(place, items * size, size) for place, (items, size) in zip(places, sizes, strict=True)]
+    kv, rest = each[: len(kv_page_bytes)], iter(each[len(kv_page_bytes) :])
+    of_states = [[next(rest) for _ in state.item_bytes] for state in states]
     rows = [np.zeros((ROWS, width), np.uint8) for width in ROW_BYTES]
     args = SimpleNamespace(
         page_size=PAGE_SIZE,
-        kv_data_ptrs=list(places),
-        kv_data_lens=[PAGES * PAGE_BYTES] * len(places),
-        kv_item_lens=[PAGE_BYTES] * len(places),
+        kv_data_ptrs=[buffer[0] for buffer in kv],
+        kv_data_lens=[buffer[1] for buffer in kv],
+        kv_item_lens=[buffer[2] for buffer in kv],
+        state_types=[state.kind for state in states],
+        state_data_ptrs=[[buffer[0] for buffer in state] for state in of_states],
+        state_data_lens=[[buffer[1] for buffer in state] for state in of_states],
+        state_item_lens=[[buffer[2] for buffer in state] for state in of_states],
         aux_data_ptrs=[row.ctypes.data for row in rows],
         aux_item_lens=list(ROW_BYTES),
     )
-    layout = layout_of(args, mla=False)
+    components = components_of(args, mla=mla)
+    layout = layout_of(components, PAGE_SIZE)
     agent = Agent(
         settings,
         name,
         epoch,
-        lambda engine: register_pool(engine, args, layout),
+        lambda engine: register_pool(engine, components, layout),
         ModelIdentity(),
         make_spec,
         gpu=gpu,
@@ -104,7 +141,8 @@ def instance(
     agent.begin()
     agent.endpoint._connections.connect_timeout = PATIENCE
     try:
-        yield Instance(agent, pool, rows, Metadata(args.aux_data_ptrs, args.aux_item_lens))
+        metadata = Metadata(args.aux_data_ptrs, args.aux_item_lens)
+        yield Instance(agent, pool, rows, metadata, Tables(components), describe(components))
     finally:
         agent.close()
 
@@ -125,12 +163,11 @@ class Two:
 
 
 @contextlib.contextmanager
-def two(
-    *, lease_seconds: float = 10 * PATIENCE, places: Sequence[Sequence[int] | None] = (None, None)
-) -> Iterator[Two]:
+def two(*, places: Sequence[Sequence[int] | None] = (None, None), **of_both: Any) -> Iterator[Two]:
+    """`of_both`: arguments of instance()."""
     with (
-        instance("prefill", lease_seconds=lease_seconds, places=places[0]) as prefill,
-        instance("decode", lease_seconds=lease_seconds, places=places[1]) as decode,
+        instance("prefill", places=places[0], **of_both) as prefill,
+        instance("decode", places=places[1], **of_both) as decode,
     ):
         rng = np.random.default_rng(1)
         for buffer in prefill.pool + prefill.rows:
