@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Final, Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Final, Literal, NamedTuple, Self, TypeAlias, get_args
 
 from msgspec import Meta
 
@@ -292,6 +293,34 @@ class KvLayout:
                 f"{self.layer_groups!r}; put layers with blocks of different sizes into different "
                 "groups"
             )
+
+    @classmethod
+    def from_layers(
+        cls,
+        of_layers: Sequence[LayerShape],
+        block_size: int,
+        *,
+        tp_size: int = 1,
+        tp_rank: int = 0,
+        layer_groups: tuple[int, ...] = (),
+    ) -> Self:
+        """The layout of layers of these shapes. Raises InvalidArgument, also where none of them has
+        blocks of `block_size` tokens."""
+        shapes = sorted(dict.fromkeys(of_layers), key=lambda shape: shape.block_size)
+        if smallest := shapes[0].block_size:
+            raise InvalidArgument(
+                f"no layer has blocks of {block_size} tokens, the smallest have {smallest}; make "
+                f"{smallest} the block size"
+            )
+        return cls(
+            num_layers=len(of_layers),
+            **asdict(shapes[0]) | {"block_size": block_size},
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+            layer_groups=layer_groups,
+            shapes=tuple(shapes[1:]),
+            layer_shapes=tuple(map(shapes.index, of_layers)) if len(shapes) > 1 else (),
+        )
 
     def of_shape(self, shape: int) -> KvLayout:
         """The layout as if all layers had that shape; groups are a matter of the whole alone."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -29,17 +28,11 @@ def layout_of(components: Sequence[Component], page_size: int) -> KvLayout:
         for group, component in enumerate(components)
         for layer in component.layers
     ]
-    shapes = list(dict.fromkeys(shape for _, shape in of_layers))
     whole = all(component.kind == KV for component in components)
-    return KvLayout(
-        num_layers=len(of_layers),
-        **asdict(shapes[0]),
-        block_size=page_size,
+    return KvLayout.from_layers(
+        [shape for _, shape in of_layers],
+        page_size,
         layer_groups=() if whole else tuple(group for group, _ in of_layers),
-        shapes=tuple(shapes[1:]),
-        layer_shapes=tuple(shapes.index(shape) for _, shape in of_layers)
-        if len(shapes) > 1
-        else (),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvxfer.errors import InvalidArgument
@@ -118,22 +118,13 @@ def layout_of(
                 f"{len(first.tensor)}; pools of several sizes cannot be moved"
             )
         of_layers.append(_shape_of(other, cache, block_size, opaque, cache_dtype, tp_size))
-    # Those with blocks of the layout's size come first: the layout has the first one.
-    shapes = sorted(dict.fromkeys(of_layers), key=lambda shape: shape.block_size)
-    if shapes[0].block_size:
-        raise InvalidArgument(
-            f"no layer has blocks of {block_size} tokens, the smallest have "
-            f"{shapes[0].block_size}; set --block-size {shapes[0].block_size}"
-        )
     group_of = {name: index for index, names in enumerate(groups) for name in names}
-    return KvLayout(
-        num_layers=len(caches),
-        **asdict(shapes[0]) | {"block_size": block_size},
+    return KvLayout.from_layers(
+        of_layers,
+        block_size,
         tp_size=tp_size,
         tp_rank=tp_rank,
         layer_groups=tuple(group_of[name] for name in caches) if groups else (),
-        shapes=tuple(shapes[1:]),
-        layer_shapes=tuple(map(shapes.index, of_layers)) if len(shapes) > 1 else (),
     )
 
 
