@@ -1,7 +1,8 @@
 """Makes the checkpoint of a tiny model with seeded weights: `python tiny_models.py KIND FOLDER`.
 
 `sliding` has layers with a sliding window and layers without (Gemma 3), `mla` one latent vector per
-token (DeepSeek V2), `uneven` layers of different numbers of KV heads (Nemotron NAS), whose
+token (DeepSeek V2), `pools` layers with and without a window that SGLang keeps in pools apart
+(Mellum), `uneven` layers of different numbers of KV heads (Nemotron NAS), whose
 configuration is code in the checkpoint. `mamba` has Mamba 2 beside attention in each layer (Falcon
 H1).
 """
@@ -24,6 +25,8 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MellumConfig,
+    MellumForCausalLM,
     PreTrainedModel,
 )
 
@@ -53,6 +56,23 @@ def sliding() -> PreTrainedModel:
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
     )
     return Gemma3ForCausalLM(config)
+
+
+def pools() -> PreTrainedModel:
+    """As `sliding`, and no layer has experts."""
+    config = MellumConfig(
+        **_COMMON,
+        num_hidden_layers=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        mlp_layer_types=["dense"] * 6,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    )
+    return MellumForCausalLM(config)
 
 
 def mla() -> PreTrainedModel:
@@ -147,6 +167,6 @@ if __name__ == "__main__":
     if kind == "uneven":
         save_uneven(folder)
     else:
-        made = {"sliding": sliding, "mla": mla, "mamba": mamba}[kind]()
+        made = {"sliding": sliding, "pools": pools, "mla": mla, "mamba": mamba}[kind]()
         made.to(torch.float32).save_pretrained(folder)
     save_tokenizer(folder)
