@@ -103,11 +103,28 @@ class Pair:
             return first.result(), second.result()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("sglang")
     model = folder / "tiny"
     subprocess.run([SGLANG_PYTHON, tiny_llama.__file__, str(model)], check=True)
+    with running_pair(folder, model) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def window_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Of a model whose layers with a sliding window have a pool apart."""
+    folder = tmp_path_factory.mktemp("windows")
+    model = folder / "tiny"
+    maker = Path(tiny_llama.__file__).with_name("tiny_models.py")
+    subprocess.run([SGLANG_PYTHON, str(maker), "pools", str(model)], check=True)
+    with running_pair(folder, model) as servers:
+        yield servers
+
+
+@contextlib.contextmanager
+def running_pair(folder: Path, model: Path) -> Iterator[Pair]:
     port = free_port()
     fleet = Fleet(folder)
     variables = {**fleet.variables, "KVXFER_CONTROL_PLANE": fleet.url}

@@ -14,28 +14,11 @@ from kvxfer.instances import Role
 from verify.polling import wait_until
 from verify.processes.programs import free_port
 
+from .asking import assert_same, prompts
 from .conftest import Pair, wait_for
 
 # Servers of SGLang start in a minute or two; nothing here measures time.
 pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
-
-
-def prompts(rng: random.Random, count: int) -> list[list[int]]:
-    lengths = [1, 15, 16, 17, 100, 511, 512, 513, 1500, 3000]
-    return [[rng.randrange(2, 500) for _ in range(lengths[i % len(lengths)])] for i in range(count)]
-
-
-def tokens(answer: httpx2.Response) -> list[int]:
-    assert answer.is_success, answer.text
-    return list(answer.json()["output_ids"])
-
-
-def assert_same(pair: Pair, asked: list[list[int]]) -> None:
-    with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        apart = [tokens(decode) for _, decode in threads.map(pair.ask, asked)]
-        whole = list(threads.map(tokens, map(pair.aggregated.generate, asked)))
-    different = [len(p) for p, a, b in zip(asked, apart, whole, strict=True) if a != b]
-    assert not different
 
 
 def test_tokens_are_those_of_an_aggregated_server(pair: Pair, rng: random.Random) -> None:

@@ -1,10 +1,10 @@
 """Makes the checkpoint of a tiny model with seeded weights: `python tiny_models.py KIND FOLDER`.
 
 `sliding` has layers with a sliding window and layers without (Gemma 3), `large` the same with heads
-of two sizes, so that blocks have different numbers of tokens (Gemma 4). `mla` has one latent vector
-per token (DeepSeek V2), `uneven` layers of different numbers of KV heads (Nemotron NAS), whose
-configuration is code in the checkpoint. `mamba` has Mamba 2 beside attention in each layer (Falcon
-H1).
+of two sizes, so that blocks have different numbers of tokens (Gemma 4). `pools` has such layers
+that SGLang keeps in pools apart (Mellum), `mla` one latent vector per token (DeepSeek V2), `uneven`
+layers of different numbers of KV heads (Nemotron NAS), whose configuration is code in the
+checkpoint. `mamba` has Mamba 2 beside attention in each layer (Falcon H1).
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from transformers import (
     Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MellumConfig,
+    MellumForCausalLM,
     PreTrainedModel,
 )
 
@@ -73,6 +75,23 @@ def large() -> PreTrainedModel:
         tie_word_embeddings=False,
     )
     return Gemma4ForCausalLM(config)
+
+
+def pools() -> PreTrainedModel:
+    """As `sliding`, and no layer has experts."""
+    config = MellumConfig(
+        **_COMMON,
+        num_hidden_layers=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        mlp_layer_types=["dense"] * 6,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    )
+    return MellumForCausalLM(config)
 
 
 def mla() -> PreTrainedModel:
@@ -167,6 +186,7 @@ if __name__ == "__main__":
     if kind == "uneven":
         save_uneven(folder)
     else:
-        made = {"sliding": sliding, "large": large, "mla": mla, "mamba": mamba}[kind]()
+        kinds = {"sliding": sliding, "large": large, "pools": pools, "mla": mla, "mamba": mamba}
+        made = kinds[kind]()
         made.to(torch.float32).save_pretrained(folder)
     save_tokenizer(folder)

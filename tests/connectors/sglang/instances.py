@@ -95,9 +95,10 @@ def instance(
     kv_page_bytes: Sequence[int] = (PAGE_BYTES,) * 2 * LAYERS,
     mla: bool = False,
     checksums: bool = False,
+    kv_args: Any = None,
 ) -> Iterator[Instance]:
     """`places`: where the pool's buffers lie, first those of the KV cache, then those of the
-    states, instead of in host memory of its own."""
+    states, instead of in host memory of its own. `kv_args`: SGLang's of a pool of SGLang's."""
     settings = BackendSettings(
         cluster_key=KEY,
         lease_seconds=lease_seconds,
@@ -126,8 +127,8 @@ def instance(
         aux_data_ptrs=[row.ctypes.data for row in rows],
         aux_item_lens=list(ROW_BYTES),
     )
-    components = components_of(args, mla=mla)
-    layout = layout_of(components, PAGE_SIZE)
+    components = components_of(kv_args or args, mla=mla)
+    layout = layout_of(components, (kv_args or args).page_size)
     agent = Agent(
         settings,
         name,
@@ -163,11 +164,16 @@ class Two:
 
 
 @contextlib.contextmanager
-def two(*, places: Sequence[Sequence[int] | None] = (None, None), **of_both: Any) -> Iterator[Two]:
+def two(
+    *,
+    places: Sequence[Sequence[int] | None] = (None, None),
+    kv_args: Sequence[Any] = (None, None),
+    **of_both: Any,
+) -> Iterator[Two]:
     """`of_both`: arguments of instance()."""
     with (
-        instance("prefill", places=places[0], **of_both) as prefill,
-        instance("decode", places=places[1], **of_both) as decode,
+        instance("prefill", places=places[0], kv_args=kv_args[0], **of_both) as prefill,
+        instance("decode", places=places[1], kv_args=kv_args[1], **of_both) as decode,
     ):
         rng = np.random.default_rng(1)
         for buffer in prefill.pool + prefill.rows:
