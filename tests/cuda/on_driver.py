@@ -14,11 +14,15 @@ DOUBLE: Final = ROOT / "build/tests/engine_native/cuda_double"
 
 
 def run_on_driver(
-    module: str, *arguments: str, libraries: Path = DOUBLE, python: str = sys.executable
+    module: str,
+    *arguments: str,
+    libraries: Path = DOUBLE,
+    python: str = sys.executable,
+    seconds: float = 8 * PATIENCE,
 ) -> None:
-    """Runs `python -m MODULE ARGUMENTS...`, which has to end with 0: on the driver of this machine
-    where KVXFER_TEST_CUDA is set, else on the one in a folder, the double by default. `python`: of
-    another environment."""
+    """Runs `python -m MODULE ARGUMENTS...`, which has to end with 0 in so many seconds: on the
+    driver of this machine where KVXFER_TEST_CUDA is set, else on the one in a folder, the double by
+    default. `python`: of another environment."""
     paths = [str(ROOT)] if python != sys.executable else [str(ROOT), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if libraries != DOUBLE or "KVXFER_TEST_CUDA" not in environment:
@@ -26,4 +30,4 @@ def run_on_driver(
         environment["LD_LIBRARY_PATH"] = str(libraries)
     command = (python, "-m", module, *arguments)
     with Process("program", *command, environment=environment) as program:
-        program.ends(8 * PATIENCE)
+        program.ends(seconds)

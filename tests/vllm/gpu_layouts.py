@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import random
+import sys
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,9 +19,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
+from types import ModuleType
 from typing import Any, Final
 
 import torch
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
@@ -91,6 +94,10 @@ class Kept:
 
 def backends() -> Iterator[tuple[str, Any]]:
     """Names and classes of those that import here; the others are named."""
+    # vLLM's kernels are a library for each kind of processor. ROCm's backends import another one,
+    # which ends the process where one is loaded.
+    current_platform.import_kernels()
+    sys.modules["vllm._C"] = ModuleType("vllm._C")
     for member in AttentionBackendEnum:
         if member.name in ("TORCH_SDPA", "NO_ATTENTION", "CUSTOM"):
             continue  # they keep nothing

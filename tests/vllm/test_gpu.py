@@ -8,13 +8,14 @@ import pytest
 
 from tests.cuda.on_driver import run_on_driver
 from verify.control_plane import CLUSTER_KEY, RunningControlPlane
+from verify.polling import PATIENCE
 from verify.vllm.servers import VLLM_PYTHON
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(900)]
 
 
 def test_caches_of_every_backend_arrive_byte_for_byte() -> None:
-    run_on_driver("tests.vllm.gpu_layouts", python=VLLM_PYTHON)
+    run_on_driver("tests.vllm.gpu_layouts", python=VLLM_PYTHON, seconds=20 * PATIENCE)
 
 
 @pytest.mark.parametrize("layers", ["equal", "whole", "several", "large", "states", "aligned"])
