@@ -22,6 +22,7 @@ from kvxfer.cli import (
     top,
     trace,
     transfers,
+    weights,
     worker,
 )
 from kvxfer.cli.output import out, show_error
@@ -46,6 +47,7 @@ for module in (
     role,
     scale,
     simulate,
+    weights,
     demo,
     bench,
     doctor,

@@ -1,0 +1,162 @@
+"""Which of the ranks that hold the same bytes sends them.
+
+Bytes that one rank alone holds are its load in any case. The rest is dealt out so that the loads
+become level, as water finds its level in connected vessels: first what the fewest ranks hold, of
+that the most bytes first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvxfer.weights.boxes import Ints
+from kvxfer.weights.maps import Side
+
+# A near rank may send this much more than the mean, and near pairs may cost this much of balance.
+_SLACK: Final = 1.02
+
+
+class Span(NamedTuple):
+    """Units of a demand: slices of its parameters, one parameter after the other."""
+
+    demand: int
+    first: int
+    end: int
+    unit_bytes: float
+
+    @property
+    def nbytes(self) -> float:
+        return (self.end - self.first) * self.unit_bytes
+
+
+class Lot(NamedTuple):
+    """What is dealt out together: spans that go to one receiver, and that the same ranks hold."""
+
+    holders: tuple[int, ...]
+    receiver: int
+    spans: tuple[Span, ...]
+    least: float
+    """Bytes below which a sender's share is not worth an operation."""
+
+    @property
+    def nbytes(self) -> float:
+        return sum(span.nbytes for span in self.spans)
+
+
+class Near(NamedTuple):
+    """Labels of the ranks of both sides; () where they are not known."""
+
+    train: tuple[str, ...]
+    infer: tuple[str, ...]
+
+
+def near_of(train: Side, infer: Side) -> tuple[Near, ...]:
+    """The nearest first: hosts, then zones. Without those that no two ranks have in common."""
+    labels = (Near(train.hosts, infer.hosts), Near(train.zones, infer.zones))
+    return tuple(each for each in labels if set(each.train) & set(each.infer))
+
+
+def deal(lots: Sequence[Lot], loads: Ints, near: Sequence[Near]) -> list[tuple[int, Span]]:
+    """The spans with the rank that sends each.
+
+    `loads` are the bytes that each training rank sends in any case. Near ranks are preferred up to
+    2 % more than the mean, and only if the largest load stays within 2 % of what it is without
+    that.
+    """
+    order = sorted(range(len(lots)), key=lambda at: (len(lots[at].holders), -lots[at].nbytes, at))
+    sorted_lots = [lots[at] for at in order]
+    plain, largest = _deal(sorted_lots, loads, ())
+    if near:
+        nearer, its_largest = _deal(sorted_lots, loads, near)
+        if its_largest <= _SLACK * largest:
+            return nearer
+    return plain
+
+
+def _deal(
+    lots: Sequence[Lot], fixed: Ints, near: Sequence[Near]
+) -> tuple[list[tuple[int, Span]], float]:
+    loads: list[float] = fixed.astype(float).tolist()
+    full = _SLACK * (sum(loads) + sum(lot.nbytes for lot in lots)) / max(1, len(loads))
+    dealt: list[tuple[int, Span]] = []
+    for lot in lots:
+        total = lot.nbytes
+        unit = max(span.unit_bytes for span in lot.spans)
+        many = max(1, int(total / max(lot.least, unit)))
+        shares = list(_shares(lot, total, many, loads, near, full))
+        edges = list(accumulate(share for _, share in shares[:-1]))
+        for (sender, _), spans in zip(shares, split(lot.spans, edges), strict=True):
+            for span in spans:
+                dealt.append((sender, span))
+                loads[sender] += span.nbytes
+    return dealt, max(loads, default=0.0)
+
+
+def _shares(
+    lot: Lot, total: float, many: int, loads: list[float], near: Sequence[Near], full: float
+) -> Iterator[tuple[int, float]]:
+    """Bytes for each sender, of at most `many` senders at a time."""
+    left = list(lot.holders)
+    for train, infer in near:
+        beside = [rank for rank in left if train[rank] == infer[lot.receiver]]
+        beside = sorted(beside, key=lambda rank: (loads[rank], rank))[:many]
+        room = sum(max(0.0, full - loads[rank]) for rank in beside)
+        if beside and room >= total:
+            yield from _level(beside, total, loads)
+            return
+        if beside and room >= max(lot.least, 1.0):
+            found = [each for each in _level(beside, room, loads) if each[1] > 0]
+            yield from found
+            total -= room
+            taken = {rank for rank, _ in found}
+            left = [rank for rank in left if rank not in taken] or left
+    yield from _level(sorted(left, key=lambda rank: (loads[rank], rank))[:many], total, loads)
+
+
+def _level(ranks: list[int], total: float, loads: list[float]) -> list[tuple[int, float]]:
+    """`total` poured onto ranks, sorted by load, so that those that get some become level."""
+    poured = 0.0
+    wet = len(ranks)
+    for at in range(1, len(ranks)):
+        poured += loads[ranks[at - 1]]
+        if loads[ranks[at]] * at - poured >= total:
+            wet = at
+            break
+    level = (total + sum(loads[rank] for rank in ranks[:wet])) / wet
+    return [(rank, level - loads[rank]) for rank in ranks[:wet]]
+
+
+def split(spans: Sequence[Span], edges: Sequence[float]) -> list[list[Span]]:
+    """The spans, one after the other, cut at these bytes from their begin, each rounded to a whole
+    unit. There is one more list than edges."""
+    begins = [0.0, *accumulate(span.nbytes for span in spans)]
+    found: list[list[Span]] = []
+    at, first = 0, spans[0].first
+    for edge in edges:
+        to = min(max(bisect_right(begins, edge) - 1, 0), len(spans) - 1)
+        span = spans[to]
+        end = min(span.end, span.first + round((edge - begins[to]) / span.unit_bytes))
+        piece: list[Span] = []
+        while at < to:
+            piece.append(spans[at]._replace(first=first))
+            at += 1
+            first = spans[at].first
+        if end > first:
+            piece.append(span._replace(first=first, end=end))
+            first = end
+        found.append([each for each in piece if each.end > each.first])
+    rest = [spans[at]._replace(first=first), *spans[at + 1 :]]
+    found.append([each for each in rest if each.end > each.first])
+    return found
+
+
+def loads_of(senders: Ints, nbytes: Ints, ranks: int) -> Ints:
+    """Bytes of each rank."""
+    loads = np.zeros(ranks, np.int64)
+    np.add.at(loads, senders, nbytes)
+    return loads

@@ -1,0 +1,92 @@
+"""What a schedule amounts to: bytes, writes, and how evenly they are spread."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxfer.weights.balance import loads_of
+from kvxfer.weights.boxes import Ints
+from kvxfer.weights.demands import Demands
+from kvxfer.weights.operations import Operations
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Bytes of each rank, or of each NIC."""
+
+    least: int
+    mean: float
+    most: int
+
+    @property
+    def balance(self) -> float:
+        """The largest over the mean; 1 where there are no bytes."""
+        return self.most / self.mean if self.mean else 1.0
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Of one schedule."""
+
+    parameters: int
+    """Sent, each counted once."""
+    unwanted: int
+    """Parameters that training holds, and that no inference rank wants."""
+    nbytes: int
+    """On the wire, replicas at inference included."""
+    padding_bytes: int
+    """Of inference ranks, but padding: not sent."""
+    writes: int
+    largest_write: int
+    """Bytes."""
+    gathered: int
+    """Writes that have several pieces."""
+    pieces: int
+    waves: int
+    senders: Spread
+    receivers: Spread
+    sender_nics: Spread
+    receiver_nics: Spread
+
+    def seconds(self, gbps: float) -> float:
+        """That the busiest NIC takes for its bytes, at so many 10^9 bit/s."""
+        return max(self.sender_nics.most, self.receiver_nics.most) * 8 / (gbps * 1e9)
+
+
+def figures_of(
+    demands: Demands,
+    operations: Operations,
+    *,
+    waves: int,
+    sender_nics: Ints,
+    receiver_nics: Ints,
+    train_ranks: int,
+    infer_ranks: int,
+) -> Figures:
+    """`sender_nics` and `receiver_nics` are the bytes of each."""
+    pieces = operations.piece_end - operations.piece_first
+    of_write = _sums(pieces, operations.first_piece)
+    return Figures(
+        parameters=len({name for each in demands.classes for name in each.names}),
+        unwanted=len(demands.unwanted),
+        nbytes=int(operations.nbytes.sum()),
+        padding_bytes=demands.padding_bytes,
+        writes=len(operations.sender),
+        largest_write=int(operations.nbytes.max(initial=0)),
+        gathered=int((of_write > 1).sum()),
+        pieces=int(pieces.sum()),
+        waves=waves,
+        senders=spread(loads_of(operations.sender, operations.nbytes, train_ranks)),
+        receivers=spread(loads_of(operations.receiver, operations.nbytes, infer_ranks)),
+        sender_nics=spread(sender_nics),
+        receiver_nics=spread(receiver_nics),
+    )
+
+
+def spread(loads: Ints) -> Spread:
+    """Of the bytes of each rank or NIC."""
+    return Spread(int(loads.min()), float(loads.mean()), int(loads.max()))
+
+
+def _sums(values: Ints, first: Ints) -> Ints:
+    """Of each range of `values` that `first` begins."""
+    total = values.cumsum()
+    return (total[first[1:] - 1] - total[first[:-1]] + values[first[:-1]]) if len(values) else total

@@ -1,0 +1,170 @@
+"""The writes of one weight update, from a weight map: a pure function, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from kvxfer.errors import InvalidArgument
+from kvxfer.settings import check_bounds
+from kvxfer.weights.balance import loads_of, near_of
+from kvxfer.weights.boxes import Ints
+from kvxfer.weights.demands import Demands, demands_of
+from kvxfer.weights.figures import Figures, figures_of
+from kvxfer.weights.maps import WeightMap
+from kvxfer.weights.operations import Operations, operations_of
+from kvxfer.weights.waves import by_sender, in_order, nics_of, waves_of
+
+_Size = Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSettings:
+    """How a weight update is cut. Raises InvalidArgument that names the member and its bounds."""
+
+    slice_bytes: Annotated[int, Meta(ge=16, le=1 << 40)] = 64 << 20
+    """Most bytes of one write; larger pieces are cut."""
+    gather_bytes: _Size = 1 << 20
+    """Pieces of fewer bytes are gathered into one write; at most half of a slice."""
+    wave_bytes: _Size = 1 << 30
+    """Most bytes of a wave that go to one receiver."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.gather_bytes * 2 > self.slice_bytes:
+            raise InvalidArgument(
+                f"gather_bytes is {self.gather_bytes}; use at most half of slice_bytes, which is "
+                f"{self.slice_bytes}"
+            )
+        if self.wave_bytes < self.slice_bytes:
+            raise InvalidArgument(
+                f"wave_bytes is {self.wave_bytes}; use slice_bytes or more, which is "
+                f"{self.slice_bytes}"
+            )
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A box of a parameter; lengths and offsets are elements along each dimension."""
+
+    parameter: str
+    """Its name at inference."""
+    source: str
+    """Its name at training, which is another one where parameters are tied."""
+    offset: tuple[int, ...]
+    """In the whole parameter."""
+    shape: tuple[int, ...]
+    source_offset: tuple[int, ...]
+    """In the box that the sender has."""
+    target_offset: tuple[int, ...]
+    """In the box that the receiver wants."""
+
+
+class Write(msgspec.Struct, frozen=True):
+    """What goes from one training rank to one inference rank at once."""
+
+    receiver: int
+    wave: int
+    """It begins when its receiver has all bytes of the wave before."""
+    sender_nic: int
+    receiver_nic: int
+    nbytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """All writes of an update. Equal maps and settings give equal schedules."""
+
+    weights: WeightMap
+    demands: Demands
+    operations: Operations
+    wave: Ints
+    sender_nic: Ints
+    receiver_nic: Ints
+    order: Ints
+    """The operations by sender, in the order in which it begins them."""
+    figures: Figures
+
+    def writes_of(self, sender: int) -> Iterator[Write]:
+        """Of one training rank, wave by wave, in the order in which it begins them."""
+        ordered = self.operations.sender[self.order]
+        first, end = np.searchsorted(ordered, [sender, sender + 1]).tolist()
+        for at in self.order[first:end].tolist():
+            yield Write(
+                receiver=int(self.operations.receiver[at]),
+                wave=int(self.wave[at]),
+                sender_nic=int(self.sender_nic[at]),
+                receiver_nic=int(self.receiver_nic[at]),
+                nbytes=int(self.operations.nbytes[at]),
+                pieces=tuple(self._pieces(at, sender)),
+            )
+
+    def _pieces(self, at: int, sender: int) -> Iterator[Piece]:
+        operations, demands = self.operations, self.demands
+        receiver = int(operations.receiver[at])
+        for row in range(int(operations.first_piece[at]), int(operations.first_piece[at + 1])):
+            demand = int(operations.piece_demand[row])
+            made, of = operations.cuts[demand], demands.classes[int(demands.of_class[demand])]
+            for unit in range(int(operations.piece_first[row]), int(operations.piece_end[row])):
+                box = made.box(unit % made.slices, demands.box[demand])
+                first = box[:, 0]
+                yield Piece(
+                    parameter=of.names[unit // made.slices],
+                    source=of.sources[unit // made.slices],
+                    offset=tuple(first.tolist()),
+                    shape=tuple((box[:, 1] - first).tolist()),
+                    source_offset=tuple((first - of.held.whole[sender][:, 0]).tolist()),
+                    target_offset=tuple((first - of.wanted.whole[receiver][:, 0]).tolist()),
+                )
+
+
+def plan_weights(
+    weights: WeightMap,
+    settings: ScheduleSettings | None = None,
+    stage: Callable[[str], None] = lambda _: None,
+) -> Schedule:
+    """Every wanted element comes from exactly one training rank that holds it. `stage` is told what
+    is done next.
+
+    Raises InvalidArgument that names the parameter that cannot be mapped, and why.
+    """
+    settings = settings or ScheduleSettings()
+    train, infer = weights.train, weights.infer
+    stage("matching parameters")
+    demands = demands_of(weights)
+    stage("choosing senders")
+    operations = operations_of(
+        demands,
+        train.ranks,
+        slice_bytes=settings.slice_bytes,
+        gather_bytes=settings.gather_bytes,
+        near=near_of(train, infer),
+    )
+    stage("ordering writes")
+    by_receiver = in_order(operations, train.ranks, infer.ranks)
+    wave = waves_of(operations, by_receiver, settings.wave_bytes)
+    order = by_sender(operations, by_receiver, wave)
+    sender_nic = nics_of(operations.sender, operations.nbytes, order, train.nics)
+    receiver_nic = nics_of(operations.receiver, operations.nbytes, by_receiver, infer.nics)
+    stage("adding up")
+    figures = figures_of(
+        demands,
+        operations,
+        waves=int(wave.max(initial=-1)) + 1,
+        sender_nics=loads_of(
+            operations.sender * train.nics + sender_nic, operations.nbytes, train.ranks * train.nics
+        ),
+        receiver_nics=loads_of(
+            operations.receiver * infer.nics + receiver_nic,
+            operations.nbytes,
+            infer.ranks * infer.nics,
+        ),
+        train_ranks=train.ranks,
+        infer_ranks=infer.ranks,
+    )
+    return Schedule(weights, demands, operations, wave, sender_nic, receiver_nic, order, figures)
