@@ -2,11 +2,13 @@
 
 Bytes that one rank alone holds are its load in any case. The rest is dealt out so that the loads
 become level, as water finds its level in connected vessels: first what the fewest ranks hold, of
-that the most bytes first.
+that the most bytes first. What was dealt out early is then dealt out again, beside what came later
+(block coordinate descent on the sum of the squared loads).
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -19,6 +21,10 @@ from kvxfer.weights.maps import Side
 
 # A near rank may send this much more than the mean, and near pairs may cost this much of balance.
 _SLACK: Final = 1.02
+# Most rounds of dealing: they end when the largest load is this near the mean, or hardly falls.
+_PASSES: Final = 8
+_ENOUGH: Final = 1.01
+_WORTH_IT: Final = 0.999
 
 
 class Span(NamedTuple):
@@ -83,18 +89,36 @@ def _deal(
 ) -> tuple[list[tuple[int, Span]], float]:
     loads: list[float] = fixed.astype(float).tolist()
     full = _SLACK * (sum(loads) + sum(lot.nbytes for lot in lots)) / max(1, len(loads))
-    dealt: list[tuple[int, Span]] = []
-    for lot in lots:
-        total = lot.nbytes
-        unit = max(span.unit_bytes for span in lot.spans)
-        many = max(1, int(total / max(lot.least, unit)))
-        shares = list(_shares(lot, total, many, loads, near, full))
-        edges = list(accumulate(share for _, share in shares[:-1]))
-        for (sender, _), spans in zip(shares, split(lot.spans, edges), strict=True):
-            for span in spans:
-                dealt.append((sender, span))
+    enough = max(_ENOUGH / _SLACK * full, max(loads, default=0.0))
+    dealt: list[list[tuple[int, Span]]] = [[] for _ in lots]
+    best, largest = dealt, math.inf
+    for _ in range(_PASSES):
+        for at, lot in enumerate(lots):
+            for sender, span in dealt[at]:
+                loads[sender] -= span.nbytes
+            dealt[at] = _deal_one(lot, loads, near, full)
+            for sender, span in dealt[at]:
                 loads[sender] += span.nbytes
-    return dealt, max(loads, default=0.0)
+        before, now = largest, max(loads, default=0.0)
+        if now < largest:
+            best, largest = list(dealt), now
+        if largest <= enough or now > _WORTH_IT * before:
+            break
+    return [each for of_lot in best for each in of_lot], largest
+
+
+def _deal_one(
+    lot: Lot, loads: list[float], near: Sequence[Near], full: float
+) -> list[tuple[int, Span]]:
+    total = lot.nbytes
+    unit = max(span.unit_bytes for span in lot.spans)
+    many = max(1, int(total / max(lot.least, unit)))
+    shares = list(_shares(lot, total, many, loads, near, full))
+    edges = list(accumulate(share for _, share in shares[:-1]))
+    parts = split(lot.spans, edges)
+    return [
+        (sender, span) for (sender, _), spans in zip(shares, parts, strict=True) for span in spans
+    ]
 
 
 def _shares(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
+from msgspec import structs
 
+from kvxfer.weights.balance import Lot, Near, Span, deal
 from kvxfer.weights.cuts import cut
-from kvxfer.weights.maps import Parameters, Side, WeightMap
+from kvxfer.weights.maps import Parameters, Part, Side, WeightMap
 from kvxfer.weights.schedule import Schedule, ScheduleSettings, plan_weights
 
 SMALL = ScheduleSettings(slice_bytes=1 << 16, gather_bytes=1 << 10, wave_bytes=1 << 20)
@@ -59,6 +62,26 @@ def test_replicas_relieve_ranks_that_alone_hold_other_bytes() -> None:
     assert sent == [640 << 10] * 3
 
 
+def held_by(name: str, ranks: tuple[int, ...], rows: int) -> tuple[Parameters, Parameters]:
+    """A parameter of so many KiB that these training ranks have; and as one inference rank wants
+    it."""
+    wanted = Parameters(name=name, shape=(rows, 1024), dtype="uint8")
+    part = Part(ranks=ranks, offset=(0, 0), shape=(rows, 1024))
+    return structs.replace(wanted, parts=(part,)), wanted
+
+
+def test_what_is_dealt_out_later_moves_what_came_before() -> None:
+    """Rank 0 is spared by rank 1, which cannot spare rank 2."""
+    pairs = [
+        held_by("alone", (2,), 6400),
+        held_by("early", (0, 1), 6400),
+        held_by("late", (0, 2), 5760),
+    ]
+    train = Side(mesh={"rank": 3}, parameters=tuple(held for held, _ in pairs))
+    infer = Side(mesh={"rank": 1}, parameters=tuple(wanted for _, wanted in pairs))
+    assert plan(train, infer).figures.senders.balance <= 1.05
+
+
 def test_near_ranks_send_where_balance_allows() -> None:
     hosts = ("a", "a", "b", "b")
     train = Side(mesh={"replica": 4}, parameters=(layers(64),), hosts=hosts)
@@ -78,6 +101,18 @@ def test_nearness_does_not_cost_balance() -> None:
     train = Side(mesh={"replica": 4}, parameters=(layers(64),), zones=zones)
     infer = Side(mesh={"replica": 4}, parameters=(layers(64),), zones=("a",) * 4)
     assert plan(train, infer).figures.senders.balance <= 1.05
+
+
+def test_near_ranks_are_not_preferred_where_whole_slices_make_that_uneven() -> None:
+    """Rank 0 sends 5 bytes in any case. Rank 1, which is near, would send 15 of the 22 others."""
+    lots = [
+        Lot((0, 1), 0, (Span(0, 0, 2, 5.0),), 1.0),
+        Lot((0, 1), 0, (Span(1, 0, 6, 2.0),), 1.0),
+    ]
+    sent = [5.0, 0.0]
+    for rank, span in deal(lots, np.array([5, 0]), [Near(("b", "a"), ("a",))]):
+        sent[rank] += span.nbytes
+    assert sorted(sent) == [13.0, 14.0]
 
 
 def test_nics_of_a_rank_share_its_bytes() -> None:
