@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from kvxfer.cli.options import with_options
-from kvxfer.weights.schedule import ScheduleSettings
+from kvxfer.weights.settings import ScheduleSettings
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -4,48 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
-from kvxfer.errors import InvalidArgument
-from kvxfer.settings import check_bounds
 from kvxfer.weights.balance import loads_of, near_of
 from kvxfer.weights.boxes import Ints
 from kvxfer.weights.demands import Demands, demands_of
 from kvxfer.weights.figures import Figures, figures_of
 from kvxfer.weights.maps import WeightMap
 from kvxfer.weights.operations import Operations, operations_of
+from kvxfer.weights.settings import ScheduleSettings
 from kvxfer.weights.waves import by_sender, in_order, nics_of, waves_of
-
-_Size = Annotated[int, Meta(ge=1, le=1 << 40)]
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleSettings:
-    """How a weight update is cut. Raises InvalidArgument that names the member and its bounds."""
-
-    slice_bytes: Annotated[int, Meta(ge=16, le=1 << 40)] = 64 << 20
-    """Most bytes of one write; larger pieces are cut."""
-    gather_bytes: _Size = 1 << 20
-    """Pieces of fewer bytes are gathered into one write; at most half of a slice."""
-    wave_bytes: _Size = 1 << 30
-    """Most bytes of a wave that go to one receiver."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
-        if self.gather_bytes * 2 > self.slice_bytes:
-            raise InvalidArgument(
-                f"gather_bytes is {self.gather_bytes}; use at most half of slice_bytes, which is "
-                f"{self.slice_bytes}"
-            )
-        if self.wave_bytes < self.slice_bytes:
-            raise InvalidArgument(
-                f"wave_bytes is {self.wave_bytes}; use slice_bytes or more, which is "
-                f"{self.slice_bytes}"
-            )
 
 
 class Piece(msgspec.Struct, frozen=True):

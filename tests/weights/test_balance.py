@@ -11,7 +11,8 @@ from msgspec import structs
 from kvxfer.weights.balance import Lot, Near, Span, deal
 from kvxfer.weights.cuts import cut
 from kvxfer.weights.maps import Parameters, Part, Side, WeightMap
-from kvxfer.weights.schedule import Schedule, ScheduleSettings, plan_weights
+from kvxfer.weights.schedule import Schedule, plan_weights
+from kvxfer.weights.settings import ScheduleSettings
 
 SMALL = ScheduleSettings(slice_bytes=1 << 16, gather_bytes=1 << 10, wave_bytes=1 << 20)
 

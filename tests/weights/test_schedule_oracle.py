@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kvxfer.weights.document import as_document, parse_map
 from kvxfer.weights.maps import Parameters, Part, Side, WeightMap
-from kvxfer.weights.schedule import ScheduleSettings, plan_weights
+from kvxfer.weights.schedule import plan_weights
+from kvxfer.weights.settings import ScheduleSettings
 
 from . import oracle
 
