@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvxfer.layout import KvLayout
-from kvxfer.reference.config import LlamaConfig
+from kvxfer.reference.config import DEMO_CONFIG, LlamaConfig
 
 BLOCK_SIZE: Final = 16
 
@@ -64,15 +64,4 @@ def on_gpu(repeats: int) -> Settings:
 
 def smoke() -> Settings:
     """Seconds on a processor: whether it works at all."""
-    config = LlamaConfig(
-        name="bench-gpu-smoke",
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_size=16,
-        max_position=256,
-    )
-    return Settings(config, "float32", None, (40, 100), 2)
+    return Settings(DEMO_CONFIG, "float32", None, (40, 100), 2)

@@ -12,7 +12,8 @@ from kvxfer.weights.maps import WeightMap
 
 
 def read_map(path: Path) -> WeightMap:
-    """Raises InvalidArgument that names the file, the member, its value and the remedy."""
+    """Raises InvalidArgument that names the file and the member: of a value of a wrong type or size
+    its path, otherwise the value, too."""
     try:
         document = path.read_bytes()
     except OSError as error:

@@ -56,6 +56,11 @@ def test_a_block_outside_of_the_window_is_never_sent() -> None:
     assert BLOCKS.table(rows, 33) == ((7, 8), (5, 6)), "of two blocks and a token"
 
 
+def test_a_table_for_other_groups_does_not_end_the_engine() -> None:
+    assert BLOCKS.table([], 60) == ()
+    assert BLOCKS.table([[7, 8]], 60) == ((7, 8),)
+
+
 def test_each_step_sends_the_blocks_of_each_group() -> None:
     side = TransferScheduler(BLOCKS, lambda params: Role.PREFILL, 10.0)
     side.arrived("r", PARAMS, 60, b"digest")

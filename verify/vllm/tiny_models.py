@@ -44,18 +44,21 @@ _COMMON = {
     "max_position_embeddings": 8192,
     "initializer_range": 0.2,
 }
+_WINDOWS = {
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+}
 
 
 def sliding() -> PreTrainedModel:
     """Two layers of three have a window."""
     config = Gemma3TextConfig(
         **_COMMON,
-        num_hidden_layers=6,
-        num_key_value_heads=2,
-        head_dim=32,
+        **_WINDOWS,
         query_pre_attn_scalar=32,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
     )
     return Gemma3ForCausalLM(config)
 
@@ -64,14 +67,10 @@ def large() -> PreTrainedModel:
     """vLLM gives layers with a window blocks of twice as many tokens as those without."""
     config = Gemma4TextConfig(
         **_COMMON,
-        num_hidden_layers=6,
-        num_key_value_heads=2,
-        head_dim=32,
+        **_WINDOWS,
         global_head_dim=64,
         hidden_size_per_layer_input=0,
         vocab_size_per_layer_input=VOCABULARY,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         tie_word_embeddings=False,
     )
     return Gemma4ForCausalLM(config)
@@ -81,11 +80,7 @@ def pools() -> PreTrainedModel:
     """As `sliding`, and no layer has experts."""
     config = MellumConfig(
         **_COMMON,
-        num_hidden_layers=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        **_WINDOWS,
         mlp_layer_types=["dense"] * 6,
         num_experts=4,
         num_experts_per_tok=2,

@@ -58,7 +58,7 @@ class LayerCache:
     state: LayerShape | None = None
     """Of a recurrent layer."""
     block_size: int | None = None
-    """Tokens per block, where that is not the model's."""
+    """Tokens per block; None for the layout's."""
 
 
 def require_movable(config: VllmConfig, platform: Any) -> None:

@@ -84,10 +84,13 @@ class PromptBlocks:
 
     def table(self, block_ids: Sequence[Sequence[int]], prompt_tokens: int) -> BlockTable:
         """Those that travel of the blocks of a prompt, as far as they are allocated. The others
-        may have been given back, and hold something else."""
+        may have been given back, and hold something else.
+
+        Raises nothing, as that would end vLLM's engine: sessions refuse a table for other groups.
+        """
         rows = [
             self.in_place(group, ids, prompt_tokens)
-            for group, ids in zip(self.groups, block_ids, strict=True)
+            for group, ids in zip(self.groups, block_ids, strict=False)
         ]
         known = max((max(row) + 1 for row in rows if row), default=0)
         return tuple(tuple(row.get(at, NULL_BLOCK) for at in range(known)) for row in rows)

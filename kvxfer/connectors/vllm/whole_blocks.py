@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -15,6 +15,11 @@ from kvxfer.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from kvxfer.layout import KvLayout
+
+_NOT_TOGETHER: Final = (
+    f"{WHOLE_BLOCKS} is set, and the layers of a block do not lie side by side; set "
+    f"VLLM_KV_CACHE_LAYOUT to BLHNC or BLNHC (not on CPUs), or {WHOLE_BLOCKS} to false"
+)
 
 
 def as_whole_blocks(caches: Mapping[str, LayerCache], layout: KvLayout) -> dict[str, LayerCache]:
@@ -51,9 +56,3 @@ def as_whole_blocks(caches: Mapping[str, LayerCache], layout: KvLayout) -> dict[
     order = [list(caches).index(name) for name in in_memory]
     digest = hashlib.sha256(repr((sorted(kept.items()), order)).encode()).hexdigest()
     return {list(caches)[-1]: LayerCache(whole, packing=f"whole {digest[:16]}")}
-
-
-_NOT_TOGETHER = (
-    f"{WHOLE_BLOCKS} is set, and the layers of a block do not lie side by side; set "
-    f"VLLM_KV_CACHE_LAYOUT to BLHNC or BLNHC (not on CPUs), or {WHOLE_BLOCKS} to false"
-)
