@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from kvxfer.cli.options import with_options
-from kvxfer.weights.settings import ScheduleSettings
+from kvxfer.weights.plan.settings import ScheduleSettings
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvxfer.weights.figures import Figures, Spread
     from kvxfer.weights.maps import WeightMap
-    from kvxfer.weights.schedule import Schedule
+    from kvxfer.weights.plan.figures import Figures, Spread
+    from kvxfer.weights.plan.schedule import Schedule
 
 _STAGES: Final = 4
 _NAMES_SHOWN: Final = 3
@@ -55,7 +55,7 @@ def plan(
     from kvxfer.cli.output import out, show_json
     from kvxfer.clock import SYSTEM_CLOCK
     from kvxfer.errors import InvalidArgument
-    from kvxfer.weights.schedule import plan_weights
+    from kvxfer.weights.plan.schedule import plan_weights
 
     if not (isfinite(gbps) and gbps > 0):
         raise InvalidArgument(f"--gbps is {gbps}; use more than 0")

@@ -13,7 +13,7 @@ from kvxfer.errors import InvalidArgument
 from kvxfer.weights.document import as_document, parse_map, read_map
 from kvxfer.weights.maps import Parameters
 from kvxfer.weights.models import MODELS, model_map
-from kvxfer.weights.schedule import plan_weights
+from kvxfer.weights.plan.schedule import plan_weights
 
 
 def document(**parameters: Any) -> dict[str, Any]:

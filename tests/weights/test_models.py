@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer.errors import InvalidArgument
 from kvxfer.weights.models import model_map
-from kvxfer.weights.schedule import Schedule, plan_weights
+from kvxfer.weights.plan.schedule import Schedule, plan_weights
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.connectors.api_watch import ApiWatch, engine_api
-from kvxfer.connectors.loop_thread import LoopThread
 from kvxfer.connectors.sglang.rooms import Rooms
 from kvxfer.connectors.sglang.settings import BackendSettings
 from kvxfer.connectors.transfer_engine import MakeCache, fleet_place, transfer_engine
@@ -24,6 +23,7 @@ from kvxfer.instances import InstanceSpec, Load, Role
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.load_meter import LoadMeter
+from kvxfer.loop_thread import LoopThread
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.unreadable import UNREADABLE
 

@@ -18,7 +18,6 @@ from kvxfer.client import Registration
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.connectors.api_watch import ApiWatch
 from kvxfer.connectors.cores import leave_openmp_cores
-from kvxfer.connectors.loop_thread import START_SECONDS, LoopThread
 from kvxfer.connectors.transfer_engine import MakeCache, fleet_place, transfer_engine
 from kvxfer.connectors.vllm.kv_events import CacheChanges
 from kvxfer.connectors.vllm.plan import Counted
@@ -30,6 +29,7 @@ from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.kv.messages import VERSIONS
 from kvxfer.load_meter import LoadMeter
+from kvxfer.loop_thread import START_SECONDS, LoopThread
 from kvxfer.model_identity import ModelIdentity
 from kvxfer.tracing.setup import tracing
 

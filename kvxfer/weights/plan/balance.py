@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvxfer.weights.boxes import Ints
 from kvxfer.weights.maps import Side
+from kvxfer.weights.plan.boxes import Ints
 
 # A near rank may send this much more than the mean, and near pairs may cost this much of balance.
 _SLACK: Final = 1.02

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kvxfer.weights.balance import loads_of, near_of
-from kvxfer.weights.boxes import Ints
-from kvxfer.weights.demands import Demands, demands_of
-from kvxfer.weights.figures import Figures, figures_of
 from kvxfer.weights.maps import WeightMap
-from kvxfer.weights.operations import Operations, operations_of
-from kvxfer.weights.settings import ScheduleSettings
-from kvxfer.weights.waves import by_sender, in_order, nics_of, waves_of
+from kvxfer.weights.plan.balance import loads_of, near_of
+from kvxfer.weights.plan.boxes import Ints
+from kvxfer.weights.plan.demands import Demands, demands_of
+from kvxfer.weights.plan.figures import Figures, figures_of
+from kvxfer.weights.plan.operations import Operations, operations_of
+from kvxfer.weights.plan.settings import ScheduleSettings
+from kvxfer.weights.plan.waves import by_sender, in_order, nics_of, waves_of
 
 
 class Piece(msgspec.Struct, frozen=True):

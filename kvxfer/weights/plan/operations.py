@@ -13,10 +13,10 @@ from itertools import groupby
 
 import numpy as np
 
-from kvxfer.weights.balance import Lot, Near, Span, deal, loads_of, split
-from kvxfer.weights.boxes import Ints
-from kvxfer.weights.cuts import Cut, cut
-from kvxfer.weights.demands import Demands
+from kvxfer.weights.plan.balance import Lot, Near, Span, deal, loads_of, split
+from kvxfer.weights.plan.boxes import Ints
+from kvxfer.weights.plan.cuts import Cut, cut
+from kvxfer.weights.plan.demands import Demands
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvxfer.weights.boxes import Ints
+from kvxfer.weights.plan.boxes import Ints
 
 
 class Cut(NamedTuple):

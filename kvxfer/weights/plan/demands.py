@@ -16,7 +16,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from kvxfer.errors import InvalidArgument
-from kvxfer.weights.boxes import (
+from kvxfer.weights.maps import Parameters, Side, WeightMap
+from kvxfer.weights.plan.boxes import (
     Ints,
     Pattern,
     disjoint,
@@ -25,7 +26,6 @@ from kvxfer.weights.boxes import (
     said,
     volumes,
 )
-from kvxfer.weights.maps import Parameters, Side, WeightMap
 
 _Owners: TypeAlias = tuple[int, ...]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvxfer.weights.maps import Parameters, Side, WeightMap
-from kvxfer.weights.schedule import Schedule
+from kvxfer.weights.plan.schedule import Schedule
 
 NOTHING = -1
 

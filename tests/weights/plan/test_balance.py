@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from kvxfer.weights.balance import Lot, Near, Span, deal
-from kvxfer.weights.cuts import cut
 from kvxfer.weights.maps import Parameters, Part, Side, WeightMap
-from kvxfer.weights.schedule import Schedule, plan_weights
-from kvxfer.weights.settings import ScheduleSettings
+from kvxfer.weights.plan.balance import Lot, Near, Span, deal
+from kvxfer.weights.plan.cuts import cut
+from kvxfer.weights.plan.schedule import Schedule, plan_weights
+from kvxfer.weights.plan.settings import ScheduleSettings
 
 SMALL = ScheduleSettings(slice_bytes=1 << 16, gather_bytes=1 << 10, wave_bytes=1 << 20)
 

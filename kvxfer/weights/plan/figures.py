@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from kvxfer.weights.balance import loads_of
-from kvxfer.weights.boxes import Ints
-from kvxfer.weights.demands import Demands
-from kvxfer.weights.operations import Operations
+from kvxfer.weights.plan.balance import loads_of
+from kvxfer.weights.plan.boxes import Ints
+from kvxfer.weights.plan.demands import Demands
+from kvxfer.weights.plan.operations import Operations
 
 
 class Spread(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""A thread with an event loop, for connectors that an engine calls from its threads."""
+"""A thread with an event loop, for programs that call it from threads without one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LoopThread(abc.ABC):
         self._looked_at = self._asked_at = -math.inf
         self._asked_since: float | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._main, name="kvxfer-agent", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="kvxfer-loop", daemon=True)
 
     @abc.abstractmethod
     async def _serve(self) -> None:
@@ -58,11 +58,11 @@ class LoopThread(abc.ABC):
             running = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:
             work.close()
-            raise EngineClosed("the agent of this connector has ended") from error
+            raise EngineClosed("this loop thread has ended") from error
         try:
             return running.result(seconds)
         except concurrent.futures.CancelledError as error:
-            raise EngineClosed("the agent of this connector has ended") from error
+            raise EngineClosed("this loop thread has ended") from error
 
     def answers(self, seconds: float, now: float) -> bool:
         """False once the loop has done nothing for so many seconds. For one thread that asks often:
@@ -87,7 +87,7 @@ class LoopThread(abc.ABC):
             self._loop.call_soon_threadsafe(self._begin, work)
         except RuntimeError as error:
             work.close()
-            raise EngineClosed("the agent of this connector has ended") from error
+            raise EngineClosed("this loop thread has ended") from error
 
     def close(self) -> None:
         """Ends _serve(). Any number of times."""

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvxfer.weights.document import as_document, parse_map
 from kvxfer.weights.maps import Parameters, Part, Side, WeightMap
-from kvxfer.weights.schedule import plan_weights
-from kvxfer.weights.settings import ScheduleSettings
+from kvxfer.weights.plan.schedule import plan_weights
+from kvxfer.weights.plan.settings import ScheduleSettings
 
 from . import oracle
 

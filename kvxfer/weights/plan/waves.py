@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvxfer.weights.boxes import Ints
-from kvxfer.weights.operations import Operations
+from kvxfer.weights.plan.boxes import Ints
+from kvxfer.weights.plan.operations import Operations
 
 
 def in_order(operations: Operations, senders: int, receivers: int) -> Ints:
