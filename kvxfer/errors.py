@@ -234,6 +234,45 @@ class PromptTooLong(TransferError, ValueError):
     code = "prompt-too-long"
 
 
+# --- weight updates --------------------------------------------------------------------------
+
+
+class WeightUpdateError(KvxferError):
+    """An update of a model's weights failed."""
+
+    code = "weight-update-error"
+
+
+class WeightUpdateAborted(WeightUpdateError):
+    """Not all ranks have staged the update: none applies it, and all serve what they served."""
+
+    code = "weight-update-aborted"
+
+
+class WeightsMismatch(WeightUpdateError):
+    """What training ranks hold does not fit what inference ranks want."""
+
+    code = "weights-mismatch"
+
+
+class NotStaged(WeightUpdateError):
+    """The rank has not staged the update that it is to apply."""
+
+    code = "not-staged"
+
+
+class DigestMismatch(WeightUpdateError):
+    """The weights that arrived are not those that the training rank sent."""
+
+    code = "digest-mismatch"
+
+
+class WrongVersion(WeightUpdateError):
+    """The request demands another version of the weights than the one that is served."""
+
+    code = "wrong-version"
+
+
 # --- control plane ---------------------------------------------------------------------------
 
 

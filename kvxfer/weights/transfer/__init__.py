@@ -1,0 +1,1 @@
+"""Weight updates carried out: senders, receivers, and the coordinator that they vote to."""

@@ -1,0 +1,37 @@
+"""Where an inference rank stages what it wants: one region, a place for each of its boxes."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from kvxfer.weights.holdings import Holding, Holdings
+
+ALIGNMENT: Final = 256
+"""Bytes; enough for any dtype and for the vector loads of processors and GPUs."""
+
+
+class Place(NamedTuple):
+    """Of one box, whose elements are contiguous, the last dimension fastest."""
+
+    holding: Holding
+    offset: int
+    """Bytes from the begin of the arena."""
+    nbytes: int
+
+
+class Arena(NamedTuple):
+    """Equal holdings have equal arenas, so senders know them without being told."""
+
+    places: dict[str, Place]
+    nbytes: int
+
+
+def arena_of(holdings: Holdings) -> Arena:
+    """By the names of the parameters; what is tied to another one has no place."""
+    places: dict[str, Place] = {}
+    at = 0
+    for holding in sorted(holdings.parameters, key=lambda each: each.name):
+        if holding.name not in holdings.tied:
+            places[holding.name] = Place(holding, at, holding.nbytes)
+            at += -(-holding.nbytes // ALIGNMENT) * ALIGNMENT
+    return Arena(places, max(at, 1))
