@@ -19,6 +19,8 @@ class Fault(NamedTuple):
     act: Act
     decided: bool = False
     """Whether the update may have been decided by then."""
+    nth: int = 1
+    """Which of several such messages of an update it is."""
 
     @property
     def stage(self) -> str:
@@ -67,4 +69,14 @@ def catalogue() -> list[Fault]:
         found += [Fault("trainer-0", "receive", "Vote", act)]
         found += [Fault("trainer-0", *at, act, True) for at in decided]
         found += [Fault(v, *at, act, True) for v in ("pair-0", "single-0") for at in committing]
-    return found
+    return found + [each._replace(nth=2) for each in found if _several(each)]
+
+
+def _several(fault: Fault) -> bool:
+    """Whether the victim sends or is given such a message more than once in an update."""
+    if fault.victim.startswith("trainer"):
+        kinds = {"receive Grant", "receive Vote", "receive Applied"}
+        kinds |= {"send Sent", "send Prepare", "send Commit"}
+    else:
+        kinds = {"send Grant", "receive Sent"}
+    return fault.stage in kinds

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from verify.polling import PATIENCE, eventually
-from verify.processes.process import ROOT, Process, ProcessFailed
+from verify.processes.process import ROOT, Process
 
 from .content import INSTANCES, TRAINERS
 
@@ -61,8 +61,8 @@ class Control:
 class Fleet:
     """Loop only."""
 
-    def __init__(self, fabric: str, folder: Path) -> None:
-        self._fabric = fabric
+    def __init__(self, fabric: str, defect: str, folder: Path) -> None:
+        self._common = {"fabric": fabric, "defect": defect}
         self._folder = folder
         self._processes: dict[str, Process] = {}
         self._controls: dict[str, Control] = {}
@@ -118,7 +118,7 @@ class Fleet:
             "verify.faults.weights.member",
             name,
             self._path,
-            json.dumps({"fabric": self._fabric, **options}),
+            json.dumps({**self._common, **options}),
             folder=self._folder / "logs",
             environment={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
@@ -207,11 +207,8 @@ def _free_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def fleet(fabric: str) -> AsyncIterator[Fleet]:
+async def fleet(fabric: str, defect: str = "") -> AsyncIterator[Fleet]:
     with tempfile.TemporaryDirectory(prefix="kvxfer-weights-") as folder:
-        made = Fleet(fabric, Path(folder))
+        made = Fleet(fabric, defect, Path(folder))
         async with made.running():
             yield made
-
-
-__all__ = ["Control", "Fleet", "ProcessFailed", "fleet"]

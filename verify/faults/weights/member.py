@@ -28,6 +28,7 @@ from kvxfer.weights.transfer.settings import UpdateSettings
 from verify.polling import eventually
 
 from .content import TRAINERS, Array, boxes, held, wanted, whole
+from .defects import DEFECTS
 
 KEY = "chaos of weight updates, 32 bytes"
 _FOLLOWER_SECONDS = 3.0
@@ -231,6 +232,8 @@ async def main(name: str, control: str, options: dict[str, Any]) -> None:
         # At once: the process may be about to end.
         os.write(writer.get_extra_info("socket").fileno(), json.dumps(answer).encode() + b"\n")
 
+    if options["defect"]:
+        DEFECTS[options["defect"]][0]()
     kind, rank = name.rsplit("-", 1)
     breakage = Breakage(tell)
     member: TrainingRank | InferenceRank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,20 +16,6 @@ from .fleet import Control, Fleet, fleet
 
 _HANG_SECONDS: Final = 12.0
 """The longest deadline of the updates is 8 s."""
-_SEVERAL: Final = {
-    ("trainer", "receive Grant"),
-    ("trainer", "receive Vote"),
-    ("trainer", "receive Applied"),
-    ("trainer", "send Sent"),
-    ("trainer", "send Prepare"),
-    ("trainer", "send Commit"),
-    ("pair", "send Grant"),
-    ("pair", "receive Sent"),
-    ("single", "send Grant"),
-    ("single", "receive Sent"),
-}
-"""Messages that a member sends or is given more than once in an update: half of the faults come at
-the second one."""
 _PAUSE: Final = 0.02
 _TRAINER_NAMES: Final = [f"trainer-{rank}" for rank in range(TRAINERS)]
 
@@ -50,19 +36,24 @@ class Round:
 
 
 async def run(
-    fabric: str, count: int, rng: random.Random, tell: Callable[[Round], None]
+    fabric: str,
+    count: int,
+    rng: random.Random,
+    tell: Callable[[Round], None] = lambda _: None,
+    *,
+    faults: Sequence[Fault] = (),
+    defect: str = "",
 ) -> list[Round]:
-    """So many rounds; each kind of fault comes before any comes again."""
-    kinds = catalogue()
+    """So many rounds; each of `faults` comes before any comes again, or each of the catalogue.
+    Ends with the first that breaks a promise. `defect` is one of DEFECTS."""
+    kinds = list(faults or catalogue())
     rng.shuffle(kinds)
     done: list[Round] = []
-    async with fleet(fabric) as at:
+    async with fleet(fabric, defect) as at:
         await at.joined()
         for number in range(count):
             round_ = Round(kinds[number % len(kinds)])
-            fault = round_.fault
-            several = (fault.victim.split("-")[0], fault.stage) in _SEVERAL and rng.random() < 0.5
-            await _faulted(at, round_, 2 if several else 1)
+            await _faulted(at, round_)
             await _repaired(at, round_)
             done.append(round_)
             tell(round_)
@@ -71,13 +62,13 @@ async def run(
     return done
 
 
-async def _faulted(at: Fleet, round_: Round, count: int) -> None:
+async def _faulted(at: Fleet, round_: Round) -> None:
     fault, version = round_.fault, at.served + 1
     if fault.kind in ("Plan", "Planned"):
         await at.rejoin()
     victim = at.control(fault.victim)
     victim.broken_at = None
-    await victim.ask(do="break", on=fault.on, kind=fault.kind, act=fault.act, count=count)
+    await victim.ask(do="break", on=fault.on, kind=fault.kind, act=fault.act, count=fault.nth)
     pushes = {
         name: asyncio.ensure_future(at.control(name).ask(_HANG_SECONDS, do="push", version=version))
         for name in _TRAINER_NAMES
