@@ -57,7 +57,7 @@ async def announce(
 
 
 @router.get("", summary="List", responses=responses(InvalidArgument, ControlPlaneUnavailable))
-@allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN, Scope.MONITOR)
+@allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def list_updates(
     app: ControlPlaneDep, model: Annotated[str | None, Query(max_length=256)] = None
 ) -> WeightUpdateList:
@@ -71,7 +71,7 @@ async def list_updates(
     summary="Get",
     responses=responses(InvalidArgument, UnknownWeightUpdate, ControlPlaneUnavailable),
 )
-@allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN, Scope.MONITOR)
+@allow(Scope.WORKER, Scope.ROUTER, Scope.ADMIN)
 async def get(update_id: _UpdateId, app: ControlPlaneDep) -> WeightUpdate:
     return await app.registry.update(update_id)
 

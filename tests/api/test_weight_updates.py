@@ -1,4 +1,4 @@
-"""`/v1/weights/updates`: a training job tells of its updates, and instances ask what was decided."""
+"""`/v1/weights/updates`: a training job tells of an update, and instances ask what was decided."""
 
 from __future__ import annotations
 

@@ -126,18 +126,8 @@ def test_weight_updates_as_a_table_and_as_json(server, client):
     staged = PartReport(instance_id="a", state=PartState.STAGED, pause_seconds=0.25)
     client.report_weight_update("u", ReportUpdate(instances=(staged,)))
     (row,) = rows(shown(server.url, "weights", "updates"))
-    assert row[:10] == [
-        "u",
-        "llama",
-        "7",
-        "staging",
-        "1",
-        "staged,",
-        "1",
-        "receiving",
-        "0.250",
-        "s",
-    ]
+    assert row[:8] == ["u", "llama", "7", "staging", "1", "staged,", "1", "receiving"]
+    assert row[8:10] == ["0.250", "s"]
     client.decide_weight_update("u", Decision.ABORT)
     table = shown(server.url, "weights", "updates")
     assert "u: weight-update-aborted: it was decided to abort it" in table

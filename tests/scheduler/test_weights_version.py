@@ -52,16 +52,14 @@ def test_versions_that_differ_are_named():
 
 
 def test_a_version_that_no_instance_serves_is_refused_with_those_that_are_there():
-    fleet = [
-        at("p", "prefill", 6),
-        at("d", "decode", 6),
-        at("e", "decode", 7),
-        at("q", "both", None),
-    ]
-    assert reasons(fleet, weights_version=9, model=fleet[0].model) == [
-        f"no instance of model {fleet[0].model!r} serves weights version 9; there are 6 (2), 7 (1), "
-        "not told (1)"
-    ]
+    versions = {"p": 6, "d": 6, "e": 7, "q": None}
+    fleet = [at(name, "prefill" if name == "p" else "decode", v) for name, v in versions.items()]
+    model = fleet[0].model
+    (reason,) = reasons(fleet, weights_version=9, model=model)
+    assert reason == (
+        f"no instance of model {model!r} serves weights version 9; there are 6 (2), 7 (1), not "
+        "told (1)"
+    )
     (reason,) = reasons(fleet, weights_version=7)
     assert reason == "no prefill instance with weights version 7 is ready (none registered)"
 
