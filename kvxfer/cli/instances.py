@@ -112,7 +112,7 @@ def _table(instances: Sequence[Instance], now: float) -> Table:
     for name in ("instance", "role", "state", "model"):
         table.add_column(name, overflow="fold", no_wrap=name in ("role", "state"))
     draining = any(instance.drain_deadline is not None for instance in instances)
-    versions = any(instance.weights_version is not None for instance in instances)
+    versions = any(instance.weights_version for instance in instances)  # 0: never updated
     numbers = (
         *("run+wait", "transfers", "free blocks", "seen"),
         *["drain"] * draining,

@@ -372,7 +372,8 @@ async def test_a_damaged_update_fails_its_step_alone(empty_redis: RedisServer) -
         with empty_redis.client() as client:
             good = client.hget("kvxfer:updates", "u")
             client.hset("kvxfer:updates", "u", b"\xc1")
-        with pytest.raises(ControlPlaneUnavailable, match="weight update 'u' in Redis is damaged"):
-            await decide(registry, COMMIT)
+            said = "weight update 'u' in Redis is damaged"
+            with pytest.raises(ControlPlaneUnavailable, match=said):
+                await decide(registry, COMMIT)
             client.hset("kvxfer:updates", "u", good)
         assert (await decide(registry, COMMIT)).decision is COMMIT
