@@ -377,3 +377,31 @@ async def test_a_damaged_update_fails_its_step_alone(empty_redis: RedisServer) -
                 await decide(registry, COMMIT)
             client.hset("kvxfer:updates", "u", good)
         assert (await decide(registry, COMMIT)).decision is COMMIT
+
+
+@pytest.mark.native
+async def test_a_step_that_another_replica_was_faster_at_is_taken_anew(
+    empty_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with replica(empty_redis) as first, replica(empty_redis) as second:
+        await first.register(worker("a"))
+        read, catch_up = first._link.field, first._catch_up
+
+        async def announced_meanwhile() -> None:
+            monkeypatch.undo()
+            await catch_up()
+            await announce(second, update_id="faster")
+
+        monkeypatch.setattr(first, "_catch_up", announced_meanwhile)
+        with pytest.raises(WeightUpdateExists, match="update 'faster'"):
+            await announce(first, update_id="slower")
+
+        async def decided_meanwhile(key: str, name: str) -> bytes | None:
+            monkeypatch.undo()
+            found = await read(key, name)
+            await decide(second, ABORT, "faster")
+            return found
+
+        monkeypatch.setattr(first._link, "field", decided_meanwhile)
+        assert (await decide(first, COMMIT, "faster")).decision is ABORT
+        assert (await second.update("faster")).decision is ABORT
