@@ -385,14 +385,14 @@ async def test_a_step_that_another_replica_was_faster_at_is_taken_anew(
 ) -> None:
     async with replica(empty_redis) as first, replica(empty_redis) as second:
         await first.register(worker("a"))
-        read, catch_up = first._link.field, first._catch_up
+        read, take = first._link.field, first._take_update
 
-        async def announced_meanwhile() -> None:
+        async def announced_meanwhile(was: bytes, update: WeightUpdate) -> bool:
             monkeypatch.undo()
-            await catch_up()
             await announce(second, update_id="faster")
+            return await take(was, update)
 
-        monkeypatch.setattr(first, "_catch_up", announced_meanwhile)
+        monkeypatch.setattr(first, "_take_update", announced_meanwhile)
         with pytest.raises(WeightUpdateExists, match="update 'faster'"):
             await announce(first, update_id="slower")
 
