@@ -354,6 +354,28 @@ class BlockTableMismatch(ControlPlaneError):
     code = "block-table-mismatch"
 
 
+class UnknownWeightUpdate(ControlPlaneError):
+    code = "unknown-weight-update"
+
+
+class WeightUpdateExists(ControlPlaneError):
+    """Another update of the model is under way, or another update has this id."""
+
+    code = "weight-update-exists"
+
+
+class OldVersion(ControlPlaneError):
+    """The version of an update is not greater than one that an instance serves."""
+
+    code = "old-version"
+
+
+class WeightUpdateDecided(ControlPlaneError):
+    """It was decided otherwise about the weight update."""
+
+    code = "weight-update-decided"
+
+
 class Unauthenticated(ControlPlaneError):
     """The request carries no bearer token, or one that the control plane does not know."""
 
