@@ -18,7 +18,7 @@ from kvxfer.reference.runner import ModelRunner
 from kvxfer.reference.tokens import ByteTokenizer
 from kvxfer.reference.weights import seeded_weights
 from kvxfer.reference.worker.cache_view import torch_view
-from kvxfer.reference.worker.compute import ComputeThread
+from kvxfer.reference.compute import ComputeThread
 from kvxfer.reference.worker.stream_order import StreamOrder
 
 EPOCH: Final = 1

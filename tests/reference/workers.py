@@ -21,7 +21,7 @@ from kvxfer.reference.tokens import ByteTokenizer
 from kvxfer.reference.weights import seeded_weights
 from kvxfer.reference.worker.cache_view import torch_view
 from kvxfer.reference.worker.completions import CompletionRequest, KvTransferParams
-from kvxfer.reference.worker.compute import ComputeThread
+from kvxfer.reference.compute import ComputeThread
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.service import WorkerService
 from kvxfer.reference.worker.stream_order import StreamOrder

@@ -28,7 +28,7 @@ from kvxfer.reference.devices import device_of
 from kvxfer.reference.runner import BLOCK_SIZE, SEED, ModelRunner, load_model
 from kvxfer.reference.worker.app import make_app
 from kvxfer.reference.worker.cache_view import torch_view
-from kvxfer.reference.worker.compute import ComputeThread
+from kvxfer.reference.compute import ComputeThread
 from kvxfer.reference.worker.gpu_blocks import GpuBlocks
 from kvxfer.reference.worker.http_server import HttpServer
 from kvxfer.reference.worker.metered_engine import MeteredEngine

@@ -32,7 +32,7 @@ from kvxfer.reference.worker.completions import (
     TransferStats,
     Usage,
 )
-from kvxfer.reference.worker.compute import Abandon, ComputeThread
+from kvxfer.reference.compute import Abandon, ComputeThread
 from kvxfer.reference.worker.gpu_blocks import GpuBlocks
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.stream_order import StreamOrder
