@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-
-class Staged(NamedTuple):
-    update_id: str
-    version: int
-    digest: str | None
+from kvxfer.weights.transfer.receiver import Staged
 
 
 class Staging(Protocol):
@@ -31,6 +27,10 @@ class Staging(Protocol):
 
     def broken(self, error: BaseException) -> None:
         """It failed while applying: the instance serves nothing any more."""
+
+    @property
+    def address(self) -> str:
+        """Of its engine for weight updates, which a coordinator may dial."""
 
     def close(self) -> None:
         """The rank ends."""

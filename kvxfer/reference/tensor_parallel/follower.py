@@ -67,6 +67,7 @@ def _obey(rank: Rank, command: Command) -> Answer | None:
                 return Refused(str(error))
         case Meet():
             rank.join()
+            return Done(address=rank.address)
         case Unpin():
             rank.unpin()
         case Apply(staged):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from kvxfer.reference.staging import Staged
+from kvxfer.weights.transfer.receiver import Staged
 
 
 class Meet(NamedTuple):
@@ -53,6 +53,8 @@ class Done(NamedTuple):
     loaded."""
 
     staged: Staged | None = None
+    address: str = ""
+    """Of what has staged it; with the answer to `Meet`."""
 
 
 class Refused(NamedTuple):

@@ -17,12 +17,13 @@ from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import KvxferError, NotStaged
 from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.kv_cache import PagedKvCache
-from kvxfer.reference.staging import Staged
+from kvxfer.reference.staging import Staging
 from kvxfer.reference.tensor_parallel.followers import Followers
 from kvxfer.reference.tensor_parallel.messages import (
     Applied,
     Apply,
     Decode,
+    Done,
     Meet,
     Pin,
     Prefill,
@@ -31,6 +32,7 @@ from kvxfer.reference.tensor_parallel.messages import (
 )
 from kvxfer.reference.tensor_parallel.rank import LoadWeights, MakeStaging, Rank, RankSpec
 from kvxfer.settings import Seconds, check_bounds
+from kvxfer.weights.transfer.receiver import Staged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,9 @@ class TensorParallelModel:
             step_seconds=self._settings.step_seconds,
         )
 
+        self.weight_addresses: list[str] = []
+        """Of each rank's engine for weight updates."""
+
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
             undo.push(self._stack.pop_all())
@@ -100,7 +105,11 @@ class TensorParallelModel:
             self._followers.tell(Meet())
             with self._together():
                 self._rank.join()
-            self._followers.gather(self._settings.start_seconds)
+            others = self._followers.gather(self._settings.start_seconds)
+            self.weight_addresses = [
+                self._rank.address,
+                *(each.address for each in others if isinstance(each, Done)),
+            ]
             self._stack = undo.pop_all()
         return self
 
@@ -120,6 +129,11 @@ class TensorParallelModel:
     def cache(self) -> PagedKvCache:
         """Rank 0's part of it, to be passed to prefill() and decode()."""
         return self._rank.cache
+
+    @property
+    def staging(self) -> Staging | None:
+        """Of rank 0."""
+        return self._rank.staging
 
     @property
     def weights_version(self) -> int:

@@ -16,8 +16,9 @@ from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.devices import cache_on
 from kvxfer.reference.model import LlamaModel
 from kvxfer.reference.shards import Shard, cut, local_config
-from kvxfer.reference.staging import Staged, Staging
+from kvxfer.reference.staging import Staging
 from kvxfer.reference.tensor_parallel.gloo import GlooCollective
+from kvxfer.weights.transfer.receiver import Staged
 
 LoadWeights: TypeAlias = Callable[[], Mapping[str, Tensor]]
 """Whole parameters, of which each rank keeps its boxes. Picklable: each process calls it."""
@@ -51,7 +52,7 @@ class Rank:
         self._spec = spec
         self._config = local_config(spec.config, spec.ranks)
         self._boxes = cut(spec.config, spec.load(), self.shard)
-        self._staging = None if spec.staging is None else spec.staging(self.shard)
+        self.staging: Staging | None = None
         self.model: LlamaModel
         self._pinned: str | None = None
 
@@ -65,6 +66,8 @@ class Rank:
             )
         self.model = LlamaModel(spec.config, self._boxes, collective)
         self._boxes = {}
+        if spec.staging is not None:
+            self.staging = spec.staging(self.shard)
         self.cache = cache_on(
             self.model.device,
             self._config,
@@ -85,6 +88,11 @@ class Rank:
     def decode(self, token: int, position: int, blocks: Sequence[int]) -> Tensor:
         """As `LlamaModel.decode`, in the cache of this rank."""
         return self.model.decode(token, position, self.cache, torch.tensor(blocks))
+
+    @property
+    def address(self) -> str:
+        """Where updates are sent to; empty where none are taken."""
+        return "" if self.staging is None else self.staging.address
 
     def pin(self, update_id: str) -> Staged:
         """Raises NotStaged, and InvalidArgument where this group takes no updates."""
@@ -110,10 +118,10 @@ class Rank:
         self._take_updates().broken(error)
 
     def _take_updates(self) -> Staging:
-        if self._staging is None:
+        if self.staging is None:
             raise InvalidArgument("this group takes no updates of its weights; pass a staging")
-        return self._staging
+        return self.staging
 
     def close(self) -> None:
-        if self._staging is not None:
-            self._staging.close()
+        if self.staging is not None:
+            self.staging.close()

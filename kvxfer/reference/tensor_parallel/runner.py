@@ -10,11 +10,10 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
-from kvxfer.errors import RankLost
+from kvxfer.errors import KvxferError, RankLost
 from kvxfer.kv import BlockPool
 from kvxfer.reference.compute import ComputeThread
 from kvxfer.reference.runner import ModelRunner
-from kvxfer.reference.staging import Staged
 from kvxfer.reference.tensor_parallel.model import TensorParallelModel
 from kvxfer.reference.tokens import Tokenizer
 from kvxfer.reference.versions import (
@@ -24,6 +23,8 @@ from kvxfer.reference.versions import (
     VersionGate,
     VersionSpan,
 )
+from kvxfer.reference.weight_receiver import ReceiverThread
+from kvxfer.weights.transfer.receiver import Staged
 
 T = TypeVar("T")
 
@@ -61,6 +62,9 @@ class GroupRunner:
         self._updating = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
+        staging = self._model.staging
+        if isinstance(staging, ReceiverThread):
+            staging.commit_by(self.commit, asyncio.get_running_loop())
         return self
 
     async def __aexit__(
@@ -113,9 +117,14 @@ class GroupRunner:
         """
         return await asyncio.shield(asyncio.create_task(self._update(update_id, policy)))
 
-    async def commit(self, staged: Staged) -> None:
-        """update(), for a `WeightReceiver` of rank 0."""
-        await self.update(staged.update_id)
+    async def commit(self, staged: Staged) -> float:
+        """update(), for a `WeightReceiver` of rank 0: the others have committed, so whatever fails
+        here ends the service."""
+        try:
+            return await self.update(staged.update_id)
+        except KvxferError as error:
+            self._gate.close(error)
+            raise
 
     async def _update(self, update_id: str, policy: Policy | None) -> float:
         async with self._updating:

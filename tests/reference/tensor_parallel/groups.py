@@ -12,9 +12,11 @@ from torch import Tensor
 from kvxfer.errors import NotStaged
 from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.shards import Shard, cut
-from kvxfer.reference.staging import Staged, Staging
+from kvxfer.reference.staging import Staging
 from kvxfer.reference.tensor_parallel.model import GroupSettings, TensorParallelModel
+from kvxfer.reference.tensor_parallel.rank import MakeStaging
 from kvxfer.reference.weights import seeded_weights
+from kvxfer.weights.transfer.receiver import Staged
 from tests.reference.tiny import TINY
 from verify.polling import PATIENCE
 
@@ -63,6 +65,10 @@ class Seeds:
     def broken(self, error: BaseException) -> None:
         self._tell(f"broken {type(error).__name__}")
 
+    @property
+    def address(self) -> str:
+        return f"rank-{self._shard.rank}"
+
     def close(self) -> None:
         self._tell("close")
 
@@ -86,6 +92,7 @@ def group(
     seed: int = 1,
     dtype: torch.dtype = torch.float32,
     settings: GroupSettings = PATIENT,
+    staging: MakeStaging | None = None,
 ) -> TensorParallelModel:
     """To be entered."""
     return TensorParallelModel(
@@ -94,7 +101,7 @@ def group(
         ranks=ranks,
         num_blocks=128,
         block_size=4,
-        staging=functools.partial(_seeds, config, dtype, folder),
+        staging=staging or functools.partial(_seeds, config, dtype, folder),
         settings=settings,
     )
 

@@ -7,12 +7,13 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from kvxfer.errors import NotStaged, RankLost, RequestAborted, WrongVersion
+from kvxfer.errors import KvxferError, NotStaged, RankLost, RequestAborted, WrongVersion
 from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.model import LlamaModel
 from kvxfer.reference.runner import ModelRunner
@@ -24,7 +25,7 @@ from kvxfer.reference.weights import seeded_weights
 from tests.reference.tiny import TINY
 from verify.polling import PATIENCE, eventually
 
-from .groups import group, told
+from .groups import PATIENT, group, told
 
 pytestmark = pytest.mark.native
 
@@ -73,11 +74,12 @@ async def meeting(
     policy: Policy,
     **kwargs: int,
 ) -> tuple["asyncio.Task[Generated]", float]:
-    """A request of 8 tokens, in whose fourth an update to the weights of seed 2 comes."""
+    """A request of 64 tokens, in whose fourth an update to the weights of seed 2 comes."""
     held = Held(model, monkeypatch)
-    request = asyncio.create_task(runner.generate(PROMPT, 8, **kwargs))
+    request = asyncio.create_task(runner.generate(PROMPT, 64, **kwargs))
     await eventually(lambda: held.steps == 3)
     update = asyncio.create_task(runner.update("seed:2", policy))
+    await eventually(runner._updating.locked)
     held.goes_on.set()
     pause = await asyncio.wait_for(update, PATIENCE)
     return request, pause
@@ -88,7 +90,7 @@ async def test_drain(
 ) -> None:
     request, pause = await meeting(runner, model, monkeypatch, Policy.DRAIN)
     old = await request
-    assert (old.tokens, old.spans) == (expected(1, 8), [VersionSpan(0, 0, 8)])
+    assert (old.tokens, old.spans) == (expected(1, 64), [VersionSpan(0, 0, 64)])
     new = await runner.generate(PROMPT, 8, weights_version=2)
     assert (new.tokens, new.spans) == (expected(2, 8), [VersionSpan(2, 0, 8)])
     assert 0 < pause < PATIENCE
@@ -111,10 +113,10 @@ async def test_keep(
     request, _ = await meeting(runner, model, monkeypatch, Policy.KEEP)
     kept = await request
     first, second = kept.spans
-    assert (first.version, second.version, first.count + second.count) == (0, 2, 8)
+    assert (first.version, second.version, first.count + second.count) == (0, 2, 64)
     assert second.first == first.count >= 3
     assert kept.tokens[: first.count] == expected(1, first.count)
-    assert kept.tokens != expected(1, 8)
+    assert kept.tokens != expected(1, 64)
     assert kept.weights_version == 2
 
 
@@ -156,16 +158,19 @@ async def test_what_is_not_staged_changes_nothing(runner: GroupRunner, tmp_path:
 
 @pytest.mark.parametrize("sign", ["apply-0", "apply-1", "freeze-1"])
 async def test_a_rank_that_fails_while_applying_ends_the_service(
-    runner: GroupRunner, sign: str, tmp_path: Path
+    sign: str, tmp_path: Path
 ) -> None:
-    await runner.generate(PROMPT, 2)
-    (tmp_path / sign).touch()
-    with pytest.raises((RankLost, OSError)):
-        await runner.update("seed:2")
-    for _ in range(2):
-        with pytest.raises(Exception, match=r"memory of the update is gone|is frozen"):
+    settings = replace(PATIENT, patience_seconds=1.0)
+    with group(2, tmp_path, settings=settings) as model:
+        async with GroupRunner(model, ByteTokenizer()) as runner:
             await runner.generate(PROMPT, 2)
-    assert told(tmp_path, 0)[-1].startswith("broken")
+            (tmp_path / sign).touch()
+            with pytest.raises((RankLost, OSError)):
+                await runner.update("seed:2")
+            for _ in range(2):
+                with pytest.raises(KvxferError, match=r"memory of the update is gone|is frozen"):
+                    await runner.generate(PROMPT, 2)
+            assert any(line.startswith("broken") for line in told(tmp_path, 0))
 
 
 async def test_a_killed_rank_ends_running_requests(
