@@ -42,6 +42,7 @@ class LlamaModel:
         are copied. `dtype` is what the model computes in, without it that of the weights."""
         self.config = config
         self.weights_version = 0
+        """Of apply(); 0 before the first."""
         self._collective = collective
         self._shard = WHOLE if collective is None else collective.shard
         there = weights[FINAL_NORM]
@@ -168,4 +169,3 @@ class LlamaModel:
             return linear(x)
         product = self._collective.all_reduce(F.linear(x, linear.weight))
         return product if linear.bias is None else product + linear.bias
-

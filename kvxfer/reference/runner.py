@@ -48,6 +48,9 @@ class Model(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def weights_version(self) -> int: ...
+
     def prefill(
         self,
         tokens: Tensor,
@@ -56,9 +59,7 @@ class Model(Protocol):
         on_layer: Callable[[int], None] | None = None,
     ) -> Tensor: ...
 
-    def decode(
-        self, token: int, position: int, cache: PagedKvCache, blocks: Tensor
-    ) -> Tensor: ...
+    def decode(self, token: int, position: int, cache: PagedKvCache, blocks: Tensor) -> Tensor: ...
 
 
 class ModelRunner:

@@ -59,7 +59,9 @@ async def served() -> AsyncIterator[Served]:
 async def begun(served: Served, goes_on: asyncio.Event, **kwargs: int) -> asyncio.Task:  # type: ignore[type-arg]
     """A request of five tokens that has two."""
     task = asyncio.create_task(served.request(5, goes_on, **kwargs))
-    await eventually(lambda: any(each.spans and each.spans[0].count == 2 for each in running(served)))
+    await eventually(
+        lambda: any(each.spans and each.spans[0].count == 2 for each in running(served))
+    )
     return task
 
 
@@ -107,9 +109,12 @@ async def test_a_step_that_is_queued_behind_the_update_is_not_run(served: Served
     """The abort comes while the step waits in the compute thread."""
     hold, held = threading.Event(), threading.Event()
     async with served.gate.admit() as admission:
-        busy = asyncio.create_task(
-            served.compute.run(lambda: (held.set(), hold.wait(PATIENCE)) and None)
-        )
+
+        def busy_step() -> None:
+            held.set()
+            assert hold.wait(PATIENCE)
+
+        busy = asyncio.create_task(served.compute.run(busy_step))
         await eventually(held.is_set)
         update = asyncio.create_task(served.gate.update(served.swap, Policy.ABORT))
         await eventually(lambda: admission.error is not None)

@@ -180,9 +180,7 @@ class Followers:
             while each.connection.poll() and self._take(each, 0):
                 pass
         died = [how for each in self._followers if (how := each.died())]
-        failed = [
-            f"{each.name} failed: {each.failure}" for each in self._followers if each.failure
-        ]
+        failed = [f"{each.name} failed: {each.failure}" for each in self._followers if each.failure]
         return [*died, *failed, "a rank closed its connection"][0]
 
     def _silent(self, now: float) -> str | None:

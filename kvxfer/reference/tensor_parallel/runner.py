@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -133,9 +132,7 @@ class GroupRunner:
             await self._run(lambda: self._model.applied(staged, pause))
         return pause
 
-    async def _step(
-        self, admission: Admission, step: Callable[[], int | None]
-    ) -> int | None:
+    async def _step(self, admission: Admission, step: Callable[[], int | None]) -> int | None:
         def checked() -> tuple[int | None, int]:
             version = self._model.weights_version
             admission.check(version)

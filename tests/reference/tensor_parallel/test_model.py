@@ -107,9 +107,7 @@ def test_a_rank_that_has_not_staged_keeps_all_from_applying(
     assert torch.equal(steps(pair, pair.cache), before)
 
 
-def test_every_rank_says_that_it_serves_an_update(
-    pair: TensorParallelModel, folder: Path
-) -> None:
+def test_every_rank_says_that_it_serves_an_update(pair: TensorParallelModel, folder: Path) -> None:
     staged = pair.pin("seed:1")
     pair.apply(staged)
     assert not any(line.startswith("applied") for line in told(folder, 0) + told(folder, 1))
@@ -125,7 +123,7 @@ def test_a_rank_that_fails_while_applying_ends_all(sign: str, tmp_path: Path) ->
         (tmp_path / sign).touch()
         with pytest.raises((RankLost, OSError), match="the memory of the update is gone"):
             model.apply(staged)
-        with pytest.raises(RankLost, match="the memory of the update is gone.*start it again"):
+        with pytest.raises(RankLost, match=r"the memory of the update is gone.*start it again"):
             steps(model, model.cache)
         wait_until(lambda: not any(runs(each) for each in model.processes))
         assert told(tmp_path, 0)[-1].startswith("broken")

@@ -73,7 +73,7 @@ async def meeting(
     monkeypatch: pytest.MonkeyPatch,
     policy: Policy,
     **kwargs: int,
-) -> tuple["asyncio.Task[Generated]", float]:
+) -> tuple[asyncio.Task[Generated], float]:
     """A request of 64 tokens, in whose fourth an update to the weights of seed 2 comes."""
     held = Held(model, monkeypatch)
     request = asyncio.create_task(runner.generate(PROMPT, 64, **kwargs))
@@ -157,9 +157,7 @@ async def test_what_is_not_staged_changes_nothing(runner: GroupRunner, tmp_path:
 
 
 @pytest.mark.parametrize("sign", ["apply-0", "apply-1", "freeze-1"])
-async def test_a_rank_that_fails_while_applying_ends_the_service(
-    sign: str, tmp_path: Path
-) -> None:
+async def test_a_rank_that_fails_while_applying_ends_the_service(sign: str, tmp_path: Path) -> None:
     settings = replace(PATIENT, patience_seconds=1.0)
     with group(2, tmp_path, settings=settings) as model:
         async with GroupRunner(model, ByteTokenizer()) as runner:
@@ -182,5 +180,5 @@ async def test_a_killed_rank_ends_running_requests(
     os.kill(model.processes[0], signal.SIGKILL)
     held.goes_on.set()
     for request in requests:
-        with pytest.raises(RankLost, match="rank 1 of 2 .* was ended by SIGKILL"):
+        with pytest.raises(RankLost, match=r"rank 1 of 2 .* was ended by SIGKILL"):
             await request
