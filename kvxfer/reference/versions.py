@@ -40,7 +40,8 @@ class VersionSpan(NamedTuple):
     version: int
     first: int
     """Index of the first of them in the answer."""
-    count: int
+    tokens: int
+    """How many."""
 
 
 class Admission:
@@ -67,9 +68,9 @@ class Admission:
         if not self.spans:
             self.spans.append(VersionSpan(version, 0, 1))
         elif self.spans[-1].version == version:
-            self.spans[-1] = self.spans[-1]._replace(count=self.spans[-1].count + 1)
+            self.spans[-1] = self.spans[-1]._replace(tokens=self.spans[-1].tokens + 1)
         else:
-            first = self.spans[-1].first + self.spans[-1].count
+            first = self.spans[-1].first + self.spans[-1].tokens
             self.spans.append(VersionSpan(version, first, 1))
 
     def abort(self, error: KvxferError) -> None:

@@ -60,7 +60,7 @@ async def begun(served: Served, goes_on: asyncio.Event, **kwargs: int) -> asynci
     """A request of five tokens that has two."""
     task = asyncio.create_task(served.request(5, goes_on, **kwargs))
     await eventually(
-        lambda: any(each.spans and each.spans[0].count == 2 for each in running(served))
+        lambda: any(each.spans and each.spans[0].tokens == 2 for each in running(served))
     )
     return task
 

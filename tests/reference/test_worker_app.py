@@ -55,7 +55,7 @@ async def test_a_completion_goes_through_both_workers(
     assert decode["object"] == "text_completion"
     assert decode["model"] == "tiny"
     assert prefill["weights_version"] == decode["weights_version"] == 0
-    assert decode["weights_versions"] == [{"version": 0, "first": 0, "count": 5}]
+    assert decode["weights_versions"] == [{"version": 0, "first": 0, "tokens": 5}]
     assert prefill["transfer"]["bytes"] > 0
     assert set(decode["timings"]) == {"prefill", "visible_transfer", "first_token", "decode"}
 

@@ -112,7 +112,7 @@ async def test_workers_answer_with_what_was_pushed(stack: contextlib.AsyncExitSt
         assert decode.choices[0].token_ids == expected(version, 8)
         assert prefill.weights_version == decode.weights_version == version
         assert [each.model_dump() for each in decode.weights_versions] == [
-            {"version": version, "first": 0, "count": 8}
+            {"version": version, "first": 0, "tokens": 8}
         ]
     for worker in (workers.prefill, workers.decode):
         with pytest.raises(WrongVersion, match="demands version 2 of the weights and 5 is served"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, FileStore
 
 from kvxfer.reference.shards import Shard
 
@@ -27,12 +28,13 @@ class GlooCollective:
         Raises RuntimeError where one does not come."""
         self.shard = shard
         start = datetime.timedelta(seconds=start_seconds)
-        store = dist.FileStore(str(meeting), shard.ranks)
+        store = FileStore(str(meeting), shard.ranks)
         store.set_timeout(start)
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        gloo: Any = dist.ProcessGroupGloo  # torch describes little of it
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = start
-        self._group = dist.ProcessGroupGloo(store, shard.rank, shard.ranks, options)
+        self._group = gloo(store, shard.rank, shard.ranks, options)
         self._reduce, self._gather = AllreduceOptions(), AllgatherOptions()
         self._reduce.timeout = self._gather.timeout = datetime.timedelta(seconds=step_seconds)
 

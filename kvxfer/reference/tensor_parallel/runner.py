@@ -93,18 +93,16 @@ class GroupRunner:
         """
         tokens = self._runner.encode(prompt)
         num_blocks = self._runner.blocks_for(len(tokens), max_tokens)
-        output: list[int] = []
         async with self._gate.admit(weights_version) as admission:
             with self._pool.hold(num_blocks) as hold:
                 blocks = hold.ids.tolist()
-                step: Callable[[], int | None] = lambda: self._runner.prefill(tokens, blocks)  # noqa: E731
-                while (token := await self._step(admission, step)) is not None:
-                    output.append(token)
-                    if self._runner.ends(token) and not ignore_eos:
-                        break
-                    if len(output) == 1:
-                        rest = self._runner.decode(token, len(tokens), blocks, max_tokens)
-                        step = lambda rest=rest: next(rest, None)  # noqa: E731
+                first = await self._step(admission, lambda: self._runner.prefill(tokens, blocks))
+                output = [first]
+                steps = self._runner.decode(first, len(tokens), blocks, max_tokens)
+                while len(output) < max_tokens and (
+                    ignore_eos or not self._runner.ends(output[-1])
+                ):
+                    output.append(await self._step(admission, lambda: next(steps)))
             return Generated(output, admission.spans)
 
     async def update(self, update_id: str, policy: Policy | None = None) -> float:
@@ -132,15 +130,14 @@ class GroupRunner:
             await self._run(lambda: self._model.applied(staged, pause))
         return pause
 
-    async def _step(self, admission: Admission, step: Callable[[], int | None]) -> int | None:
-        def checked() -> tuple[int | None, int]:
+    async def _step(self, admission: Admission, step: Callable[[], int]) -> int:
+        def checked() -> tuple[int, int]:
             version = self._model.weights_version
             admission.check(version)
             return step(), version
 
         token, version = await self._run(checked)
-        if token is not None:
-            admission.note(version)
+        admission.note(version)
         return token
 
     async def _run(self, computation: Callable[[], T]) -> T:

@@ -129,7 +129,7 @@ class VersionOfTokens(BaseModel):
 
     version: int
     first: int = Field(description="Index of the first of them in the answer.")
-    count: int
+    tokens: int = Field(description="How many.")
 
 
 class Completion(BaseModel):

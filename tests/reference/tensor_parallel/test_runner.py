@@ -113,9 +113,9 @@ async def test_keep(
     request, _ = await meeting(runner, model, monkeypatch, Policy.KEEP)
     kept = await request
     first, second = kept.spans
-    assert (first.version, second.version, first.count + second.count) == (0, 2, 64)
-    assert second.first == first.count >= 3
-    assert kept.tokens[: first.count] == expected(1, first.count)
+    assert (first.version, second.version, first.tokens + second.tokens) == (0, 2, 64)
+    assert second.first == first.tokens >= 3
+    assert kept.tokens[: first.tokens] == expected(1, first.tokens)
     assert kept.tokens != expected(1, 64)
     assert kept.weights_version == 2
 
