@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import threading
 from collections.abc import AsyncIterator
@@ -23,7 +24,7 @@ from kvxfer.reference.tokens import ByteTokenizer
 from kvxfer.reference.versions import Policy, VersionSpan
 from kvxfer.reference.weights import seeded_weights
 from tests.reference.tiny import TINY
-from verify.polling import PATIENCE, eventually
+from verify.polling import PATIENCE, eventually, turns
 
 from .groups import PATIENT, group, told
 
@@ -121,29 +122,27 @@ async def test_keep(
 
 
 async def test_requests_at_the_same_time_are_each_of_one_version(runner: GroupRunner) -> None:
-    """Whatever the moment: an update comes while many run and more arrive."""
+    """Whatever the moment: updates come while some run and more arrive."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
     answers: list[Generated] = []
 
-    async def ask(number: int) -> None:
-        for _ in range(number):
-            await asyncio.sleep(0.003)
+    async def ask() -> None:
+        await turns(rng, 2000)
         answers.append(await runner.generate(PROMPT, 4))
 
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(12):
-            tasks.create_task(ask(number) if number < 2 else ask(2 * number))
-        for seed in (2, 3):
-            await asyncio.sleep(0.02)
-            tasks.create_task(_update(runner, seed))
+    async def update() -> None:
+        for version in (2, 3):
+            await turns(rng, 1000)
+            await runner.update(f"seed:{version}", Policy.DRAIN)
+
+    await asyncio.gather(update(), *(ask() for _ in range(12)))
     seeds = {0: 1, 2: 2, 3: 3}
     for answer in answers:
         assert len(answer.spans) == 1
         assert answer.tokens == expected(seeds[answer.weights_version], 4)
     assert runner.weights_version == 3
-
-
-async def _update(runner: GroupRunner, seed: int) -> None:
-    await runner.update(f"seed:{seed}", Policy.DRAIN)
 
 
 async def test_what_is_not_staged_changes_nothing(runner: GroupRunner, tmp_path: Path) -> None:
