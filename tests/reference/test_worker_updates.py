@@ -184,6 +184,36 @@ async def test_a_decode_that_is_kept_tells_which_tokens_are_of_which_version(
     await eventually(workers.all_blocks_free)
 
 
+@pytest.mark.parametrize(
+    ("policy", "demanded", "error"),
+    [(Policy.ABORT, None, RequestAborted), (Policy.KEEP, 0, WrongVersion)],
+)
+async def test_a_decode_ends_that_may_not_go_on_with_other_weights(
+    policy: Policy,
+    demanded: int | None,
+    error: type[KvxferError],
+    stack: contextlib.AsyncExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = await started(stack, Role.PREFILL, Role.DECODE)
+    workers = job.workers
+    monkeypatch.setattr(workers.decode.gate, "_policy", policy)
+    request = workers.request(PROMPT, max_tokens=8, weights_version=demanded)
+    prefill = asyncio.create_task(workers.prefill.service.complete(request))
+    tokens: list[int] = []
+    async with contextlib.aclosing(
+        workers.decode.service.stream(request.model_copy(update={"stream": True}))
+    ) as chunks:
+        with pytest.raises(error):
+            async for chunk in chunks:
+                tokens += chunk.choices[0].token_ids
+                if len(tokens) == 3:
+                    await prefill
+                    await job.push(2)
+    assert tokens == expected(1, 3)
+    await eventually(workers.all_blocks_free)
+
+
 async def test_a_failed_update_takes_the_worker_out_of_service(
     stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import KvxferError, NotStaged
 from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.kv_cache import PagedKvCache
+from kvxfer.reference.shards import local_config
 from kvxfer.reference.staging import Staging
 from kvxfer.reference.tensor_parallel.followers import Followers
 from kvxfer.reference.tensor_parallel.messages import (
@@ -73,7 +74,9 @@ class TensorParallelModel:
         settings: GroupSettings | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`load` and `staging` are called in the process of each rank."""
+        """`load` and `staging` are called in the process of each rank. Raises InvalidArgument where
+        the model cannot be split over so many."""
+        local_config(config, ranks)
         self.config = config
         self._settings = settings or GroupSettings()
         self._clock = clock

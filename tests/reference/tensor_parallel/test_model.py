@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +168,30 @@ def test_a_lost_rank_ends_the_others_by_name(
                 steps(model, model.cache)
         assert SYSTEM_CLOCK.monotonic() - begun < patience + 2.5
         wait_until(lambda: not any(runs(each) for each in model.processes))
+
+
+def test_ranks_end_with_rank_0(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys\n"
+        "from tests.reference.tensor_parallel.groups import group\n"
+        "if __name__ == '__main__':\n"
+        f"    with group(4, pathlib.Path({str(tmp_path)!r})) as model:\n"
+        "        print(*model.processes, flush=True)\n"
+        "        sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    ) as leader:
+        assert leader.stdout is not None
+        ranks = [int(each) for each in leader.stdout.readline().split()]
+        assert len(ranks) == 3
+        assert all(runs(each) for each in ranks)
+        leader.kill()
+        wait_until(lambda: not any(runs(each) for each in ranks))
 
 
 def test_a_group_that_cannot_load_says_why(tmp_path: Path) -> None:
