@@ -138,9 +138,7 @@ def test_a_drained_worker_that_is_stopped_while_it_leaves_ends_well(
         assert worker.exit_code == 0
 
 
-def test_a_worker_serves_the_weights_that_training_pushes(
-    control_plane: str, model: Path
-) -> None:
+def test_a_worker_serves_the_weights_that_training_pushes(control_plane: str, model: Path) -> None:
     config = load_config(model)
     holdings = holdings_of(config, WHOLE, "bfloat16")
     pushed = seeded_weights(config, 5, dtype=torch.bfloat16)
