@@ -27,7 +27,7 @@ class LlamaModel:
     """A model with its weights, or one rank of it. Any thread may call it; while apply() runs, no
     other may.
 
-    With a `collective` all its ranks make the same calls, each with a cache of its own KV heads
+    With a `collective` all its ranks make the same calls, each with a cache for its KV heads
     (`shards.local_config`), and each gets the same logits. Without one nothing is exchanged.
     """
 

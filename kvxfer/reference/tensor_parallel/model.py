@@ -1,4 +1,4 @@
-"""A model over several processes, of which this one is rank 0."""
+"""A model over several processes; this one is rank 0."""
 
 from __future__ import annotations
 

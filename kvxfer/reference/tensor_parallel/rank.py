@@ -21,7 +21,7 @@ from kvxfer.reference.tensor_parallel.gloo import GlooCollective
 from kvxfer.weights.transfer.receiver import Staged
 
 LoadWeights: TypeAlias = Callable[[], Mapping[str, Tensor]]
-"""Whole parameters, of which each rank keeps its boxes. Picklable: each process calls it."""
+"""Whole parameters; each rank keeps its boxes. Picklable: each process calls it."""
 MakeStaging: TypeAlias = Callable[[Shard], Staging]
 """Picklable, too; called in the process of the rank."""
 
