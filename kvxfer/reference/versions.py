@@ -13,7 +13,6 @@ from kvxfer.errors import (
     DeadlineExceeded,
     KvxferError,
     RequestAborted,
-    TransferCancelled,
     WrongVersion,
     without_traceback,
 )
@@ -139,8 +138,8 @@ class VersionGate:
         self._running.add(admission)
         try:
             yield admission
-        except TransferCancelled as error:
-            # By the endpoint, when its weights were replaced.
+        except KvxferError as error:
+            # The endpoint cancels transfers when the weights are replaced, and refuses the peer.
             if admission.error is not None:
                 raise without_traceback(admission.error) from error
             raise
