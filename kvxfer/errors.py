@@ -275,6 +275,19 @@ class WrongVersion(WeightUpdateError):
     code = "wrong-version"
 
 
+class RequestAborted(WeightUpdateError):
+    """The request ended for an update of the weights; nothing of it is kept. Send it again."""
+
+    code = "request-aborted"
+
+
+class RankLost(KvxferError):
+    """A process of a model that several compute together has ended, failed or hung. The others end
+    with it: start the instance again."""
+
+    code = "rank-lost"
+
+
 # --- control plane ---------------------------------------------------------------------------
 
 
