@@ -57,10 +57,12 @@ class TrainingState:
         return frozenset(self._copied)
 
     @torch.no_grad()
-    def stage(self) -> None:
-        """Brings the copies up to date: before each update. On a GPU, on its current stream."""
+    def staged(self) -> dict[str, torch.Tensor]:
+        """`tensors`, once the copies are up to date: of each push, as Trainer's `tensors`. On a
+        GPU, on its current stream."""
         for name, source in self._copied.items():
             self.tensors[name].copy_(source)
+        return self.tensors
 
 
 def state_of(
@@ -123,7 +125,7 @@ def state_of(
     state = TrainingState(
         Holdings(tuple(holdings), tied, nics=nics, host=host, zone=zone), tensors, copied
     )
-    state.stage()
+    state.staged()
     return state
 
 

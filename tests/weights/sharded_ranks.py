@@ -178,7 +178,7 @@ def names() -> tuple[TrainingState, Tensors]:
     assert state.copied == {"turned", "rounded"} & state.tensors.keys()
     for each in ours.values():  # what is trained after the state was taken down
         (each.to_local() if isinstance(each, DTensor) else each).neg_()
-    state.stage()
+    state.staged()
     whole["rounded"] = whole["rounded"].bfloat16()
     return state, {name: -each for name, each in whole.items()}
 

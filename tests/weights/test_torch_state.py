@@ -141,7 +141,7 @@ def test_a_copy_is_as_new_as_its_last_staging() -> None:
     state = state_of({"turned": weight.t()})
     weight += 1
     assert state.tensors["turned"].sum() == 0
-    state.stage()
+    state.staged()
     assert state.tensors["turned"].sum() == 12
 
 
