@@ -285,8 +285,8 @@ class WeightCoordinator:
             )
         plan_id = secrets.token_hex(8)
         generation = self._members.generation
-        plan = self._members.plan(plan_id)
-        figures = (await asyncio.to_thread(schedule_of, plan, self._settings.schedule)).figures
+        plan = self._members.plan(plan_id, self._settings.schedule)
+        figures = (await asyncio.to_thread(schedule_of, plan)).figures
         if generation != self._members.generation:
             raise WeightUpdateAborted("a member was lost or came while the update was planned")
         self._round = Round(list(self._members))
