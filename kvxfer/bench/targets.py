@@ -106,6 +106,17 @@ def _vllm(
     )
 
 
+def _weights(name: str, against: str, bound: float) -> Target:
+    return Target(
+        name=f"weight update, {name}",
+        measured="GB/s from 4 training to 2 inference ranks",
+        against=against,
+        direction=Direction.AT_LEAST,
+        bound=bound,
+        command="make bench-weights",
+    )
+
+
 # By the KiB of the smallest pages that a bound is for.
 _THROUGHPUT: Final = {
     name: _throughput(CASES[name], bounds)
@@ -194,6 +205,19 @@ VLLM_CACHE: Final = Target(
     required=True,
 )
 
+_RAW: Final = "raw writes of the same bytes"
+WEIGHTS: Final = {
+    ("tcp", False): {
+        "raw": _weights("tcp", _RAW, 0.85),
+        "gather": _weights("tcp, beside a broadcast", "gather to one rank, broadcast (gloo)", 2.5),
+        "send": _weights("tcp, beside isend", "isend and irecv of the same pieces (gloo)", 1.5),
+    },
+    ("tcp", True): {"raw": _weights("tcp, with digests", _RAW, 0.50)},
+    ("local", False): {"raw": _weights("local", _RAW, 0.85)},
+    ("local", True): {"raw": _weights("local, with digests", _RAW, 0.50)},
+}
+"""By fabric, and whether digests are on: by what is measured beside the update."""
+
 TARGETS: Final = (
     *(target for of_it in _THROUGHPUT.values() for target in of_it.values()),
     *(target for pair in OVERHEAD.values() for target in pair),
@@ -201,6 +225,7 @@ TARGETS: Final = (
     IDLE,
     *(target for of_it in CONTROL.values() for target in of_it.values()),
     *(VISIBLE_TRANSFER, FIRST_TOKEN, LAYER, IDLE_VLLM, WAITING_VLLM, VLLM_CACHE),
+    *(target for of_it in WEIGHTS.values() for target in of_it.values()),
 )
 
 
