@@ -20,6 +20,8 @@ class Sample:
     round: int
     way: str
     seconds: float
+    cpu_seconds: float
+    """Of all processes together."""
     stage_seconds: float | None
     """Of an update: without the agreement of all ranks before and after."""
 
@@ -32,6 +34,8 @@ class UpdateFigure:
     digests: bool
     gb_per_s: Mapping[str, float]
     """By way: the median of all rounds."""
+    cpu_seconds: Mapping[str, float]
+    """The same of the processor time of all ranks."""
     seconds: float
     stage_seconds: float
     """Medians, of the update."""
@@ -63,13 +67,16 @@ def figures_of(samples: Sequence[Sample], nbytes: int) -> list[UpdateFigure]:
 def _figure(fabric: str, digests: bool, samples: Sequence[Sample], nbytes: int) -> UpdateFigure:
     ours = [each for each in samples if (each.fabric, each.digests) == (fabric, digests)]
     ways: dict[str, dict[int, float]] = {}
+    cpu: dict[str, list[float]] = {}
     for each in ours:
         ways.setdefault(each.way, {})[each.round] = each.seconds
+        cpu.setdefault(each.way, []).append(each.cpu_seconds)
     update = ways["update"]
     return UpdateFigure(
         fabric=fabric,
         digests=digests,
         gb_per_s={way: nbytes / median(taken.values()) / 1e9 for way, taken in ways.items()},
+        cpu_seconds={way: median(taken) for way, taken in cpu.items()},
         seconds=median(update.values()),
         stage_seconds=median(each.stage_seconds or 0.0 for each in ours if each.way == "update"),
         ratios={

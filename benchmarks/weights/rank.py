@@ -83,8 +83,8 @@ class Rank(abc.ABC):
         ways[way]()
 
     @abc.abstractmethod
-    def blank(self) -> None:
-        """Forgets what has arrived."""
+    def blank(self, way: str) -> None:
+        """Forgets what has arrived by this way."""
 
     @abc.abstractmethod
     def check(self, way: str) -> None:

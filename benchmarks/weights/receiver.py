@@ -42,11 +42,13 @@ class Receiver(Rank):
             list(pieces(held_by(model, sender, SENDERS), self._wanted)) for sender in range(SENDERS)
         ]
 
-    def blank(self) -> None:
-        torch.frombuffer(self._receiver.memory, dtype=torch.uint8).zero_()
-        torch.frombuffer(self._raw_memory, dtype=torch.uint8).zero_()
-        for each in self._served.values():
-            each.zero_()
+    def blank(self, way: str) -> None:
+        if way in ("update", "raw"):
+            memory = self._receiver.memory if way == "update" else self._raw_memory
+            torch.frombuffer(memory, dtype=torch.uint8).zero_()
+        else:
+            for each in self._served.values():
+                each.zero_()
 
     def check(self, way: str) -> None:
         found = self._served

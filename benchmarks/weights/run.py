@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.weights.figures import Sample, WeightsReport, figures_of, verdicts_of
 from benchmarks.weights.model import held_by, model_of, pieces, wanted_by
-from benchmarks.weights.rank import RECEIVERS, SECONDS, SENDERS, WAYS, WORLD, Rank
+from benchmarks.weights.rank import RECEIVERS, SECONDS, SENDERS, WAYS, WORLD, Rank, all_say
 from benchmarks.weights.receiver import Receiver
 from benchmarks.weights.sender import Sender
 from kvxfer.bench.machine import this_machine
@@ -125,24 +125,25 @@ def _rank(rank: int, settings: Settings, key: str, store: Path, tell: Connection
             ways = _ENGINE_WAYS if digests else WAYS
             with ours.connected(fabric, digests):
                 for way in ways:  # not measured: memory is touched, the plan made, bytes checked
-                    ours.blank()
+                    ours.blank(way)
                     _timed(ours, way)
                     ours.check(way)
                 for number in range(settings.rounds):
                     first = number % len(ways)
                     for way in (*ways[first:], *ways[:first]):
-                        seconds = _timed(ours, way)
+                        seconds, cpu = _timed(ours, way)
                         staged = ours.stage_seconds if way == "update" else None
-                        say(Sample(fabric, digests, number, way, seconds, staged))
+                        say(Sample(fabric, digests, number, way, seconds, cpu, staged))
                 dist.barrier()
     say(None)
     dist.destroy_process_group()
 
 
-def _timed(rank: Rank, way: str) -> float:
-    """Seconds from when all ranks may begin until all have ended."""
+def _timed(rank: Rank, way: str) -> tuple[float, float]:
+    """Seconds from when all ranks may begin until all have ended, and their processor time."""
     dist.barrier()
-    begin = time.monotonic()
+    begin, used = time.monotonic(), time.process_time()
     rank.move(way)
     dist.barrier()
-    return time.monotonic() - begin
+    seconds = time.monotonic() - begin
+    return seconds, sum(all_say(time.process_time() - used))

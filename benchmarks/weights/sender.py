@@ -53,7 +53,7 @@ class Sender(Rank):
         """Of raw writes at each receiver: behind those of the ranks before."""
         self._targets: list[tuple[Peer, bytes]] = []
 
-    def blank(self) -> None:
+    def blank(self, way: str) -> None:
         """Nothing arrives here."""
 
     def check(self, way: str) -> None:

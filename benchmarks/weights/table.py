@@ -35,9 +35,9 @@ def _ways(report: WeightsReport) -> Table:
     table = columns(
         "Weights of all ranks",
         ("fabric", "digests", "way"),
-        ("GB/s", "ms", "staged, ms", "ratio"),
-        caption="staged: from the order to write until all is there; ratio: how many times as "
-        "fast the update is",
+        ("GB/s", "ms", "CPU, ms", "staged, ms", "ratio"),
+        caption="CPU: of all processes; staged: from the order to write until all is there; ratio: "
+        "how many times as fast the update is",
     )
     for figure in report.figures:
         for way, speed in figure.gb_per_s.items():
@@ -48,6 +48,7 @@ def _ways(report: WeightsReport) -> Table:
                 _TITLES[way],
                 f"{speed:.2f}",
                 f"{report.nbytes / speed / 1e6:,.0f}",
+                f"{figure.cpu_seconds[way] * 1e3:,.0f}",
                 f"{figure.stage_seconds * 1e3:,.0f}" if update else None,
                 None if update else f"{figure.ratios[way]:.2f}",
             )

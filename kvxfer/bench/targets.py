@@ -207,14 +207,19 @@ VLLM_CACHE: Final = Target(
 
 _RAW: Final = "raw writes of the same bytes"
 WEIGHTS: Final = {
-    ("tcp", False): {
-        "raw": _weights("tcp", _RAW, 0.85),
-        "gather": _weights("tcp, beside a broadcast", "gather to one rank, broadcast (gloo)", 2.5),
-        "send": _weights("tcp, beside isend", "isend and irecv of the same pieces (gloo)", 1.5),
-    },
-    ("tcp", True): {"raw": _weights("tcp, with digests", _RAW, 0.50)},
-    ("local", False): {"raw": _weights("local", _RAW, 0.85)},
-    ("local", True): {"raw": _weights("local, with digests", _RAW, 0.50)},
+    (fabric, digests): {
+        "raw": _weights(f"{fabric}, with digests" if digests else fabric, _RAW, bound)
+    }
+    | (
+        {}
+        if digests
+        else {
+            "gather": _weights(f"{fabric}, a broadcast", "gather and broadcast by gloo", 2.5),
+            "send": _weights(f"{fabric}, isend", "isend and irecv by gloo", 1.5),
+        }
+    )
+    for fabric in ("tcp", "local")
+    for digests, bound in ((False, 0.85), (True, 0.50))
 }
 """By fabric, and whether digests are on: by what is measured beside the update."""
 
