@@ -191,9 +191,11 @@ async def test_a_push_that_is_withdrawn_is_aborted_for_all(fabric: str) -> None:
     async with job(fabric, train=TRAIN, infer=INFER) as at:
         whole = weights(1)
         pushed = [at.senders[0].push(1, boxes(at.senders[0].holdings, whole))]
-        instead_of(at.links("i1/0"), Vote, lambda: None)
+        staged = asyncio.Event()
+        instead_of(at.links("i1/0"), Vote, staged.set)
         pushed.append(at.senders[1].push(1, boxes(at.senders[1].holdings, whole)))
         await pushed[0].read
+        await staged.wait()
         await at.senders[0].withdraw(WeightUpdateAborted("the loop was interrupted"))
         with pytest.raises(WeightUpdateAborted, match="the loop was interrupted"):
             await pushed[0].report
