@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import secrets
 import tempfile
 import time
@@ -105,6 +106,7 @@ def _measure(settings: Settings, status: Callable[[str], None]) -> list[Sample]:
 
 def _rank(rank: int, settings: Settings, key: str, store: Path, tell: Connection) -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
