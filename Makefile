@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-gpu test-sglang test-page test-stability lint bench bench-control bench-gpu bench-vllm bench-weights sanitize fuzz model chaos chaos-control chaos-vllm soak attack simulate helm-test verify clean
+.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-gpu test-sglang test-page test-stability lint bench bench-control bench-gpu bench-vllm bench-weights sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights soak attack simulate helm-test verify clean
 
 demo:
 	@DEVICE=$(DEVICE) scripts/demo
@@ -97,6 +97,10 @@ chaos-control:
 chaos-vllm:
 	@scripts/setup test
 	@KVXFER_VLLM_PYTHON=$$(scripts/vllm-python) $(VENV)/python -m verify.faults.vllm
+
+chaos-weights:
+	@scripts/setup test
+	@$(VENV)/python -m verify.faults.weights $(if $(ROUNDS),--rounds $(ROUNDS))
 
 soak:
 	@scripts/setup test

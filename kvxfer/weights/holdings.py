@@ -96,25 +96,29 @@ def _side(side: str, ranks: Sequence[Holdings]) -> Side:
                     f"{name} is tied to {tied[name]} at one {side} rank and to {whole} at rank "
                     f"{rank}; load the same model on all of them"
                 )
-    named = [each.host for each in ranks]
+    alike: dict[tuple[_Form, tuple[tuple[_Box, tuple[int, ...]], ...]], list[str]] = {}
+    for name in sorted(forms):
+        having = tuple((box, tuple(at)) for box, at in boxes[name].items())
+        alike.setdefault((forms[name], having), []).append(name)
+    hosts = [each.host for each in ranks]
     zones = [each.zone for each in ranks]
     return Side(
         mesh={"rank": len(ranks)},
         parameters=tuple(
             Parameters(
-                name=name,
-                shape=forms[name][1],
-                dtype=forms[name][0],
+                name=names[0],
+                alike=tuple(names[1:]),
+                shape=form[1],
+                dtype=form[0],
                 parts=tuple(
-                    Part(ranks=tuple(having), offset=offset, shape=shape)
-                    for (offset, shape), having in boxes[name].items()
+                    Part(ranks=at, offset=offset, shape=shape) for (offset, shape), at in having
                 ),
             )
-            for name in sorted(forms)
+            for (form, having), names in alike.items()
         ),
         tied=dict(sorted(tied.items())),
         nics=min((each.nics for each in ranks), default=1),
-        hosts=tuple(named) if all(named) else (),
+        hosts=tuple(hosts) if all(hosts) else (),
         zones=tuple(zones) if all(zones) else (),
     )
 

@@ -65,6 +65,8 @@ class Parameters(_Described, frozen=True, kw_only=True):
     first: of n values the i-th belongs to coordinate i * size // n."""
     only: dict[str, _Count] = {}
     """For an axis the only coordinate whose ranks have these parameters."""
+    alike: tuple[str, ...] = ()
+    """Names of further parameters that are kept in the same way; instead of each."""
     padding: tuple[_Count, ...] = ()
     """For each dimension how many of its last elements are padding; () for none. No padding is
     sent."""
@@ -84,7 +86,7 @@ class Parameters(_Described, frozen=True, kw_only=True):
     @property
     def count(self) -> int:
         """Parameters that this record stands for."""
-        return math.prod(end - first for first, end in self.each.values())
+        return math.prod(end - first for first, end in self.each.values()) + len(self.alike)
 
     @property
     def trained_shape(self) -> tuple[int, ...]:
@@ -100,7 +102,7 @@ class Parameters(_Described, frozen=True, kw_only=True):
             names = [
                 name.replace(word, str(value)) for name in names for value in range(first, end)
             ]
-        return names
+        return [*names, *self.alike]
 
     def _refuse(self, field: str, value: object, remedy: str) -> InvalidArgument:
         return InvalidArgument(f"{field} of {self.name} is {value!r}; {remedy}")
@@ -122,6 +124,8 @@ class Parameters(_Described, frozen=True, kw_only=True):
                     (first, end),
                     "write the first value and the one after the last",
                 )
+        if self.alike and self.each:
+            raise self._refuse("alike", self.alike[:1], "leave each out, or write a record for it")
         if self.count > _MOST_PARAMETERS:
             raise self._refuse("each", self.each, f"at most {_MOST_PARAMETERS} parameters are one")
         for index in self.owner:

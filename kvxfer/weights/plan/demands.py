@@ -162,7 +162,7 @@ def _owners(side: Side, parameters: Parameters) -> list[_Owners]:
         else:
             size = math.prod(side.mesh[axis] for axis in parameters.owner[index])
             found = [(*each, at * size // count) for each in found for at in range(count)]
-    return found
+    return found * (1 + len(parameters.alike))  # which have no indices
 
 
 def _pattern(side: Side, parameters: Parameters, owners: _Owners) -> Pattern:

@@ -1,0 +1,30 @@
+"""A few of the faults of `make chaos-weights`, and that it finds what it is for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from verify.faults.weights.catalogue import catalogue
+from verify.faults.weights.defects import DEFECTS
+from verify.faults.weights.run import run
+
+pytestmark = pytest.mark.native
+
+
+@pytest.mark.parametrize("fabric", ["local", "tcp"])
+async def test_faulted_updates_keep_their_promises(fabric: str) -> None:
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    rounds = await run(fabric, 4, random.Random(seed))
+    assert [line for each in rounds for line in each.broken] == []
+    assert len(rounds) == 4
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+async def test_broken_code_is_found(defect: str) -> None:
+    _, fault = DEFECTS[defect]
+    assert fault in catalogue()
+    rounds = await run("local", 3, random.Random(1), faults=[fault], defect=defect)
+    assert rounds[-1].broken, f"{fault} does not show that {defect}"
