@@ -106,6 +106,17 @@ def _vllm(
     )
 
 
+def _weights(name: str, against: str, bound: float) -> Target:
+    return Target(
+        name=f"weight update, {name}",
+        measured="GB/s from 4 training to 2 inference ranks",
+        against=against,
+        direction=Direction.AT_LEAST,
+        bound=bound,
+        command="make bench-weights",
+    )
+
+
 # By the KiB of the smallest pages that a bound is for.
 _THROUGHPUT: Final = {
     name: _throughput(CASES[name], bounds)
@@ -194,6 +205,24 @@ VLLM_CACHE: Final = Target(
     required=True,
 )
 
+_RAW: Final = "raw writes of the same bytes"
+WEIGHTS: Final = {
+    (fabric, digests): {
+        "raw": _weights(f"{fabric}, with digests" if digests else fabric, _RAW, bound)
+    }
+    | (
+        {}
+        if digests
+        else {
+            "gather": _weights(f"{fabric}, a broadcast", "gather and broadcast by gloo", 2.5),
+            "send": _weights(f"{fabric}, isend", "isend and irecv by gloo", 1.5),
+        }
+    )
+    for fabric in ("tcp", "local")
+    for digests, bound in ((False, 0.85), (True, 0.50))
+}
+"""By fabric, and whether digests are on: by what is measured beside the update."""
+
 TARGETS: Final = (
     *(target for of_it in _THROUGHPUT.values() for target in of_it.values()),
     *(target for pair in OVERHEAD.values() for target in pair),
@@ -201,6 +230,7 @@ TARGETS: Final = (
     IDLE,
     *(target for of_it in CONTROL.values() for target in of_it.values()),
     *(VISIBLE_TRANSFER, FIRST_TOKEN, LAYER, IDLE_VLLM, WAITING_VLLM, VLLM_CACHE),
+    *(target for of_it in WEIGHTS.values() for target in of_it.values()),
 )
 
 

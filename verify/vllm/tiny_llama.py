@@ -14,13 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCABULARY = 512
 
 
-def make(
-    folder: Path, layers: int = 4, kv_heads: int = 2, head_dim: int = 32, seed: int = 0
-) -> None:
+def config_of(layers: int = 4, kv_heads: int = 2, head_dim: int = 32) -> LlamaConfig:
     """Weights of 0.2 standard deviation: at less the logits are nearly flat, and equal tokens
     prove little."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
@@ -35,6 +32,14 @@ def make(
         pad_token_id=1,
         tie_word_embeddings=False,
     )
+
+
+def make(
+    folder: Path, layers: int = 4, kv_heads: int = 2, head_dim: int = 32, seed: int = 0
+) -> None:
+    """The same weights for the same seed."""
+    torch.manual_seed(seed)
+    config = config_of(layers, kv_heads, head_dim)
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
     save_tokenizer(folder)
 

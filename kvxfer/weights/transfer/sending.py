@@ -24,13 +24,16 @@ _Ints: TypeAlias = NDArray[np.int64]
 
 _MOST_RUNS: Final = 1 << 16
 """Of one operation."""
-_OPERATIONS: Final = 4
-"""Under way to one receiver: waves, or parts of them."""
+_PAGES: Final = 16
+"""Runs of one stretch from which they are an operation of pages: a run of a list costs 30 times the
+time to submit."""
+_OPERATIONS: Final = 16
+"""Under way to one receiver."""
 _AGAIN_SECONDS: Final = 0.005
 
 
-class Batch(NamedTuple):
-    """Runs that are one operation."""
+class Runs(NamedTuple):
+    """Of several parameters or lengths: one operation."""
 
     sources: Sequence[str]
     """The parameter of each run, at training."""
@@ -39,23 +42,54 @@ class Batch(NamedTuple):
     lengths: _Ints
 
 
+class Pages(NamedTuple):
+    """Runs of one parameter and one length: one operation."""
+
+    source: str
+    source_offsets: _Ints
+    target_offsets: _Ints
+    length: int
+
+
+Batch: TypeAlias = Runs | Pages
+
+
 def batches_of(waves: Waves) -> tuple[Batch, ...]:
     """In the order in which they are submitted; made once for a plan."""
     return tuple(batch for wave in waves for batch in _batches(wave))
 
 
 def _batches(wave: tuple[Stretch, ...]) -> Iterator[Batch]:
-    sources: list[str] = []
+    few: list[Stretch] = []
     for stretch in wave:
+        runs = len(stretch.source_offsets)
+        if runs < _PAGES:
+            few.append(stretch)
+            continue
+        for at in range(0, runs, _MOST_RUNS):
+            part = slice(at, at + _MOST_RUNS)
+            yield Pages(
+                stretch.source,
+                stretch.source_offsets[part],
+                stretch.target_offsets[part],
+                stretch.length,
+            )
+    if few:
+        yield from _lists(few)
+
+
+def _lists(stretches: Sequence[Stretch]) -> Iterator[Runs]:
+    sources: list[str] = []
+    for stretch in stretches:
         sources += [stretch.source] * len(stretch.source_offsets)
-    source = np.concatenate([each.source_offsets for each in wave])
-    target = np.concatenate([each.target_offsets for each in wave])
+    source = np.concatenate([each.source_offsets for each in stretches])
+    target = np.concatenate([each.target_offsets for each in stretches])
     lengths = np.concatenate(
-        [np.full(len(each.source_offsets), each.length, np.int64) for each in wave]
+        [np.full(len(each.source_offsets), each.length, np.int64) for each in stretches]
     )
     for at in range(0, len(sources), _MOST_RUNS):
         part = slice(at, at + _MOST_RUNS)
-        yield Batch(sources[part], source[part], target[part], lengths[part])
+        yield Runs(sources[part], source[part], target[part], lengths[part])
 
 
 class Receiver(NamedTuple):
@@ -156,20 +190,35 @@ class Sending:
     ) -> Operation:
         while True:
             try:
-                return peer.write_list(
-                    [self._regions[name] for name in batch.sources],
-                    [grant.arena] * len(batch.sources),
-                    src_offsets=batch.source_offsets,
-                    dst_offsets=batch.target_offsets,
-                    lengths=batch.lengths,
-                    imm=grant.imm,
-                    timeout=self._push.seconds,
-                )
+                return self._written(peer, batch, grant)
             except Backpressure:
                 if under_way:
                     await _oldest(under_way)
                 else:
                     await asyncio.sleep(_AGAIN_SECONDS)
+
+    def _written(self, peer: Peer, batch: Batch, grant: Grant) -> Operation:
+        if isinstance(batch, Pages):
+            return peer.write_pages(
+                self._regions[batch.source],
+                grant.arena,
+                page_length=batch.length,
+                src_pages=batch.source_offsets,
+                dst_pages=batch.target_offsets,
+                src_stride=1,
+                dst_stride=1,
+                imm=grant.imm,
+                timeout=self._push.seconds,
+            )
+        return peer.write_list(
+            [self._regions[name] for name in batch.sources],
+            [grant.arena] * len(batch.sources),
+            src_offsets=batch.source_offsets,
+            dst_offsets=batch.target_offsets,
+            lengths=batch.lengths,
+            imm=grant.imm,
+            timeout=self._push.seconds,
+        )
 
 
 async def _oldest(under_way: deque[Operation]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +13,8 @@ from kvxfer.weights.plan.settings import ScheduleSettings
 from kvxfer.weights.transfer.arena import ALIGNMENT, arena_of
 from kvxfer.weights.transfer.member_plan import schedule_of, sent_by, sent_to
 from kvxfer.weights.transfer.messages import Plan, Target
-from kvxfer.weights.transfer.runs import source_digest, target_digest
-from kvxfer.weights.transfer.sending import batches_of
+from kvxfer.weights.transfer.runs import Stretch, source_digest, target_digest
+from kvxfer.weights.transfer.sending import Batch, Pages, batches_of
 
 from .job import boxes
 
@@ -75,6 +77,18 @@ def _plans(draw: st.DrawFn) -> tuple[Plan, dict[str, np.ndarray]]:
     return plan, whole
 
 
+def _rows(batch: Batch) -> Iterator[tuple[str, int, int, int]]:
+    """Parameter, offset in the sender's box, offset in the arena, and length of each run."""
+    count = len(batch.source_offsets)
+    return zip(
+        [batch.source] * count if isinstance(batch, Pages) else batch.sources,
+        batch.source_offsets.tolist(),
+        batch.target_offsets.tolist(),
+        [batch.length] * count if isinstance(batch, Pages) else batch.lengths.tolist(),
+        strict=True,
+    )
+
+
 @settings(max_examples=150, deadline=None)
 @given(_plans())
 def test_runs_fill_each_arena_once(drawn: tuple[Plan, dict[str, np.ndarray]]) -> None:
@@ -88,14 +102,7 @@ def test_runs_fill_each_arena_once(drawn: tuple[Plan, dict[str, np.ndarray]]) ->
         }
         for receiver, waves in sent_by(schedule, plan, sender).items():
             for batch in batches_of(waves):
-                rows = zip(
-                    batch.sources,
-                    batch.source_offsets.tolist(),
-                    batch.target_offsets.tolist(),
-                    batch.lengths.tolist(),
-                    strict=True,
-                )
-                for name, source, target, length in rows:
+                for name, source, target, length in _rows(batch):
                     memory[receiver][target : target + length] = regions[name][
                         source : source + length
                     ]
@@ -118,3 +125,16 @@ def test_runs_fill_each_arena_once(drawn: tuple[Plan, dict[str, np.ndarray]]) ->
             assert (filled[number][inside] == 1).all()
             found_box = memory[number][inside].view(np.float32).reshape(box.shape)
             np.testing.assert_array_equal(found_box, box)
+
+
+def test_many_runs_of_one_length_are_pages_and_the_others_a_list() -> None:
+    columns = _stretch("o_proj", np.arange(40) * 64, 32)
+    row = _stretch("norm", np.array([0]), 4096)
+    [pages, runs] = batches_of(((columns, row),))
+    assert isinstance(pages, Pages)
+    assert [each[0] for each in _rows(pages)] == ["o_proj"] * 40
+    assert list(_rows(runs)) == [("norm", 0, 0, 4096)]
+
+
+def _stretch(name: str, offsets: np.ndarray, length: int) -> Stretch:
+    return Stretch(name, length, offsets, offsets)

@@ -1,0 +1,95 @@
+"""Drives a training job: starts it, has it train, push and save."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
+
+from verify.processes.worker import Event, WorkerProcess
+
+_ANSWER_SECONDS: Final = 120.0
+_REPORT_SECONDS: Final = 300.0
+_START_SECONDS: Final = 300.0
+
+KEY: Final = "the key of a training job"
+
+
+class TrainingJob(WorkerProcess):
+    """Training ranks with a tiny Llama, FSDP over gloo; what they compute follows from the seed.
+    Any one thread. Raises AssertionError where a rank fails to do what it is told."""
+
+    def __init__(self, folder: Path, *, world_size: int = 4, **job: Any) -> None:
+        """job: the members of trainer_rank.Job. Returns once it is ready."""
+        store = Path(tempfile.mkdtemp(dir=folder)) / "store"
+        options = {"store": str(store), "world_size": world_size, **job}
+        quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+        self.world_size = world_size
+        super().__init__(
+            "verify.weights.job", "training job", json.dumps(options), environment=quiet
+        )
+        self.pids: list[int] = self._ready.result(_START_SECONDS)["pids"]
+
+    def do(self, do: str, *, ranks: Sequence[int] | None = None, **arguments: Any) -> list[Event]:
+        """A command, done by all ranks or some; the answer of each."""
+        chosen = list(range(self.world_size) if ranks is None else ranks)
+        answers: list[Event] = self.begin(do, ranks=chosen, **arguments).result(_ANSWER_SECONDS)[
+            "ranks"
+        ]
+        failed = [each for each in answers if "error" in each]
+        assert not failed, self.failed(f"did not {do}: {failed}")
+        return answers
+
+    def step(self, count: int = 1) -> float:
+        """Trains; the loss of rank 0."""
+        return float(self.do("step", count=count)[0]["loss"])
+
+    def connect(self, key: str = KEY, receivers: Sequence[str] = (), **arguments: Any) -> str:
+        """Has each rank open its Trainer; the coordinator's address. `arguments` are those of
+        trainer_rank.TrainerRank.connect."""
+        first = self.do("connect", ranks=[0], key=key, receivers=list(receivers), **arguments)
+        address = str(first[0]["coordinator"])
+        others = range(1, self.world_size)
+        self.do("connect", ranks=others, key=key, coordinator=address, **arguments)
+        return address
+
+    def wait_for(self, instances: int, seconds: float = 60.0) -> None:
+        """Until so many instances have joined."""
+        self.do("wait", ranks=[0], instances=instances, seconds=seconds)
+
+    def begin_push(self, version: int) -> Future[Event]:
+        """Answered once all ranks have read their weights; event("pushed") tells the end."""
+        return self.begin("push", ranks=list(range(self.world_size)), version=version)
+
+    def push(self, version: int) -> Event:
+        """The report of rank 0, or its error as {"error": …, "code": …}."""
+        self.do("push", version=version)
+        return self.pushed()
+
+    def pushed(self, ranks: int | None = None) -> Event:
+        """How the push under way ended, once so many ranks know (all by default): what the lowest
+        of them says."""
+        ends = [
+            self.event("pushed").result(_REPORT_SECONDS) for _ in range(ranks or self.world_size)
+        ]
+        end = min(ends, key=lambda each: int(each["rank"]))
+        return dict(end.get("report", end))
+
+    def save(self, folder: Path) -> Path:
+        """The weights as a checkpoint."""
+        self.do("save", folder=str(folder))
+        return folder
+
+    def quit(self) -> None:
+        """In good order."""
+        self.tell("quit")
+        self.ends(_ANSWER_SECONDS)
+
+    def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Or freezes it, by SIGSTOP."""
+        os.kill(self.pids[rank], number)
