@@ -1,8 +1,8 @@
 """Weights in 8 bits with scales: of a box of a parameter, by cells that share one scale.
 
-Cells are laid from the first element of the whole parameter, so a box may begin and end within
-one. Its greatest magnitudes are those of its own elements. Given the greatest of all boxes that
-have a part of the cell, every box gets the values that the whole parameter would get.
+Cells are counted from the first element of the whole parameter, so a box may begin and end within
+a cell. Each box that has elements of a cell gives the greatest magnitude of these. By the greatest
+of them all, each box gets the values that the whole parameter would get.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def as_sent(how: Quantization, along: tuple[int, ...], empty: int) -> tuple[int,
 
 
 @torch.no_grad()
-def take_maxima(tensor: torch.Tensor, cell: tuple[int, ...], box: Box, maxima: torch.Tensor) -> None:
+def take_maxima(
+    tensor: torch.Tensor, cell: tuple[int, ...], box: Box, maxima: torch.Tensor
+) -> None:
     """Writes the greatest magnitude of each of the box's cells; NaN where one element is NaN.
 
     Arguments:
@@ -143,7 +145,9 @@ def _peaks(magnitudes: torch.Tensor, dimension: int, first: int, size: int) -> t
         parts.append(magnitudes.narrow(dimension, 0, head).amax(dimension, keepdim=True))
     if count:
         middle = magnitudes.narrow(dimension, head, count * size)
-        parts.append(middle.unflatten(dimension, (count, size)).amax(dimension + 1))
+        around = magnitudes.shape
+        split = middle.view(*around[:dimension], count, size, *around[dimension + 1 :])
+        parts.append(split.amax(dimension + 1))
     if tail:
         rest = magnitudes.narrow(dimension, length - tail, tail)
         parts.append(rest.amax(dimension, keepdim=True))

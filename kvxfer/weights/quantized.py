@@ -13,7 +13,6 @@ from kvxfer.errors import InvalidArgument
 from kvxfer.weights.holdings import Holding
 from kvxfer.weights.quantize import (
     LIMITS,
-    Quantization,
     as_sent,
     cell_of,
     cells_of,
@@ -64,6 +63,8 @@ class QuantizedCopies:
         """
         self._sources = {source.part.name: source for source in sources}
         self._group = group
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._group = group or torch.distributed.group.WORLD
         ranks, rank, self._device = self._told()
         self._exchange = exchange_of(ranks, rank)
         self._alone = len(ranks) == 1 or not self._exchange.names
@@ -83,7 +84,7 @@ class QuantizedCopies:
         refused = next(filter(None, (_refusal(*source) for source in self._sources.values())), None)
         told = [(refused, parts, kinds)]
         rank, device = 0, torch.device("cpu")
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if self._group is not None:
             rank = torch.distributed.get_rank(self._group)
             if rank < 0:
                 raise InvalidArgument("this rank is not in the group that its weights are split in")
@@ -134,7 +135,8 @@ class QuantizedCopies:
             as_sent(how, mine.offset, 0),
             as_sent(how, mine.shape, 1),
         )
-        self.holdings += [Holding(name, how.dtype, whole, box.offset, box.shape), scales]
+        values = Holding(name, how.dtype, whole, box.offset, box.shape)
+        self.holdings.extend((values, scales))
         self.tensors[name] = torch.empty(
             box.shape, dtype=getattr(torch, how.dtype), device=tensor.device
         )
@@ -165,9 +167,7 @@ class QuantizedCopies:
                 told = torch.nan_to_num(scales.flat[scales.own], nan=0.0, posinf=0.0)
                 vector[scales.at] = told.to(self._device)
             vector[-1] = bad
-            torch.distributed.all_reduce(
-                vector, torch.distributed.ReduceOp.MAX, group=self._group
-            )
+            torch.distributed.all_reduce(vector, torch.distributed.ReduceOp.MAX, group=self._group)
             for scales in self._scales:
                 scales.flat[scales.own] = vector[scales.at].to(scales.flat.device)
             bad = int(vector[-1].item())
@@ -203,12 +203,9 @@ def _refusal(part: Part, tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _device(group: Group | None, kinds: set[str]) -> torch.device:
+def _device(group: Group, kinds: set[str]) -> torch.device:
     """That of the parameters if the group can reduce there, and otherwise one where it can. All
     ranks decide alike, also those that have no parameter."""
-    if group is None:
-        group = torch.distributed.group.WORLD
-    assert group is not None
     able = sorted({device.type for device in group._device_types})
     here = [kind for kind in able if kind in kinds] or able
     kind = next((each for each in here if each != "cpu"), "cpu")

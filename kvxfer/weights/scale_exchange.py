@@ -96,9 +96,7 @@ def exchange_of(ranks: Sequence[Sequence[Part]], rank: int) -> Exchange:
     return Exchange(names, shared, length)
 
 
-def _shared(
-    cell: tuple[int, ...], boxes: tuple[Box, ...], whole: tuple[int, ...]
-) -> _Ints | None:
+def _shared(cell: tuple[int, ...], boxes: tuple[Box, ...], whole: tuple[int, ...]) -> _Ints | None:
     """Cells that more than one box has elements of, `[cells, dimensions]`; None where the boxes
     together have some elements of a cell, and not all of them."""
     grid = cells_of(cell, Box((0,) * len(whole), whole)).shape
@@ -112,8 +110,7 @@ def _shared(
     pattern = Pattern(np.array(edges, np.int64), tuple((at,) for at in range(len(boxes))), {})
     had = np.zeros(grid, np.int64)
     for each in disjoint(pattern).boxes.tolist():
-        first, ends = zip(*each, strict=True)
-        box = Box(tuple(first), tuple(end - at for at, end in each))
+        box = Box(tuple(first for first, _ in each), tuple(end - first for first, end in each))
         had[_within(cell, box)] += _elements(cell, box)
     if ((had > 0) & (had < _elements(cell, Box((0,) * len(whole), whole)))).any():
         return None
@@ -129,9 +126,9 @@ def _within(cell: tuple[int, ...], box: Box) -> tuple[slice, ...]:
 
 def _elements(cell: tuple[int, ...], box: Box) -> _Ints:
     """How many elements of each cell a box has."""
-    along = []
+    along: list[_Ints] = []
     for size, first, length in zip(cell, box.offset, box.shape, strict=True):
         end = first + length
-        borders = np.arange(first // size, -(-end // size) + 1) * size
-        along.append(np.diff(np.clip(borders, first, end)))
+        begins = np.arange(first // size, -(-end // size), dtype=np.int64) * size
+        along.append(np.minimum(begins + size, end) - np.maximum(begins, first))
     return reduce(np.multiply.outer, along)

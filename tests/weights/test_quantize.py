@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -109,7 +111,7 @@ def cuts(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
     """Ranges that cover a dimension."""
     inner = draw(st.sets(st.integers(1, length - 1), max_size=3)) if length > 1 else set()
     edges = [0, *sorted(inner), length]
-    return [(first, end - first) for first, end in zip(edges, edges[1:], strict=False)]
+    return [(first, end - first) for first, end in pairwise(edges)]
 
 
 @st.composite
