@@ -19,7 +19,7 @@ import torch
 from kvxfer.errors import InvalidArgument, WeightsMismatch
 from kvxfer.weights.holdings import Holding
 
-__all__ = ["Wants", "window_over"]
+__all__ = ["Wants", "window_over", "written_by"]
 
 Indices = tuple[int, ...]
 
@@ -138,7 +138,7 @@ class Window(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for value in _written(func, args, kwargs):
+        for value in written_by(func, args, kwargs):
             if isinstance(value, Window):
                 raise InvalidArgument(
                     f"{func} writes to {value._parameter.name}; weights that are loaded can only "
@@ -210,7 +210,7 @@ class _Wanted(_Parameter):
                 f"the loader of {self.name} looks at its values ({func}), which are not there "
                 "before the first update"
             ) from error
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if not written:
             return made
         return written[0] if len(written) == 1 else tuple(written)
@@ -296,8 +296,8 @@ def _deep(change: Callable[[Any], Any], arguments: tuple[Any, Any], call: Any) -
     return call(changed(args), {name: changed(value) for name, value in kwargs.items()})
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation writes to."""
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation of PyTorch writes to."""
     if not func._schema.is_mutable:
         return []
     found = []

@@ -15,13 +15,18 @@ VOCABULARY = 512
 
 
 def make(
-    folder: Path, layers: int = 4, kv_heads: int = 2, head_dim: int = 32, seed: int = 0
+    folder: Path,
+    layers: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    vocabulary: int = VOCABULARY,
+    seed: int = 0,
 ) -> None:
-    """Weights of 0.2 standard deviation: at less the logits are nearly flat, and equal tokens
+    """The tokenizer has a word for each of VOCABULARY tokens, however many have weights. Weights of 0.2 standard deviation: at less the logits are nearly flat, and equal tokens
     prove little."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=layers,
@@ -54,6 +59,6 @@ def save_tokenizer(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    for option in ("--layers", "--kv-heads", "--head-dim", "--seed"):
+    for option in ("--layers", "--kv-heads", "--head-dim", "--vocabulary", "--seed"):
         parser.add_argument(option, type=int, default=argparse.SUPPRESS)
     make(**vars(parser.parse_args()))
