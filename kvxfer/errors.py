@@ -244,9 +244,11 @@ class WeightUpdateError(KvxferError):
 
 
 class WeightUpdateAborted(WeightUpdateError):
-    """Not all ranks have staged the update: none applies it, and all serve what they served."""
+    """Not all ranks have staged the update: none applies it, and all serve what they served.
+    `report` is the UpdateReport, where there is one."""
 
     code = "weight-update-aborted"
+    report: object = None
 
 
 class WeightsMismatch(WeightUpdateError):

@@ -37,6 +37,7 @@ class Piece(msgspec.Struct, frozen=True):
 class Write(msgspec.Struct, frozen=True):
     """What goes from one training rank to one inference rank at once."""
 
+    sender: int
     receiver: int
     wave: int
     """It begins when its receiver has all bytes of the wave before."""
@@ -64,8 +65,17 @@ class Schedule:
         """Of one training rank, wave by wave, in the order in which it begins them."""
         ordered = self.operations.sender[self.order]
         first, end = np.searchsorted(ordered, [sender, sender + 1]).tolist()
-        for at in self.order[first:end].tolist():
+        return self._writes(self.order[first:end])
+
+    def writes_to(self, receiver: int) -> Iterator[Write]:
+        """To one inference rank, sender by sender."""
+        return self._writes(self.order[self.operations.receiver[self.order] == receiver])
+
+    def _writes(self, rows: Ints) -> Iterator[Write]:
+        for at in rows.tolist():
+            sender = int(self.operations.sender[at])
             yield Write(
+                sender=sender,
                 receiver=int(self.operations.receiver[at]),
                 wave=int(self.wave[at]),
                 sender_nic=int(self.sender_nic[at]),

@@ -1,0 +1,44 @@
+"""How a weight update ended."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class InstanceReport(msgspec.Struct, frozen=True):
+    """Of one instance."""
+
+    instance_id: str
+    ranks: int
+    state: Literal["committed", "staged", "aborted", "failed", "lost"]
+    """"staged": its inference engine has still to be told. "failed" and "lost": out of service."""
+    version: int | None
+    """That it serves; None where that is not known."""
+    digest: str | None = None
+    """Of what its ranks staged, in their order: 16 hex digits each."""
+    pause_seconds: float | None = None
+    """From the end of its last step before to the begin of its first step after; None where its
+    engine does not measure it."""
+    error: str | None = None
+
+
+class UpdateReport(msgspec.Struct, frozen=True):
+    """Of one update."""
+
+    update_id: str
+    version: int
+    state: Literal["staged", "committed", "aborted"]
+    nbytes: int
+    """Sent to all inference ranks."""
+    plan_seconds: float = 0.0
+    """For a plan; 0 where the one of the update before was used."""
+    stage_seconds: float = 0.0
+    """From the order to write until the last rank had staged."""
+    commit_seconds: float = 0.0
+    """From the order to commit until the last instance had answered."""
+    instances: tuple[InstanceReport, ...] = ()
+    error: str | None = None
+    """Why it was aborted, with the error's code."""
+    code: str | None = None

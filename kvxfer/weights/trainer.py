@@ -1,0 +1,251 @@
+"""Weight updates for training loops: a thread does what is asynchronous.
+
+trainer = Trainer(model, rank=rank, world_size=world_size, cluster_key=key, receivers=addresses)
+for version in range(1, steps):
+    train(model)
+    push = trainer.push(version)
+    push.read()                 # the next step may write to the parameters
+    report = push.result()      # all instances serve them
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias, TypeVar, Unpack
+
+from kvxfer.errors import DeadlineExceeded, EngineClosed, InvalidArgument
+from kvxfer.loop_thread import LoopThread
+from kvxfer.weights.holdings import Holdings
+from kvxfer.weights.report import UpdateReport
+from kvxfer.weights.transfer.coordinator import ControlPath, WeightCoordinator
+from kvxfer.weights.transfer.sender import WeightSender
+from kvxfer.weights.transfer.settings import UpdateSettings
+
+if TYPE_CHECKING:
+    from kvxfer.engine import Engine, EngineOptions
+
+T = TypeVar("T")
+
+_Awaited: TypeAlias = concurrent.futures.Future
+
+_CALL_SECONDS: Final = 60.0
+
+
+class SyncControlPath(Protocol):
+    """A ControlPath (`transfer.coordinator`) of blocking calls."""
+
+    def pin(self, update_id: str, version: int) -> None: ...
+
+    def commit(self, update_id: str, version: int) -> None: ...
+
+    def unpin(self, update_id: str) -> None: ...
+
+
+class Push:
+    """One push of one training rank. Any thread."""
+
+    def __init__(self, version: int, read: _Awaited[None], report: _Awaited[UpdateReport]) -> None:
+        self.version = version
+        self._read, self._report = read, report
+
+    def read(self, timeout: float | None = None) -> None:
+        """Returns once the parameters of this rank have been read, or will not be read any more:
+        they may be changed. Raises DeadlineExceeded after `timeout` seconds."""
+        _result(self._read, timeout, f"the parameters of version {self.version} are still read")
+
+    def result(self, timeout: float | None = None) -> UpdateReport:
+        """Once all instances that took part have answered. One that failed or was lost after the
+        decision is named in the report, and out of service.
+
+        Raises WeightUpdateAborted where nothing is applied, PeerError where the coordinator was
+        lost, and DeadlineExceeded after `timeout` seconds.
+        """
+        return _result(self._report, timeout, f"the update to {self.version} has not ended")
+
+    def done(self) -> bool:
+        """Whether result() returns or raises at once."""
+        return self._report.done()
+
+
+class Trainer:
+    """One training rank's end of weight updates. Any one thread at a time.
+
+    Rank 0 hosts the coordinator as well: give its `coordinator` address to the other ranks, and to
+    inference ranks that dial. Its engines and their thread end with close().
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        tensors: Callable[[], Mapping[str, Any]],
+        *,
+        rank: int,
+        world_size: int,
+        cluster_key: str | bytes,
+        coordinator: str | None = None,
+        receivers: Sequence[str] = (),
+        control_path: SyncControlPath | None = None,
+        settings: UpdateSettings | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """holdings: what this rank has. tensors: gives what it sends at a push, by the names of the
+        holdings, contiguous.
+
+        coordinator: the address that rank 0's says; None for rank 0. receivers: addresses of
+        inference ranks, for rank 0, which dials them. control_path: for rank 0, how instances
+        commit that are not told by message. options: of the engines; the port is the
+        coordinator's at rank 0.
+        Raises InvalidArgument, DeadlineExceeded, and what the engine raises.
+        """
+        if (rank == 0) != (coordinator is None):
+            raise InvalidArgument(
+                f"training rank {rank} has coordinator={coordinator!r}; rank 0 hosts it and has "
+                "None, all others have its address"
+            )
+        self._tensors = tensors
+        self._thread = _TrainerThread(
+            rank,
+            world_size,
+            holdings,
+            coordinator,
+            receivers,
+            control_path,
+            settings,
+            cluster_key,
+            options,
+        )
+        self._thread.begin()
+
+    @property
+    def coordinator(self) -> str:
+        """The address of this job's coordinator."""
+        return self._thread.coordinator
+
+    def wait_for(self, instances: int, timeout: float) -> None:
+        """Of rank 0: returns when all training ranks and so many instances are connected. Raises
+        DeadlineExceeded."""
+        self._thread.run(self._thread.joined(instances, timeout), timeout + _CALL_SECONDS)
+
+    def push(self, version: int) -> Push:
+        """Begins an update once all training ranks have called this. The parameters must not be
+        changed until `Push.read()` has returned. Raises InvalidArgument."""
+        tensors = self._tensors()
+        return self._thread.run(self._thread.push(version, tensors), _CALL_SECONDS)
+
+    def close(self) -> None:
+        """Ends what is under way. Idempotent."""
+        self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _TrainerThread(LoopThread):
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        holdings: Holdings,
+        coordinator: str | None,
+        receivers: Sequence[str],
+        control_path: SyncControlPath | None,
+        settings: UpdateSettings | None,
+        cluster_key: str | bytes,
+        options: EngineOptions,
+    ) -> None:
+        super().__init__()
+        self._rank, self._world_size, self._holdings = rank, world_size, holdings
+        self._receivers, self._settings = receivers, settings
+        self._control_path = None if control_path is None else _InThreads(control_path)
+        self._cluster_key, self._options = cluster_key, options
+        self._leader: WeightCoordinator | None = None
+        self.coordinator = coordinator or ""
+
+    async def _serve(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            options: EngineOptions = {"name": f"trainer-{self._rank}", **self._options}
+            if not self.coordinator:
+                lead = await self._engine(stack, {**options, "name": f"{options['name']}-lead"})
+                options.pop("port", None)
+                self._leader = await stack.enter_async_context(
+                    WeightCoordinator(
+                        lead,
+                        trainers=self._world_size,
+                        receivers=self._receivers,
+                        control_path=self._control_path,
+                        settings=self._settings,
+                    )
+                )
+                self.coordinator = lead.address
+            engine = await self._engine(stack, options)
+            self._sender = await stack.enter_async_context(
+                WeightSender(engine, self._holdings, self._rank)
+            )
+            await self._sender.join(self.coordinator)
+            self._started.set_result(None)
+            await self._closing.wait()
+
+    async def _engine(self, stack: contextlib.AsyncExitStack, options: EngineOptions) -> Engine:
+        from kvxfer.engine import Engine
+
+        return await stack.enter_async_context(Engine(cluster_key=self._cluster_key, **options))
+
+    async def push(self, version: int, tensors: Mapping[str, Any]) -> Push:
+        pushed = self._sender.push(version, tensors)
+        return Push(version, _awaited(pushed.read), _awaited(pushed.report))
+
+    async def joined(self, instances: int, timeout: float) -> None:
+        if self._leader is None:
+            raise InvalidArgument(
+                f"training rank {self._rank} has no coordinator; ask rank 0 who is connected"
+            )
+        await self._leader.joined(instances, timeout)
+
+
+class _InThreads(ControlPath):
+    """A control path of blocking calls, beside the loop."""
+
+    def __init__(self, path: SyncControlPath) -> None:
+        self._path = path
+
+    async def pin(self, update_id: str, version: int) -> None:
+        await asyncio.to_thread(self._path.pin, update_id, version)
+
+    async def commit(self, update_id: str, version: int) -> None:
+        await asyncio.to_thread(self._path.commit, update_id, version)
+
+    async def unpin(self, update_id: str) -> None:
+        await asyncio.to_thread(self._path.unpin, update_id)
+
+
+def _awaited(future: asyncio.Future[T]) -> _Awaited[T]:
+    """The same for threads without a loop."""
+    awaited: _Awaited[T] = concurrent.futures.Future()
+
+    def ended(future: asyncio.Future[T]) -> None:
+        if future.cancelled():
+            awaited.cancel()
+        elif (error := future.exception()) is not None:
+            awaited.set_exception(error)
+        else:
+            awaited.set_result(future.result())
+
+    future.add_done_callback(ended)
+    return awaited
+
+
+def _result(awaited: _Awaited[T], timeout: float | None, what: str) -> T:
+    try:
+        return awaited.result(timeout)
+    except concurrent.futures.CancelledError:
+        raise EngineClosed("the trainer was closed before the update had ended") from None
+    except TimeoutError:
+        if awaited.done():  # the update's own error
+            raise
+        raise DeadlineExceeded(f"{what} after {timeout:g} s") from None

@@ -1,0 +1,82 @@
+"""How an instance that has voted for an update finds out how it ended, without its coordinator.
+
+The coordinator of a two-phase commit may be lost after the votes. Then the leaders ask each other
+(the cooperative termination of Bernstein, Hadzilacos and Goodman, Concurrency Control and Recovery
+in Database Systems, 1987, 7.4). If none of those that answer has committed, and none has a
+coordinator that still may, the update is aborted. A leader behind a network partition that no one
+else reaches, and that did commit, then serves another version, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from kvxfer.errors import KvxferError
+from kvxfer.weights.transfer.links import Links, logger
+from kvxfer.weights.transfer.messages import Ask, Tell
+
+if TYPE_CHECKING:
+    from kvxfer.engine import Peer
+
+End: TypeAlias = Literal["committed", "aborted"]
+
+_KEPT: Final = 256
+_ASK_SECONDS: Final = 1.0
+_AGAIN_SECONDS: Final = 0.1
+_DOUBT_SECONDS: Final = 60.0
+
+
+class Outcomes:
+    """How the last updates ended here, and what other leaders tell. Loop only."""
+
+    def __init__(self) -> None:
+        self._ends: OrderedDict[str, End] = OrderedDict()
+        self._asked: dict[tuple[int, str], asyncio.Future[Tell]] = {}
+
+    def add(self, update_id: str, end: End) -> None:
+        self._ends.setdefault(update_id, end)
+        while len(self._ends) > _KEPT:
+            self._ends.popitem(last=False)
+
+    def of(self, update_id: str) -> End | None:
+        return self._ends.get(update_id)
+
+    def told(self, peer: Peer, message: Tell) -> None:
+        waiting = self._asked.get((peer.id, message.update_id))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+
+    async def ask(self, links: Links, address: str, update_id: str) -> str:
+        """What the leader at an address says; "gone" where it does not answer."""
+        try:
+            async with asyncio.timeout(2 * _ASK_SECONDS):
+                peer = await links.engine.connect(address, timeout=_ASK_SECONDS)
+                key = (peer.id, update_id)
+                self._asked[key] = asyncio.get_running_loop().create_future()
+                try:
+                    links.send(peer, Ask(update_id))
+                    return (await self._asked[key]).state
+                finally:
+                    del self._asked[key]
+        except (KvxferError, TimeoutError) as error:
+            logger.warning("the leader at %s does not say how it ended: %s", address, error)
+            return "gone"
+
+
+async def resolve(links: Links, outcomes: Outcomes, update_id: str, others: list[str]) -> End:
+    """Asks until it is clear; "aborted" after a minute, whatever the others wait for."""
+    try:
+        async with asyncio.timeout(_DOUBT_SECONDS):
+            while True:
+                answers = await asyncio.gather(
+                    *(outcomes.ask(links, address, update_id) for address in others)
+                )
+                if "committed" in answers:
+                    return "committed"
+                if "aborted" in answers or "waiting" not in answers:
+                    return "aborted"
+                await asyncio.sleep(_AGAIN_SECONDS)
+    except TimeoutError:
+        return "aborted"

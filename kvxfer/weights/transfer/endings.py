@@ -1,0 +1,61 @@
+"""How the parts of an update end: one error for all of them, and none before it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Generator
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.errors import KvxferError, PeerError
+
+if TYPE_CHECKING:
+    from kvxfer.engine import Peer
+
+
+def first_error(failed: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first of kvxfer's own; the others follow from it."""
+    leaves = list(_leaves(failed))
+    return next((each for each in leaves if isinstance(each, KvxferError)), leaves[0])
+
+
+def _leaves(failed: BaseExceptionGroup[BaseException]) -> Generator[BaseException, None, None]:
+    for error in failed.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def loss_of(peer: Peer, who: str) -> PeerError:
+    """Why a peer is lost, and who it is."""
+    error = peer.error or PeerError("the connection ended")
+    return type(error)(f"{who} was lost: {error}")
+
+
+async def until_ended(*works: Awaitable[Any]) -> None:
+    """Returns when all have ended, well or not, however often this task is cancelled meanwhile."""
+    whole = asyncio.gather(*works, return_exceptions=True)
+    cancelled = False
+    while not whole.done():
+        try:
+            await asyncio.shield(whole)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+@contextlib.contextmanager
+def told_of_loss(peer: Peer, future: asyncio.Future[Any], who: str) -> Generator[None, None, None]:
+    """Ends the future with the loss of a peer, if that comes first."""
+
+    def lost(peer: Peer) -> None:
+        if not future.done():
+            future.set_exception(loss_of(peer, who))
+
+    peer.on_lost(lost)
+    try:
+        yield
+    finally:
+        peer.forget_on_lost(lost)

@@ -1,0 +1,110 @@
+"""The peers of one member, and the messages between them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from kvxfer.errors import KvxferError, PeerError, ProtocolError
+from kvxfer.weights.transfer.messages import Inbox, Message, encode
+
+if TYPE_CHECKING:
+    from kvxfer.engine import Engine, Peer
+
+logger = logging.getLogger("kvxfer.weights")
+
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 1.0
+
+
+class Links:
+    """The handler of an engine that is used for weight updates alone. Event loop only."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_message: Callable[[Peer, Message], None],
+        on_lost: Callable[[Peer, PeerError], None],
+    ) -> None:
+        self.engine = engine
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._inboxes: dict[int, Inbox] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        engine.handler = self
+
+    def send(self, peer: Peer | None, message: Message) -> bool:
+        """Whether the peer is there to take it; if not, its loss is told in any case."""
+        if peer is None or not peer.alive:
+            return False
+        try:
+            for data in encode(message):
+                peer.send(data)
+        except KvxferError as error:
+            logger.warning("%r takes no message: %s", peer.name, error)
+            peer.close()
+            return False
+        return True
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs it until it ends, or close()."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task of a weight update failed", exc_info=error)
+
+    async def close(self) -> None:
+        """Cancels what was spawned, and waits for it."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.engine.handler is self:
+            self.engine.handler = None
+
+    async def keep_connected(self, address: str, greet: Callable[[Peer], None]) -> None:
+        """Dials until it is cancelled, and again whenever the peer is lost; greets it each time."""
+        pause = _FIRST_PAUSE
+        said = ""
+        while True:
+            try:
+                peer = await self.engine.connect(address)
+            except KvxferError as error:
+                if str(error) != said:
+                    said = str(error)
+                    logger.warning("%s; trying again", error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                continue
+            pause, said = _FIRST_PAUSE, ""
+            lost = asyncio.Event()
+            peer.on_lost(lambda _, lost=lost: lost.set())  # type: ignore[misc]
+            greet(peer)
+            await lost.wait()
+            await asyncio.sleep(pause)
+
+    # --- the engine's handler
+
+    def peer_up(self, peer: Peer) -> None:
+        self._inboxes[peer.id] = Inbox()
+
+    def message(self, peer: Peer, data: bytes) -> None:
+        inbox = self._inboxes.setdefault(peer.id, Inbox())
+        try:
+            message = inbox.take(data, peer.name)
+            if message is not None:
+                self._on_message(peer, message)
+        except ProtocolError as error:
+            logger.warning("%s", error)
+            peer.close()
+
+    def peer_lost(self, peer: Peer, error: PeerError) -> None:
+        self._inboxes.pop(peer.id, None)
+        self._on_lost(peer, error)

@@ -1,0 +1,412 @@
+"""An inference rank's end of weight updates: it stages the next weights beside those it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
+
+from kvxfer.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    KvxferError,
+    NotStaged,
+    PeerError,
+    ProtocolError,
+    WeightUpdateAborted,
+)
+from kvxfer.weights.holdings import Holdings
+from kvxfer.weights.transfer.arena import Arena, arena_of
+from kvxfer.weights.transfer.doubt import Outcomes, resolve
+from kvxfer.weights.transfer.links import Links, logger
+from kvxfer.weights.transfer.member_plan import schedule_of, sent_to
+from kvxfer.weights.transfer.messages import (
+    VERSION,
+    Abort,
+    Applied,
+    Ask,
+    Commit,
+    Failed,
+    Hello,
+    Invite,
+    JoinInference,
+    Message,
+    Plan,
+    Planned,
+    Prepare,
+    Said,
+    Sent,
+    Tell,
+    Vote,
+    said,
+)
+from kvxfer.weights.transfer.receiving import Receiving
+from kvxfer.weights.transfer.runs import Stretch
+
+if TYPE_CHECKING:
+    from kvxfer.engine import Engine, Memory, Peer
+
+_JOIN_SECONDS: Final = 60.0
+
+
+class Staged(NamedTuple):
+    """An update that a rank has, whole and checked, and does not serve yet."""
+
+    update_id: str
+    version: int
+    digest: str | None
+    """16 hex digits; None where digests are off."""
+
+
+class _Update:
+    """The one that a receiver takes."""
+
+    def __init__(self, prepare: Prepare) -> None:
+        self.prepare = prepare
+        self.state: Literal["receiving", "staged", "pinned"] = "receiving"
+        self.receiving: Receiving | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.staged: Staged | None = None
+
+
+class WeightReceiver:
+    """One inference rank: one engine that is used for nothing else, and an arena.
+
+    Everything but `version` and `digest` belongs to the event loop. What a staged update is for the
+    inference engine: `pin()` it on all ranks of the instance, apply what is in `memory` on all of
+    them between two steps, call `applied()`. If a rank fails in between, call `broken()` and end
+    the instance: it has half of the update.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        holdings: Holdings,
+        *,
+        instance_id: str,
+        rank: int = 0,
+        ranks: int = 1,
+        commit: Callable[[Staged], Awaitable[float | None]] | None = None,
+        version: int = 0,
+        gpu: int | None = None,
+    ) -> None:
+        """holdings: what this rank wants. ranks: of the instance; rank 0 is its leader.
+
+        commit: of the leader, where updates are committed by message and not by the inference
+        engine's control path: applies the update to the whole instance, and returns its pause in
+        seconds or None. What it raises takes the instance out of service.
+        version: that is served now. gpu: whose memory the arena is.
+        """
+        if not 0 <= rank < ranks:
+            raise InvalidArgument(f"rank {rank} of {ranks}: ranks count from 0")
+        if commit is not None and rank != 0:
+            raise InvalidArgument(f"rank {rank} of {instance_id!r} has a commit; pass it to rank 0")
+        self._engine = engine
+        self.holdings = holdings
+        self._commit = commit
+        self._me = (instance_id, rank, ranks)
+        self.arena: Arena = arena_of(holdings)
+        """Where each parameter's box lies in `memory`."""
+        self.memory: Memory = engine.alloc(self.arena.nbytes, gpu)
+        self.version = version
+        self.digest: str | None = None
+        self.error: KvxferError | None = None
+        """Why the instance is out of service; None where it is not."""
+        self._links = Links(engine, self._message, self._lost)
+        self._coordinator: Peer | None = None
+        self._joined = asyncio.Event()
+        self._plan: Plan | None = None
+        self._expected: dict[int, tuple[Stretch, ...]] = {}
+        self._senders = _Greeted()
+        self._update: _Update | None = None
+        self._outcomes = Outcomes()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Gives the arena back. An update that is not applied by then is dropped."""
+        await self._links.close()
+        await asyncio.to_thread(self.memory.close)
+
+    async def join(self, coordinator: str, timeout: float = _JOIN_SECONDS) -> None:
+        """Dials a coordinator, and again whenever it is lost. Not needed by a rank that the
+        coordinator dials. Raises DeadlineExceeded."""
+        self._links.spawn(self._links.keep_connected(coordinator, self._join))
+        try:
+            async with asyncio.timeout(timeout):
+                await self._joined.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no coordinator of weight updates answers at {coordinator} within {timeout:g} s"
+            ) from None
+
+    # --- for the inference engine
+
+    def pin(self, update_id: str) -> Staged:
+        """From now on this rank keeps the update, whatever happens, until `applied()` or `unpin()`.
+        Raises NotStaged."""
+        update = self._update
+        if update is None or update.prepare.update_id != update_id or update.staged is None:
+            what = "none" if update is None else f"{update.prepare.update_id} ({update.state})"
+            raise NotStaged(
+                f"{self._name} has not staged update {update_id}; it has {what}. Nothing of it is "
+                "applied"
+            )
+        update.state = "pinned"
+        return update.staged
+
+    def unpin(self, update_id: str) -> None:
+        """Not to be applied after all; drops it."""
+        update = self._update
+        if update is not None and update.prepare.update_id == update_id:
+            self._drop(Said(WeightUpdateAborted.code, "it was given up before it was applied"))
+
+    def applied(self, staged: Staged, pause_seconds: float | None = None) -> None:
+        """This rank serves it from its next step on."""
+        self.version, self.digest = staged.version, staged.digest
+        self._update = None
+        self._outcomes.add(staged.update_id, "committed")
+        self._links.send(self._coordinator, Applied(staged.update_id, pause_seconds))
+
+    def broken(self, staged: Staged, error: BaseException) -> None:
+        """It failed while it was applied: the instance has to leave service."""
+        why = said(error)
+        self.error = why.error()
+        self._update = None
+        self._links.send(self._coordinator, Applied(staged.update_id, failed=why))
+
+    # --- messages
+
+    @property
+    def _name(self) -> str:
+        instance_id, rank, ranks = self._me
+        return f"{instance_id!r}" if ranks == 1 else f"rank {rank} of {instance_id!r}"
+
+    def _message(self, peer: Peer, message: Message) -> None:
+        match message:
+            case Invite():
+                self._join(peer)
+            case Hello():
+                self._senders.add(message, peer)
+            case Sent():
+                self._sent(peer, message)
+            case Ask():
+                self._links.send(peer, Tell(message.update_id, self._told(message.update_id)))
+            case Tell():
+                self._outcomes.told(peer, message)
+            case _ if peer is not self._coordinator:
+                raise ProtocolError(f"{peer.name!r} is not the coordinator of {self._name}")
+            case Plan():
+                self._links.spawn(self._make_plan(peer, message))
+            case Prepare():
+                self._prepare(peer, message)
+            case Abort():
+                self._abort(message)
+            case Commit():
+                self._links.spawn(self._commit_told(message.update_id))
+            case _:
+                raise ProtocolError(f"{peer.name!r} sent {type(message).__name__} to a receiver")
+
+    def _join(self, coordinator: Peer) -> None:
+        instance_id, rank, ranks = self._me
+        self._coordinator = coordinator
+        self._links.send(
+            coordinator,
+            JoinInference(
+                instance_id=instance_id,
+                rank=rank,
+                ranks=ranks,
+                holdings=self.holdings,
+                address=self._engine.address,
+                by_message=self._commit is not None,
+                serves=self.version,
+                version=VERSION,
+            ),
+        )
+        self._joined.set()
+
+    async def _make_plan(self, coordinator: Peer, plan: Plan) -> None:
+        try:
+            self._expected = await asyncio.to_thread(_received, plan)
+        except Exception as error:
+            self._links.send(coordinator, Planned(plan.plan_id, said(error)))
+            return
+        self._plan = plan
+        self._links.send(coordinator, Planned(plan.plan_id))
+
+    def _prepare(self, coordinator: Peer, prepare: Prepare) -> None:
+        refusal = self._refusal(prepare)
+        if refusal is not None:
+            self._links.send(coordinator, Failed(prepare.update_id, refusal))
+            return
+        self._drop(Said(WeightUpdateAborted.code, "another update began"))
+        self._update = update = _Update(prepare)
+        update.receiving = Receiving(
+            self._engine,
+            self.memory.region,
+            prepare,
+            self._expected,
+            self._senders,
+            self._links.send,
+        )
+        update.task = self._links.spawn(self._receive(coordinator, update, update.receiving))
+
+    def _refusal(self, prepare: Prepare) -> Said | None:
+        update = self._update
+        if self.error is not None:
+            return Said(self.error.code, f"{self._name} is out of service: {self.error}")
+        if update is not None and update.state == "pinned":
+            return Said(
+                WeightUpdateAborted.code,
+                f"{self._name} is about to apply update {update.prepare.update_id}",
+            )
+        if self._plan is None or self._plan.plan_id != prepare.plan_id:
+            return Said(ProtocolError.code, f"{self._name} has not made plan {prepare.plan_id}")
+        if self._outcomes.of(prepare.update_id) is not None:
+            return Said(
+                WeightUpdateAborted.code,
+                f"{self._name} has told others that it does not take update {prepare.update_id}",
+            )
+        return None
+
+    async def _receive(self, coordinator: Peer, update: _Update, receiving: Receiving) -> None:
+        prepare = update.prepare
+        try:
+            digest = await receiving.run()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            if self._update is update:
+                self._update = None
+            self._outcomes.add(prepare.update_id, "aborted")
+            self._links.send(coordinator, Failed(prepare.update_id, said(error)))
+            return
+        update.state, update.staged = "staged", Staged(prepare.update_id, prepare.weights, digest)
+        if not self._links.send(coordinator, Vote(prepare.update_id, digest)):
+            self._lost_after_staging(update)
+
+    def _sent(self, peer: Peer, message: Sent) -> None:
+        update = self._update
+        if (
+            update is not None
+            and update.receiving is not None
+            and update.prepare.update_id == message.update_id
+        ):
+            update.receiving.take(peer, message)
+
+    def _abort(self, message: Abort) -> None:
+        update = self._update
+        if update is None or update.prepare.update_id != message.update_id:
+            self._outcomes.add(message.update_id, "aborted")
+        elif update.state != "pinned":
+            self._drop(message.why)
+
+    def _drop(self, why: Said) -> None:
+        """What is staged, or on its way. No write of it lands once the task has ended."""
+        update, self._update = self._update, None
+        if update is None:
+            return
+        self._outcomes.add(update.prepare.update_id, "aborted")
+        if update.task is not None and not update.task.done():
+            update.task.cancel()
+        logger.info("%s drops update %s: %s", self._name, update.prepare.update_id, why.text)
+
+    async def _commit_told(self, update_id: str) -> None:
+        """Of a leader whose updates are committed by message."""
+        assert self._commit is not None  # noqa: S101 (JoinInference said so)
+        coordinator = self._coordinator
+        try:
+            staged = self.pin(update_id)
+        except NotStaged as error:
+            self._links.send(coordinator, Applied(update_id, failed=said(error)))
+            return
+        try:
+            pause = await self._commit(staged)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            logger.error("%s failed while it applied update %s", self._name, update_id)
+            self.broken(staged, error)
+            return
+        self.applied(staged, pause)
+
+    # --- the loss of the coordinator
+
+    def _lost(self, peer: Peer, error: PeerError) -> None:
+        self._senders.remove(peer)
+        if peer is not self._coordinator:
+            return
+        self._coordinator = None
+        update = self._update
+        if update is None or update.state == "pinned":
+            return
+        if update.state == "receiving":
+            self._drop(Said(error.code, f"the coordinator was lost: {error}"))
+        else:
+            self._lost_after_staging(update)
+
+    def _lost_after_staging(self, update: _Update) -> None:
+        """Where the inference engine's control path commits, that decides, and the update stays."""
+        if self._commit is not None:
+            self._links.spawn(self._in_doubt(update))
+
+    async def _in_doubt(self, update: _Update) -> None:
+        prepare = update.prepare
+        others = [each for each in prepare.leaders if each != self._engine.address]
+        end = await resolve(self._links, self._outcomes, prepare.update_id, others)
+        if self._update is not update or update.state == "pinned":
+            return
+        if end == "committed":
+            await self._commit_told(prepare.update_id)
+        else:
+            self._drop(Said(WeightUpdateAborted.code, "its coordinator was lost before it decided"))
+
+    def _told(self, update_id: str) -> Literal["committed", "aborted", "waiting", "doubt"]:
+        """What another leader hears, that has lost the coordinator."""
+        update = self._update
+        if update is not None and update.prepare.update_id == update_id:
+            if update.state == "pinned":
+                return "committed"
+            if update.state == "staged":
+                return "doubt" if self._coordinator is None else "waiting"
+            # The asker had staged, so nothing keeps this rank from giving up: it has not voted.
+            self._drop(Said(WeightUpdateAborted.code, "another instance lost the coordinator"))
+            if self._coordinator is not None:
+                why = Said(WeightUpdateAborted.code, "an instance has lost the coordinator")
+                self._links.send(self._coordinator, Failed(update_id, why))
+            return "aborted"
+        known = self._outcomes.of(update_id)
+        if known is None:
+            self._outcomes.add(update_id, "aborted")
+        return known or "aborted"
+
+
+def _received(plan: Plan) -> dict[int, tuple[Stretch, ...]]:
+    return sent_to(schedule_of(plan), plan, plan.number)
+
+
+class _Greeted:
+    """The training ranks that have said HELLO, by plan and number."""
+
+    def __init__(self) -> None:
+        self._peers: dict[tuple[str, int], Peer] = {}
+        self._waiting: dict[tuple[str, int], asyncio.Future[Peer]] = {}
+
+    def add(self, hello: Hello, peer: Peer) -> None:
+        key = (hello.plan_id, hello.number)
+        self._peers = {at: known for at, known in self._peers.items() if known is not peer}
+        self._peers[key] = peer
+        waiting = self._waiting.pop(key, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(peer)
+
+    def remove(self, peer: Peer) -> None:
+        self._peers = {at: known for at, known in self._peers.items() if known is not peer}
+
+    async def get(self, plan_id: str, number: int) -> Peer:
+        key = (plan_id, number)
+        if key in self._peers:
+            return self._peers[key]
+        waiting = self._waiting.setdefault(key, asyncio.get_running_loop().create_future())
+        return await asyncio.shield(waiting)

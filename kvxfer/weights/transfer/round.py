@@ -1,0 +1,115 @@
+"""What the coordinator waits for from the members of one update."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from kvxfer.errors import DeadlineExceeded, KvxferError, PeerError
+from kvxfer.weights.transfer.members import InferenceRank, Member
+from kvxfer.weights.transfer.messages import Applied, Failed, Message, Planned
+
+T = TypeVar("T")
+
+
+class Answer(NamedTuple):
+    """Of an instance that was to apply an update."""
+
+    state: Literal["committed", "failed", "lost"]
+    pause_seconds: float | None = None
+    error: str | None = None
+
+
+class Round:
+    """The answers of the members, which are those of its begin. Event loop only."""
+
+    def __init__(self, members: list[Member]) -> None:
+        self._members = members
+        self._said: dict[tuple[int, type], Any] = {}
+        self._lost: dict[int, KvxferError] = {}
+        """By id of the peer."""
+        self._error: KvxferError | None = None
+        self._changed = asyncio.Event()
+
+    def take(self, member: Member, message: Message) -> None:
+        self._said[member.peer.id, type(message)] = message
+        if isinstance(message, Failed):
+            self.fail(_by(member, message.why.error()))
+        elif isinstance(message, Planned) and message.failed is not None:
+            self.fail(_by(member, message.failed.error()))
+        self._change()
+
+    def lose(self, member: Member, error: PeerError) -> None:
+        if member in self._members:
+            loss = type(error)(f"{member.name} was lost: {error}")
+            self._lost[member.peer.id] = loss
+            self.fail(loss)
+
+    def fail(self, error: KvxferError) -> None:
+        """The first one counts."""
+        self._error = self._error or error
+        self._change()
+
+    def instances(self) -> dict[str, list[InferenceRank]]:
+        found: dict[str, list[InferenceRank]] = {}
+        for member in self._members:
+            if isinstance(member, InferenceRank):
+                found.setdefault(member.joined.instance_id, []).append(member)
+        return found
+
+    async def all(
+        self, kind: type[T], members: Sequence[Member], seconds: float, what: str
+    ) -> list[tuple[Member, T]]:
+        """What each of them says of this kind. Raises the failure or loss of any member, and
+        DeadlineExceeded that names those which have not answered."""
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    self.check()
+                    silent = [each for each in members if (each.peer.id, kind) not in self._said]
+                    if not silent:
+                        return [(each, self._said[each.peer.id, kind]) for each in members]
+                    await self._changed.wait()
+        except TimeoutError:
+            names = ", ".join(each.name for each in silent)
+            raise DeadlineExceeded(f"{names} had not {what} after {seconds:g} s") from None
+
+    async def applied(self, ranks: Sequence[InferenceRank], seconds: float) -> Answer:
+        """How the ranks of an instance that answer for it have applied the update."""
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    answers = [self._said.get((each.peer.id, Applied)) for each in ranks]
+                    failed = [each.failed for each in answers if each is not None and each.failed]
+                    if failed:
+                        return Answer("failed", error=f"{failed[0].text} ({failed[0].code})")
+                    if None not in answers:
+                        pauses = [each.pause_seconds for each in answers if each is not None]
+                        known = [pause for pause in pauses if pause is not None]
+                        return Answer("committed", max(known, default=None))
+                    silent = [
+                        each.peer.id
+                        for each, answer in zip(ranks, answers, strict=True)
+                        if answer is None
+                    ]
+                    lost = [self._lost[ident] for ident in silent if ident in self._lost]
+                    if lost:
+                        return Answer("lost", error=str(lost[0]))
+                    await self._changed.wait()
+        except TimeoutError:
+            return Answer("lost", error=f"it had not applied the update after {seconds:g} s")
+
+    def check(self) -> None:
+        """Raises the first failure or loss of any member."""
+        if self._error is not None:
+            raise self._error
+
+    def _change(self) -> None:
+        """Several may wait at once."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _by(member: Member, error: KvxferError) -> KvxferError:
+    return type(error)(f"{member.name}: {error}")

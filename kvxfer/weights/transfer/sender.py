@@ -1,0 +1,313 @@
+"""A training rank's end of weight updates: it writes what its memory has, when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+from kvxfer.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    KvxferError,
+    PeerError,
+    PeerLost,
+    ProtocolError,
+    WeightUpdateAborted,
+)
+from kvxfer.weights.holdings import Holdings
+from kvxfer.weights.report import UpdateReport
+from kvxfer.weights.transfer.links import Links
+from kvxfer.weights.transfer.member_plan import Waves, schedule_of, sent_by
+from kvxfer.weights.transfer.messages import (
+    Abort,
+    Failed,
+    Grant,
+    Hello,
+    JoinTraining,
+    Message,
+    Plan,
+    Planned,
+    Push,
+    Read,
+    Ready,
+    Settled,
+    Withdraw,
+    said,
+)
+from kvxfer.weights.transfer.sending import Receiver, Sending, batches_of
+
+if TYPE_CHECKING:
+    from kvxfer.engine import Engine, MemoryRegion, Peer
+
+_JOIN_SECONDS: Final = 60.0
+_CONNECT_SECONDS: Final = 10.0
+_AWAY_SECONDS: Final = 10.0
+
+
+class Pushed(NamedTuple):
+    """A push of one rank."""
+
+    read: asyncio.Future[None]
+    """Once this rank's memory is not read any more, however the update ends."""
+    report: asyncio.Future[UpdateReport]
+    """Once all instances have answered that they serve it; an error where nothing is applied, with
+    the whole `report`, or the loss of the coordinator."""
+
+
+class _Push:
+    def __init__(self, version: int, serial: int) -> None:
+        loop = asyncio.get_running_loop()
+        self.version, self.serial = version, serial
+        self.pushed = Pushed(loop.create_future(), loop.create_future())
+        self.update_id = ""
+        self.sending: Sending | None = None
+        self.task: asyncio.Task[None] | None = None
+        # A caller may look at `read` alone.
+        self.pushed.report.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
+
+class WeightSender:
+    """One training rank: one engine that is used for nothing else. Event loop only."""
+
+    def __init__(self, engine: Engine, holdings: Holdings, rank: int) -> None:
+        """holdings: what this rank has, whether it sends it or not."""
+        self._engine = engine
+        self.holdings = holdings
+        self._rank = rank
+        self._links = Links(engine, self._message, self._lost)
+        self._coordinator: Peer | None = None
+        self._joined = asyncio.Event()
+        self._regions: dict[str, MemoryRegion] = {}
+        self._plan_id = ""
+        self._receivers: dict[int, Receiver] = {}
+        self._early: dict[str, list[tuple[Peer, Grant]]] = {}
+        self._push: _Push | None = None
+        self._serial = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """No memory is read any more afterwards."""
+        push, self._push = self._push, None
+        if push is not None:
+            await self._stop(push, PeerLost("this training rank was closed"))
+        await self._links.close()
+        for region in self._regions.values():
+            await asyncio.to_thread(region.close)
+        self._regions.clear()
+
+    async def join(self, coordinator: str, timeout: float = _JOIN_SECONDS) -> None:
+        """Dials a coordinator, and again whenever it is lost. Raises DeadlineExceeded."""
+        self._links.spawn(self._links.keep_connected(coordinator, self._join))
+        try:
+            async with asyncio.timeout(timeout):
+                await self._joined.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no coordinator of weight updates answers at {coordinator} within {timeout:g} s"
+            ) from None
+
+    def push(self, version: int, tensors: Mapping[str, Any]) -> Pushed:
+        """The memory of these tensors has the version, and may be read until `read` has ended.
+
+        tensors: by the names of the holdings, contiguous, the boxes that these describe. Memory
+        that is where it was in the push before is not registered again.
+        Raises InvalidArgument where another push is under way, and for a tensor that is missing or
+        has another size.
+        """
+        if self._push is not None:
+            raise InvalidArgument(
+                f"the push of version {self._push.version} has not ended; wait for its result"
+            )
+        self._register(tensors)
+        self._serial += 1
+        self._push = _Push(version, self._serial)
+        if not self._links.send(self._coordinator, Ready(version, self._serial)):
+            self._links.spawn(self._await_coordinator(self._push))
+        return self._push.pushed
+
+    async def withdraw(self, error: KvxferError) -> None:
+        """Ends the push that is under way, for a caller who waits no longer."""
+        push = self._push
+        if push is not None:
+            self._links.send(self._coordinator, Withdraw(push.serial))
+            self._push = None
+            await self._stop(push, error)
+
+    def _register(self, tensors: Mapping[str, Any]) -> None:
+        for holding in self.holdings.parameters:
+            if holding.name not in tensors:
+                raise InvalidArgument(f"{holding.name} is missing among the tensors of this push")
+            tensor = tensors[holding.name]
+            known = self._regions.get(holding.name)
+            address = _address_of(tensor)
+            if known is not None and address is not None and known.address == address:
+                continue
+            if known is not None:
+                known.close()
+                del self._regions[holding.name]
+            region = self._engine.register(tensor)
+            if region.nbytes != holding.nbytes:
+                region.close()
+                raise InvalidArgument(
+                    f"{holding.name} has {region.nbytes} bytes; a box of {list(holding.shape)} "
+                    f"{holding.dtype} has {holding.nbytes}"
+                )
+            self._regions[holding.name] = region
+
+    # --- messages
+
+    def _message(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, Grant):
+            self._granted(peer, message)
+            return
+        if peer is not self._coordinator:
+            raise ProtocolError(f"{peer.name!r} is not the coordinator of training rank")
+        match message:
+            case Plan():
+                self._links.spawn(self._make_plan(peer, message))
+            case Push():
+                self._begin(peer, message)
+            case Abort():
+                # SETTLED follows, and says why.
+                if self._push is not None and self._push.update_id == message.update_id:
+                    self._links.spawn(_stopped(self._push))
+            case Settled():
+                self._settled(message)
+            case _:
+                raise ProtocolError(f"{peer.name!r} sent {type(message).__name__} to a sender")
+
+    def _join(self, coordinator: Peer) -> None:
+        self._coordinator = coordinator
+        self._links.send(coordinator, JoinTraining(self._rank, self.holdings))
+        if self._push is not None:
+            self._links.send(coordinator, Ready(self._push.version, self._push.serial))
+        self._joined.set()
+
+    async def _make_plan(self, coordinator: Peer, plan: Plan) -> None:
+        try:
+            self._receivers = await self._connected(plan)
+        except Exception as error:
+            self._links.send(coordinator, Planned(plan.plan_id, said(error)))
+            return
+        self._plan_id = plan.plan_id
+        self._links.send(coordinator, Planned(plan.plan_id))
+
+    async def _connected(self, plan: Plan) -> dict[int, Receiver]:
+        """To all inference ranks that the plan has this rank write to."""
+        sent = await asyncio.to_thread(_sent, plan)
+
+        async def meet(number: int, waves: Waves) -> tuple[int, Receiver]:
+            target = plan.targets[number]
+            peer = await self._engine.connect(target.address, timeout=_CONNECT_SECONDS)
+            self._links.send(peer, Hello(plan.plan_id, plan.number))
+            return number, Receiver(peer, waves, await asyncio.to_thread(batches_of, waves))
+
+        return dict(await asyncio.gather(*(meet(number, waves) for number, waves in sent.items())))
+
+    def _begin(self, coordinator: Peer, message: Push) -> None:
+        push = self._push
+        if push is None or push.serial != message.serial or self._plan_id != message.plan_id:
+            why = WeightUpdateAborted(
+                f"training rank {self._rank} is not ready to send update {message.update_id}"
+            )
+            self._links.send(coordinator, Failed(message.update_id, said(why)))
+            return
+        push.update_id = message.update_id
+        push.sending = Sending(self._links, message, self._receivers, self._regions)
+        for peer, grant in self._early.pop(message.update_id, []):
+            push.sending.granted(peer, grant)
+        push.task = self._links.spawn(self._send(coordinator, push, push.sending))
+
+    def _granted(self, peer: Peer, grant: Grant) -> None:
+        push = self._push
+        if push is not None and push.sending is not None and push.update_id == grant.update_id:
+            push.sending.granted(peer, grant)
+            return
+        # The grant of an inference rank may come before the coordinator's order.
+        self._early = {grant.update_id: self._early.get(grant.update_id, [])}
+        self._early[grant.update_id].append((peer, grant))
+
+    async def _send(self, coordinator: Peer, push: _Push, sending: Sending) -> None:
+        try:
+            await sending.run()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._links.send(coordinator, Failed(push.update_id, said(error)))
+            if not push.pushed.read.done():
+                push.pushed.read.set_result(None)
+            return
+        if not push.pushed.read.done():
+            push.pushed.read.set_result(None)
+        self._links.send(coordinator, Read(push.update_id))
+
+    def _settled(self, message: Settled) -> None:
+        push, report = self._push, message.report
+        if push is None or push.serial != message.serial:
+            return
+        if report.state == "aborted":
+            error = WeightUpdateAborted(
+                f"the update to version {push.version} was aborted, and the version before is "
+                f"served on: {report.error}"
+            )
+            error.report = report
+            self._end(error)
+            return
+        self._push = None
+        if not push.pushed.read.done():
+            push.pushed.read.set_result(None)
+        if not push.pushed.report.done():
+            push.pushed.report.set_result(report)
+
+    def _end(self, error: KvxferError) -> None:
+        """Of the push that is under way, before it is committed."""
+        push, self._push = self._push, None
+        if push is not None:
+            self._links.spawn(self._stop(push, error))
+
+    async def _stop(self, push: _Push, error: KvxferError) -> None:
+        await _stopped(push)
+        if not push.pushed.report.done():
+            push.pushed.report.set_exception(error)
+
+    def _lost(self, peer: Peer, error: PeerError) -> None:
+        if peer is not self._coordinator:
+            return
+        self._coordinator = None
+        push = self._push
+        if push is None:
+            return
+        if push.update_id:
+            self._end(type(error)(f"the coordinator of weight updates was lost: {error}"))
+        else:
+            self._links.spawn(self._await_coordinator(push))
+
+    async def _await_coordinator(self, push: _Push) -> None:
+        """A push waits only so long for a coordinator that is not there."""
+        await asyncio.sleep(_AWAY_SECONDS)
+        if self._push is push and self._coordinator is None:
+            self._end(PeerLost(f"no coordinator of weight updates for {_AWAY_SECONDS:g} s"))
+
+
+async def _stopped(push: _Push) -> None:
+    """Once this returns, its memory is not read any more."""
+    if push.task is not None:
+        push.task.cancel()
+        await asyncio.wait([push.task])
+    if not push.pushed.read.done():
+        push.pushed.read.set_result(None)
+
+
+def _sent(plan: Plan) -> dict[int, Waves]:
+    return sent_by(schedule_of(plan), plan, plan.number)
+
+
+def _address_of(tensor: Any) -> int | None:
+    """Where a tensor of torch or an array of numpy begins; None for something else."""
+    if hasattr(tensor, "data_ptr"):
+        return int(tensor.data_ptr())
+    interface = getattr(tensor, "__array_interface__", None)
+    return None if interface is None else int(interface["data"][0])

@@ -1,0 +1,30 @@
+"""Deadlines of a weight update, and whether it is checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvxfer.settings import Seconds, check_bounds
+from kvxfer.weights.plan.settings import ScheduleSettings
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """Of the coordinator, which tells the members. Raises InvalidArgument that names the member and
+    its bounds."""
+
+    digests: bool = True
+    """Whether all bytes are checked where they have arrived."""
+    ready_seconds: Seconds = 60.0
+    """From the first training rank's push until the last one's."""
+    plan_seconds: Seconds = 120.0
+    """Until all members have made the plan and are connected."""
+    stage_seconds: Seconds = 120.0
+    """Until all inference ranks have everything."""
+    commit_seconds: Seconds = 60.0
+    """Until all instances serve the update."""
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    """How the update is cut into writes."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)

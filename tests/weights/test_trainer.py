@@ -1,0 +1,113 @@
+"""The blocking interface of a training loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvxfer.engine import Engine
+from kvxfer.errors import DeadlineExceeded, InvalidArgument, WeightUpdateAborted
+from kvxfer.weights.trainer import Trainer
+from kvxfer.weights.transfer.receiver import WeightReceiver
+
+from .transfer.job import KEY, Instance, boxes, shards, weights
+
+pytestmark = pytest.mark.native
+
+
+class _Serving:
+    """An instance of one rank, on a loop in a thread."""
+
+    def __init__(self, coordinator: str) -> None:
+        self.instance = Instance([])
+        self._coordinator = coordinator
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._joined = threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),))
+
+    async def _run(self) -> None:
+        async with (
+            Engine(cluster_key=KEY, fabrics=["local"]) as engine,
+            WeightReceiver(
+                engine, shards(0, 1), instance_id="i0", commit=self.instance.commit
+            ) as receiver,
+        ):
+            self.instance.ranks.append(receiver)
+            await receiver.join(self._coordinator)
+            self._joined.set()
+            await self._closing.wait()
+
+    def __enter__(self) -> Instance:
+        self._thread.start()
+        self._joined.wait()
+        return self.instance
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
+
+
+@pytest.fixture
+def trainers() -> Iterator[list[Trainer]]:
+    """Two ranks, which send what `version_of` says."""
+    made: list[Trainer] = []
+    for rank in range(2):
+        holdings = shards(rank, 2)
+        made.append(
+            Trainer(
+                holdings,
+                lambda holdings=holdings: boxes(holdings, weights(len(versions))),  # type: ignore[misc]
+                rank=rank,
+                world_size=2,
+                cluster_key=KEY,
+                coordinator=made[0].coordinator if made else None,
+                fabrics=["local"],
+            )
+        )
+    versions.clear()
+    yield made
+    for each in made:
+        each.close()
+
+
+versions: list[int] = []
+
+
+def test_each_push_is_served(trainers: list[Trainer]) -> None:
+    with _Serving(trainers[0].coordinator) as instance:
+        trainers[0].wait_for(instances=1, timeout=60)
+        for version in (1, 2):
+            versions.append(version)
+            pushes = [each.push(version) for each in trainers]
+            for push in pushes:
+                push.read(60)
+                assert push.result(60).state == "committed"
+            for name, box in weights(version).items():
+                np.testing.assert_array_equal(instance.serves[0][name], box)
+
+
+def test_a_push_without_instances_says_so(trainers: list[Trainer]) -> None:
+    versions.append(1)
+    pushes = [each.push(1) for each in trainers]
+    for push in pushes:
+        push.read(60)
+        with pytest.raises(WeightUpdateAborted, match="no instance is connected"):
+            push.result(60)
+
+
+def test_a_rank_that_pushes_alone_waits_for_the_other(trainers: list[Trainer]) -> None:
+    push = trainers[0].push(1)
+    with pytest.raises(DeadlineExceeded, match=r"the update to 1 has not ended after 0\.1 s"):
+        push.result(0.1)
+    with pytest.raises(InvalidArgument, match="the push of version 1 has not ended"):
+        trainers[0].push(2)
+
+
+def test_rank_0_hosts_the_coordinator() -> None:
+    with pytest.raises(InvalidArgument, match="training rank 1 has coordinator=None"):
+        Trainer(shards(0, 1), dict, rank=1, world_size=2, cluster_key=KEY)

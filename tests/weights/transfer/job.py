@@ -1,0 +1,156 @@
+"""A training job and its instances, in one process: engines, senders, receivers, a coordinator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvxfer.engine import Engine
+from kvxfer.weights.holdings import Holding, Holdings
+from kvxfer.weights.transfer.coordinator import ControlPath, WeightCoordinator
+from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
+from kvxfer.weights.transfer.sender import WeightSender
+from kvxfer.weights.transfer.settings import UpdateSettings
+
+KEY = "k" * 32
+SHAPES = {"embed": (96, 40), "norm": (40,), "q_proj": (64, 40), "down": (40, 72)}
+
+
+def weights(version: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, np.ndarray]:
+    """All parameters of a version, float32."""
+    random = np.random.default_rng(version)
+    return {name: random.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+
+
+def shards(
+    number: int, of: int, dimension: int = 0, shapes: dict[str, tuple[int, ...]] = SHAPES
+) -> Holdings:
+    """Rank `number` of `of`, each parameter split along a dimension as torch.chunk does."""
+    found = []
+    for name, shape in shapes.items():
+        along = min(dimension, len(shape) - 1)
+        length = -(-shape[along] // of)
+        first = min(number * length, shape[along])
+        size = min(length, shape[along] - first)
+        if size:
+            offset = [0] * len(shape)
+            offset[along] = first
+            box = [*shape]
+            box[along] = size
+            found.append(Holding(name, "float32", shape, tuple(offset), tuple(box)))
+    return Holdings(tuple(found))
+
+
+def boxes(holdings: Holdings, whole: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a rank has of these parameters, in memory of its own."""
+    return {
+        each.name: np.ascontiguousarray(
+            whole[each.name][
+                tuple(
+                    slice(first, first + size)
+                    for first, size in zip(each.offset, each.shape, strict=True)
+                )
+            ]
+        ).copy()
+        for each in holdings.parameters
+    }
+
+
+def staged(receiver: WeightReceiver) -> dict[str, np.ndarray]:
+    """What the arena has."""
+    memory = np.frombuffer(receiver.memory, np.uint8)
+    return {
+        name: memory[place.offset : place.offset + place.nbytes]
+        .view(np.float32)
+        .reshape(place.holding.shape)
+        .copy()
+        for name, place in receiver.arena.places.items()
+    }
+
+
+@dataclass
+class Instance:
+    """An inference instance that serves what its ranks copied at their commit."""
+
+    ranks: list[WeightReceiver]
+    serves: list[dict[str, np.ndarray]] = field(default_factory=list)
+    commits: int = 0
+    fails: bool = False
+
+    async def commit(self, update: Staged) -> float | None:
+        """Of the leader."""
+        pinned = [rank.pin(update.update_id) for rank in self.ranks[1:]]
+        if self.fails:
+            raise RuntimeError("out of paper")
+        self.serves = [staged(rank) for rank in self.ranks]
+        for rank, of_rank in zip(self.ranks[1:], pinned, strict=True):
+            rank.applied(of_rank)
+        self.commits += 1
+        return 0.25
+
+
+@dataclass
+class Job:
+    coordinator: WeightCoordinator
+    address: str
+    senders: list[WeightSender]
+    instances: list[Instance]
+    engines: list[Engine]
+
+
+@contextlib.asynccontextmanager
+async def job(
+    fabric: str,
+    *,
+    train: Sequence[Holdings],
+    infer: Sequence[Sequence[Holdings]],
+    settings: UpdateSettings | None = None,
+    control_path: ControlPath | None = None,
+    by_message: bool = True,
+) -> AsyncIterator[Job]:
+    """Everyone is connected; `infer` has the holdings of each instance's ranks."""
+    async with contextlib.AsyncExitStack() as stack:
+        engines: list[Engine] = []
+
+        async def engine(name: str) -> Engine:
+            made = await stack.enter_async_context(
+                Engine(cluster_key=KEY, fabrics=[fabric], name=name)
+            )
+            engines.append(made)
+            return made
+
+        lead = await engine("coordinator")
+        coordinator = await stack.enter_async_context(
+            WeightCoordinator(
+                lead, trainers=len(train), settings=settings, control_path=control_path
+            )
+        )
+        instances = []
+        for number, ranks in enumerate(infer):
+            instance = Instance([])
+            for rank, holdings in enumerate(ranks):
+                receiver = await stack.enter_async_context(
+                    WeightReceiver(
+                        await engine(f"i{number}/{rank}"),
+                        holdings,
+                        instance_id=f"i{number}",
+                        rank=rank,
+                        ranks=len(ranks),
+                        commit=instance.commit if rank == 0 and by_message else None,
+                    )
+                )
+                instance.ranks.append(receiver)
+                await receiver.join(lead.address)
+            instances.append(instance)
+        senders = []
+        for rank, holdings in enumerate(train):
+            sender = await stack.enter_async_context(
+                WeightSender(await engine(f"t{rank}"), holdings, rank)
+            )
+            await sender.join(lead.address)
+            senders.append(sender)
+        await coordinator.joined(len(infer), 30)
+        yield Job(coordinator, lead.address, senders, instances, engines)
