@@ -1,22 +1,38 @@
 """What each rank of a live vLLM wants of another checkpoint, and what it computes after having
 loaded just that: `python reload_probe.py MODEL OTHER RANKS`, in vLLM's environment.
 
-Prints a record: `boxes` of each rank, whether `recording` and `loading` left addresses as they
-were, and tokens of prompts: `before`, after recording (`recorded`), after loading (`loaded`), and of
-the other checkpoint loaded afresh (`afresh`).
+Prints a record: `boxes` of each rank, what it said to a trainer that lacks a parameter (`lacking`),
+and why the model cannot be reloaded, or "" (`refused`); whether addresses were the same after
+recording and loading; and tokens of prompts: `before`, after recording (`recorded`), after loading
+(`loaded`), and of the other checkpoint loaded afresh (`afresh`).
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import ParamMeta
+
+from kvxfer.connectors.vllm.weight_transfer.reload import (
+    check_reloadable,
+    load_in_place,
+    windows_over,
+)
+from kvxfer.connectors.vllm.weight_transfer.wants import record_wants
+from kvxfer.errors import WeightsMismatch
+from kvxfer.weights.holdings import Holdings
+from kvxfer.weights.transfer.arena import arena_of
 
 PROMPTS = [[5, 9, 300, 17], list(range(40, 200, 3)), [7] * 30]
+IGNORED = ParamMeta("model.layers.0.self_attn.rotary_emb.inv_freq", torch.float32, (16,))
+LACKING = "model.layers.1.self_attn.k_proj.weight"
 
 
 class Probe:
@@ -27,44 +43,31 @@ class Probe:
         named = [*model.named_parameters(), *model.named_buffers()]
         return {name: tensor.data_ptr() for name, tensor in named}
 
-    def record(self: Any, folder: str) -> list[Any]:
-        from kvxfer.connectors.vllm.weight_transfer.wants import CheckpointParameter, record_wants
-
+    def record(self: Any, folder: str) -> tuple[list[Any], str, str]:
+        model = self.model_runner.get_model()
         listed = [
-            CheckpointParameter(name, tensor.dtype, tuple(tensor.shape))
+            ParamMeta(name, tensor.dtype, tuple(tensor.shape))
             for name, tensor in tensors_in(folder)
         ]
-        unknown = CheckpointParameter("model.layers.0.nothing.inv_freq", torch.float32, (16,))
         self.shapes = {each.name: each.shape for each in listed}
-        if "rotary" in folder:
-            listed.append(unknown)
-        from vllm.config import set_current_vllm_config
-
         with set_current_vllm_config(self.vllm_config):
-            self.wanted = record_wants(self.model_runner.get_model(), listed)
-            try:
-                record_wants(self.model_runner.get_model(), listed[:-3] + listed[-2:])
-            except Exception as error:
-                self.refused = str(error)
-            else:
-                self.refused = ""
-        return [[(e.name, e.dtype, e.whole, e.offset, e.shape) for e in self.wanted], self.refused]
+            self.wanted = record_wants(model, [*listed, IGNORED])
+            lacking = refusal(record_wants, model, [e for e in listed if e.name != LACKING])
+        boxes = [(e.name, e.dtype, e.whole, e.offset, e.shape) for e in self.wanted]
+        return boxes, lacking, refusal(check_reloadable, model)
 
     def load(self: Any, folder: str) -> None:
-        from vllm.config import set_current_vllm_config
-
-        from kvxfer.connectors.vllm.weight_transfer.reload import load_in_place, windows_over
-        from kvxfer.weights.holdings import Holdings
-        from kvxfer.weights.transfer.arena import arena_of
-
         arena = arena_of(Holdings(self.wanted))
         memory = bytearray(arena.nbytes)
         for name, tensor in tensors_in(folder):
             if name in arena.places:
                 holding, offset, nbytes = arena.places[name]
-                for dim, (first, length) in enumerate(zip(holding.offset, holding.shape)):
-                    tensor = tensor.narrow(dim, first, length)
-                flat = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+                cut = tensor
+                for dim, (first, length) in enumerate(
+                    zip(holding.offset, holding.shape, strict=True)
+                ):
+                    cut = cut.narrow(dim, first, length)
+                flat = cut.contiguous().view(-1).view(torch.uint8).numpy()
                 memory[offset : offset + nbytes] = flat.tobytes()
         with set_current_vllm_config(self.vllm_config):
             load_in_place(
@@ -75,10 +78,18 @@ class Probe:
             )
 
 
-def tensors_in(folder: str) -> Any:
+def refusal(call: Any, *args: Any) -> str:
+    try:
+        call(*args)
+    except WeightsMismatch as error:
+        return str(error)
+    return ""
+
+
+def tensors_in(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():
+            for name in list(opened.keys()):
                 yield name, opened.get_tensor(name)
 
 
@@ -109,14 +120,17 @@ def main(model: str, other: str, ranks: int) -> None:
     llm = started(model, ranks)
     told: dict[str, Any] = {"before": tokens(llm)}
     addresses = llm.collective_rpc("addresses")
-    told["boxes"], told["refused"] = zip(*llm.collective_rpc("record", args=(other,)))
-    told["recording"] = llm.collective_rpc("addresses") == addresses
+    recorded = llm.collective_rpc("record", args=(other,))
+    told["boxes"] = [each[0] for each in recorded]
+    told["lacking"], told["refused"] = recorded[0][1:]
     told["recorded"] = tokens(llm)
-    llm.collective_rpc("load", args=(other,))
-    told["loading"] = llm.collective_rpc("addresses") == addresses
-    told["loaded"] = tokens(llm)
+    if not told["refused"]:
+        llm.collective_rpc("load", args=(other,))
+        told["loaded"] = tokens(llm)
+    told["same_addresses"] = llm.collective_rpc("addresses") == addresses
     del llm
-    told["afresh"] = tokens(started(other, ranks))
+    if "loaded" in told:
+        told["afresh"] = tokens(started(other, ranks))
     print(json.dumps(told))
 
 

@@ -207,7 +207,9 @@ def operation(draw: st.DrawFn, tensor: torch.Tensor) -> Op:
         case "expand":
             return lambda t: t.unsqueeze(0).expand(parts, *t.shape)
         case "reshape" if size:
-            return lambda t: t.reshape(*t.shape[:dim], size // divisor, divisor, *t.shape[dim + 1 :])
+            return lambda t: t.reshape(
+                *t.shape[:dim], size // divisor, divisor, *t.shape[dim + 1 :]
+            )
         case "unsqueeze":
             return lambda t: t.unsqueeze(-1)
         case "flatten":

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_MODULES
@@ -20,17 +21,7 @@ from kvxfer.weights.window import Wants, written_by
 _SHOWN: Final = 5
 
 
-class CheckpointParameter(NamedTuple):
-    """One that the trainer has, whole."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def record_wants(
-    model: torch.nn.Module, checkpoint: Sequence[CheckpointParameter]
-) -> tuple[Holding, ...]:
+def record_wants(model: torch.nn.Module, checkpoint: Sequence[ParamMeta]) -> tuple[Holding, ...]:
     """The boxes that the model's own `load_weights` reads of a checkpoint, sorted by name. What it
     ignores is not wanted. The model serves afterwards as before.
 
@@ -38,7 +29,7 @@ def record_wants(
     """
     wants = Wants()
     loading: Any = model  # each of vLLM's models has load_weights()
-    windows = ((each.name, wants.window(*each)) for each in checkpoint)
+    windows = ((each.name, wants.window(each.name, each.dtype, each.shape)) for each in checkpoint)
     with torch.no_grad(), _in_checkpoint_format(model):
         with _Writes(model) as writes:
             loading.load_weights(windows)
@@ -82,7 +73,11 @@ class _Writes(TorchDispatchMode):
         return self._elements.get(_memory(tensor), 0)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         served = False
