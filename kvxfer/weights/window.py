@@ -72,7 +72,7 @@ def walk_of(view: torch.Tensor, whole: Indices) -> Walk:
 
     if view.numel() == 0:
         return Walk((), (), None)
-    begin = digits(view.storage_offset())
+    begin = digits(int(view.storage_offset()))
     steps = tuple(map(digits, view.stride()))
     first, shape, over = list(begin), [1] * len(whole), 0
     for dim in reversed(range(len(whole))):
@@ -119,7 +119,7 @@ class Window(torch.Tensor):
             strides=view.stride(),
             storage_offset=view.storage_offset(),
             dtype=view.dtype,
-            device="cpu",
+            device=torch.device("cpu"),
         )
         made._parameter = parameter
         made._view = view
@@ -128,13 +128,13 @@ class Window(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         """Everything is there after __new__()."""
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Window({self._parameter.name}{list(self._view.shape)}, {self._view.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -223,7 +223,7 @@ class _Wanted(_Parameter):
 def window_over(
     holding: Holding, staged: torch.Tensor, shape: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """The whole parameter, of which `staged` is the box of `holding`. Views of it are views of
+    """The whole parameter; `staged` is the box of it that `holding` names. Its views are views of
     `staged`; to read outside the box raises WeightsMismatch. With `shape` () it is a scalar.
 
     Raises InvalidArgument where `staged` is not that box."""
@@ -300,7 +300,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     """The arguments that an operation of PyTorch writes to."""
     if not func._schema.is_mutable:
         return []
-    found = []
+    found: list[Any] = []
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) else kwargs.get(argument.name)

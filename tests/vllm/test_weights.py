@@ -131,27 +131,32 @@ def test_experts_that_vllm_does_not_renew_are_refused(folder: Path) -> None:
 class Trainer:
     """weight_trainer.py, as a process."""
 
-    def __init__(self, checkpoint: Path, server: Server) -> None:
+    def __init__(
+        self, checkpoint: Path, server: Server, rank: int = 0, ranks: int = 1, store: str = ""
+    ) -> None:
+        program = [VLLM_PYTHON, str(HERE / "weight_trainer.py"), str(checkpoint), server.url]
         self._process = subprocess.Popen(
-            [VLLM_PYTHON, str(HERE / "weight_trainer.py"), str(checkpoint), server.url],
+            [*program, str(rank), str(ranks), store],
             env=clean_environment(**ENVIRONMENT),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self._answer() == {}
 
     def do(self, order: str) -> dict[str, Any]:
-        """Nothing where it was killed by what it did."""
+        """How it ended, where it was killed by what it did."""
+        self.tell(order)
+        return self.answer()
+
+    def tell(self, order: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(order + "\n")
         self._process.stdin.flush()
-        return self._answer()
 
     def well(self, order: str) -> None:
         assert self.do(order) == {}
 
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
@@ -274,14 +279,19 @@ def test_a_live_instance_serves_one_version_or_the_next(
         assert version(server) == "2"
     finally:
         trainer.close()
-    trainer = Trainer(llama(folder, 1), server)
+    assert call(server, "addresses") == addresses
+    store = str(folder / "store")
+    trainers = [Trainer(llama(folder, 1), server, rank, 2, store) for rank in range(2)]
     try:
-        trainer.well("init 2")
-        trainer.well("send wait")
+        for order in ("init 2", "send wait"):
+            for trainer in trainers:
+                trainer.tell(order)
+            assert [trainer.answer() for trainer in trainers] == [{}, {}]
         assert (answer(server), version(server)) == (tokens[1], "3")
         assert call(server, "addresses") == addresses
     finally:
-        trainer.close()
+        for trainer in trainers:
+            trainer.close()
 
 
 def test_an_instance_that_fails_halfway_serves_no_more(folder: Path) -> None:

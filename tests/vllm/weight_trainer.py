@@ -1,6 +1,8 @@
-"""A trainer of the tests: `python weight_trainer.py CHECKPOINT SERVER`, in vLLM's environment, with
-vLLM's factory and clients. It takes an order from each line of its input, and answers it with a line
-of output, `{}` or `{"error": …}`.
+"""A training rank of the tests, in vLLM's environment, with vLLM's factory and clients:
+`python weight_trainer.py CHECKPOINT SERVER RANK RANKS STORE`. STORE is torch.distributed's file.
+
+It takes an order from each line of its input, and answers it with a line of output, `{}` or
+`{"error": …}`.
 
     init VERSION        joins; vLLM serves this version now
     load CHECKPOINT     its parameters are those of another checkpoint, in place
@@ -50,8 +52,13 @@ def workers_of(url: str) -> int:
 
 
 class Trainer:
-    def __init__(self, checkpoint: str, server: str) -> None:
+    def __init__(self, checkpoint: str, server: str, rank: str, ranks: str, store: str) -> None:
         load_general_plugins()
+        self.rank, self.ranks = int(rank), int(ranks)
+        if self.ranks > 1:
+            torch.distributed.init_process_group(
+                "gloo", f"file://{store}", rank=self.rank, world_size=self.ranks
+            )
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self.client = Client(server)
         self.engine: Any = None
@@ -59,7 +66,9 @@ class Trainer:
     def do(self, order: str, argument: str) -> None:
         self.client.order = order
         if order == "init":
-            info = KvxferTrainerInitInfo(rank=0, version=int(argument))
+            info = KvxferTrainerInitInfo(
+                rank=self.rank, world_size=self.ranks, version=int(argument)
+            )
             self.engine = WeightTransferTrainerFactory.trainer_init(
                 info, client=self.client, source=ModuleSource(self.model)
             )
@@ -73,7 +82,6 @@ class Trainer:
 
 def main() -> None:
     trainer = Trainer(*sys.argv[1:])
-    print("{}", flush=True)
     for line in sys.stdin:
         order, _, argument = line.strip().partition(" ")
         said = {}

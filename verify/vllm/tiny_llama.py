@@ -22,8 +22,8 @@ def make(
     vocabulary: int = VOCABULARY,
     seed: int = 0,
 ) -> None:
-    """The tokenizer has a word for each of VOCABULARY tokens, however many have weights. Weights of 0.2 standard deviation: at less the logits are nearly flat, and equal tokens
-    prove little."""
+    """Weights of 0.2 standard deviation: at less the logits are nearly flat, and equal tokens
+    prove little. The tokenizer has VOCABULARY words, however many have weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,

@@ -1,1 +1,1 @@
-"""Updates of a live vLLM's weights: its `kvxfer` weight transfer backend, for workers and trainers."""
+"""Updates of a live vLLM's weights: its weight transfer backend `kvxfer`."""

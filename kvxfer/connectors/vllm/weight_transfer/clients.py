@@ -1,4 +1,4 @@
-"""A client of vLLM's HTTP routes that pauses it for no longer than an update takes to be applied."""
+"""A client of vLLM's HTTP routes that pauses it only while an update is applied."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from kvxfer.weights.window import window_over
 
 
 def check_reloadable(model: torch.nn.Module) -> None:
-    """Raises WeightsMismatch for a model that would go on with weights of before: vLLM 0.32 prepares
+    """Raises WeightsMismatch for a model that would go on with earlier weights: vLLM 0.32 prepares
     those of some kernels (all experts on CPUs) once, and not again when they are loaded anew."""
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)

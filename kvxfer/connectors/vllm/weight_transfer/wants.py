@@ -58,12 +58,12 @@ def _in_checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
         model._do_torchao_reload = model._original_do_torchao_reload
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the elements that are written of each memory, and keeps what the model serves with
     from being written."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         tensors = [*model.parameters(), *model.buffers()]
         self._served = {_memory(tensor) for tensor in tensors if not tensor.is_meta}
         self._elements: dict[int, int] = {}
@@ -90,7 +90,7 @@ class _Writes(TorchDispatchMode):
 
 def _memory(tensor: torch.Tensor) -> int:
     """Equal for views of one tensor, also of one without memory."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _check_filled(model: torch.nn.Module, writes: _Writes) -> None:
