@@ -194,15 +194,21 @@ class WeightCoordinator:
             await self._all_begin()
             try:
                 version = await self._all_ready()
+                ready = dict(self._ready)
                 report = await self._update(version)
             except Exception as error:  # nothing has been told to begin
                 why = said(error)
                 report = UpdateReport("none", 0, "aborted", 0, error=why.text, code=why.code)
+                ready = dict(self._ready)
                 logger.warning("no weight update: %s", error)
-            ready, self._ready = self._ready, {}
             for each in self._members.training:
-                if each.joined.rank in ready:
-                    self._links.send(each.peer, Settled(ready[each.joined.rank].serial, report))
+                of_rank = ready.get(each.joined.rank)
+                if of_rank is not None:
+                    self._links.send(each.peer, Settled(of_rank.serial, report))
+            # A rank that has withdrawn may be ready again.
+            self._ready = {
+                rank: each for rank, each in self._ready.items() if each is not ready.get(rank)
+            }
 
     async def _all_begin(self) -> None:
         """A first training rank is ready."""
@@ -285,8 +291,8 @@ class WeightCoordinator:
             )
         plan_id = secrets.token_hex(8)
         generation = self._members.generation
-        plan = self._members.plan(plan_id)
-        figures = (await asyncio.to_thread(schedule_of, plan, self._settings.schedule)).figures
+        plan = self._members.plan(plan_id, self._settings.schedule)
+        figures = (await asyncio.to_thread(schedule_of, plan)).figures
         if generation != self._members.generation:
             raise WeightUpdateAborted("a member was lost or came while the update was planned")
         self._round = Round(list(self._members))

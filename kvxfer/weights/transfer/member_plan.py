@@ -6,7 +6,6 @@ from collections import defaultdict
 
 from kvxfer.weights.holdings import Holding, map_of
 from kvxfer.weights.plan.schedule import Schedule, plan_weights
-from kvxfer.weights.plan.settings import ScheduleSettings
 from kvxfer.weights.transfer.arena import arena_of
 from kvxfer.weights.transfer.messages import Plan
 from kvxfer.weights.transfer.runs import Stretch, stretches_of
@@ -15,9 +14,9 @@ Waves = tuple[tuple[Stretch, ...], ...]
 """The stretches of each wave that has any."""
 
 
-def schedule_of(plan: Plan, settings: ScheduleSettings | None = None) -> Schedule:
+def schedule_of(plan: Plan) -> Schedule:
     """Raises WeightsMismatch and InvalidArgument that name what does not fit."""
-    return plan_weights(map_of(plan.train, plan.infer), settings)
+    return plan_weights(map_of(plan.train, plan.infer), plan.settings)
 
 
 def sent_by(schedule: Schedule, plan: Plan, sender: int) -> dict[int, Waves]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvxfer.weights.plan.settings import ScheduleSettings
 from kvxfer.weights.transfer.messages import JoinInference, JoinTraining, Plan, Target
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Members:
     def missing_trainers(self) -> list[int]:
         return [rank for rank in range(self._trainers) if rank not in self._training]
 
-    def plan(self, plan_id: str) -> Plan:
+    def plan(self, plan_id: str, settings: ScheduleSettings) -> Plan:
         """Of those that are here; `number` is still to be set."""
         return Plan(
             plan_id=plan_id,
@@ -113,6 +114,7 @@ class Members:
                 Target(each.joined.instance_id, each.joined.rank, each.joined.address)
                 for each in self.inference
             ),
+            settings=settings,
         )
 
     async def change(self) -> None:

@@ -16,6 +16,7 @@ from msgspec import Meta
 from kvxfer.errors import KvxferError, ProtocolError, by_code
 from kvxfer.unreadable import UNREADABLE
 from kvxfer.weights.holdings import Holdings
+from kvxfer.weights.plan.settings import ScheduleSettings
 from kvxfer.weights.report import UpdateReport
 
 VERSION: Final = 1
@@ -90,7 +91,7 @@ class Target(msgspec.Struct, frozen=True):
 
 class Plan(msgspec.Struct, frozen=True, tag="plan"):
     """coordinator → member: all that the plan is a function of. `train` and `infer` are the
-    holdings of all ranks, in order; `targets` the inference ranks."""
+    holdings of all ranks, in order; `targets` are the inference ranks."""
 
     plan_id: str
     number: int
@@ -98,6 +99,7 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
     train: tuple[Holdings, ...]
     infer: tuple[Holdings, ...]
     targets: tuple[Target, ...]
+    settings: ScheduleSettings
 
 
 class Planned(msgspec.Struct, frozen=True, tag="planned"):

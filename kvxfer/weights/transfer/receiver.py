@@ -141,6 +141,11 @@ class WeightReceiver:
                 f"no coordinator of weight updates answers at {coordinator} within {timeout:g} s"
             ) from None
 
+    @property
+    def idle(self) -> bool:
+        """Whether no update is on its way, staged or about to be applied."""
+        return self._update is None
+
     # --- for the inference engine
 
     def pin(self, update_id: str) -> Staged:

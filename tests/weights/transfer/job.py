@@ -11,9 +11,11 @@ import numpy as np
 from kvxfer.engine import Engine
 from kvxfer.weights.holdings import Holding, Holdings
 from kvxfer.weights.transfer.coordinator import ControlPath, WeightCoordinator
+from kvxfer.weights.transfer.links import Links
 from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
 from kvxfer.weights.transfer.sender import WeightSender
 from kvxfer.weights.transfer.settings import UpdateSettings
+from verify.polling import eventually
 
 KEY = "k" * 32
 SHAPES = {"embed": (96, 40), "norm": (40,), "q_proj": (64, 40), "down": (40, 72)}
@@ -76,6 +78,7 @@ class Instance:
     """An inference instance that serves what its ranks copied at their commit."""
 
     ranks: list[WeightReceiver]
+    name: str = "i0"
     serves: list[dict[str, np.ndarray]] = field(default_factory=list)
     commits: int = 0
     fails: bool = False
@@ -99,6 +102,34 @@ class Job:
     senders: list[WeightSender]
     instances: list[Instance]
     engines: list[Engine]
+
+    def links(self, name: str) -> Links:
+        """Of the member of this name: "coordinator", "t1", "i0/1"."""
+        if name == "coordinator":
+            return self.coordinator._links
+        if name.startswith("t"):
+            return self.senders[int(name[1:])]._links
+        instance, rank = name[1:].split("/")
+        return self.instances[int(instance)].ranks[int(rank)]._links
+
+    async def settled(self) -> None:
+        """No leader is in doubt, or applies something. Other ranks keep what they have staged until
+        the next update, as their leader may still have them apply it."""
+        leaders = [instance.ranks[0] for instance in self.instances]
+        await eventually(lambda: all(leader.idle for leader in leaders))
+
+
+def served_by(instance: Instance) -> int:
+    """The version that all ranks of an instance serve, byte for byte; fails if there is none."""
+    versions = {rank.version for rank in instance.ranks}
+    assert len(versions) == 1, versions
+    (version,) = versions
+    for rank, serves in zip(instance.ranks, instance.serves, strict=True):
+        wanted = boxes(rank.holdings, weights(version))
+        assert serves.keys() == wanted.keys()
+        for name, box in wanted.items():
+            np.testing.assert_array_equal(serves[name], box)
+    return version
 
 
 @contextlib.asynccontextmanager
@@ -130,7 +161,7 @@ async def job(
         )
         instances = []
         for number, ranks in enumerate(infer):
-            instance = Instance([])
+            instance = Instance([], f"i{number}")
             for rank, holdings in enumerate(ranks):
                 receiver = await stack.enter_async_context(
                     WeightReceiver(
