@@ -301,7 +301,8 @@ def test_an_instance_that_fails_halfway_serves_no_more(folder: Path) -> None:
         trainer = Trainer(llama(folder, 1), server)
         try:
             trainer.well("init 0")
-            trainer.do("send wait")
+            failed = trainer.do("send wait")
+            assert "WeightUpdateError: no instance serves version 1" in failed["error"], failed
         finally:
             trainer.close()
         with pytest.raises((httpx2.HTTPError, AssertionError)):

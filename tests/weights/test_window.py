@@ -243,8 +243,6 @@ def test_random_cuts_give_what_the_real_tensor_gives(data: st.DataObject, shape:
     if holding is None:
         assert tensor.numel() == 0
         return
-    # What is read lies in the box, and nothing smaller has all of it: along each dimension there is
-    # an element in the first place and one in the last, unless something was copied on the way.
     assert torch.equal(copy_of(cut(staged(whole, holding))), tensor)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Literal
 
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
@@ -28,5 +29,8 @@ class PausingClient(HTTPVLLMWeightSyncClient):
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         try:
             super().finish_weight_update(weight_version)
-        finally:
-            self._post("resume")
+        except BaseException:
+            with contextlib.suppress(Exception):  # an instance that is gone
+                self._post("resume")
+            raise
+        self._post("resume")

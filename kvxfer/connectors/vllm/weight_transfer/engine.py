@@ -22,12 +22,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.vllm.connector import KvxferConnector
-from kvxfer.connectors.vllm.weight_transfer.infos import (
-    PIN,
-    UNPIN,
-    KvxferInitInfo,
-    KvxferUpdateInfo,
-)
+from kvxfer.connectors.vllm.weight_transfer.control_path import PIN, UNPIN
+from kvxfer.connectors.vllm.weight_transfer.infos import KvxferInitInfo, KvxferUpdateInfo
 from kvxfer.connectors.vllm.weight_transfer.member import Member, MemberSettings
 from kvxfer.connectors.vllm.weight_transfer.reload import (
     check_reloadable,

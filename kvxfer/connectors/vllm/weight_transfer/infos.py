@@ -18,8 +18,6 @@ from kvxfer.errors import InvalidArgument
 from kvxfer.weights.transfer.settings import UpdateSettings
 
 BACKEND: Final = "kvxfer"
-PIN: Final = "pin"
-UNPIN: Final = "unpin"
 
 
 @dataclass
@@ -52,6 +50,8 @@ class KvxferInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class KvxferUpdateInfo(WeightTransferUpdateInfo):
+    """A step of an update that is staged."""
+
     """ "pin": the update that this worker has staged is the one to apply, and nothing drops it any
     more. "unpin": whatever is pinned is dropped, and finishing applies nothing."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Self
 
@@ -15,15 +15,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from kvxfer.cluster_key import as_cluster_key, read_cluster_key
-from kvxfer.connectors.vllm.weight_transfer.infos import (
-    PIN,
-    UNPIN,
-    KvxferTrainerInitInfo,
-)
-from kvxfer.errors import InvalidArgument
+from kvxfer.connectors.vllm.weight_transfer.control_path import ControlPath
+from kvxfer.connectors.vllm.weight_transfer.infos import KvxferTrainerInitInfo
+from kvxfer.errors import InvalidArgument, WeightUpdateError
 from kvxfer.weights.holdings import Holding, Holdings
 from kvxfer.weights.report import UpdateReport
 from kvxfer.weights.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["KvxferTrainerWeightTransferEngine", "ShardSource"]
 
@@ -41,39 +40,6 @@ class ShardSource(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         raise InvalidArgument("a source of shards has no whole parameters; use it with kvxfer only")
-
-
-class ControlPath:
-    """Has all workers of vLLM pin an update and apply it, over vLLM's own control path."""
-
-    def __init__(self, client: VLLMWeightSyncClient) -> None:
-        self._client = client
-
-    def pin(self, update_id: str, version: int) -> None:  # noqa: ARG002 (all paths take a version)
-        self._begin()
-        self._client.update_weights({"action": PIN, "update_id": update_id})
-
-    def commit(self, update_id: str, version: int) -> None:  # noqa: ARG002
-        self._client.finish_weight_update(str(version))
-
-    def unpin(self, update_id: str) -> None:  # noqa: ARG002
-        self._give_up()
-
-    def _begin(self) -> None:
-        try:
-            self._client.start_weight_update()
-        except Exception:
-            # Workers may think that an update is under way: of a trainer that is gone, or of a pin
-            # that some of them had refused.
-            self._give_up()
-            self._client.start_weight_update()
-
-    def _give_up(self) -> None:
-        """Afterwards no worker thinks that an update is under way, whichever of them did before."""
-        with contextlib.suppress(Exception):  # those that do refuse; the others do from now on
-            self._client.start_weight_update()
-        self._client.update_weights({"action": UNPIN})
-        self._client.finish_weight_update()
 
 
 class KvxferTrainerWeightTransferEngine(TrainerWeightTransferEngine[KvxferTrainerInitInfo]):
@@ -120,10 +86,19 @@ class KvxferTrainerWeightTransferEngine(TrainerWeightTransferEngine[KvxferTraine
         client pause it between start_weight_update() and finish_weight_update() only
         (`clients.PausingClient`).
 
-        Raises WeightUpdateAborted where nothing was applied: vLLM serves what it served."""
+        Raises WeightUpdateAborted where nothing was applied: vLLM serves what it served. Raises
+        WeightUpdateError where no instance has applied it, so that none is in service any more."""
         version = self.version + 1 if version is None else version
         report = self._trainer.push(version).result()
         self.version = version
+        failed = [each for each in report.instances if each.state != "committed"]
+        for each in failed:
+            logger.warning("%s is out of service: %s", each.instance_id, each.error)
+        if failed and len(failed) == len(report.instances):
+            raise WeightUpdateError(
+                f"no instance serves version {version}; restart vLLM with it. "
+                f"{failed[0].instance_id}: {failed[0].error}"
+            )
         return report
 
     def shutdown(self) -> None:
