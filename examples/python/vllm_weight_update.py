@@ -38,7 +38,8 @@ def train(model: torch.nn.Module, step: int) -> None:
 
 
 def answer(server: str) -> list[int]:
-    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
     models = urllib.request.urlopen(f"{server}/v1/models")
     body["model"] = json.load(models)["data"][0]["id"]
     request = urllib.request.Request(
