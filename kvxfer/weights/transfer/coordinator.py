@@ -100,6 +100,8 @@ class WeightCoordinator:
         self._ready: dict[int, Ready] = {}
         """By training rank."""
         self._readiness = asyncio.Event()
+        self._lost_trainers: dict[int, PeerError] = {}
+        """By training rank: those that have not joined again."""
         self._planned_at = _NO_PLAN
         self._plan_id = ""
         self._bytes = 0
@@ -159,6 +161,8 @@ class WeightCoordinator:
             self._round.lose(before, PeerLost("it has connected anew"))
         if isinstance(joined, JoinInference):
             self._served = max(self._served, joined.serves)
+        else:
+            self._lost_trainers.pop(joined.rank, None)
 
     def _ready_said(self, peer: Peer, ready: Ready) -> None:
         member = self._members.of(peer)
@@ -183,6 +187,9 @@ class WeightCoordinator:
             return
         if isinstance(member, TrainingRank):
             self._ready.pop(member.joined.rank, None)
+            self._lost_trainers[member.joined.rank] = type(error)(
+                f"{member.name} was lost: {error}"
+            )
             self._readiness.set()
         if self._round is not None:
             self._round.lose(member, error)
@@ -240,6 +247,8 @@ class WeightCoordinator:
     def _not_ready(self) -> list[int]:
         known = {each.joined.rank for each in self._members.training if each.peer.alive}
         missing = set(self._members.missing_trainers()) | (known - set(self._ready))
+        for error in self._lost_trainers.values():
+            raise type(error)(str(error))
         if not self._ready:  # the last one that was ready has withdrawn, or is lost
             raise WeightUpdateAborted("no training rank is ready any more")
         return sorted(missing)
@@ -255,7 +264,7 @@ class WeightCoordinator:
                     report, plan_seconds=self._clock.monotonic() - began
                 )
             report = msgspec.structs.replace(report, nbytes=self._bytes)
-            self._round = Round(list(self._members))
+            self._round = Round(self._members.taking_part)
             digests = await self._stage(update_id, version)
             report = msgspec.structs.replace(
                 report, stage_seconds=self._clock.monotonic() - began - report.plan_seconds
@@ -295,13 +304,13 @@ class WeightCoordinator:
         figures = (await asyncio.to_thread(schedule_of, plan)).figures
         if generation != self._members.generation:
             raise WeightUpdateAborted("a member was lost or came while the update was planned")
-        self._round = Round(list(self._members))
+        self._round = Round(self._members.taking_part)
         for number, sender in enumerate(self._members.training):
             self._links.send(sender.peer, msgspec.structs.replace(plan, number=number))
         for number, receiver in enumerate(self._members.inference):
             self._links.send(receiver.peer, msgspec.structs.replace(plan, number=number))
         await self._round.all(
-            Planned, list(self._members), self._settings.plan_seconds, "made the plan"
+            Planned, self._members.taking_part, self._settings.plan_seconds, "made the plan"
         )
         self._planned_at, self._plan_id, self._bytes = generation, plan_id, figures.nbytes
 
@@ -385,13 +394,9 @@ class WeightCoordinator:
         assert self._round is not None  # noqa: S101
         current = self._round
         instances = current.instances()
-        waits = []
         for ranks in instances.values():
             if ranks[0].joined.by_message:
                 self._links.send(ranks[0].peer, Commit(update_id))
-                waits.append(ranks[:1])
-            else:
-                waits.append(ranks)
         failed: str | None = None
         if self._by_control_path() and self._control_path is not None:
             try:
@@ -401,7 +406,7 @@ class WeightCoordinator:
                 failed = str(error) or type(error).__name__
                 logger.error("update %s: the control path failed: %s", update_id, error)
         answers = await asyncio.gather(
-            *(current.applied(ranks, self._settings.commit_seconds) for ranks in waits)
+            *(current.applied(ranks, self._settings.commit_seconds) for ranks in instances.values())
         )
         return tuple(
             InstanceReport(

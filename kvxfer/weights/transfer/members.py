@@ -77,8 +77,15 @@ class Members:
         return next((each for each in self if each.peer is peer), None)
 
     def __iter__(self) -> Iterator[Member]:
+        """All that are connected, also those of instances that lack a rank."""
         yield from self.training
-        yield from self.inference
+        for ranks in self._inference.values():
+            yield from list(ranks.values())
+
+    @property
+    def taking_part(self) -> list[Member]:
+        """In an update that begins now."""
+        return [*self.training, *self.inference]
 
     @property
     def training(self) -> list[TrainingRank]:

@@ -76,7 +76,7 @@ class Round:
             raise DeadlineExceeded(f"{names} had not {what} after {seconds:g} s") from None
 
     async def applied(self, ranks: Sequence[InferenceRank], seconds: float) -> Answer:
-        """How the ranks of an instance that answer for it have applied the update."""
+        """How the ranks of an instance have applied the update."""
         try:
             async with asyncio.timeout(seconds):
                 while True:

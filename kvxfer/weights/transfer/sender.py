@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _JOIN_SECONDS: Final = 60.0
 _CONNECT_SECONDS: Final = 10.0
-_AWAY_SECONDS: Final = 10.0
+_AWAY_SECONDS: Final = 1.0
 
 
 class Pushed(NamedTuple):
@@ -200,12 +200,24 @@ class WeightSender:
         sent = await asyncio.to_thread(_sent, plan)
 
         async def meet(number: int, waves: Waves) -> tuple[int, Receiver]:
-            target = plan.targets[number]
-            peer = await self._engine.connect(target.address, timeout=_CONNECT_SECONDS)
-            self._links.send(peer, Hello(plan.plan_id, plan.number))
-            return number, Receiver(peer, waves, await asyncio.to_thread(batches_of, waves))
+            batches = await asyncio.to_thread(batches_of, waves)
+            hello = Hello(plan.plan_id, plan.number)
+            peer = await self._met(plan.targets[number].address, hello)
+            return number, Receiver(peer, plan.targets[number].address, hello, waves, batches)
 
         return dict(await asyncio.gather(*(meet(number, waves) for number, waves in sent.items())))
+
+    async def _met(self, address: str, hello: Hello) -> Peer:
+        peer = await self._engine.connect(address, timeout=_CONNECT_SECONDS)
+        self._links.send(peer, hello)
+        return peer
+
+    async def _met_again(self) -> None:
+        """Receivers whose connection was lost since the plan was made, and who are there."""
+        for number, each in self._receivers.items():
+            if not each.peer.alive:
+                peer = await self._met(each.address, each.hello)
+                self._receivers[number] = each._replace(peer=peer)
 
     def _begin(self, coordinator: Peer, message: Push) -> None:
         push = self._push
@@ -216,10 +228,7 @@ class WeightSender:
             self._links.send(coordinator, Failed(message.update_id, said(why)))
             return
         push.update_id = message.update_id
-        push.sending = Sending(self._links, message, self._receivers, self._regions)
-        for peer, grant in self._early.pop(message.update_id, []):
-            push.sending.granted(peer, grant)
-        push.task = self._links.spawn(self._send(coordinator, push, push.sending))
+        push.task = self._links.spawn(self._send(coordinator, push, message))
 
     def _granted(self, peer: Peer, grant: Grant) -> None:
         push = self._push
@@ -230,8 +239,13 @@ class WeightSender:
         self._early = {grant.update_id: self._early.get(grant.update_id, [])}
         self._early[grant.update_id].append((peer, grant))
 
-    async def _send(self, coordinator: Peer, push: _Push, sending: Sending) -> None:
+    async def _send(self, coordinator: Peer, push: _Push, message: Push) -> None:
         try:
+            await self._met_again()
+            sending = Sending(self._links, message, dict(self._receivers), self._regions)
+            for peer, grant in self._early.pop(message.update_id, []):
+                sending.granted(peer, grant)
+            push.sending = sending
             await sending.run()
         except asyncio.CancelledError:
             raise
@@ -277,16 +291,10 @@ class WeightSender:
         if peer is not self._coordinator:
             return
         self._coordinator = None
-        push = self._push
-        if push is None:
-            return
-        if push.update_id:
-            self._end(type(error)(f"the coordinator of weight updates was lost: {error}"))
-        else:
-            self._links.spawn(self._await_coordinator(push))
+        self._end(type(error)(f"the coordinator of weight updates was lost: {error}"))
 
     async def _await_coordinator(self, push: _Push) -> None:
-        """A push waits only so long for a coordinator that is not there."""
+        """A push waits so long for a coordinator that is not there."""
         await asyncio.sleep(_AWAY_SECONDS)
         if self._push is push and self._coordinator is None:
             self._end(PeerLost(f"no coordinator of weight updates for {_AWAY_SECONDS:g} s"))

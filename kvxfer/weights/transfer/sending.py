@@ -14,7 +14,7 @@ from kvxfer.errors import Backpressure, DeadlineExceeded, KvxferError
 from kvxfer.weights.transfer.endings import first_error, loss_of, told_of_loss, until_ended
 from kvxfer.weights.transfer.links import Links
 from kvxfer.weights.transfer.member_plan import Waves
-from kvxfer.weights.transfer.messages import Grant, Push, Sent
+from kvxfer.weights.transfer.messages import Grant, Hello, Push, Sent
 from kvxfer.weights.transfer.runs import Stretch, source_digest
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ class Receiver(NamedTuple):
     """What a training rank writes to one inference rank."""
 
     peer: Peer
+    address: str
+    hello: Hello
+    """That tells it which rank of the plan this one is."""
     waves: Waves
     batches: tuple[Batch, ...]
 

@@ -1,0 +1,1 @@
+"""Weight updates whose members are killed and frozen at every stage."""

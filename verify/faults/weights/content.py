@@ -1,0 +1,61 @@
+"""The parameters of the fault tests: what each version has, and which rank has which part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.weights.holdings import Holding, Holdings
+
+Array = NDArray[np.float32]
+
+TRAINERS: Final = 3
+INSTANCES: Final = {"pair": 2, "single": 1}
+"""Ranks of each."""
+
+_SHAPES: Final = {"embed": (768, 256), "norm": (256,), "qkv": (512, 256), "down": (256, 1024)}
+
+
+def whole(version: int) -> dict[str, Array]:
+    """Every parameter of a version; 0 is what instances begin with."""
+    random = np.random.default_rng(version)
+    return {
+        name: random.standard_normal(shape, dtype=np.float32) for name, shape in _SHAPES.items()
+    }
+
+
+def held(rank: int) -> Holdings:
+    """By a training rank: rows."""
+    return _split(rank, TRAINERS, 0)
+
+
+def wanted(instance: str, rank: int) -> Holdings:
+    """By an inference rank: columns, where there are any."""
+    return _split(rank, INSTANCES[instance], 1)
+
+
+def _split(rank: int, ranks: int, dimension: int) -> Holdings:
+    found = []
+    for name, shape in _SHAPES.items():
+        along = min(dimension, len(shape) - 1)
+        first, end = (shape[along] * at // ranks for at in (rank, rank + 1))
+        offset, box = [0] * len(shape), [*shape]
+        offset[along], box[along] = first, end - first
+        found.append(Holding(name, "float32", shape, tuple(offset), tuple(box)))
+    return Holdings(tuple(found))
+
+
+def boxes(holdings: Holdings, of: Mapping[str, Array]) -> dict[str, Array]:
+    """What a rank has of these parameters, in memory that no other one has."""
+    return {
+        each.name: of[each.name][
+            tuple(
+                slice(first, first + size)
+                for first, size in zip(each.offset, each.shape, strict=True)
+            )
+        ].copy()
+        for each in holdings.parameters
+    }
