@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,31 +26,26 @@ class Worker:
         self.pinned = ""
         self.given_up = False
         self.serves = ""
+        self.answers: deque[Exception | None] = deque()
 
     def start(self) -> None:
-        if self.active:
-            raise RuntimeError("start_weight_update called while a weight update is active")
         self.active, self.pinned, self.given_up = True, "", False
 
     def update(self, action: str, update_id: str = "") -> None:
-        if not self.active:
-            raise RuntimeError("start_weight_update must be called before")
+        assert self.active
         if action == PIN and update_id != self.staged:
-            self.active = False
             raise NotStaged(update_id)
         self.pinned, self.given_up = update_id, action != PIN
 
     def finish(self) -> None:
-        if not self.active:
-            raise RuntimeError("finish_weight_update called without start_weight_update")
-        if not self.pinned and not self.given_up:
-            raise NotStaged("nothing is pinned")
+        assert self.active
+        assert self.pinned or self.given_up
         self.serves, self.pinned, self.active = self.pinned or self.serves, "", False
 
 
 class Instance:
-    """All workers take each call; the first error is told. It fails before its `dies_at`-th call,
-    as it does for a trainer that is gone."""
+    """All workers take each call, and agree on how it ended. As in vLLM, their answers are read
+    up to the first error. Fails before its `dies_at`-th call, as for a trainer that is gone."""
 
     def __init__(self, workers: int) -> None:
         self.workers = [Worker() for _ in range(workers)]
@@ -73,14 +69,23 @@ class Instance:
         if self.dies_at == 0:
             raise ConnectionError("the trainer is gone")
         self.dies_at -= 1
-        errors = []
+        failed: NotStaged | None = None
         for worker in self.workers:
             try:
                 getattr(worker, call)(**arguments)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+            except NotStaged as error:
+                failed = error
+        for worker in self.workers:
+            worker.pinned = "" if failed else worker.pinned
+            worker.answers.append(None)
+        if failed is not None:
+            self.workers[-1].answers[-1] = failed
+            self.workers[-1].active = False
+        for worker in self.workers:
+            answer = worker.answers.popleft()
+            if answer is not None:
+                raise answer
+        assert not any(worker.answers for worker in self.workers)
 
 
 def update(instance: Instance, version: int, staged: list[bool]) -> bool:

@@ -264,10 +264,12 @@ def test_a_live_instance_serves_one_version_or_the_next(
         for reason, said in asking.answers:
             assert (reason, said) in [("length", tokens[0]), ("length", tokens[1])]
 
-        # A worker that refuses: the others have pinned it, and none applies it.
+        # A worker that refuses: the others have pinned it, and none applies it. vLLM still knows
+        # which answer is to which call.
         trainer.well(f"load {llama(folder, 2)}")
         refused = trainer.do("refuse")
         assert "WeightUpdateAborted" in refused["error"], refused
+        assert call(server, "addresses") == addresses
         assert (answer(server), version(server)) == (tokens[1], "1")
 
         with Asking(server) as asking:

@@ -7,7 +7,7 @@ It takes an order from each line of its input, and answers it with a line of out
     init VERSION        joins; vLLM serves this version now
     load CHECKPOINT     its parameters are those of another checkpoint, in place
     send MODE           sends them; vLLM is paused with this mode
-    refuse              sends them, with a pin that the last worker has to refuse
+    refuse              sends them, with a pin that the first worker has to refuse
     vanish              sends them, and is killed between the pin and the commit
 """
 
@@ -35,7 +35,7 @@ class Client(PausingClient):
     def update_weights(self, update_info: Any) -> None:
         if self.order == "refuse" and update_info["action"] == "pin":
             infos = [update_info] * workers_of(self.base_url)
-            infos[-1] = {**update_info, "update_id": "another"}
+            infos[0] = {**update_info, "update_id": "another"}
             super().update_weights(infos)
         super().update_weights(update_info)
 

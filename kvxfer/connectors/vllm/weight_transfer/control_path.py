@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -21,27 +20,14 @@ class ControlPath:
         self._client = client
 
     def pin(self, update_id: str, version: int) -> None:  # noqa: ARG002 (all paths take a version)
-        self._begin()
+        self._client.start_weight_update()
         self._client.update_weights({"action": PIN, "update_id": update_id})
 
     def commit(self, update_id: str, version: int) -> None:  # noqa: ARG002
         self._client.finish_weight_update(str(version))
 
     def unpin(self, update_id: str) -> None:  # noqa: ARG002
-        self._give_up()
-
-    def _begin(self) -> None:
-        try:
-            self._client.start_weight_update()
-        except Exception:
-            # Workers may think that an update is under way: of a trainer that is gone, or of a pin
-            # that some of them had refused.
-            self._give_up()
-            self._client.start_weight_update()
-
-    def _give_up(self) -> None:
-        """Afterwards no worker thinks that an update is under way, whichever of them did before."""
-        with contextlib.suppress(Exception):  # those that do refuse; the others do from now on
-            self._client.start_weight_update()
+        # The worker that told of the refusal thinks that no update is under way any more.
+        self._client.start_weight_update()
         self._client.update_weights({"action": UNPIN})
         self._client.finish_weight_update()

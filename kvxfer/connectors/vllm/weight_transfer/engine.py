@@ -19,6 +19,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.v1.worker.gpu_worker import Worker
 
 from kvxfer.clock import SYSTEM_CLOCK
 from kvxfer.connectors.vllm.connector import KvxferConnector
@@ -30,6 +31,7 @@ from kvxfer.connectors.vllm.weight_transfer.reload import (
     load_in_place,
     windows_over,
 )
+from kvxfer.connectors.vllm.weight_transfer.together import together
 from kvxfer.connectors.vllm.weight_transfer.wants import record_wants
 from kvxfer.errors import InvalidArgument, NotStaged, WeightUpdateError
 from kvxfer.weights.holdings import Holdings
@@ -61,6 +63,9 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
         Raises WeightsMismatch where these do not fill the model or vLLM cannot reload it,
         InvalidArgument, and DeadlineExceeded where the coordinator does not answer."""
         self.shutdown()
+        together(self.parallel_config, lambda: self._join(init_info), self.shutdown)
+
+    def _join(self, init_info: KvxferInitInfo) -> None:
         settings = MemberSettings.read(self.vllm_config, os.environ.get("KVXFER_HOST"))
         checkpoint = init_info.checkpoint()
         check_reloadable(self.model)
@@ -88,16 +93,24 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
         )
 
     def start_weight_update(self) -> None:
-        self._joined()
+        """An update that was begun before, by a trainer that is gone, is given up."""
         self._drop()
         self._given_up = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
+        """Raises WeightUpdateError, at the last worker, where any has not staged the update that is
+        to be pinned; then none has pinned it."""
+        together(
+            self.parallel_config,
+            lambda: self.receive_weights(self.parse_update_info(update_info)),
+            self._drop,
+        )
 
     def receive_weights(self, update_info: KvxferUpdateInfo) -> None:
-        """Raises NotStaged where this worker has not staged the update that is to be pinned."""
+        """Of this worker. Raises NotStaged."""
         if update_info.action == PIN:
+            if self._pinned is not None and self._pinned.update_id == update_info.update_id:
+                return  # a client that asks again
             self._drop()
             self._pinned = self._joined().pin(update_info.update_id)
         elif update_info.action == UNPIN:
@@ -113,7 +126,8 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
         Raises NotStaged where nothing is pinned."""
         staged, self._pinned = self._pinned, None
         if staged is None:
-            if self._given_up:
+            # All workers are here, or none, as they pin together; see there who raises.
+            if self._given_up or self.parallel_config.rank < self.parallel_config.world_size - 1:
                 return
             raise NotStaged('no update is pinned; update_weights needs the action "pin" before')
         member = self._joined()
@@ -162,3 +176,19 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
             member.close()
         # vLLM catches every exception of a worker and goes on.
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _begin_anew() -> None:
+    """vLLM's worker refuses to start an update while one is under way. A trainer that is killed in
+    the middle leaves one, and an error of several workers is what must not be (`together`)."""
+    start = Worker._start_weight_update
+
+    def begin(worker: Any, is_draft: bool = False) -> None:
+        if isinstance(worker.weight_transfer_engine, KvxferWeightTransferEngine):
+            worker._weight_update_active = False
+        start(worker, is_draft)
+
+    Worker._start_weight_update = begin
+
+
+_begin_anew()
