@@ -99,8 +99,8 @@ class Trainer:
         coordinator: the address that rank 0's says; None for rank 0. receivers: addresses of
         inference ranks, for rank 0, which dials them. control_path: for rank 0, how instances
         commit that are not told by message. registrar: for rank 0, where updates are announced and
-        decided, such as `kvxfer.client.ControlPlaneRegistrar`. options: of the engines; the port is the
-        coordinator's at rank 0.
+        decided, such as `kvxfer.client.ControlPlaneRegistrar`. options: of the engines; the port is
+        the coordinator's at rank 0.
         Raises InvalidArgument, DeadlineExceeded, and what the engine raises.
         """
         if (rank == 0) != (coordinator is None):
