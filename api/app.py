@@ -27,6 +27,7 @@ from kvxfer.api.routes import (
     traces,
     transfers,
     watch,
+    weight_updates,
 )
 from kvxfer.api.settings import Settings
 from kvxfer.api.staleness import MarkStale
@@ -101,6 +102,7 @@ def create_app(
         watch,
         instances,
         handshakes,
+        weight_updates,
         scale,
         overview,
         traces,

@@ -17,10 +17,13 @@ from kvxfer.metric_set import MetricSet, Samples
 from kvxfer.scaling import ScalePlan
 from kvxfer.scheduler.registry import Statistics, TransferEnd
 from kvxfer.scheduler.scaling.measurements import blocks_in_use
+from kvxfer.scheduler.weight_updates import UpdateStep
+from kvxfer.weight_updates import Decision, UpdateState
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _METHODS: Final = frozenset(HTTPMethod)
-_NOBODY: Final = Statistics({}, 0, 0, 0, 0, {})
+_NOBODY: Final = Statistics({}, 0, 0, 0, 0, {}, {})
+_ENDS: Final = (UpdateState.COMMITTED, UpdateState.ABORTED)
 # By role.
 _FLEET_LOAD: Final = {
     "requests_running": "Requests that live instances work on.",
@@ -38,6 +41,7 @@ class Metrics:
         self.set = metrics = MetricSet("control-plane")
         self._fleet = _NOBODY
         self._load: dict[str, Samples] = {}
+        self._versions: list[int] = []
         self._read_fleet()
         self._read_load()
         self.requests = metrics.counter(
@@ -82,6 +86,29 @@ class Metrics:
             "kvxfer_scale_leader", "1 where this replica applies its decisions."
         )
 
+        self.staging_seconds = metrics.histogram(
+            "kvxfer_weight_update_staging_seconds",
+            "Of weight updates that were committed: from the announcement until it was decided.",
+            buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000),
+        )
+        self.pause_seconds = metrics.histogram(
+            "kvxfer_weight_update_pause_seconds",
+            "Of instances that applied a weight update: from the last step before to the first "
+            "step after.",
+            buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100),
+        )
+
+    def note_update(self, step: UpdateStep) -> None:
+        """A step of a weight update that this replica took."""
+        before, after = step
+        if before is None:
+            return
+        if before.decision is None and after.decision is Decision.COMMIT and after.decided_at:
+            self.staging_seconds.observe(max(after.decided_at - after.started_at, 0.0))
+        for was, now in zip(before.instances, after.instances, strict=True):
+            if was.pause_seconds is None and now.pause_seconds is not None:
+                self.pause_seconds.observe(now.pause_seconds)
+
     def note_scaling(self, plan: ScalePlan) -> None:
         """A round of the autoscaler that went well."""
         self.scale_leader.set(plan.leads)
@@ -100,7 +127,9 @@ class Metrics:
     ) -> bytes:
         """The exposition in the Prometheus text format, with the fleet as it is now."""
         self._fleet = fleet
-        self._load = _load(instances)
+        live = list(instances)
+        self._load = _load(live)
+        self._versions = [i.weights_version for i in live if i.weights_version is not None]
         self._stale.set(stale_seconds or 0)
         return self.set.render()
 
@@ -148,6 +177,24 @@ class Metrics:
                 (reason,): self._fleet.transfers_ended.get(reason, 0) for reason in TransferEnd
             },
         )
+
+        read(
+            "counter",
+            "kvxfer_weight_updates_total",
+            f"Weight updates ended, by how: {', '.join(_ENDS)}.",
+            "outcome",
+            samples=lambda: {(end,): self._fleet.updates_ended.get(end, 0) for end in _ENDS},
+        )
+        for name, text, pick in (
+            ("oldest", "The lowest version of weights that a live instance serves.", min),
+            ("newest", "The highest version of weights that a live instance serves.", max),
+        ):
+            read(
+                "gauge",
+                f"kvxfer_fleet_{name}_weights_version",
+                text,
+                samples=lambda pick=pick: {(): pick(self._versions)} if self._versions else {},  # type: ignore[misc]
+            )
 
     def _read_load(self) -> None:
         """What workers tell with their heartbeats, whatever engine they run."""

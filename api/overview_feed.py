@@ -62,6 +62,7 @@ class OverviewFeed:
             query,
             now=now,
             transfers_opened=statistics.transfers_opened,
+            updates=await registry.updates(),
             stale_seconds=registry.stale_seconds,
             scaling=self._scaling.summary(now),
         )

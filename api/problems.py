@@ -28,6 +28,7 @@ from kvxfer.errors import (
     LayoutMismatch,
     NoCapacity,
     NotBuilt,
+    OldVersion,
     PromptTooLong,
     RateLimited,
     ScalingFailed,
@@ -40,6 +41,9 @@ from kvxfer.errors import (
     UnknownInstance,
     UnknownTrace,
     UnknownTransfer,
+    UnknownWeightUpdate,
+    WeightUpdateDecided,
+    WeightUpdateExists,
 )
 from kvxfer.web.answer import ClientLeft
 from kvxfer.web.request_log import REQUEST_ID_HEADER, REQUEST_ID_KEY
@@ -56,6 +60,10 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     UnknownTransfer: 404,
     UnknownBlockTable: 404,
     UnknownTrace: 404,
+    UnknownWeightUpdate: 404,
+    WeightUpdateExists: 409,
+    WeightUpdateDecided: 409,
+    OldVersion: 409,
     BlockTableExists: 409,
     BlockTableMismatch: 409,
     TicketInvalid: 403,
@@ -126,6 +134,33 @@ _EXAMPLE_MEMBERS: Final[dict[type[KvxferError], dict[str, object]]] = {
         "detail": "there is no trace of 'chat-7f3a': it was not recorded, has not arrived yet, "
         "went to another replica, or is too old",
         "request_id": "chat-7f3a",
+    },
+    UnknownWeightUpdate: {
+        "detail": "no weight update '7c1e0b6a52d84f3f9a6d2c1b0e9f8a7d' is known: it was not "
+        "announced here, or it ended long ago",
+        "update_id": "7c1e0b6a52d84f3f9a6d2c1b0e9f8a7d",
+    },
+    WeightUpdateExists: {
+        "detail": "update '7c1e0b6a52d84f3f9a6d2c1b0e9f8a7d' of model 'llama-3.2-3b' to version 7 "
+        "is staging; wait for its end, or decide to abort it",
+        "update_id": "7c1e0b6a52d84f3f9a6d2c1b0e9f8a7d",
+        "model": "llama-3.2-3b",
+        "version": 7,
+    },
+    WeightUpdateDecided: {
+        "detail": "weight update '7c1e0b6a52d84f3f9a6d2c1b0e9f8a7d' cannot be committed: it was "
+        "decided to abort it",
+        "update_id": "7c1e0b6a52d84f3f9a6d2c1b0e9f8a7d",
+        "model": "llama-3.2-3b",
+        "version": 7,
+        "decision": "abort",
+    },
+    OldVersion: {
+        "detail": "instance 'decode-0' of model 'llama-3.2-3b' serves weights version 7; announce "
+        "a greater one than that, not 7",
+        "instance_id": "decode-0",
+        "version": 7,
+        "served": 7,
     },
     NotBuilt: {
         "detail": "this control plane takes no traces: OpenTelemetry is not installed there; "

@@ -28,6 +28,8 @@ class Settings:
     """Who may call what; None lets everybody do everything."""
     transfer_seconds: Seconds = 60.0
     """How long a ticket is valid and its reservation counts."""
+    weight_update_seconds: Seconds = 15.0
+    """A weight update whose coordinator reports nothing for this long ends."""
     rate_limit: Annotated[float, Meta(ge=0)] = 2000.0
     """Requests per second of one token at one address, and as many at once; 0 is no limit."""
     max_body_bytes: Annotated[int, Meta(ge=1)] = 1 << 20

@@ -275,6 +275,19 @@ class WrongVersion(WeightUpdateError):
     code = "wrong-version"
 
 
+class RequestAborted(WeightUpdateError):
+    """The request ended for an update of the weights; nothing of it is kept. Send it again."""
+
+    code = "request-aborted"
+
+
+class RankLost(KvxferError):
+    """A process of a model that several compute together has ended, failed or hung. The others end
+    with it: start the instance again."""
+
+    code = "rank-lost"
+
+
 # --- control plane ---------------------------------------------------------------------------
 
 
@@ -352,6 +365,28 @@ class BlockTableMismatch(ControlPlaneError):
     """The block table is of another transfer, pair or epoch than the one it was sent for."""
 
     code = "block-table-mismatch"
+
+
+class UnknownWeightUpdate(ControlPlaneError):
+    code = "unknown-weight-update"
+
+
+class WeightUpdateExists(ControlPlaneError):
+    """Another update of the model is under way, or another update has this id."""
+
+    code = "weight-update-exists"
+
+
+class OldVersion(ControlPlaneError):
+    """The version of an update is not greater than one that an instance serves."""
+
+    code = "old-version"
+
+
+class WeightUpdateDecided(ControlPlaneError):
+    """It was decided otherwise about the weight update."""
+
+    code = "weight-update-decided"
 
 
 class Unauthenticated(ControlPlaneError):

@@ -214,6 +214,11 @@ class Instance(InstanceSpec, frozen=True, kw_only=True):
         of those of the spec."""
         return cls(**{**_members(spec), **registration})
 
+    @property
+    def weights_version(self) -> int | None:
+        """Of the weights that it serves; None where it does not tell."""
+        return None if self.identity is None else self.identity.weights_version
+
     def serves(self, model: str | None) -> bool:
         """Whether requests for this model may come to it; None is any."""
         return model is None or model == self.model or model in self.load.models

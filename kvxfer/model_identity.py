@@ -9,6 +9,7 @@ from msgspec import Meta
 from kvxfer.errors import LayoutMismatch
 from kvxfer.record import Record
 
+WeightsVersion: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Said: TypeAlias = Annotated[str, Meta(max_length=4096)]
 
 
@@ -20,7 +21,7 @@ class ModelIdentity(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     checkpoint: Annotated[_Said, Meta(examples=["5b0c2e9d7a4f41d38c6e1f2a90b7d3c4"])] = ""
     """Digest of the weights (kvxfer.checkpoint_digest), or a name that an operator gave them."""
-    weights_version: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    weights_version: WeightsVersion = 0
     """Grows with each update of the weights in place; the updater sets it."""
     model_dtype: Annotated[_Said, Meta(examples=["bfloat16"])] = ""
     """Of what the model computes, as torch names it; that of the cache is in its layout."""

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from kvxfer.instances import InstanceState, Role, UnixTime
 from kvxfer.record import Record
+from kvxfer.weight_updates import UpdateId, UpdateState
 
 _InstanceId: TypeAlias = Annotated[str, Meta(examples=["prefill-0"])]
 _DecodeId: TypeAlias = Annotated[str, Meta(examples=["decode-0"])]
@@ -108,6 +109,8 @@ class InstanceSummary(Record, frozen=True, kw_only=True):
     """Open ones, which hold a reservation."""
     blocks: int
     used_blocks: int | None
+    weights_version: int | None
+    """Of the weights that it serves; None where it does not tell."""
     sent_bytes_per_second: _BytesPerSecond
     received_bytes_per_second: float
     heartbeat_seconds: float
@@ -127,6 +130,29 @@ class TransferSummary(Record, frozen=True, kw_only=True):
     blocks: int
     """KV blocks reserved at decode."""
     age_seconds: float
+
+
+class UpdateSummary(Record, frozen=True, kw_only=True):
+    """An update of a model's weights."""
+
+    update_id: UpdateId
+    model: _ModelName
+    version: int
+    state: UpdateState
+    instances: int
+    """Those that take part."""
+    staged: int
+    """How many of them have the weights; those that serve them, too."""
+    committed: int
+    """How many of them serve the weights."""
+    failed: int
+    """How many of them failed or are lost."""
+    error: Annotated[str, Meta(examples=[""])]
+    """Empty, or why it ended as it did."""
+    age_seconds: float
+    """Since it was announced."""
+    pause_seconds: float | None
+    """The longest that an instance had."""
 
 
 class FabricTraffic(Record, frozen=True, kw_only=True):
@@ -204,5 +230,7 @@ class Overview(Record, frozen=True, kw_only=True):
     pairs: tuple[PairTraffic, ...]
     """The 50 with the most traffic."""
     pairs_omitted: int
+    updates: tuple[UpdateSummary, ...]
+    """Weight updates under way and that ended, the newest 10, whatever is asked for."""
     scaling: ScalingSummary | None
     """None where no autoscaler runs."""

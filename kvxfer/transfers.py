@@ -19,6 +19,7 @@ from kvxfer.instances import (
     UnixTime,
 )
 from kvxfer.layout import Part
+from kvxfer.model_identity import WeightsVersion
 from kvxfer.prefix_hashes import MAX_HASHES_PER_REQUEST
 from kvxfer.record import Record
 
@@ -40,6 +41,9 @@ class TransferRequest(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     """None takes any model."""
     prompt_tokens: Annotated[PositiveCount | None, Meta(examples=[1900])] = None
     """KV blocks for so many tokens are reserved on both sides; None reserves none."""
+    weights_version: Annotated[WeightsVersion | None, Meta(examples=[None])] = None
+    """Only instances that serve this version of their weights; None takes any, the same on both
+    sides."""
     avoid: Annotated[tuple[InstanceId, ...], Meta(max_length=64)] = ()
     """Instances that just failed this request: they are chosen only where their side has no
     other."""

@@ -29,13 +29,16 @@ from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import MAX_HASHES_PER_INSTANCE, pack
 from kvxfer.scheduler import refusals
 from kvxfer.scheduler.arrivals import Arrivals
+from kvxfer.scheduler.embedded_updates import EmbeddedUpdates
 from kvxfer.scheduler.feed import ChangeFeed
 from kvxfer.scheduler.fleet import Fleet
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.pairing import Pair
 from kvxfer.scheduler.registry import Registry, Statistics, TransferEnd
 from kvxfer.scheduler.scoring import Scorer
+from kvxfer.scheduler.weight_updates import UpdateStep
 from kvxfer.transfers import Party, Transfer, TransferRequest
+from kvxfer.weight_updates import AnnounceUpdate, Decision, ReportUpdate, WeightUpdate
 
 _FEED_CAPACITY: Final = 10_000
 _WATCH_BATCH: Final = 100
@@ -81,6 +84,7 @@ class EmbeddedRegistry(Registry):
         self._holders: dict[str, _Holder] = {}
         self._tables: dict[str, BlockTable] = {}
         self._arrivals = Arrivals()
+        self._updates = EmbeddedUpdates(clock)
         # One entry per instance and transfer; a renewed lease is put back when its turn comes.
         self._expiries: list[_Expiry] = []
         self._registrations = 0
@@ -253,6 +257,28 @@ class EmbeddedRegistry(Registry):
                 raise refusals.unknown_block_table(transfer_id)
             await self._arrivals.wait(transfer_id, left)
 
+    # --- weight updates ----------------------------------------------------------------------
+
+    async def announce_update(self, request: AnnounceUpdate, *, seconds: float) -> UpdateStep:
+        self._begin()
+        return self._updates.announce(request, self._fleet.snapshot(), seconds)
+
+    async def report_update(self, update_id: str, report: ReportUpdate) -> UpdateStep:
+        self._begin()
+        return self._updates.report(update_id, report)
+
+    async def decide_update(self, update_id: str, decision: Decision) -> UpdateStep:
+        self._begin()
+        return self._updates.decide(update_id, decision)
+
+    async def update(self, update_id: str) -> WeightUpdate:
+        self._begin()
+        return self._updates.get(update_id)
+
+    async def updates(self, model: str | None = None) -> tuple[WeightUpdate, ...]:
+        self._begin()
+        return self._updates.all(model)
+
     # --- the registry itself -----------------------------------------------------------------
 
     async def sweep(self) -> None:
@@ -267,6 +293,7 @@ class EmbeddedRegistry(Registry):
             leases_expired=self._leases_expired,
             transfers_opened=self._transfers_opened,
             transfers_ended=Counter(self._transfers_ended),
+            updates_ended=Counter(self._updates.ended),
         )
 
     async def ping(self) -> None:
@@ -285,6 +312,8 @@ class EmbeddedRegistry(Registry):
         if silence > self._silence_seconds:
             for holder in self._holders.values():
                 holder.deadline += silence
+            self._updates.extend(silence)
+        self._updates.end_lapsed(now)
         while self._expiries and self._expiries[0][0] <= now:
             _, kind, name, epoch = heapq.heappop(self._expiries)
             if kind == "transfer":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -20,14 +20,17 @@ from kvxfer.overview import (
     RoleSummary,
     ScalingSummary,
     TransferSummary,
+    UpdateSummary,
 )
 from kvxfer.scheduler.topology import place_of
 from kvxfer.transfers import Transfer
+from kvxfer.weight_updates import PartState, WeightUpdate
 
 MAX_PLACES: Final = 240
 MAX_TRANSFERS: Final = 50
 MAX_PAIRS: Final = 50
 MAX_MODELS: Final = 50
+MAX_UPDATES: Final = 10
 
 # After so many records others on the event loop have a turn.
 _TURN: Final = 256
@@ -44,10 +47,12 @@ async def look(
     *,
     now: float,
     transfers_opened: int = 0,
+    updates: Sequence[WeightUpdate] = (),
     stale_seconds: float | None = None,
     scaling: ScalingSummary | None = None,
 ) -> Overview:
-    """The fleet as `query` wants it. `instances` are ordered by id, `transfers` by age.
+    """The fleet as `query` wants it. `instances` are ordered by id, `transfers` by age, and
+    `updates` with the newest first.
 
     `now` in seconds since the Unix epoch. Gives way to others on the event loop.
     """
@@ -97,6 +102,7 @@ async def look(
             for rate, prefill, decode, fabric in most
         ),
         pairs_omitted=len(pairs) - len(most),
+        updates=tuple(_update(each, now) for each in updates[:MAX_UPDATES]),
         scaling=scaling,
     )
 
@@ -245,6 +251,7 @@ def _row(instance: Instance, received: Sums, now: float) -> InstanceSummary:
         transfers=instance.reserved.transfers,
         blocks=instance.num_blocks,
         used_blocks=_used(instance),
+        weights_version=instance.weights_version,
         sent_bytes_per_second=_sent(instance),
         received_bytes_per_second=received[instance.instance_id],
         heartbeat_seconds=max(now - instance.heartbeat_at, 0.0),
@@ -261,6 +268,24 @@ def _transfer(transfer: Transfer, now: float) -> TransferSummary:
         prompt_tokens=transfer.prompt_tokens,
         blocks=transfer.decode_blocks,
         age_seconds=max(now - transfer.created_at, 0.0),
+    )
+
+
+def _update(update: WeightUpdate, now: float) -> UpdateSummary:
+    states = Counter(part.state for part in update.instances)
+    pauses = [p.pause_seconds for p in update.instances if p.pause_seconds is not None]
+    return UpdateSummary(
+        update_id=update.update_id,
+        model=update.model,
+        version=update.version,
+        state=update.state,
+        instances=len(update.instances),
+        staged=states[PartState.STAGED] + states[PartState.COMMITTED],
+        committed=states[PartState.COMMITTED],
+        failed=states[PartState.FAILED] + states[PartState.LOST],
+        error="" if update.error is None else f"{update.error.code}: {update.error.message}",
+        age_seconds=max(now - update.started_at, 0.0),
+        pause_seconds=max(pauses, default=None),
     )
 
 

@@ -144,7 +144,7 @@ class PairIndex:
             {
                 number: kind.layout.blocks_for(tokens)
                 for kind, number in self._kinds.items()
-                if kind.serves(request.model)
+                if kind.serves(request)
             },
             request,
             avoid,

@@ -48,8 +48,13 @@ class Kind:
     names: tuple[str, ...] = ()
     """Of aliases and adapters that requests may ask for beside the model."""
 
-    def serves(self, model: str | None) -> bool:
-        """Whether a request for this model may come; None is one for any."""
+    def serves(self, request: TransferRequest) -> bool:
+        """Whether it is of the model and the weights version that the request asks for."""
+        version, model = request.weights_version, request.model
+        if version is not None and (
+            self.identity is None or self.identity.weights_version != version
+        ):
+            return False
         return model is None or model == self.model or model in self.names
 
 
@@ -116,7 +121,14 @@ def mismatch_of(prefill: Kind, decode: Kind) -> str | None:
 
 def refusal(instances: Iterable[Instance], request: TransferRequest) -> NoCapacity | PromptTooLong:
     """Why no pair of these instances can take the request. Linear in their number."""
-    fleet = [i for i in instances if i.serves(request.model)]
+    of_model = [i for i in instances if i.serves(request.model)]
+    version = request.weights_version
+    fleet = [i for i in of_model if version in (None, i.weights_version)]
+    if of_model and not fleet:
+        return NoCapacity(
+            f"no instance serves weights version {version} now; retry, or ask for another one",
+            reasons=[_versions_there(of_model, request)],
+        )
     ready = {
         side: [i for i in fleet if i.state is InstanceState.READY and i.role.serves(side)]
         for side in SIDES
@@ -169,6 +181,8 @@ def _reasons(
     fleet: Sequence[Instance], ready: dict[Role, list[Instance]], request: TransferRequest
 ) -> list[str]:
     of_model = "" if request.model is None else f" of model {request.model!r}"
+    if request.weights_version is not None:
+        of_model += f" with weights version {request.weights_version}"
     if not fleet:
         return [f"no instance{of_model} is registered"]
     fitting = {side: [i for i in ready[side] if fits(i, request)] for side in SIDES}
@@ -192,6 +206,18 @@ def _reasons(
         told = mismatches[:_MISMATCHES_TOLD]
         return [*told, f"and {more} more like this"] if more > 0 else told
     return [f"only one instance{of_model} is ready, and a transfer takes two"]
+
+
+def _versions_there(of_model: Sequence[Instance], request: TransferRequest) -> str:
+    of = "" if request.model is None else f" of model {request.model!r}"
+    told = Counter(i.weights_version for i in of_model if i.weights_version is not None)
+    there = [f"{version} ({count})" for version, count in sorted(told.items())]
+    if silent := len(of_model) - told.total():
+        there.append(f"not told ({silent})")
+    return (
+        f"no instance{of} serves weights version {request.weights_version}; there are "
+        f"{', '.join(there)}"
+    )
 
 
 def _mismatches(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> list[str]:

@@ -7,11 +7,16 @@ from kvxfer.errors import (
     ControlPlaneUnavailable,
     InstanceExists,
     NoCapacity,
+    OldVersion,
     StaleEpoch,
     UnknownBlockTable,
     UnknownInstance,
     UnknownTransfer,
+    UnknownWeightUpdate,
+    WeightUpdateDecided,
+    WeightUpdateExists,
 )
+from kvxfer.weight_updates import UpdatePart, WeightUpdate
 
 
 def stopping() -> ControlPlaneUnavailable:
@@ -83,3 +88,55 @@ def block_table_exists(transfer_id: str) -> BlockTableExists:
         "new one",
         transfer_id=transfer_id,
     )
+
+
+def unknown_update(update_id: str) -> UnknownWeightUpdate:
+    return UnknownWeightUpdate(
+        f"no weight update {update_id!r} is known: it was not announced here, or it ended long ago",
+        update_id=update_id,
+    )
+
+
+def update_id_taken(update: WeightUpdate) -> WeightUpdateExists:
+    return WeightUpdateExists(
+        f"weight update {update.update_id!r} is of model {update.model!r} to version "
+        f"{update.version}, and is {update.state}; take a new update_id",
+        **_about(update),
+    )
+
+
+def update_under_way(update: WeightUpdate) -> WeightUpdateExists:
+    return WeightUpdateExists(
+        f"update {update.update_id!r} of model {update.model!r} to version {update.version} is "
+        f"{update.state}; wait for its end, or decide to abort it",
+        **_about(update),
+    )
+
+
+def update_decided(update: WeightUpdate, told: str) -> WeightUpdateDecided:
+    return WeightUpdateDecided(
+        f"weight update {update.update_id!r} cannot be {told}: it was decided to "
+        f"{update.decision} it",
+        **_about(update),
+        decision=update.decision,
+    )
+
+
+def old_version(model: str, version: int, newest: UpdatePart) -> OldVersion:
+    return OldVersion(
+        f"instance {newest.instance_id!r} of model {model!r} serves weights version "
+        f"{newest.version}; announce a greater one than that, not {version}",
+        instance_id=newest.instance_id,
+        version=version,
+        served=newest.version,
+    )
+
+
+def update_contended(update_id: str) -> ControlPlaneUnavailable:
+    return ControlPlaneUnavailable(
+        f"weight update {update_id!r} changes faster than a step of it can be taken; retry"
+    )
+
+
+def _about(update: WeightUpdate) -> dict[str, object]:
+    return {"update_id": update.update_id, "model": update.model, "version": update.version}

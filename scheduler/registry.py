@@ -24,7 +24,15 @@ from kvxfer.instances import (
 )
 from kvxfer.kv.block_table import BlockTable
 from kvxfer.scheduler.pairing import Pair
+from kvxfer.scheduler.weight_updates import UpdateStep
 from kvxfer.transfers import Transfer, TransferRequest
+from kvxfer.weight_updates import (
+    AnnounceUpdate,
+    Decision,
+    ReportUpdate,
+    UpdateState,
+    WeightUpdate,
+)
 
 
 class TransferEnd(StrEnum):
@@ -45,6 +53,7 @@ class Statistics:
     leases_expired: int
     transfers_opened: int
     transfers_ended: Mapping[TransferEnd, int]
+    updates_ended: Mapping[UpdateState, int]
 
 
 class Registry(ABC):
@@ -178,6 +187,36 @@ class Registry(ABC):
         and ControlPlaneUnavailable where the registry cannot be reached: it is no read that could
         be answered from what was last known.
         """
+
+    @abstractmethod
+    async def announce_update(self, request: AnnounceUpdate, *, seconds: float) -> UpdateStep:
+        """Begins a weight update under a lease of so many seconds, which each report renews.
+
+        Where the lease ends, so does the update: as aborted if nothing is decided. Raises what
+        `weight_updates.announced` does.
+        """
+
+    @abstractmethod
+    async def report_update(self, update_id: str, report: ReportUpdate) -> UpdateStep:
+        """Takes a report of the coordinator, and renews the lease of an update under way.
+
+        Raises UnknownWeightUpdate, and what `weight_updates.reported` does.
+        """
+
+    @abstractmethod
+    async def decide_update(self, update_id: str, decision: Decision) -> UpdateStep:
+        """Decides about an update: the first decision holds, and the answer has it.
+
+        Raises UnknownWeightUpdate.
+        """
+
+    @abstractmethod
+    async def update(self, update_id: str) -> WeightUpdate:
+        """Raises UnknownWeightUpdate."""
+
+    @abstractmethod
+    async def updates(self, model: str | None = None) -> tuple[WeightUpdate, ...]:
+        """The updates under way and the last ones that ended, the newest first."""
 
     @abstractmethod
     async def sweep(self) -> None:

@@ -61,6 +61,8 @@ class Workflow(schema.as_state_machine()):
             case.body = _WORKERS[chosen]
         elif case.operation.label == "POST /v1/transfers" and chosen:
             case.body = {"model": "m"}
+        elif case.operation.label == "POST /v1/weights/updates" and chosen:
+            case.body = {"model": "m", "version": 1}
 
     def validate_response(
         self,

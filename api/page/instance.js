@@ -9,6 +9,7 @@ const facts = (row) => [
   ["state", row.state],
   ["drain", row.drain_seconds === null ? "–" : `${seconds(row.drain_seconds)} left`],
   ["model", row.model],
+  ["weights version", row.weights_version === null ? "not told" : String(row.weights_version)],
   ["place", placeOf(row)],
   ["requests", `${count(row.running)} running, ${count(row.waiting)} waiting`],
   ["open transfers", count(row.transfers)],

@@ -8,7 +8,7 @@ import { TopologyMap } from "./map.js";
 import { Refused, Session } from "./session.js";
 import { OverviewStream } from "./stream.js";
 import { showSummary } from "./summary.js";
-import { showInstances, showPairs, showScaling, showTransfers } from "./tables.js";
+import { showInstances, showPairs, showScaling, showTransfers, showUpdates } from "./tables.js";
 
 const STALE_MS = 5_000;
 const RETRY_MS = 2_000;
@@ -48,6 +48,7 @@ function show(overview) {
   showPairs(overview);
   showTransfers(overview);
   showInstances(overview, (id) => dialog.open(id));
+  showUpdates(overview);
   showScaling(overview);
   filters.show(overview);
   const away = overview.stale_seconds;

@@ -40,7 +40,7 @@ const stateOf = (row) =>
 export function showInstances({ instances, matching, total }, open) {
   const all = `${count(total)} registered`;
   setText(byId("instances-note"), matching === total ? all : `${count(matching)} of ${all}`);
-  const classes = ["", "", "", "wide", "number", "number", "number", "number", "number", "number"];
+  const classes = ["", "", "", "wide", ...Array(7).fill("number")];
   reconcile(
     byId("instances"),
     instances,
@@ -59,11 +59,35 @@ export function showInstances({ instances, matching, total }, open) {
         `${row.running} + ${row.waiting}`,
         count(row.transfers),
         percent(used(row)),
+        row.weights_version === null ? "?" : String(row.weights_version),
         bytesPerSecond(row.sent_bytes_per_second),
         bytesPerSecond(row.received_bytes_per_second),
         seconds(row.heartbeat_seconds),
       ].forEach((text, column) => setText(line.children[column + 1], text));
     },
+  );
+}
+
+export function showUpdates({ updates }) {
+  setText(byId("updates-note"), updates.length ? "" : "none was announced");
+  const of = (some, update) => `${count(some)} of ${count(update.instances)}`;
+  reconcileRows(
+    byId("updates"),
+    updates,
+    (update) => update.update_id,
+    (update) => [
+      update.update_id,
+      update.model,
+      String(update.version),
+      update.state,
+      of(update.staged, update),
+      of(update.committed, update),
+      count(update.failed),
+      seconds(update.pause_seconds),
+      seconds(update.age_seconds),
+      update.error || "–",
+    ],
+    ["", "", "number", "", ...Array(5).fill("number"), "wide"],
   );
 }
 

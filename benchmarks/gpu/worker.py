@@ -12,13 +12,13 @@ import torch
 from benchmarks.gpu.settings import BLOCK_SIZE, Settings
 from kvxfer import Engine
 from kvxfer.kv import BlockPool, KvCache, KvEndpoint
+from kvxfer.reference.compute import ComputeThread
 from kvxfer.reference.devices import device_of
 from kvxfer.reference.model import LlamaModel
 from kvxfer.reference.runner import ModelRunner
 from kvxfer.reference.tokens import ByteTokenizer
 from kvxfer.reference.weights import seeded_weights
 from kvxfer.reference.worker.cache_view import torch_view
-from kvxfer.reference.worker.compute import ComputeThread
 from kvxfer.reference.worker.stream_order import StreamOrder
 
 EPOCH: Final = 1

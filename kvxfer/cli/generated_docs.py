@@ -35,9 +35,10 @@ The dashboard and the alerts made of them are in `deploy/helm/kvxfer`
 _SECTIONS: Final[Mapping[str, str]] = {
     "Control plane": """\
 `GET /metrics` of `kvxfer serve`, with a token of scope `monitor` or `admin`. `kvxfer_instances`,
-`kvxfer_transfers_*`, `kvxfer_registrations_total`, `kvxfer_leases_expired_total` and
-`kvxfer_fleet_*` are of the whole registry, and the same on every replica that shares it: take the
-maximum over replicas, never the sum. The rest is of one process.""",
+`kvxfer_transfers_*`, `kvxfer_registrations_total`, `kvxfer_leases_expired_total`,
+`kvxfer_weight_updates_total` and `kvxfer_fleet_*` are of the whole registry, and the same on every
+replica that shares it: take the maximum over replicas, never the sum. The rest is of one
+process.""",
     "Router": "`GET /metrics` of `kvxfer router`, without a key.",
     "Worker": """\
 `GET /metrics` of `kvxfer worker`. Other programs register

@@ -112,7 +112,12 @@ def _table(instances: Sequence[Instance], now: float) -> Table:
     for name in ("instance", "role", "state", "model"):
         table.add_column(name, overflow="fold", no_wrap=name in ("role", "state"))
     draining = any(instance.drain_deadline is not None for instance in instances)
-    numbers = ("run+wait", "transfers", "free blocks", "seen", *["drain"] * draining)
+    versions = any(instance.weights_version for instance in instances)  # 0: never updated
+    numbers = (
+        *("run+wait", "transfers", "free blocks", "seen"),
+        *["drain"] * draining,
+        *["weights"] * versions,
+    )
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     for instance in instances:
@@ -128,6 +133,7 @@ def _table(instances: Sequence[Instance], now: float) -> Table:
             f"{'?' if free is None else free} of {instance.num_blocks}{with_cached}",
             f"{max(0.0, now - instance.heartbeat_at):.1f} s ago",
             *[_drain(instance, now)] * draining,
+            *[_weights(instance)] * versions,
         )
     return table
 
@@ -136,3 +142,8 @@ def _drain(instance: Instance, now: float) -> str:
     if instance.drain_deadline is None:
         return ""
     return f"{max(0.0, instance.drain_deadline - now):.0f} s left"
+
+
+def _weights(instance: Instance) -> str:
+    version = instance.weights_version
+    return "?" if version is None else str(version)

@@ -62,6 +62,7 @@ def serve(
             ),
             panel=TRUST_PANEL,
             transfer_seconds=typer.Option(),
+            weight_update_seconds=typer.Option(),
         ),
     ],
     scaling_policy: Annotated[

@@ -1,4 +1,4 @@
-"""`kvxfer weights`: what an update of a model's weights would send."""
+"""`kvxfer weights`: what an update of a model's weights would send, and the updates there were."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from kvxfer.cli.options import with_options
+from kvxfer.cli.weight_updates import updates
 from kvxfer.weights.plan.settings import ScheduleSettings
 
 if TYPE_CHECKING:
@@ -25,10 +26,11 @@ _NAMES_SHOWN: Final = 3
 
 def register(app: typer.Typer) -> None:
     weights = typer.Typer(
-        help="Plan updates of a model's weights, from training to inference ranks.",
+        help="Updates of a model's weights, from training to inference ranks.",
         no_args_is_help=True,
     )
     weights.command("plan")(plan)
+    weights.command("updates")(updates)
     app.add_typer(weights, name="weights")
 
 

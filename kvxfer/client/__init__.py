@@ -12,7 +12,8 @@ or where doing it twice does no harm; never before the control plane wants to he
 While its registry is away the control plane tells what it last knew. `client.ask(call)`, with a
 call of `kvxfer.client.calls`, returns what the method of that name does and how old it is.
 
-`Registration` keeps a worker's place in the fleet while its block runs.
+`Registration` keeps a worker's place in the fleet while its block runs. `WeightUpdateReport` tells
+of an update of a model's weights.
 
 Every method raises the error of `kvxfer.errors` that the control plane names,
 ControlPlaneUnavailable if there is no answer, and UntrustedCertificate if TLS fails.
@@ -21,6 +22,7 @@ ControlPlaneUnavailable if there is no answer, and UntrustedCertificate if TLS f
 from kvxfer.client.answers import Answer
 from kvxfer.client.clients import ControlPlaneClient, SyncControlPlaneClient
 from kvxfer.client.registration import Registration
+from kvxfer.client.weight_update_report import WeightUpdateReport
 from kvxfer.control_plane import DEFAULT_URL, ENVIRONMENT, Credentials
 from kvxfer.instances import (
     Change,
@@ -33,6 +35,7 @@ from kvxfer.instances import (
     Snapshot,
 )
 from kvxfer.transfers import OpenedTransfer, Transfer
+from kvxfer.weight_updates import Decision, PartReport, PartState, UpdatePolicy, WeightUpdate
 
 __all__ = [
     "DEFAULT_URL",
@@ -41,15 +44,21 @@ __all__ = [
     "Change",
     "ControlPlaneClient",
     "Credentials",
+    "Decision",
     "Instance",
     "InstanceSpec",
     "InstanceState",
     "Lease",
     "Load",
     "OpenedTransfer",
+    "PartReport",
+    "PartState",
     "Registration",
     "Role",
     "Snapshot",
     "SyncControlPlaneClient",
     "Transfer",
+    "UpdatePolicy",
+    "WeightUpdate",
+    "WeightUpdateReport",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -29,6 +29,16 @@ from kvxfer.prefix_hashes import as_text
 from kvxfer.scaling import ScalePlan
 from kvxfer.traces import Trace
 from kvxfer.transfers import Handshake, OpenedTransfer, Transfer, TransferList
+from kvxfer.weight_updates import (
+    AnnounceUpdate,
+    Decided,
+    Decision,
+    ReportUpdate,
+    WeightUpdate,
+    WeightUpdateList,
+)
+
+_UPDATES: Final = "/v1/weights/updates"
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -148,6 +158,7 @@ def open_transfer(
     prefix_hashes: Sequence[int] = (),
     tokens_per_hash: int | None = None,
     explain: bool = False,
+    weights_version: int | None = None,
 ) -> Call[OpenedTransfer]:
     """Reserves the best pair, each argument as in `TransferRequest`.
 
@@ -161,8 +172,11 @@ def open_transfer(
         "tokens_per_hash": tokens_per_hash,
         "explain": explain,
     }
+    # Not where they say nothing: a control plane of an earlier version does not know them.
     if avoid:
         body["avoid"] = list(avoid)
+    if weights_version is not None:
+        body["weights_version"] = weights_version
     return Call("POST", "/v1/transfers", _reads(OpenedTransfer), body, repeatable=False)
 
 
@@ -210,6 +224,45 @@ def block_table(
         wait_seconds=wait_seconds,
         deadline=deadline,
     )
+
+
+# --- weight updates --------------------------------------------------------------------------
+
+
+def announce_weight_update(request: AnnounceUpdate) -> Call[WeightUpdate]:
+    """Begins an update of a model's weights; `WeightUpdateReport` does this and keeps it.
+
+    Raises WeightUpdateExists, OldVersion, UnknownInstance or InvalidArgument.
+    """
+    body = msgspec.to_builtins(request)
+    # Without an id, the second one would be another update.
+    again = request.update_id is not None
+    return Call("POST", _UPDATES, _reads(WeightUpdate), body, repeatable=again)
+
+
+def weight_updates(*, model: str | None = None) -> Call[tuple[WeightUpdate, ...]]:
+    """The updates under way and the last ones that ended, the newest first."""
+    read, params = _reads(WeightUpdateList), _given(model=model)
+    return Call("GET", _UPDATES, lambda c: read(c).updates, params=params)
+
+
+def weight_update(update_id: str) -> Call[WeightUpdate]:
+    """Raises UnknownWeightUpdate."""
+    return Call("GET", _update(update_id), _reads(WeightUpdate))
+
+
+def report_weight_update(update_id: str, report: ReportUpdate) -> Call[WeightUpdate]:
+    """Renews the lease of an update and tells news. Raises UnknownWeightUpdate, or
+    WeightUpdateDecided where it did not end as the report says."""
+    body = msgspec.to_builtins(report)
+    return Call("PATCH", _update(update_id), _reads(WeightUpdate), body)
+
+
+def decide_weight_update(update_id: str, decision: Decision) -> Call[Decided]:
+    """Decides whether all instances apply an update; the answer is the first decision, which holds.
+    Raises UnknownWeightUpdate."""
+    body = {"decision": decision.value}
+    return Call("POST", f"{_update(update_id)}/decision", _reads(Decided), body)
 
 
 # --- scaling ---------------------------------------------------------------------------------
@@ -260,6 +313,10 @@ def _instance(instance_id: str) -> str:
 
 def _block_table(transfer_id: str) -> str:
     return f"/v1/transfers/{quote(transfer_id, safe='')}/block-table"
+
+
+def _update(update_id: str) -> str:
+    return f"{_UPDATES}/{quote(update_id, safe='')}"
 
 
 def _given(**params: Any) -> dict[str, Any]:

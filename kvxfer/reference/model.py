@@ -9,57 +9,62 @@ transfer gives the tokens of a single process" a comparison of integers without 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kvxfer.reference.collective import Collective
 from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.kv_cache import PagedKvCache
+from kvxfer.reference.parameters import Layer, Linear, Parameters
 from kvxfer.reference.rope import inverse_frequencies, rotate, rotation
-from kvxfer.reference.weights import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
-
-
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: Tensor
-    q: _Linear
-    kv: _Linear
-    output: _Linear
-    post_attention_norm: Tensor
-    gate_up: _Linear
-    down: _Linear
+from kvxfer.reference.shards import WHOLE
+from kvxfer.reference.weights import FINAL_NORM
 
 
 class LlamaModel:
-    """A model with its weights. Stateless between calls, so any thread may call it."""
+    """A model with its weights, or one rank of it. Any thread may call it; while apply() runs, no
+    other may.
 
-    def __init__(self, config: LlamaConfig, weights: Mapping[str, Tensor]) -> None:
-        """`weights` has the names and shapes of `weight_shapes(config)`."""
+    With a `collective` all its ranks make the same calls, each with a cache for its KV heads
+    (`shards.local_config`), and each gets the same logits. Without one nothing is exchanged.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: Mapping[str, Tensor],
+        collective: Collective | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`weights` has the boxes that this rank has, by the names of `weight_shapes(config)`; they
+        are copied. `dtype` is what the model computes in, without it that of the weights."""
         self.config = config
-        self._embedding = weights[EMBEDDING]
-        self._final_norm = weights[FINAL_NORM]
-        self._lm_head = weights[EMBEDDING if config.tie_embeddings else LM_HEAD]
+        self.weights_version = 0
+        """Of apply(); 0 before the first."""
+        self._collective = collective
+        self._shard = WHOLE if collective is None else collective.shard
+        there = weights[FINAL_NORM]
+        self._parameters = Parameters(config, self._shard, dtype or there.dtype, there.device)
+        self._parameters.load(weights)
         self._frequencies = inverse_frequencies(config).to(self.device)
-        self._layers = [_layer(weights, layer_prefix(i)) for i in range(config.num_layers)]
 
     @property
     def device(self) -> torch.device:
-        return self._embedding.device
+        return self._parameters.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
+        return self._parameters.embedding.dtype
+
+    def apply(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Takes other weights, in place, between two calls of prefill() and decode().
+
+        Raises InvalidArgument where a box is missing or of another shape, with nothing changed.
+        """
+        self._parameters.load(weights)
+        self.weights_version = version
 
     @torch.inference_mode()
     def prefill(
@@ -86,8 +91,8 @@ class LlamaModel:
         config, count = self.config, len(tokens)
         slots = cache.slots(blocks, 0, count)
         cos, sin = rotation(self._frequencies, torch.arange(count, device=self.device))
-        x = F.embedding(tokens, self._embedding)
-        for index, layer in enumerate(self._layers):
+        x = self._embed(tokens)
+        for index, layer in enumerate(self._parameters.layers):
             normed = self._norm(x, layer.input_norm)
             keys, values = self._keys_values(layer, normed, cos, sin)
             cache.write(index, slots, keys, values)
@@ -98,7 +103,7 @@ class LlamaModel:
                 x, normed, cos, sin = x[-1:], normed[-1:], cos[-1:], sin[-1:]
             queries = self._queries(layer, normed, cos, sin)
             attended = cache.attend(index, queries, keys, values, blocks, count)
-            x = self._feed_forward(layer, x + layer.output(attended.flatten(1)))
+            x = self._feed_forward(layer, x + self._summed(layer.output, attended.flatten(1)))
         return self._logits(x)
 
     @torch.inference_mode()
@@ -111,21 +116,21 @@ class LlamaModel:
         slots = cache.slots(blocks, position, position + 1)
         here = torch.tensor([position], device=self.device)
         cos, sin = rotation(self._frequencies, here)
-        x = F.embedding(torch.tensor([token], device=self.device), self._embedding)
-        for index, layer in enumerate(self._layers):
+        x = self._embed(torch.tensor([token], device=self.device))
+        for index, layer in enumerate(self._parameters.layers):
             normed = self._norm(x, layer.input_norm)
             keys, values = self._keys_values(layer, normed, cos, sin)
             cache.write(index, slots, keys, values)
             queries = self._queries(layer, normed, cos, sin)
             attended = cache.attend(index, queries, keys, values, blocks, position + 1)
-            x = self._feed_forward(layer, x + layer.output(attended.flatten(1)))
+            x = self._feed_forward(layer, x + self._summed(layer.output, attended.flatten(1)))
         return self._logits(x)
 
-    def _queries(self, layer: _Layer, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _queries(self, layer: Layer, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(self._heads(layer.q(normed)), cos, sin)
 
     def _keys_values(
-        self, layer: _Layer, normed: Tensor, cos: Tensor, sin: Tensor
+        self, layer: Layer, normed: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         keys, values = self._heads(layer.kv(normed)).chunk(2, dim=1)
         return rotate(keys, cos, sin), values
@@ -134,30 +139,33 @@ class LlamaModel:
         """[tokens, heads * head_size] → [tokens, heads, head_size]."""
         return x.view(len(x), -1, self.config.head_size)
 
-    def _feed_forward(self, layer: _Layer, x: Tensor) -> Tensor:
+    def _feed_forward(self, layer: Layer, x: Tensor) -> Tensor:
         gate, up = layer.gate_up(self._norm(x, layer.post_attention_norm)).chunk(2, dim=-1)
-        return x + layer.down(F.silu(gate) * up)
+        return x + self._summed(layer.down, F.silu(gate) * up)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (self.config.hidden_size,), weight, self.config.rms_norm_eps)
 
     def _logits(self, x: Tensor) -> Tensor:
-        return F.linear(self._norm(x, self._final_norm), self._lm_head).squeeze(0)
+        normed = self._norm(x, self._parameters.final_norm)
+        logits = F.linear(normed, self._parameters.lm_head).squeeze(0)
+        if self._collective is None:
+            return logits
+        return self._collective.all_gather(logits)[: self.config.vocab_size]
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        rows = self._parameters.embedding
+        if self._collective is None:
+            return F.embedding(tokens, rows)
+        # Each row is at one rank, and zero at the others: a sum that is exact.
+        here = tokens - self._shard.rank * len(rows)
+        missing = (here < 0) | (here >= len(rows))
+        x = F.embedding(here.masked_fill(missing, 0), rows).masked_fill(missing.unsqueeze(1), 0)
+        return self._collective.all_reduce(x)
 
-def _layer(weights: Mapping[str, Tensor], prefix: str) -> _Layer:
-    def linear(*names: str) -> _Linear:
-        weight = torch.cat([weights[f"{prefix}{name}.weight"] for name in names])
-        if f"{prefix}{names[0]}.bias" not in weights:
-            return _Linear(weight, None)
-        return _Linear(weight, torch.cat([weights[f"{prefix}{name}.bias"] for name in names]))
-
-    return _Layer(
-        input_norm=weights[prefix + "input_layernorm.weight"],
-        q=linear("self_attn.q_proj"),
-        kv=linear("self_attn.k_proj", "self_attn.v_proj"),
-        output=linear("self_attn.o_proj"),
-        post_attention_norm=weights[prefix + "post_attention_layernorm.weight"],
-        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
-        down=linear("mlp.down_proj"),
-    )
+    def _summed(self, linear: Linear, x: Tensor) -> Tensor:
+        """The product of a matrix with a part of whose columns each rank has, and of x."""
+        if self._collective is None:
+            return linear(x)
+        product = self._collective.all_reduce(F.linear(x, linear.weight))
+        return product if linear.bias is None else product + linear.bias

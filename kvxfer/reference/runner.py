@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
+from torch import Tensor
 
 from kvxfer.errors import InvalidArgument, PromptTooLong
 from kvxfer.reference.checkpoint import load_config, load_weights
@@ -39,13 +40,35 @@ def load_model(
     return LlamaModel(config, {name: each.to(device) for name, each in weights.items()}), tokenizer
 
 
+class Model(Protocol):
+    """A `LlamaModel`, or what stands for several of them."""
+
+    config: LlamaConfig
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def weights_version(self) -> int: ...
+
+    def prefill(
+        self,
+        tokens: Tensor,
+        cache: PagedKvCache,
+        blocks: Tensor,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor: ...
+
+    def decode(self, token: int, position: int, cache: PagedKvCache, blocks: Tensor) -> Tensor: ...
+
+
 class ModelRunner:
     """Runs one model over one cache.
 
     Thread-safe for disjoint blocks: calls that use different blocks may run at the same time.
     """
 
-    def __init__(self, model: LlamaModel, tokenizer: Tokenizer, cache: PagedKvCache) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, cache: PagedKvCache) -> None:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
 
     @property

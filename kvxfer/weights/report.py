@@ -17,7 +17,7 @@ class InstanceReport(msgspec.Struct, frozen=True):
     version: int | None
     """That it serves; None where that is not known."""
     digest: str | None = None
-    """Of what its ranks staged, in their order: 16 hex digits each."""
+    """Of what its ranks staged: the sum of theirs, modulo 2**64, as 16 hex digits."""
     pause_seconds: float | None = None
     """From the end of its last step before to the begin of its first step after; None where its
     engine does not measure it."""

@@ -15,12 +15,14 @@ from kvxfer.scheduler.redis_registry.records import (
     decode_change,
     decode_load,
     decode_transfer,
+    decode_update,
     finite,
     hashes,
     id_of,
     reading,
 )
 from kvxfer.scheduler.scoring import Scorer
+from kvxfer.scheduler.weight_updates import UpdateLedger
 from kvxfer.transfers import Transfer
 
 
@@ -38,6 +40,7 @@ class Mirror:
         self.tables: set[str] = set()
         """The transfers that have a block table, which itself is in Redis alone."""
         self.arrivals = Arrivals()
+        self.updates = UpdateLedger()
         self.loaded = False
         self.position = 0
         # Opened here before Redis has said so, so that the next choice already counts them.
@@ -55,10 +58,12 @@ class Mirror:
         floor: int,
         changes: Sequence[Change],
         tables: Iterable[str] = (),
+        updates: UpdateLedger | None = None,
     ) -> None:
         """Holds `fleet` from now on, which is that of the log's record `position`."""
         self.fleet, self.position, self.loaded = fleet, position, True
         self.tables = set(tables)
+        self.updates = updates or UpdateLedger()
         self.arrivals.announce_all()
         self._provisional.clear()
         self.feed.reload(floor, changes)
@@ -136,6 +141,10 @@ class Mirror:
                 self._open(decode_transfer(fields[b"transfer"]))
             case b"table":
                 self._table(fields[b"transfer"].decode())
+            case b"update":
+                self.updates.put(decode_update(fields[b"update"]))
+            case b"no-update":
+                self.updates.drop(fields[b"update"].decode())
             case b"end":
                 self._end(fields[b"transfer"].decode(), fields.get(b"reason", b""))
             case other:

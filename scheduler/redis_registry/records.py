@@ -25,6 +25,7 @@ from kvxfer.kv.block_table import BlockTable
 from kvxfer.prefix_hashes import HASH_BYTES, unpack
 from kvxfer.transfers import Transfer
 from kvxfer.unreadable import UNREADABLE
+from kvxfer.weight_updates import WeightUpdate
 
 REMEDY: Final = (
     "where it lasts, delete what kvxfer keeps there (the keys kvxfer:*), and every worker "
@@ -61,6 +62,7 @@ _member = msgspec.msgpack.Decoder(_Member)
 _spec = msgspec.json.Decoder(InstanceSpec)
 _transfer = msgspec.msgpack.Decoder(Transfer)
 _table = msgspec.msgpack.Decoder(BlockTable)
+_update = msgspec.msgpack.Decoder(WeightUpdate)
 _load = msgspec.msgpack.Decoder(Load)
 
 _encode_json = msgspec.json.Encoder().encode
@@ -96,6 +98,16 @@ def decode_transfer(raw: bytes) -> Transfer:
     if min(transfer.prefill_blocks, transfer.decode_blocks) < 0:
         raise ValueError("it holds fewer than 0 blocks")
     return transfer
+
+
+def encode_update(update: WeightUpdate) -> bytes:
+    return _encode(update)
+
+
+def decode_update(raw: bytes) -> WeightUpdate:
+    update = _update.decode(raw)
+    _require_finite(update.started_at, update.decided_at, update.ended_at, update.lease_seconds)
+    return update
 
 
 def encode_table(table: BlockTable) -> bytes:

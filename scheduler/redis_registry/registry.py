@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Final
 
@@ -34,23 +34,42 @@ from kvxfer.scheduler.redis_registry.mirror import Mirror
 from kvxfer.scheduler.redis_registry.records import (
     decode_instance,
     decode_table,
+    decode_update,
     encode_load,
     encode_spec,
     encode_table,
     encode_transfer,
+    encode_update,
     reading,
 )
 from kvxfer.scheduler.redis_registry.scripts import Step
 from kvxfer.scheduler.redis_registry.url import RedisUrl
 from kvxfer.scheduler.registry import Registry, Statistics, TransferEnd
 from kvxfer.scheduler.scoring import Scorer
+from kvxfer.scheduler.weight_updates import (
+    UpdateStep,
+    announced,
+    decided,
+    lapsed,
+    reported,
+)
 from kvxfer.transfers import Transfer, TransferRequest
+from kvxfer.weight_updates import (
+    MAX_ENDED_UPDATES,
+    AnnounceUpdate,
+    Decision,
+    ReportUpdate,
+    UpdateState,
+    WeightUpdate,
+)
 
 _FEED_CAPACITY: Final = 10_000
 _LOG_LENGTH: Final = 100_000
 _WATCH_BATCH: Final = 100
 _PREFIX: Final = "kvxfer"
 _TIMEOUT: Final = 1.0
+# How often a step of a weight update is tried that another replica was faster at.
+_ATTEMPTS: Final = 8
 
 
 class RedisRegistry(Registry):
@@ -249,6 +268,73 @@ class RedisRegistry(Registry):
             if left <= 0:
                 raise refusals.unknown_block_table(transfer_id)
 
+    # --- weight updates ----------------------------------------------------------------------
+
+    async def announce_update(self, request: AnnounceUpdate, *, seconds: float) -> UpdateStep:
+        for _ in range(_ATTEMPTS):
+            await self._catch_up()
+            self._require_redis()
+            step = announced(
+                request,
+                self._mirror.fleet.snapshot(),
+                self._mirror.updates,
+                now=self._link.clock.unix(),
+                seconds=seconds,
+            )
+            if step.before is not None or await self._take_update(b"", step.after):
+                return step
+        raise refusals.update_contended(request.update_id or "of " + request.model)
+
+    async def report_update(self, update_id: str, report: ReportUpdate) -> UpdateStep:
+        return await self._step_update(
+            update_id, lambda update: reported(update, report, now=self._link.clock.unix())
+        )
+
+    async def decide_update(self, update_id: str, decision: Decision) -> UpdateStep:
+        return await self._step_update(
+            update_id, lambda update: decided(update, decision, now=self._link.clock.unix())
+        )
+
+    async def update(self, update_id: str) -> WeightUpdate:
+        await self._catch_up()
+        update = self._mirror.updates.get(update_id)
+        if update is None:
+            raise refusals.unknown_update(update_id)
+        return update
+
+    async def updates(self, model: str | None = None) -> tuple[WeightUpdate, ...]:
+        await self._catch_up()
+        return self._mirror.updates.all(model)
+
+    async def _step_update(
+        self, update_id: str, step: Callable[[WeightUpdate], WeightUpdate]
+    ) -> UpdateStep:
+        for _ in range(_ATTEMPTS):
+            self._require_redis()
+            packed = await self._link.field(f"{_PREFIX}:updates", update_id)
+            if packed is None:
+                raise refusals.unknown_update(update_id)
+            with reading(f"weight update {update_id!r}"):
+                before = decode_update(packed)
+            after = step(before)
+            # Asking for a decision that is there renews no lease.
+            if after is before or await self._take_update(packed, after):
+                return UpdateStep(before, after)
+        raise refusals.update_contended(update_id)
+
+    async def _take_update(self, was: bytes, update: WeightUpdate) -> bool:
+        """Whether the update was still as it was read; then it is this one from now on."""
+        seconds, at = update.lease_seconds, self._link.clock.unix() + update.lease_seconds
+        answer = await self._take(
+            "weight_update",
+            was,
+            encode_update(update),
+            encode_update(lapsed(update, at=at)) if update.under_way else b"",
+            _micros(seconds),
+            str(MAX_ENDED_UPDATES),
+        )
+        return answer == [b"taken"]
+
     # --- the registry itself -----------------------------------------------------------------
 
     async def sweep(self) -> None:
@@ -269,6 +355,9 @@ class RedisRegistry(Registry):
             leases_expired=counts["leases_expired"],
             transfers_opened=counts["transfers_opened"],
             transfers_ended=Counter({end: n for end in TransferEnd if (n := counts[end.value])}),
+            updates_ended=Counter(
+                {end: n for end in UpdateState if (n := counts[f"updates_{end.value}"])}
+            ),
         )
 
     async def ping(self) -> None:

@@ -19,6 +19,7 @@ Step: TypeAlias = Literal[
     "release",
     "reserve",
     "sweep",
+    "weight_update",
 ]
 
 _FOLDER: Final = files("kvxfer.scheduler.redis_registry") / "lua"

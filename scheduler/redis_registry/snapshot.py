@@ -13,10 +13,12 @@ from kvxfer.scheduler.redis_registry.records import (
     decode_change,
     decode_instance,
     decode_transfer,
+    decode_update,
     hashes,
     id_of,
     reading,
 )
+from kvxfer.scheduler.weight_updates import UpdateLedger
 
 _BATCH: Final = 500
 
@@ -26,7 +28,7 @@ async def read_all(client: Redis, prefix: str) -> list[Any]:
     async with client.pipeline(transaction=True) as pipeline:
         for key in ("sequence", "changed"):
             pipeline.get(f"{prefix}:{key}")
-        for key in ("instances", "specs", "blocks", "transfers"):
+        for key in ("instances", "specs", "blocks", "transfers", "updates"):
             pipeline.hgetall(f"{prefix}:{key}")
         pipeline.hkeys(f"{prefix}:tables")
         pipeline.xrange(f"{prefix}:changes")
@@ -37,7 +39,7 @@ async def read_all(client: Redis, prefix: str) -> list[Any]:
 async def load(mirror: Mirror, answers: Sequence[Any]) -> None:
     """Gives the mirror what `read_all` has read. Raises ControlPlaneUnavailable where something
     is damaged; the mirror stays as it was."""
-    sequence, changed, members, specs, blocks, transfers, tables, entries = answers
+    sequence, changed, members, specs, blocks, transfers, updates, tables, entries = answers
     fleet, changes = mirror.empty_fleet(), []
     for number, (name, member) in enumerate(members.items()):
         with reading(f"instance {_text(name)}"):
@@ -54,6 +56,13 @@ async def load(mirror: Mirror, answers: Sequence[Any]) -> None:
                 raise ValueError(f"it is {transfer.transfer_id!r}")
             fleet.open(transfer)
         await _give_way(number)
+    ledger = UpdateLedger()
+    for name, packed in updates.items():
+        with reading(f"weight update {_text(name)}"):
+            update = decode_update(packed)
+            if update.update_id != name.decode():
+                raise ValueError(f"it is {update.update_id!r}")
+            ledger.put(update)
     for number, (entry_id, fields) in enumerate(entries):
         with reading(f"change {_text(entry_id)}"):
             changes.append(decode_change(entry_id, fields))
@@ -62,7 +71,7 @@ async def load(mirror: Mirror, answers: Sequence[Any]) -> None:
         position = id_of(sequence or b"")
         floor = id_of((entries[0][1][b"after"] if entries else changed) or b"")
         with_table = [name.decode() for name in tables]
-    mirror.replace(fleet, position, floor, changes, with_table)
+    mirror.replace(fleet, position, floor, changes, with_table, ledger)
 
 
 def _text(name: bytes) -> str:

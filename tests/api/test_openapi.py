@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from openapi_spec_validator import validate
 from pydantic import TypeAdapter
 
-from kvxfer import instances, overview, scaling, traces, transfers
+from kvxfer import instances, overview, scaling, traces, transfers, weight_updates
 from kvxfer.api import routes
 from kvxfer.api.problem_models import LayoutMismatchProblem, Problem
 from kvxfer.cli.generated_docs import openapi
@@ -31,7 +31,7 @@ OPERATIONS = [
 NOT_ANSWERED = (instances.BlockUpdate, instances.PublishBlocks, transfers.TransferRequest)
 RECORDS = [
     record
-    for module in (instances, transfers, overview, scaling, traces, block_table)
+    for module in (instances, transfers, overview, scaling, traces, block_table, weight_updates)
     for record in vars(module).values()
     if isinstance(record, type)
     and issubclass(record, Record)

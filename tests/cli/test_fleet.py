@@ -19,9 +19,11 @@ import pytest
 
 from kvxfer.client import ControlPlaneClient, Registration, SyncControlPlaneClient
 from kvxfer.instances import Instance, InstanceState, Load, Role, Snapshot
+from kvxfer.model_identity import ModelIdentity
 from kvxfer.scheduler.lease_policy import LeasePolicy
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.web.tokens import watch_tokens
+from kvxfer.weight_updates import AnnounceUpdate, Decision, PartReport, PartState, ReportUpdate
 from tests.virtual_time import VirtualClock
 from verify.control_plane import RunningControlPlane, worker
 from verify.polling import PATIENCE, wait_until
@@ -114,6 +116,26 @@ def test_transfers_as_a_table_and_as_json(server, client):
         "transfers": [],
         "stale_seconds": None,
     }
+
+
+def test_weight_updates_as_a_table_and_as_json(server, client):
+    assert shown(server.url, "weights", "updates") == "no weight update is known\n"
+    client.register(worker("a", identity=ModelIdentity(weights_version=6)))
+    client.register(worker("b"))
+    client.announce_weight_update(AnnounceUpdate(update_id="u", model="llama", version=7))
+    staged = PartReport(instance_id="a", state=PartState.STAGED, pause_seconds=0.25)
+    client.report_weight_update("u", ReportUpdate(instances=(staged,)))
+    (row,) = rows(shown(server.url, "weights", "updates"))
+    assert row[:8] == ["u", "llama", "7", "staging", "1", "staged,", "1", "receiving"]
+    assert row[8:10] == ["0.250", "s"]
+    client.decide_weight_update("u", Decision.ABORT)
+    table = shown(server.url, "weights", "updates")
+    assert "u: weight-update-aborted: it was decided to abort it" in table
+    listed = json.loads(shown(server.url, "weights", "updates", "--json", "--model", "llama"))
+    assert [(u["update_id"], u["state"]) for u in listed["updates"]] == [("u", "aborted")]
+    assert listed["stale_seconds"] is None
+    a, b = rows(shown(server.url, "instances"))
+    assert (a[-1], b[-1]) == ("6", "?")
 
 
 def test_what_is_listed_says_how_stale_it_is(redis):

@@ -14,6 +14,10 @@ import pytest
 import torch
 import transformers
 
+from kvxfer.reference.checkpoint import load_config
+from kvxfer.reference.shards import WHOLE, holdings_of
+from kvxfer.reference.weights import seeded_weights
+from kvxfer.weights.trainer import Trainer
 from verify.polling import wait_until
 from verify.processes.programs import Server, clean_environment, kvxfer
 
@@ -132,6 +136,30 @@ def test_a_drained_worker_that_is_stopped_while_it_leaves_ends_well(
 
         wait_until(ended_by_signals, pause=0.01)
         assert worker.exit_code == 0
+
+
+def test_a_worker_serves_the_weights_that_training_pushes(control_plane: str, model: Path) -> None:
+    config = load_config(model)
+    holdings = holdings_of(config, WHOLE, "bfloat16")
+    pushed = seeded_weights(config, 5, dtype=torch.bfloat16)
+    with (
+        Trainer(holdings, lambda: pushed, rank=0, world_size=1, cluster_key=KEY) as trainer,
+        started(
+            *("worker", "--role", "decode", "--control-plane", control_plane, "--model", model),
+            *("--instance-id", "updated", "--blocks", "40", "--fabrics", "tcp"),
+            *("--weights-coordinator", trainer.coordinator, "--weights-dtype", "bfloat16"),
+        ) as worker,
+    ):
+        said = worker.ready()
+        trainer.wait_for(1, 60)
+        [instance] = trainer.push(3).result(60).instances
+        assert (instance.instance_id, instance.state) == ("updated", "committed")
+        health = httpx2.get(f"{said['http_address']}/healthz").json()
+        assert health["weights_version"] == 3
+        assert health["weights_address"] == said["weights_address"]
+        registered = instances(control_plane)["updated"]
+        assert registered["identity"]["weights_version"] == 3
+        assert registered["state"] == "ready"
 
 
 def test_an_id_that_a_live_worker_has_is_refused(control_plane: str, model: Path) -> None:

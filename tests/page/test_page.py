@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvxfer.client import Credentials, SyncControlPlaneClient
 from kvxfer.instances import InstanceState
+from kvxfer.weight_updates import (
+    AnnounceUpdate,
+    Decision,
+    PartReport,
+    PartState,
+    ReportUpdate,
+)
 from verify.processes.fleet import CONTROL_PLANE
 
 from .fleet import ADMIN, MONITOR, WORKER, WORKERS, Requests
@@ -160,6 +168,30 @@ def test_who_may_only_look_is_offered_nothing_else(page, fleet):
     expect(dialog.locator("#may-not")).to_have_text("wall has monitor; drain and role take admin.")
     expect(dialog.get_by_role("button", name="Drain")).to_be_hidden()
     expect(dialog.get_by_role("button", name="Change role")).to_be_hidden()
+
+
+def test_an_update_of_weights_is_followed(page, fleet, packages):
+    sign_in(page, fleet.url, ADMIN)
+    live(page)
+    expect(page.locator("#updates-note")).to_have_text("none was announced")
+    credentials = Credentials(token=WORKER)
+    with SyncControlPlaneClient(fleet.url, credentials=credentials) as client:
+        update = AnnounceUpdate(
+            update_id="u-7",
+            model=fleet.instances()["decode-0"].model,
+            version=7,
+            instances=("decode-0", "decode-1"),
+        )
+        client.announce_weight_update(update)
+        row = page.locator("#updates tr")
+        expect(row).to_contain_text("u-7")
+        expect(row).to_have_text(re.compile("7staging0 of 20 of 20"))
+        news = PartReport(instance_id="decode-0", state=PartState.COMMITTED, pause_seconds=0.25)
+        client.report_weight_update("u-7", ReportUpdate(instances=(news,)))
+        expect(row).to_have_text(re.compile("7staging1 of 21 of 20250 ms"))
+        client.decide_weight_update("u-7", Decision.ABORT)
+        expect(row).to_contain_text("weight-update-aborted: it was decided to abort it")
+    assert barriers(page, packages) == []
 
 
 def test_the_role_button_changes_the_role_of_a_real_worker(page, fleet):

@@ -54,8 +54,25 @@ async def test_a_completion_goes_through_both_workers(
     assert decode["choices"][0]["token_ids"] == expected
     assert decode["object"] == "text_completion"
     assert decode["model"] == "tiny"
+    assert prefill["weights_version"] == decode["weights_version"] == 0
+    assert decode["weights_versions"] == [{"version": 0, "first": 0, "tokens": 5}]
     assert prefill["transfer"]["bytes"] > 0
     assert set(decode["timings"]) == {"prefill", "visible_transfer", "first_token", "decode"}
+
+
+async def test_another_version_than_the_served_one_is_refused(
+    workers: WorkerPair, clients: tuple[httpx2.AsyncClient, httpx2.AsyncClient]
+) -> None:
+    body = workers.request("over HTTP", max_tokens=2, weights_version=3).model_dump()
+    for client in clients:
+        answer = await client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["code"]) == (409, "wrong-version")
+        assert "demands version 3 of the weights and 0 is served" in answer.json()["detail"]
+    body["weights_version"] = 0
+    answers = await asyncio.gather(
+        *(client.post("/v1/completions", json=body) for client in clients)
+    )
+    assert [answer.status_code for answer in answers] == [200, 200]
 
 
 async def test_metrics_say_what_moved_and_what_was_refused(
@@ -222,6 +239,8 @@ async def test_health_counts_blocks_and_requests(
         "blocks": BLOCKS,
         "free_blocks": BLOCKS - 3,
         "running": 0,
+        "weights_version": 0,
+        "weights_address": None,
     }
 
 

@@ -14,14 +14,16 @@ from kvxfer.kv.block_pool import BlockPool
 from kvxfer.kv.cache import KvCache
 from kvxfer.kv.endpoint import KvEndpoint
 from kvxfer.layout import KvLayout
+from kvxfer.model_identity import ModelIdentity
+from kvxfer.reference.compute import ComputeThread
 from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.model import LlamaModel
 from kvxfer.reference.runner import ModelRunner
 from kvxfer.reference.tokens import ByteTokenizer
+from kvxfer.reference.versions import VersionGate
 from kvxfer.reference.weights import seeded_weights
 from kvxfer.reference.worker.cache_view import torch_view
 from kvxfer.reference.worker.completions import CompletionRequest, KvTransferParams
-from kvxfer.reference.worker.compute import ComputeThread
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.service import WorkerService
 from kvxfer.reference.worker.stream_order import StreamOrder
@@ -47,6 +49,7 @@ class Worker:
     pool: BlockPool
     engine: MeteredEngine
     endpoint: KvEndpoint
+    gate: VersionGate
 
 
 class OnGpu(Protocol):
@@ -104,6 +107,9 @@ async def start_worker(
     fabric: str,
     block_size: int = BLOCK_SIZE,
     gpu: OnGpu | None = None,
+    *,
+    model: LlamaModel = MODEL,
+    identity: ModelIdentity | None = None,
 ) -> Worker:
     layout = KvLayout(
         num_layers=TINY.num_layers,
@@ -129,14 +135,16 @@ async def start_worker(
             ticket_key=key,
             lease_seconds=10 * PATIENCE,
             connect_timeout=PATIENCE,
+            model=identity,
         )
     )
     if gpu is None:
         compute, order = ComputeThread(), None
-        runner = ModelRunner(MODEL, ByteTokenizer(), torch_view(cache, TINY, MODEL.device))
+        runner = ModelRunner(model, ByteTokenizer(), torch_view(cache, TINY, model.device))
     else:
         compute, order = ComputeThread(gpu.begin), gpu.order(engine)
         runner = ModelRunner(gpu.model, ByteTokenizer(), gpu.view(cache))
     stack.enter_context(contextlib.closing(compute))
-    service = WorkerService(role, runner, cache, pool, endpoint, engine, compute, order)
-    return Worker(service, pool, engine, endpoint)
+    gate = VersionGate(compute)
+    service = WorkerService(role, runner, cache, pool, endpoint, engine, compute, order, gate)
+    return Worker(service, pool, engine, endpoint, gate)

@@ -6,11 +6,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvxfer.instances import Instance, InstanceState, Load, Reserved, Role, Traffic
 from kvxfer.overview import Level, Overview, OverviewQuery
-from kvxfer.scheduler.overview import MAX_PAIRS, MAX_PLACES, MAX_TRANSFERS, look
+from kvxfer.scheduler.overview import MAX_PAIRS, MAX_PLACES, MAX_TRANSFERS, MAX_UPDATES, look
 from kvxfer.transfers import Party, Transfer
+from kvxfer.weight_updates import (
+    PartState,
+    UpdateError,
+    UpdatePart,
+    UpdatePolicy,
+    UpdateState,
+    WeightUpdate,
+)
 from verify.control_plane import worker
 
 NOW = 1_800_000_000.0
@@ -182,3 +191,34 @@ async def test_a_large_fleet_is_told_in_a_small_answer():
     assert (len(overview.transfers), overview.transfers_open) == (MAX_TRANSFERS, 1000)
     assert overview.transfers[0].transfer_id == "t999"
     assert len(msgspec.json.encode(overview)) < 200_000
+
+
+async def test_updates_are_counted_by_what_their_instances_have():
+    def part(name: str, state: str, pause: float | None = None) -> UpdatePart:
+        return UpdatePart(instance_id=name, epoch=1, state=PartState(state), pause_seconds=pause)
+
+    parts = (
+        part("a", "receiving"),
+        part("b", "staged"),
+        part("c", "committed", 0.2),
+        part("d", "committed", 0.3),
+        part("e", "failed"),
+        part("f", "lost"),
+    )
+    update = WeightUpdate(
+        update_id="u",
+        model="llama",
+        version=7,
+        policy=UpdatePolicy.DRAIN,
+        state=UpdateState.COMMITTING,
+        error=UpdateError(code="peer-lost", message="f"),
+        started_at=NOW - 9,
+        lease_seconds=15,
+        instances=parts,
+    )
+    many = [replace(update, update_id=f"u{number}") for number in range(MAX_UPDATES + 1)]
+    overview = await look((), (), OverviewQuery(), now=NOW, updates=many)
+    assert [u.update_id for u in overview.updates] == [f"u{n}" for n in range(MAX_UPDATES)]
+    told = overview.updates[0]
+    assert (told.instances, told.staged, told.committed, told.failed) == (6, 3, 2, 2)
+    assert (told.age_seconds, told.pause_seconds, told.error) == (9, 0.3, "peer-lost: f")

@@ -15,6 +15,7 @@ from kvxfer.instances import BlockUpdate, InstanceState, Role
 from kvxfer.scheduler.redis_registry import RedisRegistry
 from kvxfer.scheduler.transfers import open_transfer
 from kvxfer.transfers import TransferRequest
+from kvxfer.weight_updates import AnnounceUpdate
 from verify.block_tables import block_table
 from verify.control_plane import worker
 from verify.polling import eventually
@@ -34,6 +35,8 @@ async def filled(registry: RedisRegistry) -> str:
     await registry.publish_blocks("p", lease.epoch, BlockUpdate(added=(1, 2)))
     opened = await open_transfer(registry, TransferRequest(), seconds=60, clock=SystemClock())
     await registry.put_block_table(opened.transfer_id, block_table())
+    update = AnnounceUpdate(update_id="u", model="llama", version=1)
+    await registry.announce_update(update, seconds=60)
     return opened.transfer_id
 
 
@@ -88,6 +91,14 @@ DAMAGE: dict[str, tuple[Callable[[Redis, str], object], str]] = {
         lambda c, t: c.xadd("kvxfer:changes", {"cause": "boredom"}),
         r"change '\d+-\d'",
     ),
+    "weight update": (
+        lambda c, t: c.hset("kvxfer:updates", "u", b"\xc1"),
+        "weight update 'u'",
+    ),
+    "weight update of another id": (
+        lambda c, t: c.hset("kvxfer:updates", "v", c.hget("kvxfer:updates", "u")),
+        "weight update 'v'.*it is 'u'",
+    ),
     "no change": (
         lambda c, t: c.delete("kvxfer:changes", "kvxfer:changed"),
         "place in the log",
@@ -138,6 +149,7 @@ RECORDS: dict[str, dict[str, str]] = {
     "load": {"kind": "beat", "instance": "p", "heartbeat_at": "1", "load": "x"},
     "blocks": {"kind": "blocks", "instance": "q", "added": "", "removed": "", "reset": ""},
     "hashes": {"kind": "blocks", "instance": "p", "added": "odd", "removed": "", "reset": "1"},
+    "update": {"kind": "update", "update": "x"},
     "open": {"kind": "open", "transfer": "x"},
     "end": {"kind": "end", "transfer": "unknown"},
 }

@@ -68,6 +68,9 @@ class RequestBody(BaseModel):
     n: Literal[1] = 1
     stream: bool = Field(False, description="Decode only: an event per token.")
     stream_options: StreamOptions | None = None
+    weights_version: int | None = Field(
+        None, ge=0, description="Answer only with this version of the weights."
+    )
     kv_transfer_params: KvTransferParams
 
 
@@ -121,11 +124,20 @@ class DecodeTimings(BaseModel):
     decode: float = Field(description="Every token after the first.")
 
 
+class VersionOfTokens(BaseModel):
+    """Neighbouring tokens of an answer that one version of the weights gave."""
+
+    version: int
+    first: int = Field(description="Index of the first of them in the answer.")
+    tokens: int = Field(description="How many.")
+
+
 class Completion(BaseModel):
     id: str = Field(description="The request id of the transfer.")
     object: Literal["text_completion"] = "text_completion"
     created: int = Field(description="Seconds since the Unix epoch.")
     model: str
+    weights_version: int = Field(description="Of the last token.")
     choices: list[Choice]
     usage: Usage
 
@@ -140,6 +152,9 @@ class PrefillCompletion(Completion):
 class DecodeCompletion(Completion):
     """All tokens, with the first."""
 
+    weights_versions: list[VersionOfTokens] = Field(
+        description="More than one only where updates keep running requests."
+    )
     timings: DecodeTimings
 
 
@@ -157,6 +172,7 @@ class CompletionChunk(BaseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    weights_version: int = Field(description="Of the token, or of the last one.")
     choices: list[ChunkChoice]
     usage: Usage | None = None
     timings: DecodeTimings | None = None
@@ -171,3 +187,7 @@ class Health(BaseModel):
     blocks: int = Field(description="KV blocks in all.")
     free_blocks: int
     running: int = Field(description="Requests that are being worked on.")
+    weights_version: int = Field(description="Served now; 0 before the first update.")
+    weights_address: str | None = Field(
+        None, description="Where a coordinator of weight updates dials, if updates are taken."
+    )

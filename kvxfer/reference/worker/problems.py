@@ -20,9 +20,11 @@ from kvxfer.errors import (
     LeaseExpired,
     PeerError,
     PromptTooLong,
+    RequestAborted,
     TicketInvalid,
     TransferCancelled,
     TransferRefused,
+    WrongVersion,
 )
 
 MEDIA_TYPE: Final = "application/problem+json"
@@ -34,6 +36,8 @@ _STATUS: Final[dict[type[KvxferError], int]] = {
     LayoutMismatch: 409,
     TransferCancelled: 409,
     TransferRefused: 409,
+    WrongVersion: 409,
+    RequestAborted: 503,
     BlockPoolExhausted: 503,
     PeerError: 502,
     ChecksumMismatch: 502,

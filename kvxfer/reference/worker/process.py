@@ -9,7 +9,7 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -18,23 +18,26 @@ import torch
 
 from kvxfer.checkpoint_digest import digest_of_folder
 from kvxfer.client import ControlPlaneClient, Registration
+from kvxfer.engine import Engine, EngineOptions
 from kvxfer.engine.operator_options import engine_options
 from kvxfer.engine.options import DEFAULT_PEER_TIMEOUT
 from kvxfer.instances import InstanceSpec, InstanceState, Role
 from kvxfer.kv import BlockPool, KvCache, KvEndpoint, KvLayout, ModelIdentity
 from kvxfer.kv.messages import VERSIONS
+from kvxfer.reference.compute import ComputeThread
 from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.devices import device_of
 from kvxfer.reference.runner import BLOCK_SIZE, SEED, ModelRunner, load_model
+from kvxfer.reference.versions import Policy, VersionGate
 from kvxfer.reference.worker.app import make_app
 from kvxfer.reference.worker.cache_view import torch_view
-from kvxfer.reference.worker.compute import ComputeThread
 from kvxfer.reference.worker.gpu_blocks import GpuBlocks
 from kvxfer.reference.worker.http_server import HttpServer
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.service import WorkerService
 from kvxfer.reference.worker.settings import WorkerSettings
 from kvxfer.reference.worker.stream_order import StreamOrder
+from kvxfer.reference.worker.updates import WorkerUpdates
 from kvxfer.tracing.setup import tracing
 from kvxfer.web.listener import bind, url_of
 
@@ -52,6 +55,8 @@ class Ready:
     model: str
     http_address: str
     engine_address: str
+    weights_address: str | None = None
+    """Of the engine that takes updates of the weights."""
 
 
 async def serve_worker(settings: WorkerSettings, announce: Callable[[Ready], None]) -> None:
@@ -62,7 +67,8 @@ async def serve_worker(settings: WorkerSettings, announce: Callable[[Ready], Non
     From its return on SIGTERM is ignored: the process is about to end as it was told to.
 
     Raises InvalidArgument, AddressInUse, NotBuilt, ControlPlaneUnavailable, InstanceExists and
-    the engine's errors while it starts.
+    the engine's errors while it starts, and the error of an update of its weights that has failed
+    while it was applied.
     """
     with _signals_cancel_this_task(), contextlib.suppress(asyncio.CancelledError):
         await _serve(settings, announce)
@@ -127,9 +133,24 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
             on_gpu = StreamOrder(engine, device.index, torch.cuda.current_stream(device))
         elif settings.gpu is not None:
             on_gpu = GpuBlocks(cache, runner.cache)
-        service = WorkerService(role, runner, cache, pool, endpoint, engine, compute, on_gpu)
+        gate = VersionGate(
+            compute, Policy(settings.weights_policy), settings.weights_drain, endpoint.clock
+        )
+        service = WorkerService(role, runner, cache, pool, endpoint, engine, compute, on_gpu, gate)
+        updates = WorkerUpdates(model, gate, endpoint)
+        if settings.weights or settings.weights_coordinator is not None:
+            service.weights_address = await stack.enter_async_context(
+                _weights_engine(settings, {**options, "name": f"{instance_id}-weights"}, updates)
+            )
         server = HttpServer(make_app(service, tracer))
-        ready = Ready(instance_id, role, model.config.name, url_of(listener), engine.address)
+        ready = Ready(
+            instance_id,
+            role,
+            model.config.name,
+            url_of(listener),
+            engine.address,
+            service.weights_address,
+        )
         spec = InstanceSpec(
             instance_id=instance_id,
             role=role,
@@ -153,19 +174,37 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with registration:
+                updates.registration = registration
                 announce(ready)
-                drained = asyncio.create_task(registration.drained())
+                ends = (
+                    asyncio.create_task(registration.drained()),
+                    asyncio.create_task(updates.failed()),
+                )
                 try:
-                    await asyncio.wait((serving, drained), return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait((serving, *ends), return_when=asyncio.FIRST_COMPLETED)
                 except asyncio.CancelledError:
                     await registration.advance(InstanceState.DRAINING)
                 finally:
-                    drained.cancel()
+                    for each in ends:
+                        each.cancel()
                 server.should_exit = True
                 await asyncio.shield(serving)
+            gate.require(None)
         finally:
             serving.cancel()
             await asyncio.wait([serving])
+
+
+@contextlib.asynccontextmanager
+async def _weights_engine(
+    settings: WorkerSettings, options: EngineOptions, updates: WorkerUpdates
+) -> AsyncIterator[str]:
+    """The address that updates of the weights come to."""
+    async with (
+        Engine(cluster_key=settings.cluster_key, **options) as engine,
+        updates.receiving(engine, settings.weights_coordinator, settings.weights_dtype),
+    ):
+        yield engine.address
 
 
 def kv_layout(config: LlamaConfig) -> KvLayout:

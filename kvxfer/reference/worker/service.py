@@ -8,7 +8,7 @@ its cancellation, gives every block back, and never before computation and trans
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,7 +17,9 @@ from kvxfer.instances import Load, Role
 from kvxfer.kv import BlockPool, KvCache, KvEndpoint, PrefillSession
 from kvxfer.load_meter import LoadMeter
 from kvxfer.prompt_digest import prompt_digest
+from kvxfer.reference.compute import Abandon, ComputeThread
 from kvxfer.reference.runner import ModelRunner
+from kvxfer.reference.versions import Admission, VersionGate
 from kvxfer.reference.worker.completions import (
     Choice,
     ChunkChoice,
@@ -31,8 +33,8 @@ from kvxfer.reference.worker.completions import (
     PrefillTimings,
     TransferStats,
     Usage,
+    VersionOfTokens,
 )
-from kvxfer.reference.worker.compute import Abandon, ComputeThread
 from kvxfer.reference.worker.gpu_blocks import GpuBlocks
 from kvxfer.reference.worker.metered_engine import MeteredEngine
 from kvxfer.reference.worker.stream_order import StreamOrder
@@ -47,6 +49,7 @@ class _Decoding:
     """What is known of a decode besides its tokens: all but `arrived` with the first one."""
 
     arrived: float
+    admission: Admission
     request_id: str = ""
     created: int = 0
     prompt: list[int] = field(default_factory=list)
@@ -80,9 +83,10 @@ class WorkerService:
         engine: MeteredEngine,
         compute: ComputeThread,
         on_gpu: GpuBlocks | StreamOrder | None = None,
+        gate: VersionGate | None = None,
     ) -> None:
         """`on_gpu`, where the cache is memory of a GPU: copies if the model computes on the
-        processor, or the order of the stream that it computes on."""
+        processor, or the order of the stream that it computes on. `gate`: that of updates."""
         self.role, self.runner = role, runner
         self._pool = pool
         self._layout = cache.layout
@@ -90,6 +94,9 @@ class WorkerService:
         self._engine = engine
         self._compute = compute
         self._on_gpu = on_gpu
+        self._gate = gate or VersionGate(compute, clock=endpoint.clock)
+        self.weights_address: str | None = None
+        """Where updates of the weights come to, if they are taken."""
         self._metrics = WorkerMetrics(engine, endpoint)
         self._requests = 0
         self._clock = endpoint.clock
@@ -118,6 +125,8 @@ class WorkerService:
             blocks=self._pool.num_blocks,
             free_blocks=self._pool.num_free,
             running=self._requests,
+            weights_version=self._gate.version,
+            weights_address=self.weights_address,
         )
 
     def metrics(self) -> bytes:
@@ -128,18 +137,22 @@ class WorkerService:
         """Answers a request with this worker's side of it.
 
         Raises InvalidArgument, PromptTooLong, BlockPoolExhausted, and everything that
-        `KvEndpoint` and its sessions raise.
+        `KvEndpoint` and its sessions raise; WrongVersion and RequestAborted as `VersionGate` does.
         """
-        with self._serving(request) as side:
+        async with self._serving(request) as (side, admission):
             if side is Role.PREFILL:
-                return await self._prefill(request)
-            run = _Decoding(self._clock.monotonic())
+                return await self._prefill(request, admission)
+            run = _Decoding(self._clock.monotonic(), admission)
             async with contextlib.aclosing(self._decode(request, run)) as tokens:
                 output = [token async for token in tokens]
             return DecodeCompletion(
                 id=run.request_id,
                 created=run.created,
                 model=self.runner.config.name,
+                weights_version=admission.spans[-1].version,
+                weights_versions=[
+                    VersionOfTokens.model_validate(each._asdict()) for each in admission.spans
+                ],
                 choices=[self._choice(output, request)],
                 usage=_usage(run.prompt, output),
                 timings=run.timings(self._clock.monotonic()),
@@ -148,12 +161,12 @@ class WorkerService:
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[CompletionChunk, None]:
         """The answer of a decode worker, token by token; the next one is computed when it is asked
         for. Raises what complete() raises, before the first one."""
-        with self._serving(request) as side:
+        async with self._serving(request) as (side, admission):
             if side is Role.PREFILL:
                 raise InvalidArgument(
                     "stream: prefill has one token to tell, and no stream; stream from decode"
                 )
-            run = _Decoding(self._clock.monotonic())
+            run = _Decoding(self._clock.monotonic(), admission)
             output: list[int] = []
             text = TextStream(self.runner.tokenizer)
             async with contextlib.aclosing(self._decode(request, run)) as tokens:
@@ -170,19 +183,23 @@ class WorkerService:
                 end.timings = run.timings(self._clock.monotonic())
                 yield end
 
-    @contextlib.contextmanager
-    def _serving(self, request: CompletionRequest) -> Iterator[Role]:
-        """The side that a request is for; counts it meanwhile."""
+    @contextlib.asynccontextmanager
+    async def _serving(self, request: CompletionRequest) -> AsyncIterator[tuple[Role, Admission]]:
+        """The side that a request is for, once no update keeps it waiting; counts it meanwhile."""
         model = self.runner.config.name
         if request.model not in (None, model):
             raise InvalidArgument(f"this worker runs the model {model!r}, not {request.model!r}")
         self._requests += 1
         try:
-            yield self._endpoint.side(request.kv_transfer_params.ticket) or self.role
+            async with self._gate.admit(request.weights_version) as admission:
+                yield (
+                    self._endpoint.side(request.kv_transfer_params.ticket) or self.role,
+                    admission,
+                )
         finally:
             self._requests -= 1
 
-    async def _prefill(self, request: CompletionRequest) -> PrefillCompletion:
+    async def _prefill(self, request: CompletionRequest, admission: Admission) -> PrefillCompletion:
         tokens = self.runner.encode(request.prompt)
         self._meter.request(len(tokens))
         num_blocks = self.runner.blocks_for(len(tokens), max_tokens=1)
@@ -195,7 +212,9 @@ class WorkerService:
                 abandon = Abandon()
                 with span("prefill.compute", prompt_tokens=len(tokens)):
                     tail = await self._compute.run(
-                        lambda: self._compute_prompt(tokens, hold.ids.tolist(), session, abandon),
+                        lambda: self._compute_prompt(
+                            tokens, hold.ids.tolist(), session, abandon, admission
+                        ),
                         abandon,
                     )
                 await session.finish(encode_tail(tail))
@@ -205,6 +224,7 @@ class WorkerService:
             id=session.request_id,
             created=int(sent_at),
             model=self.runner.config.name,
+            weights_version=tail.weights_version,
             choices=[self._choice(output, request)],
             usage=_usage(tokens, output),
             transfer=TransferStats(
@@ -220,14 +240,21 @@ class WorkerService:
         )
 
     def _compute_prompt(
-        self, tokens: list[int], blocks: list[int], session: PrefillSession, abandon: Abandon
+        self,
+        tokens: list[int],
+        blocks: list[int],
+        session: PrefillSession,
+        abandon: Abandon,
+        admission: Admission,
     ) -> Tail:
         """Runs in the compute thread: each layer is on its way before the next is computed, or on
         a stream leaves as soon as that has computed it."""
         on_gpu = self._on_gpu
+        version = self.runner.model.weights_version
 
         def on_layer(layer: int) -> None:
             abandon.check()
+            admission.check(version)
             if isinstance(on_gpu, GpuBlocks):
                 on_gpu.push(layer, blocks)
             session.write_layer(
@@ -235,6 +262,7 @@ class WorkerService:
             )
 
         abandon.check()
+        admission.check(version)
         started = self._clock.monotonic()
         try:
             first_token = self.runner.prefill(tokens, blocks, on_layer)
@@ -249,6 +277,7 @@ class WorkerService:
             first_token=first_token,
             prefill_seconds=self._clock.monotonic() - started,
             computed_at=self._clock.unix(),
+            weights_version=version,
         )
 
     async def _decode(
@@ -282,11 +311,19 @@ class WorkerService:
             run.prefill = tail.prefill_seconds
             run.visible_transfer = max(complete_at - tail.computed_at, 0.0)
 
+            run.admission.check(tail.weights_version)
+            run.admission.note(tail.weights_version)
             token: int | None = tail.first_token
             first_step = True
             steps = self.runner.decode(
                 tail.first_token, len(tokens), received.ids.tolist() + table, request.max_tokens
             )
+
+            def step() -> tuple[int | None, int]:
+                version = self.runner.model.weights_version
+                run.admission.check(version)
+                return next(steps, None), version
+
             while token is not None:
                 self._meter.tokens(1)
                 yield token
@@ -294,9 +331,10 @@ class WorkerService:
                     break
                 before = self._clock.monotonic()
                 with span("decode.first_step") if first_step else contextlib.nullcontext():
-                    token = await self._compute.run(lambda: next(steps, None))
+                    token, version = await self._compute.run(step)
                 first_step = False
                 if token is not None:
+                    run.admission.note(version)
                     self._meter.next_tokens(self._clock.monotonic() - before)
 
     def _choice(self, output: list[int], request: CompletionRequest) -> Choice:
@@ -311,6 +349,7 @@ class WorkerService:
             id=run.request_id,
             created=run.created,
             model=self.runner.config.name,
+            weights_version=run.admission.spans[-1].version,
             choices=list(choices),
         )
 

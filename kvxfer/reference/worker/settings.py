@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
-from kvxfer.settings import check_bounds
+from kvxfer.settings import Seconds, check_bounds
 
 if TYPE_CHECKING:
     from kvxfer.client import Credentials
@@ -50,6 +50,17 @@ class WorkerSettings:
     """Threads of torch."""
     checksums: bool = False
     """Check every transfer by a checksum of its blocks, whatever the other side's setting."""
+    weights: bool = False
+    """Take updates of the weights, as the coordinator of a training job sends them."""
+    weights_coordinator: str | None = None  # it dials
+    """Address of the coordinator's engine, which this worker dials; it takes updates then."""
+    weights_policy: Literal["drain", "abort", "keep"] = "drain"
+    """What an update does with running requests: they end first, or are aborted, or go on with the
+    new weights."""
+    weights_drain: Seconds = 30.0
+    """Requests that have not ended so long after an update came are aborted."""
+    weights_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of what training sends."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Where it runs; `host` is this host's name where it is left out."""
 

@@ -19,6 +19,8 @@ class Tail(msgspec.Struct, frozen=True, array_like=True):
     first_token: int
     prefill_seconds: float
     computed_at: float
+    weights_version: int = 0
+    """That the KV cache and the first token were computed with."""
 
 
 def encode_tail(tail: Tail) -> bytes:

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-import msgspec
+from msgspec.structs import replace
 
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import (
@@ -47,6 +47,12 @@ from kvxfer.weights.transfer.messages import (
     Vote,
     Withdraw,
     said,
+)
+from kvxfer.weights.transfer.registrar import (
+    Announced,
+    DecisionUnknown,
+    NoRegistrar,
+    Registrar,
 )
 from kvxfer.weights.transfer.round import Round
 from kvxfer.weights.transfer.settings import UpdateSettings
@@ -86,14 +92,16 @@ class WeightCoordinator:
         trainers: int,
         receivers: Sequence[str] = (),
         control_path: ControlPath | None = None,
+        registrar: Registrar | None = None,
         settings: UpdateSettings | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """trainers: training ranks of the job. receivers: addresses of inference ranks to dial;
-        others dial this engine."""
+        others dial this engine. registrar: where updates are announced and decided."""
         self._engine = engine
         self._settings = settings or UpdateSettings()
         self._control_path = control_path
+        self._registrar: Registrar = registrar or NoRegistrar()
         self._clock = clock
         self._links = Links(engine, self._message, self._lost)
         self._members = Members(trainers)
@@ -256,42 +264,57 @@ class WeightCoordinator:
     async def _update(self, version: int) -> UpdateReport:
         update_id = f"{version}-{secrets.token_hex(4)}"
         report = UpdateReport(update_id, version, "aborted", 0)
-        began = self._clock.monotonic()
         try:
             if self._planned_at != self._members.generation:
+                began = self._clock.monotonic()
                 await self._plan()
-                report = msgspec.structs.replace(
-                    report, plan_seconds=self._clock.monotonic() - began
-                )
-            report = msgspec.structs.replace(report, nbytes=self._bytes)
-            self._round = Round(self._members.taking_part)
-            digests = await self._stage(update_id, version)
-            report = msgspec.structs.replace(
-                report, stage_seconds=self._clock.monotonic() - began - report.plan_seconds
-            )
-            if self._by_control_path():
-                await self._pin(update_id, version)
+                report = replace(report, plan_seconds=self._clock.monotonic() - began)
+            report = replace(report, nbytes=self._bytes)
+            names = list(self._members.instances)
+            async with self._registrar.announce(update_id, version, names) as announced:
+                return await self._announced(report, announced)
+        except DecisionUnknown as error:
+            # Members that lose the coordinator ask for the decision themselves.
+            for each in self._members:
+                each.peer.close()
+            return self._aborted(report, error)
         except KvxferError as error:
-            self._tell_all(Abort(update_id, said(error)))
+            for each in self._members:
+                self._links.send(each.peer, Abort(update_id, said(error)))
+            return self._aborted(report, error)
+        finally:
             self._round = None
-            instances = tuple(
-                InstanceReport(instance_id, len(ranks), "aborted", ranks[0].joined.serves)
-                for instance_id, ranks in self._members.instances.items()
-            )
-            return msgspec.structs.replace(
-                report, error=str(error), code=error.code, instances=instances
-            )
-        # From here on it is committed, also if members are lost.
-        self._served = version
+
+    async def _announced(self, report: UpdateReport, announced: Announced) -> UpdateReport:
+        self._round = current = Round(self._members.taking_part)
         began = self._clock.monotonic()
-        instances = await self._committed(update_id, version, digests)
-        self._round = None
-        return msgspec.structs.replace(
+        digests = await self._stage(report.update_id, report.version)
+        for instance_id in current.instances():
+            announced.staged(instance_id, digests.get(instance_id))
+        report = replace(report, stage_seconds=self._clock.monotonic() - began)
+        if self._by_control_path():
+            await self._pin(report.update_id, report.version)
+        if not await announced.decide():
+            raise WeightUpdateAborted("it was recorded that the update is aborted")
+        # From here on it is committed, also if members are lost.
+        self._served = report.version
+        began = self._clock.monotonic()
+        instances = await self._committed(report.update_id, report.version, digests)
+        report = replace(
             report,
             state="committed",
             commit_seconds=self._clock.monotonic() - began,
             instances=instances,
         )
+        await announced.ended(report)
+        return report
+
+    def _aborted(self, report: UpdateReport, error: KvxferError) -> UpdateReport:
+        instances = tuple(
+            InstanceReport(instance_id, len(ranks), "aborted", ranks[0].joined.serves)
+            for instance_id, ranks in self._members.instances.items()
+        )
+        return replace(report, error=str(error), code=error.code, instances=instances)
 
     async def _plan(self) -> None:
         if not self._members.instances:
@@ -306,15 +329,15 @@ class WeightCoordinator:
             raise WeightUpdateAborted("a member was lost or came while the update was planned")
         self._round = Round(self._members.taking_part)
         for number, sender in enumerate(self._members.training):
-            self._links.send(sender.peer, msgspec.structs.replace(plan, number=number))
+            self._links.send(sender.peer, replace(plan, number=number))
         for number, receiver in enumerate(self._members.inference):
-            self._links.send(receiver.peer, msgspec.structs.replace(plan, number=number))
+            self._links.send(receiver.peer, replace(plan, number=number))
         await self._round.all(
             Planned, self._members.taking_part, self._settings.plan_seconds, "made the plan"
         )
         self._planned_at, self._plan_id, self._bytes = generation, plan_id, figures.nbytes
 
-    async def _stage(self, update_id: str, version: int) -> dict[str, str | None]:
+    async def _stage(self, update_id: str, version: int) -> dict[str, str]:
         """The digest of each instance."""
         assert self._round is not None  # noqa: S101
         settings = self._settings
@@ -334,6 +357,7 @@ class WeightCoordinator:
                     settings.stage_seconds,
                     settings.digests,
                     leaders,
+                    settings.policy,
                 ),
             )
         for sender in self._members.training:
@@ -350,12 +374,12 @@ class WeightCoordinator:
         votes = await self._round.all(Vote, inference, settings.stage_seconds, "staged")
         if not settings.digests:
             return {}
-        of_instance: dict[str, str] = {}
+        sums: dict[str, int] = {}
         for member, vote in votes:
             if isinstance(member, InferenceRank):
-                before = of_instance.get(member.joined.instance_id, "")
-                of_instance[member.joined.instance_id] = before + (vote.digest or "")
-        return dict(of_instance)
+                instance_id = member.joined.instance_id
+                sums[instance_id] = sums.get(instance_id, 0) + int(vote.digest or "0", 16)
+        return {instance_id: f"{each % (1 << 64):016x}" for instance_id, each in sums.items()}
 
     def _by_control_path(self) -> list[InferenceRank]:
         """The ranks of instances that are not committed by message."""
@@ -389,7 +413,7 @@ class WeightCoordinator:
             raise WeightUpdateAborted(f"not all ranks pinned it: {error}") from error
 
     async def _committed(
-        self, update_id: str, version: int, digests: dict[str, str | None]
+        self, update_id: str, version: int, digests: dict[str, str]
     ) -> tuple[InstanceReport, ...]:
         assert self._round is not None  # noqa: S101
         current = self._round
@@ -420,7 +444,3 @@ class WeightCoordinator:
             )
             for (instance_id, ranks), answer in zip(instances.items(), answers, strict=True)
         )
-
-    def _tell_all(self, message: Abort) -> None:
-        for each in self._members:
-            self._links.send(each.peer, message)

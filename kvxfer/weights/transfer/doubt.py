@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from kvxfer.errors import KvxferError
@@ -78,5 +79,19 @@ async def resolve(links: Links, outcomes: Outcomes, update_id: str, others: list
                 if "aborted" in answers or "waiting" not in answers:
                     return "aborted"
                 await asyncio.sleep(_AGAIN_SECONDS)
+    except TimeoutError:
+        return "aborted"
+
+
+async def recorded(decided: Callable[[str], Awaitable[End]], update_id: str) -> End:
+    """What is recorded of the update; "aborted" where nothing answers for a minute."""
+    try:
+        async with asyncio.timeout(_DOUBT_SECONDS):
+            while True:
+                try:
+                    return await decided(update_id)
+                except KvxferError as error:
+                    logger.warning("how update %s ended is not known: %s", update_id, error)
+                await asyncio.sleep(_ASK_SECONDS)
     except TimeoutError:
         return "aborted"

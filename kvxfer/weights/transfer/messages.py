@@ -18,6 +18,7 @@ from kvxfer.unreadable import UNREADABLE
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.plan.settings import ScheduleSettings
 from kvxfer.weights.report import UpdateReport
+from kvxfer.weights.transfer.settings import Policy
 
 VERSION: Final = 1
 _FRAGMENT_BYTES: Final = 960 << 10  # the engine's messages have at most 1 MiB
@@ -144,6 +145,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     seconds: Seconds
     digests: bool
     leaders: tuple[str, ...]
+    policy: Policy | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):

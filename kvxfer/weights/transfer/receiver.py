@@ -17,7 +17,7 @@ from kvxfer.errors import (
 )
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.transfer.arena import Arena, arena_of
-from kvxfer.weights.transfer.doubt import Outcomes, resolve
+from kvxfer.weights.transfer.doubt import End, Outcomes, recorded, resolve
 from kvxfer.weights.transfer.links import Links, logger
 from kvxfer.weights.transfer.member_plan import schedule_of, sent_to
 from kvxfer.weights.transfer.messages import (
@@ -42,6 +42,7 @@ from kvxfer.weights.transfer.messages import (
 )
 from kvxfer.weights.transfer.receiving import Receiving
 from kvxfer.weights.transfer.runs import Stretch
+from kvxfer.weights.transfer.settings import Policy
 
 if TYPE_CHECKING:
     from kvxfer.engine import Engine, Memory, Peer
@@ -56,6 +57,8 @@ class Staged(NamedTuple):
     version: int
     digest: str | None
     """16 hex digits; None where digests are off."""
+    policy: Policy | None = None
+    """What becomes of requests that run; None leaves that to the instance."""
 
 
 class _Update:
@@ -87,6 +90,7 @@ class WeightReceiver:
         rank: int = 0,
         ranks: int = 1,
         commit: Callable[[Staged], Awaitable[float | None]] | None = None,
+        decided: Callable[[str], Awaitable[End]] | None = None,
         version: int = 0,
         gpu: int | None = None,
     ) -> None:
@@ -95,6 +99,8 @@ class WeightReceiver:
         commit: of the leader, where updates are committed by message and not by the inference
         engine's control path: applies the update to the whole instance, and returns its pause in
         seconds or None. What it raises takes the instance out of service.
+        decided: of the leader, asks where decisions are recorded how an update ended, which is
+        aborted there where nothing is recorded. It is asked instead of the other leaders.
         version: that is served now. gpu: whose memory the arena is.
         """
         if not 0 <= rank < ranks:
@@ -104,6 +110,7 @@ class WeightReceiver:
         self._engine = engine
         self.holdings = holdings
         self._commit = commit
+        self._decided = decided
         self._me = (instance_id, rank, ranks)
         self.arena: Arena = arena_of(holdings)
         """Where each parameter's box lies in `memory`."""
@@ -287,7 +294,8 @@ class WeightReceiver:
             self._outcomes.add(prepare.update_id, "aborted")
             self._links.send(coordinator, Failed(prepare.update_id, said(error)))
             return
-        update.state, update.staged = "staged", Staged(prepare.update_id, prepare.weights, digest)
+        update.state = "staged"
+        update.staged = Staged(prepare.update_id, prepare.weights, digest, prepare.policy)
         if not self._links.send(coordinator, Vote(prepare.update_id, digest)):
             self._lost_after_staging(update)
 
@@ -359,7 +367,10 @@ class WeightReceiver:
     async def _in_doubt(self, update: _Update) -> None:
         prepare = update.prepare
         others = [each for each in prepare.leaders if each != self._engine.address]
-        end = await resolve(self._links, self._outcomes, prepare.update_id, others)
+        if self._decided is None:
+            end = await resolve(self._links, self._outcomes, prepare.update_id, others)
+        else:
+            end = await recorded(self._decided, prepare.update_id)
         if self._update is not update or update.state == "pinned":
             return
         if end == "committed":

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from kvxfer.settings import Seconds, check_bounds
 from kvxfer.weights.plan.settings import ScheduleSettings
+
+Policy: TypeAlias = Literal["drain", "abort", "keep"]
+"""They end first; they are aborted, and may be sent again; they go on with the new weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,9 @@ class UpdateSettings:
     """Until all inference ranks have everything."""
     commit_seconds: Seconds = 60.0
     """Until all instances serve the update."""
+    policy: Policy | None = None
+    """What becomes of requests that run when an instance applies the update; None leaves that to
+    the instance."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     """How the update is cut into writes."""
 

@@ -10,7 +10,12 @@
 -- transfers   hash     id -> msgpack of the transfer
 -- tables      hash     id of a transfer -> msgpack of its block table
 -- held:ID     set      the transfers of one instance
--- expiries    sorted   'i' and an instance's id, or 't' and a transfer's, by the time it runs out
+-- updates     hash     id -> msgpack of the weight update
+-- lapses      hash     id of an update under way -> msgpack of what it becomes when its lease ends
+-- updating    hash     model -> id of its update under way
+-- ended       sorted   ids of updates that have ended, by the time
+-- expiries    sorted   'i' and an instance's id, 't' and a transfer's, or 'w' and a weight update's,
+--                      by the time it runs out
 -- counts      hash     what happened since the registry began
 -- seen        string   when the last step was taken, within 0.1 s
 -- sequence    string   the id of the log's last record
@@ -26,6 +31,8 @@ local INSTANCES, SPECS = PREFIX .. ':instances', PREFIX .. ':specs'
 local BLOCKS = PREFIX .. ':blocks'
 local TRANSFERS, HELD = PREFIX .. ':transfers', PREFIX .. ':held:'
 local TABLES = PREFIX .. ':tables'
+local UPDATES, LAPSES = PREFIX .. ':updates', PREFIX .. ':lapses'
+local UPDATING, ENDED = PREFIX .. ':updating', PREFIX .. ':ended'
 local EXPIRIES, COUNTS = PREFIX .. ':expiries', PREFIX .. ':counts'
 local SEQUENCE, CHANGED = PREFIX .. ':sequence', PREFIX .. ':changed'
 local SEEN = PREFIX .. ':seen'
@@ -128,6 +135,30 @@ local function remove(id, cause)
   redis.call('ZREM', EXPIRIES, 'i' .. id)
 end
 
+-- What an update is from now on. `lapsed` is what it becomes when its lease ends, empty where it has
+-- ended. The record itself is made by the replica that takes the step.
+local function put_update(packed, lapsed, lease)
+  local update = cmsgpack.unpack(packed)
+  local id = update.update_id
+  redis.call('HSET', UPDATES, id, packed)
+  if lapsed ~= '' then
+    redis.call('HSET', UPDATING, update.model, id)
+    redis.call('HSET', LAPSES, id, lapsed)
+    redis.call('ZADD', EXPIRIES, int(now + lease), 'w' .. id)
+  elseif redis.call('HDEL', LAPSES, id) == 1 then
+    redis.call('HDEL', UPDATING, update.model)
+    redis.call('ZREM', EXPIRIES, 'w' .. id)
+    redis.call('ZADD', ENDED, int(now), id)
+    redis.call('HINCRBY', COUNTS, 'updates_' .. update.state, 1)
+  end
+  append('kind', 'update', 'update', packed)
+end
+
+local function drop_update(id)
+  redis.call('HDEL', UPDATES, id)
+  append('kind', 'no-update', 'update', id)
+end
+
 -- While no step was taken nobody could renew a lease: this server or all replicas were away, or its
 -- clock was set. That time is not held against the workers.
 local seen = tonumber(redis.call('GET', SEEN) or int(now))
@@ -135,7 +166,7 @@ local silence = now - seen
 if silence > SILENCE then
   local entries = redis.call('ZRANGE', EXPIRIES, 0, -1, 'WITHSCORES')
   for i = 1, #entries, 2 do
-    if entries[i]:sub(1, 1) == 'i' then
+    if entries[i]:sub(1, 1) ~= 't' then
       redis.call('ZADD', EXPIRIES, int(entries[i + 1] + silence), entries[i])
     end
   end
@@ -149,6 +180,8 @@ for _, entry in ipairs(redis.call('ZRANGEBYSCORE', EXPIRIES, '-inf', int(now))) 
   if kind == 'i' then
     remove(id, 'lease-expired')
     redis.call('HINCRBY', COUNTS, 'leases_expired', 1)
+  elseif kind == 'w' then
+    put_update(redis.call('HGET', LAPSES, id), '')
   elseif redis.call('HEXISTS', TRANSFERS, id) == 1 then
     end_transfer(id, 'expired')
   end

@@ -53,11 +53,10 @@ async def test_instances_serve_what_the_training_ranks_have(fabric: str, digests
             assert_serves(at, version)
             told = [each.digest for each in report.instances]
             served = [
-                "".join(rank.digest or "" for rank in instance.ranks) or None
+                sum(int(rank.digest or "0", 16) for rank in instance.ranks) % (1 << 64)
                 for instance in at.instances
             ]
-            assert told == served
-            assert (told[0] is not None) == digests
+            assert told == ([f"{each:016x}" for each in served] if digests else [None, None])
 
 
 async def test_a_version_that_is_not_greater_is_refused(fabric: str) -> None:

@@ -1,4 +1,4 @@
-"""The one thread in which a worker's model runs."""
+"""The one thread in which a model runs."""
 
 from __future__ import annotations
 

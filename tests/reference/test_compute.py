@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvxfer.reference.worker.compute import Abandon, Abandoned, ComputeThread
+from kvxfer.reference.compute import Abandon, Abandoned, ComputeThread
 
 pytestmark = pytest.mark.native
 
