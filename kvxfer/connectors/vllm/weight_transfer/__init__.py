@@ -1,0 +1,1 @@
+"""Updates of a live vLLM's weights: its weight transfer backend `kvxfer`."""
