@@ -114,8 +114,7 @@ class TrainerRank:
         port. `mode` is how vLLM is paused, `policy` what other instances do with requests."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        from kvxfer.connectors.vllm.weight_transfer.clients import PausingClient
-        from kvxfer.connectors.vllm.weight_transfer.infos import KvxferTrainerInitInfo
+        from kvxfer.connectors.vllm.weight_transfer import KvxferTrainerInitInfo, PausingClient
         from kvxfer.connectors.vllm.weight_transfer.plugin import register
         from kvxfer.connectors.vllm.weight_transfer.trainer import StateSource
 
