@@ -13,7 +13,7 @@ While its registry is away the control plane tells what it last knew. `client.as
 call of `kvxfer.client.calls`, returns what the method of that name does and how old it is.
 
 `Registration` keeps a worker's place in the fleet while its block runs. `WeightUpdateReport` tells
-of an update of a model's weights.
+of an update of a model's weights; `ControlPlaneRegistrar` has a Trainer's updates told so.
 
 Every method raises the error of `kvxfer.errors` that the control plane names,
 ControlPlaneUnavailable if there is no answer, and UntrustedCertificate if TLS fails.
@@ -22,6 +22,7 @@ ControlPlaneUnavailable if there is no answer, and UntrustedCertificate if TLS f
 from kvxfer.client.answers import Answer
 from kvxfer.client.clients import ControlPlaneClient, SyncControlPlaneClient
 from kvxfer.client.registration import Registration
+from kvxfer.client.update_registrar import ControlPlaneRegistrar
 from kvxfer.client.weight_update_report import WeightUpdateReport
 from kvxfer.control_plane import DEFAULT_URL, ENVIRONMENT, Credentials
 from kvxfer.instances import (
@@ -43,6 +44,7 @@ __all__ = [
     "Answer",
     "Change",
     "ControlPlaneClient",
+    "ControlPlaneRegistrar",
     "Credentials",
     "Decision",
     "Instance",

@@ -21,6 +21,7 @@ from kvxfer.loop_thread import LoopThread
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.report import UpdateReport
 from kvxfer.weights.transfer.coordinator import ControlPath, WeightCoordinator
+from kvxfer.weights.transfer.registrar import Registrar
 from kvxfer.weights.transfer.sender import WeightSender
 from kvxfer.weights.transfer.settings import UpdateSettings
 
@@ -88,6 +89,7 @@ class Trainer:
         coordinator: str | None = None,
         receivers: Sequence[str] = (),
         control_path: SyncControlPath | None = None,
+        registrar: Registrar | None = None,
         settings: UpdateSettings | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
@@ -96,8 +98,9 @@ class Trainer:
 
         coordinator: the address that rank 0's says; None for rank 0. receivers: addresses of
         inference ranks, for rank 0, which dials them. control_path: for rank 0, how instances
-        commit that are not told by message. options: of the engines; the port is the
-        coordinator's at rank 0.
+        commit that are not told by message. registrar: for rank 0, where updates are announced and
+        decided, such as `kvxfer.client.ControlPlaneRegistrar`. options: of the engines; the port is
+        the coordinator's at rank 0.
         Raises InvalidArgument, DeadlineExceeded, and what the engine raises.
         """
         if (rank == 0) != (coordinator is None):
@@ -113,6 +116,7 @@ class Trainer:
             coordinator,
             receivers,
             control_path,
+            registrar,
             settings,
             cluster_key,
             options,
@@ -155,6 +159,7 @@ class _TrainerThread(LoopThread):
         coordinator: str | None,
         receivers: Sequence[str],
         control_path: SyncControlPath | None,
+        registrar: Registrar | None,
         settings: UpdateSettings | None,
         cluster_key: str | bytes,
         options: EngineOptions,
@@ -163,6 +168,7 @@ class _TrainerThread(LoopThread):
         self._rank, self._world_size, self._holdings = rank, world_size, holdings
         self._receivers, self._settings = receivers, settings
         self._control_path = None if control_path is None else _InThreads(control_path)
+        self._registrar = registrar
         self._cluster_key, self._options = cluster_key, options
         self._leader: WeightCoordinator | None = None
         self.coordinator = coordinator or ""
@@ -179,6 +185,7 @@ class _TrainerThread(LoopThread):
                         trainers=self._world_size,
                         receivers=self._receivers,
                         control_path=self._control_path,
+                        registrar=self._registrar,
                         settings=self._settings,
                     )
                 )

@@ -14,11 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCABULARY = 512
 
 
-def config_of(layers: int = 4, kv_heads: int = 2, head_dim: int = 32) -> LlamaConfig:
+def config_of(
+    layers: int = 4, kv_heads: int = 2, head_dim: int = 32, vocabulary: int = VOCABULARY
+) -> LlamaConfig:
     """Weights of 0.2 standard deviation: at less the logits are nearly flat, and equal tokens
-    prove little."""
+    prove little. The tokenizer has VOCABULARY words, however many have weights."""
     return LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=layers,
@@ -35,11 +37,16 @@ def config_of(layers: int = 4, kv_heads: int = 2, head_dim: int = 32) -> LlamaCo
 
 
 def make(
-    folder: Path, layers: int = 4, kv_heads: int = 2, head_dim: int = 32, seed: int = 0
+    folder: Path,
+    layers: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    vocabulary: int = VOCABULARY,
+    seed: int = 0,
 ) -> None:
     """The same weights for the same seed."""
     torch.manual_seed(seed)
-    config = config_of(layers, kv_heads, head_dim)
+    config = config_of(layers, kv_heads, head_dim, vocabulary)
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
     save_tokenizer(folder)
 
@@ -59,6 +66,6 @@ def save_tokenizer(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    for option in ("--layers", "--kv-heads", "--head-dim", "--seed"):
+    for option in ("--layers", "--kv-heads", "--head-dim", "--vocabulary", "--seed"):
         parser.add_argument(option, type=int, default=argparse.SUPPRESS)
     make(**vars(parser.parse_args()))

@@ -1,10 +1,12 @@
-"""Makes the checkpoint of a tiny model with seeded weights: `python tiny_models.py KIND FOLDER`.
+"""Makes the checkpoint of a tiny model with seeded weights: `python tiny_models.py KIND FOLDER
+[SEED]`.
 
 `sliding` has layers with a sliding window and layers without (Gemma 3), `large` the same with heads
 of two sizes, so that blocks have different numbers of tokens (Gemma 4). `pools` has such layers
 that SGLang keeps in pools apart (Mellum), `mla` one latent vector per token (DeepSeek V2), `uneven`
 layers of different numbers of KV heads (Nemotron NAS), whose configuration is code in the
-checkpoint. `mamba` has Mamba 2 beside attention in each layer (Falcon H1).
+checkpoint. `mamba` has Mamba 2 beside attention in each layer (Falcon H1), `experts` four experts
+in each layer (Qwen3 MoE).
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from transformers import (
     MellumConfig,
     MellumForCausalLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 WINDOW = 200
@@ -122,6 +126,20 @@ def mamba() -> PreTrainedModel:
     return FalconH1ForCausalLM(config)
 
 
+def experts() -> PreTrainedModel:
+    config = Qwen3MoeConfig(
+        **_COMMON,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        tie_word_embeddings=False,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
 KV_HEADS = (4, 2, 2, 1)
 _UNEVEN_CONFIG = """
 from transformers import LlamaConfig
@@ -176,12 +194,13 @@ def save_uneven(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
     kind, folder = sys.argv[1], Path(sys.argv[2])
+    torch.manual_seed(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
     if kind == "uneven":
         save_uneven(folder)
     else:
         kinds = {"sliding": sliding, "large": large, "pools": pools, "mla": mla, "mamba": mamba}
+        kinds["experts"] = experts
         made = kinds[kind]()
         made.to(torch.float32).save_pretrained(folder)
     save_tokenizer(folder)

@@ -118,7 +118,8 @@ class GroupRunner:
         """update(), for a `WeightReceiver` of rank 0: the others have committed, so whatever fails
         here ends the service."""
         try:
-            return await self.update(staged.update_id)
+            policy = None if staged.policy is None else Policy(staged.policy)
+            return await self.update(staged.update_id, policy)
         except KvxferError as error:
             self._gate.close(error)
             raise

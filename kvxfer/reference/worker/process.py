@@ -137,7 +137,7 @@ async def _serve(settings: WorkerSettings, announce: Callable[[Ready], None]) ->
             compute, Policy(settings.weights_policy), settings.weights_drain, endpoint.clock
         )
         service = WorkerService(role, runner, cache, pool, endpoint, engine, compute, on_gpu, gate)
-        updates = WorkerUpdates(model, gate, endpoint)
+        updates = WorkerUpdates(model, gate, endpoint, client)
         if settings.weights or settings.weights_coordinator is not None:
             service.weights_address = await stack.enter_async_context(
                 _weights_engine(settings, {**options, "name": f"{instance_id}-weights"}, updates)

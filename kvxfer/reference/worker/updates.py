@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from msgspec.structs import replace
 
 from kvxfer.engine import Engine
+from kvxfer.errors import UnknownWeightUpdate
 from kvxfer.kv import KvEndpoint
 from kvxfer.reference.model import LlamaModel
 from kvxfer.reference.shards import WHOLE, holdings_of
-from kvxfer.reference.versions import VersionGate
+from kvxfer.reference.versions import Policy, VersionGate
 from kvxfer.reference.weight_receiver import staged_boxes
+from kvxfer.weight_updates import Decision
 from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
 
 if TYPE_CHECKING:
-    from kvxfer.client import Registration
+    from kvxfer.client import ControlPlaneClient, Registration
 
 
 class WorkerUpdates:
@@ -32,8 +34,16 @@ class WorkerUpdates:
     registration: Registration | None = None
     """To be set once there is one."""
 
-    def __init__(self, model: LlamaModel, gate: VersionGate, endpoint: KvEndpoint) -> None:
+    def __init__(
+        self,
+        model: LlamaModel,
+        gate: VersionGate,
+        endpoint: KvEndpoint,
+        control_plane: ControlPlaneClient | None = None,
+    ) -> None:
+        """`control_plane` is asked how an update ended whose coordinator was lost."""
         self._model, self._gate, self._endpoint = model, gate, endpoint
+        self._control_plane = control_plane
         self._receiver: WeightReceiver | None = None
         self._failed = asyncio.Event()
 
@@ -49,6 +59,7 @@ class WorkerUpdates:
                 holdings_of(self._model.config, WHOLE, dtype),
                 instance_id=self._endpoint.instance_id,
                 commit=self.commit,
+                decided=None if self._control_plane is None else self._decided,
                 version=self._gate.version,
             ) as self._receiver,
             _dialing(self._receiver, coordinator),
@@ -58,6 +69,14 @@ class WorkerUpdates:
     async def failed(self) -> None:
         """Returns once the worker cannot serve any more: an update failed while it was applied."""
         await self._failed.wait()
+
+    async def _decided(self, update_id: str) -> Literal["committed", "aborted"] | None:
+        assert self._control_plane is not None  # noqa: S101 (it is asked for this only then)
+        try:
+            decided = await self._control_plane.decide_weight_update(update_id, Decision.ABORT)
+        except UnknownWeightUpdate:
+            return None
+        return "committed" if decided.decision is Decision.COMMIT else "aborted"
 
     async def commit(self, staged: Staged) -> float:
         """Applies a pinned update; the pause in seconds. What fails in it ends the service."""
@@ -75,7 +94,8 @@ class WorkerUpdates:
                 )
 
         try:
-            pause = await self._gate.update(swap, settle=settle)
+            policy = None if staged.policy is None else Policy(staged.policy)
+            pause = await self._gate.update(swap, policy, settle)
         except Exception:
             self._failed.set()
             raise

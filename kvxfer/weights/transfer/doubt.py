@@ -83,7 +83,7 @@ async def resolve(links: Links, outcomes: Outcomes, update_id: str, others: list
         return "aborted"
 
 
-async def recorded(decided: Callable[[str], Awaitable[End]], update_id: str) -> End:
+async def recorded(decided: Callable[[str], Awaitable[End | None]], update_id: str) -> End | None:
     """What is recorded of the update; "aborted" where nothing answers for a minute."""
     try:
         async with asyncio.timeout(_DOUBT_SECONDS):

@@ -90,7 +90,7 @@ class WeightReceiver:
         rank: int = 0,
         ranks: int = 1,
         commit: Callable[[Staged], Awaitable[float | None]] | None = None,
-        decided: Callable[[str], Awaitable[End]] | None = None,
+        decided: Callable[[str], Awaitable[End | None]] | None = None,
         version: int = 0,
         gpu: int | None = None,
     ) -> None:
@@ -99,8 +99,9 @@ class WeightReceiver:
         commit: of the leader, where updates are committed by message and not by the inference
         engine's control path: applies the update to the whole instance, and returns its pause in
         seconds or None. What it raises takes the instance out of service.
-        decided: of the leader, asks where decisions are recorded how an update ended, which is
-        aborted there where nothing is recorded. It is asked instead of the other leaders.
+        decided: of the leader, asks where decisions are recorded how an update ended; if nothing is
+        recorded, this records that it is aborted. None where the update is not known there: then
+        the other leaders are asked.
         version: that is served now. gpu: whose memory the arena is.
         """
         if not 0 <= rank < ranks:
@@ -367,10 +368,11 @@ class WeightReceiver:
     async def _in_doubt(self, update: _Update) -> None:
         prepare = update.prepare
         others = [each for each in prepare.leaders if each != self._engine.address]
-        if self._decided is None:
-            end = await resolve(self._links, self._outcomes, prepare.update_id, others)
-        else:
+        end: End | None = None
+        if self._decided is not None:
             end = await recorded(self._decided, prepare.update_id)
+        if end is None:
+            end = await resolve(self._links, self._outcomes, prepare.update_id, others)
         if self._update is not update or update.state == "pinned":
             return
         if end == "committed":

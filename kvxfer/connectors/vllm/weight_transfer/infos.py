@@ -1,0 +1,82 @@
+"""What a trainer tells the workers of a vLLM instance, over vLLM's own control path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from kvxfer.engine import EngineOptions
+from kvxfer.errors import InvalidArgument
+from kvxfer.weights.transfer.settings import UpdateSettings
+
+BACKEND: Final = "kvxfer"
+
+
+@dataclass
+class KvxferInitInfo(WeightTransferInitInfo):
+    """Where the job's coordinator is, and what the trainer has. The cluster key is not in it: each
+    side has it from its operator."""
+
+    coordinator: str
+    names: list[str]
+    dtypes: list[str]
+    """As torch names them, without `torch.`."""
+    shapes: list[list[int]]
+    """Of whole parameters."""
+
+    def checkpoint(self) -> list[ParamMeta]:
+        """Raises InvalidArgument."""
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise InvalidArgument(
+                f"{len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes "
+                "of parameters; pass one of each for every parameter"
+            )
+        found = []
+        for name, text, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
+            dtype = getattr(torch, text, None)
+            if not isinstance(dtype, torch.dtype):
+                raise InvalidArgument(f"{name} has the dtype {text!r}, which torch does not know")
+            found.append(ParamMeta(name, dtype, tuple(shape)))
+        return found
+
+
+@dataclass
+class KvxferUpdateInfo(WeightTransferUpdateInfo):
+    """A step of an update that is staged."""
+
+    """ "pin": the update that this worker has staged is the one to apply, and nothing drops it any
+    more. "unpin": whatever is pinned is dropped, and finishing applies nothing."""
+
+    action: str
+    update_id: str = ""
+
+
+@dataclass
+class KvxferTrainerInitInfo(TrainerInitInfo):
+    """Of one training rank."""
+
+    backend: ClassVar[str] = BACKEND
+
+    world_size: int = 1
+    """Training ranks of the job."""
+    coordinator: str | None = None
+    """What rank 0's engine says. None: by torch.distributed, where there are several ranks."""
+    instances: int = 1
+    """vLLM instances that the client drives; data parallel ranks count as instances."""
+    version: int = 0
+    """That vLLM serves now. The first update has the next one."""
+    cluster_key: str | None = None
+    """None: KVXFER_CLUSTER_KEY."""
+    join_seconds: float = 120.0
+    """Until all instances are connected."""
+    settings: UpdateSettings = field(default_factory=UpdateSettings)
+    options: EngineOptions = field(default_factory=EngineOptions)
+    """Of the transfer engines: `host`, `fabrics`, …"""

@@ -1,0 +1,76 @@
+"""Loads staged weights into a live vLLM model, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from kvxfer.errors import WeightsMismatch
+from kvxfer.weights.holdings import Holding
+from kvxfer.weights.transfer.arena import Arena
+from kvxfer.weights.window import window_over
+
+
+def check_reloadable(model: torch.nn.Module) -> None:
+    """Raises WeightsMismatch for a model that would go on with earlier weights: vLLM 0.32 prepares
+    those of some kernels (all experts on CPUs) once, and not again when they are loaded anew."""
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
+            experts = type(method.moe_kernel.fused_experts)
+            if experts.process_weights_after_loading is not (
+                FusedMoEExperts.process_weights_after_loading
+            ):
+                raise WeightsMismatch(
+                    f"{name} computes with {experts.__name__}, whose weights vLLM does not renew "
+                    "in a live instance; use another --moe-backend, or restart vLLM instead"
+                )
+
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+def windows_over(arena: Arena, memory: Any, shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters that are staged in an arena's memory. `shapes` are the trainer's; only there a
+    scalar differs from a vector of one element."""
+    staged = torch.frombuffer(memory, dtype=torch.uint8)
+    for name, (holding, offset, nbytes) in arena.places.items():
+        yield name, window_over(holding, _box(staged, holding, offset, nbytes), shapes[name])
+
+
+def _box(staged: torch.Tensor, holding: Holding, offset: int, nbytes: int) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, holding.dtype)
+    return staged[offset : offset + nbytes].view(dtype).view(holding.shape)
+
+
+def load_in_place(
+    model: torch.nn.Module,
+    model_config: Any,
+    device: torch.device,
+    weights: Iterator[tuple[str, torch.Tensor]],
+) -> None:
+    """The model serves with these weights from now on. Parameters keep their addresses, which
+    captured graphs know. Where it raises, some layers have the new weights and others the old ones.
+    """
+    loading: Any = model
+    with torch.no_grad(), device:
+        initialize_layerwise_reload(model)
+        loading.load_weights(weights)
+        finalize_layerwise_reload(model, model_config)
+        for layer in model.modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, UnquantizedEmbeddingMethod):
+                # On CPUs vLLM computes logits with a packed copy. It has not renewed that of an
+                # lm_head whose weights are the embedding's, as nothing was loaded there.
+                method.process_weights_after_loading(layer)

@@ -1,0 +1,121 @@
+"""Which boxes of a checkpoint's parameters a worker of a live vLLM needs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.distributed.weight_transfer.base import ParamMeta
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_MODULES
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors, get_tensor_load_numel
+
+from kvxfer.errors import WeightsMismatch
+from kvxfer.weights.holdings import Holding
+from kvxfer.weights.window import Wants, written_by
+
+_SHOWN: Final = 5
+
+
+def record_wants(model: torch.nn.Module, checkpoint: Sequence[ParamMeta]) -> tuple[Holding, ...]:
+    """The boxes that the model's own `load_weights` reads of a checkpoint, sorted by name. What it
+    ignores is not wanted. The model serves afterwards as before.
+
+    Raises WeightsMismatch where a parameter of the model would not be filled.
+    """
+    wants = Wants()
+    loading: Any = model  # each of vLLM's models has load_weights()
+    windows = ((each.name, wants.window(each.name, each.dtype, each.shape)) for each in checkpoint)
+    with torch.no_grad(), _in_checkpoint_format(model):
+        with _Writes(model) as writes:
+            loading.load_weights(windows)
+        _check_filled(model, writes)
+    return wants.holdings()
+
+
+@contextlib.contextmanager
+def _in_checkpoint_format(model: torch.nn.Module) -> Iterator[None]:
+    """The model's parameters are as its loaders expect them, without memory. Those that it serves
+    with are put back afterwards, untouched."""
+    layerwise.initialize_layerwise_reload(model)
+    try:
+        for layer in model.modules():
+            for tensor in get_layer_tensors(layer).values():
+                if hasattr(tensor, "weight_loader"):
+                    # The wrapper would process the layer, with weights that are not there.
+                    tensor.weight_loader = layerwise._get_original_loader(tensor)
+        yield
+    finally:
+        for layer in model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                layerwise._place_kernel_tensors(layer, info)
+                info.reset()
+        model._do_torchao_reload = model._original_do_torchao_reload
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the elements that are written of each memory, and keeps what the model serves with
+    from being written."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        tensors = [*model.parameters(), *model.buffers()]
+        self._served = {_memory(tensor) for tensor in tensors if not tensor.is_meta}
+        self._elements: dict[int, int] = {}
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """How many elements of this tensor were written."""
+        return self._elements.get(_memory(tensor), 0)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        served = False
+        for tensor in written_by(func, args, kwargs):
+            memory = _memory(tensor)
+            self._elements[memory] = self._elements.get(memory, 0) + tensor.numel()
+            served |= memory in self._served
+        return args[0] if served else func(*args, **kwargs)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Equal for views of one tensor, also of one without memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _check_filled(model: torch.nn.Module, writes: _Writes) -> None:
+    """vLLM would serve with what happens to be in memory where nothing is loaded."""
+    lacking: dict[int, str] = {}
+    filled: set[int] = set()
+    for prefix, layer in model.named_modules():
+        if type(layer).__name__ in SKIP_MODULES:
+            continue
+        kept = layerwise.get_layerwise_info(layer).kernel_tensors
+        for name, parameter in layer._parameters.items():
+            if parameter is None or name in SKIP_LOAD_TENSORS:
+                continue
+            # Parameters that are tied are one while they serve.
+            served = id(kept[0].get(name)) if kept else id(parameter)
+            written, needed = writes.of(parameter), get_tensor_load_numel(parameter)
+            if written >= needed:
+                filled.add(served)
+            elif not is_deferred_attention_layer(layer):  # the scales of a cache have defaults
+                full = f"{prefix}.{name}" if prefix else name
+                lacking[served] = f"{full} ({written} of {needed} elements)"
+    names = [text for served, text in lacking.items() if served not in filled]
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise WeightsMismatch(
+            f"the trainer's parameters do not fill {', '.join(names[:_SHOWN])}{more}; pass the "
+            "names of the checkpoint that vLLM loads, and all of them"
+        )
