@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from kvxfer.weights.plan.schedule import plan_weights
     from kvxfer.weights.plan.settings import ScheduleSettings
     from kvxfer.weights.pushing import forget, push
+    from kvxfer.weights.quantize import (
+        FP8_BLOCKS,
+        FP8_CHANNELS,
+        FP8_TENSOR,
+        INT8_CHANNELS,
+        Quantization,
+        linear_weights,
+    )
     from kvxfer.weights.report import InstanceReport, UpdateReport
     from kvxfer.weights.torch_state import TrainingState, state_of
     from kvxfer.weights.trainer import Push, Trainer
@@ -32,12 +40,17 @@ if TYPE_CHECKING:
 
 # Imported when they are used: the command line needs the plan alone, and no torch.
 _HOMES: Final = {
+    "FP8_BLOCKS": "kvxfer.weights.quantize",
+    "FP8_CHANNELS": "kvxfer.weights.quantize",
+    "FP8_TENSOR": "kvxfer.weights.quantize",
     "Holding": "kvxfer.weights.holdings",
     "Holdings": "kvxfer.weights.holdings",
+    "INT8_CHANNELS": "kvxfer.weights.quantize",
     "InstanceReport": "kvxfer.weights.report",
     "Parameters": "kvxfer.weights.maps",
     "Part": "kvxfer.weights.maps",
     "Push": "kvxfer.weights.trainer",
+    "Quantization": "kvxfer.weights.quantize",
     "ScheduleSettings": "kvxfer.weights.plan.settings",
     "Side": "kvxfer.weights.maps",
     "Staged": "kvxfer.weights.transfer.receiver",
@@ -50,6 +63,7 @@ _HOMES: Final = {
     "WeightReceiver": "kvxfer.weights.transfer.receiver",
     "WeightSender": "kvxfer.weights.transfer.sender",
     "forget": "kvxfer.weights.pushing",
+    "linear_weights": "kvxfer.weights.quantize",
     "map_of": "kvxfer.weights.holdings",
     "plan_weights": "kvxfer.weights.plan.schedule",
     "push": "kvxfer.weights.pushing",
@@ -57,12 +71,17 @@ _HOMES: Final = {
 }
 
 __all__ = [
+    "FP8_BLOCKS",
+    "FP8_CHANNELS",
+    "FP8_TENSOR",
+    "INT8_CHANNELS",
     "Holding",
     "Holdings",
     "InstanceReport",
     "Parameters",
     "Part",
     "Push",
+    "Quantization",
     "ScheduleSettings",
     "Side",
     "Staged",
@@ -75,6 +94,7 @@ __all__ = [
     "WeightReceiver",
     "WeightSender",
     "forget",
+    "linear_weights",
     "map_of",
     "plan_weights",
     "push",

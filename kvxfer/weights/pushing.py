@@ -12,6 +12,7 @@ from torch import nn
 
 from kvxfer.cluster_key import read_cluster_key
 from kvxfer.engine import EngineOptions
+from kvxfer.weights.quantize import Quantize
 from kvxfer.weights.torch_state import Rename, SentAs, state_of
 from kvxfer.weights.trainer import Push, Trainer
 from kvxfer.weights.transfer.settings import UpdateSettings
@@ -30,6 +31,7 @@ def push(
     instances: int = 1,
     rename: Rename = lambda name: name,
     sent_as: SentAs = lambda _, dtype: dtype,
+    quantize: Quantize | None = None,
     settings: UpdateSettings | None = None,
     **options: Unpack[EngineOptions],
 ) -> Push:
@@ -43,16 +45,18 @@ def push(
 
     The first call for a model makes a Trainer, and waits until so many inference instances have
     joined; it keeps the other arguments of that call. receivers: addresses of inference ranks, at
-    rank 0; others dial it (options: `host` and `port`). rename, sent_as: as of
-    `torch_state.state_of()`. The cluster key is that of the environment (KVXFER_CLUSTER_KEY).
+    rank 0; others dial it (options: `host` and `port`). rename, sent_as,
+    quantize: as of `torch_state.state_of()`. The cluster key is that of the environment
+    (KVXFER_CLUSTER_KEY).
 
     Raises InvalidArgument, DeadlineExceeded where the instances do not come, and what Trainer
-    raises. `forget(model)` ends the Trainer.
+    raises; at every rank where a quantised parameter has a NaN or an infinity. `forget(model)`
+    ends the Trainer.
     """
     with _lock:
         trainer = _trainers.get(model)
         if trainer is None:
-            state = state_of(model, rename=rename, sent_as=sent_as)
+            state = state_of(model, rename=rename, sent_as=sent_as, quantize=quantize)
             trainer = _trainer(
                 holdings=state.holdings,
                 tensors=state.staged,

@@ -42,6 +42,7 @@ LIMITS: Final = {"float8_e4m3fn": 448.0, "int8": 127.0}
 _SMALLEST_SCALE: Final = torch.finfo(torch.float32).tiny
 _SLAB: Final = 1 << 24
 """Elements that are computed on at a time, in float32."""
+_SLAB_OF_CPU: Final = 1 << 19  # stays in the cache, and in memory that was used before
 _NOT_LINEAR: Final = ("embed", "wte.", "wpe.", "norm", "lm_head.", ".gate.weight")
 
 
@@ -86,7 +87,7 @@ def take_maxima(
     """
     maxima.zero_()
     first = box.offset[0] // cell[0]
-    for begin, end in _slabs(box.shape):
+    for begin, end in _slabs(tensor):
         peaks = tensor[begin:end].abs()
         for dimension, (offset, size) in enumerate(zip(box.offset, cell, strict=True)):
             peaks = _peaks(peaks, dimension, offset + (0 if dimension else begin), size)
@@ -121,7 +122,7 @@ def quantize_box(
         torch.arange(offset % size, offset % size + length, device=tensor.device) // size
         for offset, length, size in zip(box.offset, box.shape, cell, strict=True)
     ]
-    for begin, end in _slabs(box.shape):
+    for begin, end in _slabs(tensor):
         spread = scales.index_select(0, which[0][begin:end])
         for dimension in range(1, spread.dim()):
             if spread.shape[dimension] > 1:
@@ -154,11 +155,9 @@ def _peaks(magnitudes: torch.Tensor, dimension: int, first: int, size: int) -> t
     return torch.cat(parts, dimension) if len(parts) > 1 else parts[0]
 
 
-def _slabs(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def _slabs(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Ranges of the first dimension, of at least one."""
-    inner = 1
-    for length in shape[1:]:
-        inner *= length
-    step = max(1, _SLAB // inner)
-    for begin in range(0, shape[0], step):
-        yield begin, min(begin + step, shape[0])
+    most = _SLAB_OF_CPU if tensor.device.type == "cpu" else _SLAB
+    step = max(1, most * len(tensor) // tensor.numel())
+    for begin in range(0, len(tensor), step):
+        yield begin, min(begin + step, len(tensor))

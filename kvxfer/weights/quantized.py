@@ -14,13 +14,12 @@ from kvxfer.weights.holdings import Holding
 from kvxfer.weights.quantize import (
     LIMITS,
     as_sent,
-    cell_of,
     cells_of,
     make_scales,
     quantize_box,
     take_maxima,
 )
-from kvxfer.weights.scale_exchange import Part, exchange_of
+from kvxfer.weights.scale_exchange import Held, Kind, exchange_of
 from kvxfer.weights.torch_boxes import Box
 
 Group: TypeAlias = torch.distributed.ProcessGroup
@@ -33,7 +32,8 @@ _ALIGNMENT: Final = 64
 class Source(NamedTuple):
     """What a rank keeps of a parameter, and how it is sent."""
 
-    part: Part
+    name: str
+    kind: Kind
     tensor: torch.Tensor
     """The box; of any strides."""
 
@@ -61,7 +61,7 @@ class QuantizedCopies:
         Raises at all ranks of the group, with the parameter's name, InvalidArgument for what cannot
         be quantised, and WeightsMismatch where ranks do not quantise alike.
         """
-        self._sources = {source.part.name: source for source in sources}
+        self._sources = {source.name: source for source in sources}
         self._group = group
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self._group = group or torch.distributed.group.WORLD
@@ -74,15 +74,17 @@ class QuantizedCopies:
         self._views: dict[str, torch.Tensor] = {}
         devices = dict.fromkeys(source.tensor.device for source in sources)
         self._scales = [self._scales_on(device) for device in devices]
-        for part, tensor in sources:
-            self._keep(part, tensor)
+        for source in sources:
+            self._keep(*source)
 
-    def _told(self) -> tuple[list[Sequence[Part]], int, torch.device]:
+    def _told(self) -> tuple[list[Held], int, torch.device]:
         """What all ranks have, this rank's number, and the device of the vector."""
-        parts = [source.part for source in self._sources.values()]
-        kinds = {source.tensor.device.type for source in self._sources.values()}
+        held: dict[Kind, list[str]] = {}
+        for name, kind, _ in self._sources.values():
+            held.setdefault(kind, []).append(name)
+        devices = {source.tensor.device.type for source in self._sources.values()}
         refused = next(filter(None, (_refusal(*source) for source in self._sources.values())), None)
-        told = [(refused, parts, kinds)]
+        told = [(refused, held, devices)]
         rank, device = 0, torch.device("cpu")
         if self._group is not None:
             rank = torch.distributed.get_rank(self._group)
@@ -90,19 +92,19 @@ class QuantizedCopies:
                 raise InvalidArgument("this rank is not in the group that its weights are split in")
             told *= torch.distributed.get_world_size(self._group)
             torch.distributed.all_gather_object(told, told[rank], group=self._group)
-            device = _device(self._group, set().union(*(kinds for _, _, kinds in told)))
+            device = _device(self._group, set().union(*(each for _, _, each in told)))
         for refused, _, _ in told:
             if refused is not None:
                 raise InvalidArgument(refused)
-        return [parts for _, parts, _ in told], rank, device
+        return [each for _, each, _ in told], rank, device
 
     def _scales_on(self, device: torch.device) -> _Scales:
         names, starts, own, at = [], [], [], []
         shapes = {}
         end = 0
-        for name, (part, tensor) in self._sources.items():
+        for name, kind, tensor in self._sources.values():
             if tensor.device == device:
-                shapes[name] = cells_of(cell_of(part.how, part.whole), part.box).shape
+                shapes[name] = cells_of(kind.cell, kind.box).shape
                 names.append(name)
                 starts.append(end)
                 if name in self._exchange.shared:
@@ -123,11 +125,10 @@ class QuantizedCopies:
             torch.cat(at or [none]).to(self._device),
         )
 
-    def _keep(self, part: Part, tensor: torch.Tensor) -> None:
-        name, how, whole, box = part
-        cell = cell_of(how, whole)
-        grid = cells_of(cell, Box((0,) * len(whole), whole))
-        mine = cells_of(cell, box)
+    def _keep(self, name: str, kind: Kind, tensor: torch.Tensor) -> None:
+        how, whole, box = kind
+        grid = cells_of(kind.cell, Box((0,) * len(whole), whole))
+        mine = cells_of(kind.cell, box)
         scales = Holding(
             name + how.suffix,
             "float32",
@@ -148,14 +149,12 @@ class QuantizedCopies:
         Raises InvalidArgument at all ranks, with the name of a parameter that has a NaN or an
         infinity.
         """
-        for name, (part, tensor) in self._sources.items():
-            cell = cell_of(part.how, part.whole)
-            take_maxima(tensor, cell, part.box, self._views[name])
+        for name, kind, tensor in self._sources.values():
+            take_maxima(tensor, kind.cell, kind.box, self._views[name])
         self._agree()
-        for name, (part, tensor) in self._sources.items():
-            make_scales(self._views[name], part.how.dtype)
-            cell = cell_of(part.how, part.whole)
-            quantize_box(tensor, cell, part.box, self._views[name], self.tensors[name])
+        for name, kind, tensor in self._sources.values():
+            make_scales(self._views[name], kind.how.dtype)
+            quantize_box(tensor, kind.cell, kind.box, self._views[name], self.tensors[name])
 
     def _agree(self) -> None:
         """On the maxima of all cells. The last element of the vector names what is not finite: by
@@ -186,8 +185,8 @@ class QuantizedCopies:
         return 0
 
 
-def _refusal(part: Part, tensor: torch.Tensor) -> str | None:
-    name, how, whole, _ = part
+def _refusal(name: str, kind: Kind, tensor: torch.Tensor) -> str | None:
+    how, whole, _ = kind
     if len(whole) < 2:
         return (
             f"{name} has the shape {list(whole)}, and only matrices are quantised; have `quantize` "

@@ -6,7 +6,7 @@ Each rank knows what all of them hold, and finds the same vector.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple, TypeAlias
 
@@ -19,16 +19,22 @@ from kvxfer.weights.quantize import Quantization, cell_of, cells_of
 from kvxfer.weights.torch_boxes import Box
 
 _Ints: TypeAlias = NDArray[np.int64]
-_Whole: TypeAlias = tuple[Quantization, tuple[int, ...]]
 
 
-class Part(NamedTuple):
+class Kind(NamedTuple):
     """What one rank has of a parameter that is sent quantised."""
 
-    name: str
     how: Quantization
     whole: tuple[int, ...]
     box: Box
+
+    @property
+    def cell(self) -> tuple[int, ...]:
+        return cell_of(self.how, self.whole)
+
+
+Held: TypeAlias = Mapping[Kind, Sequence[str]]
+"""What one rank has: layers are alike, so names for each kind."""
 
 
 class Shared(NamedTuple):
@@ -50,42 +56,32 @@ class Exchange(NamedTuple):
     """Of the vector."""
 
 
-def exchange_of(ranks: Sequence[Sequence[Part]], rank: int) -> Exchange:
-    """Of a rank, given the parts of all ranks.
+def exchange_of(ranks: Sequence[Held], rank: int) -> Exchange:
+    """Of a rank, given what all ranks have.
 
     Ranks that have the same box have the same values, and exchange nothing on that account.
     Raises WeightsMismatch where ranks do not quantise alike, and InvalidArgument where a scale is
     of elements that none of these ranks has.
     """
-    known: dict[str, _Whole] = {}
-    boxes: dict[str, set[Box]] = {}
-    for number, parts in enumerate(ranks):
-        for part in parts:
-            this = (part.how, part.whole)
-            if known.setdefault(part.name, this) != this:
-                raise WeightsMismatch(
-                    f"{part.name} is quantised as {known[part.name]} at one training rank and as "
-                    f"{this} at rank {number}; decide by what all ranks know"
-                )
-            boxes.setdefault(part.name, set()).add(part.box)
-    ours = {part.name: part.box for part in ranks[rank]}
-    found: dict[tuple[_Whole, tuple[Box, ...]], _Ints | None] = {}  # layers are alike
+    kinds: dict[Kind, int] = {}
+    having: dict[str, list[int]] = {}  # the kinds of each name
+    for held in ranks:
+        for kind, names in held.items():
+            number = kinds.setdefault(kind, len(kinds))
+            for name in names:
+                having.setdefault(name, []).append(number)
+    known = list(kinds)
+    ours = {name: kind for kind, names in ranks[rank].items() for name in names}
+    found: dict[tuple[int, ...], _Ints] = {}
     shared: dict[str, Shared] = {}
     length = 0
-    names = tuple(sorted(known))
-    for name in names:
-        how, whole = known[name]
-        alike = (known[name], tuple(sorted(boxes[name])))
+    for name in sorted(having):
+        alike = tuple(having[name])
         if alike not in found:
-            found[alike] = _shared(cell_of(how, whole), *alike[1:], whole)
+            found[alike] = _shared(name, [known[number] for number in alike])
         cells = found[alike]
-        if cells is None:
-            raise InvalidArgument(
-                f"{name} has scales of elements that no rank of this process group has; give the "
-                "group of all training ranks that have a part of it"
-            )
         if name in ours:
-            scales = cells_of(cell_of(how, whole), ours[name])
+            scales = cells_of(ours[name].cell, ours[name].box)
             inside = (cells >= scales.offset) & (cells < np.add(scales.offset, scales.shape))
             at = np.flatnonzero(inside.all(axis=1))
             if len(at):
@@ -93,13 +89,21 @@ def exchange_of(ranks: Sequence[Sequence[Part]], rank: int) -> Exchange:
                 own = np.ravel_multi_index(tuple(local.T), scales.shape)
                 shared[name] = Shared(own.astype(np.int64), at + length)
         length += len(cells)
-    return Exchange(names, shared, length)
+    return Exchange(tuple(sorted(having)), shared, length)
 
 
-def _shared(cell: tuple[int, ...], boxes: tuple[Box, ...], whole: tuple[int, ...]) -> _Ints | None:
-    """Cells that more than one box has elements of, `[cells, dimensions]`; None where the boxes
-    together have some elements of a cell, and not all of them."""
-    grid = cells_of(cell, Box((0,) * len(whole), whole)).shape
+def _shared(name: str, kinds: Sequence[Kind]) -> _Ints:
+    """Cells that more than one box has elements of, `[cells, dimensions]`."""
+    how, whole, _ = kinds[0]
+    for kind in kinds:
+        if (kind.how, kind.whole) != (how, whole):
+            raise WeightsMismatch(
+                f"{name} is quantised as {how} of {list(whole)} at one training rank and as "
+                f"{kind.how} of {list(kind.whole)} at another; decide by what all ranks know"
+            )
+    cell, boxes = kinds[0].cell, sorted({kind.box for kind in kinds})
+    everything = Box((0,) * len(whole), whole)
+    grid = cells_of(cell, everything).shape
     times = np.zeros(grid, np.int64)
     for box in boxes:
         times[_within(cell, box)] += 1
@@ -112,8 +116,11 @@ def _shared(cell: tuple[int, ...], boxes: tuple[Box, ...], whole: tuple[int, ...
     for each in disjoint(pattern).boxes.tolist():
         box = Box(tuple(first for first, _ in each), tuple(end - first for first, end in each))
         had[_within(cell, box)] += _elements(cell, box)
-    if ((had > 0) & (had < _elements(cell, Box((0,) * len(whole), whole)))).any():
-        return None
+    if ((had > 0) & (had < _elements(cell, everything))).any():
+        raise InvalidArgument(
+            f"{name} has scales of elements that no rank of this process group has; give the "
+            "group of all training ranks that have a part of it"
+        )
     return np.argwhere(times > 1)
 
 

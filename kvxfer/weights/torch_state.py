@@ -22,7 +22,7 @@ from kvxfer.layout import ITEM_BYTES
 from kvxfer.weights.holdings import Holding, Holdings
 from kvxfer.weights.quantize import Quantize
 from kvxfer.weights.quantized import Group, QuantizedCopies, Source
-from kvxfer.weights.scale_exchange import Part
+from kvxfer.weights.scale_exchange import Kind
 from kvxfer.weights.torch_boxes import NOTHING, Box, box_of
 
 Rename: TypeAlias = Callable[[str], str | None]
@@ -141,7 +141,7 @@ def state_of(
                     "rename or drop it"
                 )
             if box != NOTHING:
-                sources.append(Source(Part(name, how, whole, box), local))
+                sources.append(Source(name, Kind(how, whole, box), local))
             continue
         kept = _name_of(tensor.dtype)
         dtype = _sendable(name, sent_as(name, kept))

@@ -24,7 +24,7 @@ from kvxfer.weights.quantize import (
     quantize_box,
     take_maxima,
 )
-from kvxfer.weights.scale_exchange import Part, exchange_of
+from kvxfer.weights.scale_exchange import Kind, exchange_of
 from kvxfer.weights.torch_boxes import Box
 from tests.weights.whole_quantization import dequantized, quantized
 
@@ -46,28 +46,31 @@ def of_ranks(
     """What each rank sends, after one exchange of all parameters. Scales of the box's cells."""
     parts = [
         [
-            Part(name, parameters[name][0], tuple(parameters[name][1].shape), box)
+            (name, Kind(parameters[name][0], tuple(parameters[name][1].shape), box))
             for name, box in each.items()
         ]
         for each in ranks
     ]
-    exchanges = [exchange_of(parts, rank) for rank in range(len(ranks))]
+    held = [
+        {kind: [name for name, each in having if each == kind] for _, kind in having}
+        for having in parts
+    ]
+    exchanges = [exchange_of(held, rank) for rank in range(len(ranks))]
     maxima: list[dict[str, torch.Tensor]] = []
     vector = torch.zeros(exchanges[0].length)
     for exchange, each in zip(exchanges, parts, strict=True):
         assert (exchange.names, exchange.length) == (exchanges[0].names, exchanges[0].length)
         taken = {}
-        for name, how, whole, box in each:
-            cell = cell_of(how, whole)
-            taken[name] = torch.full(cells_of(cell, box).shape, 7e7)
-            take_maxima(parameters[name][1][within(box)], cell, box, taken[name])
+        for name, kind in each:
+            taken[name] = torch.full(cells_of(kind.cell, kind.box).shape, 7e7)
+            take_maxima(parameters[name][1][within(kind.box)], kind.cell, kind.box, taken[name])
         for name, (own, at) in exchange.shared.items():
             vector[at] = torch.maximum(vector[at], taken[name].flatten()[own])
         maxima.append(taken)
     sent: list[dict[str, Sent]] = []
     for exchange, each, taken in zip(exchanges, parts, maxima, strict=True):
         made = {}
-        for name, how, whole, box in each:
+        for name, (how, whole, box) in each:
             if name in exchange.shared:
                 own, at = exchange.shared[name]
                 taken[name].flatten()[own] = vector[at]
@@ -165,7 +168,7 @@ def test_shards_of_300_rows_and_of_columns(how: Quantization, dtype: torch.dtype
 
 
 def test_a_box_of_several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvxfer.weights.quantize._SLAB", 5 * 200)
+    monkeypatch.setattr("kvxfer.weights.quantize._SLAB_OF_CPU", 5 * 200)
     weight = torch.randn(300, 200, generator=torch.Generator().manual_seed(1))
     ranks = [{"w": Box((0, 0), (133, 200))}, {"w": Box((133, 0), (167, 200))}]
     for how in ALL:
@@ -227,9 +230,9 @@ def test_only_scales_that_ranks_share_are_exchanged() -> None:
     """Rows 0-127 and 128-299 share no block; rows 0-99 and 100-299 share the first of 3 rows."""
     whole = (300, 200)
 
-    def parts(border: int) -> list[list[Part]]:
+    def parts(border: int) -> list[dict[Kind, list[str]]]:
         boxes = (Box((0, 0), (border, 200)), Box((border, 0), (300 - border, 200)))
-        return [[Part("w", FP8_BLOCKS, whole, box)] for box in boxes] * 2  # and replicas
+        return [{Kind(FP8_BLOCKS, whole, box): ["w"]} for box in boxes] * 2  # and replicas
 
     assert exchange_of(parts(128), 0).length == 0
     assert exchange_of(parts(128), 0).shared == {}
@@ -239,16 +242,16 @@ def test_only_scales_that_ranks_share_are_exchanged() -> None:
 
 
 def test_a_group_without_all_elements_of_a_scale_is_refused() -> None:
-    part = Part("a.weight", FP8_BLOCKS, (300, 200), Box((0, 0), (100, 200)))
+    kind = Kind(FP8_BLOCKS, (300, 200), Box((0, 0), (100, 200)))
     with pytest.raises(InvalidArgument, match=r"a\.weight.*group of all training ranks"):
-        exchange_of([[part], [part]], 0)
-    assert not exchange_of([[part._replace(box=Box((0, 0), (128, 200)))]], 0).shared
+        exchange_of([{kind: ["a.weight"]}] * 2, 0)
+    assert not exchange_of([{kind._replace(box=Box((0, 0), (128, 200))): ["a"]}], 0).shared
 
 
 def test_ranks_that_quantise_differently_are_refused() -> None:
-    part = Part("a.weight", FP8_BLOCKS, (4, 4), Box((0, 0), (4, 4)))
-    with pytest.raises(WeightsMismatch, match=r"a\.weight.*rank 1"):
-        exchange_of([[part], [part._replace(how=FP8_TENSOR)]], 0)
+    kind = Kind(FP8_BLOCKS, (4, 4), Box((0, 0), (4, 4)))
+    with pytest.raises(WeightsMismatch, match=r"a\.weight.*at another"):
+        exchange_of([{kind: ["a.weight"]}, {kind._replace(how=FP8_TENSOR): ["a.weight"]}], 0)
 
 
 def test_linear_weights_are_told_by_name() -> None:

@@ -19,6 +19,7 @@ from kvxfer.weights.transfer.receiver import WeightReceiver
 
 from .transfer.job import KEY, Instance, boxes, shards
 from .transfer.job import weights as version_weights
+from .whole_quantization import quantized
 
 pytestmark = pytest.mark.native
 
@@ -115,6 +116,43 @@ def test_a_rank_that_pushes_alone_waits_for_the_other(trainers: list[Trainer]) -
         push.result(0.1)
     with pytest.raises(InvalidArgument, match="the push of version 1 has not ended"):
         trainers[0].push(2)
+
+
+def test_a_push_that_is_refused_leaves_copies_as_they_are() -> None:
+    made = 0
+
+    def tensors() -> dict[str, np.ndarray]:
+        nonlocal made
+        made += 1
+        return boxes(shards(0, 1), version_weights(1))
+
+    with Trainer(
+        shards(0, 1), tensors, rank=0, world_size=2, cluster_key=KEY, fabrics=["local"]
+    ) as trainer:
+        trainer.push(1)
+        with pytest.raises(InvalidArgument, match="the push of version 1 has not ended"):
+            trainer.push(2)
+        assert made == 1
+
+
+def test_a_model_of_torch_is_sent_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_CLUSTER_KEY", KEY)
+    model = torch.nn.Linear(140, 130)
+    chosen = weights.linear_weights(weights.FP8_BLOCKS)
+    serving = _Serving(holdings=weights.state_of(model, quantize=chosen).holdings)
+    with serving as instance:
+        for version in (1, 2):
+            with torch.no_grad():
+                model.weight.add_(version)
+            push = weights.push(
+                model, version, quantize=chosen, receivers=[serving.address], fabrics=["local"]
+            )
+            assert push.result(60).state == "committed"
+            values, scales = quantized(model.weight.detach(), weights.FP8_BLOCKS)
+            served = instance.serves[0]
+            np.testing.assert_array_equal(served["weight"], values.view(torch.uint8).numpy())
+            np.testing.assert_array_equal(served["weight_scale_inv"], scales.numpy())
+        weights.forget(model)
 
 
 def test_a_model_of_torch_is_pushed_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
