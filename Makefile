@@ -68,8 +68,7 @@ bench-gpu:
 # BENCH="--gb 8" and the like for its options.
 bench-weights:
 	@scripts/setup test
-	@PYTHONPATH=$(CURDIR) $(VENV)/python -m benchmarks.weights $(BENCH)
-	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 $$(scripts/vllm-python) -m benchmarks.weights.pause
+	@scripts/bench-weights $(BENCH)
 
 bench-vllm:
 	@scripts/setup test
