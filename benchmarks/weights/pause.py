@@ -1,5 +1,5 @@
-"""The pause of an update of a live vLLM, beside vLLM's own reload of the same checkpoint from a file
-that is in the page cache. In vLLM's environment: `make bench-weights` runs it.
+"""The pause of an update of a live vLLM, beside vLLM's own reload of the same checkpoint from a
+file that is in the page cache. In vLLM's environment: `make bench-weights` runs it.
 
 The pause is from the begin of `start_weight_update` to the end of `finish_weight_update`: no step
 runs in between. The weights are staged before, while vLLM serves.
@@ -118,9 +118,9 @@ def main() -> int:
     if options.json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return 0
+    size = f"{found['bytes'] / 1e6:.0f} MB of float32 on a CPU"
     table = Table(
-        title=f"An update of a live vLLM, {found['bytes'] / 1e6:.0f} MB of float32 on a CPU; medians"
-        f" of {found['rounds']}",
+        title=f"An update of a live vLLM, {size}; medians of {found['rounds']}",
         title_justify="left",
         box=None,
     )
@@ -128,7 +128,9 @@ def main() -> int:
     table.add_column("seconds", justify="right")
     table.add_row("staged while vLLM serves", f"{found['staging_seconds']:.3f}")
     table.add_row("pause", f"{found['pause_seconds']:.3f}")
-    table.add_row("vLLM's own reload from a file in the page cache", f"{found['reload_seconds']:.3f}")
+    table.add_row(
+        "vLLM's own reload from a file in the page cache", f"{found['reload_seconds']:.3f}"
+    )
     table.add_row("pause / own reload", f"{found['ratio']:.2f}")
     Console().print(table)
     return 0

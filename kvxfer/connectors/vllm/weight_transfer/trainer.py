@@ -196,7 +196,7 @@ def _tensors(source: WeightSource) -> dict[str, torch.Tensor]:
 def _of_all_ranks(source: WeightSource, info: KvxferTrainerInitInfo) -> list[ParamMeta]:
     """A source of shards knows of its rank's parameters only, which with pipeline or expert
     parallelism are not all."""
-    mine = source.metadata()
+    mine: list[ParamMeta] = source.metadata()
     if not isinstance(source, ShardSource) or info.world_size == 1:
         return mine
     if not torch.distributed.is_initialized():
