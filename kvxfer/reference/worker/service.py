@@ -150,9 +150,7 @@ class WorkerService:
                 created=run.created,
                 model=self.runner.config.name,
                 weights_version=admission.spans[-1].version,
-                weights_versions=[
-                    VersionOfTokens.model_validate(each._asdict()) for each in admission.spans
-                ],
+                weights_versions=_versions(admission),
                 choices=[self._choice(output, request)],
                 usage=_usage(run.prompt, output),
                 timings=run.timings(self._clock.monotonic()),
@@ -181,6 +179,7 @@ class WorkerService:
                 end = self._chunk(run)
                 end.usage = _usage(run.prompt, output)
                 end.timings = run.timings(self._clock.monotonic())
+                end.weights_versions = _versions(admission)
                 yield end
 
     @contextlib.asynccontextmanager
@@ -360,6 +359,10 @@ class WorkerService:
         if self.runner.ends(output[-1]) and not request.ignore_eos:
             return "stop"
         return "length" if len(output) == request.max_tokens else None
+
+
+def _versions(admission: Admission) -> list[VersionOfTokens]:
+    return [VersionOfTokens.model_validate(each._asdict()) for each in admission.spans]
 
 
 def _usage(tokens: list[int], output: list[int]) -> Usage:
