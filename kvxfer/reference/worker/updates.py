@@ -17,7 +17,8 @@ from kvxfer.reference.shards import WHOLE, holdings_of
 from kvxfer.reference.versions import Policy, VersionGate
 from kvxfer.reference.weight_receiver import staged_boxes
 from kvxfer.weight_updates import Decision
-from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
+from kvxfer.weights.transfer.receiver import WeightReceiver
+from kvxfer.weights.transfer.staged import Staged
 
 if TYPE_CHECKING:
     from kvxfer.client import ControlPlaneClient, Registration

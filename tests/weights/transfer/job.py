@@ -10,11 +10,13 @@ import numpy as np
 
 from kvxfer.engine import Engine
 from kvxfer.weights.holdings import Holding, Holdings
-from kvxfer.weights.transfer.coordinator import ControlPath, WeightCoordinator
+from kvxfer.weights.transfer.coordinator import WeightCoordinator
+from kvxfer.weights.transfer.execution import ControlPath
 from kvxfer.weights.transfer.links import Links
-from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
+from kvxfer.weights.transfer.receiver import WeightReceiver
 from kvxfer.weights.transfer.sender import WeightSender
 from kvxfer.weights.transfer.settings import UpdateSettings
+from kvxfer.weights.transfer.staged import Staged
 from verify.polling import eventually
 
 KEY = "k" * 32

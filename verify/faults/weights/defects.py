@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvxfer.weights.transfer import doubt, receiver
+from kvxfer.weights.transfer import doubt, receiver, staged
 from kvxfer.weights.transfer.messages import Vote
 from kvxfer.weights.transfer.round import Round
 
@@ -29,7 +29,7 @@ def _leaders_in_doubt_do_not_ask() -> None:
 
 
 def _failures_are_not_told() -> None:
-    def broken(self: receiver.WeightReceiver, staged: receiver.Staged, error: Any) -> None:
+    def broken(self: receiver.WeightReceiver, staged: staged.Staged, error: Any) -> None:
         self.applied(staged)
 
     receiver.WeightReceiver.broken = broken  # type: ignore[method-assign]

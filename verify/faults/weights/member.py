@@ -23,8 +23,9 @@ from kvxfer.engine import Engine
 from kvxfer.errors import KvxferError
 from kvxfer.weights.trainer import Trainer
 from kvxfer.weights.transfer.links import Links
-from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
+from kvxfer.weights.transfer.receiver import WeightReceiver
 from kvxfer.weights.transfer.settings import UpdateSettings
+from kvxfer.weights.transfer.staged import Staged
 from verify.polling import eventually
 
 from .content import TRAINERS, Array, boxes, held, wanted, whole
