@@ -165,9 +165,10 @@ class WeightCoordinator:
 
     def _withdrawn(self, peer: Peer, withdraw: Withdraw) -> None:
         member = self._members.of(peer)
-        if isinstance(member, TrainingRank) and self._readiness.withdraw(member, withdraw):
-            if self._round is not None:
-                self._round.fail(WeightUpdateAborted(f"{member.name} has withdrawn its push"))
+        if not isinstance(member, TrainingRank):
+            return
+        if self._readiness.withdraw(member, withdraw) and self._round is not None:
+            self._round.fail(WeightUpdateAborted(f"{member.name} has withdrawn its push"))
 
     def _lost(self, peer: Peer, error: PeerError) -> None:
         member = self._members.remove(peer)

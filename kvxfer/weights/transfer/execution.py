@@ -17,7 +17,7 @@ from kvxfer.clock import Clock
 from kvxfer.errors import KvxferError, PeerError, WeightUpdateAborted
 from kvxfer.weights.report import InstanceReport, UpdateReport
 from kvxfer.weights.transfer.links import Links, logger
-from kvxfer.weights.transfer.members import InferenceRank, Members, Standing
+from kvxfer.weights.transfer.members import InferenceRank, Member, Members, Standing
 from kvxfer.weights.transfer.messages import Commit, Prepare, Push, Ready, Vote
 from kvxfer.weights.transfer.registrar import Announced
 from kvxfer.weights.transfer.round import Answer, Round
@@ -148,8 +148,9 @@ class Execution:
         settings = self._settings
         inference = self._taking_part()
         self.wave_id = wave_id
-        self.round = current = Round(wave_id, [*self._training, *inference])
-        for member in (*self._training, *inference):
+        members: list[Member] = [*self._training, *inference]
+        self.round = current = Round(wave_id, members)
+        for member in members:
             if not member.peer.alive:
                 current.lose(member, member.peer.error or PeerError("the connection ended"))
         current.check()

@@ -18,7 +18,7 @@ Answering: TypeAlias = Planned | Vote | Failed | Applied | Read
 class Answer(NamedTuple):
     """Of an instance that was to apply an update."""
 
-    state: Literal["committed", "failed", "lost"]
+    state: Literal["committed", "failed", "lost", "partial"]
     pause_seconds: float | None = None
     error: str | None = None
 
