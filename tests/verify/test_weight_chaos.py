@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from kvxfer.weights.transfer.settings import Mode
+from verify.faults.weights.__main__ import KINDS
 from verify.faults.weights.catalogue import catalogue
 from verify.faults.weights.defects import DEFECTS
 from verify.faults.weights.run import run
@@ -13,11 +15,11 @@ from verify.faults.weights.run import run
 pytestmark = pytest.mark.native
 
 
-@pytest.mark.parametrize("fabric", ["local", "tcp"])
-async def test_faulted_updates_keep_their_promises(fabric: str) -> None:
+@pytest.mark.parametrize(("fabric", "mode"), KINDS)
+async def test_faulted_updates_keep_their_promises(fabric: str, mode: Mode) -> None:
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
-    rounds = await run(fabric, 4, random.Random(seed))
+    rounds = await run(fabric, 4, random.Random(seed), mode=mode)
     assert [line for each in rounds for line in each.broken] == []
     assert len(rounds) == 4
 
