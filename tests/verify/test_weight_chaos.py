@@ -26,7 +26,7 @@ async def test_faulted_updates_keep_their_promises(fabric: str, mode: Mode) -> N
 
 @pytest.mark.parametrize("defect", DEFECTS)
 async def test_broken_code_is_found(defect: str) -> None:
-    _, fault = DEFECTS[defect]
-    assert fault in catalogue()
-    rounds = await run("local", 3, random.Random(1), faults=[fault], defect=defect)
+    _, mode, fault = DEFECTS[defect]
+    assert fault in catalogue(mode)
+    rounds = await run("local", 3, random.Random(1), mode=mode, faults=[fault], defect=defect)
     assert rounds[-1].broken, f"{fault} does not show that {defect}"
