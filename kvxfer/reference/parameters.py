@@ -63,7 +63,7 @@ class Parameters:
         self.layers = [self._layer(layer_prefix(index)) for index in range(config.num_layers)]
 
     def load(self, boxes: Mapping[str, Tensor], whole: bool = True) -> None:
-        """Copies boxes of all parameters here, or unless `whole`, of some; from any type and device.
+        """Copies boxes of all parameters here, or unless `whole` of some, from any type and device.
 
         Raises InvalidArgument where one is missing or of another shape; nothing is copied then.
         """

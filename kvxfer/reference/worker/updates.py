@@ -91,7 +91,7 @@ class WorkerUpdates:
 
         def swap() -> int:
             version = staged.version if staged.last else self._model.weights_version
-            self._model.apply(boxes, version, whole=staged.waves == 1)
+            self._model.apply(boxes, version, staged.waves == 1)
             return version
 
         async def settle() -> None:

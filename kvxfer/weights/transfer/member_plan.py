@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from kvxfer.weights.holdings import Holding, Holdings, map_of
 from kvxfer.weights.plan.schedule import Schedule, plan_weights
-from kvxfer.weights.transfer.arena import arena_of
+from kvxfer.weights.transfer.arena import Arena, arena_of
 from kvxfer.weights.transfer.messages import Plan
 from kvxfer.weights.transfer.runs import Stretch, stretches_of
 
@@ -75,6 +76,22 @@ def sent_to(schedule: Schedule, plan: Plan, receiver: int) -> dict[int, tuple[St
         )
         found[write.sender] += stretches_of(write, names, arena)
     return {sender: tuple(stretches) for sender, stretches in found.items()}
+
+
+class Incoming(NamedTuple):
+    """What a wave has for one inference rank."""
+
+    arena: Arena
+    expected: dict[int, tuple[Stretch, ...]]
+    """By number of the training rank."""
+
+
+def incoming(plan: Plan) -> list[Incoming]:
+    """Of each wave, for the inference rank that the plan was sent to."""
+    return [
+        Incoming(arena_of(wave.infer[plan.number]), sent_to(schedule_of(wave), wave, plan.number))
+        for wave in waves_in(plan)
+    ]
 
 
 def _bursts(bursts: dict[int, list[Stretch]]) -> Bursts:

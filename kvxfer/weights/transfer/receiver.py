@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from kvxfer.errors import (
     DeadlineExceeded,
@@ -21,7 +21,7 @@ from kvxfer.weights.transfer.doubt import End, Outcomes, recorded, resolve
 from kvxfer.weights.transfer.endings import until_ended
 from kvxfer.weights.transfer.greeted import Greeted
 from kvxfer.weights.transfer.links import Links, logger
-from kvxfer.weights.transfer.member_plan import schedule_of, sent_to, waves_in
+from kvxfer.weights.transfer.member_plan import Incoming, incoming
 from kvxfer.weights.transfer.messages import (
     VERSION,
     Abort,
@@ -43,7 +43,6 @@ from kvxfer.weights.transfer.messages import (
     said,
 )
 from kvxfer.weights.transfer.receiving import Receiving
-from kvxfer.weights.transfer.runs import Stretch
 from kvxfer.weights.transfer.service import Service
 from kvxfer.weights.transfer.staged import Staged
 
@@ -51,14 +50,6 @@ if TYPE_CHECKING:
     from kvxfer.engine import Engine, Memory, Peer
 
 _JOIN_SECONDS: Final = 60.0
-
-
-class _Wave(NamedTuple):
-    """What a plan has for this rank."""
-
-    arena: Arena
-    expected: dict[int, tuple[Stretch, ...]]
-    """By number of the training rank."""
 
 
 class _Update:
@@ -130,7 +121,7 @@ class WeightReceiver:
         self._coordinator: Peer | None = None
         self._joined = asyncio.Event()
         self._plan: Plan | None = None
-        self._waves: list[_Wave] = []
+        self._waves: list[Incoming] = []
         self._senders = Greeted()
         self._update: _Update | None = None
         self._outcomes = Outcomes()
@@ -270,7 +261,7 @@ class WeightReceiver:
 
     async def _make_plan(self, coordinator: Peer, plan: Plan) -> None:
         try:
-            waves = await asyncio.to_thread(_received, plan)
+            waves = await asyncio.to_thread(incoming, plan)
         except Exception as error:
             self._links.send(coordinator, Planned(plan.plan_id, said(error)))
             return
@@ -448,10 +439,3 @@ class WeightReceiver:
         if known is None:
             self._outcomes.add(update_id, "aborted")
         return known or "aborted"
-
-
-def _received(plan: Plan) -> list[_Wave]:
-    return [
-        _Wave(arena_of(wave.infer[plan.number]), sent_to(schedule_of(wave), wave, plan.number))
-        for wave in waves_in(plan)
-    ]
