@@ -1,7 +1,7 @@
 # Every target installs what it needs first (scripts/setup), so each works in a fresh clone.
 VENV := .venv/bin
 
-.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-gpu test-sglang test-page test-stability lint bench bench-control bench-gpu bench-vllm bench-weights sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights soak attack simulate helm-test verify clean
+.PHONY: demo test test-verbs test-vllm test-vllm-smoke test-vllm-gpu test-weights test-gpu test-sglang test-page test-stability lint bench bench-control bench-gpu bench-vllm bench-weights sanitize fuzz model chaos chaos-control chaos-vllm chaos-weights soak attack simulate helm-test verify clean
 
 demo:
 	@DEVICE=$(DEVICE) scripts/demo
@@ -26,6 +26,10 @@ test-vllm-smoke:
 test-vllm-gpu:
 	@scripts/setup test
 	@scripts/test-vllm-gpu
+
+test-weights:
+	@scripts/setup test
+	@scripts/test-weights
 
 test-gpu:
 	@scripts/setup test
@@ -64,7 +68,7 @@ bench-gpu:
 # BENCH="--gb 8" and the like for its options.
 bench-weights:
 	@scripts/setup test
-	@PYTHONPATH=$(CURDIR) $(VENV)/python -m benchmarks.weights $(BENCH)
+	@scripts/bench-weights $(BENCH)
 
 bench-vllm:
 	@scripts/setup test

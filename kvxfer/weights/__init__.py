@@ -1,5 +1,108 @@
-"""The plan of a weight update: slices of parameters, from training ranks to inference ranks.
+"""Weight updates: from the ranks that train a model to the ranks that serve it, never by half.
 
-A `WeightMap` (`maps`) says what the ranks of both sides hold. `plan_weights` (`schedule`) makes the
-writes of it: a pure function, computed once for as many updates as follow. Nothing is moved here.
+A training loop of PyTorch pushes after each step that is to be served:
+
+    push = weights.push(model, version)
+    push.read()                 # the next step may change the parameters
+    report = push.result()      # all instances serve the version, or a named error
+
+`Trainer` is the same for programs that say themselves what they hold. An inference rank has a
+`WeightReceiver`: it stages the next weights beside those that it serves, and its engine applies
+them between two steps. docs/weights.md has the whole.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from kvxfer.weights.holdings import Holding, Holdings, map_of
+    from kvxfer.weights.maps import Parameters, Part, Side, WeightMap
+    from kvxfer.weights.plan.schedule import plan_weights
+    from kvxfer.weights.plan.settings import ScheduleSettings
+    from kvxfer.weights.pushing import forget, push
+    from kvxfer.weights.quantize import (
+        FP8_BLOCKS,
+        FP8_CHANNELS,
+        FP8_TENSOR,
+        INT8_CHANNELS,
+        Quantization,
+        linear_weights,
+    )
+    from kvxfer.weights.report import InstanceReport, UpdateReport
+    from kvxfer.weights.torch_state import TrainingState, state_of
+    from kvxfer.weights.trainer import Push, Trainer
+    from kvxfer.weights.transfer.coordinator import WeightCoordinator
+    from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
+    from kvxfer.weights.transfer.sender import WeightSender
+    from kvxfer.weights.transfer.settings import UpdateSettings
+
+# Imported when they are used: the command line needs the plan alone, and no torch.
+_HOMES: Final = {
+    "FP8_BLOCKS": "kvxfer.weights.quantize",
+    "FP8_CHANNELS": "kvxfer.weights.quantize",
+    "FP8_TENSOR": "kvxfer.weights.quantize",
+    "Holding": "kvxfer.weights.holdings",
+    "Holdings": "kvxfer.weights.holdings",
+    "INT8_CHANNELS": "kvxfer.weights.quantize",
+    "InstanceReport": "kvxfer.weights.report",
+    "Parameters": "kvxfer.weights.maps",
+    "Part": "kvxfer.weights.maps",
+    "Push": "kvxfer.weights.trainer",
+    "Quantization": "kvxfer.weights.quantize",
+    "ScheduleSettings": "kvxfer.weights.plan.settings",
+    "Side": "kvxfer.weights.maps",
+    "Staged": "kvxfer.weights.transfer.receiver",
+    "Trainer": "kvxfer.weights.trainer",
+    "TrainingState": "kvxfer.weights.torch_state",
+    "UpdateReport": "kvxfer.weights.report",
+    "UpdateSettings": "kvxfer.weights.transfer.settings",
+    "WeightCoordinator": "kvxfer.weights.transfer.coordinator",
+    "WeightMap": "kvxfer.weights.maps",
+    "WeightReceiver": "kvxfer.weights.transfer.receiver",
+    "WeightSender": "kvxfer.weights.transfer.sender",
+    "forget": "kvxfer.weights.pushing",
+    "linear_weights": "kvxfer.weights.quantize",
+    "map_of": "kvxfer.weights.holdings",
+    "plan_weights": "kvxfer.weights.plan.schedule",
+    "push": "kvxfer.weights.pushing",
+    "state_of": "kvxfer.weights.torch_state",
+}
+
+__all__ = [
+    "FP8_BLOCKS",
+    "FP8_CHANNELS",
+    "FP8_TENSOR",
+    "INT8_CHANNELS",
+    "Holding",
+    "Holdings",
+    "InstanceReport",
+    "Parameters",
+    "Part",
+    "Push",
+    "Quantization",
+    "ScheduleSettings",
+    "Side",
+    "Staged",
+    "Trainer",
+    "TrainingState",
+    "UpdateReport",
+    "UpdateSettings",
+    "WeightCoordinator",
+    "WeightMap",
+    "WeightReceiver",
+    "WeightSender",
+    "forget",
+    "linear_weights",
+    "map_of",
+    "plan_weights",
+    "push",
+    "state_of",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

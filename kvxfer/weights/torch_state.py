@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from kvxfer.errors import InvalidArgument
 from kvxfer.layout import ITEM_BYTES
 from kvxfer.weights.holdings import Holding, Holdings
+from kvxfer.weights.quantize import Quantize
+from kvxfer.weights.quantized import Group, QuantizedCopies, Source
+from kvxfer.weights.scale_exchange import Kind
 from kvxfer.weights.torch_boxes import NOTHING, Box, box_of
 
 Rename: TypeAlias = Callable[[str], str | None]
@@ -45,23 +48,35 @@ class TrainingState:
         holdings: Holdings,
         tensors: dict[str, torch.Tensor],
         copied: Mapping[str, torch.Tensor],
+        quantized: QuantizedCopies | None = None,
     ) -> None:
         self.holdings = holdings
         self.tensors: Final = tensors
         """For each name of the holdings the box: contiguous, and read where it is."""
-        self._copied = copied
+        self._copied, self._quantized = copied, quantized
 
     @property
     def copied(self) -> frozenset[str]:
-        """Names whose tensor is a copy: not contiguous at training, or sent in another dtype."""
-        return frozenset(self._copied)
+        """Names whose tensor is a copy: not contiguous at training, sent in another dtype, or
+        quantised; and scales."""
+        made = () if self._quantized is None else self._quantized.tensors
+        return frozenset([*self._copied, *made])
 
     @torch.no_grad()
     def staged(self) -> dict[str, torch.Tensor]:
         """`tensors`, once the copies are up to date: of each push, as Trainer's `tensors`. On a
-        GPU, on its current stream."""
+        GPU, once its current stream has come so far: engines read memory, and know no streams.
+
+        With `quantize`, a collective of the group. Raises InvalidArgument at all its ranks, with
+        the name of a quantised parameter that has a NaN or an infinity.
+        """
         for name, source in self._copied.items():
             self.tensors[name].copy_(source)
+        if self._quantized is not None:
+            self._quantized.fill()
+        for device in {each.device for each in self.tensors.values()}:
+            if device.type != "cpu":
+                torch.accelerator.current_stream(device).synchronize()
         return self.tensors
 
 
@@ -70,6 +85,8 @@ def state_of(
     *,
     rename: Rename = lambda name: name,
     sent_as: SentAs = lambda _, dtype: dtype,
+    quantize: Quantize | None = None,
+    group: Group | None = None,
     host: str = "",
     zone: str = "",
     nics: int = 1,
@@ -82,6 +99,10 @@ def state_of(
             parameter, as of another stage or another expert, does not name it.
         rename: is told names without the prefixes of wrappers.
         sent_as: such as `lambda name, dtype: "bfloat16"`, for weights that are kept in float32.
+        quantize: says which parameters are sent in 8 bits with scales, and how, such as
+            `linear_weights(FP8_BLOCKS)`. All ranks of the group then call this, and `staged()`.
+        group: with `quantize`, all ranks that have a part of what is quantised. None for the
+            default group, or for this rank alone where torch.distributed has none.
         host, zone, nics: as in Holdings.
 
     Raises InvalidArgument, with the parameter's name, for what cannot be sent as it is kept.
@@ -103,11 +124,24 @@ def state_of(
     copied: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[object, str] = {}
+    sources: list[Source] = []
     for name, tensor in rows.items():
         local, box, whole = _local(name, tensor)
-        same = first.setdefault(_identity(tensor, local, box), name)
+        how = None if quantize is None else quantize(name, whole)
+        same = first.setdefault((_identity(tensor, local, box), how), name)
         if same != name:
             tied[name] = same
+            if how is not None:
+                tied[name + how.suffix] = same + how.suffix
+            continue
+        if how is not None:
+            if name + how.suffix in rows:
+                raise InvalidArgument(
+                    f"{name + how.suffix} is a parameter, and the name of the scales of {name}; "
+                    "rename or drop it"
+                )
+            if box != NOTHING:
+                sources.append(Source(name, Kind(how, whole, box), local))
             continue
         kept = _name_of(tensor.dtype)
         dtype = _sendable(name, sent_as(name, kept))
@@ -122,8 +156,15 @@ def state_of(
                 box.shape, dtype=getattr(torch, dtype), device=source.device
             )
         holdings.append(Holding(name, dtype, whole, box.offset, box.shape))
+    quantized = None if quantize is None else QuantizedCopies(sources, group)
+    if quantized is not None:
+        holdings += quantized.holdings
+        tensors |= quantized.tensors
     state = TrainingState(
-        Holdings(tuple(holdings), tied, nics=nics, host=host, zone=zone), tensors, copied
+        Holdings(tuple(holdings), tied, nics=nics, host=host, zone=zone),
+        tensors,
+        copied,
+        quantized,
     )
     state.staged()
     return state

@@ -110,6 +110,7 @@ class Trainer:
                 "None, all others have its address"
             )
         self._tensors = tensors
+        self._push: Push | None = None
         self._thread = _TrainerThread(
             rank,
             world_size,
@@ -137,8 +138,14 @@ class Trainer:
     def push(self, version: int) -> Push:
         """Begins an update once all training ranks have called this. The parameters must not be
         changed until `Push.read()` has returned. Raises InvalidArgument."""
+        # First: `tensors` may overwrite copies that the push before still sends.
+        if self._push is not None and not self._push.done():
+            raise InvalidArgument(
+                f"the push of version {self._push.version} has not ended; wait for its result"
+            )
         tensors = self._tensors()
-        return self._thread.run(self._thread.push(version, tensors), _CALL_SECONDS)
+        self._push = self._thread.run(self._thread.push(version, tensors), _CALL_SECONDS)
+        return self._push
 
     def close(self) -> None:
         """Ends what is under way. Idempotent."""

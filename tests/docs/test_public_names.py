@@ -14,9 +14,9 @@ import pytest
 from kvxfer.errors import KvxferError
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = ("kvxfer", "kvxfer.client", "kvxfer.errors", "kvxfer.kv")
-# It imports vLLM.
-READ_ONLY = ("kvxfer.connectors.vllm.weights",)
+PUBLIC = ("kvxfer", "kvxfer.client", "kvxfer.errors", "kvxfer.kv", "kvxfer.weights")
+# They import vLLM.
+READ_ONLY = ("kvxfer.connectors.vllm.weight_transfer", "kvxfer.connectors.vllm.weights")
 
 
 def names_of(module: str) -> list[str]:

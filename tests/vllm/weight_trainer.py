@@ -25,8 +25,7 @@ from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.plugins import load_general_plugins
 
-from kvxfer.connectors.vllm.weight_transfer.clients import PausingClient
-from kvxfer.connectors.vllm.weight_transfer.infos import KvxferTrainerInitInfo
+from kvxfer.connectors.vllm.weight_transfer import KvxferTrainerInitInfo, PausingClient
 
 
 class Client(PausingClient):

@@ -32,7 +32,7 @@ from kvxfer.errors import InvalidArgument
 from kvxfer.weights.torch_state import TrainingState, state_of
 
 WORLD: Final = 4
-_PATIENCE: Final = timedelta(seconds=60)
+PATIENCE: Final = timedelta(seconds=60)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -234,20 +234,20 @@ def run(folder: Path, rank: int) -> None:
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=WORLD,
-        timeout=_PATIENCE,
+        timeout=PATIENCE,
     )
     for case in CASES:
         state, whole = case()
         (folder / f"{case.__name__}-{rank}.json").write_bytes(msgspec.json.encode(state.holdings))
         assert all(each.is_contiguous() for each in state.tensors.values())
-        _save(state.tensors, folder / f"{case.__name__}-{rank}.safetensors")
+        save(state.tensors, folder / f"{case.__name__}-{rank}.safetensors")
         if rank == 0:
-            _save(whole, folder / f"{case.__name__}.safetensors")
+            save(whole, folder / f"{case.__name__}.safetensors")
     (folder / f"refusals-{rank}.json").write_text(json.dumps(refusals()))
     torch.distributed.destroy_process_group()
 
 
-def _save(tensors: Mapping[str, Any], file: Path) -> None:
+def save(tensors: Mapping[str, Any], file: Path) -> None:
     save_file({name: each.detach().clone() for name, each in tensors.items()}, file)
 
 

@@ -22,6 +22,14 @@ from kvxfer.weights.torch_boxes import NOTHING, Box, box_of
         ((2, 2), (1, 1), (Shard(0), Shard(0)), (2, 6), Box((8, 0), (2, 6))),
         ((2, 2), (0, 1), (_StridedShard(0, split_factor=2), Shard(0)), (3, 6), Box((5, 0), (3, 6))),
         ((2, 2), (1, 1), (Replicate(), Shard(1)), (10, 3), Box((0, 3), (10, 3))),
+        # By the second axis, the first, then the third: 5 to 9, 8 and 9, 8.
+        (
+            (2, 2, 2),
+            (1, 1, 0),
+            (_StridedShard(0, split_factor=2), Shard(0), Shard(0)),
+            (1, 6),
+            Box((8, 0), (1, 6)),
+        ),
     ],
 )
 def test_a_rank_has_the_box_that_its_placements_say(

@@ -8,13 +8,18 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
+from kvxfer import weights
 from kvxfer.engine import Engine
 from kvxfer.errors import DeadlineExceeded, InvalidArgument, WeightUpdateAborted
+from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.trainer import Trainer
 from kvxfer.weights.transfer.receiver import WeightReceiver
 
-from .transfer.job import KEY, Instance, boxes, shards, weights
+from .transfer.job import KEY, Instance, boxes, shards
+from .transfer.job import weights as version_weights
+from .whole_quantization import quantized
 
 pytestmark = pytest.mark.native
 
@@ -22,9 +27,12 @@ pytestmark = pytest.mark.native
 class _Serving:
     """An instance of one rank, on a loop in a thread."""
 
-    def __init__(self, coordinator: str) -> None:
+    def __init__(self, coordinator: str = "", holdings: Holdings | None = None) -> None:
+        """Without a coordinator it is to be dialed, at `address`."""
         self.instance = Instance([])
+        self.address = ""
         self._coordinator = coordinator
+        self._holdings = holdings or shards(0, 1)
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._joined = threading.Event()
@@ -34,11 +42,13 @@ class _Serving:
         async with (
             Engine(cluster_key=KEY, fabrics=["local"]) as engine,
             WeightReceiver(
-                engine, shards(0, 1), instance_id="i0", commit=self.instance.commit
+                engine, self._holdings, instance_id="i0", commit=self.instance.commit
             ) as receiver,
         ):
             self.instance.ranks.append(receiver)
-            await receiver.join(self._coordinator)
+            self.address = engine.address
+            if self._coordinator:
+                await receiver.join(self._coordinator)
             self._joined.set()
             await self._closing.wait()
 
@@ -61,7 +71,7 @@ def trainers() -> Iterator[list[Trainer]]:
         made.append(
             Trainer(
                 holdings,
-                lambda holdings=holdings: boxes(holdings, weights(len(versions))),  # type: ignore[misc]
+                lambda holdings=holdings: boxes(holdings, version_weights(len(versions))),  # type: ignore[misc]
                 rank=rank,
                 world_size=2,
                 cluster_key=KEY,
@@ -87,7 +97,7 @@ def test_each_push_is_served(trainers: list[Trainer]) -> None:
             for push in pushes:
                 push.read(60)
                 assert push.result(60).state == "committed"
-            for name, box in weights(version).items():
+            for name, box in version_weights(version).items():
                 np.testing.assert_array_equal(instance.serves[0][name], box)
 
 
@@ -106,6 +116,59 @@ def test_a_rank_that_pushes_alone_waits_for_the_other(trainers: list[Trainer]) -
         push.result(0.1)
     with pytest.raises(InvalidArgument, match="the push of version 1 has not ended"):
         trainers[0].push(2)
+
+
+def test_a_push_that_is_refused_leaves_copies_as_they_are() -> None:
+    made = 0
+
+    def tensors() -> dict[str, np.ndarray]:
+        nonlocal made
+        made += 1
+        return boxes(shards(0, 1), version_weights(1))
+
+    with Trainer(
+        shards(0, 1), tensors, rank=0, world_size=2, cluster_key=KEY, fabrics=["local"]
+    ) as trainer:
+        trainer.push(1)
+        with pytest.raises(InvalidArgument, match="the push of version 1 has not ended"):
+            trainer.push(2)
+        assert made == 1
+
+
+def test_a_model_of_torch_is_sent_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_CLUSTER_KEY", KEY)
+    model = torch.nn.Linear(140, 130)
+    chosen = weights.linear_weights(weights.FP8_BLOCKS)
+    serving = _Serving(holdings=weights.state_of(model, quantize=chosen).holdings)
+    with serving as instance:
+        for version in (1, 2):
+            with torch.no_grad():
+                model.weight.add_(version)
+            push = weights.push(
+                model, version, quantize=chosen, receivers=[serving.address], fabrics=["local"]
+            )
+            assert push.result(60).state == "committed"
+            values, scales = quantized(model.weight.detach(), weights.FP8_BLOCKS)
+            served = instance.serves[0]
+            np.testing.assert_array_equal(served["weight"], values.view(torch.uint8).numpy())
+            np.testing.assert_array_equal(served["weight_scale_inv"], scales.numpy())
+        weights.forget(model)
+
+
+def test_a_model_of_torch_is_pushed_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_CLUSTER_KEY", KEY)
+    model = torch.nn.Linear(40, 24)
+    serving = _Serving(holdings=weights.state_of(model).holdings)
+    with serving as instance:
+        for version in (1, 2):
+            with torch.no_grad():
+                model.weight.add_(version)
+            push = weights.push(model, version, receivers=[serving.address], fabrics=["local"])
+            push.read(60)
+            assert push.result(60).state == "committed"
+            for name, parameter in model.named_parameters():
+                np.testing.assert_array_equal(instance.serves[0][name], parameter.detach().numpy())
+        weights.forget(model)
 
 
 def test_rank_0_hosts_the_coordinator() -> None:

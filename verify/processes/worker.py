@@ -38,8 +38,10 @@ class WorkerProcess(Process):
         inside: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
+        python: str | Path = "",
     ) -> None:
-        """`inside` is a command that runs another one in some place. Returns before it is ready."""
+        """`inside` is a command that runs another one in some place. `python` is that of another
+        environment. Returns before it is ready."""
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._answers: dict[int, Future[Event]] = {}
@@ -47,10 +49,10 @@ class WorkerProcess(Process):
         self._waiting: list[tuple[tuple[str, ...], Future[Event]]] = []
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._ended = False
-        path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+        path = os.pathsep.join([str(ROOT), *([] if python else filter(None, sys.path))])
         super().__init__(
             name,
-            *(*inside, sys.executable, "-m", module, name, *arguments),
+            *(*inside, str(python) or sys.executable, "-m", module, name, *arguments),
             folder=folder,
             environment={**os.environ, **(environment or {}), "PYTHONPATH": path},
         )

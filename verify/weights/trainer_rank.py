@@ -68,6 +68,7 @@ class TrainerRank:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=job.rate)
         self._steps = 0
         self._trainer: Trainer | None = None
+        self._vllm: Any = None
 
     def step(self, count: int = 1) -> Event:
         """Trains on random tokens, which follow from seed, rank and step."""
@@ -105,6 +106,37 @@ class TrainerRank:
             **(options or {}),
         )
         return {"coordinator": self._trainer.coordinator}
+
+    def connect_vllm(
+        self, server: str, port: int, instances: int, mode: str = "wait", policy: str = "drain"
+    ) -> Event:
+        """Opens this rank's engine of vLLM's own weight transfer: the coordinator listens at this
+        port. `mode` is how vLLM is paused, `policy` what other instances do with requests."""
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        from kvxfer.connectors.vllm.weight_transfer import KvxferTrainerInitInfo, PausingClient
+        from kvxfer.connectors.vllm.weight_transfer.plugin import register
+        from kvxfer.connectors.vllm.weight_transfer.trainer import StateSource
+
+        register()
+        state = state_of(self._model, sent_as=lambda name, dtype: self._job.dtype)
+        info = KvxferTrainerInitInfo(
+            rank=self._rank,
+            world_size=self._job.world_size,
+            instances=instances,
+            settings=UpdateSettings(policy=policy),  # type: ignore[arg-type]
+            options={"port": port} if self._rank == 0 else {},
+        )
+        client = PausingClient(server, mode=mode)  # type: ignore[arg-type]
+        self._vllm = WeightTransferTrainerFactory.trainer_init(
+            info, client=client, source=StateSource(state)
+        )
+        return {}
+
+    def send_to_vllm(self, version: int) -> Event:
+        """By vLLM's engine; answered once all serve it."""
+        report = self._vllm.send_weights(version)
+        return {"report": msgspec.to_builtins(report)}
 
     def wait(self, instances: int, seconds: float) -> Event:
         """Of rank 0: until so many instances are there."""
@@ -148,6 +180,9 @@ class TrainerRank:
         if self._trainer is not None:
             self._trainer.close()
         self._trainer = None
+        if self._vllm is not None:
+            self._vllm.shutdown()
+        self._vllm = None
         return {}
 
     @property

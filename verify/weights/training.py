@@ -24,14 +24,19 @@ class TrainingJob(WorkerProcess):
     """Training ranks with a tiny Llama, FSDP over gloo; what they compute follows from the seed.
     Any one thread. Raises AssertionError where a rank fails to do what it is told."""
 
-    def __init__(self, folder: Path, *, world_size: int = 4, **job: Any) -> None:
-        """job: the members of trainer_rank.Job. Returns once it is ready."""
+    def __init__(self, folder: Path, *, world_size: int = 4, python: str = "", **job: Any) -> None:
+        """job: the members of trainer_rank.Job. python: that of vLLM, for connect_vllm(). Returns
+        once it is ready."""
         store = Path(tempfile.mkdtemp(dir=folder)) / "store"
         options = {"store": str(store), "world_size": world_size, **job}
         quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
         self.world_size = world_size
         super().__init__(
-            "verify.weights.job", "training job", json.dumps(options), environment=quiet
+            "verify.weights.job",
+            "training job",
+            json.dumps(options),
+            environment=quiet,
+            python=python,
         )
         self.pids: list[int] = self._ready.result(_START_SECONDS)["pids"]
 
@@ -57,6 +62,15 @@ class TrainingJob(WorkerProcess):
         others = range(1, self.world_size)
         self.do("connect", ranks=others, key=key, coordinator=address, **arguments)
         return address
+
+    def connect_vllm(self, server: str, **arguments: Any) -> None:
+        """Has each rank open vLLM's trainer engine of the backend `kvxfer`; `arguments` are those
+        of trainer_rank.TrainerRank.connect_vllm."""
+        self.do("connect_vllm", server=server, **arguments)
+
+    def send_to_vllm(self, version: int) -> Event:
+        """Together, by all ranks; the report of rank 0."""
+        return dict(self.do("send_to_vllm", version=version)[0]["report"])
 
     def wait_for(self, instances: int, seconds: float = 60.0) -> None:
         """Until so many instances have joined."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
 from kvxfer.engine import Engine
+from kvxfer.layout import ITEM_BYTES
 from kvxfer.weights.holdings import Holding, Holdings
 from kvxfer.weights.transfer.coordinator import WeightCoordinator
 from kvxfer.weights.transfer.execution import ControlPath
@@ -20,6 +22,7 @@ from kvxfer.weights.transfer.staged import Staged
 from verify.polling import eventually
 
 KEY = "k" * 32
+_VIEWS: Final[dict[int, type]] = {4: np.float32, 2: np.uint16, 1: np.uint8}
 SHAPES = {"embed": (96, 40), "norm": (40,), "q_proj": (64, 40), "down": (40, 72)}
 
 
@@ -64,11 +67,11 @@ def boxes(holdings: Holdings, whole: dict[str, np.ndarray]) -> dict[str, np.ndar
 
 
 def staged(receiver: WeightReceiver) -> dict[str, np.ndarray]:
-    """What the arena has."""
+    """What the arena has: numpy has no floats of 8 bits, nor bfloat16."""
     memory = np.frombuffer(receiver.memory, np.uint8)
     return {
         name: memory[place.offset : place.offset + place.nbytes]
-        .view(np.float32)
+        .view(_VIEWS[ITEM_BYTES[place.holding.dtype]])
         .reshape(place.holding.shape)
         .copy()
         for name, place in receiver.arena.places.items()

@@ -1,8 +1,10 @@
-"""What endpoints and receive pools send each other, and the block tables in it."""
+"""What endpoints, receive pools and members of weight updates send each other, and the block tables
+in it."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 from kvxfer.engine import pool_wire
 from kvxfer.errors import InvalidArgument, LayoutMismatch, ProtocolError
@@ -13,6 +15,9 @@ from kvxfer.kv.plan import plan_transfer
 from kvxfer.layout import KvLayout
 from kvxfer.prompt_digest import prompt_digest
 from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
+from kvxfer.weights.holdings import Holding, Holdings
+from kvxfer.weights.report import UpdateReport
+from kvxfer.weights.transfer import messages as weight_messages
 from verify.fuzz.python.choices import Choices
 
 DECODERS = {
@@ -23,9 +28,23 @@ DECODERS = {
     "kvxfer/layout.py": ["KvLayout.__post_init__", "KvLayout._require_*"],
     "kvxfer/kv/ranks.py": ["require_mappable"],
     "kvxfer/reference/worker/tail.py": ["decode_tail"],
+    "kvxfer/weights/transfer/messages.py": ["encode", "Inbox.take"],
 }
 
 OURS = KvLayout(num_layers=4, num_kv_heads=4, head_size=16, dtype="float16", block_size=16)
+_OF_WEIGHTS = 0xFF
+"""The first byte of such inputs; those of others are older than it."""
+_HOLDINGS = Holdings((Holding("w", "bfloat16", (64, 8), (32, 0), (32, 8)),), {"v": "w"})
+_WEIGHT_MESSAGES = (
+    weight_messages.JoinTraining(0, _HOLDINGS),
+    weight_messages.JoinInference("i", 0, 1, _HOLDINGS, "kvx://", True, 0),
+    # Long enough to be compressed.
+    weight_messages.JoinTraining(0, Holdings(_HOLDINGS.parameters * 400)),
+    weight_messages.Grant("1-a", 7, bytes(44)),
+    weight_messages.Sent("1-a", 3, 1 << 63),
+    weight_messages.Failed("1-a", weight_messages.Said("peer-lost", "it was lost")),
+    weight_messages.Settled(1, UpdateReport("1-a", 1, "committed", 8)),
+)
 _GROUPED = KvLayout(
     num_layers=2,
     num_kv_heads=1,
@@ -38,7 +57,38 @@ _GROUPED = KvLayout(
 
 def run(data: bytes) -> None:
     choices = Choices(data)
-    (_message, _pool_offer, _table, _header, _tail)[choices.below(5)](choices)
+    kind = choices.byte()
+    if kind == _OF_WEIGHTS:
+        _weight_update(choices)
+    else:
+        (_message, _pool_offer, _table, _header, _tail)[kind % 5](choices)
+
+
+def _weight_update(choices: Choices) -> None:
+    """Messages of a peer, some as they are meant, with bytes of them changed."""
+    inbox = weight_messages.Inbox()
+    while choices:
+        messages = [choices.rest()] if choices.flag() else list(_written(choices))
+        for data in messages:
+            try:
+                message = inbox.take(data, "peer")
+            except ProtocolError:
+                return
+            if message is None:
+                continue
+            again = weight_messages.Inbox()
+            for part in weight_messages.encode(message):
+                read = again.take(part, "peer")
+            if repr(read) != repr(message):
+                raise AssertionError(f"{message} does not read as written")
+
+
+def _written(choices: Choices) -> Iterator[bytes]:
+    for data in weight_messages.encode(choices.one_of(_WEIGHT_MESSAGES)):
+        changed = bytearray(data)
+        for _ in range(choices.below(4)):
+            changed[choices.integer() % len(changed)] = choices.byte()
+        yield bytes(changed)
 
 
 def _message(choices: Choices) -> None:

@@ -23,6 +23,7 @@ from kvxfer.scheduler.redis_registry.mirror import LogBroken, Mirror
 from kvxfer.scheduler.redis_registry.snapshot import load
 from kvxfer.scheduler.scaling.redis_leader import _token
 from kvxfer.transfers import Party, Transfer, TransferRequest
+from kvxfer.weight_updates import UpdateState
 from verify.fuzz.python.choices import Choices
 
 DECODERS = {
@@ -155,7 +156,9 @@ def _everything(choices: Choices) -> Sequence[object]:
         transfers[choices.one_of((b"t", b"u"))] = transfer
     changes = [_record(choices, 0, 0) for _ in range(choices.below(3))]
     position = choices.one_of((b"5", b"5", b"5", None, b"x"))
-    return position, b"0", members, specs, blocks, transfers, [_name(choices)], changes
+    tables = [_name(choices)]
+    updates = {choices.one_of((b"t", b"u")): _update(choices) for _ in range(choices.below(3))}
+    return position, b"0", members, specs, blocks, transfers, updates, tables, changes
 
 
 def _record(choices: Choices, after: int, kind: int) -> tuple[bytes, dict[bytes, bytes]]:
@@ -196,7 +199,11 @@ def _record(choices: Choices, after: int, kind: int) -> tuple[bytes, dict[bytes,
         case 6:
             fields = {b"kind": b"end", b"transfer": transfer}
         case _:
-            fields = {b"kind": choices.bytes()}
+            kind_of = choices.bytes()
+            fields = {b"kind": kind_of}
+            if kind_of[:1] in (b"+", b"-"):
+                told = b"update" if kind_of[:1] == b"+" else b"no-update"
+                fields = {b"kind": told, b"update": _update(choices)}
     fields[b"after"] = str(after).encode() if choices.byte() != 0xFF else choices.bytes()
     if choices.byte() == 0xFF:
         del fields[choices.one_of(sorted(fields))]
@@ -239,6 +246,21 @@ def _spec(choices: Choices, name: bytes) -> bytes:
 def _transfer(choices: Choices) -> bytes:
     transfer = msgspec.to_builtins(_transfer_of(choices))
     return _packed(choices, transfer, msgspec.msgpack.encode)
+
+
+def _update(choices: Choices) -> bytes:
+    update = {
+        "update_id": choices.one_of(("t", "u")),
+        "model": "m",
+        "version": 1 + choices.below(3),
+        "policy": "drain",
+        "state": choices.one_of(tuple(UpdateState)),
+        "started_at": 1.0,
+        "ended_at": choices.one_of((None, 2.0)),
+        "lease_seconds": 15.0,
+        "instances": [{"instance_id": "p", "epoch": 7}],
+    }
+    return _packed(choices, update, msgspec.msgpack.encode)
 
 
 def _transfer_of(choices: Choices) -> Transfer:

@@ -68,9 +68,17 @@ def load_in_place(
         initialize_layerwise_reload(model)
         loading.load_weights(weights)
         finalize_layerwise_reload(model, model_config)
-        for layer in model.modules():
-            method = getattr(layer, "quant_method", None)
-            if isinstance(method, UnquantizedEmbeddingMethod):
-                # On CPUs vLLM computes logits with a packed copy. It has not renewed that of an
-                # lm_head whose weights are the embedding's, as nothing was loaded there.
-                method.process_weights_after_loading(layer)
+        for layer, method in _tied(model):
+            # On CPUs vLLM computes logits with a packed copy. It has not renewed that of an lm_head
+            # whose weights are the embedding's, as nothing was loaded there.
+            method.process_weights_after_loading(layer)
+
+
+def _tied(model: torch.nn.Module) -> list[tuple[torch.nn.Module, UnquantizedEmbeddingMethod]]:
+    """Embeddings and output heads that share their weights with another layer."""
+    found: dict[int, list[tuple[torch.nn.Module, UnquantizedEmbeddingMethod]]] = {}
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedEmbeddingMethod):
+            found.setdefault(id(layer.weight), []).append((layer, method))
+    return [each for sharing in found.values() if len(sharing) > 1 for each in sharing]

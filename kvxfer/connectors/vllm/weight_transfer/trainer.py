@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 
 import torch
 from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
     TrainerWeightTransferEngine,
     VLLMWeightSyncClient,
     WeightSource,
@@ -20,11 +21,12 @@ from kvxfer.connectors.vllm.weight_transfer.infos import KvxferTrainerInitInfo
 from kvxfer.errors import InvalidArgument, WeightUpdateError
 from kvxfer.weights.holdings import Holding, Holdings
 from kvxfer.weights.report import UpdateReport
+from kvxfer.weights.torch_state import TrainingState
 from kvxfer.weights.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["KvxferTrainerWeightTransferEngine", "ShardSource"]
+__all__ = ["KvxferTrainerWeightTransferEngine", "ShardSource", "StateSource"]
 
 
 class ShardSource(WeightSource):
@@ -40,6 +42,27 @@ class ShardSource(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         raise InvalidArgument("a source of shards has no whole parameters; use it with kvxfer only")
+
+
+class StateSource(ShardSource):
+    """Of what `kvxfer.weights.torch_state.state_of()` says of this rank's module: FSDP's and other
+    DTensors are sent as they are sharded."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+
+    def metadata(self) -> list[ParamMeta]:
+        """Of the parameters that this rank has a part of."""
+        return [
+            ParamMeta(each.name, getattr(torch, each.dtype), each.whole)
+            for each in self._state.holdings.parameters
+        ]
+
+    def holdings(self) -> Holdings:
+        return self._state.holdings
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._state.staged()
 
 
 class KvxferTrainerWeightTransferEngine(TrainerWeightTransferEngine[KvxferTrainerInitInfo]):
@@ -58,9 +81,10 @@ class KvxferTrainerWeightTransferEngine(TrainerWeightTransferEngine[KvxferTraine
         self.version = init_info.version
         """Of the last update that was sent."""
         self._trainer = _trainer(init_info, client, source)
+        metadata = _of_all_ranks(source, init_info)
         if self.is_sender:
             try:
-                client.init_weight_transfer_engine(_told(source, self._trainer.coordinator))
+                client.init_weight_transfer_engine(_told(metadata, self._trainer.coordinator))
                 self._trainer.wait_for(init_info.instances, init_info.join_seconds)
             except BaseException:
                 self._trainer.close()
@@ -169,9 +193,21 @@ def _tensors(source: WeightSource) -> dict[str, torch.Tensor]:
     return {name: each.detach().contiguous() for name, each in whole if each is not None}
 
 
-def _told(source: WeightSource, coordinator: str) -> dict[str, Any]:
+def _of_all_ranks(source: WeightSource, info: KvxferTrainerInitInfo) -> list[ParamMeta]:
+    """A source of shards knows of its rank's parameters only, which with pipeline or expert
+    parallelism are not all."""
+    mine: list[ParamMeta] = source.metadata()
+    if not isinstance(source, ShardSource) or info.world_size == 1:
+        return mine
+    if not torch.distributed.is_initialized():
+        return mine
+    found: list[list[ParamMeta]] = [[] for _ in range(info.world_size)]
+    torch.distributed.all_gather_object(found, mine)
+    return list({each.name: each for ranks in found for each in ranks}.values())
+
+
+def _told(metadata: list[ParamMeta], coordinator: str) -> dict[str, Any]:
     """What each worker's KvxferInitInfo is made of."""
-    metadata = source.metadata()
     return {
         "coordinator": coordinator,
         "names": [each.name for each in metadata],
