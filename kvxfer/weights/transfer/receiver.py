@@ -71,8 +71,8 @@ class WeightReceiver:
     them between two steps, call `applied()`. If a rank fails in between, call `broken()` and end
     the instance: it has half of the update.
 
-    An update may come in waves, each of which is staged, pinned and applied like that. Between
-    the first one and the last one, the instance serves no request.
+    An update may come in waves; each is staged, pinned and applied like that. Between the first one
+    and the last one, the instance serves no request.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class WeightReceiver:
 
     @property
     def partial(self) -> str | None:
-        """Why it is out of service until an update reaches it whole, of which it has some waves."""
+        """Why it is out of service until a whole update reaches it: it has some waves of one."""
         return self._service.partial
 
     @property
