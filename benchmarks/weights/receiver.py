@@ -23,7 +23,8 @@ from benchmarks.weights.rank import (
     as_bytes,
     tag_of,
 )
-from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
+from kvxfer.weights.transfer.receiver import WeightReceiver
+from kvxfer.weights.transfer.staged import Staged
 
 
 class Receiver(Rank):

@@ -128,7 +128,7 @@ def _report(name: str, schedule: Schedule, seconds: float, gbps: float) -> Itera
     )
     yield f"planned in {seconds:.2f} s, with {_size(_peak_bytes())} of memory at most"
     yield (
-        f"{_size(figures.nbytes)} in {figures.writes:,} writes and {figures.waves} waves; "
+        f"{_size(figures.nbytes)} in {figures.writes:,} writes and {figures.bursts} bursts; "
         f"{figures.gathered:,} writes gather small pieces, the largest has "
         f"{_size(figures.largest_write)}"
     )

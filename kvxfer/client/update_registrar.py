@@ -21,6 +21,7 @@ _STATES: Final = {
     "committed": PartState.COMMITTED,
     "failed": PartState.FAILED,
     "lost": PartState.LOST,
+    "partial": PartState.FAILED,
 }
 
 

@@ -58,12 +58,13 @@ class LlamaModel:
     def dtype(self) -> torch.dtype:
         return self._parameters.embedding.dtype
 
-    def apply(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Takes other weights, in place, between two calls of prefill() and decode().
+    def apply(self, weights: Mapping[str, Tensor], version: int, whole: bool = True) -> None:
+        """Takes other weights, in place, between two calls of prefill() and decode(); unless
+        `whole`, some of them.
 
         Raises InvalidArgument where a box is missing or of another shape, with nothing changed.
         """
-        self._parameters.load(weights)
+        self._parameters.load(weights, whole)
         self.weights_version = version
 
     @torch.inference_mode()

@@ -62,13 +62,15 @@ class Parameters:
         self.final_norm = self._fused([FINAL_NORM])
         self.layers = [self._layer(layer_prefix(index)) for index in range(config.num_layers)]
 
-    def load(self, boxes: Mapping[str, Tensor]) -> None:
-        """Copies boxes of all parameters here, from any type and device.
+    def load(self, boxes: Mapping[str, Tensor], whole: bool = True) -> None:
+        """Copies boxes of all parameters here, or unless `whole` of some, from any type and device.
 
         Raises InvalidArgument where one is missing or of another shape; nothing is copied then.
         """
         for name, view in self._views.items():
             if name not in boxes:
+                if not whole:
+                    continue
                 raise InvalidArgument(f"{self._name}: the weights have no {name}; give all of them")
             if boxes[name].shape != view.shape:
                 raise InvalidArgument(
@@ -76,7 +78,8 @@ class Parameters:
                     f"needs {list(view.shape)}"
                 )
         for name, view in self._views.items():
-            view.copy_(boxes[name])
+            if name in boxes:
+                view.copy_(boxes[name])
 
     def _vocabulary(self, name: str, rows: int) -> Tensor:
         box = self._boxes[name]

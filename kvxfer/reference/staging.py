@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvxfer.weights.transfer.receiver import Staged
+from kvxfer.weights.transfer.staged import Staged
 
 
 class Staging(Protocol):

@@ -106,6 +106,8 @@ class VersionGate:
         self._open = asyncio.Event()
         self._open.set()
         self._updating = asyncio.Lock()
+        self._stopped = 0.0
+        """When the last step before the update had ended."""
         self._broken: KvxferError | None = None
 
     @property
@@ -153,22 +155,32 @@ class VersionGate:
         swap: Callable[[], int],
         policy: Policy | None = None,
         settle: Callable[[], Awaitable[None]] | None = None,
+        *,
+        first: bool = True,
+        last: bool = True,
     ) -> float:
-        """Applies an update; returns the seconds for which no step ran, or under `drain` and
-        `abort`, could have begun.
+        """Applies an update, or a wave of one; returns the seconds since the update began for which
+        no step ran, or under `drain` and `abort`, could have begun.
 
         `swap` replaces the weights in the compute thread, and returns their version; what it raises
-        ends the service. `settle` is awaited before new requests are let in.
+        ends the service. `settle` is awaited before new requests are let in: after the last wave.
+        No request can go on between two waves, so `keep` is `drain` then.
         """
         policy = policy or self._policy
+        if policy is Policy.KEEP and not (first and last):
+            policy = Policy.DRAIN
         async with self._updating:
             self.require(None)
             self._open.clear()
             try:
                 await self._meet_running(policy)
-                stopped, applied, self.version = await self._compute.run(lambda: self._timed(swap))
-                if settle is not None:
-                    await settle()
+                stopped, applied, version = await self._compute.run(lambda: self._timed(swap))
+                if first:
+                    self._stopped = stopped
+                if last:
+                    self.version = version
+                    if settle is not None:
+                        await settle()
             except KvxferError as error:
                 self.close(error)
                 raise
@@ -176,8 +188,10 @@ class VersionGate:
                 self.close(KvxferError(f"the weights could not be replaced: {error!r}"))
                 raise
             finally:
-                self._open.set()
-            return (applied if policy is Policy.KEEP else self._clock.monotonic()) - stopped
+                if last or self._broken is not None:
+                    self._open.set()
+            ended = applied if policy is Policy.KEEP else self._clock.monotonic()
+            return ended - self._stopped
 
     def close(self, error: KvxferError) -> None:
         """Ends the service: running requests and new ones end with this error."""

@@ -17,7 +17,8 @@ from kvxfer.errors import DeadlineExceeded, InvalidArgument
 from kvxfer.loop_thread import LoopThread
 from kvxfer.reference.config import LlamaConfig
 from kvxfer.reference.shards import Shard, holdings_of
-from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
+from kvxfer.weights.transfer.receiver import WeightReceiver
+from kvxfer.weights.transfer.staged import Staged
 
 T = TypeVar("T")
 

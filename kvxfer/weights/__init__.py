@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from kvxfer.weights.torch_state import TrainingState, state_of
     from kvxfer.weights.trainer import Push, Trainer
     from kvxfer.weights.transfer.coordinator import WeightCoordinator
-    from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
+    from kvxfer.weights.transfer.receiver import WeightReceiver
     from kvxfer.weights.transfer.sender import WeightSender
     from kvxfer.weights.transfer.settings import UpdateSettings
+    from kvxfer.weights.transfer.staged import Staged
 
 # Imported when they are used: the command line needs the plan alone, and no torch.
 _HOMES: Final = {
@@ -53,7 +54,7 @@ _HOMES: Final = {
     "Quantization": "kvxfer.weights.quantize",
     "ScheduleSettings": "kvxfer.weights.plan.settings",
     "Side": "kvxfer.weights.maps",
-    "Staged": "kvxfer.weights.transfer.receiver",
+    "Staged": "kvxfer.weights.transfer.staged",
     "Trainer": "kvxfer.weights.trainer",
     "TrainingState": "kvxfer.weights.torch_state",
     "UpdateReport": "kvxfer.weights.report",

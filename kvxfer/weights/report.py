@@ -12,8 +12,9 @@ class InstanceReport(msgspec.Struct, frozen=True):
 
     instance_id: str
     ranks: int
-    state: Literal["committed", "staged", "aborted", "failed", "lost"]
-    """"staged": its inference engine has still to be told. "failed" and "lost": out of service."""
+    state: Literal["committed", "staged", "aborted", "failed", "lost", "partial"]
+    """"staged": its inference engine has still to be told. "failed" and "lost": out of service.
+    "partial": out of service until the next update, as it has some waves of one."""
     version: int | None
     """That it serves; None where that is not known."""
     digest: str | None = None
@@ -22,6 +23,11 @@ class InstanceReport(msgspec.Struct, frozen=True):
     """From the end of its last step before to the begin of its first step after; None where its
     engine does not measure it."""
     error: str | None = None
+
+    @property
+    def in_service(self) -> bool:
+        """Whether it may serve requests."""
+        return self.state not in ("failed", "lost", "partial")
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
@@ -42,3 +48,10 @@ class UpdateReport(msgspec.Struct, frozen=True):
     error: str | None = None
     """Why it was aborted, with the error's code."""
     code: str | None = None
+    mode: Literal["atomic", "wave"] = "atomic"
+    waves: int = 1
+
+    @property
+    def out_of_service(self) -> tuple[str, ...]:
+        """The instances that serve no request."""
+        return tuple(each.instance_id for each in self.instances if not each.in_service)

@@ -20,7 +20,8 @@ from kvxfer.errors import DeadlineExceeded, EngineClosed, InvalidArgument
 from kvxfer.loop_thread import LoopThread
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.report import UpdateReport
-from kvxfer.weights.transfer.coordinator import ControlPath, WeightCoordinator
+from kvxfer.weights.transfer.coordinator import WeightCoordinator
+from kvxfer.weights.transfer.execution import ControlPath
 from kvxfer.weights.transfer.registrar import Registrar
 from kvxfer.weights.transfer.sender import WeightSender
 from kvxfer.weights.transfer.settings import UpdateSettings

@@ -61,7 +61,7 @@ def test_a_map_from_a_file_as_json(tmp_path):
         (("--file", "/nowhere.json", "--train", "1"), "leave the options out"),
         ((*SMALL, "--gbps", "0"), "--gbps is 0.0; use more than 0"),
         ((*SMALL, "--gather-bytes", "67108864"), "use at most half of slice_bytes"),
-        ((*SMALL, "--wave-bytes", "1"), "wave_bytes is 1; use slice_bytes or more"),
+        ((*SMALL, "--burst-bytes", "1"), "burst_bytes is 1; use slice_bytes or more"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments, words):

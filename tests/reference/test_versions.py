@@ -84,6 +84,29 @@ async def test_drain_lets_running_requests_end_and_new_ones_wait(served: Served)
     assert await new == [VersionSpan(1, 0, 2)]
 
 
+@pytest.mark.parametrize("policy", Policy)
+async def test_between_waves_nothing_is_served(served: Served, policy: Policy) -> None:
+    goes_on = asyncio.Event()
+    old = await begun(served, goes_on)
+    first = asyncio.create_task(served.gate.update(served.swap, policy, last=False))
+    await eventually(lambda: not served.gate._open.is_set())
+    goes_on.set()
+    if policy is Policy.ABORT:
+        with pytest.raises(RequestAborted):
+            await old
+    else:
+        assert await old == [VersionSpan(0, 0, 5)]
+    await first
+    new = asyncio.create_task(served.request(2, goes_on))
+    middle = await served.gate.update(served.swap, policy, first=False, last=False)
+    assert served.gate.version == 0
+    assert not new.done()
+    assert not running(served)
+    assert await served.gate.update(served.swap, policy, first=False) >= middle
+    assert await new == [VersionSpan(3, 0, 2)]
+    assert served.gate.version == 3
+
+
 async def test_what_does_not_end_in_time_is_aborted() -> None:
     with contextlib.closing(ComputeThread()) as compute:
         served = Served(compute, drain_seconds=0.05)

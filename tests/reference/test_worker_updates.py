@@ -31,6 +31,7 @@ from kvxfer.reference.weights import seeded_weights
 from kvxfer.reference.worker.updates import WorkerUpdates
 from kvxfer.weights.report import UpdateReport
 from kvxfer.weights.trainer import Trainer
+from kvxfer.weights.transfer.settings import UpdateSettings
 from verify.polling import PATIENCE, eventually
 
 from .test_worker_service import PROMPT, complete, hold_prefill_at
@@ -83,8 +84,10 @@ async def stack() -> AsyncIterator[contextlib.AsyncExitStack]:
         yield stack
 
 
-async def started(stack: contextlib.AsyncExitStack, *taking: Role) -> Job:
-    """Workers of these roles take updates."""
+async def started(
+    stack: contextlib.AsyncExitStack, *taking: Role, arena_bytes: int | None = None
+) -> Job:
+    """Workers of these roles take updates; with a bound of the arena, in waves."""
     key = secrets.token_hex(16)
     job: Job
     trainer = Trainer(
@@ -93,6 +96,7 @@ async def started(stack: contextlib.AsyncExitStack, *taking: Role) -> Job:
         rank=0,
         world_size=1,
         cluster_key=key,
+        settings=UpdateSettings(mode="atomic" if arena_bytes is None else "wave"),
         fabrics=["local"],
     )
     stack.push_async_callback(asyncio.to_thread, trainer.close)
@@ -108,20 +112,24 @@ async def started(stack: contextlib.AsyncExitStack, *taking: Role) -> Job:
             engine = await stack.enter_async_context(Engine(cluster_key=key, fabrics=["local"]))
             updates.append(WorkerUpdates(model, worker.gate, worker.endpoint))
             await stack.enter_async_context(
-                updates[-1].receiving(engine, trainer.coordinator, "float32")
+                updates[-1].receiving(engine, trainer.coordinator, "float32", arena_bytes)
             )
     await asyncio.to_thread(trainer.wait_for, len(taking), 2 * PATIENCE)
     job = Job(WorkerPair(*made, key), trainer, updates)
     return job
 
 
-async def test_workers_answer_with_what_was_pushed(stack: contextlib.AsyncExitStack) -> None:
-    job = await started(stack, Role.PREFILL, Role.DECODE)
+@pytest.mark.parametrize(("arena_bytes", "waves"), [(None, 1), (128 << 10, 4)])
+async def test_workers_answer_with_what_was_pushed(
+    stack: contextlib.AsyncExitStack, arena_bytes: int | None, waves: int
+) -> None:
+    job = await started(stack, Role.PREFILL, Role.DECODE, arena_bytes=arena_bytes)
     workers = job.workers
     _, before = await complete(workers, workers.request(PROMPT, max_tokens=8))
     assert before.choices[0].token_ids == expected(1, 8)
     for version in (2, 5):
         report = await job.pushed(version)
+        assert report.waves == waves
         assert [each.state for each in report.instances] == ["committed"] * 2
         assert all(0 < (each.pause_seconds or 0) < PATIENCE for each in report.instances)
         for worker in (workers.prefill, workers.decode):

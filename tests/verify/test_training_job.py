@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM
 
 from kvxfer.engine import Engine
 from kvxfer.weights.holdings import Holding, Holdings
-from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
+from kvxfer.weights.transfer.receiver import WeightReceiver
+from kvxfer.weights.transfer.staged import Staged
 from verify.weights.training import KEY, TrainingJob
 
 pytestmark = pytest.mark.native

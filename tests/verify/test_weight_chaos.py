@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+from kvxfer.weights.transfer.settings import Mode
+from verify.faults.weights.__main__ import KINDS
 from verify.faults.weights.catalogue import catalogue
 from verify.faults.weights.defects import DEFECTS
 from verify.faults.weights.run import run
@@ -13,18 +15,18 @@ from verify.faults.weights.run import run
 pytestmark = pytest.mark.native
 
 
-@pytest.mark.parametrize("fabric", ["local", "tcp"])
-async def test_faulted_updates_keep_their_promises(fabric: str) -> None:
+@pytest.mark.parametrize(("fabric", "mode"), KINDS)
+async def test_faulted_updates_keep_their_promises(fabric: str, mode: Mode) -> None:
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
-    rounds = await run(fabric, 4, random.Random(seed))
+    rounds = await run(fabric, 4, random.Random(seed), mode=mode)
     assert [line for each in rounds for line in each.broken] == []
     assert len(rounds) == 4
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
 async def test_broken_code_is_found(defect: str) -> None:
-    _, fault = DEFECTS[defect]
-    assert fault in catalogue()
-    rounds = await run("local", 3, random.Random(1), faults=[fault], defect=defect)
+    _, mode, fault = DEFECTS[defect]
+    assert fault in catalogue(mode)
+    rounds = await run("local", 3, random.Random(1), mode=mode, faults=[fault], defect=defect)
     assert rounds[-1].broken, f"{fault} does not show that {defect}"

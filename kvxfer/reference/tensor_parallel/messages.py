@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from kvxfer.weights.transfer.receiver import Staged
+from kvxfer.weights.transfer.staged import Staged
 
 
 class Meet(NamedTuple):

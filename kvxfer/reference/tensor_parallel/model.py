@@ -33,7 +33,7 @@ from kvxfer.reference.tensor_parallel.messages import (
 )
 from kvxfer.reference.tensor_parallel.rank import LoadWeights, MakeStaging, Rank, RankSpec
 from kvxfer.settings import Seconds, check_bounds
-from kvxfer.weights.transfer.receiver import Staged
+from kvxfer.weights.transfer.staged import Staged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

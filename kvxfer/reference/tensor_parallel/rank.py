@@ -18,7 +18,7 @@ from kvxfer.reference.model import LlamaModel
 from kvxfer.reference.shards import Shard, cut, local_config
 from kvxfer.reference.staging import Staging
 from kvxfer.reference.tensor_parallel.gloo import GlooCollective
-from kvxfer.weights.transfer.receiver import Staged
+from kvxfer.weights.transfer.staged import Staged
 
 LoadWeights: TypeAlias = Callable[[], Mapping[str, Tensor]]
 """Whole parameters; each rank keeps its boxes. Picklable: each process calls it."""

@@ -23,7 +23,7 @@ from kvxfer.reference.versions import (
     VersionSpan,
 )
 from kvxfer.reference.weight_receiver import ReceiverThread
-from kvxfer.weights.transfer.receiver import Staged
+from kvxfer.weights.transfer.staged import Staged
 
 T = TypeVar("T")
 

@@ -202,7 +202,9 @@ async def _weights_engine(
     """The address that updates of the weights come to."""
     async with (
         Engine(cluster_key=settings.cluster_key, **options) as engine,
-        updates.receiving(engine, settings.weights_coordinator, settings.weights_dtype),
+        updates.receiving(
+            engine, settings.weights_coordinator, settings.weights_dtype, settings.weights_arena
+        ),
     ):
         yield engine.address
 

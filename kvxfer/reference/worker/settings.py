@@ -61,6 +61,9 @@ class WorkerSettings:
     """Requests that have not ended so long after an update came are aborted."""
     weights_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of what training sends."""
+    weights_arena: Annotated[int, Meta(ge=256)] | None = None  # a whole copy of the weights
+    """Stage at most so many bytes of an update, and take updates in waves, between which the worker
+    serves no request."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Where it runs; `host` is this host's name where it is left out."""
 

@@ -17,7 +17,8 @@ from kvxfer.reference.shards import WHOLE, holdings_of
 from kvxfer.reference.versions import Policy, VersionGate
 from kvxfer.reference.weight_receiver import staged_boxes
 from kvxfer.weight_updates import Decision
-from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
+from kvxfer.weights.transfer.receiver import WeightReceiver
+from kvxfer.weights.transfer.staged import Staged
 
 if TYPE_CHECKING:
     from kvxfer.client import ControlPlaneClient, Registration
@@ -49,7 +50,11 @@ class WorkerUpdates:
 
     @contextlib.asynccontextmanager
     async def receiving(
-        self, engine: Engine, coordinator: str | None, dtype: str
+        self,
+        engine: Engine,
+        coordinator: str | None,
+        dtype: str,
+        arena_bytes: int | None = None,
     ) -> AsyncIterator[WeightReceiver]:
         """Takes updates of this type over an engine that is used for nothing else; dials the
         coordinator where one is given."""
@@ -61,6 +66,7 @@ class WorkerUpdates:
                 commit=self.commit,
                 decided=None if self._control_plane is None else self._decided,
                 version=self._gate.version,
+                arena_bytes=arena_bytes,
             ) as self._receiver,
             _dialing(self._receiver, coordinator),
         ):
@@ -84,8 +90,9 @@ class WorkerUpdates:
         boxes = staged_boxes(self._receiver)
 
         def swap() -> int:
-            self._model.apply(boxes, staged.version)
-            return staged.version
+            version = staged.version if staged.last else self._model.weights_version
+            self._model.apply(boxes, version, staged.waves == 1)
+            return version
 
         async def settle() -> None:
             if self._endpoint.model is not None:
@@ -95,11 +102,13 @@ class WorkerUpdates:
 
         try:
             policy = None if staged.policy is None else Policy(staged.policy)
-            pause = await self._gate.update(swap, policy, settle)
+            pause = await self._gate.update(
+                swap, policy, settle, first=staged.first, last=staged.last
+            )
         except Exception:
             self._failed.set()
             raise
-        if self.registration is not None and self._endpoint.model is not None:
+        if staged.last and self.registration is not None and self._endpoint.model is not None:
             await self.registration.take_model(self._endpoint.model)
         return pause
 

@@ -40,7 +40,7 @@ class Figures(msgspec.Struct, frozen=True):
     gathered: int
     """Writes that have several pieces."""
     pieces: int
-    waves: int
+    bursts: int
     senders: Spread
     receivers: Spread
     sender_nics: Spread
@@ -55,7 +55,7 @@ def figures_of(
     demands: Demands,
     operations: Operations,
     *,
-    waves: int,
+    bursts: int,
     sender_nics: Ints,
     receiver_nics: Ints,
     train_ranks: int,
@@ -73,7 +73,7 @@ def figures_of(
         largest_write=int(operations.nbytes.max(initial=0)),
         gathered=int((of_write > 1).sum()),
         pieces=int(pieces.sum()),
-        waves=waves,
+        bursts=bursts,
         senders=spread(loads_of(operations.sender, operations.nbytes, train_ranks)),
         receivers=spread(loads_of(operations.receiver, operations.nbytes, infer_ranks)),
         sender_nics=spread(sender_nics),

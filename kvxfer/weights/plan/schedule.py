@@ -11,11 +11,11 @@ import numpy as np
 from kvxfer.weights.maps import WeightMap
 from kvxfer.weights.plan.balance import loads_of, near_of
 from kvxfer.weights.plan.boxes import Ints
+from kvxfer.weights.plan.bursts import bursts_of, by_sender, in_order, nics_of
 from kvxfer.weights.plan.demands import Demands, demands_of
 from kvxfer.weights.plan.figures import Figures, figures_of
 from kvxfer.weights.plan.operations import Operations, operations_of
 from kvxfer.weights.plan.settings import ScheduleSettings
-from kvxfer.weights.plan.waves import by_sender, in_order, nics_of, waves_of
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -39,8 +39,8 @@ class Write(msgspec.Struct, frozen=True):
 
     sender: int
     receiver: int
-    wave: int
-    """It begins when its receiver has all bytes of the wave before."""
+    burst: int
+    """It begins when its receiver has all bytes of the burst before."""
     sender_nic: int
     receiver_nic: int
     nbytes: int
@@ -54,7 +54,7 @@ class Schedule:
     weights: WeightMap
     demands: Demands
     operations: Operations
-    wave: Ints
+    burst: Ints
     sender_nic: Ints
     receiver_nic: Ints
     order: Ints
@@ -62,7 +62,7 @@ class Schedule:
     figures: Figures
 
     def writes_of(self, sender: int) -> Iterator[Write]:
-        """Of one training rank, wave by wave, in the order in which it begins them."""
+        """Of one training rank, burst by burst, in the order in which it begins them."""
         ordered = self.operations.sender[self.order]
         first, end = np.searchsorted(ordered, [sender, sender + 1]).tolist()
         return self._writes(self.order[first:end])
@@ -77,7 +77,7 @@ class Schedule:
             yield Write(
                 sender=sender,
                 receiver=int(self.operations.receiver[at]),
-                wave=int(self.wave[at]),
+                burst=int(self.burst[at]),
                 sender_nic=int(self.sender_nic[at]),
                 receiver_nic=int(self.receiver_nic[at]),
                 nbytes=int(self.operations.nbytes[at]),
@@ -127,15 +127,15 @@ def plan_weights(
     )
     stage("ordering writes")
     by_receiver = in_order(operations, train.ranks, infer.ranks)
-    wave = waves_of(operations, by_receiver, settings.wave_bytes)
-    order = by_sender(operations, by_receiver, wave)
+    burst = bursts_of(operations, by_receiver, settings.burst_bytes)
+    order = by_sender(operations, by_receiver, burst)
     sender_nic = nics_of(operations.sender, operations.nbytes, order, train.nics)
     receiver_nic = nics_of(operations.receiver, operations.nbytes, by_receiver, infer.nics)
     stage("adding up")
     figures = figures_of(
         demands,
         operations,
-        waves=int(wave.max(initial=-1)) + 1,
+        bursts=int(burst.max(initial=-1)) + 1,
         sender_nics=loads_of(
             operations.sender * train.nics + sender_nic, operations.nbytes, train.ranks * train.nics
         ),
@@ -147,4 +147,4 @@ def plan_weights(
         train_ranks=train.ranks,
         infer_ranks=infer.ranks,
     )
-    return Schedule(weights, demands, operations, wave, sender_nic, receiver_nic, order, figures)
+    return Schedule(weights, demands, operations, burst, sender_nic, receiver_nic, order, figures)

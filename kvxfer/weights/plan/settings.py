@@ -21,8 +21,8 @@ class ScheduleSettings:
     """Most bytes of one write; larger pieces are cut."""
     gather_bytes: _Size = 1 << 20
     """Pieces of fewer bytes are gathered into one write; at most half of a slice."""
-    wave_bytes: _Size = 1 << 30
-    """Most bytes of a wave that go to one receiver."""
+    burst_bytes: _Size = 1 << 30
+    """Most bytes of a burst that go to one receiver."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -31,8 +31,8 @@ class ScheduleSettings:
                 f"gather_bytes is {self.gather_bytes}; use at most half of slice_bytes, which is "
                 f"{self.slice_bytes}"
             )
-        if self.wave_bytes < self.slice_bytes:
+        if self.burst_bytes < self.slice_bytes:
             raise InvalidArgument(
-                f"wave_bytes is {self.wave_bytes}; use slice_bytes or more, which is "
+                f"burst_bytes is {self.burst_bytes}; use slice_bytes or more, which is "
                 f"{self.slice_bytes}"
             )

@@ -18,6 +18,11 @@ class Place(NamedTuple):
     """Bytes from the begin of the arena."""
     nbytes: int
 
+    @property
+    def padded(self) -> int:
+        """Bytes until the next box may begin."""
+        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+
 
 class Arena(NamedTuple):
     """Equal holdings have equal arenas, so senders know them without being told."""
@@ -32,6 +37,6 @@ def arena_of(holdings: Holdings) -> Arena:
     at = 0
     for holding in sorted(holdings.parameters, key=lambda each: each.name):
         if holding.name not in holdings.tied:
-            places[holding.name] = Place(holding, at, holding.nbytes)
-            at += -(-holding.nbytes // ALIGNMENT) * ALIGNMENT
+            places[holding.name] = place = Place(holding, at, holding.nbytes)
+            at += place.padded
     return Arena(places, max(at, 1))

@@ -1,16 +1,11 @@
-"""What leads a training job's weight updates: it has all members plan, stage and vote, and decides.
-
-A two-phase commit (J. Gray, Notes on Data Base Operating Systems, 1978, 5.8.3): an update is
-committed when every inference rank has staged it, and aborted by any loss, failure or deadline
-before that.
-"""
+"""What leads a training job's weight updates: it knows the members, has them plan, and begins."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from msgspec.structs import replace
 
@@ -21,26 +16,24 @@ from kvxfer.errors import (
     PeerError,
     PeerLost,
     ProtocolError,
-    WeightsMismatch,
     WeightUpdateAborted,
 )
 from kvxfer.weights.report import InstanceReport, UpdateReport
+from kvxfer.weights.transfer.execution import ControlPath, Execution
 from kvxfer.weights.transfer.links import Links, logger
-from kvxfer.weights.transfer.member_plan import schedule_of
-from kvxfer.weights.transfer.members import InferenceRank, Members, TrainingRank
+from kvxfer.weights.transfer.member_plan import schedule_of, waves_in
+from kvxfer.weights.transfer.members import Members, TrainingRank
 from kvxfer.weights.transfer.messages import (
     VERSION,
     Abort,
     Applied,
-    Commit,
     Failed,
     Invite,
     JoinInference,
     JoinTraining,
     Message,
+    Plan,
     Planned,
-    Prepare,
-    Push,
     Read,
     Ready,
     Settled,
@@ -48,8 +41,8 @@ from kvxfer.weights.transfer.messages import (
     Withdraw,
     said,
 )
+from kvxfer.weights.transfer.readiness import Readiness
 from kvxfer.weights.transfer.registrar import (
-    Announced,
     DecisionUnknown,
     NoRegistrar,
     Registrar,
@@ -61,21 +54,9 @@ if TYPE_CHECKING:
     from kvxfer.engine import Engine, Peer
 
 
-class ControlPath(Protocol):
-    """How inference engines commit that are not told by message: all ranks of an instance at one
-    point between two steps. Called in this order; any of them may raise."""
-
-    async def pin(self, update_id: str, version: int) -> None:
-        """Has every rank pin the update."""
-
-    async def commit(self, update_id: str, version: int) -> None:
-        """Has every rank apply what it has pinned."""
-
-    async def unpin(self, update_id: str) -> None:
-        """Has every rank drop it, after a pin() that failed."""
-
-
 _NO_PLAN: Final = -1
+_MORE_TRIES: Final = 1
+"""Of an update in waves that has failed between two of them."""
 
 
 class WeightCoordinator:
@@ -105,16 +86,16 @@ class WeightCoordinator:
         self._clock = clock
         self._links = Links(engine, self._message, self._lost)
         self._members = Members(trainers)
-        self._ready: dict[int, Ready] = {}
-        """By training rank."""
-        self._readiness = asyncio.Event()
-        self._lost_trainers: dict[int, PeerError] = {}
-        """By training rank: those that have not joined again."""
+        self._readiness = Readiness(self._members)
         self._planned_at = _NO_PLAN
         self._plan_id = ""
+        self._waves = 1
         self._bytes = 0
-        self._round: Round | None = None
+        self._planning: Round | None = None
+        self._execution: Execution | None = None
         self._served = 0
+        self._read = False
+        """Whether the memory of training ranks may have changed since they pushed."""
         for address in receivers:
             self._links.spawn(self._links.keep_connected(address, self._invite))
         self._links.spawn(self._lead())
@@ -155,6 +136,11 @@ class WeightCoordinator:
             case _:
                 raise ProtocolError(f"{peer.name!r} sent {type(message).__name__} to a coordinator")
 
+    @property
+    def _round(self) -> Round | None:
+        """What is waited for."""
+        return self._planning if self._execution is None else self._execution.round
+
     def _invite(self, peer: Peer) -> None:
         self._links.send(peer, Invite())
 
@@ -170,35 +156,26 @@ class WeightCoordinator:
         if isinstance(joined, JoinInference):
             self._served = max(self._served, joined.serves)
         else:
-            self._lost_trainers.pop(joined.rank, None)
+            self._readiness.joined(joined.rank)
 
     def _ready_said(self, peer: Peer, ready: Ready) -> None:
         member = self._members.of(peer)
         if isinstance(member, TrainingRank):
-            self._ready[member.joined.rank] = ready
-            self._readiness.set()
+            self._readiness.take(member, ready)
 
     def _withdrawn(self, peer: Peer, withdraw: Withdraw) -> None:
         member = self._members.of(peer)
         if not isinstance(member, TrainingRank):
             return
-        ready = self._ready.get(member.joined.rank)
-        if ready is not None and ready.serial == withdraw.serial:
-            del self._ready[member.joined.rank]
-            self._readiness.set()
-            if self._round is not None:
-                self._round.fail(WeightUpdateAborted(f"{member.name} has withdrawn its push"))
+        if self._readiness.withdraw(member, withdraw) and self._round is not None:
+            self._round.fail(WeightUpdateAborted(f"{member.name} has withdrawn its push"))
 
     def _lost(self, peer: Peer, error: PeerError) -> None:
         member = self._members.remove(peer)
         if member is None:
             return
         if isinstance(member, TrainingRank):
-            self._ready.pop(member.joined.rank, None)
-            self._lost_trainers[member.joined.rank] = type(error)(
-                f"{member.name} was lost: {error}"
-            )
-            self._readiness.set()
+            self._readiness.lose(member, error)
         if self._round is not None:
             self._round.lose(member, error)
 
@@ -206,112 +183,80 @@ class WeightCoordinator:
 
     async def _lead(self) -> None:
         while True:
-            await self._all_begin()
+            await self._readiness.first()
             try:
-                version = await self._all_ready()
-                ready = dict(self._ready)
-                report = await self._update(version)
+                version = await self._readiness.all(self._served, self._settings.ready_seconds)
+                pushes = self._readiness.pushes()
+                report = await self._carried_out(version, pushes)
             except Exception as error:  # nothing has been told to begin
                 why = said(error)
                 report = UpdateReport("none", 0, "aborted", 0, error=why.text, code=why.code)
-                ready = dict(self._ready)
+                pushes = self._readiness.pushes()
                 logger.warning("no weight update: %s", error)
             for each in self._members.training:
-                of_rank = ready.get(each.joined.rank)
+                of_rank = pushes.get(each.joined.rank)
                 if of_rank is not None:
                     self._links.send(each.peer, Settled(of_rank.serial, report))
-            # A rank that has withdrawn may be ready again.
-            self._ready = {
-                rank: each for rank, each in self._ready.items() if each is not ready.get(rank)
-            }
+            self._readiness.settle(pushes)
 
-    async def _all_begin(self) -> None:
-        """A first training rank is ready."""
-        while not self._ready:
-            self._readiness.clear()
-            await self._readiness.wait()
+    async def _carried_out(self, version: int, pushes: dict[int, Ready]) -> UpdateReport:
+        report = await self._update(version, pushes)
+        for _ in range(_MORE_TRIES):
+            # Instances that have some waves are out of service, so those that are left try again
+            # at once, if what the training ranks have may still be read.
+            if not report.out_of_service or self._read or self._readiness.pushes() != pushes:
+                break
+            logger.warning("update %s is tried again: %s", report.update_id, report.error)
+            report = await self._update(version, pushes)
+        return report
 
-    async def _all_ready(self) -> int:
-        """The version that all training ranks have."""
-        seconds = self._settings.ready_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                while missing := self._not_ready():
-                    self._readiness.clear()
-                    await self._readiness.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"training ranks {missing} have not pushed within {seconds:g} s of the first"
-            ) from None
-        versions = sorted({each.weights for each in self._ready.values()})
-        if len(versions) > 1:
-            raise WeightsMismatch(f"training ranks push the versions {versions}; push one")
-        if versions[0] <= self._served:
-            raise WeightsMismatch(
-                f"version {versions[0]} is pushed, and {self._served} is served; push a greater one"
-            )
-        return versions[0]
-
-    def _not_ready(self) -> list[int]:
-        known = {each.joined.rank for each in self._members.training if each.peer.alive}
-        missing = set(self._members.missing_trainers()) | (known - set(self._ready))
-        for error in self._lost_trainers.values():
-            raise type(error)(str(error))
-        if not self._ready:  # the last one that was ready has withdrawn, or is lost
-            raise WeightUpdateAborted("no training rank is ready any more")
-        return sorted(missing)
-
-    async def _update(self, version: int) -> UpdateReport:
+    async def _update(self, version: int, pushes: dict[int, Ready]) -> UpdateReport:
         update_id = f"{version}-{secrets.token_hex(4)}"
-        report = UpdateReport(update_id, version, "aborted", 0)
+        report = UpdateReport(update_id, version, "aborted", 0, mode=self._settings.mode)
+        self._read = False
         try:
             if self._planned_at != self._members.generation:
                 began = self._clock.monotonic()
                 await self._plan()
                 report = replace(report, plan_seconds=self._clock.monotonic() - began)
-            report = replace(report, nbytes=self._bytes)
+            report = replace(report, nbytes=self._bytes, waves=self._waves)
             names = list(self._members.instances)
             async with self._registrar.announce(update_id, version, names) as announced:
-                return await self._announced(report, announced)
+                self._execution = Execution(
+                    self._links,
+                    self._members,
+                    pushes,
+                    self._plan_id,
+                    self._settings,
+                    self._control_path,
+                    self._clock,
+                )
+                report = await self._execution.run(
+                    report, announced, lambda: self._decided(version)
+                )
+                await announced.ended(report)
+                return report
         except DecisionUnknown as error:
             # Members that lose the coordinator ask for the decision themselves.
             for each in self._members:
                 each.peer.close()
             return self._aborted(report, error)
         except KvxferError as error:
+            wave_id = update_id if self._execution is None else self._execution.wave_id
             for each in self._members:
-                self._links.send(each.peer, Abort(update_id, said(error)))
+                self._links.send(each.peer, Abort(wave_id, said(error)))
             return self._aborted(report, error)
         finally:
-            self._round = None
+            self._read = self._execution is not None and self._execution.read
+            self._planning = self._execution = None
 
-    async def _announced(self, report: UpdateReport, announced: Announced) -> UpdateReport:
-        self._round = current = Round(self._members.taking_part)
-        began = self._clock.monotonic()
-        digests = await self._stage(report.update_id, report.version)
-        for instance_id in current.instances():
-            announced.staged(instance_id, digests.get(instance_id))
-        report = replace(report, stage_seconds=self._clock.monotonic() - began)
-        if self._by_control_path():
-            await self._pin(report.update_id, report.version)
-        if not await announced.decide():
-            raise WeightUpdateAborted("it was recorded that the update is aborted")
-        # From here on it is committed, also if members are lost.
-        self._served = report.version
-        began = self._clock.monotonic()
-        instances = await self._committed(report.update_id, report.version, digests)
-        report = replace(
-            report,
-            state="committed",
-            commit_seconds=self._clock.monotonic() - began,
-            instances=instances,
-        )
-        await announced.ended(report)
-        return report
+    def _decided(self, version: int) -> None:
+        """From here on it is committed, also if members are lost."""
+        self._served = version
 
     def _aborted(self, report: UpdateReport, error: KvxferError) -> UpdateReport:
         instances = tuple(
-            InstanceReport(instance_id, len(ranks), "aborted", ranks[0].joined.serves)
+            InstanceReport(instance_id, len(ranks), *self._members.standing(instance_id))
             for instance_id, ranks in self._members.instances.items()
         )
         return replace(report, error=str(error), code=error.code, instances=instances)
@@ -323,124 +268,21 @@ class WeightCoordinator:
             )
         plan_id = secrets.token_hex(8)
         generation = self._members.generation
-        plan = self._members.plan(plan_id, self._settings.schedule)
-        figures = (await asyncio.to_thread(schedule_of, plan)).figures
+        plan = self._members.plan(plan_id, self._settings)
+        nbytes = await asyncio.to_thread(_sent_bytes, plan)
         if generation != self._members.generation:
             raise WeightUpdateAborted("a member was lost or came while the update was planned")
-        self._round = Round(self._members.taking_part)
+        self._planning = Round(plan_id, self._members.taking_part)
         for number, sender in enumerate(self._members.training):
             self._links.send(sender.peer, replace(plan, number=number))
         for number, receiver in enumerate(self._members.inference):
             self._links.send(receiver.peer, replace(plan, number=number))
-        await self._round.all(
+        await self._planning.all(
             Planned, self._members.taking_part, self._settings.plan_seconds, "made the plan"
         )
-        self._planned_at, self._plan_id, self._bytes = generation, plan_id, figures.nbytes
+        self._planned_at, self._plan_id, self._bytes = generation, plan_id, nbytes
+        self._waves = max(len(plan.waves), 1)
 
-    async def _stage(self, update_id: str, version: int) -> dict[str, str]:
-        """The digest of each instance."""
-        assert self._round is not None  # noqa: S101
-        settings = self._settings
-        inference = self._members.inference
-        leaders = tuple(
-            each.joined.address
-            for each in inference
-            if each.joined.rank == 0 and each.joined.by_message
-        )
-        for receiver in inference:
-            self._links.send(
-                receiver.peer,
-                Prepare(
-                    update_id,
-                    self._plan_id,
-                    version,
-                    settings.stage_seconds,
-                    settings.digests,
-                    leaders,
-                    settings.policy,
-                ),
-            )
-        for sender in self._members.training:
-            self._links.send(
-                sender.peer,
-                Push(
-                    update_id,
-                    self._plan_id,
-                    self._ready[sender.joined.rank].serial,
-                    settings.stage_seconds,
-                    settings.digests,
-                ),
-            )
-        votes = await self._round.all(Vote, inference, settings.stage_seconds, "staged")
-        if not settings.digests:
-            return {}
-        sums: dict[str, int] = {}
-        for member, vote in votes:
-            if isinstance(member, InferenceRank):
-                instance_id = member.joined.instance_id
-                sums[instance_id] = sums.get(instance_id, 0) + int(vote.digest or "0", 16)
-        return {instance_id: f"{each % (1 << 64):016x}" for instance_id, each in sums.items()}
 
-    def _by_control_path(self) -> list[InferenceRank]:
-        """The ranks of instances that are not committed by message."""
-        return [
-            rank
-            for ranks in self._members.instances.values()
-            if not ranks[0].joined.by_message
-            for rank in ranks
-        ]
-
-    async def _pin(self, update_id: str, version: int) -> None:
-        path = self._control_path
-        if path is None:
-            names = ", ".join(sorted({each.name for each in self._by_control_path()}))
-            raise WeightUpdateAborted(
-                f"{names} commits by its engine's control path, and this coordinator has none"
-            )
-        try:
-            async with asyncio.timeout(self._settings.commit_seconds):
-                await path.pin(update_id, version)
-            if self._round is not None:
-                self._round.check()
-        except Exception as error:
-            try:
-                async with asyncio.timeout(self._settings.commit_seconds):
-                    await path.unpin(update_id)
-            except Exception as again:
-                logger.warning("update %s was not unpinned: %s", update_id, again)
-            if isinstance(error, KvxferError):
-                raise
-            raise WeightUpdateAborted(f"not all ranks pinned it: {error}") from error
-
-    async def _committed(
-        self, update_id: str, version: int, digests: dict[str, str]
-    ) -> tuple[InstanceReport, ...]:
-        assert self._round is not None  # noqa: S101
-        current = self._round
-        instances = current.instances()
-        for ranks in instances.values():
-            if ranks[0].joined.by_message:
-                self._links.send(ranks[0].peer, Commit(update_id))
-        failed: str | None = None
-        if self._by_control_path() and self._control_path is not None:
-            try:
-                async with asyncio.timeout(self._settings.commit_seconds):
-                    await self._control_path.commit(update_id, version)
-            except Exception as error:
-                failed = str(error) or type(error).__name__
-                logger.error("update %s: the control path failed: %s", update_id, error)
-        answers = await asyncio.gather(
-            *(current.applied(ranks, self._settings.commit_seconds) for ranks in instances.values())
-        )
-        return tuple(
-            InstanceReport(
-                instance_id,
-                len(ranks),
-                answer.state,
-                version if answer.state == "committed" else None,
-                digests.get(instance_id),
-                answer.pause_seconds,
-                answer.error or (failed if answer.state != "committed" else None),
-            )
-            for (instance_id, ranks), answer in zip(instances.items(), answers, strict=True)
-        )
+def _sent_bytes(plan: Plan) -> int:
+    return sum(schedule_of(wave).figures.nbytes for wave in waves_in(plan))

@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from kvxfer.weights.holdings import Holding, map_of
+from msgspec.structs import replace
+
+from kvxfer.weights.holdings import Holding, Holdings, map_of
 from kvxfer.weights.plan.schedule import Schedule, plan_weights
-from kvxfer.weights.transfer.arena import arena_of
+from kvxfer.weights.transfer.arena import Arena, arena_of
 from kvxfer.weights.transfer.messages import Plan
 from kvxfer.weights.transfer.runs import Stretch, stretches_of
 
-Waves = tuple[tuple[Stretch, ...], ...]
-"""The stretches of each wave that has any."""
+Bursts = tuple[tuple[Stretch, ...], ...]
+"""The stretches of each burst that has any."""
+
+
+def waves_in(plan: Plan) -> Iterator[Plan]:
+    """The plan of each wave: that of its parameters alone."""
+    if not plan.waves:
+        yield plan
+        return
+    tied = {name: whole for each in plan.train for name, whole in each.tied.items()}
+    follow: dict[str, set[str]] = {}
+    for each in plan.infer:
+        for name, whole in each.tied.items():
+            follow.setdefault(whole, set()).add(name)
+    for wave in plan.waves:
+        staged = set(wave)
+        wanted = staged.union(*(follow.get(name, ()) for name in wave))
+        sources = wanted | {tied[name] for name in wanted if name in tied}
+        yield replace(
+            plan,
+            train=tuple(_only(each, sources, wanted) for each in plan.train),
+            infer=tuple(_only(each, staged, wanted) for each in plan.infer),
+            waves=(),
+        )
+
+
+def _only(holdings: Holdings, names: set[str], tied: set[str]) -> Holdings:
+    return replace(
+        holdings,
+        parameters=tuple(each for each in holdings.parameters if each.name in names),
+        tied={name: whole for name, whole in holdings.tied.items() if name in tied},
+    )
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -19,7 +53,7 @@ def schedule_of(plan: Plan) -> Schedule:
     return plan_weights(map_of(plan.train, plan.infer), plan.settings)
 
 
-def sent_by(schedule: Schedule, plan: Plan, sender: int) -> dict[int, Waves]:
+def sent_by(schedule: Schedule, plan: Plan, sender: int) -> dict[int, Bursts]:
     """By number of the receiver: what a training rank writes, in the order in which it does."""
     held = {each.name: each for each in plan.train[sender].parameters}
     arenas = {}
@@ -27,8 +61,8 @@ def sent_by(schedule: Schedule, plan: Plan, sender: int) -> dict[int, Waves]:
     for write in schedule.writes_of(sender):
         if write.receiver not in arenas:
             arenas[write.receiver] = arena_of(plan.infer[write.receiver])
-        found[write.receiver][write.wave] += stretches_of(write, held, arenas[write.receiver])
-    return {receiver: _waves(waves) for receiver, waves in found.items()}
+        found[write.receiver][write.burst] += stretches_of(write, held, arenas[write.receiver])
+    return {receiver: _bursts(bursts) for receiver, bursts in found.items()}
 
 
 def sent_to(schedule: Schedule, plan: Plan, receiver: int) -> dict[int, tuple[Stretch, ...]]:
@@ -44,5 +78,21 @@ def sent_to(schedule: Schedule, plan: Plan, receiver: int) -> dict[int, tuple[St
     return {sender: tuple(stretches) for sender, stretches in found.items()}
 
 
-def _waves(waves: dict[int, list[Stretch]]) -> Waves:
-    return tuple(tuple(waves[number]) for number in sorted(waves))
+class Incoming(NamedTuple):
+    """What a wave has for one inference rank."""
+
+    arena: Arena
+    expected: dict[int, tuple[Stretch, ...]]
+    """By number of the training rank."""
+
+
+def incoming(plan: Plan) -> list[Incoming]:
+    """Of each wave, for the inference rank that the plan was sent to."""
+    return [
+        Incoming(arena_of(wave.infer[plan.number]), sent_to(schedule_of(wave), wave, plan.number))
+        for wave in waves_in(plan)
+    ]
+
+
+def _bursts(bursts: dict[int, list[Stretch]]) -> Bursts:
+    return tuple(tuple(bursts[number]) for number in sorted(bursts))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvxfer.weights.plan.settings import ScheduleSettings
+from kvxfer.errors import WeightsMismatch
+from kvxfer.weights.transfer.arena import arena_of
 from kvxfer.weights.transfer.messages import JoinInference, JoinTraining, Plan, Target
+from kvxfer.weights.transfer.settings import UpdateSettings
+from kvxfer.weights.transfer.waves import Bounded, waves_of
 
 if TYPE_CHECKING:
     from kvxfer.engine import Peer
@@ -36,6 +39,15 @@ class InferenceRank(NamedTuple):
 Member = TrainingRank | InferenceRank
 
 
+class Standing(NamedTuple):
+    """Of an instance between two updates."""
+
+    state: Literal["aborted", "failed", "lost", "partial", "committed"]
+    """In the report of an update that it does not apply."""
+    version: int | None = None
+    """That it serves."""
+
+
 class Members:
     """Those that are connected. `generation` rises whenever they change. Event loop only."""
 
@@ -43,6 +55,7 @@ class Members:
         self._trainers = trainers
         self._training: dict[int, TrainingRank] = {}
         self._inference: dict[str, dict[int, InferenceRank]] = {}
+        self._standing: dict[str, Standing] = {}
         self.generation = 0
         self._changed = asyncio.Event()
 
@@ -56,8 +69,20 @@ class Members:
             ranks = self._inference.setdefault(joined.instance_id, {})
             before = ranks.get(joined.rank)
             ranks[joined.rank] = InferenceRank(peer, joined)
+            if joined.partial:
+                self._standing[joined.instance_id] = Standing("partial")
+            elif joined.rank == 0:
+                self._standing[joined.instance_id] = Standing("aborted", joined.serves)
         self._change()
         return before
+
+    def note(self, instance_id: str, standing: Standing) -> None:
+        """How an update has left an instance."""
+        self._standing[instance_id] = standing
+
+    def standing(self, instance_id: str) -> Standing:
+        """Of an instance that is here with all of its ranks."""
+        return self._standing[instance_id]
 
     def remove(self, peer: Peer) -> Member | None:
         """The member that the peer was."""
@@ -110,8 +135,15 @@ class Members:
     def missing_trainers(self) -> list[int]:
         return [rank for rank in range(self._trainers) if rank not in self._training]
 
-    def plan(self, plan_id: str, settings: ScheduleSettings) -> Plan:
-        """Of those that are here; `number` is still to be set."""
+    def plan(self, plan_id: str, settings: UpdateSettings) -> Plan:
+        """Of those that are here; `number` is still to be set. Raises WeightsMismatch that names a
+        rank which cannot take updates of this mode."""
+        waves: tuple[tuple[str, ...], ...] = ()
+        if settings.mode == "wave":
+            waves = waves_of([_bounded(each) for each in self.inference])
+        else:
+            for each in self.inference:
+                _require_whole(each)
         return Plan(
             plan_id=plan_id,
             number=0,
@@ -121,7 +153,8 @@ class Members:
                 Target(each.joined.instance_id, each.joined.rank, each.joined.address)
                 for each in self.inference
             ),
-            settings=settings,
+            settings=settings.schedule,
+            waves=waves,
         )
 
     async def change(self) -> None:
@@ -132,3 +165,25 @@ class Members:
         self.generation += 1
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _bounded(rank: InferenceRank) -> Bounded:
+    why = ""
+    if rank.joined.rank == 0 and not rank.joined.by_message:
+        why = "by its engine's control path"
+    elif rank.joined.arena_bytes is None:
+        why = "without arena_bytes"
+    if rank.joined.arena_bytes is None or why:
+        raise WeightsMismatch(
+            f'{rank.name} takes updates {why}, and so whole ones alone; use the mode "atomic"'
+        )
+    return Bounded(rank.name, rank.joined.holdings, rank.joined.arena_bytes)
+
+
+def _require_whole(rank: InferenceRank) -> None:
+    bound, wanted = rank.joined.arena_bytes, arena_of(rank.joined.holdings).nbytes
+    if bound is not None and bound < wanted:
+        raise WeightsMismatch(
+            f"{rank.name} stages {wanted} bytes for a whole update, and its arena_bytes are "
+            f'{bound}; use the mode "wave", or give it as many'
+        )

@@ -69,7 +69,9 @@ class JoinInference(msgspec.Struct, frozen=True, tag="join-inference"):
     """inference rank → coordinator: its instance, its place in it, and where it is written to.
 
     `by_message`: its leader commits when it is told to. Otherwise the inference engine's control
-    path does. `serves`: the version that it serves.
+    path does. `serves`: the version that it serves, or did before it went out of service as it has
+    some waves of an update (`partial`). `arena_bytes`: that it stages at once, where it takes
+    updates in waves.
     """
 
     instance_id: str
@@ -79,6 +81,8 @@ class JoinInference(msgspec.Struct, frozen=True, tag="join-inference"):
     address: str
     by_message: bool
     serves: int
+    partial: bool = False
+    arena_bytes: int | None = None
     version: int = VERSION
 
 
@@ -101,6 +105,8 @@ class Plan(msgspec.Struct, frozen=True, tag="plan"):
     infer: tuple[Holdings, ...]
     targets: tuple[Target, ...]
     settings: ScheduleSettings
+    waves: tuple[tuple[str, ...], ...] = ()
+    """The parameters of each wave, at inference; () for a single one that has all."""
 
 
 class Planned(msgspec.Struct, frozen=True, tag="planned"):
@@ -118,7 +124,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     number: int
 
 
-# --- one update
+# --- one update. Each of its waves has an id: the last one that of the update.
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -146,6 +152,12 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     digests: bool
     leaders: tuple[str, ...]
     policy: Policy | None = None
+    wave: int = 0
+    waves: Annotated[int, Meta(ge=1)] = 1
+
+    @property
+    def last(self) -> bool:
+        return self.wave + 1 == self.waves
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
@@ -157,13 +169,16 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
-    """coordinator → training rank: write to each receiver that grants."""
+    """coordinator → training rank: write a wave to these inference ranks, by number in the plan."""
 
     update_id: UpdateId
     plan_id: str
     serial: int
     seconds: Seconds
     digests: bool
+    receivers: tuple[int, ...]
+    wave: int = 0
+    last: bool = True
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 from kvxfer.errors import (
     DeadlineExceeded,
@@ -16,10 +16,12 @@ from kvxfer.errors import (
     WeightUpdateAborted,
 )
 from kvxfer.weights.holdings import Holdings
-from kvxfer.weights.transfer.arena import Arena, arena_of
+from kvxfer.weights.transfer.arena import ALIGNMENT, Arena, arena_of
 from kvxfer.weights.transfer.doubt import End, Outcomes, recorded, resolve
+from kvxfer.weights.transfer.endings import until_ended
+from kvxfer.weights.transfer.greeted import Greeted
 from kvxfer.weights.transfer.links import Links, logger
-from kvxfer.weights.transfer.member_plan import schedule_of, sent_to
+from kvxfer.weights.transfer.member_plan import Incoming, incoming
 from kvxfer.weights.transfer.messages import (
     VERSION,
     Abort,
@@ -41,24 +43,13 @@ from kvxfer.weights.transfer.messages import (
     said,
 )
 from kvxfer.weights.transfer.receiving import Receiving
-from kvxfer.weights.transfer.runs import Stretch
-from kvxfer.weights.transfer.settings import Policy
+from kvxfer.weights.transfer.service import Service
+from kvxfer.weights.transfer.staged import Staged
 
 if TYPE_CHECKING:
     from kvxfer.engine import Engine, Memory, Peer
 
 _JOIN_SECONDS: Final = 60.0
-
-
-class Staged(NamedTuple):
-    """An update that a rank has, whole and checked, and does not serve yet."""
-
-    update_id: str
-    version: int
-    digest: str | None
-    """16 hex digits; None where digests are off."""
-    policy: Policy | None = None
-    """What becomes of requests that run; None leaves that to the instance."""
 
 
 class _Update:
@@ -79,6 +70,9 @@ class WeightReceiver:
     inference engine: `pin()` it on all ranks of the instance, apply what is in `memory` on all of
     them between two steps, call `applied()`. If a rank fails in between, call `broken()` and end
     the instance: it has half of the update.
+
+    An update may come in waves; each is staged, pinned and applied like that. Between the first one
+    and the last one, the instance serves no request.
     """
 
     def __init__(
@@ -92,6 +86,7 @@ class WeightReceiver:
         commit: Callable[[Staged], Awaitable[float | None]] | None = None,
         decided: Callable[[str], Awaitable[End | None]] | None = None,
         version: int = 0,
+        arena_bytes: int | None = None,
         gpu: int | None = None,
     ) -> None:
         """holdings: what this rank wants. ranks: of the instance; rank 0 is its leader.
@@ -102,7 +97,8 @@ class WeightReceiver:
         decided: of the leader, asks where decisions are recorded how an update ended; if nothing is
         recorded, this records that it is aborted. None where the update is not known there: then
         the other leaders are asked.
-        version: that is served now. gpu: whose memory the arena is.
+        version: that is served now. gpu: whose memory the arena is. arena_bytes: at most so many
+        are staged; this rank takes updates in waves. Without it, it stages whole ones alone.
         """
         if not 0 <= rank < ranks:
             raise InvalidArgument(f"rank {rank} of {ranks}: ranks count from 0")
@@ -113,19 +109,20 @@ class WeightReceiver:
         self._commit = commit
         self._decided = decided
         self._me = (instance_id, rank, ranks)
+        if arena_bytes is not None and arena_bytes < ALIGNMENT:
+            raise InvalidArgument(f"arena_bytes is {arena_bytes}; use {ALIGNMENT} or more")
         self.arena: Arena = arena_of(holdings)
-        """Where each parameter's box lies in `memory`."""
-        self.memory: Memory = engine.alloc(self.arena.nbytes, gpu)
-        self.version = version
-        self.digest: str | None = None
-        self.error: KvxferError | None = None
-        """Why the instance is out of service; None where it is not."""
+        """Where each parameter's box lies in `memory`; of an update in waves, those of the wave."""
+        self._arena_bytes = arena_bytes
+        nbytes = self.arena.nbytes if arena_bytes is None else min(self.arena.nbytes, arena_bytes)
+        self.memory: Memory = engine.alloc(nbytes, gpu)
+        self._service = Service(version)
         self._links = Links(engine, self._message, self._lost)
         self._coordinator: Peer | None = None
         self._joined = asyncio.Event()
         self._plan: Plan | None = None
-        self._expected: dict[int, tuple[Stretch, ...]] = {}
-        self._senders = _Greeted()
+        self._waves: list[Incoming] = []
+        self._senders = Greeted()
         self._update: _Update | None = None
         self._outcomes = Outcomes()
 
@@ -148,6 +145,26 @@ class WeightReceiver:
             raise DeadlineExceeded(
                 f"no coordinator of weight updates answers at {coordinator} within {timeout:g} s"
             ) from None
+
+    @property
+    def version(self) -> int:
+        """That is served, or was before this rank went out of service. Any thread."""
+        return self._service.version
+
+    @property
+    def digest(self) -> str | None:
+        """Of what is served, where an update has brought it."""
+        return self._service.digest
+
+    @property
+    def error(self) -> KvxferError | None:
+        """Why the instance is out of service for good; None where it is not."""
+        return self._service.error
+
+    @property
+    def partial(self) -> str | None:
+        """Why it is out of service until a whole update reaches it: it has some waves of one."""
+        return self._service.partial
 
     @property
     def idle(self) -> bool:
@@ -176,18 +193,19 @@ class WeightReceiver:
             self._drop(Said(WeightUpdateAborted.code, "it was given up before it was applied"))
 
     def applied(self, staged: Staged, pause_seconds: float | None = None) -> None:
-        """This rank serves it from its next step on."""
-        self.version, self.digest = staged.version, staged.digest
+        """This rank serves it from its next step on; or has this wave of it."""
+        plan_id = "" if self._update is None else self._update.prepare.plan_id
+        self._service.applied(staged, plan_id)
         self._update = None
         self._outcomes.add(staged.update_id, "committed")
         self._links.send(self._coordinator, Applied(staged.update_id, pause_seconds))
 
     def broken(self, staged: Staged, error: BaseException) -> None:
-        """It failed while it was applied: the instance has to leave service."""
-        why = said(error)
-        self.error = why.error()
+        """It failed while it was applied: the instance has to leave service. If it was a wave, the
+        next update may bring it back."""
+        self._service.failed(staged, error)
         self._update = None
-        self._links.send(self._coordinator, Applied(staged.update_id, failed=why))
+        self._links.send(self._coordinator, Applied(staged.update_id, failed=said(error)))
 
     # --- messages
 
@@ -234,6 +252,8 @@ class WeightReceiver:
                 address=self._engine.address,
                 by_message=self._commit is not None,
                 serves=self.version,
+                partial=self.partial is not None,
+                arena_bytes=self._arena_bytes,
                 version=VERSION,
             ),
         )
@@ -241,11 +261,11 @@ class WeightReceiver:
 
     async def _make_plan(self, coordinator: Peer, plan: Plan) -> None:
         try:
-            self._expected = await asyncio.to_thread(_received, plan)
+            waves = await asyncio.to_thread(incoming, plan)
         except Exception as error:
             self._links.send(coordinator, Planned(plan.plan_id, said(error)))
             return
-        self._plan = plan
+        self._plan, self._waves = plan, waves
         self._links.send(coordinator, Planned(plan.plan_id))
 
     def _prepare(self, coordinator: Peer, prepare: Prepare) -> None:
@@ -253,17 +273,22 @@ class WeightReceiver:
         if refusal is not None:
             self._links.send(coordinator, Failed(prepare.update_id, refusal))
             return
+        before = None if self._update is None else self._update.task
         self._drop(Said(WeightUpdateAborted.code, "another update began"))
         self._update = update = _Update(prepare)
+        wave = self._waves[prepare.wave]
+        self.arena = wave.arena
         update.receiving = Receiving(
             self._engine,
             self.memory.region,
             prepare,
-            self._expected,
+            wave.expected,
             self._senders,
             self._links.send,
         )
-        update.task = self._links.spawn(self._receive(coordinator, update, update.receiving))
+        update.task = self._links.spawn(
+            self._receive(coordinator, update, update.receiving, before)
+        )
 
     def _refusal(self, prepare: Prepare) -> Said | None:
         update = self._update
@@ -276,6 +301,11 @@ class WeightReceiver:
             )
         if self._plan is None or self._plan.plan_id != prepare.plan_id:
             return Said(ProtocolError.code, f"{self._name} has not made plan {prepare.plan_id}")
+        if not self._service.begin(prepare):
+            return Said(
+                WeightUpdateAborted.code,
+                f"{self._name} has not applied the wave before {prepare.update_id}",
+            )
         if self._outcomes.of(prepare.update_id) is not None:
             return Said(
                 WeightUpdateAborted.code,
@@ -283,9 +313,17 @@ class WeightReceiver:
             )
         return None
 
-    async def _receive(self, coordinator: Peer, update: _Update, receiving: Receiving) -> None:
+    async def _receive(
+        self,
+        coordinator: Peer,
+        update: _Update,
+        receiving: Receiving,
+        before: asyncio.Task[None] | None,
+    ) -> None:
         prepare = update.prepare
         try:
+            if before is not None:  # until then its writes may land
+                await until_ended(before)
             digest = await receiving.run()
         except asyncio.CancelledError:
             raise
@@ -296,8 +334,8 @@ class WeightReceiver:
             self._links.send(coordinator, Failed(prepare.update_id, said(error)))
             return
         update.state = "staged"
-        update.staged = Staged(prepare.update_id, prepare.weights, digest, prepare.policy)
-        if not self._links.send(coordinator, Vote(prepare.update_id, digest)):
+        update.staged = self._service.staged(prepare, digest)
+        if not self._links.send(coordinator, Vote(prepare.update_id, update.staged.digest)):
             self._lost_after_staging(update)
 
     def _sent(self, peer: Peer, message: Sent) -> None:
@@ -362,7 +400,10 @@ class WeightReceiver:
 
     def _lost_after_staging(self, update: _Update) -> None:
         """Where the inference engine's control path commits, that decides, and the update stays."""
-        if self._commit is not None:
+        if not update.prepare.last:
+            # No one brings the waves that follow: what this rank has applied, it has.
+            self._drop(Said(WeightUpdateAborted.code, "the coordinator was lost between waves"))
+        elif self._commit is not None:
             self._links.spawn(self._in_doubt(update))
 
     async def _in_doubt(self, update: _Update) -> None:
@@ -398,33 +439,3 @@ class WeightReceiver:
         if known is None:
             self._outcomes.add(update_id, "aborted")
         return known or "aborted"
-
-
-def _received(plan: Plan) -> dict[int, tuple[Stretch, ...]]:
-    return sent_to(schedule_of(plan), plan, plan.number)
-
-
-class _Greeted:
-    """The training ranks that have said HELLO, by plan and number."""
-
-    def __init__(self) -> None:
-        self._peers: dict[tuple[str, int], Peer] = {}
-        self._waiting: dict[tuple[str, int], asyncio.Future[Peer]] = {}
-
-    def add(self, hello: Hello, peer: Peer) -> None:
-        key = (hello.plan_id, hello.number)
-        self._peers = {at: known for at, known in self._peers.items() if known is not peer}
-        self._peers[key] = peer
-        waiting = self._waiting.pop(key, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(peer)
-
-    def remove(self, peer: Peer) -> None:
-        self._peers = {at: known for at, known in self._peers.items() if known is not peer}
-
-    async def get(self, plan_id: str, number: int) -> Peer:
-        key = (plan_id, number)
-        if key in self._peers:
-            return self._peers[key]
-        waiting = self._waiting.setdefault(key, asyncio.get_running_loop().create_future())
-        return await asyncio.shield(waiting)

@@ -52,8 +52,8 @@ class Receiving:
         """By id of the peer."""
         self._counters: list[Counter] = []
 
-    async def run(self) -> str | None:
-        """The digest of all that has arrived, as 16 hex digits; None where digests are off.
+    async def run(self) -> int | None:
+        """The digest of all that has arrived; None where digests are off.
 
         Raises the loss of a sender, DeadlineExceeded, DigestMismatch. However it ends, no write of
         any sender lands in the arena any more.
@@ -72,7 +72,7 @@ class Receiving:
             await until_ended(*map(_revoked, self._counters))
         if not self._prepare.digests:
             return None
-        return f"{sum(part.result() for part in parts) % _MODULUS:016x}"
+        return sum(part.result() for part in parts) % _MODULUS
 
     def take(self, peer: Peer, message: Sent) -> None:
         """A sender says that it has written everything."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from kvxfer.errors import DeadlineExceeded, KvxferError, PeerError
 from kvxfer.weights.transfer.members import InferenceRank, Member
-from kvxfer.weights.transfer.messages import Applied, Failed, Message, Planned
+from kvxfer.weights.transfer.messages import Applied, Failed, Planned, Read, Vote
 
 T = TypeVar("T")
+
+Answering: TypeAlias = Planned | Vote | Failed | Applied | Read
 
 
 class Answer(NamedTuple):
     """Of an instance that was to apply an update."""
 
-    state: Literal["committed", "failed", "lost"]
+    state: Literal["committed", "failed", "lost", "partial"]
     pause_seconds: float | None = None
     error: str | None = None
 
@@ -24,15 +26,20 @@ class Answer(NamedTuple):
 class Round:
     """The answers of the members, which are those of its begin. Event loop only."""
 
-    def __init__(self, members: list[Member]) -> None:
-        self._members = members
+    def __init__(self, about: str, members: Sequence[Member]) -> None:
+        """about: the id of the plan or the wave; answers about another one do not count."""
+        self._about = about
+        self._members = {each.peer.id: each for each in members}
         self._said: dict[tuple[int, type], Any] = {}
         self._lost: dict[int, KvxferError] = {}
         """By id of the peer."""
         self._error: KvxferError | None = None
         self._changed = asyncio.Event()
 
-    def take(self, member: Member, message: Message) -> None:
+    def take(self, member: Member, message: Answering) -> None:
+        about = message.plan_id if isinstance(message, Planned) else message.update_id
+        if about != self._about or member.peer.id not in self._members:
+            return
         self._said[member.peer.id, type(message)] = message
         if isinstance(message, Failed):
             self.fail(_by(member, message.why.error()))
@@ -41,7 +48,7 @@ class Round:
         self._change()
 
     def lose(self, member: Member, error: PeerError) -> None:
-        if member in self._members:
+        if member.peer.id in self._members:
             loss = type(error)(f"{member.name} was lost: {error}")
             self._lost[member.peer.id] = loss
             self.fail(loss)
@@ -53,7 +60,7 @@ class Round:
 
     def instances(self) -> dict[str, list[InferenceRank]]:
         found: dict[str, list[InferenceRank]] = {}
-        for member in self._members:
+        for member in self._members.values():
             if isinstance(member, InferenceRank):
                 found.setdefault(member.joined.instance_id, []).append(member)
         return found

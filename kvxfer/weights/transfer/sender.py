@@ -17,8 +17,9 @@ from kvxfer.errors import (
 )
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.report import UpdateReport
+from kvxfer.weights.transfer.endings import until_ended
 from kvxfer.weights.transfer.links import Links
-from kvxfer.weights.transfer.member_plan import Waves, schedule_of, sent_by
+from kvxfer.weights.transfer.member_plan import schedule_of, sent_by, waves_in
 from kvxfer.weights.transfer.messages import (
     Abort,
     Failed,
@@ -35,7 +36,7 @@ from kvxfer.weights.transfer.messages import (
     Withdraw,
     said,
 )
-from kvxfer.weights.transfer.sending import Receiver, Sending, batches_of
+from kvxfer.weights.transfer.sending import Receiver, Sending, Writes, batches_of
 
 if TYPE_CHECKING:
     from kvxfer.engine import Engine, MemoryRegion, Peer
@@ -81,6 +82,8 @@ class WeightSender:
         self._regions: dict[str, MemoryRegion] = {}
         self._plan_id = ""
         self._receivers: dict[int, Receiver] = {}
+        self._waves: list[dict[int, Writes]] = []
+        """What this rank writes in each wave, by number of the receiver."""
         self._early: dict[str, list[tuple[Peer, Grant]]] = {}
         self._push: _Push | None = None
         self._serial = 0
@@ -171,9 +174,10 @@ class WeightSender:
             case Push():
                 self._begin(peer, message)
             case Abort():
-                # SETTLED follows, and says why.
-                if self._push is not None and self._push.update_id == message.update_id:
-                    self._links.spawn(_stopped(self._push))
+                # SETTLED follows, and says why; or another try.
+                push = self._push
+                if push is not None and push.update_id == message.update_id and push.task:
+                    push.task.cancel()
             case Settled():
                 self._settled(message)
             case _:
@@ -188,47 +192,58 @@ class WeightSender:
 
     async def _make_plan(self, coordinator: Peer, plan: Plan) -> None:
         try:
-            self._receivers = await self._connected(plan)
+            waves = await asyncio.to_thread(_sent, plan)
+            receivers = {number for writes in waves for number in writes}
+            self._receivers = await self._connected(plan, receivers)
         except Exception as error:
             self._links.send(coordinator, Planned(plan.plan_id, said(error)))
             return
-        self._plan_id = plan.plan_id
+        self._plan_id, self._waves = plan.plan_id, waves
         self._links.send(coordinator, Planned(plan.plan_id))
 
-    async def _connected(self, plan: Plan) -> dict[int, Receiver]:
-        """To all inference ranks that the plan has this rank write to."""
-        sent = await asyncio.to_thread(_sent, plan)
+    async def _connected(self, plan: Plan, numbers: set[int]) -> dict[int, Receiver]:
+        """To inference ranks of the plan."""
 
-        async def meet(number: int, waves: Waves) -> tuple[int, Receiver]:
-            batches = await asyncio.to_thread(batches_of, waves)
+        async def meet(number: int) -> tuple[int, Receiver]:
             hello = Hello(plan.plan_id, plan.number)
             peer = await self._met(plan.targets[number].address, hello)
-            return number, Receiver(peer, plan.targets[number].address, hello, waves, batches)
+            return number, Receiver(peer, plan.targets[number].address, hello)
 
-        return dict(await asyncio.gather(*(meet(number, waves) for number, waves in sent.items())))
+        return dict(await asyncio.gather(*map(meet, numbers)))
 
     async def _met(self, address: str, hello: Hello) -> Peer:
         peer = await self._engine.connect(address, timeout=_CONNECT_SECONDS)
         self._links.send(peer, hello)
         return peer
 
-    async def _met_again(self) -> None:
-        """Receivers whose connection was lost since the plan was made, and who are there."""
-        for number, each in self._receivers.items():
-            if not each.peer.alive:
-                peer = await self._met(each.address, each.hello)
-                self._receivers[number] = each._replace(peer=peer)
+    async def _writes(self, message: Push) -> dict[int, tuple[Peer, Writes]]:
+        """Of a wave. Dials receivers whose connection was lost since the plan was made."""
+        found = {}
+        for number, writes in self._waves[message.wave].items():
+            if number not in message.receivers:
+                continue
+            receiver = self._receivers[number]
+            if not receiver.peer.alive:
+                peer = await self._met(receiver.address, receiver.hello)
+                self._receivers[number] = receiver = receiver._replace(peer=peer)
+            found[number] = receiver.peer, writes
+        return found
 
     def _begin(self, coordinator: Peer, message: Push) -> None:
         push = self._push
-        if push is None or push.serial != message.serial or self._plan_id != message.plan_id:
+        if (
+            push is None
+            or push.serial != message.serial
+            or push.pushed.read.done()
+            or self._plan_id != message.plan_id
+        ):
             why = WeightUpdateAborted(
                 f"training rank {self._rank} is not ready to send update {message.update_id}"
             )
             self._links.send(coordinator, Failed(message.update_id, said(why)))
             return
-        push.update_id = message.update_id
-        push.task = self._links.spawn(self._send(coordinator, push, message))
+        push.update_id, push.sending = message.update_id, None
+        push.task = self._links.spawn(self._send(coordinator, push, message, push.task))
 
     def _granted(self, peer: Peer, grant: Grant) -> None:
         push = self._push
@@ -239,10 +254,17 @@ class WeightSender:
         self._early = {grant.update_id: self._early.get(grant.update_id, [])}
         self._early[grant.update_id].append((peer, grant))
 
-    async def _send(self, coordinator: Peer, push: _Push, message: Push) -> None:
+    async def _send(
+        self,
+        coordinator: Peer,
+        push: _Push,
+        message: Push,
+        before: asyncio.Task[None] | None,
+    ) -> None:
         try:
-            await self._met_again()
-            sending = Sending(self._links, message, dict(self._receivers), self._regions)
+            if before is not None:  # the wave before: all have it, or it is cancelled
+                await until_ended(before)
+            sending = Sending(self._links, message, await self._writes(message), self._regions)
             for peer, grant in self._early.pop(message.update_id, []):
                 sending.granted(peer, grant)
             push.sending = sending
@@ -250,22 +272,24 @@ class WeightSender:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self._links.send(coordinator, Failed(push.update_id, said(error)))
-            if not push.pushed.read.done():
-                push.pushed.read.set_result(None)
+            # The memory may be read once more, for another try. SETTLED ends that.
+            self._links.send(coordinator, Failed(message.update_id, said(error)))
             return
-        if not push.pushed.read.done():
+        if message.last and not push.pushed.read.done():
             push.pushed.read.set_result(None)
-        self._links.send(coordinator, Read(push.update_id))
+        self._links.send(coordinator, Read(message.update_id))
 
     def _settled(self, message: Settled) -> None:
         push, report = self._push, message.report
         if push is None or push.serial != message.serial:
             return
         if report.state == "aborted":
+            what = "and the version before is served on"
+            if report.out_of_service:
+                names = ", ".join(map(repr, report.out_of_service))
+                what = f"and {names} is out of service until the next one"
             error = WeightUpdateAborted(
-                f"the update to version {push.version} was aborted, and the version before is "
-                f"served on: {report.error}"
+                f"the update to version {push.version} was aborted, {what}: {report.error}"
             )
             error.report = report
             self._end(error)
@@ -309,8 +333,15 @@ async def _stopped(push: _Push) -> None:
         push.pushed.read.set_result(None)
 
 
-def _sent(plan: Plan) -> dict[int, Waves]:
-    return sent_by(schedule_of(plan), plan, plan.number)
+def _sent(plan: Plan) -> list[dict[int, Writes]]:
+    """Of each wave, by number of the receiver."""
+    return [
+        {
+            number: Writes(bursts, batches_of(bursts))
+            for number, bursts in sent_by(schedule_of(wave), wave, plan.number).items()
+        }
+        for wave in waves_in(plan)
+    ]
 
 
 def _address_of(tensor: Any) -> int | None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import Backpressure, DeadlineExceeded, KvxferError
 from kvxfer.weights.transfer.endings import first_error, loss_of, told_of_loss, until_ended
 from kvxfer.weights.transfer.links import Links
-from kvxfer.weights.transfer.member_plan import Waves
+from kvxfer.weights.transfer.member_plan import Bursts
 from kvxfer.weights.transfer.messages import Grant, Hello, Push, Sent
 from kvxfer.weights.transfer.runs import Stretch, source_digest
 
@@ -54,14 +54,14 @@ class Pages(NamedTuple):
 Batch: TypeAlias = Runs | Pages
 
 
-def batches_of(waves: Waves) -> tuple[Batch, ...]:
+def batches_of(bursts: Bursts) -> tuple[Batch, ...]:
     """In the order in which they are submitted; made once for a plan."""
-    return tuple(batch for wave in waves for batch in _batches(wave))
+    return tuple(batch for burst in bursts for batch in _batches(burst))
 
 
-def _batches(wave: tuple[Stretch, ...]) -> Iterator[Batch]:
+def _batches(burst: tuple[Stretch, ...]) -> Iterator[Batch]:
     few: list[Stretch] = []
-    for stretch in wave:
+    for stretch in burst:
         runs = len(stretch.source_offsets)
         if runs < _PAGES:
             few.append(stretch)
@@ -93,13 +93,18 @@ def _lists(stretches: Sequence[Stretch]) -> Iterator[Runs]:
 
 
 class Receiver(NamedTuple):
-    """What a training rank writes to one inference rank."""
+    """An inference rank that a training rank writes to."""
 
     peer: Peer
     address: str
     hello: Hello
     """That tells it which rank of the plan this one is."""
-    waves: Waves
+
+
+class Writes(NamedTuple):
+    """What a training rank writes to one inference rank, in one wave."""
+
+    bursts: Bursts
     batches: tuple[Batch, ...]
 
 
@@ -110,7 +115,7 @@ class Sending:
         self,
         links: Links,
         push: Push,
-        receivers: Mapping[int, Receiver],
+        receivers: Mapping[int, tuple[Peer, Writes]],
         regions: Mapping[str, MemoryRegion],
     ) -> None:
         self._links = links
@@ -119,7 +124,7 @@ class Sending:
         self._regions = regions
         loop = asyncio.get_running_loop()
         self._grants: dict[int, asyncio.Future[Grant]] = {
-            each.peer.id: loop.create_future() for each in receivers.values()
+            peer.id: loop.create_future() for peer, _ in receivers.values()
         }
 
     def granted(self, peer: Peer, grant: Grant) -> None:
@@ -133,8 +138,8 @@ class Sending:
         what the engine raises. However it ends, memory of this rank is not read any more."""
         try:
             async with asyncio.timeout(self._push.seconds), asyncio.TaskGroup() as group:
-                for number, receiver in self._receivers.items():
-                    group.create_task(self._to(number, receiver))
+                for number, (peer, writes) in self._receivers.items():
+                    group.create_task(self._to(number, peer, writes))
         except TimeoutError:
             raise DeadlineExceeded(
                 f"update {self._push.update_id} was not written within {self._push.seconds:g} s"
@@ -142,19 +147,19 @@ class Sending:
         except BaseExceptionGroup as failed:
             raise first_error(failed) from None
 
-    async def _to(self, number: int, receiver: Receiver) -> None:
-        peer, grant = receiver.peer, self._grants[receiver.peer.id]
+    async def _to(self, number: int, peer: Peer, writes: Writes) -> None:
+        grant = self._grants[peer.id]
         who = f"inference rank {number} ({peer.name!r})"
         with told_of_loss(peer, grant, who):
             granted = await grant
         digest: asyncio.Future[int] | None = None
         if self._push.digests:
-            stretches = [each for wave in receiver.waves for each in wave]
+            stretches = [each for burst in writes.bursts for each in burst]
             digest = asyncio.ensure_future(
                 asyncio.to_thread(source_digest, stretches, self._regions)
             )
         try:
-            immediates = await self._write(receiver, granted)
+            immediates = await self._write(peer, writes, granted)
         except KvxferError:
             if not peer.alive:
                 raise loss_of(peer, who) from None
@@ -165,15 +170,15 @@ class Sending:
         found = None if digest is None else digest.result()
         self._links.send(peer, Sent(self._push.update_id, immediates, found))
 
-    async def _write(self, receiver: Receiver, grant: Grant) -> int:
+    async def _write(self, peer: Peer, writes: Writes, grant: Grant) -> int:
         """Immediates that the receiver counts in all."""
         under_way: deque[Operation] = deque()
         immediates = 0
         try:
-            for batch in receiver.batches:
+            for batch in writes.batches:
                 while len(under_way) >= _OPERATIONS:
                     await _oldest(under_way)
-                operation = await self._submit(receiver.peer, batch, grant, under_way)
+                operation = await self._submit(peer, batch, grant, under_way)
                 under_way.append(operation)
                 immediates += operation.immediates
             while under_way:

@@ -16,7 +16,7 @@ from kvxfer.reference.staging import Staging
 from kvxfer.reference.tensor_parallel.model import GroupSettings, TensorParallelModel
 from kvxfer.reference.tensor_parallel.rank import MakeStaging
 from kvxfer.reference.weights import seeded_weights
-from kvxfer.weights.transfer.receiver import Staged
+from kvxfer.weights.transfer.staged import Staged
 from tests.reference.tiny import TINY
 from verify.polling import PATIENCE
 

@@ -131,7 +131,7 @@ def run(schedule: Schedule) -> tuple[dict[tuple[int, str], np.ndarray], np.ndarr
                 counts[write.receiver, piece.parameter][there] += 1
                 nbytes += taken.size * item_bytes(weights, piece.parameter)
             assert nbytes == write.nbytes > 0
-            key = (write.receiver, write.wave)
+            key = (write.receiver, write.burst)
             received[key] = received.get(key, 0) + nbytes
     most = np.array([count.max(initial=0) for count in counts.values()])
     return memory, np.array([most.max(initial=0), max(received.values(), default=0)])

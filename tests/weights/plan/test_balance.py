@@ -14,7 +14,7 @@ from kvxfer.weights.plan.cuts import cut
 from kvxfer.weights.plan.schedule import Schedule, plan_weights
 from kvxfer.weights.plan.settings import ScheduleSettings
 
-SMALL = ScheduleSettings(slice_bytes=1 << 16, gather_bytes=1 << 10, wave_bytes=1 << 20)
+SMALL = ScheduleSettings(slice_bytes=1 << 16, gather_bytes=1 << 10, burst_bytes=1 << 20)
 
 
 def layers(count: int, rows: int = 64, **kept: object) -> Parameters:
@@ -138,16 +138,16 @@ def test_small_parameters_go_together() -> None:
     assert figures.nbytes / figures.writes > 1024
 
 
-def test_a_wave_takes_from_many_senders_and_serves_many_receivers() -> None:
+def test_a_burst_takes_from_many_senders_and_serves_many_receivers() -> None:
     train = Side(mesh={"shard": 8}, parameters=(layers(61, split=(("shard",), ())),))
     infer = Side(mesh={"replica": 4}, parameters=(layers(61),))
     schedule = plan(train, infer)
-    for wave in range(schedule.figures.waves):
+    for burst in range(schedule.figures.bursts):
         pairs = {
             (rank, write.receiver)
             for rank in range(8)
             for write in schedule.writes_of(rank)
-            if write.wave == wave
+            if write.burst == burst
         }
         assert len(pairs) == 8 * 4
 

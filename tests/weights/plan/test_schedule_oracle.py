@@ -131,7 +131,7 @@ def sizes(draw: st.DrawFn) -> ScheduleSettings:
     slices = draw(st.sampled_from([16, 40, 256, 1 << 20]))
     gather = draw(st.sampled_from([1, 8, slices // 2]))
     return ScheduleSettings(
-        slice_bytes=slices, gather_bytes=gather, wave_bytes=slices * draw(st.sampled_from([1, 3]))
+        slice_bytes=slices, gather_bytes=gather, burst_bytes=slices * draw(st.sampled_from([1, 3]))
     )
 
 
@@ -147,7 +147,7 @@ def test_every_wanted_element_is_written_once_from_a_rank_that_holds_it(
     for key, expected in wanted.items():
         assert (memory[key] == expected).all(), key
     assert often <= 1
-    assert in_flight <= sizes.wave_bytes
+    assert in_flight <= sizes.burst_bytes
     assert schedule.figures.largest_write <= sizes.slice_bytes
     figures = schedule.figures
     sent = [list(schedule.writes_of(rank)) for rank in range(weights.train.ranks)]

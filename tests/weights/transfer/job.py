@@ -12,11 +12,13 @@ import numpy as np
 from kvxfer.engine import Engine
 from kvxfer.layout import ITEM_BYTES
 from kvxfer.weights.holdings import Holding, Holdings
-from kvxfer.weights.transfer.coordinator import ControlPath, WeightCoordinator
+from kvxfer.weights.transfer.coordinator import WeightCoordinator
+from kvxfer.weights.transfer.execution import ControlPath
 from kvxfer.weights.transfer.links import Links
-from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
+from kvxfer.weights.transfer.receiver import WeightReceiver
 from kvxfer.weights.transfer.sender import WeightSender
 from kvxfer.weights.transfer.settings import UpdateSettings
+from kvxfer.weights.transfer.staged import Staged
 from verify.polling import eventually
 
 KEY = "k" * 32
@@ -85,13 +87,19 @@ class Instance:
     serves: list[dict[str, np.ndarray]] = field(default_factory=list)
     commits: int = 0
     fails: bool = False
+    waves: list[tuple[bool, bool]] = field(default_factory=list)
+    """Of each commit whether it was the first wave, and the last."""
 
     async def commit(self, update: Staged) -> float | None:
         """Of the leader."""
         pinned = [rank.pin(update.update_id) for rank in self.ranks[1:]]
         if self.fails:
             raise RuntimeError("out of paper")
-        self.serves = [staged(rank) for rank in self.ranks]
+        self.waves.append((update.first, update.last))
+        before = self.serves or [{} for _ in self.ranks]
+        self.serves = [
+            {**serves, **staged(rank)} for serves, rank in zip(before, self.ranks, strict=True)
+        ]
         for rank, of_rank in zip(self.ranks[1:], pinned, strict=True):
             rank.applied(of_rank)
         self.commits += 1
@@ -144,6 +152,7 @@ async def job(
     settings: UpdateSettings | None = None,
     control_path: ControlPath | None = None,
     by_message: bool = True,
+    arena_bytes: int | None = None,
 ) -> AsyncIterator[Job]:
     """Everyone is connected; `infer` has the holdings of each instance's ranks."""
     async with contextlib.AsyncExitStack() as stack:
@@ -174,6 +183,7 @@ async def job(
                         rank=rank,
                         ranks=len(ranks),
                         commit=instance.commit if rank == 0 and by_message else None,
+                        arena_bytes=arena_bytes,
                     )
                 )
                 instance.ranks.append(receiver)

@@ -72,7 +72,7 @@ def _plans(draw: st.DrawFn) -> tuple[Plan, dict[str, np.ndarray]]:
         tuple(Holdings(tuple(each)) for each in held),
         tuple(Holdings(tuple(each)) for each in wanted),
         tuple(Target("i", rank, "") for rank in range(infer)),
-        ScheduleSettings(slice_bytes=slice_bytes, gather_bytes=slice_bytes // 2, wave_bytes=512),
+        ScheduleSettings(slice_bytes=slice_bytes, gather_bytes=slice_bytes // 2, burst_bytes=512),
     )
     return plan, whole
 
@@ -100,15 +100,15 @@ def test_runs_fill_each_arena_once(drawn: tuple[Plan, dict[str, np.ndarray]]) ->
         regions = {
             name: box.reshape(-1).view(np.uint8) for name, box in boxes(holdings, whole).items()
         }
-        for receiver, waves in sent_by(schedule, plan, sender).items():
-            for batch in batches_of(waves):
+        for receiver, bursts in sent_by(schedule, plan, sender).items():
+            for batch in batches_of(bursts):
                 for name, source, target, length in _rows(batch):
                     memory[receiver][target : target + length] = regions[name][
                         source : source + length
                     ]
                     filled[receiver][target : target + length] += 1
             told = source_digest(
-                [each for wave in waves for each in wave],
+                [each for burst in bursts for each in burst],
                 {name: _Bytes(data) for name, data in regions.items()},
             )
             found = target_digest(

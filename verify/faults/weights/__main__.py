@@ -1,6 +1,7 @@
 """Kills and freezes members of weight updates at every stage; prints what happened.
 
-Three training ranks push to two instances, of two ranks and of one. Exit code 1 on an instance with
+Three training ranks push to two instances, of two ranks and of one; half of the updates come in
+waves. Exit code 1 on an instance with
 half of an update, instances of different versions, bytes that are not those of the version that is
 told, a rank that hangs, and an update that was applied in spite of a loss before the votes.
 """
@@ -19,12 +20,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvxfer.weights.transfer.settings import Mode
 from verify.arguments import above_zero
 from verify.faults.chaos import percentile
 
 from .run import Round, run
 
-FABRICS: Final = ("local", "tcp")
+KINDS: Final[tuple[tuple[str, Mode], ...]] = (
+    ("local", "atomic"),
+    ("tcp", "atomic"),
+    ("local", "wave"),
+    ("tcp", "wave"),
+)
+"""Fabrics, and modes of the updates."""
 _SHARES: Final = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
@@ -106,19 +114,25 @@ def main() -> int:
         TimeRemainingColumn(),
         console=console,
     ) as progress:
-        for number, fabric in enumerate(FABRICS):
-            share = (options.rounds + number) // len(FABRICS)
+        for number, (fabric, mode) in enumerate(KINDS):
+            share = (options.rounds + number) // len(KINDS)
             if share == 0:
                 continue
-            bar = progress.add_task(fabric, total=share)
+            bar = progress.add_task(f"{fabric}, {mode}", total=share)
             rounds += asyncio.run(
-                run(fabric, share, random.Random(seed + number), lambda _: progress.advance(bar))  # noqa: B023
+                run(
+                    fabric,
+                    share,
+                    random.Random(seed + number),
+                    lambda _: progress.advance(bar),  # noqa: B023
+                    mode=mode,
+                )
             )
     if options.json:
         sys.stdout.write(json.dumps(figures(rounds, seed), indent=2) + "\n")
     else:
         show(rounds, console)
-    broken = [f"{each.fault}: {line}" for each in rounds for line in each.broken]
+    broken = [f"{each.mode}, {each.fault}: {line}" for each in rounds for line in each.broken]
     for line in broken:
         console.print(f"[bold red]not held[/] {line}", highlight=False, soft_wrap=True)
     if not broken:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
+from kvxfer.weights.transfer.settings import Mode
+
+from .content import WAVES
+
 Act = Literal["kill", "freeze"]
 On = Literal["send", "receive", "apply"]
 
@@ -48,7 +52,14 @@ _APPLYING: Final[tuple[tuple[On, str], ...]] = (
 )
 
 
-def catalogue() -> list[Fault]:
+_OF_EACH_WAVE: Final = {
+    *("receive Push", "send Read", "receive Prepare", "send Vote"),
+    *("receive Commit", "send Applied", "apply none", "apply half", "apply all"),
+}
+"""What a member does once in a wave."""
+
+
+def catalogue(mode: Mode = "atomic") -> list[Fault]:
     """Every fault there is, of both acts."""
     found = []
     acts: tuple[Act, ...] = ("kill", "freeze")
@@ -69,7 +80,16 @@ def catalogue() -> list[Fault]:
         found += [Fault("trainer-0", "receive", "Vote", act)]
         found += [Fault("trainer-0", *at, act, True) for at in decided]
         found += [Fault(v, *at, act, True) for v in ("pair-0", "single-0") for at in committing]
-    return found + [each._replace(nth=2) for each in found if _several(each)]
+    found += [each._replace(nth=2) for each in found if _several(each)]
+    if mode == "wave":
+        # Of the waves after the first: an instance that has one may be brought back at once.
+        found += [
+            each._replace(nth=wave + 1, decided=True)
+            for each in found
+            for wave in range(1, WAVES)
+            if each.nth == 1 and each.stage in _OF_EACH_WAVE
+        ]
+    return found
 
 
 def _several(fault: Fault) -> bool:

@@ -16,6 +16,11 @@ TRAINERS: Final = 3
 INSTANCES: Final = {"pair": 2, "single": 1}
 """Ranks of each."""
 
+ARENA_BYTES: Final = 1200 << 10
+"""Of a rank that takes updates in waves, of a model of 2.3 MB."""
+WAVES: Final = 3
+"""That this makes."""
+
 _SHAPES: Final = {"embed": (768, 256), "norm": (256,), "qkv": (512, 256), "down": (256, 1024)}
 
 

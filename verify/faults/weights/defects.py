@@ -8,6 +8,9 @@ from typing import Any, Final
 from kvxfer.weights.transfer import doubt, receiver
 from kvxfer.weights.transfer.messages import Vote
 from kvxfer.weights.transfer.round import Round
+from kvxfer.weights.transfer.service import Service
+from kvxfer.weights.transfer.settings import Mode
+from kvxfer.weights.transfer.staged import Staged
 
 from .catalogue import Fault
 
@@ -29,24 +32,42 @@ def _leaders_in_doubt_do_not_ask() -> None:
 
 
 def _failures_are_not_told() -> None:
-    def broken(self: receiver.WeightReceiver, staged: receiver.Staged, error: Any) -> None:
+    def broken(self: receiver.WeightReceiver, staged: Staged, error: Any) -> None:
         self.applied(staged)
 
     receiver.WeightReceiver.broken = broken  # type: ignore[method-assign]
 
 
-DEFECTS: Final[dict[str, tuple[Callable[[], None], Fault]]] = {
+def _some_waves_are_served() -> None:
+    applied = Service.applied
+
+    def serves_on(self: Service, staged: Staged, plan_id: str) -> None:
+        applied(self, staged, plan_id)
+        self.partial = None
+
+    Service.applied = serves_on  # type: ignore[method-assign]
+
+
+DEFECTS: Final[dict[str, tuple[Callable[[], None], Mode, Fault]]] = {
     "the first vote decides": (
         _first_vote_decides,
+        "atomic",
         Fault("single-0", "send", "Vote", "kill"),
     ),
     "a leader in doubt does not ask": (
         _leaders_in_doubt_do_not_ask,
+        "atomic",
         Fault("trainer-0", "send", "Commit", "kill", True, nth=2),
     ),
     "an instance that failed serves on": (
         _failures_are_not_told,
+        "atomic",
         Fault("pair-1", "apply", "half", "kill", True),
     ),
+    "an instance that has some waves serves on": (
+        _some_waves_are_served,
+        "wave",
+        Fault("trainer-0", "send", "Commit", "kill", True, nth=2),
+    ),
 }
-"""By name: what breaks the code, and a fault that shows it."""
+"""By name: what breaks the code, the mode, and a fault that shows it."""

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from kvxfer.weights.transfer.settings import Mode
 from verify.polling import PATIENCE, eventually
 from verify.processes.process import ROOT, Process
 
@@ -61,8 +62,8 @@ class Control:
 class Fleet:
     """Loop only."""
 
-    def __init__(self, fabric: str, defect: str, folder: Path) -> None:
-        self._common = {"fabric": fabric, "defect": defect}
+    def __init__(self, fabric: str, mode: Mode, defect: str, folder: Path) -> None:
+        self._common = {"fabric": fabric, "mode": mode, "defect": defect}
         self._folder = folder
         self._processes: dict[str, Process] = {}
         self._controls: dict[str, Control] = {}
@@ -207,8 +208,8 @@ def _free_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def fleet(fabric: str, defect: str = "") -> AsyncIterator[Fleet]:
+async def fleet(fabric: str, mode: Mode = "atomic", defect: str = "") -> AsyncIterator[Fleet]:
     with tempfile.TemporaryDirectory(prefix="kvxfer-weights-") as folder:
-        made = Fleet(fabric, defect, Path(folder))
+        made = Fleet(fabric, mode, defect, Path(folder))
         async with made.running():
             yield made

@@ -23,11 +23,12 @@ from kvxfer.engine import Engine
 from kvxfer.errors import KvxferError
 from kvxfer.weights.trainer import Trainer
 from kvxfer.weights.transfer.links import Links
-from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
+from kvxfer.weights.transfer.receiver import WeightReceiver
 from kvxfer.weights.transfer.settings import UpdateSettings
+from kvxfer.weights.transfer.staged import Staged
 from verify.polling import eventually
 
-from .content import TRAINERS, Array, boxes, held, wanted, whole
+from .content import ARENA_BYTES, TRAINERS, Array, boxes, held, wanted, whole
 from .defects import DEFECTS
 
 KEY = "chaos of weight updates, 32 bytes"
@@ -86,7 +87,11 @@ class TrainingRank:
             coordinator=options.get("coordinator"),
             receivers=options.get("receivers", ()),
             settings=UpdateSettings(
-                ready_seconds=8, plan_seconds=8, stage_seconds=8, commit_seconds=8
+                mode=options["mode"],
+                ready_seconds=8,
+                plan_seconds=8,
+                stage_seconds=8,
+                commit_seconds=8,
             ),
             fabrics=[options["fabric"]],
         )
@@ -160,6 +165,8 @@ class InferenceRank:
             ranks=self._options["ranks"],
             commit=self._commit if rank == 0 else None,
             version=self._options["version"],
+            # Of a model of 2.4 MB.
+            arena_bytes=ARENA_BYTES if self._options["mode"] == "wave" else None,
         )
         self._breakage.watch(self._receiver._links)
         if rank:
@@ -178,13 +185,15 @@ class InferenceRank:
             "idle": receiver.idle,
             "digest": receiver.digest,
             "error": None if receiver.error is None else str(receiver.error),
+            "partial": receiver.partial,
         }
 
     def _copy(self) -> None:
         self._breakage.pass_by("apply", "none")
         memory = np.frombuffer(memoryview(self._receiver.memory), np.uint8)
-        for number, (name, place) in enumerate(self._receiver.arena.places.items()):
-            if number == 2:
+        places = self._receiver.arena.places
+        for number, (name, place) in enumerate(places.items()):
+            if number == len(places) // 2:
                 self._breakage.pass_by("apply", "half")
             part = memory[place.offset : place.offset + place.nbytes].view(np.float32)
             self._serves[name][...] = part.reshape(place.holding.shape)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvxfer.weights.transfer.settings import Mode
 from verify.polling import PATIENCE
 
 from .catalogue import Fault, catalogue
@@ -25,6 +26,7 @@ class Round:
     """One faulted update."""
 
     fault: Fault
+    mode: Mode = "atomic"
     ended: str = ""
     """committed, aborted, or what trainers heard of the loss of their coordinator."""
     happened: bool = False
@@ -41,18 +43,19 @@ async def run(
     rng: random.Random,
     tell: Callable[[Round], None] = lambda _: None,
     *,
+    mode: Mode = "atomic",
     faults: Sequence[Fault] = (),
     defect: str = "",
 ) -> list[Round]:
     """So many rounds; each of `faults` comes before any comes again, or each of the catalogue.
     Ends with the first that breaks a promise. `defect` is one of DEFECTS."""
-    kinds = list(faults or catalogue())
+    kinds = list(faults or catalogue(mode))
     rng.shuffle(kinds)
     done: list[Round] = []
-    async with fleet(fabric, defect) as at:
+    async with fleet(fabric, mode, defect) as at:
         await at.joined()
         for number in range(count):
-            round_ = Round(kinds[number % len(kinds)])
+            round_ = Round(kinds[number % len(kinds)], mode)
             await _faulted(at, round_)
             await _repaired(at, round_)
             done.append(round_)
@@ -113,13 +116,13 @@ async def _held(at: Fleet, round_: Round, version: int) -> None:
     for instance in INSTANCES:
         states = await _at_rest(at, instance, round_)
         for rank, state in enumerate(states):
-            if state is not None and state["wrong"] and state["error"] is None:
+            if state is not None and state["wrong"] and not _out_of_service(state):
                 round_.broken.append(
                     f"{instance}-{rank} says version {state['version']}, and has other bytes in "
                     f"{state['wrong']}"
                 )
-        if any(state is None or state["error"] is not None for state in states):
-            continue  # out of service
+        if any(state is None or _out_of_service(state) for state in states):
+            continue
         serving[instance] = {state["version"] for state in states if state is not None}
         if len(serving[instance]) != 1:
             round_.broken.append(f"ranks of {instance} serve the versions {serving[instance]}")
@@ -137,6 +140,10 @@ async def _held(at: Fleet, round_: Round, version: int) -> None:
     at.served = max(versions)
 
 
+def _out_of_service(state: dict[str, Any]) -> bool:
+    return state["error"] is not None or state["partial"] is not None
+
+
 async def _at_rest(at: Fleet, instance: str, round_: Round) -> list[dict[str, Any] | None]:
     """Once its leader neither doubts nor applies."""
     names = [f"{instance}-{rank}" for rank in range(INSTANCES[instance])]
@@ -152,7 +159,8 @@ async def _at_rest(at: Fleet, instance: str, round_: Round) -> list[dict[str, An
 
 
 async def _repaired(at: Fleet, round_: Round) -> None:
-    """What has ended is started again, and an update without a fault reaches all."""
+    """What has ended is started again, and an update without a fault reaches all, also those that
+    have a part of the one before."""
     if round_.broken:
         return
     for instance, ranks in INSTANCES.items():
@@ -178,6 +186,7 @@ async def _repaired(at: Fleet, round_: Round) -> None:
     for instance, ranks in INSTANCES.items():
         for rank in range(ranks):
             state = await at.state(f"{instance}-{rank}")
-            if state is None or state["version"] != version or state["wrong"]:
+            served = state is not None and state["version"] == version
+            if state is None or not served or state["wrong"] or _out_of_service(state):
                 round_.broken.append(f"after the next update {instance}-{rank} is {state}")
     at.served = version

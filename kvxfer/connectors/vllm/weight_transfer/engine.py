@@ -35,7 +35,7 @@ from kvxfer.connectors.vllm.weight_transfer.together import together
 from kvxfer.connectors.vllm.weight_transfer.wants import record_wants
 from kvxfer.errors import InvalidArgument, NotStaged, WeightUpdateError
 from kvxfer.weights.holdings import Holdings
-from kvxfer.weights.transfer.receiver import Staged
+from kvxfer.weights.transfer.staged import Staged
 
 # vLLM shows what its own loggers tell; of others only warnings.
 _LOG: Final = logging.getLogger("vllm.kvxfer")

@@ -20,7 +20,8 @@ from kvxfer.engine.operator_options import (
 from kvxfer.errors import InvalidArgument
 from kvxfer.loop_thread import LoopThread
 from kvxfer.weights.holdings import Holdings
-from kvxfer.weights.transfer.receiver import Staged, WeightReceiver
+from kvxfer.weights.transfer.receiver import WeightReceiver
+from kvxfer.weights.transfer.staged import Staged
 
 # vLLM shows what its own loggers tell; of others only warnings.
 _LOG: Final = logging.getLogger("vllm.kvxfer")

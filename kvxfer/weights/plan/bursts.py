@@ -2,7 +2,7 @@
 
 The operations of a receiver are spread evenly over its time, sender by sender, and receivers begin
 at different senders. So at any time a receiver takes from all of its senders, and a sender serves
-all of its receivers. A *wave* is as many of them as a receiver has bytes in flight.
+all of its receivers. A *burst* is as many of them as a receiver has bytes in flight.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def in_order(operations: Operations, senders: int, receivers: int) -> Ints:
     return np.lexsort((sender, when, receiver))
 
 
-def by_sender(operations: Operations, order: Ints, waves: Ints) -> Ints:
-    """The operations by sender, and of each wave by wave, in the order of their receivers."""
+def by_sender(operations: Operations, order: Ints, bursts: Ints) -> Ints:
+    """The operations by sender, and of each burst by burst, in the order of their receivers."""
     receivers = operations.receiver[order]
     turn = np.empty_like(order)
     turn[order] = np.arange(len(order)) - np.searchsorted(receivers, receivers)
-    return np.lexsort((operations.receiver, turn, waves, operations.sender))
+    return np.lexsort((operations.receiver, turn, bursts, operations.sender))
 
 
-def waves_of(operations: Operations, order: Ints, wave_bytes: int) -> Ints:
-    """The wave of each operation: of each wave a receiver gets at most `wave_bytes`."""
-    waves = np.zeros(len(order), np.int64)
-    current, wave, taken = -1, 0, 0
+def bursts_of(operations: Operations, order: Ints, burst_bytes: int) -> Ints:
+    """The burst of each operation: of each burst a receiver gets at most `burst_bytes`."""
+    bursts = np.zeros(len(order), np.int64)
+    current, burst, taken = -1, 0, 0
     rows = zip(
         order.tolist(),
         operations.receiver[order].tolist(),
@@ -49,12 +49,12 @@ def waves_of(operations: Operations, order: Ints, wave_bytes: int) -> Ints:
     )
     for at, receiver, nbytes in rows:
         if receiver != current:
-            current, wave, taken = receiver, 0, 0
-        elif taken + nbytes > wave_bytes:
-            wave, taken = wave + 1, 0
+            current, burst, taken = receiver, 0, 0
+        elif taken + nbytes > burst_bytes:
+            burst, taken = burst + 1, 0
         taken += nbytes
-        waves[at] = wave
-    return waves
+        bursts[at] = burst
+    return bursts
 
 
 def nics_of(ranks: Ints, nbytes: Ints, order: Ints, nics: int) -> Ints:
