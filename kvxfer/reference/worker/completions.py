@@ -137,7 +137,7 @@ class Completion(BaseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int = Field(description="Seconds since the Unix epoch.")
     model: str
-    weights_version: int = Field(0, description="Of the last token.")
+    weights_version: int = Field(default=0, description="Of the last token.")
     choices: list[Choice]
     usage: Usage
 
@@ -153,7 +153,7 @@ class DecodeCompletion(Completion):
     """All tokens, with the first."""
 
     weights_versions: list[VersionOfTokens] = Field(
-        [], description="More than one only where updates keep running requests."
+        default=[], description="More than one only where updates keep running requests."
     )
     timings: DecodeTimings
 
@@ -172,12 +172,12 @@ class CompletionChunk(BaseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    weights_version: int = Field(0, description="Of the token, or of the last one.")
+    weights_version: int = Field(default=0, description="Of the token, or of the last one.")
     choices: list[ChunkChoice]
     usage: Usage | None = None
     timings: DecodeTimings | None = None
     weights_versions: list[VersionOfTokens] | None = Field(
-        None, description="At the end, with the usage: as in an answer that is no stream."
+        default=None, description="At the end, with the usage: as in an answer that is no stream."
     )
 
 
