@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from kvxfer.client import ControlPlaneRegistrar
 from kvxfer.reference.checkpoint import load_config
 from kvxfer.reference.shards import WHOLE, holdings_of
 from kvxfer.reference.weights import seeded_weights
@@ -143,7 +144,14 @@ def test_a_worker_serves_the_weights_that_training_pushes(control_plane: str, mo
     holdings = holdings_of(config, WHOLE, "bfloat16")
     pushed = seeded_weights(config, 5, dtype=torch.bfloat16)
     with (
-        Trainer(holdings, lambda: pushed, rank=0, world_size=1, cluster_key=KEY) as trainer,
+        Trainer(
+            holdings,
+            lambda: pushed,
+            rank=0,
+            world_size=1,
+            cluster_key=KEY,
+            registrar=ControlPlaneRegistrar(config.name, url=control_plane, required=True),
+        ) as trainer,
         started(
             *("worker", "--role", "decode", "--control-plane", control_plane, "--model", model),
             *("--instance-id", "updated", "--blocks", "40", "--fabrics", "tcp"),
@@ -160,6 +168,12 @@ def test_a_worker_serves_the_weights_that_training_pushes(control_plane: str, mo
         registered = instances(control_plane)["updated"]
         assert registered["identity"]["weights_version"] == 3
         assert registered["state"] == "ready"
+        [told] = httpx2.get(f"{control_plane}/v1/weights/updates").json()["updates"]
+        assert (told["version"], told["state"], told["decision"]) == (3, "committed", "commit")
+        assert (told["instances"][0]["state"], told["instances"][0]["digest"]) == (
+            "committed",
+            instance.digest,
+        )
 
 
 def test_an_id_that_a_live_worker_has_is_refused(control_plane: str, model: Path) -> None:
