@@ -1,4 +1,4 @@
-"""The control plane as the registrar of weight updates: what it is told, and which decision holds."""
+"""The control plane as registrar of weight updates: what it is told, and which decision holds."""
 
 from __future__ import annotations
 
