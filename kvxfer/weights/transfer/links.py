@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from kvxfer.errors import KvxferError, PeerError, ProtocolError
+from kvxfer.errors import DeadlineExceeded, KvxferError, PeerError, ProtocolError
 from kvxfer.weights.transfer.messages import Inbox, Message, encode
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("kvxfer.weights")
 
+JOIN_SECONDS: Final = 60.0
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
 
@@ -68,6 +69,24 @@ class Links:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.engine.handler is self:
             self.engine.handler = None
+
+    async def join(self, coordinator: str, greet: Callable[[Peer], None], timeout: float) -> None:
+        """keep_connected() in a task; returns once it has greeted for the first time. Raises
+        DeadlineExceeded."""
+        greeted = asyncio.Event()
+
+        def first(peer: Peer) -> None:
+            greet(peer)
+            greeted.set()
+
+        self.spawn(self.keep_connected(coordinator, first))
+        try:
+            async with asyncio.timeout(timeout):
+                await greeted.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no coordinator of weight updates answers at {coordinator} within {timeout:g} s"
+            ) from None
 
     async def keep_connected(self, address: str, greet: Callable[[Peer], None]) -> None:
         """Dials until it is cancelled, and again whenever the peer is lost; greets it each time."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from kvxfer.errors import (
-    DeadlineExceeded,
     InvalidArgument,
     KvxferError,
     NotStaged,
@@ -20,7 +19,7 @@ from kvxfer.weights.transfer.arena import ALIGNMENT, Arena, arena_of
 from kvxfer.weights.transfer.doubt import End, Outcomes, recorded, resolve
 from kvxfer.weights.transfer.endings import until_ended
 from kvxfer.weights.transfer.greeted import Greeted
-from kvxfer.weights.transfer.links import Links, logger
+from kvxfer.weights.transfer.links import JOIN_SECONDS, Links, logger
 from kvxfer.weights.transfer.member_plan import Incoming, incoming
 from kvxfer.weights.transfer.messages import (
     VERSION,
@@ -48,8 +47,6 @@ from kvxfer.weights.transfer.staged import Staged
 
 if TYPE_CHECKING:
     from kvxfer.engine import Engine, Memory, Peer
-
-_JOIN_SECONDS: Final = 60.0
 
 
 class _Update:
@@ -119,7 +116,6 @@ class WeightReceiver:
         self._service = Service(version)
         self._links = Links(engine, self._message, self._lost)
         self._coordinator: Peer | None = None
-        self._joined = asyncio.Event()
         self._plan: Plan | None = None
         self._waves: list[Incoming] = []
         self._senders = Greeted()
@@ -134,17 +130,10 @@ class WeightReceiver:
         await self._links.close()
         await asyncio.to_thread(self.memory.close)
 
-    async def join(self, coordinator: str, timeout: float = _JOIN_SECONDS) -> None:
+    async def join(self, coordinator: str, timeout: float = JOIN_SECONDS) -> None:
         """Dials a coordinator, and again whenever it is lost. Not needed by a rank that the
         coordinator dials. Raises DeadlineExceeded."""
-        self._links.spawn(self._links.keep_connected(coordinator, self._join))
-        try:
-            async with asyncio.timeout(timeout):
-                await self._joined.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"no coordinator of weight updates answers at {coordinator} within {timeout:g} s"
-            ) from None
+        await self._links.join(coordinator, self._join, timeout)
 
     @property
     def version(self) -> int:
@@ -257,7 +246,6 @@ class WeightReceiver:
                 version=VERSION,
             ),
         )
-        self._joined.set()
 
     async def _make_plan(self, coordinator: Peer, plan: Plan) -> None:
         try:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from kvxfer.errors import (
-    DeadlineExceeded,
     InvalidArgument,
     KvxferError,
     PeerError,
@@ -18,7 +17,7 @@ from kvxfer.errors import (
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.report import UpdateReport
 from kvxfer.weights.transfer.endings import until_ended
-from kvxfer.weights.transfer.links import Links
+from kvxfer.weights.transfer.links import JOIN_SECONDS, Links
 from kvxfer.weights.transfer.member_plan import schedule_of, sent_by, waves_in
 from kvxfer.weights.transfer.messages import (
     Abort,
@@ -41,7 +40,6 @@ from kvxfer.weights.transfer.sending import Receiver, Sending, Writes, batches_o
 if TYPE_CHECKING:
     from kvxfer.engine import Engine, MemoryRegion, Peer
 
-_JOIN_SECONDS: Final = 60.0
 _CONNECT_SECONDS: Final = 10.0
 _AWAY_SECONDS: Final = 1.0
 
@@ -78,7 +76,6 @@ class WeightSender:
         self._rank = rank
         self._links = Links(engine, self._message, self._lost)
         self._coordinator: Peer | None = None
-        self._joined = asyncio.Event()
         self._regions: dict[str, MemoryRegion] = {}
         self._plan_id = ""
         self._receivers: dict[int, Receiver] = {}
@@ -101,16 +98,9 @@ class WeightSender:
             await asyncio.to_thread(region.close)
         self._regions.clear()
 
-    async def join(self, coordinator: str, timeout: float = _JOIN_SECONDS) -> None:
+    async def join(self, coordinator: str, timeout: float = JOIN_SECONDS) -> None:
         """Dials a coordinator, and again whenever it is lost. Raises DeadlineExceeded."""
-        self._links.spawn(self._links.keep_connected(coordinator, self._join))
-        try:
-            async with asyncio.timeout(timeout):
-                await self._joined.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"no coordinator of weight updates answers at {coordinator} within {timeout:g} s"
-            ) from None
+        await self._links.join(coordinator, self._join, timeout)
 
     def push(self, version: int, tensors: Mapping[str, Any]) -> Pushed:
         """The memory of these tensors has the version, and may be read until `read` has ended.
@@ -188,7 +178,6 @@ class WeightSender:
         self._links.send(coordinator, JoinTraining(self._rank, self.holdings))
         if self._push is not None:
             self._links.send(coordinator, Ready(self._push.version, self._push.serial))
-        self._joined.set()
 
     async def _make_plan(self, coordinator: Peer, plan: Plan) -> None:
         try:
