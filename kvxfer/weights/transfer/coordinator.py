@@ -231,9 +231,11 @@ class WeightCoordinator:
                     self._control_path,
                     self._clock,
                 )
-                report = await self._execution.run(
-                    report, announced, lambda: self._decided(version)
-                )
+                report = await self._execution.run(report, announced)
+                # Where no instance is known to serve it, the leaders may have agreed on an abort:
+                # they were not told. Those that serve it say so when they join.
+                if any(each.state == "committed" for each in report.instances):
+                    self._served = version
                 await announced.ended(report)
                 return report
         except DecisionUnknown as error:
@@ -249,10 +251,6 @@ class WeightCoordinator:
         finally:
             self._read = self._execution is not None and self._execution.read
             self._planning = self._execution = None
-
-    def _decided(self, version: int) -> None:
-        """From here on it is committed, also if members are lost."""
-        self._served = version
 
     def _aborted(self, report: UpdateReport, error: KvxferError) -> UpdateReport:
         instances = tuple(

@@ -8,7 +8,6 @@ or deadline before that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -75,10 +74,8 @@ class Execution:
     def leaders(self) -> dict[str, InferenceRank]:
         return {instance_id: ranks[0] for instance_id, ranks in self._going.items()}
 
-    async def run(
-        self, report: UpdateReport, announced: Announced, decided: Callable[[], None]
-    ) -> UpdateReport:
-        """`decided` is called once nothing aborts the update any more. Raises what aborts it."""
+    async def run(self, report: UpdateReport, announced: Announced) -> UpdateReport:
+        """Raises what aborts it; nothing does any more once it is decided."""
         stage_seconds = 0.0
         for wave in range(report.waves):
             last = wave + 1 == report.waves
@@ -95,7 +92,6 @@ class Execution:
                     await self._pin(wave_id, report.version)
                 if not await announced.decide():
                     raise WeightUpdateAborted("it was recorded that the update is aborted")
-                decided()
                 committing = self._clock.monotonic()
             await self._apply(wave_id, report, last)
         return replace(

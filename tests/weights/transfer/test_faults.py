@@ -144,6 +144,32 @@ async def test_leaders_that_lose_the_coordinator_agree(fabric: str, told: int) -
             assert served_by(instance) == (2 if told else 1)
 
 
+async def test_a_version_that_none_was_told_to_commit_can_be_pushed_again(fabric: str) -> None:
+    async with job(fabric, train=TRAIN, infer=INFER) as at:
+        await push(at, 1)
+        links = at.links("coordinator")
+        send = links.send
+
+        def cut_off(peer: Any, message: Any) -> bool:
+            if not isinstance(message, Commit):
+                return send(peer, message)
+            peer.close()
+            return True
+
+        links.send = cut_off  # type: ignore[method-assign]
+        (report, _) = await push(at, 2)
+        assert isinstance(report, UpdateReport)
+        assert {each.state for each in report.instances} == {"lost"}
+        await at.settled()
+        assert {served_by(instance) for instance in at.instances} == {1}
+        links.send = send  # type: ignore[method-assign]
+        await at.coordinator.joined(len(at.instances), 30)
+        (report, _) = await push(at, 2)
+        assert isinstance(report, UpdateReport)
+        assert {each.state for each in report.instances} == {"committed"}
+        assert {served_by(instance) for instance in at.instances} == {2}
+
+
 async def test_an_instance_that_fails_while_it_applies_leaves_service(fabric: str) -> None:
     async with job(fabric, train=TRAIN, infer=INFER) as at:
         at.instances[1].fails = True
