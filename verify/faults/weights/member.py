@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,10 @@ class Breakage:
             return
         self._at = None
         self._tell({"broken_at": SYSTEM_CLOCK.monotonic()})
-        os.kill(os.getpid(), signal.SIGKILL if self._act == "kill" else signal.SIGSTOP)
+        # To this thread: any thread takes a signal for the process, and this one would go on until
+        # that one has a core.
+        number = signal.SIGKILL if self._act == "kill" else signal.SIGSTOP
+        signal.pthread_kill(threading.get_ident(), number)
 
     def watch(self, links: Links) -> None:
         """All messages of a member pass by."""
