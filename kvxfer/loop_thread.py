@@ -12,7 +12,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
-from kvxfer.errors import EngineClosed
+from kvxfer.errors import DeadlineExceeded, EngineClosed
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,18 @@ class LoopThread(abc.ABC):
         """Sets `_started` when everything is there, and ends when `_closing` is set."""
 
     def begin(self) -> None:
-        """Returns when _serve() has started. Raises what keeps it from that."""
+        """Returns when _serve() has started. Raises what keeps it from that, and DeadlineExceeded;
+        nothing of it goes on then."""
         self._thread.start()
-        self._started.result(START_SECONDS)
+        try:
+            self._started.result(START_SECONDS)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, concurrent.futures.TimeoutError) and not self._started.done():
+                raise DeadlineExceeded(
+                    f"{type(self).__name__} has not started within {START_SECONDS:g} s"
+                ) from None
+            raise
 
     @property
     def ended(self) -> bool:
@@ -111,7 +120,7 @@ class LoopThread(abc.ABC):
         except BaseException as error:
             awaited = [future for future in self._awaited if not future.done()]
             if not awaited:
-                logger.exception("the transfer engine of this worker has ended")
+                logger.exception("the loop of this thread has ended")
             for future in awaited:
                 future.set_exception(error)
         finally:

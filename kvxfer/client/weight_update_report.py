@@ -148,7 +148,7 @@ class WeightUpdateReport:
             if self._required:
                 raise
             self._note(error)
-            return decision
+            self._decision = self._decision or decision
         return self._decision
 
     async def end(
@@ -222,7 +222,8 @@ class WeightUpdateReport:
                 after = self._news.get(each.instance_id)
                 self._news[each.instance_id] = each if after is None else _merged(each, after)
             raise
-        self._known, self._decision = update, update.decision
+        # An answer from before the decision may come after the decision's.
+        self._known, self._decision = update, update.decision or self._decision
 
     async def _send(self, call: Call[T]) -> T:
         try:

@@ -12,8 +12,8 @@ class InstanceReport(msgspec.Struct, frozen=True):
 
     instance_id: str
     ranks: int
-    state: Literal["committed", "staged", "aborted", "failed", "lost", "partial"]
-    """"staged": its inference engine has still to be told. "failed" and "lost": out of service.
+    state: Literal["committed", "aborted", "failed", "lost", "partial"]
+    """"failed" and "lost": out of service.
     "partial": out of service until the next update, as it has some waves of one."""
     version: int | None
     """That it serves; None where that is not known."""
@@ -35,7 +35,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
 
     update_id: str
     version: int
-    state: Literal["staged", "committed", "aborted"]
+    state: Literal["committed", "aborted"]
     nbytes: int
     """Sent to all inference ranks."""
     plan_seconds: float = 0.0

@@ -74,10 +74,15 @@ class TrainingState:
             self.tensors[name].copy_(source)
         if self._quantized is not None:
             self._quantized.fill()
-        for device in {each.device for each in self.tensors.values()}:
-            if device.type != "cpu":
-                torch.accelerator.current_stream(device).synchronize()
+        settle(self.tensors.values())
         return self.tensors
+
+
+def settle(tensors: Iterable[torch.Tensor]) -> None:
+    """Waits for the current streams of their GPUs: engines read memory, and know no streams."""
+    for device in {each.device for each in tensors}:
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()
 
 
 def state_of(

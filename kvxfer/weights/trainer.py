@@ -1,6 +1,7 @@
 """Weight updates for training loops: a thread does what is asynchronous.
 
-trainer = Trainer(model, rank=rank, world_size=world_size, cluster_key=key, receivers=addresses)
+state = state_of(model)
+trainer = Trainer(state.holdings, state.staged, rank=rank, world_size=ranks, cluster_key=key)
 for version in range(1, steps):
     train(model)
     push = trainer.push(version)
@@ -16,8 +17,8 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeAlias, TypeVar, Unpack
 
-from kvxfer.errors import DeadlineExceeded, EngineClosed, InvalidArgument
-from kvxfer.loop_thread import LoopThread
+from kvxfer.errors import DeadlineExceeded, EngineClosed, InvalidArgument, WeightUpdateAborted
+from kvxfer.loop_thread import START_SECONDS, LoopThread
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.report import UpdateReport
 from kvxfer.weights.transfer.coordinator import WeightCoordinator
@@ -34,10 +35,11 @@ T = TypeVar("T")
 _Awaited: TypeAlias = concurrent.futures.Future
 
 _CALL_SECONDS: Final = 60.0
+_JOIN_SECONDS: Final = 0.75 * START_SECONDS
 
 
 class SyncControlPath(Protocol):
-    """A ControlPath (`transfer.coordinator`) of blocking calls."""
+    """A ControlPath (`transfer.execution`) of blocking calls."""
 
     def pin(self, update_id: str, version: int) -> None: ...
 
@@ -147,6 +149,11 @@ class Trainer:
         self._push = self._thread.run(self._thread.push(version, tensors), _CALL_SECONDS)
         return self._push
 
+    def withdraw(self) -> None:
+        """Gives the push that is under way up, if there is one: its parameters are not read any
+        more when this returns. The pushes of all other ranks are aborted."""
+        self._thread.run(self._thread.withdraw(), _CALL_SECONDS)
+
     def close(self) -> None:
         """Ends what is under way. Idempotent."""
         self._thread.close()
@@ -202,7 +209,7 @@ class _TrainerThread(LoopThread):
             self._sender = await stack.enter_async_context(
                 WeightSender(engine, self._holdings, self._rank)
             )
-            await self._sender.join(self.coordinator)
+            await self._sender.join(self.coordinator, _JOIN_SECONDS)
             self._started.set_result(None)
             await self._closing.wait()
 
@@ -215,6 +222,9 @@ class _TrainerThread(LoopThread):
         pushed = self._sender.push(version, tensors)
         return Push(version, _awaited(pushed.read), _awaited(pushed.report))
 
+    async def withdraw(self) -> None:
+        await self._sender.withdraw(WeightUpdateAborted("this training rank has withdrawn it"))
+
     async def joined(self, instances: int, timeout: float) -> None:
         if self._leader is None:
             raise InvalidArgument(
@@ -224,19 +234,27 @@ class _TrainerThread(LoopThread):
 
 
 class _InThreads(ControlPath):
-    """A control path of blocking calls, beside the loop."""
+    """A control path of blocking calls, beside the loop: one at a time. A call that took too long
+    for its caller goes on, and the next one waits for it."""
 
     def __init__(self, path: SyncControlPath) -> None:
         self._path = path
+        self._last: asyncio.Future[None] | None = None
 
     async def pin(self, update_id: str, version: int) -> None:
-        await asyncio.to_thread(self._path.pin, update_id, version)
+        await self._call(self._path.pin, update_id, version)
 
     async def commit(self, update_id: str, version: int) -> None:
-        await asyncio.to_thread(self._path.commit, update_id, version)
+        await self._call(self._path.commit, update_id, version)
 
     async def unpin(self, update_id: str) -> None:
-        await asyncio.to_thread(self._path.unpin, update_id)
+        await self._call(self._path.unpin, update_id)
+
+    async def _call(self, call: Callable[..., None], *arguments: object) -> None:
+        while self._last is not None and not self._last.done():
+            await asyncio.wait([self._last])
+        self._last = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
+        await asyncio.shield(self._last)
 
 
 def _awaited(future: asyncio.Future[T]) -> _Awaited[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import httpx2
@@ -175,3 +176,15 @@ async def test_a_control_plane_that_comes_back_hears_of_the_update(client, netwo
                 told = await only(client)
                 assert (told.update_id, told.instances[0].state) == ("u", PartState.STAGED)
             await passes(5)
+
+
+async def test_a_decision_that_is_known_holds_without_the_control_plane(network, client):
+    async with contextlib.AsyncExitStack() as control_plane:
+        await control_plane.enter_async_context(network.control_plane(lease_seconds=600))
+        await client.register(worker("a"))
+        async with report(client, update_id="u") as update:
+            await client.decide_weight_update("u", ABORT)
+            await passes(20)
+            assert update.decision is ABORT
+            await control_plane.aclose()
+            assert await update.decide(COMMIT) is ABORT

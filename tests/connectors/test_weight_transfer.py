@@ -35,7 +35,7 @@ class Worker:
         assert self.active
         if action == PIN and update_id != self.staged:
             raise NotStaged(update_id)
-        self.pinned, self.given_up = update_id, action != PIN
+        self.pinned, self.given_up = update_id if action == PIN else "", action != PIN
 
     def finish(self) -> None:
         assert self.active

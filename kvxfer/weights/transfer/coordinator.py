@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from kvxfer.clock import SYSTEM_CLOCK, Clock
 from kvxfer.errors import (
     DeadlineExceeded,
-    KvxferError,
     PeerError,
     PeerLost,
     ProtocolError,
+    WeightsMismatch,
     WeightUpdateAborted,
 )
 from kvxfer.weights.report import InstanceReport, UpdateReport
@@ -94,6 +94,7 @@ class WeightCoordinator:
         self._planning: Round | None = None
         self._execution: Execution | None = None
         self._served = 0
+        self._left_pinned: str | None = None
         self._read = False
         """Whether the memory of training ranks may have changed since they pushed."""
         for address in receivers:
@@ -185,10 +186,15 @@ class WeightCoordinator:
         while True:
             await self._readiness.first()
             try:
-                version = await self._readiness.all(self._served, self._settings.ready_seconds)
+                version = await self._readiness.all(self._settings.ready_seconds)
+                if version <= self._served:
+                    raise WeightsMismatch(
+                        f"version {version} is pushed, and {self._served} is served; push a "
+                        "greater one"
+                    )
                 pushes = self._readiness.pushes()
                 report = await self._carried_out(version, pushes)
-            except Exception as error:  # nothing has been told to begin
+            except Exception as error:  # no member has been told to begin
                 why = said(error)
                 report = UpdateReport("none", 0, "aborted", 0, error=why.text, code=why.code)
                 pushes = self._readiness.pushes()
@@ -215,6 +221,7 @@ class WeightCoordinator:
         report = UpdateReport(update_id, version, "aborted", 0, mode=self._settings.mode)
         self._read = False
         try:
+            await self._unpin_left()
             if self._planned_at != self._members.generation:
                 began = self._clock.monotonic()
                 await self._plan()
@@ -222,6 +229,8 @@ class WeightCoordinator:
             report = replace(report, nbytes=self._bytes, waves=self._waves)
             names = list(self._members.instances)
             async with self._registrar.announce(update_id, version, names) as announced:
+                if self._planned_at != self._members.generation:
+                    raise WeightUpdateAborted("a member was lost or came before the update began")
                 self._execution = Execution(
                     self._links,
                     self._members,
@@ -243,21 +252,41 @@ class WeightCoordinator:
             for each in self._members:
                 each.peer.close()
             return self._aborted(report, error)
-        except KvxferError as error:
+        except Exception as error:
+            if self._execution is not None and self._execution.decided:
+                logger.exception("update %s is committed, and its report failed", update_id)
+                return replace(report, state="committed", error=str(error))
             wave_id = update_id if self._execution is None else self._execution.wave_id
             for each in self._members:
                 self._links.send(each.peer, Abort(wave_id, said(error)))
             return self._aborted(report, error)
         finally:
+            if self._execution is not None:
+                self._left_pinned = self._execution.left_pinned
             self._read = self._execution is not None and self._execution.read
             self._planning = self._execution = None
 
-    def _aborted(self, report: UpdateReport, error: KvxferError) -> UpdateReport:
+    async def _unpin_left(self) -> None:
+        """Ranks that keep an update pinned refuse the next one."""
+        left, path = self._left_pinned, self._control_path
+        if left is not None and path is not None:
+            try:
+                async with asyncio.timeout(self._settings.commit_seconds):
+                    await path.unpin(left)
+            except Exception as error:
+                raise WeightUpdateAborted(
+                    f"instances still have update {left} pinned, and cannot be told to drop it: "
+                    f"{error or type(error).__name__}"
+                ) from error
+        self._left_pinned = None
+
+    def _aborted(self, report: UpdateReport, error: Exception) -> UpdateReport:
+        why = said(error)
         instances = tuple(
             InstanceReport(instance_id, len(ranks), *self._members.standing(instance_id))
             for instance_id, ranks in self._members.instances.items()
         )
-        return replace(report, error=str(error), code=error.code, instances=instances)
+        return replace(report, error=why.text, code=why.code, instances=instances)
 
     async def _plan(self) -> None:
         if not self._members.instances:

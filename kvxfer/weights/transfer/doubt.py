@@ -55,12 +55,13 @@ class Outcomes:
             async with asyncio.timeout(2 * _ASK_SECONDS):
                 peer = await links.engine.connect(address, timeout=_ASK_SECONDS)
                 key = (peer.id, update_id)
-                self._asked[key] = asyncio.get_running_loop().create_future()
+                told: asyncio.Future[Tell] = asyncio.get_running_loop().create_future()
+                self._asked[key] = told
                 try:
                     links.send(peer, Ask(update_id))
-                    return (await self._asked[key]).state
+                    return (await told).state
                 finally:
-                    del self._asked[key]
+                    self._asked.pop(key, None)
         except (KvxferError, TimeoutError) as error:
             logger.warning("the leader at %s does not say how it ended: %s", address, error)
             return "gone"
@@ -84,7 +85,7 @@ async def resolve(links: Links, outcomes: Outcomes, update_id: str, others: list
 
 
 async def recorded(decided: Callable[[str], Awaitable[End | None]], update_id: str) -> End | None:
-    """What is recorded of the update; "aborted" where nothing answers for a minute."""
+    """What is recorded of the update; None where nothing answers for a minute."""
     try:
         async with asyncio.timeout(_DOUBT_SECONDS):
             while True:
@@ -94,4 +95,4 @@ async def recorded(decided: Callable[[str], Awaitable[End | None]], update_id: s
                     logger.warning("how update %s ended is not known: %s", update_id, error)
                 await asyncio.sleep(_ASK_SECONDS)
     except TimeoutError:
-        return "aborted"
+        return None

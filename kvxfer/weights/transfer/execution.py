@@ -66,6 +66,10 @@ class Execution:
         self._digests: dict[str, str] = {}
         self.round = Round("", ())
         self.wave_id = ""
+        self.decided = False
+        """Whether nothing aborts it any more."""
+        self.left_pinned: str | None = None
+        """What the control path could not be told the end of."""
         self.read = False
         """Whether training ranks have been told to send their last wave: then their memory may
         change."""
@@ -90,8 +94,7 @@ class Execution:
                     announced.staged(instance_id, self._digests.get(instance_id))
                 if self._by_control_path():
                     await self._pin(wave_id, report.version)
-                if not await announced.decide():
-                    raise WeightUpdateAborted("it was recorded that the update is aborted")
+                await self._decide(wave_id, announced)
                 committing = self._clock.monotonic()
             await self._apply(wave_id, report, last)
         return replace(
@@ -206,14 +209,31 @@ class Execution:
                 await path.pin(update_id, version)
             self.round.check()
         except Exception as error:
-            try:
-                async with asyncio.timeout(self._settings.commit_seconds):
-                    await path.unpin(update_id)
-            except Exception as again:
-                logger.warning("update %s was not unpinned: %s", update_id, again)
+            await self._unpin(update_id)
             if isinstance(error, KvxferError):
                 raise
             raise WeightUpdateAborted(f"not all ranks pinned it: {error}") from error
+
+    async def _decide(self, update_id: str, announced: Announced) -> None:
+        """Raises what aborts the update, and then no rank has it pinned."""
+        try:
+            if not await announced.decide():
+                raise WeightUpdateAborted("it was recorded that the update is aborted")
+        except Exception:
+            if self._by_control_path():
+                await self._unpin(update_id)
+            raise
+        self.decided = True
+
+    async def _unpin(self, update_id: str) -> None:
+        path = self._control_path
+        assert path is not None  # noqa: S101 (by it they were pinned)
+        try:
+            async with asyncio.timeout(self._settings.commit_seconds):
+                await path.unpin(update_id)
+        except Exception as error:
+            self.left_pinned = update_id
+            logger.warning("update %s was not unpinned: %s", update_id, error)
 
     async def _apply(self, wave_id: str, report: UpdateReport, last: bool) -> None:
         """Notes who serves the update, or has to leave it."""
@@ -229,6 +249,7 @@ class Execution:
                     await self._control_path.commit(wave_id, report.version)
             except Exception as error:
                 failed = str(error) or type(error).__name__
+                self.left_pinned = wave_id
                 logger.error("update %s: the control path failed: %s", wave_id, error)
         answers = await asyncio.gather(
             *(

@@ -38,7 +38,10 @@ class Said(msgspec.Struct, frozen=True):
     text: str
 
     def error(self) -> KvxferError:
-        return by_code(self.code)(self.text)
+        try:
+            return by_code(self.code)(self.text)
+        except TypeError:  # one that is made of more than a text
+            return KvxferError(f"{self.text} ({self.code})")
 
 
 def said(error: BaseException) -> Said:

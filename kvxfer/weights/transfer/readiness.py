@@ -57,9 +57,9 @@ class Readiness:
             self._changed.clear()
             await self._changed.wait()
 
-    async def all(self, served: int, seconds: float) -> int:
+    async def all(self, seconds: float) -> int:
         """The version that all training ranks have. Raises the loss of one, DeadlineExceeded, and
-        WeightsMismatch where that is not greater than the one that is served."""
+        WeightsMismatch where they have different ones."""
         try:
             async with asyncio.timeout(seconds):
                 while missing := self.missing():
@@ -72,10 +72,6 @@ class Readiness:
         versions = sorted({each.weights for each in self._ready.values()})
         if len(versions) > 1:
             raise WeightsMismatch(f"training ranks push the versions {versions}; push one")
-        if versions[0] <= served:
-            raise WeightsMismatch(
-                f"version {versions[0]} is pushed, and {served} is served; push a greater one"
-            )
         return versions[0]
 
     def missing(self) -> list[int]:

@@ -58,6 +58,7 @@ class _Update:
         self.receiving: Receiving | None = None
         self.task: asyncio.Task[None] | None = None
         self.staged: Staged | None = None
+        self.doubt: asyncio.Task[None] | None = None
 
 
 class WeightReceiver:
@@ -120,6 +121,8 @@ class WeightReceiver:
         self._waves: list[Incoming] = []
         self._senders = Greeted()
         self._update: _Update | None = None
+        self._receiving: asyncio.Task[None] | None = None
+        """Of the last update, also where it was dropped: until it ends its writes may land."""
         self._outcomes = Outcomes()
 
     async def __aenter__(self) -> Self:
@@ -194,6 +197,7 @@ class WeightReceiver:
         next update may bring it back."""
         self._service.failed(staged, error)
         self._update = None
+        self._outcomes.add(staged.update_id, "committed")  # so it was decided
         self._links.send(self._coordinator, Applied(staged.update_id, failed=said(error)))
 
     # --- messages
@@ -261,7 +265,7 @@ class WeightReceiver:
         if refusal is not None:
             self._links.send(coordinator, Failed(prepare.update_id, refusal))
             return
-        before = None if self._update is None else self._update.task
+        before = self._receiving
         self._drop(Said(WeightUpdateAborted.code, "another update began"))
         self._update = update = _Update(prepare)
         wave = self._waves[prepare.wave]
@@ -274,7 +278,7 @@ class WeightReceiver:
             self._senders,
             self._links.send,
         )
-        update.task = self._links.spawn(
+        update.task = self._receiving = self._links.spawn(
             self._receive(coordinator, update, update.receiving, before)
         )
 
@@ -310,7 +314,7 @@ class WeightReceiver:
     ) -> None:
         prepare = update.prepare
         try:
-            if before is not None:  # until then its writes may land
+            if before is not None:
                 await until_ended(before)
             digest = await receiving.run()
         except asyncio.CancelledError:
@@ -391,8 +395,8 @@ class WeightReceiver:
         if not update.prepare.last:
             # No one brings the waves that follow: what this rank has applied, it has.
             self._drop(Said(WeightUpdateAborted.code, "the coordinator was lost between waves"))
-        elif self._commit is not None:
-            self._links.spawn(self._in_doubt(update))
+        elif self._commit is not None and (update.doubt is None or update.doubt.done()):
+            update.doubt = self._links.spawn(self._in_doubt(update))
 
     async def _in_doubt(self, update: _Update) -> None:
         prepare = update.prepare
@@ -400,7 +404,8 @@ class WeightReceiver:
         end: End | None = None
         if self._decided is not None:
             end = await recorded(self._decided, prepare.update_id)
-        if end is None:
+        if end != "committed":
+            # The coordinator may have decided without the record, if that was not required.
             end = await resolve(self._links, self._outcomes, prepare.update_id, others)
         if self._update is not update or update.state == "pinned":
             return
@@ -414,7 +419,8 @@ class WeightReceiver:
         update = self._update
         if update is not None and update.prepare.update_id == update_id:
             if update.state == "pinned":
-                return "committed"
+                # By a control path ranks pin before it is decided.
+                return "waiting" if self._commit is None else "committed"
             if update.state == "staged":
                 return "doubt" if self._coordinator is None else "waiting"
             # The asker had staged, so nothing keeps this rank from giving up: it has not voted.

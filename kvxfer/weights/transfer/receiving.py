@@ -97,7 +97,11 @@ class Receiving:
         await self._counted(counter, message.immediates, peer, who)
         if not self._prepare.digests:
             return 0
-        found = await asyncio.to_thread(target_digest, self._expected[number], self._arena)
+        reading = asyncio.ensure_future(
+            asyncio.to_thread(target_digest, self._expected[number], self._arena)
+        )
+        await until_ended(reading)  # it reads the arena, which may be given back after this
+        found = reading.result()
         if found != message.digest:
             there = "none" if message.digest is None else f"{message.digest:016x}"
             raise DigestMismatch(

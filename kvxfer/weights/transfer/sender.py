@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS: Final = 10.0
 _AWAY_SECONDS: Final = 1.0
+_EARLY_UPDATES: Final = 8
 
 
 class Pushed(NamedTuple):
@@ -157,7 +158,9 @@ class WeightSender:
             self._granted(peer, message)
             return
         if peer is not self._coordinator:
-            raise ProtocolError(f"{peer.name!r} is not the coordinator of training rank")
+            raise ProtocolError(
+                f"{peer.name!r} is not the coordinator of training rank {self._rank}"
+            )
         match message:
             case Plan():
                 self._links.spawn(self._make_plan(peer, message))
@@ -240,8 +243,9 @@ class WeightSender:
             push.sending.granted(peer, grant)
             return
         # The grant of an inference rank may come before the coordinator's order.
-        self._early = {grant.update_id: self._early.get(grant.update_id, [])}
-        self._early[grant.update_id].append((peer, grant))
+        self._early.setdefault(grant.update_id, []).append((peer, grant))
+        while len(self._early) > _EARLY_UPDATES:
+            del self._early[next(iter(self._early))]
 
     async def _send(
         self,
@@ -296,9 +300,11 @@ class WeightSender:
             self._links.spawn(self._stop(push, error))
 
     async def _stop(self, push: _Push, error: KvxferError) -> None:
-        await _stopped(push)
-        if not push.pushed.report.done():
-            push.pushed.report.set_exception(error)
+        try:
+            await _stopped(push)
+        finally:
+            if not push.pushed.report.done():
+                push.pushed.report.set_exception(error)
 
     def _lost(self, peer: Peer, error: PeerError) -> None:
         if peer is not self._coordinator:
@@ -315,11 +321,13 @@ class WeightSender:
 
 async def _stopped(push: _Push) -> None:
     """Once this returns, its memory is not read any more."""
-    if push.task is not None:
-        push.task.cancel()
-        await asyncio.wait([push.task])
-    if not push.pushed.read.done():
-        push.pushed.read.set_result(None)
+    try:
+        if push.task is not None:
+            push.task.cancel()
+            await until_ended(push.task)
+    finally:
+        if not push.pushed.read.done():
+            push.pushed.read.set_result(None)
 
 
 def _sent(plan: Plan) -> list[dict[int, Writes]]:

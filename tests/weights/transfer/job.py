@@ -16,6 +16,7 @@ from kvxfer.weights.transfer.coordinator import WeightCoordinator
 from kvxfer.weights.transfer.execution import ControlPath
 from kvxfer.weights.transfer.links import Links
 from kvxfer.weights.transfer.receiver import WeightReceiver
+from kvxfer.weights.transfer.registrar import Registrar
 from kvxfer.weights.transfer.sender import WeightSender
 from kvxfer.weights.transfer.settings import UpdateSettings
 from kvxfer.weights.transfer.staged import Staged
@@ -151,10 +152,12 @@ async def job(
     infer: Sequence[Sequence[Holdings]],
     settings: UpdateSettings | None = None,
     control_path: ControlPath | None = None,
-    by_message: bool = True,
+    registrar: Registrar | None = None,
+    by_message: Sequence[bool] = (),
     arena_bytes: int | None = None,
 ) -> AsyncIterator[Job]:
-    """Everyone is connected; `infer` has the holdings of each instance's ranks."""
+    """Everyone is connected; `infer` has the holdings of each instance's ranks, and `by_message`
+    whether its leader commits when it is told to (all by default)."""
     async with contextlib.AsyncExitStack() as stack:
         engines: list[Engine] = []
 
@@ -168,12 +171,17 @@ async def job(
         lead = await engine("coordinator")
         coordinator = await stack.enter_async_context(
             WeightCoordinator(
-                lead, trainers=len(train), settings=settings, control_path=control_path
+                lead,
+                trainers=len(train),
+                settings=settings,
+                control_path=control_path,
+                registrar=registrar,
             )
         )
         instances = []
         for number, ranks in enumerate(infer):
             instance = Instance([], f"i{number}")
+            told = not by_message or by_message[number]
             for rank, holdings in enumerate(ranks):
                 receiver = await stack.enter_async_context(
                     WeightReceiver(
@@ -182,7 +190,7 @@ async def job(
                         instance_id=f"i{number}",
                         rank=rank,
                         ranks=len(ranks),
-                        commit=instance.commit if rank == 0 and by_message else None,
+                        commit=instance.commit if rank == 0 and told else None,
                         arena_bytes=arena_bytes,
                     )
                 )

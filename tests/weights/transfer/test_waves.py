@@ -128,7 +128,7 @@ async def test_ranks_that_cannot_take_the_mode_are_named(
         infer=INFER,
         settings=settings,
         arena_bytes=arena_bytes,
-        by_message=by_message,
+        by_message=[by_message] * 2,
     ) as at:
         for ended in await push(at, 1):
             assert isinstance(ended, WeightUpdateAborted)

@@ -24,13 +24,20 @@ class PausingClient(HTTPVLLMWeightSyncClient):
 
     def start_weight_update(self) -> None:
         self._post(f"pause?mode={self._mode}")
-        super().start_weight_update()
+        try:
+            super().start_weight_update()
+        except BaseException:
+            self._resume()
+            raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         try:
             super().finish_weight_update(weight_version)
         except BaseException:
-            with contextlib.suppress(Exception):  # an instance that is gone
-                self._post("resume")
+            self._resume()
             raise
         self._post("resume")
+
+    def _resume(self) -> None:
+        with contextlib.suppress(Exception):  # an instance that is gone
+            self._post("resume")

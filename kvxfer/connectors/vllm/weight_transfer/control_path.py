@@ -26,8 +26,10 @@ class ControlPath:
     def commit(self, update_id: str, version: int) -> None:  # noqa: ARG002
         self._client.finish_weight_update(str(version))
 
-    def unpin(self, update_id: str) -> None:  # noqa: ARG002
+    def unpin(self, update_id: str) -> None:
         # The worker that told of the refusal thinks that no update is under way any more.
         self._client.start_weight_update()
-        self._client.update_weights({"action": UNPIN})
-        self._client.finish_weight_update()
+        try:
+            self._client.update_weights({"action": UNPIN, "update_id": update_id})
+        finally:
+            self._client.finish_weight_update()

@@ -33,7 +33,7 @@ from kvxfer.connectors.vllm.weight_transfer.reload import (
 )
 from kvxfer.connectors.vllm.weight_transfer.together import together
 from kvxfer.connectors.vllm.weight_transfer.wants import record_wants
-from kvxfer.errors import InvalidArgument, NotStaged, WeightUpdateError
+from kvxfer.errors import InvalidArgument, KvxferError, NotStaged, WeightUpdateError
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.transfer.staged import Staged
 
@@ -141,10 +141,15 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
             connector = get_kv_transfer_group() if has_kv_transfer_group() else None
             if isinstance(connector, KvxferConnector):
                 connector.set_weights_version(staged.version)
-            self._version = staged.version
-            member.applied(staged, SYSTEM_CLOCK.monotonic() - began)
         except BaseException as error:
             self._end_process(member, staged, error)
+            return
+        self._version = staged.version
+        try:
+            member.applied(staged, SYSTEM_CLOCK.monotonic() - began)
+        except (KvxferError, TimeoutError) as error:
+            # The coordinator takes this rank for lost; it serves the update all the same.
+            _LOG.warning("kvxfer: version %d is served, untold: %s", staged.version, error)
 
     def shutdown(self) -> None:
         member, self._member, self._pinned = self._member, None, None
@@ -161,7 +166,10 @@ class KvxferWeightTransferEngine(WeightTransferEngine[KvxferInitInfo, KvxferUpda
     def _drop(self) -> None:
         staged, self._pinned = self._pinned, None
         if staged is not None and self._member is not None:
-            self._member.unpin(staged)
+            try:
+                self._member.unpin(staged)
+            except (KvxferError, TimeoutError) as error:  # not all ranks may raise: `together`
+                _LOG.warning("kvxfer: %s is dropped, untold: %s", staged.update_id, error)
 
     def _end_process(self, member: Member, staged: Staged, error: BaseException) -> None:
         _LOG.critical(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import ClassVar
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -13,11 +13,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from kvxfer.connectors.vllm.weight_transfer.plugin import BACKEND
 from kvxfer.engine import EngineOptions
 from kvxfer.errors import InvalidArgument
 from kvxfer.weights.transfer.settings import UpdateSettings
-
-BACKEND: Final = "kvxfer"
 
 
 @dataclass
@@ -52,10 +51,9 @@ class KvxferInitInfo(WeightTransferInitInfo):
 class KvxferUpdateInfo(WeightTransferUpdateInfo):
     """A step of an update that is staged."""
 
-    """ "pin": the update that this worker has staged is the one to apply, and nothing drops it any
-    more. "unpin": whatever is pinned is dropped, and finishing applies nothing."""
-
     action: str
+    """"pin": the update that this worker has staged is the one to apply, and nothing drops it any
+    more. "unpin": whatever is pinned is dropped, and finishing applies nothing."""
     update_id: str = ""
 
 

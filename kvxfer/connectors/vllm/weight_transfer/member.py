@@ -18,7 +18,7 @@ from kvxfer.engine.operator_options import (
     read_options,
 )
 from kvxfer.errors import InvalidArgument
-from kvxfer.loop_thread import LoopThread
+from kvxfer.loop_thread import START_SECONDS, LoopThread
 from kvxfer.weights.holdings import Holdings
 from kvxfer.weights.transfer.receiver import WeightReceiver
 from kvxfer.weights.transfer.staged import Staged
@@ -26,6 +26,7 @@ from kvxfer.weights.transfer.staged import Staged
 # vLLM shows what its own loggers tell; of others only warnings.
 _LOG: Final = logging.getLogger("vllm.kvxfer")
 _CALL_SECONDS: Final = 10.0
+_JOIN_SECONDS: Final = 0.75 * START_SECONDS
 _KEY_FILE: Final = "cluster_key_file"
 _SETTING: Final = "kvxfer"
 
@@ -104,7 +105,7 @@ class Member(LoopThread):
             )
             async with receiver:
                 self.receiver = receiver
-                await receiver.join(self._coordinator)
+                await receiver.join(self._coordinator, _JOIN_SECONDS)
                 self._started.set_result(None)
                 await self._closing.wait()
 

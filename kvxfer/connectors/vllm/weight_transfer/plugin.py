@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 _ROOM: Final = "kvxfer.connectors.vllm.weight_transfer"
-_BACKEND: Final = "kvxfer"
+BACKEND: Final = "kvxfer"
 
 
 def register() -> None:
@@ -23,5 +23,5 @@ def register() -> None:
         (WeightTransferEngineFactory, "engine", "KvxferWeightTransferEngine"),
         (WeightTransferTrainerFactory, "trainer", "KvxferTrainerWeightTransferEngine"),
     ):
-        if _BACKEND not in factory._registry:
-            factory.register_engine(_BACKEND, f"{_ROOM}.{module}", name)
+        if BACKEND not in factory._registry:
+            factory.register_engine(BACKEND, f"{_ROOM}.{module}", name)

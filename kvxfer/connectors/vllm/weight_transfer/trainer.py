@@ -21,7 +21,7 @@ from kvxfer.connectors.vllm.weight_transfer.infos import KvxferTrainerInitInfo
 from kvxfer.errors import InvalidArgument, WeightUpdateError
 from kvxfer.weights.holdings import Holding, Holdings
 from kvxfer.weights.report import UpdateReport
-from kvxfer.weights.torch_state import TrainingState
+from kvxfer.weights.torch_state import TrainingState, settle
 from kvxfer.weights.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -188,9 +188,12 @@ def _holdings(source: WeightSource) -> Holdings:
 
 def _tensors(source: WeightSource) -> dict[str, torch.Tensor]:
     if isinstance(source, ShardSource):
-        return dict(source.tensors())
-    whole: Iterator[tuple[str, torch.Tensor | None]] = iter(source)  # None for one held elsewhere
-    return {name: each.detach().contiguous() for name, each in whole if each is not None}
+        found = dict(source.tensors())
+    else:
+        whole: Iterator[tuple[str, torch.Tensor | None]] = iter(source)  # None: held elsewhere
+        found = {name: each.detach().contiguous() for name, each in whole if each is not None}
+    settle(found.values())
+    return found
 
 
 def _of_all_ranks(source: WeightSource, info: KvxferTrainerInitInfo) -> list[ParamMeta]:
