@@ -15,6 +15,9 @@ from benchmarks.weights.table import report_tables
 from kvxfer.cli.output import err
 from verify.arguments import above_zero
 
+_LEAST_GB = 0.001
+_MOST_GB = 1000.0
+
 
 def main() -> int:
     usual = Settings()
@@ -24,6 +27,8 @@ def main() -> int:
     parser.add_argument("--fabric", choices=usual.fabrics, help="only this one")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     options = parser.parse_args()
+    if not _LEAST_GB <= options.gb <= _MOST_GB:
+        parser.error(f"argument --gb: {options.gb:g} is not between {_LEAST_GB:g} and {_MOST_GB:g}")
     settings = Settings(
         gb=options.gb,
         rounds=options.rounds,
