@@ -1,0 +1,44 @@
+// What an exchange does to the elements of token rows, on the CPU.
+//
+// Rows need no alignment. Both instruction sets give the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "moe/dtype.hpp"
+
+namespace kvxfer::moe {
+
+enum class Simd : std::uint8_t {
+  portable,
+  avx2,  // with FMA and F16C
+};
+// The best that this processor has.
+Simd best_simd();
+
+// `n` elements. The ranges do not overlap.
+void convert(std::byte* to, DType to_type, const std::byte* from, DType from_type, std::size_t n,
+             Simd simd = best_simd());
+
+// To e4m3 with one scale for each `block` elements (the last block may be shorter): max|x| / 448,
+// and 1 for a block of zeros. x is about payload * scale. A NaN stays one and counts for no scale;
+// an infinity counts as the largest f32.
+void quantise(std::byte* payload, float* scales, std::uint32_t block, const std::byte* from,
+              DType from_type, std::size_t n, Simd simd = best_simd());
+
+// The ranges do not overlap.
+void copy(std::byte* to, const std::byte* from, std::size_t bytes);
+
+struct WeightedRow {
+  const std::byte* row;
+  float weight;
+};
+
+// The sum of weight * row over `rows`, each of `n` elements: fused multiply-adds in fp32, in the
+// order of `rows`, then one rounding to `to_type`. No rows: zeros.
+void weighted_sum(std::byte* to, DType to_type, std::span<const WeightedRow> rows, DType from_type,
+                  std::size_t n, Simd simd = best_simd());
+
+}  // namespace kvxfer::moe
