@@ -1,7 +1,10 @@
 """The native engine. Use it through `kvxfer.Engine`; this is its exact interface."""
 
 from collections.abc import Sequence
+from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Buffer, CapsuleType
 
 MAX_MESSAGE_BYTES: int
@@ -237,3 +240,91 @@ class TransferEngine:
     def release_counter(self, imm: int) -> None: ...
     def begin_release_counter(self, imm: int) -> bool:
         """False: a completion "released" follows."""
+
+class MoeExchange:
+    """Dispatch and combine of token rows: docs/architecture.md. One thread at a time.
+
+    It drains the engine, which must have a thread. Buffers are given by their address: contiguous
+    rows of `hidden` elements. Dtypes are "f32", "bf16", "f16" and "f8_e4m3".
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        *,
+        ranks: int,
+        rank: int,
+        experts: int,
+        local_experts: Sequence[int],
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        slots: int = 2,
+        input: str = "bf16",
+        wire: str = "bf16",
+        combine: str = "bf16",
+        output: str = "bf16",
+        scale_block: int = 0,
+        spin: float = 0.0,
+        timeout: float = 30.0,
+    ) -> None:
+        """`spin`: seconds before a wait sleeps. `timeout`: seconds of a write over the engine."""
+    # Pairs.
+    @property
+    def memory_fd(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int: ...
+    @property
+    def doorbell_fd(self) -> int: ...
+    def add_local(self, rank: int, peer: int, memory: int, nbytes: int, doorbell: int) -> None:
+        """Duplicates both descriptors."""
+    def open_remote(self, rank: int, peer: int) -> bytes:
+        """Terms for that rank's add_remote()."""
+    def add_remote(self, rank: int, peer: int, terms: bytes) -> None: ...
+    def remove(self, rank: int) -> None: ...
+    def memory_parts(self) -> list[tuple[str, int]]: ...
+    # Views.
+    def set_view(
+        self, number: int, alive: Sequence[bool], table: NDArray[np.int64], first_step: int
+    ) -> None:
+        """table: by logical expert, rank << 32 | local expert, or -1."""
+    @property
+    def next_step(self) -> int: ...
+    def lost(self) -> list[int]: ...
+    def why_lost(self, rank: int) -> tuple[str, str]:
+        """(code, text) of its last loss; code "ok": it was not lost."""
+    # A step.
+    def input(self, slot: int) -> int:
+        """The address of room for max_tokens rows."""
+    def dispatch_send(
+        self,
+        slot: int,
+        x: int,
+        scales: int,
+        ids: NDArray[np.int64],
+        weights: NDArray[np.float32],
+    ) -> int:
+        """The step. ids and weights are [count, top_k]; others are converted. scales 0: none."""
+    def dispatch_wait(self, slot: int, timeout: float) -> Literal["done", "events", "deadline"]: ...
+    def arrival(self, slot: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Copies: rows by local expert, rows by source rank, missing by rank."""
+    def place(
+        self,
+        slot: int,
+        by_source: bool,
+        begins: NDArray[np.int64],
+        x: int,
+        scales: int,
+        ids: int,
+        weights: int,
+    ) -> None:
+        """ids [rows, top_k] int32 and weights [rows, top_k] float32 only by source, else 0."""
+    def combine_send(self, slot: int, y: int) -> None: ...
+    def combine_wait(self, slot: int, timeout: float) -> Literal["done", "events", "deadline"]: ...
+    def combine(self, slot: int, out: int) -> NDArray[np.bool_]:
+        """By rank: it had rows of ours, and its contribution is absent."""
+    def awaited(self, slot: int) -> list[int]: ...
+    def events(
+        self,
+    ) -> list[tuple[str, int, int, str, str, bytes, str, int, list[tuple[int, str, str]]]]:
+        """As TransferEngine.drain(), without what is the exchange's."""

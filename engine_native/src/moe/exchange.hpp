@@ -1,0 +1,141 @@
+// Dispatch and combine of MoE token rows between the ranks of a group: see docs/architecture.md.
+//
+// A step: dispatch_send, dispatch_wait, place, combine_send, combine_wait, combine. All ranks go
+// through the same steps in the same order, each in the slot that its caller names. A call out of
+// this order fails with invalid-argument, and changes nothing.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "fd.hpp"
+#include "kvxfer/engine.hpp"
+#include "moe/shape.hpp"
+
+namespace kvxfer::moe {
+
+class OwnMemory;
+class Step;
+class Way;
+
+struct Options {
+  Duration spin{};  // how long a wait looks again and again before it sleeps; 0: it sleeps at once
+  Duration timeout = std::chrono::seconds(30);  // of a write, and of waiting for room to write
+};
+
+// What dispatch_send() takes. Rows are contiguous.
+struct Tokens {
+  const void* x = nullptr;          // [count, hidden] of the input dtype
+  const float* x_scales = nullptr;  // [count, scales of a row]; for an f8_e4m3 input with scales
+  std::size_t count = 0;
+  // [count, top_k]. -1, and an expert without a live replica: that choice goes nowhere.
+  const std::int64_t* ids = nullptr;
+  const float* weights = nullptr;  // [count, top_k]
+};
+
+// What has arrived of a step.
+struct Arrival {
+  std::vector<std::int64_t> expert_rows;  // by local expert
+  std::vector<std::int64_t> source_rows;  // by rank
+  std::vector<bool> missing;              // by rank: lost, and its rows are zero or not there
+};
+
+enum class Order : std::uint8_t {
+  by_expert,  // one row for each token and local expert
+  by_source,  // one row for each token
+};
+
+enum class Waited : std::uint8_t {
+  done,
+  events,  // events() has some that may concern this step: take them, then wait on
+  deadline,
+};
+
+// One thread at a time. Takes the engine's completions: nothing else may drain it.
+class Exchange {
+ public:
+  // Both must outlive the exchange. The engine has a thread.
+  static Result<std::unique_ptr<Exchange>> create(TransferEngine& engine, Shape shape,
+                                                  Options options);
+  ~Exchange();
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
+
+  const Shape& shape() const { return shape_; }
+
+  // --- pairs, between steps. Ranks on this host hand each other their memory and doorbell (both
+  // ways), the others their terms.
+  int memory_fd() const;
+  std::size_t memory_bytes() const;
+  int doorbell_fd() const;
+  Result<void> add_local(std::uint32_t rank, PeerId peer, UniqueFd memory, std::size_t bytes,
+                         UniqueFd doorbell);
+  // Allocates what this rank writes to here. The terms are for it, and opaque.
+  Result<std::string> open_remote(std::uint32_t rank, PeerId peer);
+  // What open_remote() gave there, for this rank. Both are needed, in any order.
+  Result<void> add_remote(std::uint32_t rank, PeerId peer, std::string_view terms);
+  // It is lost, if it was not. Its memory is given back.
+  void remove(std::uint32_t rank);
+  // What the exchange has allocated or will, at most, by part.
+  std::vector<std::pair<std::string, std::uint64_t>> memory_parts() const;
+
+  // --- views
+  // Its alive ranks have been added. Dispatches of steps from first_step on are posted again. The
+  // first view also sets the next step to first_step.
+  Result<void> set_view(const View& view, std::uint64_t first_step);
+  std::uint64_t next_step() const { return next_step_; }
+  // Ranks that the view has alive, and that were lost since.
+  std::vector<std::uint32_t> lost() const;
+  // The last loss of this rank; Errc::ok if there was none.
+  const Error& why_lost(std::uint32_t rank) const;
+
+  // --- a step
+  // Room for max_tokens rows of the input dtype. Rows of x that lie here are not copied where the
+  // wire takes them as they are. Not to be written from dispatch_send() on, until combine().
+  std::byte* input(std::uint32_t slot);
+  // The step's number.
+  Result<std::uint64_t> dispatch_send(std::uint32_t slot, const Tokens& tokens);
+  // Waits until all rows of the step are here. The wait for a lost rank ends. `timeout` 0: it only
+  // looks.
+  Result<Waited> dispatch_wait(std::uint32_t slot, Duration timeout);
+  const Arrival& arrival(std::uint32_t slot) const;
+  // by_expert: expert e's rows are at begins[e] and behind, by source rank, then token. by_source:
+  // source s's at begins[s] and behind, by token; ids [rows, top_k] (local; -1: none) and weights
+  // [rows, top_k] tell the rest. `scales` only for a wire with scales, ids and weights only
+  // by_source. Rows between these are not touched. A rank that turns out to have given this one up
+  // meanwhile is lost: its rows are zero, and arrival() says missing.
+  Result<void> place(std::uint32_t slot, Order order, std::span<const std::int64_t> begins, void* x,
+                     float* scales, std::int32_t* ids, float* weights);
+  // y: rows of the combine dtype, where place() put those of x. by_source: each the weighted sum of
+  // its local experts already.
+  Result<void> combine_send(std::uint32_t slot, const void* y);
+  Result<Waited> combine_wait(std::uint32_t slot, Duration timeout);
+  // out: [count, hidden] of the output dtype: for each token the sum over the ranks, in their
+  // order. By rank: whether it had tokens of ours and its contribution is absent. Ends the step.
+  Result<std::vector<bool>> combine(std::uint32_t slot, void* out);
+  // Whom the wait in this slot is for.
+  std::vector<std::uint32_t> awaited(std::uint32_t slot) const;
+
+  // Completions that are not the exchange's, and all peer_down.
+  std::vector<Completion> events();
+
+ private:
+  struct Pair;
+  Exchange(TransferEngine& engine, Shape shape, Options options);
+
+  TransferEngine& engine_;
+  Shape shape_;
+  Options options_;
+  std::uint64_t next_step_ = 0;
+};
+
+}  // namespace kvxfer::moe
