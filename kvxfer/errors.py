@@ -288,6 +288,22 @@ class RankLost(KvxferError):
     code = "rank-lost"
 
 
+# --- mixture of experts ----------------------------------------------------------------------
+
+
+class RankExcluded(KvxferError):
+    """The other ranks of a MoE group go on without this one, which was frozen or cut off. Close
+    the group, and join it again."""
+
+    code = "rank-excluded"
+
+
+class MoeGroupLost(KvxferError):
+    """Too few ranks of a MoE group are left: start it again."""
+
+    code = "moe-group-lost"
+
+
 # --- control plane ---------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from kvxfer.engine.callback import logger, tell
 from kvxfer.engine.counter import Counter
@@ -20,6 +20,8 @@ from kvxfer.errors import EngineClosed, InvalidArgument, PeerError, PeerLost, St
 
 OperationT = TypeVar("OperationT", bound=Operation)
 _Failed = Sequence[tuple[int, str, str]]
+NativeCompletion: TypeAlias = tuple[str, int, int, str, str, bytes, str, int, _Failed]
+"""As `_native.TransferEngine.drain()` gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,10 @@ class EngineCore(ABC):
     # --- completions
 
     def _drain(self) -> None:
-        for completion in self.native.drain():
+        self._take(self.native.drain())
+
+    def _take(self, completions: Sequence[NativeCompletion]) -> None:
+        for completion in completions:
             kind, ident, peer_id, code, text, data, fabric, timestamp_ns, failed = completion
             error = None if code == "ok" else error_of(code, text)
             match kind:

@@ -14,7 +14,7 @@ import pytest
 from kvxfer.errors import KvxferError
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = ("kvxfer", "kvxfer.client", "kvxfer.errors", "kvxfer.kv", "kvxfer.weights")
+PUBLIC = ("kvxfer", "kvxfer.client", "kvxfer.errors", "kvxfer.kv", "kvxfer.moe", "kvxfer.weights")
 # They import vLLM.
 READ_ONLY = ("kvxfer.connectors.vllm.weight_transfer", "kvxfer.connectors.vllm.weights")
 

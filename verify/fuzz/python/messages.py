@@ -1,5 +1,5 @@
-"""What endpoints, receive pools and members of weight updates send each other, and the block tables
-in it."""
+"""What endpoints, receive pools, members of weight updates and ranks of MoE groups send each other,
+and the block tables in it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from kvxfer.kv.connection import check_hello
 from kvxfer.kv.messages import Hello, decode, encode
 from kvxfer.kv.plan import plan_transfer
 from kvxfer.layout import KvLayout
+from kvxfer.moe import messages as moe_messages
+from kvxfer.moe.placement import Placement
+from kvxfer.moe.shape import MoeShape
 from kvxfer.prompt_digest import prompt_digest
 from kvxfer.reference.worker.tail import Tail, decode_tail, encode_tail
 from kvxfer.weights.holdings import Holding, Holdings
@@ -29,11 +32,14 @@ DECODERS = {
     "kvxfer/kv/ranks.py": ["require_mappable"],
     "kvxfer/reference/worker/tail.py": ["decode_tail"],
     "kvxfer/weights/transfer/messages.py": ["encode", "Inbox.take"],
+    "kvxfer/moe/messages.py": ["encode", "decode"],
+    "kvxfer/moe/placement.py": ["Placement.__post_init__"],
+    "kvxfer/moe/shape.py": ["MoeShape.__post_init__", "MoeShape._require_*"],
 }
 
 OURS = KvLayout(num_layers=4, num_kv_heads=4, head_size=16, dtype="float16", block_size=16)
-_OF_WEIGHTS = 0xFF
-"""The first byte of such inputs; those of others are older than it."""
+_OF_WEIGHTS, _OF_MOE = 0xFF, 0xFD
+"""The first bytes of such inputs; those of others are older than they."""
 _HOLDINGS = Holdings((Holding("w", "bfloat16", (64, 8), (32, 0), (32, 8)),), {"v": "w"})
 _WEIGHT_MESSAGES = (
     weight_messages.JoinTraining(0, _HOLDINGS),
@@ -44,6 +50,20 @@ _WEIGHT_MESSAGES = (
     weight_messages.Sent("1-a", 3, 1 << 63),
     weight_messages.Failed("1-a", weight_messages.Said("peer-lost", "it was lost")),
     weight_messages.Settled(1, UpdateReport("1-a", 1, "committed", 8)),
+)
+_MOE_MESSAGES = (
+    moe_messages.Hello(
+        1,
+        MoeShape(
+            experts=4, hidden=256, top_k=2, max_tokens=8, wire="float8_e4m3fn", scale_block=128
+        ),
+        Placement.even(4, 2, copies=2),
+        "kvx://",
+        "socket",
+        bytes(16),
+    ),
+    moe_messages.Terms(b"terms"),
+    moe_messages.Members({1: "kvx://"}),
 )
 _GROUPED = KvLayout(
     num_layers=2,
@@ -60,6 +80,8 @@ def run(data: bytes) -> None:
     kind = choices.byte()
     if kind == _OF_WEIGHTS:
         _weight_update(choices)
+    elif kind == _OF_MOE:
+        _moe(choices)
     else:
         (_message, _pool_offer, _table, _header, _tail)[kind % 5](choices)
 
@@ -85,10 +107,27 @@ def _weight_update(choices: Choices) -> None:
 
 def _written(choices: Choices) -> Iterator[bytes]:
     for data in weight_messages.encode(choices.one_of(_WEIGHT_MESSAGES)):
-        changed = bytearray(data)
-        for _ in range(choices.below(4)):
-            changed[choices.integer() % len(changed)] = choices.byte()
-        yield bytes(changed)
+        yield _changed(data, choices)
+
+
+def _changed(data: bytes, choices: Choices) -> bytes:
+    changed = bytearray(data)
+    for _ in range(choices.below(4)):
+        changed[choices.integer() % len(changed)] = choices.byte()
+    return bytes(changed)
+
+
+def _moe(choices: Choices) -> None:
+    """A message of a rank, as it is meant or with bytes of it changed."""
+    data = choices.rest() if choices.flag() else None
+    if data is None:
+        data = _changed(moe_messages.encode(choices.one_of(_MOE_MESSAGES)), choices)
+    try:
+        message = moe_messages.decode(data, "peer")
+    except ProtocolError:
+        return
+    if moe_messages.decode(moe_messages.encode(message), "peer") != message:
+        raise AssertionError(f"{message} does not read as written")
 
 
 def _message(choices: Choices) -> None:

@@ -1,0 +1,33 @@
+"""Dispatch and combine of mixture-of-experts models that outlive a rank.
+
+    group = AllToAll(shape, rank=rank, ranks=ranks, cluster_key=key, exchange=all_gather_object)
+    group.dispatch_send(x, topk_ids, topk_weights)
+    got = group.dispatch_recv()
+    group.combine_send(experts(got))
+    combined = group.combine_recv()         # combined.missing names the ranks that were lost
+
+docs/moe.md has the whole.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from kvxfer.moe.placement import Placement
+    from kvxfer.moe.shape import MoeShape
+
+# Imported when they are used: the shape and the placement need no engine.
+_HOMES: Final = {
+    "MoeShape": "kvxfer.moe.shape",
+    "Placement": "kvxfer.moe.placement",
+}
+
+__all__ = ["MoeShape", "Placement"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

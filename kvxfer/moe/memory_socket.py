@@ -1,0 +1,96 @@
+"""Hands the memory of ranks over to those on the same host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from typing import Final, NamedTuple, Self
+
+from kvxfer.errors import PeerLost
+
+SECRET_BYTES: Final = 16
+_HEADER: Final = struct.Struct(f"={SECRET_BYTES}sQ")
+_BACKLOG: Final = 4096
+
+
+class Handed(NamedTuple):
+    """File descriptors, which the context manager closes."""
+
+    memory: int
+    doorbell: int
+    nbytes: int
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self.memory)
+        os.close(self.doorbell)
+
+
+def give(name: str, secret: bytes, handed: Handed) -> None:
+    """Leaves duplicates at the socket of that name, and does not wait until they are taken. Raises
+    PeerLost."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sender:
+        sender.setblocking(False)
+        try:
+            sender.connect(f"\0{name}")
+            header = _HEADER.pack(secret, handed.nbytes)
+            socket.send_fds(sender, [header], [handed.memory, handed.doorbell])
+        except OSError as error:
+            raise PeerLost(f"the memory socket {name} takes nothing: {error}") from error
+
+
+class MemorySocket:
+    """An abstract unix socket. What comes without an expected secret is dropped."""
+
+    def __init__(self) -> None:
+        self.name = f"kvxfer-moe-{secrets.token_hex(SECRET_BYTES)}"
+        self._expected: set[bytes] = set()
+        self._taken: dict[bytes, Handed] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        self._socket.bind(f"\0{self.name}")
+        self._socket.listen(_BACKLOG)
+
+    def expect(self) -> bytes:
+        """A new secret, for one rank."""
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self._expected.add(secret)
+        return secret
+
+    def take(self, secret: bytes) -> Handed:
+        """What was given with this secret. Raises PeerLost where nothing was."""
+        while secret not in self._taken:
+            try:
+                connection, _ = self._socket.accept()
+            except BlockingIOError:
+                raise PeerLost("the rank on this host has not handed its memory over") from None
+            with connection:
+                self._receive(connection)
+        self._expected.discard(secret)
+        return self._taken.pop(secret)
+
+    def close(self) -> None:
+        self._socket.close()
+        for handed in self._taken.values():
+            with handed:
+                pass
+
+    def _receive(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        header, fds = b"", list[int]()
+        with contextlib.suppress(OSError):
+            header, fds, _, _ = socket.recv_fds(
+                connection, _HEADER.size, 2, socket.MSG_CMSG_CLOEXEC
+            )
+        if len(header) == _HEADER.size and len(fds) == 2:
+            secret, nbytes = _HEADER.unpack(header)
+            if secret in self._expected and secret not in self._taken:
+                self._taken[secret] = Handed(fds[0], fds[1], nbytes)
+                return
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,108 @@
+"""What the ranks of a group say to each other: frozen typed values as tagged msgpack."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from kvxfer.errors import KvxferError, ProtocolError, by_code
+from kvxfer.moe.placement import Placement
+from kvxfer.moe.shape import MOST_RANKS, MoeShape
+from kvxfer.unreadable import UNREADABLE
+
+VERSION: Final = 1
+
+Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+Address: TypeAlias = Annotated[str, Meta(max_length=256)]
+
+
+# --- set-up of a pair: Hello, Terms, Welcome, in this order and both ways
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first message of a rank, unless it sends Join or Ask.
+
+    socket: the abstract unix socket that takes file descriptors of ranks on its host. secret: what
+    has to come with those of the rank that it is said to.
+    """
+
+    rank: Rank
+    shape: MoeShape
+    placement: Placement
+    address: Address
+    socket: Annotated[str, Meta(max_length=100)]
+    secret: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    version: int = VERSION
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Why no group forms with the rank that it is said to."""
+
+    code: str
+    text: str
+
+    def error(self) -> KvxferError:
+        try:
+            return by_code(self.code)(self.text)
+        except TypeError:  # one that is made of more than a text
+            return KvxferError(f"{self.text} ({self.code})")
+
+
+class Terms(msgspec.Struct, frozen=True, tag="terms"):
+    """Where the rank writes to: what `open_remote()` gave, or None where its memory waits at the
+    socket of the rank that it is said to."""
+
+    remote: bytes | None
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """This side of the pair is set up."""
+
+
+# --- the end
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The rank closes its group after so many steps; it waits for Farewell, or Leaving."""
+
+    steps: Annotated[int, Meta(ge=0, lt=1 << 40)]
+
+
+class Farewell(msgspec.Struct, frozen=True, tag="farewell"):
+    """Nothing of the rank that it is said to is needed any more."""
+
+
+# --- newcomers
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """newcomer → any member: who is there?"""
+
+    rank: Rank
+
+
+class Members(msgspec.Struct, frozen=True, tag="members"):
+    """The answer to Join: the addresses of the members, by rank; none where the newcomer's rank is
+    still a member."""
+
+    addresses: Annotated[dict[Rank, Address], Meta(max_length=MOST_RANKS)]
+
+
+Message: TypeAlias = Hello | Refused | Terms | Welcome | Leaving | Farewell | Join | Members
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes, name: str) -> Message:
+    """`name` is the peer that sent it. Raises ProtocolError."""
+    try:
+        return _DECODER.decode(data)
+    except UNREADABLE as error:
+        raise ProtocolError(f"{name!r} sent a message that cannot be read: {error}") from error
