@@ -86,7 +86,7 @@ constexpr std::uint16_t f16_of_f32(float value) {
 constexpr float f32_of_e4m3(std::uint8_t bits) {
   const std::uint32_t sign = (bits & 0x80U) << 24;
   const std::uint32_t magnitude = bits & 0x7fU;
-  if (magnitude == 0x7fU) return std::bit_cast<float>(sign | 0x7fc00000U);
+  if (magnitude == 0x7fU) return std::bit_cast<float>(sign | 0x7ff00000U);
   if (magnitude >= 8U) return std::bit_cast<float>(sign | ((magnitude << 20) + 0x3c000000U));
   const float subnormal = static_cast<float>(magnitude) * 0x1p-9F;
   return sign != 0 ? -subnormal : subnormal;

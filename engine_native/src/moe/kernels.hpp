@@ -28,8 +28,14 @@ void convert(std::byte* to, DType to_type, const std::byte* from, DType from_typ
 void quantise(std::byte* payload, float* scales, std::uint32_t block, const std::byte* from,
               DType from_type, std::size_t n, Simd simd = best_simd());
 
-// The ranges do not overlap.
-void copy(std::byte* to, const std::byte* from, std::size_t bytes);
+enum class Stores : std::uint8_t {
+  cached,
+  streamed,  // past the caches: faster where copies are of kStreamFrom bytes or more together
+};
+inline constexpr std::size_t kStreamFrom = std::size_t{8} << 20;
+
+// The ranges do not overlap. What is stored after the call is seen after the bytes by others.
+void copy(std::byte* to, const std::byte* from, std::size_t bytes, Stores stores = Stores::cached);
 
 struct WeightedRow {
   const std::byte* row;
