@@ -10,11 +10,21 @@ from msgspec import Meta
 from kvxfer.errors import KvxferError, ProtocolError, by_code
 from kvxfer.moe.placement import Placement
 from kvxfer.moe.shape import MOST_RANKS, MoeShape
+from kvxfer.moe.view_messages import (
+    Ask,
+    Ended,
+    Excluded,
+    Flush,
+    Rank,
+    Ready,
+    View,
+    Wait,
+    Yield,
+)
 from kvxfer.unreadable import UNREADABLE
 
 VERSION: Final = 1
 
-Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
 Address: TypeAlias = Annotated[str, Meta(max_length=256)]
 
 
@@ -90,7 +100,24 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
     addresses: Annotated[dict[Rank, Address], Meta(max_length=MOST_RANKS)]
 
 
-Message: TypeAlias = Hello | Refused | Terms | Welcome | Leaving | Farewell | Join | Members
+Message: TypeAlias = (
+    Hello
+    | Refused
+    | Terms
+    | Welcome
+    | Leaving
+    | Farewell
+    | Join
+    | Members
+    | Flush
+    | View
+    | Ask
+    | Excluded
+    | Yield
+    | Wait
+    | Ended
+    | Ready
+)
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)

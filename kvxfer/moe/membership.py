@@ -1,0 +1,412 @@
+"""Which ranks are alive, and since which step: the same answer at all of them.
+
+A pure state machine: what a rank meets goes in, effects come out, to be done in their order. No
+clock and no I/O, so verify/moe runs it on virtual time.
+
+The model is virtual synchrony (K. Birman, T. Joseph, "Exploiting virtual synchrony in distributed
+systems", SOSP 1987): a group goes through a sequence of views, and all members that go from one
+view to the next have completed the same in the first. Here a step is what is completed. Three
+things differ. A rank may complete a step without the contribution of a rank that it lost, and
+others with it: masks are each rank's own, and are not agreed on. Members are flushed where they
+wait, so that steps under way are run again in the next view rather than delivered before it. And
+a view need not have a majority, because most of a group may really be dead; instead lost ranks are
+asked.
+
+*Flush.* At its boundary a rank that has lost a member begins a change of the view with FLUSH. A
+rank that is at its boundary, or waits in a step, answers with its own. From its FLUSH until it
+adopts a view, a rank begins no step and completes no dispatch. Its FLUSH tells the first step that
+it has not dispatched, and what it has lost by then.
+
+*Decision.* The leader is the lowest member that is not lost. When all members that are not lost
+have sent a FLUSH of the same lost members as its own, it decides: these members, newcomers, and
+the first step, which is the lowest of theirs. A rank whose FLUSH was counted has completed no
+dispatch of that step or of later ones: it waited for the one that has not dispatched it, which it
+has not lost. So these steps are run in the new view, and those before in the old one: every member
+has dispatched them.
+
+*One view after another.* Of a rank that is lost here, nothing is taken, and what is lost stays so.
+A decision needs the FLUSH of each member that is not lost, with the deciding rank's lost members.
+So all that took part refuse views decided by those, and none of them decides otherwise. Where the
+leader is lost after its decision, ranks that have the view answer a FLUSH of the old one with it;
+while one of them is connected to the rest, the rest lacks its FLUSH and cannot decide. Views of
+ranks that have lost each other have different numbers: a number has the deciding rank in it.
+
+*Accusations.* A loss is seen as silence or as the end of the connection, which also comes to one
+that was itself taken for dead. Hearsay alone makes no member lost: the others see a death
+themselves. Where two members accuse each other and neither is lost here, one of them is taken for
+lost, the same one everywhere: the one that only saw its connection end, or else the higher. So a
+false suspicion costs one rank, not two.
+
+*Asking.* Before it decides, a leader asks lost ranks whether they are alive: with half of the
+members or fewer, every rank that does not survive; with more, those whose connection ended, which
+may have gone on while this side was frozen. One that has a later view excludes the asker. Else the
+larger side goes on, or at equal size the one with the lowest rank: the asked rank gives way, or the
+asker waits for its side. A rank whose engine does not answer is dead or frozen; when it wakes up it
+finds itself alone, asks, and is told. Where a network is cut in two and stays so, both sides go on,
+except those of fewer than `min_ranks`.
+
+*Newcomers.* A process takes the place of a rank that is not a member. It is set up with all members
+and says so (READY); the leader begins a change, and admits it if every survivor is set up with it.
+It begins with the view's first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvxfer.errors import InvalidArgument, MoeGroupLost, RankExcluded
+from kvxfer.moe.accusations import loser
+from kvxfer.moe.view_effects import Adopt, AskRank, Effect, Effects, End, Fence, Reply, Send
+from kvxfer.moe.view_messages import (
+    Answer,
+    Ask,
+    Ended,
+    Excluded,
+    Flush,
+    Message,
+    Ready,
+    View,
+    Wait,
+    Yield,
+)
+
+
+def first_view(ranks: int) -> View:
+    """Of a group that begins."""
+    return View(number=0, previous=0, members=tuple(range(ranks)), newcomers=(), first_step=0)
+
+
+class Membership:
+    """Of one rank. `view`: the first one; None for a newcomer, which waits to be admitted.
+
+    min_ranks: a group of fewer ends with MoeGroupLost.
+    """
+
+    def __init__(self, rank: int, ranks: int, view: View | None, *, min_ranks: int = 1) -> None:
+        self.rank, self.ranks, self.min_ranks = rank, ranks, min_ranks
+        self.ended: RankExcluded | MoeGroupLost | None = None
+        self.blocked = False
+        """From its FLUSH until it adopts a view: no step begins, no dispatch completes."""
+        self._step = 0
+        """The next one, while blocked."""
+        self._admitted = view is not None
+        self._view = view or View(number=0, previous=0, members=(), newcomers=(), first_step=0)
+        self._lost: dict[int, bool] = {}
+        """Members; whether their connection ended."""
+        self._flushes: dict[int, Flush] = {}
+        """The last of each rank, of this view or a later one."""
+        self._told: Flush | None = None
+        self._ready: set[int] = set()
+        """Ranks that are no members, and are set up with this one."""
+        self._announced: dict[int, frozenset[int]] = {}
+        """Newcomers, and whom they are set up with."""
+        self._tried: set[int] = set()
+        """Newcomers for which a change was begun."""
+        self._asking: Ask | None = None
+        self._unanswered: set[int] = set()
+
+    @property
+    def view(self) -> View | None:
+        """None for a newcomer that is not admitted yet."""
+        return self._view if self._admitted else None
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The members that are lost here."""
+        return frozenset(self._lost)
+
+    # --- what a rank meets
+
+    def boundary(self, step: int) -> Effects:
+        """It is about to dispatch `step`, and has told all that came before."""
+        if not (self._lost or self._flushes or self._announced) or self._idle():
+            return ()
+        if not (self._lost or self._called() or self._next_newcomers()):
+            return ()
+        return self._flush(step)
+
+    def waiting(self, next_step: int) -> Effects:
+        """It waits in a step, has dispatched all before `next_step`, and has told all that came."""
+        if not (self._lost or self._flushes) or self._idle():
+            return ()
+        if not (self._called() or self._alone_knows_the_view()):
+            return ()
+        return self._flush(next_step)
+
+    def lose(self, rank: int, *, silent: bool) -> Effects:
+        """The connection to a rank is gone. `silent`: because nothing came from it any more."""
+        self._ready.discard(rank)
+        self._announced.pop(rank, None)
+        self._tried.discard(rank)
+        self._flushes.pop(rank, None)
+        if rank not in self._view.members or rank in self._lost:
+            return ()
+        self._lost[rank] = not silent
+        return self._advance()
+
+    def newcomer(self, rank: int) -> Effects:
+        """A rank that is no member is set up with this one; of a newcomer, any rank."""
+        if rank in self._view.members:
+            raise InvalidArgument(f"rank {rank} is a member of view {self._view.number}")
+        self._ready.add(rank)
+        return self._advance()
+
+    def announce(self) -> Effects:
+        """Of a newcomer that is set up with all members that it knows."""
+        ready = Ready(_ordered(self._ready))
+        return tuple(Send(rank, ready) for rank in ready.welcomed)
+
+    def received(self, rank: int, message: Message) -> Effects:
+        """From a rank by the connection of its pair."""
+        if self.ended is not None or rank in self._lost:
+            return ()
+        match message:
+            case Ready():
+                return self._received_ready(rank, message)
+            case Flush():
+                return self._received_flush(rank, message)
+            case View():
+                return self._received_view(rank, message)
+            case Ended():
+                lost = message.code == MoeGroupLost.code
+                return self._end(
+                    self._group_lost() if lost else self._excluded(f"rank {rank} says so")
+                )
+
+    def answered(self, rank: int, ask: Ask, answer: Answer | None) -> Effects:
+        """What a rank said; None where its engine does not answer, or is lost before it did."""
+        if self.ended is not None or ask != self._asking or rank not in self._unanswered:
+            return ()
+        if isinstance(answer, Wait):
+            return (AskRank(rank, ask, pause=True),)
+        if isinstance(answer, Excluded):
+            return self._end(self._excluded(f"rank {rank} says so"), tell=ask.survivors)
+        self._unanswered.discard(rank)
+        return self._advance()
+
+    def asked(self, ask: Ask) -> Effects:
+        """By a rank that has lost this one."""
+        view = self._view
+        if self.ended is not None or not self._admitted:
+            return (Reply(ask.rank, Yield(view.number)),)
+        known = ask.rank in view.members and ask.view in (view.number, view.previous)
+        if self._round(view.number) >= self._round(ask.view) and not known:
+            return (Reply(ask.rank, Excluded(view.number)),)
+        own = {self.rank} | set(view.members) - self.lost - set(ask.survivors)
+        if _strength(own) > _strength(ask.survivors):
+            return (Reply(ask.rank, Wait(view.number)),)
+        ended = self._end(self._excluded(f"rank {ask.rank} goes on with {[*ask.survivors]}"))
+        return (Reply(ask.rank, Yield(view.number)), *ended)
+
+    # --- messages
+
+    def _received_ready(self, rank: int, ready: Ready) -> Effects:
+        if rank in self._ready:
+            self._announced[rank] = frozenset(ready.welcomed)
+            self._tried.discard(rank)
+        return ()
+
+    def _received_flush(self, rank: int, flush: Flush) -> Effects:
+        view = self._view
+        if not self._admitted or self._round(flush.view) > self._round(view.number):
+            self._flushes[rank] = flush
+            return ()
+        if flush.view == view.number and rank in view.members:
+            self._flushes[rank] = flush
+            return self._advance()
+        if flush.view == view.previous and rank in view.members:
+            # It has it from the rank that decided it, unless that is lost to it.
+            return (Send(rank, view),) if self._decider(view) in flush.lost else ()
+        if self._round(flush.view) == self._round(view.number) or rank not in view.members:
+            return (Send(rank, Ended(view.number, RankExcluded.code)),)
+        return ()  # sent before it adopted this view's predecessor
+
+    def _received_view(self, rank: int, view: View) -> Effects:
+        if not self._admitted:
+            return self._adopt(view) if self.rank in view.newcomers else ()
+        if rank not in self._view.members or view.number == self._view.number:
+            return ()
+        if self._round(view.number) < self._round(self._view.number):
+            return ()
+        if view.previous == self._view.number and self.blocked:
+            if self.rank in view.members:
+                return self._adopt(view)
+            return self._end(self._excluded(f"view {view.number} is {[*view.members]}"))
+        # This rank was admitted by a view that the others have not adopted.
+        return self._end(self._excluded(f"view {view.number} follows {view.previous}"))
+
+    # --- a change of the view
+
+    def _idle(self) -> bool:
+        return not self._admitted or self.blocked or self.ended is not None
+
+    def _called(self) -> bool:
+        """Whether another member has begun a change."""
+        number = self._view.number
+        return any(flush.view == number for flush in self._flushes.values())
+
+    def _alone_knows_the_view(self) -> bool:
+        """Whether none but this newcomer may have the view: then it has to ask for the next."""
+        return self.rank in self._view.newcomers and self._decider(self._view) in self._lost
+
+    def _next_newcomers(self) -> set[int]:
+        """Those for whom this rank, as the leader, has to begin a change."""
+        survivors = self._survivors()
+        if self.rank != min(survivors):
+            return set()
+        return {
+            rank
+            for rank, welcomed in self._announced.items()
+            if welcomed >= survivors and rank not in self._tried
+        }
+
+    def _flush(self, step: int) -> Effects:
+        self.blocked, self._step = True, step
+        self._tried |= self._announced.keys()
+        return self._advance()
+
+    def _advance(self) -> Effects:
+        """What follows from what is known, in a change of the view."""
+        if not self.blocked or self.ended is not None:
+            return ()
+        effects: list[Effect] = [*self._conclude()]
+        if self.ended is None:
+            effects += self._tell()
+            effects += self._decide()
+        return tuple(effects)
+
+    def _conclude(self) -> Iterable[Effect]:
+        """Takes for lost one of each two that accuse each other."""
+        while (rank := loser(self.rank, told := self._current_flushes())) is not None:
+            if rank == self.rank:
+                yield from self._end(self._excluded("a member has lost it"))
+                return
+            self._lost[rank] = self.rank in told[rank].lost
+            yield Fence(rank)
+
+    def _current_flushes(self) -> dict[int, Flush]:
+        return {
+            rank: flush
+            for rank, flush in self._flushes.items()
+            if flush.view == self._view.number and rank not in self._lost
+        }
+
+    def _tell(self) -> Iterable[Effect]:
+        flush = Flush(
+            view=self._view.number,
+            next_step=self._step,
+            lost=_ordered(self._lost),
+            closed=_ordered(rank for rank, closed in self._lost.items() if closed),
+            ready=_ordered(self._ready),
+        )
+        if flush == self._told:
+            return
+        self._told = flush
+        for rank in sorted(self._survivors() - {self.rank}):
+            yield Send(rank, flush)
+
+    def _decide(self) -> Effects:
+        """Of the leader: asks, or decides, where all that survive say the same."""
+        survivors = self._survivors()
+        told = self._current_flushes()
+        if self.rank != min(survivors) or told.keys() != survivors - {self.rank}:
+            return ()
+        if any(set(flush.lost) != self.lost for flush in told.values()):
+            return ()
+        ask = Ask(self.rank, self._view.number, _ordered(survivors))
+        if ask != self._asking:
+            self._asking = ask
+            self._unanswered = self._doubtful(survivors, told.values())
+            return tuple(AskRank(rank, ask) for rank in sorted(self._unanswered)) or self._decide()
+        if self._unanswered:
+            return ()
+        admitted = self._admissible(survivors, told.values())
+        if len(survivors) + len(admitted) < self.min_ranks:
+            return self._end(self._group_lost(), tell=survivors)
+        view = View(
+            number=(self._round(self._view.number) + 1) * self.ranks + self.rank,
+            previous=self._view.number,
+            members=_ordered(survivors | admitted),
+            newcomers=_ordered(admitted),
+            first_step=min([self._step, *(flush.next_step for flush in told.values())]),
+        )
+        others = [rank for rank in view.members if rank != self.rank]
+        return (*(Send(rank, view) for rank in others), *self._adopt(view))
+
+    def _doubtful(self, survivors: set[int], told: Iterable[Flush]) -> set[int]:
+        """Whom the leader has to ask before it decides."""
+        if 2 * len(survivors) <= len(self._view.members):
+            return set(range(self.ranks)) - survivors - self._ready
+        closed = {rank for rank, closed in self._lost.items() if closed}
+        return closed.union(*(flush.closed for flush in told))
+
+    def _admissible(self, survivors: set[int], told: Iterable[Flush]) -> set[int]:
+        """The newcomers of the next view: each two are set up with each other."""
+        listed = self._ready.intersection(*(flush.ready for flush in told))
+        admitted: set[int] = set()
+        for rank in sorted(listed & self._announced.keys()):
+            mutual = all(rank in self._announced[other] for other in admitted)
+            if mutual and self._announced[rank] >= survivors | admitted:
+                admitted.add(rank)
+        return admitted
+
+    def _adopt(self, view: View) -> Effects:
+        effects: list[Effect] = []
+        gone = set(self._view.members) - set(view.members) - self.lost
+        effects += [Fence(rank) for rank in sorted(gone)]
+        met = set(view.newcomers if self._admitted else view.members)
+        self._view, self._admitted, self.blocked = view, True, False
+        self._told = self._asking = None
+        members = set(view.members)
+        self._lost = {rank: closed for rank, closed in self._lost.items() if rank in members}
+        for rank in sorted(met - self._ready - {self.rank}):  # lost since its set-up
+            self._lost[rank] = True
+            effects.append(Fence(rank))
+        self._ready -= members
+        self._tried -= members
+        self._announced = {r: with_ for r, with_ in self._announced.items() if r not in members}
+        effects.append(Adopt(view))
+        if self._decider(view) != self.rank:  # which may be lost before they have it
+            others = (rank for rank in view.newcomers if rank != self.rank)
+            effects += [Send(rank, view) for rank in others if rank not in self._lost]
+        held, self._flushes = self._flushes, {}
+        for rank, flush in held.items():
+            if self._round(flush.view) >= self._round(view.number):
+                effects += self._received_flush(rank, flush)
+        return tuple(effects)
+
+    def _end(
+        self, error: RankExcluded | MoeGroupLost, *, tell: Iterable[int] = ()
+    ) -> tuple[Effect, ...]:
+        self.ended = error
+        told = Ended(self._view.number, error.code)
+        return (*(Send(rank, told) for rank in tell if rank != self.rank), End(error))
+
+    def _excluded(self, why: str) -> RankExcluded:
+        return RankExcluded(
+            f"the group goes on without rank {self.rank}: {why}; join it again as a newcomer"
+        )
+
+    def _group_lost(self) -> MoeGroupLost:
+        return MoeGroupLost(
+            f"ranks {sorted(self._survivors())} are fewer than min_ranks ({self.min_ranks})"
+        )
+
+    def _survivors(self) -> set[int]:
+        return set(self._view.members) - self.lost
+
+    def _round(self, number: int) -> int:
+        return number // self.ranks
+
+    def _decider(self, view: View) -> int:
+        return view.number % self.ranks
+
+
+def _ordered(ranks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(ranks))
+
+
+def _strength(side: Iterable[int]) -> tuple[int, int]:
+    """Of two sides, the one with the greater goes on."""
+    ranks = set(side)
+    return (len(ranks), -min(ranks))

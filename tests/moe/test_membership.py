@@ -1,0 +1,426 @@
+"""The state machine of views, in small groups whose messages arrive when a test says."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvxfer.errors import InvalidArgument, MoeGroupLost, RankExcluded
+from kvxfer.moe.membership import Membership, first_view
+from kvxfer.moe.view_effects import Adopt, AskRank, Effect, End, Fence, Reply, Send
+from kvxfer.moe.view_messages import Ask, Ended, Excluded, Flush, View, Wait, Yield
+
+
+class Group:
+    """Ranks and what they say: in flight until deliver()."""
+
+    def __init__(self, ranks: int, *, min_ranks: int = 1) -> None:
+        self.ranks = {
+            rank: Membership(rank, ranks, first_view(ranks), min_ranks=min_ranks)
+            for rank in range(ranks)
+        }
+        self.count = ranks
+        self.sent: list[tuple[int, Send]] = []
+        self.adopted: dict[int, list[View]] = {rank: [] for rank in self.ranks}
+        self.fenced: list[tuple[int, int]] = []
+        self.asks: list[tuple[int, AskRank]] = []
+        self.dead: set[int] = set()
+
+    def do(self, rank: int, effects: tuple[Effect, ...]) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    self.sent.append((rank, effect))
+                case Fence():
+                    self.fenced.append((rank, effect.rank))
+                case AskRank():
+                    self.asks.append((rank, effect))
+                case Adopt():
+                    self.adopted[rank].append(effect.view)
+                case End() | Reply():
+                    pass
+
+    def kill(self, *ranks: int) -> None:
+        """Every other rank sees their connections end."""
+        self.dead |= {*ranks}
+        for rank in self.alive():
+            for dead in ranks:
+                self.do(rank, self.ranks[rank].lose(dead, silent=False))
+
+    def alive(self) -> list[int]:
+        return [rank for rank in self.ranks if rank not in self.dead]
+
+    def boundary(self, rank: int, step: int) -> None:
+        self.do(rank, self.ranks[rank].boundary(step))
+
+    def waiting(self, rank: int, next_step: int) -> None:
+        self.do(rank, self.ranks[rank].waiting(next_step))
+
+    def deliver(self, *, only_to: int | None = None) -> None:
+        """All that is in flight, and what is said of it; those that are asked do not answer."""
+        while ready := [each for each in self.sent if only_to in (None, each[1].rank)]:
+            sender, send = ready[0]
+            self.sent.remove(ready[0])
+            if send.rank not in self.dead and sender not in self.dead:
+                self.do(send.rank, self.ranks[send.rank].received(sender, send.message))
+
+    def unanswered(self) -> None:
+        asks, self.asks = self.asks, []
+        for rank, ask in asks:
+            self.do(rank, self.ranks[rank].answered(ask.rank, ask.ask, None))
+
+    def view(self, rank: int) -> View:
+        view = self.ranks[rank].view
+        assert view is not None
+        return view
+
+
+def _change(group: Group, steps: dict[int, int]) -> None:
+    """All come to their boundaries before these steps, and agree."""
+    for rank, step in steps.items():
+        group.boundary(rank, step)
+    group.deliver()
+    group.unanswered()
+    group.deliver()
+
+
+def test_a_step_without_losses_changes_nothing() -> None:
+    member = Membership(0, 3, first_view(3))
+    assert member.boundary(0) == member.waiting(1) == member.boundary(1) == ()
+    assert not member.blocked
+
+
+def test_survivors_adopt_one_view_from_the_earliest_step_on() -> None:
+    group = Group(4)
+    group.kill(1)
+    _change(group, {0: 7, 2: 7})
+    group.waiting(3, 8)
+    group.deliver()
+    group.unanswered()
+    group.deliver()
+    (view,) = group.adopted[0]
+    assert (view.members, view.first_step, view.previous) == ((0, 2, 3), 7, 0)
+    assert group.adopted == {0: [view], 1: [], 2: [view], 3: [view]}
+    assert not any(group.ranks[rank].blocked for rank in (0, 2, 3))
+
+
+def test_numbers_name_the_deciding_rank() -> None:
+    group = Group(4)
+    group.kill(0)
+    _change(group, dict.fromkeys((1, 2, 3), 0))
+    assert group.view(3).number == 1 * 4 + 1
+    group.kill(1)
+    _change(group, dict.fromkeys((2, 3), 5))
+    assert group.view(3).number == 2 * 4 + 2
+
+
+def test_a_rank_waits_until_another_begins_a_change() -> None:
+    group = Group(3)
+    group.kill(2)
+    group.waiting(0, 5)
+    assert not group.ranks[0].blocked
+    group.boundary(1, 4)
+    group.deliver()
+    assert not group.ranks[0].blocked, "it computes"
+    group.waiting(0, 5)
+    assert group.ranks[0].blocked
+
+
+def test_what_is_lost_later_is_told_again() -> None:
+    group = Group(5)
+    group.kill(4)
+    for rank in (0, 1, 2, 3):
+        group.boundary(rank, 1)
+    group.kill(3)
+    group.deliver()
+    group.unanswered()
+    group.deliver()
+    assert group.view(0).members == group.view(2).members == (0, 1, 2)
+
+
+def test_a_decision_of_a_leader_that_is_lost_is_taken_from_those_that_have_it() -> None:
+    group = Group(5)
+    group.kill(4)
+    for rank in (0, 1, 2, 3):
+        group.boundary(rank, 1)
+    group.deliver(only_to=0)
+    group.unanswered()
+    group.deliver(only_to=1)
+    assert [rank for rank in group.ranks if group.adopted[rank]] == [0, 1]
+    view = group.view(0)
+    group.kill(0)
+    group.deliver()
+    assert group.view(2) == group.view(3) == view
+    _change(group, dict.fromkeys((1, 2, 3), 1))
+    assert group.view(3).members == (1, 2, 3)
+
+
+def test_a_view_of_a_rank_that_is_lost_is_refused() -> None:
+    group = Group(4)
+    group.kill(3)
+    for rank in (0, 1, 2):
+        group.boundary(rank, 1)
+    group.deliver(only_to=0)
+    group.unanswered()
+    for rank in (1, 2):
+        group.do(rank, group.ranks[rank].lose(0, silent=True))
+    group.deliver()
+    group.unanswered()
+    group.deliver()
+    assert group.view(0).members == (0, 1, 2)
+    assert group.view(1) == group.view(2)
+    assert group.view(1).members == (1, 2)
+    assert group.view(1).number != group.view(0).number
+
+
+@pytest.mark.parametrize(
+    ("silent", "goes"),
+    [
+        ((True, False), 3),  # rank 1 heard nothing of rank 3, and ended the connection
+        ((False, True), 1),
+        ((False, False), 3),
+        ((True, True), 3),
+    ],
+)
+def test_one_of_two_that_accuse_each_other_goes(silent: tuple[bool, bool], goes: int) -> None:
+    group = Group(5)
+    group.do(1, group.ranks[1].lose(3, silent=silent[0]))
+    group.do(3, group.ranks[3].lose(1, silent=silent[1]))
+    group.boundary(1, 2)
+    group.boundary(3, 2)
+    for rank in (0, 2, 4):
+        group.deliver()
+        group.waiting(rank, 2)
+    group.deliver()
+    group.unanswered()
+    group.deliver()
+    stay = tuple(rank for rank in range(5) if rank != goes)
+    assert [group.view(rank).members for rank in stay] == [stay] * 4
+    assert {fenced for _, fenced in group.fenced} == {goes}
+
+
+def test_hearsay_of_one_makes_no_rank_lost() -> None:
+    member = Membership(2, 4, first_view(4))
+    member.received(0, Flush(0, 1, lost=(3,), closed=(3,)))
+    member.waiting(1)
+    assert member.lost == frozenset()
+
+
+@pytest.mark.parametrize("closed", [(), (2,)])
+def test_a_rank_that_another_has_ended_goes(closed: tuple[int, ...]) -> None:
+    member = Membership(2, 4, first_view(4))
+    member.received(0, Flush(0, 1, lost=(2,), closed=closed))
+    (end,) = member.waiting(1)
+    assert isinstance(end, End)
+    assert isinstance(member.ended, RankExcluded)
+
+
+# --- asking
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dead", "silent", "asked"),
+    [
+        (5, (4,), False, {4}),  # most survive: those whose connection ended
+        (5, (4,), True, set()),
+        (4, (2, 3), True, {2, 3}),
+        (5, (2, 3, 4), True, {2, 3, 4}),
+    ],
+)
+def test_whom_a_leader_asks(
+    ranks: int, dead: tuple[int, ...], silent: bool, asked: set[int]
+) -> None:
+    group = Group(ranks)
+    group.dead |= {*dead}
+    for rank in group.alive():
+        for each in dead:
+            group.do(rank, group.ranks[rank].lose(each, silent=silent))
+        group.boundary(rank, 0)
+    group.deliver()
+    assert {each.rank for _, each in group.asks} == asked
+    assert bool(group.adopted[0]) == (not asked)
+
+
+def test_a_few_also_ask_those_of_older_views() -> None:
+    group = Group(4)
+    group.kill(3)
+    _change(group, dict.fromkeys((0, 1, 2), 0))
+    group.kill(1, 2)
+    group.boundary(0, 3)
+    assert {each.rank for _, each in group.asks} == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("survivors", "answer"),
+    [
+        ((1, 2, 3, 4, 5), Yield(0)),  # rank 0 is alone
+        ((3, 4, 5), Yield(0)),
+        ((4, 5), Yield(0)),
+        ((5,), Wait(0)),  # as large as its own side, with the higher rank
+    ],
+)
+def test_the_larger_side_goes_on(survivors: tuple[int, ...], answer: Yield | Wait) -> None:
+    member = Membership(0, 6, first_view(6))
+    for rank in range(1, 6):
+        member.lose(rank, silent=False)
+    reply, *rest = member.asked(Ask(5, 0, survivors))
+    assert reply == Reply(5, answer)
+    assert isinstance(member.ended, RankExcluded) == isinstance(answer, Yield) == bool(rest)
+
+
+def test_who_is_in_no_later_view_is_excluded() -> None:
+    group = Group(3)
+    group.kill(2)
+    _change(group, dict.fromkeys((0, 1), 4))
+    assert group.ranks[1].asked(Ask(2, 0, (2,))) == (Reply(2, Excluded(3)),)
+    assert group.ranks[1].ended is None
+
+
+def test_a_rank_that_is_excluded_tells_those_that_it_led() -> None:
+    group = Group(6)
+    group.dead |= {0, 1, 2}
+    for rank in (3, 4, 5):
+        for dead in (0, 1, 2):
+            group.do(rank, group.ranks[rank].lose(dead, silent=False))
+        group.boundary(rank, 0)
+    group.deliver()
+    ask = group.asks[0][1].ask
+    assert group.ranks[3].answered(1, ask, Wait(0)) == (AskRank(1, ask, pause=True),)
+    assert not isinstance(group.ranks[3].ended, RankExcluded)
+    group.do(3, group.ranks[3].answered(1, ask, Excluded(6)))
+    assert {send.rank for _, send in group.sent if isinstance(send.message, Ended)} == {4, 5}
+    group.deliver()
+    assert all(isinstance(group.ranks[rank].ended, RankExcluded) for rank in (3, 4, 5))
+
+
+def test_a_group_of_fewer_than_min_ranks_ends() -> None:
+    group = Group(4, min_ranks=3)
+    group.kill(2, 3)
+    _change(group, dict.fromkeys((0, 1), 0))
+    assert all(isinstance(group.ranks[rank].ended, MoeGroupLost) for rank in (0, 1))
+    assert not any(group.adopted.values())
+
+
+# --- newcomers
+
+
+def _set_up(group: Group, rank: int) -> Membership:
+    """A process that takes the place of a rank that is no member, set up with all."""
+    newcomer = Membership(rank, group.count, None)
+    for member in group.alive():
+        newcomer.newcomer(member)
+        group.ranks[member].newcomer(rank)
+    group.dead.discard(rank)
+    group.ranks[rank] = newcomer
+    group.adopted[rank] = []
+    return newcomer
+
+
+def test_a_newcomer_begins_with_the_first_step_of_the_next_view() -> None:
+    group = Group(4)
+    group.kill(1)
+    _change(group, dict.fromkeys((0, 2, 3), 5))
+    newcomer = _set_up(group, 1)
+    group.do(1, newcomer.announce())
+    group.deliver()
+    group.boundary(0, 9)
+    group.deliver()
+    for rank in (2, 3):
+        group.waiting(rank, 9)
+    group.deliver()
+    (view,) = group.adopted[1]
+    assert (view.members, view.newcomers, view.first_step) == ((0, 1, 2, 3), (1,), 9)
+    assert all(group.view(rank) == view for rank in range(4))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_only_the_leader_begins_a_change_for_a_newcomer(rank: int) -> None:
+    group = Group(4)
+    group.kill(1)
+    _change(group, dict.fromkeys((0, 2, 3), 5))
+    group.do(1, _set_up(group, 1).announce())
+    group.deliver()
+    group.boundary(rank, 6)
+    assert group.ranks[rank].blocked == (rank == 0)
+
+
+def test_a_newcomer_that_a_member_lost_is_not_admitted_nor_tried_again() -> None:
+    group = Group(4)
+    group.kill(1)
+    _change(group, dict.fromkeys((0, 2, 3), 5))
+    group.do(1, _set_up(group, 1).announce())
+    group.deliver()
+    group.do(3, group.ranks[3].lose(1, silent=False))
+    group.boundary(0, 6)
+    group.deliver()
+    for rank in (2, 3):
+        group.waiting(rank, 6)
+    group.deliver()
+    assert group.view(0).members == (0, 2, 3)
+    group.boundary(0, 7)
+    assert not group.ranks[0].blocked
+
+
+def test_of_two_newcomers_that_do_not_know_each_other_one_is_admitted() -> None:
+    group = Group(4)
+    group.kill(1, 3)
+    _change(group, dict.fromkeys((0, 2), 5))
+    newcomers = [Membership(rank, 4, None) for rank in (1, 3)]
+    for newcomer in newcomers:
+        for member in (0, 2):
+            newcomer.newcomer(member)
+            group.ranks[member].newcomer(newcomer.rank)
+        group.do(newcomer.rank, newcomer.announce())
+    group.dead.clear()
+    group.ranks |= {newcomer.rank: newcomer for newcomer in newcomers}
+    group.deliver()
+    _change(group, {0: 6, 2: 6})
+    group.waiting(2, 6)
+    group.deliver()
+    assert group.view(0).members == (0, 1, 2)
+
+
+def test_members_tell_a_newcomer_its_view_where_the_leader_is_lost() -> None:
+    group = Group(4)
+    group.kill(1)
+    _change(group, dict.fromkeys((0, 2, 3), 5))
+    group.do(1, _set_up(group, 1).announce())
+    group.deliver()
+    group.boundary(0, 6)
+    group.deliver()
+    group.waiting(2, 6)
+    group.waiting(3, 6)
+    group.deliver(only_to=0)
+    group.deliver(only_to=2)
+    assert not group.adopted[1]
+    group.sent = [each for each in group.sent if each[0] != 0]
+    group.kill(0)
+    group.deliver()
+    assert group.view(1) == group.view(2)
+
+
+def test_a_newcomer_of_a_view_that_none_else_has_is_told() -> None:
+    group = Group(4)
+    group.kill(1)
+    _change(group, dict.fromkeys((0, 2, 3), 5))
+    group.do(1, _set_up(group, 1).announce())
+    group.deliver()
+    group.boundary(0, 6)
+    group.deliver()
+    group.waiting(2, 6)
+    group.waiting(3, 6)
+    group.deliver(only_to=0)
+    group.deliver(only_to=1)
+    assert group.view(1).members == (0, 1, 2, 3)
+    group.sent = [each for each in group.sent if each[0] != 0]
+    group.kill(0)
+    group.waiting(1, 7)
+    group.deliver()
+    group.unanswered()
+    group.deliver()
+    assert group.view(2).members in ((2, 3), (1, 2, 3))
+    assert isinstance(group.ranks[1].ended, RankExcluded)
+
+
+def test_a_rank_that_is_a_member_is_no_newcomer() -> None:
+    with pytest.raises(InvalidArgument, match="rank 1 is a member of view 0"):
+        Membership(0, 2, first_view(2)).newcomer(1)
