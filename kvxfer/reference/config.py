@@ -24,7 +24,11 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Sizes of one model. Raises `InvalidArgument` where they contradict each other."""
+    """Sizes of one model. Raises `InvalidArgument` where they contradict each other.
+
+    With `num_experts`, each layer has so many feed-forward networks of `intermediate_size`, and a
+    router that sends each token to `experts_per_token` of them.
+    """
 
     name: str
     vocab_size: int
@@ -42,6 +46,8 @@ class LlamaConfig:
     mlp_bias: bool = False
     tie_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    num_experts: int = 0
+    experts_per_token: int = 0
 
     def __post_init__(self) -> None:
         for field in (
@@ -62,6 +68,13 @@ class LlamaConfig:
                 f"{self.name}: {self.num_heads} attention heads cannot share "
                 f"{self.num_kv_heads} KV heads; the first has to be a multiple of the second"
             )
+        experts, chosen = self.num_experts, self.experts_per_token
+        if not (0 < chosen <= experts or chosen == experts == 0):
+            raise InvalidArgument(
+                f"{self.name}: experts_per_token is {chosen}, but there are {experts} experts"
+            )
+        if experts and self.mlp_bias:
+            raise InvalidArgument(f"{self.name}: experts have no biases; set mlp_bias to false")
         if self.head_size % 2:
             raise InvalidArgument(
                 f"{self.name}: head_size is {self.head_size}; rotary embedding needs an even one"

@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kvxfer.errors import InvalidArgument
 from kvxfer.reference.collective import Collective
 from kvxfer.reference.config import LlamaConfig
+from kvxfer.reference.experts import Experts, route
 from kvxfer.reference.kv_cache import PagedKvCache
-from kvxfer.reference.parameters import Layer, Linear, Parameters
+from kvxfer.reference.parameters import FeedForward, Layer, Linear, Parameters, Router
 from kvxfer.reference.rope import inverse_frequencies, rotate, rotation
 from kvxfer.reference.shards import WHOLE
 from kvxfer.reference.weights import FINAL_NORM
@@ -37,13 +39,17 @@ class LlamaModel:
         weights: Mapping[str, Tensor],
         collective: Collective | None = None,
         dtype: torch.dtype | None = None,
+        experts: Experts | None = None,
     ) -> None:
         """`weights` has the boxes that this rank has, by the names of `weight_shapes(config)`; they
-        are copied. `dtype` is what the model computes in, without it that of the weights."""
+        are copied. `dtype` is what the model computes in, without it that of the weights.
+        `experts` computes those of a model that has them."""
+        if (experts is not None) != (config.num_experts > 0):
+            raise InvalidArgument(f"{config.name} has {config.num_experts} experts in each layer")
         self.config = config
         self.weights_version = 0
         """Of apply(); 0 before the first."""
-        self._collective = collective
+        self._collective, self._experts = collective, experts
         self._shard = WHOLE if collective is None else collective.shard
         there = weights[FINAL_NORM]
         self._parameters = Parameters(config, self._shard, dtype or there.dtype, there.device)
@@ -104,7 +110,9 @@ class LlamaModel:
                 x, normed, cos, sin = x[-1:], normed[-1:], cos[-1:], sin[-1:]
             queries = self._queries(layer, normed, cos, sin)
             attended = cache.attend(index, queries, keys, values, blocks, count)
-            x = self._feed_forward(layer, x + self._summed(layer.output, attended.flatten(1)))
+            x = self._feed_forward(
+                index, layer, x + self._summed(layer.output, attended.flatten(1))
+            )
         return self._logits(x)
 
     @torch.inference_mode()
@@ -124,7 +132,9 @@ class LlamaModel:
             cache.write(index, slots, keys, values)
             queries = self._queries(layer, normed, cos, sin)
             attended = cache.attend(index, queries, keys, values, blocks, position + 1)
-            x = self._feed_forward(layer, x + self._summed(layer.output, attended.flatten(1)))
+            x = self._feed_forward(
+                index, layer, x + self._summed(layer.output, attended.flatten(1))
+            )
         return self._logits(x)
 
     def _queries(self, layer: Layer, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -140,9 +150,16 @@ class LlamaModel:
         """[tokens, heads * head_size] → [tokens, heads, head_size]."""
         return x.view(len(x), -1, self.config.head_size)
 
-    def _feed_forward(self, layer: Layer, x: Tensor) -> Tensor:
-        gate, up = layer.gate_up(self._norm(x, layer.post_attention_norm)).chunk(2, dim=-1)
-        return x + self._summed(layer.down, F.silu(gate) * up)
+    def _feed_forward(self, index: int, layer: Layer, x: Tensor) -> Tensor:
+        normed = self._norm(x, layer.post_attention_norm)
+        match layer.mlp:
+            case FeedForward(gate_up, down):
+                gate, up = gate_up(normed).chunk(2, dim=-1)
+                return x + self._summed(down, F.silu(gate) * up)
+            case Router(gate):
+                assert self._experts is not None  # noqa: S101 (checked at the beginning)
+                ids, shares = route(gate(normed), self.config.experts_per_token)
+                return x + self._experts(index, normed, ids, shares)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (self.config.hidden_size,), weight, self.config.rms_norm_eps)

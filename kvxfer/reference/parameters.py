@@ -29,14 +29,26 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class FeedForward:
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Of the experts of a layer, whose own weights are elsewhere."""
+
+    gate: Linear
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     input_norm: Tensor
     q: Linear
     kv: Linear
     output: Linear
     post_attention_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: FeedForward | Router
 
 
 class Parameters:
@@ -114,6 +126,13 @@ class Parameters:
             kv=self._linear(prefix, "self_attn.k_proj", "self_attn.v_proj"),
             output=self._linear(prefix, "self_attn.o_proj"),
             post_attention_norm=self._fused([prefix + "post_attention_layernorm.weight"]),
+            mlp=self._mlp(prefix),
+        )
+
+    def _mlp(self, prefix: str) -> FeedForward | Router:
+        if f"{prefix}mlp.gate.weight" in self._boxes:
+            return Router(self._linear(prefix, "mlp.gate"))
+        return FeedForward(
             gate_up=self._linear(prefix, "mlp.gate_proj", "mlp.up_proj"),
             down=self._linear(prefix, "mlp.down_proj"),
         )

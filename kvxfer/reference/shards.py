@@ -56,6 +56,11 @@ def local_config(config: LlamaConfig, ranks: int) -> LlamaConfig:
     """
     if ranks < 1:
         raise InvalidArgument(f"{ranks} ranks compute nothing; use at least 1")
+    if ranks > 1 and config.num_experts:
+        raise InvalidArgument(
+            f"{config.name}: experts are spread over ranks, not cut; use "
+            "kvxfer.reference.expert_parallel"
+        )
     for what, size in (("heads", config.num_heads), ("inner dimension", config.intermediate_size)):
         if size % ranks:
             raise InvalidArgument(

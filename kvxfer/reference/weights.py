@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ def layer_prefix(layer: int) -> str:
 
 
 def weight_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of every tensor of the model; linear layers are [outputs, inputs]."""
+    """(name, shape) of every tensor of the model; linear layers are [outputs, inputs].
+
+    Of a model with experts, their routers but not the experts: `expert_weights`."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size = config.num_heads * config.head_size
     kv_size = config.num_kv_heads * config.head_size
@@ -30,15 +32,20 @@ def weight_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         prefix = layer_prefix(layer)
         yield prefix + "input_layernorm.weight", (hidden,)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
-        linears = (
+        linears = [
             ("self_attn.q_proj", q_size, hidden, config.attention_bias),
             ("self_attn.k_proj", kv_size, hidden, config.attention_bias),
             ("self_attn.v_proj", kv_size, hidden, config.attention_bias),
             ("self_attn.o_proj", hidden, q_size, config.attention_bias),
-            ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-            ("mlp.up_proj", inner, hidden, config.mlp_bias),
-            ("mlp.down_proj", hidden, inner, config.mlp_bias),
-        )
+        ]
+        if config.num_experts:
+            linears.append(("mlp.gate", config.num_experts, hidden, False))
+        else:
+            linears += [
+                ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+                ("mlp.up_proj", inner, hidden, config.mlp_bias),
+                ("mlp.down_proj", hidden, inner, config.mlp_bias),
+            ]
         for name, outputs, inputs, bias in linears:
             yield f"{prefix}{name}.weight", (outputs, inputs)
             if bias:
@@ -53,6 +60,27 @@ def weight_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 # projection lets that count: the next token depends on which keys and values are where, so a
 # single lost block changes greedy output (with 1.0 everywhere it hardly ever does).
 _GAINS = {"q_proj": 3.0, "k_proj": 3.0, "o_proj": 2.0}
+# Likewise: a lost expert changes the output.
+_EXPERT_GAIN: Final = 3.0
+
+
+class ExpertWeights(NamedTuple):
+    """Of one feed-forward network."""
+
+    gate_up: Tensor
+    """[2 * intermediate_size, hidden_size]."""
+    down: Tensor
+    """[hidden_size, intermediate_size]."""
+
+
+def expert_weights(config: LlamaConfig, seed: int, layer: int, expert: int) -> ExpertWeights:
+    """Random weights of one expert, that depend on the arguments only: a rank draws its own."""
+    number = layer * config.num_experts + expert
+    generator = torch.Generator().manual_seed(seed << 32 | number)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    gate_up = torch.randn((2 * inner, hidden), generator=generator) * hidden**-0.5
+    down = torch.randn((hidden, inner), generator=generator) * (_EXPERT_GAIN * inner**-0.5)
+    return ExpertWeights(gate_up, down)
 
 
 def seeded_weights(

@@ -10,7 +10,7 @@ import torch
 from kvxfer.errors import InvalidArgument
 from kvxfer.reference.kv_cache import PagedKvCache
 from kvxfer.reference.model import LlamaModel
-from kvxfer.reference.parameters import Parameters
+from kvxfer.reference.parameters import FeedForward, Parameters
 from kvxfer.reference.runner import ModelRunner
 from kvxfer.reference.shards import Shard, cut
 from kvxfer.reference.tokens import ByteTokenizer
@@ -31,8 +31,10 @@ def tokens_of(model: LlamaModel) -> list[int]:
 def addresses(parameters: Parameters) -> list[int]:
     found = [parameters.embedding, parameters.lm_head, parameters.final_norm]
     for layer in parameters.layers:
-        found += [layer.q.weight, layer.kv.weight, layer.output.weight, layer.gate_up.weight]
-        found += [layer.down.weight, layer.input_norm, layer.post_attention_norm]
+        found += [layer.q.weight, layer.kv.weight, layer.output.weight]
+        assert isinstance(layer.mlp, FeedForward)
+        found += [layer.mlp.gate_up.weight, layer.mlp.down.weight]
+        found += [layer.input_norm, layer.post_attention_norm]
     return [each.data_ptr() for each in found]
 
 

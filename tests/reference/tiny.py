@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kvxfer.reference.config import LlamaConfig
@@ -16,6 +18,9 @@ TINY = LlamaConfig(
     num_kv_heads=2,
     head_size=16,
     max_position=256,
+)
+TINY_EXPERTS = replace(
+    TINY, name="tiny-experts", intermediate_size=48, num_experts=8, experts_per_token=2
 )
 
 
